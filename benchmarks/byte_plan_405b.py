@@ -23,13 +23,13 @@ import jax
 import numpy as np
 
 from haliax_ext.abstract import abstract, leaves
-from haliax_ext.admissions import byte_ranges
+from haliax_ext.leaf_layout import box_size, to_slices
 from haliax_ext.loading import plan_loading
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import plan_sharding
-from haliax_ext.reading import distinct, flat_stack, reads
-from haliax_ext.slices import box_size, to_slices
+from haliax_ext.read_plan import distinct, flat_stack, reads
+from haliax_ext.read_scheduler import byte_ranges
 from levanter.compat.hf.safetensors import SafetensorsSource
 from levanter.models.llama import weights
 from levanter.models.llama.config import LlamaConfig

@@ -75,10 +75,10 @@ def measure(asked: argparse.Namespace, folder: str, scratch: Path) -> None:
 
     from haliax_ext.abstract import with_arrays
     from levanter.checkpoint import Checkpointer
-    from levanter.commands.train.train_lm import TrainLmConfig, describe
+    from levanter.commands.train.lm.train_lm import TrainLmConfig, describe
     from levanter.config import load
     from levanter.data import next_tokens
-    from levanter.run import Target
+    from levanter.runplan import Target
     from levanter.trainer.hooks import state_arrays
 
     (scratch / "run.yaml").write_text(CONFIG)

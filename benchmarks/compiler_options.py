@@ -27,10 +27,10 @@ from levanter.hardware import parse_accelerator
 from levanter.hardware.compiler import Layout
 from levanter.plan.aot import Compiled, compile_programs
 from levanter.plan.comms import Network
-from levanter.plan.cost import step_time
-from levanter.plan.kept import KeptAnswers
-from levanter.plan.targets import target_of_pod
-from levanter.run import RunPlan
+from levanter.plan.compile_cache import KeptAnswers
+from levanter.plan.step_time_model import step_time
+from levanter.plan.target_from_name import target_of_pod
+from levanter.runplan import RunPlan
 
 ROOT = Path(__file__).parent.parent
 FIGURES = ROOT / "tests" / "golden" / "compiler_options.json"

@@ -49,11 +49,11 @@ def ours_with_options(folder: Path, streams: int) -> Write:
 
 def ours(folder: Path, streams: int, options: dict[str, str] | None = None) -> Write:
     """The engine of `generate`, with its own plan and Programs."""
+    from levanter.commands.cli.devices import local_target
     from levanter.commands.generate.config import GenerateConfig
+    from levanter.commands.generate.engine_setup import running
     from levanter.commands.generate.generate import describe
     from levanter.commands.generate.prompts import prompt_reader
-    from levanter.commands.generate.running import running
-    from levanter.commands.shell.devices import local_target
     from levanter.config import parse
     from levanter.inference.engine import schedule_of
     from levanter.inference.params import SamplingParams

@@ -46,13 +46,13 @@ def ours(asked: argparse.Namespace) -> Any:
     import jax
 
     from haliax_ext.abstract import with_arrays
+    from levanter.commands.cli.devices import local_target
     from levanter.commands.harness.config import EvalHarnessConfig
     from levanter.commands.harness.eval_harness import describe
     from levanter.commands.model.pretrained import load_pretrained
-    from levanter.commands.shell.devices import local_target
-    from levanter.eval.harness.asking import HarnessLM
     from levanter.eval.harness.config import HarnessConfig, HarnessTaskConfig
-    from levanter.eval.harness.evaluating import evaluate
+    from levanter.eval.harness.driver import evaluate
+    from levanter.eval.harness.lm import HarnessLM
     from levanter.eval.harness.scoring import Scorer
     from levanter.mesh import local_devices
     from levanter.trainer.config import TrainerConfig

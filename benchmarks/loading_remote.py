@@ -187,7 +187,7 @@ def planned_on(shape: Shape, source, devices):
 def kernel_seconds():
     """Processor seconds of all threads in what releases the interpreter's lock: receiving, casting, checking."""
     from haliax_ext import host_reader
-    from haliax_ext.slices import Copy
+    from haliax_ext.leaf_layout import BlockCopy
     from levanter.io.ranges.connections import HttpAnswer
 
     spent, lock = [0.0], threading.Lock()
@@ -204,12 +204,12 @@ def kernel_seconds():
 
         return call
 
-    kept = HttpAnswer._some, Copy.scatter, host_reader.all_finite
-    HttpAnswer._some, Copy.scatter, host_reader.all_finite = map(timed, kept)
+    kept = HttpAnswer._some, BlockCopy.scatter, host_reader.all_finite
+    HttpAnswer._some, BlockCopy.scatter, host_reader.all_finite = map(timed, kept)
     try:
         yield spent
     finally:
-        HttpAnswer._some, Copy.scatter, host_reader.all_finite = kept
+        HttpAnswer._some, BlockCopy.scatter, host_reader.all_finite = kept
 
 
 def measure(name: str, url: str, args: argparse.Namespace) -> dict:
@@ -217,12 +217,12 @@ def measure(name: str, url: str, args: argparse.Namespace) -> dict:
     import jax
 
     from haliax_ext.loading import load
-    from levanter.commands.shell.lifecycle import join_processes
+    from levanter.commands.cli.lifecycle import join_processes
     from levanter.compat.hf.index import open_weights
     from levanter.compat.hf.repository import RemoteFolder
-    from levanter.processes.barrier import barrier
-    from levanter.processes.distributed import DistributedConfig
-    from levanter.processes.together import jit_together
+    from levanter.distributed.barrier import barrier
+    from levanter.distributed.compile_barrier import jit_together
+    from levanter.distributed.initialize import DistributedConfig
 
     shape, budget = SHAPES[name], args.budget_mib * MIB
     if args.processes:
@@ -263,9 +263,9 @@ def measure(name: str, url: str, args: argparse.Namespace) -> dict:
 
 def read_share(plan, source, budget: int) -> dict:
     """Reads what the first host reads, in the order and with the budget of `load`, and drops it."""
-    from haliax_ext.admissions import admissions, read_all
     from haliax_ext.host_reader import HostReader, Readers
     from haliax_ext.load_progress import MemoryWatch
+    from haliax_ext.read_scheduler import admissions, read_all
 
     begun = time.perf_counter()
     readers = Readers.of(source.remote, budget, threads=None, read_bytes=None)

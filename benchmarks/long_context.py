@@ -43,9 +43,9 @@ class Run:
         import numpy as np
 
         from haliax_ext.abstract import map_arrays
-        from levanter.commands.train.train_lm import TrainLmConfig, describe
+        from levanter.commands.train.lm.train_lm import TrainLmConfig, describe
         from levanter.config import load
-        from levanter.run import Target
+        from levanter.runplan import Target
 
         config = load(TrainLmConfig, ["--config_path", str(file), *overrides])
         target = Target(name="local", platform="cpu", kind="cpu", devices=devices)
@@ -95,7 +95,7 @@ def main() -> None:
     asked = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    from levanter.plan.attended import Lying
+    from levanter.plan.attention_blocks import SequenceLayout
 
     with tempfile.TemporaryDirectory() as folder:
         file, again = Path(folder) / "run.yaml", Path(folder) / "recomputed.yaml"
@@ -117,7 +117,10 @@ def main() -> None:
         said(
             f"{name}, temporary bytes over one device's ({whole / 2**20:.1f} MiB)", found / whole, BOUNDS["temporaries"]
         )
-    blocks = [Lying(positions=1 << 16, parts=8, zigzag=z, travels=True, block=1024).share(None) for z in (True, False)]
+    blocks = [
+        SequenceLayout(positions=1 << 16, parts=8, zigzag=z, travels=True, block=1024).share(None)
+        for z in (True, False)
+    ]
     said("blocks of the busiest device, 64K, zigzag over natural order", blocks[0] / blocks[1], BOUNDS["blocks"])
     more = min(described["ring"]) - min(described["data"])
     said("describing with positions cut takes more, CPU seconds", more, BOUNDS["describing"])

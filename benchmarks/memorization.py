@@ -67,9 +67,9 @@ def our_model(arguments):
     from haliax_ext.abstract import leaves, with_arrays
     from haliax_ext.mapping import Mappings
     from haliax_ext.meshspec import MeshSpec
+    from levanter.commands.cli.devices import local_target
     from levanter.commands.memorize.eval_careless_lm import EvalCarelessLmConfig, describe
     from levanter.commands.model.pretrained import load_pretrained
-    from levanter.commands.shell.devices import local_target
     from levanter.config import parse
     from levanter.mesh import local_devices
     from levanter.models import LlamaConfig

@@ -27,8 +27,8 @@ import optax
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
-from levanter.eval.needles import texts
-from levanter.eval.needles.lessons import BESIDE, lesson, weights_of
+from levanter.eval.needles import haystack
+from levanter.eval.needles.training_docs import BESIDE, lesson, weights_of
 
 END, UNKNOWN = "<|endoftext|>", "<|unknown|>"
 WIDTH, HEADS, MLP, LAYERS, THETA, EPSILON = 128, 2, 128, 2, 10_000.0, 1e-5
@@ -44,8 +44,8 @@ special magic numbers for . ! ' " ( )
 
 def tokenizer() -> dict[str, Any]:
     """Words of the templates, and numbers of up to two digits; everything else is unknown."""
-    lists = (texts.ADJECTIVES, texts.NOUNS, texts.VERBS, texts.PLACES)
-    said = " ".join([_SAID, *texts.NOISE, *(" ".join(each) for each in lists), "The the"])
+    lists = (haystack.ADJECTIVES, haystack.NOUNS, haystack.VERBS, haystack.PLACES)
+    said = " ".join([_SAID, *haystack.NOISE, *(" ".join(each) for each in lists), "The the"])
     words = list(dict.fromkeys(re.findall(_PIECES, said)))
     numbers = [f"{n:0{digits}}" for digits in (1, 2) for n in range(10**digits)]
     vocab = {word: n for n, word in enumerate(dict.fromkeys([END, UNKNOWN, *words, *numbers]))}
@@ -225,14 +225,14 @@ class Rows:
         return ids[:length], counts[:length]
 
     def _pair(self, random: np.random.Generator) -> np.ndarray:
-        adjective, noun = (of[random.integers(len(of))] for of in (texts.ADJECTIVES, texts.NOUNS))
+        adjective, noun = (of[random.integers(len(of))] for of in (haystack.ADJECTIVES, haystack.NOUNS))
         number = [PAIRS[random.integers(10, 100)], *(PAIRS[n] for n in random.integers(0, 100, 2))]
         return self.ids((adjective, "-", noun, ":", *number, str(random.integers(10)), "."))
 
     def needles(self, random: np.random.Generator, length: int) -> Row:
         """Needles and nothing else, then the same ones again in another order."""
         count = int(random.integers(2, max(3, length // 26)))
-        names, values = texts.keys(random, count), texts.numbers(random, count)
+        names, values = haystack.keys(random, count), haystack.numbers(random, count)
         text, spans = "", []
         for n in [*range(count), *random.permutation(count).tolist()]:
             again = len(spans) >= count

@@ -4,8 +4,8 @@
 
 Each case is a model on a pod under a load that somebody published. The decode step and a part of a prompt, as
 `levanter.main.generate` would run them, are compiled for the pod by the real TPU compiler; their times are modelled
-from what the compiler prints (`levanter.plan.cost`). A published time a token has both in it: while a row gets its
-tokens, prompts of others are taken. So
+from what the compiler prints (`levanter.plan.step_time_model`). A published time a token has both in it: while a row
+gets its tokens, prompts of others are taken. So
 
     time a token = max(decode(rows) + repeated, host) + rows / output × prompt(input)
 
@@ -38,13 +38,13 @@ from levanter.commands.generate.config import GenerateConfig
 from levanter.commands.generate.generate import describe
 from levanter.config import load_written
 from levanter.hardware import parse_accelerator
-from levanter.inference.served import Served
+from levanter.inference.capacity import DecodeCost
 from levanter.plan.aot import Compiled, compile_programs
 from levanter.plan.calibration import GENERATING_SCALE
 from levanter.plan.comms import Network
-from levanter.plan.cost import step_time
-from levanter.plan.kept import KeptAnswers
-from levanter.plan.targets import target_of_pod
+from levanter.plan.compile_cache import KeptAnswers
+from levanter.plan.step_time_model import step_time
+from levanter.plan.target_from_name import target_of_pod
 
 ROOT = Path(__file__).parent.parent
 FIGURES = ROOT / "tests" / "golden" / "published_decode.json"
@@ -120,7 +120,7 @@ def read() -> dict[str, Figures]:
     return {name: Figures.read(each) for name, each in json.loads(FIGURES.read_text()).items()}
 
 
-def _compiled(case: Case, *, prompts: bool, keep_text: Path | None = None) -> tuple[Sums | None, Served, float]:
+def _compiled(case: Case, *, prompts: bool, keep_text: Path | None = None) -> tuple[Sums | None, DecodeCost, float]:
     """A Program's sums, what the run holds, and GiB of a chip."""
     pod = parse_accelerator(case.target)
     with TemporaryDirectory(prefix="published-") as scratch:

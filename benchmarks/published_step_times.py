@@ -3,9 +3,9 @@
     python benchmarks/published_step_times.py [llama2_7b_v4-32 …] [--from-figures] [--write] [--also=--key=value …]
 
 Each case is a config of `config/train/published/`: the train step of `levanter.main.train_lm` is compiled for the pod
-by the real TPU compiler, and the time is modelled from what the compiler prints (`levanter.plan.cost`). The sums that
-the time consists of are stored in `tests/golden/published_step_times.json`; `--from-figures` starts from them and
-needs no compiler, `--write` rewrites them.
+by the real TPU compiler, and the time is modelled from what the compiler prints (`levanter.plan.step_time_model`). The
+sums that the time consists of are stored in `tests/golden/published_step_times.json`; `--from-figures` starts from
+them and needs no compiler, `--write` rewrites them.
 
 Published runs that offload activations to host memory are compiled with those activations saved on the chip, at a depth
 of `SHALLOW` layers, at which they fit; their loops over layers are then counted with the true depth. (Compiled as
@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 from haliax_ext.hlo import read_figures
 from haliax_ext.meshspec import MeshSpec
-from levanter.commands.train.train_lm import TrainLmConfig, describe
+from levanter.commands.train.lm.train_lm import TrainLmConfig, describe
 from levanter.config import parse
 from levanter.hardware import parse_accelerator
 from levanter.hardware.compiler import CompilerMode
@@ -36,9 +36,9 @@ from levanter.models.registry import LmConfig
 from levanter.plan.aot import Compiled, compile_programs
 from levanter.plan.calibration import KERNEL_EFFICIENCY, calibration
 from levanter.plan.comms import Network
-from levanter.plan.cost import CYCLE_SCALE, LinkUse, StepTime, mfu, step_time
-from levanter.plan.kept import KeptAnswers
-from levanter.plan.targets import target_of_pod
+from levanter.plan.compile_cache import KeptAnswers
+from levanter.plan.step_time_model import CYCLE_SCALE, LinkUse, StepTime, mfu, step_time
+from levanter.plan.target_from_name import target_of_pod
 
 ROOT = Path(__file__).parent.parent
 FIGURES = ROOT / "tests" / "golden" / "published_step_times.json"

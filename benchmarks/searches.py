@@ -22,19 +22,19 @@ from haliax_ext.hlo import MemoryFigures, OutOfMemory
 from haliax_ext.meshspec import MeshSpec
 from levanter.commands.evaluate.eval_lm import EvalLmConfig
 from levanter.commands.evaluate.eval_lm import describe as describe_evaluation
-from levanter.commands.train.train_lm import TrainLmConfig
-from levanter.commands.train.train_lm import describe as describe_training
+from levanter.commands.train.lm.train_lm import TrainLmConfig
+from levanter.commands.train.lm.train_lm import describe as describe_training
 from levanter.config import Loaded, load_written
 from levanter.hardware import Accelerator, parse_accelerator
 from levanter.plan.aot import Compiled, Refused
-from levanter.plan.cost import StepTime
-from levanter.plan.inquiry import Question
-from levanter.plan.kept import KeptAnswers
+from levanter.plan.compile_cache import KeptAnswers
+from levanter.plan.preflight.state import Question
 from levanter.plan.search import Candidate, SearchResult, SearchSubject, candidates, estimate, search, subject_of
-from levanter.plan.search.run_layouts import LayoutCompiler
-from levanter.plan.targets import target_of_pod
+from levanter.plan.search.space import LayoutCompiler
+from levanter.plan.step_time_model import StepTime
+from levanter.plan.target_from_name import target_of_pod
 from levanter.plan.verdict import ProgramVerdict
-from levanter.run import RunPlan, Target, Workload
+from levanter.runplan import RunPlan, Target, Workload
 
 ROOT = Path(__file__).parent.parent
 KEPT = ROOT / "tests" / "golden" / "searches"

@@ -25,9 +25,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from haliax_ext.hlo.loops import trip_count
-from haliax_ext.hlo.scopes import UNNAMED, Scope, scope_of
-from haliax_ext.hlo.text import Computation, Instruction, Module, parse_module
+from haliax_ext.hlo.op_metadata import UNNAMED, Scope, scope_of
+from haliax_ext.hlo.parser import Computation, Instruction, Module, parse_module
+from haliax_ext.hlo.trip_counts import trip_count
 
 SHALLOW = 7
 """Layers of a shallow compile (`published_step_times`), which are counted as `--layers`."""

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from haliax import Axis, NamedArray
 
-    from levanter.run import RunPlan, Target
+    from levanter.runplan import RunPlan, Target
 
 KEPT = Path(__file__).parent.parent / "tests" / "golden" / "step_experiments.json"
 AS_IT_IS = "as_it_is"

@@ -65,9 +65,9 @@ class Run:
         import numpy as np
 
         from haliax_ext.abstract import leaves, map_arrays
-        from levanter.commands.train.train_lm import TrainLmConfig, describe
+        from levanter.commands.train.lm.train_lm import TrainLmConfig, describe
         from levanter.config import load
-        from levanter.run import Target
+        from levanter.runplan import Target
 
         config = load(TrainLmConfig, ["--config_path", str(file), *overrides])
         plan = describe(config, Target(name="local", platform="cpu", kind="cpu", devices=1))

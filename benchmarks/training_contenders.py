@@ -81,8 +81,8 @@ def ours(shape: Shape, data: Any, _: int) -> Run:
     import numpy as np
 
     from haliax_ext.abstract import leaves, with_arrays
-    from levanter.commands.shell.devices import configure_jax, local_target
-    from levanter.commands.train.train_lm import TrainLmConfig, describe
+    from levanter.commands.cli.devices import configure_jax, local_target
+    from levanter.commands.train.lm.train_lm import TrainLmConfig, describe
     from levanter.config import parse
     from levanter.data import next_tokens
     from levanter.mesh import local_devices

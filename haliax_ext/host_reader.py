@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from haliax_ext.finite import NotFinite, all_finite, not_finite
+from haliax_ext.buffer_pool import SMALL, Scratch, aligned, aligned_zeros
+from haliax_ext.buffer_pool import aligned_empty as aligned_empty
+from haliax_ext.leaf_layout import box_shape, box_size, to_slices
 from haliax_ext.load_plan import LeafLoad
-from haliax_ext.portions import Arrival as Arrival
-from haliax_ext.portions import Portion, Share, Slice, portions
-from haliax_ext.scratch import SMALL, Scratch, aligned, aligned_zeros
-from haliax_ext.scratch import aligned_empty as aligned_empty
-from haliax_ext.slices import box_shape, box_size, to_slices
+from haliax_ext.nonfinite import NotFinite, all_finite, not_finite
+from haliax_ext.read_coalescing import InflightUnit as InflightUnit
+from haliax_ext.read_coalescing import LeafRead, ReadRequest, TensorSlice, portions
 from haliax_ext.sources import AdjacentSource, Index, RemoteAccess, RemoteReads, TensorSource, remote_of
 
 READ_BYTES = 2 << 20
@@ -118,7 +118,7 @@ class HostReader:
             self._remote.interrupt()
         self._pool.shutdown(wait=kind is None or self._remote is None, cancel_futures=True)
 
-    def portions(self, arrivals: Sequence[Arrival], left: int | None = None) -> Iterator[Portion]:
+    def portions(self, arrivals: Sequence[InflightUnit], left: int | None = None) -> Iterator[ReadRequest]:
         """What is read at a time for arrivals, in order.
 
         Args:
@@ -131,20 +131,20 @@ class HostReader:
             size = min(size, max(left // LAST_READS, LEAST_READ_BYTES))
         return portions(arrivals, self._source, read_bytes=size, together=self._remote is not None)
 
-    def start(self, arrival: Arrival) -> None:
+    def start(self, arrival: InflightUnit) -> None:
         """Takes memory for an arrival's blocks; nothing of it is used before something is read into it."""
         for number in arrival.unit.members:
             box = arrival.boxes[number]
             taken = aligned_empty if arrival.load.layout.clipped(box) == box else aligned_zeros
             arrival.blocks[number] = taken(box_shape(box), arrival.load.leaf.dtype)
 
-    def submit(self, portion: Portion) -> None:
+    def submit(self, portion: ReadRequest) -> None:
         """Queues a read of arrivals that were started."""
         future = self._pool.submit(self._read, portion)
         for arrival in {id(share.arrival): share.arrival for share in portion.shares}.values():
             arrival.futures.append(future)
 
-    def wait(self, arrivals: list[Arrival], seconds: float) -> bool:
+    def wait(self, arrivals: list[InflightUnit], seconds: float) -> bool:
         """Waits at most so long for arrivals; whether they are complete.
 
         Raises:
@@ -158,14 +158,14 @@ class HostReader:
             raise self._failure
         return not pending
 
-    def _read(self, portion: Portion) -> None:
+    def _read(self, portion: ReadRequest) -> None:
         try:
             self._read_all(portion.slices)
         except BaseException as error:
             self._failure = self._failure or error
             raise
 
-    def _read_all(self, slices: tuple[Slice, ...]) -> None:
+    def _read_all(self, slices: tuple[TensorSlice, ...]) -> None:
         there = [_in_place(each) for each in slices]
         elsewhere = [each for each, memory in zip(slices, there, strict=True) if memory is None]
         # Every one begins where its elements may begin.
@@ -189,7 +189,7 @@ class HostReader:
         for name, index, out in wanted:
             self._source.read(name, index, out)
 
-    def _arrived(self, share: Share, name: str, values: np.ndarray, *, in_place: bool) -> None:
+    def _arrived(self, share: LeafRead, name: str, values: np.ndarray, *, in_place: bool) -> None:
         """Copies what was read into its blocks, and counts it."""
         arrival, read = share.arrival, share.read
         load = arrival.load
@@ -210,7 +210,7 @@ class HostReader:
 _NOTHING = np.empty(0, np.uint8)
 
 
-def _in_place(each: Slice) -> np.ndarray | None:
+def _in_place(each: TensorSlice) -> np.ndarray | None:
     """The memory of a block itself, where a slice lies there as it lies in the file; else `None`."""
     if len(each.shares) > 1:
         return None

@@ -14,17 +14,17 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from haliax_ext.abstract import Leaf
-from haliax_ext.derived import Derived, begin_derived_program, derive_piece_program, derive_program
 from haliax_ext.errors import gib, named_shape
-from haliax_ext.exchange import Exchange
-from haliax_ext.exchange_programs import begin_program, piece_program, seconds_program, whole_program
-from haliax_ext.initial import LeafInit, initialize_program
+from haliax_ext.initializers import LeafInit, initialize_program
+from haliax_ext.leaf_layout import Box, LeafLayout, Span
+from haliax_ext.load_transforms import LoadTransform, begin_derived_program, derive_piece_program, derive_program
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import ShardingPlan
 from haliax_ext.program import Program
-from haliax_ext.reading import GAP_BYTES, Unit, shard_boxes, units
+from haliax_ext.read_plan import GAP_BYTES, ReadUnit, shard_boxes, units
+from haliax_ext.reshard import Exchange
+from haliax_ext.reshard_programs import begin_program, piece_program, seconds_program, whole_program
 from haliax_ext.rules import WeightRule
-from haliax_ext.slices import Box, LeafLayout, Span
 from haliax_ext.sources import RemoteReads
 
 TOGETHER_BYTES = 64 << 20
@@ -78,7 +78,7 @@ class LeafLoad:
     transient_device_bytes: int
     transient_host_bytes: int
     reason: str
-    derived: Derived | None = None
+    derived: LoadTransform | None = None
 
     @property
     def path(self) -> str:
@@ -122,7 +122,7 @@ class LeafLoad:
             return shard_boxes(self.leaf.shape, self.spec, mesh)
         return self.exchange.slab_boxes(piece)
 
-    def units(self, boxes: Sequence[Box]) -> tuple[Unit, ...]:
+    def units(self, boxes: Sequence[Box]) -> tuple[ReadUnit, ...]:
         """How distinct blocks are read."""
         # Slabs are cut so that bytes are read once; reading through gaps would undo that.
         gap = GAP_BYTES if self.strategy == "direct" else 0
@@ -324,7 +324,7 @@ class LoadPlan:
         return tuple(found)
 
     def _derive_programs(
-        self, step: LoadStep, exchange: Exchange, derived: Derived, made: dict[str, Program]
+        self, step: LoadStep, exchange: Exchange, derived: LoadTransform, made: dict[str, Program]
     ) -> tuple[Program, ...]:
         path = exchange.leaf.path
         if step.piece is None:

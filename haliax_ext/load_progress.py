@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from haliax_ext.errors import gib
-from haliax_ext.finite import NotFinite
+from haliax_ext.nonfinite import NotFinite
 
 SAMPLE_SECONDS = 0.01
 

@@ -12,15 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from haliax_ext.abstract import Leaf
-from haliax_ext.derived import Derived
-from haliax_ext.exchange import TRANSIENT_LIMIT, plan_exchange
-from haliax_ext.initial import LeafInit
+from haliax_ext.initializers import LeafInit
+from haliax_ext.leaf_layout import Box, Span
 from haliax_ext.load_plan import LeafLoad, LoadPlan, default_memory_bytes
+from haliax_ext.load_transforms import LoadTransform
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import LeafPlan, ShardingPlan
-from haliax_ext.reading import distinct
+from haliax_ext.read_plan import distinct
+from haliax_ext.reshard import TRANSIENT_LIMIT, plan_exchange
 from haliax_ext.rules import Match, WeightRules
-from haliax_ext.slices import Box, Span
 from haliax_ext.sources import RemoteReads, TensorSource, remote_of
 
 DIRECT_AMPLIFICATION = 1.25
@@ -79,7 +79,9 @@ def plan_loading(
         leaf_plan = plan.by_path[match.leaf.path if rule is None else rule.like]
         load = _direct(match, leaf_plan, source, of_device, mesh, dtype)
         if rule is not None:
-            load = _to_be_derived(load, Derived(rule=rule, results=tuple(plan.by_path[path] for path in rule.targets)))
+            load = _to_be_derived(
+                load, LoadTransform(rule=rule, results=tuple(plan.by_path[path] for path in rule.targets))
+            )
         if load.direct_amplification > DIRECT_AMPLIFICATION and load.layout.part_shape:
             load = _exchanged(load, leaf_plan, of_device, mesh, limit)
         elif rule is not None:
@@ -119,7 +121,7 @@ def _in_dtype(leaf: Leaf, dtype: np.dtype | None) -> Leaf:
     return replace(leaf, dtype=np.dtype(dtype))
 
 
-def _to_be_derived(load: LeafLoad, derived: Derived) -> LeafLoad:
+def _to_be_derived(load: LeafLoad, derived: LoadTransform) -> LeafLoad:
     """A leaf that is read and not kept arrives as it is stored; its results have the dtypes of the plan."""
     # JAX has no numbers of 64 bits here.
     dtype = np.dtype(np.float32) if load.source_dtype == np.float64 else load.source_dtype

@@ -18,17 +18,17 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from haliax_ext.admissions import Admission, admissions, read_all
-from haliax_ext.exchange_programs import seconds_program
-from haliax_ext.finite import NotFinite
-from haliax_ext.host_reader import Arrival, HostReader, Readers
+from haliax_ext.host_reader import HostReader, InflightUnit, Readers
 from haliax_ext.load_plan import LoadPlan, LoadStep
 from haliax_ext.load_plan import default_memory_bytes as default_memory_bytes
 from haliax_ext.load_progress import LoadProgress, LoadReport, MemoryWatch
 from haliax_ext.load_strategy import plan_loading as plan_loading
 from haliax_ext.meshspec import Device, MeshSpec
+from haliax_ext.nonfinite import NotFinite
 from haliax_ext.planner import ShardingPlan
 from haliax_ext.program import Jit, Program
+from haliax_ext.read_scheduler import ReadBatch, admissions, read_all
+from haliax_ext.reshard_programs import seconds_program
 from haliax_ext.sources import RemoteAccess, TensorSource, remote_of
 
 PROGRESS_SECONDS = 0.2
@@ -199,7 +199,7 @@ class _Job:
         in_order = [leaf_plan.leaf.path for leaf_plan in self._plan.sharding.leaves]
         return {path: self._arrays[path] for path in in_order if path in self._arrays}
 
-    def _finish(self, admission: Admission) -> None:
+    def _finish(self, admission: ReadBatch) -> None:
         """Waits for an admission and places it."""
         while not self._reader.wait(admission.arrivals, PROGRESS_SECONDS):
             self._tell_now_and_then()
@@ -212,7 +212,7 @@ class _Job:
         else:
             self._place(admission)
 
-    def _put(self, arrivals: list[Arrival]) -> dict[int, jax.Array]:
+    def _put(self, arrivals: list[InflightUnit]) -> dict[int, jax.Array]:
         """Blocks → single-device arrays, by position among this host's devices."""
         found: dict[int, jax.Array] = {}
         for arrival in arrivals:
@@ -228,7 +228,7 @@ class _Job:
         in_order = [shards[position] for position in range(len(self._devices))]
         return jax.make_array_from_single_device_arrays(shape, NamedSharding(self._mesh, spec), in_order)
 
-    def _place(self, admission: Admission) -> None:
+    def _place(self, admission: ReadBatch) -> None:
         for arrival in admission.arrivals:
             self._shards.setdefault(arrival.load.path, {}).update(self._put([arrival]))
         if not admission.completes:
@@ -237,7 +237,7 @@ class _Job:
             shards = self._shards.pop(load.path)
             self._arrays[load.path] = self._assemble(load.leaf.shape, load.spec, shards)
 
-    def _exchange(self, step: LoadStep, arrivals: list[Arrival]) -> None:
+    def _exchange(self, step: LoadStep, arrivals: list[InflightUnit]) -> None:
         piece = step.piece or (0, 0)
         slabs: list[hax.NamedArray] = []
         for leaf_load in step.loads:

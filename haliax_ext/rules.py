@@ -27,12 +27,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from haliax_ext.abstract import Leaf
-from haliax_ext.derived import DerivedRule
 from haliax_ext.errors import named_shape, nearest
-from haliax_ext.initial import InitialRule
+from haliax_ext.initializers import InitialRule
+from haliax_ext.leaf_layout import Box, LeafLayout, to_slices
+from haliax_ext.load_transforms import LoadTransformRule
 from haliax_ext.mismatch import WeightMismatchError as WeightMismatchError
 from haliax_ext.mismatch import mismatch
-from haliax_ext.slices import Box, LeafLayout, to_slices
 from haliax_ext.sources import TensorInfo
 
 _BRACES = re.compile(r"\{(?:(\d+)\*)?([^{}*+]*)(?:\+(\d+))?\}")
@@ -294,7 +294,7 @@ class WeightRules:
     rules: tuple[WeightRule, ...]
     aliases: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
-    derived: tuple[DerivedRule, ...] = ()
+    derived: tuple[LoadTransformRule, ...] = ()
     initial: tuple[InitialRule, ...] = ()
 
     def by_target(self) -> dict[str, WeightRule]:

@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from haliax_ext.abstract import Leaf
-from haliax_ext.exchange import TRANSIENT_LIMIT
+from haliax_ext.device_to_host import cuts_of, give, plan_taking, taken
+from haliax_ext.leaf_layout import to_slices
 from haliax_ext.planner import ShardingPlan
 from haliax_ext.program import Jit, Program
+from haliax_ext.reshard import TRANSIENT_LIMIT
 from haliax_ext.rules import SourcePiece, WeightRules
-from haliax_ext.slices import to_slices
-from haliax_ext.taking import cuts_of, give, plan_taking, taken
 
 
 class Readable(Protocol):

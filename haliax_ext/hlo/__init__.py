@@ -5,18 +5,18 @@ gives `MemoryFigures`, `read_out_of_memory(message)` turns the compiler's refusa
 device is touched, and nothing is guessed: what cannot be told is listed in `CompiledFigures.unknown`.
 """
 
-from haliax_ext.hlo.figures import Collective as Collective
-from haliax_ext.hlo.figures import CompiledFigures as CompiledFigures
-from haliax_ext.hlo.figures import Kernel as Kernel
-from haliax_ext.hlo.figures import read_figures as read_figures
-from haliax_ext.hlo.groups import AxisSpan as AxisSpan
-from haliax_ext.hlo.groups import Network as Network
 from haliax_ext.hlo.memory import MemoryFigures as MemoryFigures
 from haliax_ext.hlo.memory import memory_figures as memory_figures
-from haliax_ext.hlo.refusal import Allocation as Allocation
-from haliax_ext.hlo.refusal import OutOfMemory as OutOfMemory
-from haliax_ext.hlo.refusal import read_out_of_memory as read_out_of_memory
-from haliax_ext.hlo.scopes import Scope as Scope
-from haliax_ext.hlo.scopes import scope_of as scope_of
-from haliax_ext.hlo.text import HloTextError as HloTextError
-from haliax_ext.hlo.text import Shape as Shape
+from haliax_ext.hlo.oom import Allocation as Allocation
+from haliax_ext.hlo.oom import OutOfMemory as OutOfMemory
+from haliax_ext.hlo.oom import read_out_of_memory as read_out_of_memory
+from haliax_ext.hlo.op_metadata import Scope as Scope
+from haliax_ext.hlo.op_metadata import scope_of as scope_of
+from haliax_ext.hlo.parser import HloTextError as HloTextError
+from haliax_ext.hlo.parser import Shape as Shape
+from haliax_ext.hlo.replica_groups import AxisSpan as AxisSpan
+from haliax_ext.hlo.replica_groups import Network as Network
+from haliax_ext.hlo.stats import Collective as Collective
+from haliax_ext.hlo.stats import CompiledFigures as CompiledFigures
+from haliax_ext.hlo.stats import Kernel as Kernel
+from haliax_ext.hlo.stats import read_figures as read_figures

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from haliax_ext.hlo.text import Computation, Instruction, Module, Shape
+from haliax_ext.hlo.parser import Computation, Instruction, Module, Shape
 
 _SLICING = ("dynamic-slice", "slice", "gather")
 _VIEWS = ("bitcast", "reshape", "transpose", "copy", "convert", "bitcast-convert")

@@ -3,6 +3,6 @@
 Scripts of earlier generations find the names that they use all the same: the one line below sees to that.
 """
 
-from levanter.legacy.install import install as _install
+from levanter.upstream.install import install as _install
 
 _install()

@@ -12,10 +12,10 @@ from haliax_ext.meshspec import MeshSpec
 from haliax_ext.program import Input, Program
 from levanter.layers.attention import AttentionMask
 from levanter.layers.attention.ring import ring_attention
+from levanter.layers.attention.ring_splash import SplashPasses
 from levanter.layers.attention.splash import splash_attention
-from levanter.layers.attention.splash_passes import SplashPasses
-from levanter.mesh.exchange import spelled
-from levanter.run import Target
+from levanter.mesh.context_parallel import spelled
+from levanter.runplan import Target
 
 
 def at_positions(payload: dict[str, Any], target: Target) -> Described:

@@ -5,10 +5,10 @@ from typing import Any
 
 from haliax_ext.mapping import AxisMapping
 from haliax_ext.program import Input, Program
-from levanter.commands.train import train_lm
+from levanter.commands.train.lm import train_lm
 from levanter.config import parse
 from levanter.models.scoring import token_logprobs
-from levanter.run import RunPlan, Target
+from levanter.runplan import RunPlan, Target
 
 
 def training(payload: dict[str, Any], target: Target) -> RunPlan:

@@ -5,7 +5,7 @@ from typing import Any
 
 from helpers.plan_cases import CASES
 
-from levanter.run import RunPlan, Target
+from levanter.runplan import RunPlan, Target
 
 
 def exchanges(payload: dict[str, Any], target: Target) -> RunPlan:

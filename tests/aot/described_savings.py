@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from haliax_ext.device_to_host import HostGather, plan_taking
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.program import Program
-from haliax_ext.taking import Taking, plan_taking
-from levanter.run import Target
+from levanter.runplan import Target
 
 # Shape, mesh axes of each axis, the box.
 ARRAYS = {
@@ -30,7 +30,7 @@ class Described:
     programs: tuple[Program, ...]
 
 
-def taking_of(payload: dict[str, Any]) -> Taking:
+def taking_of(payload: dict[str, Any]) -> HostGather:
     """How the array comes to the hosts of a pod, in float32."""
     shape, cuts, box = ARRAYS[payload["array"]]
     there = tuple(tuple(axis for axis in axes if axis in payload["mesh"]) for axes in cuts)

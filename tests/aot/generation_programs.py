@@ -12,8 +12,8 @@ from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import plan_sharding
 from haliax_ext.program import Program
 from levanter.hardware.compiler import as_values, tuned_options
-from levanter.inference.cache import plan_cache
 from levanter.inference.generation import generation_programs
+from levanter.inference.kv_cache import plan_cache
 from levanter.inference.programs import ServedModel
 from levanter.layers.quantized import with_int8
 from levanter.mesh import resolve
@@ -22,7 +22,7 @@ from levanter.models import LlamaConfig, MixtralConfig
 from levanter.models.axes import model_axes
 from levanter.models.decoder import DecoderLmHeadModel
 from levanter.models.precision import Precision
-from levanter.run import Target
+from levanter.runplan import Target
 
 SEVENTY: dict[str, Any] = dict(
     hidden_dim=8192,

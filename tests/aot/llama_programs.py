@@ -15,7 +15,7 @@ from levanter.models import LlamaConfig
 from levanter.models.axes import ALIASES, KNOWN_AXES
 from levanter.models.precision import Precision
 from levanter.optim import AdamConfig
-from levanter.run import Target
+from levanter.runplan import Target
 from levanter.trainer.loss import LmObjective
 from levanter.trainer.state import abstract_state, plan_state
 from levanter.trainer.step import StepRecipe, step_program

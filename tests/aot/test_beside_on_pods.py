@@ -12,9 +12,9 @@ import pytest
 from helpers.plan_cases import CASES, Case
 
 from levanter.plan.aot import Compiled
-from levanter.plan.kept import KeptAnswers
-from levanter.plan.preflight import Question, preflight
-from levanter.run import RunPlan, Target
+from levanter.plan.compile_cache import KeptAnswers
+from levanter.plan.preflight.pipeline import Question, preflight
+from levanter.runplan import RunPlan, Target
 
 pytestmark = [
     pytest.mark.aot,

@@ -13,8 +13,8 @@ import pytest
 from aot import described_budgets
 
 from levanter.plan.aot import Compiled, compile_programs
-from levanter.plan.budget import budget_of
-from levanter.plan.targets import target_of_pod
+from levanter.plan.hbm_budget import budget_of
+from levanter.plan.target_from_name import target_of_pod
 
 pytestmark = [
     pytest.mark.aot,

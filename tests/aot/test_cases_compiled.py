@@ -12,7 +12,7 @@ from helpers.plan_cases import CASES
 from helpers.plan_facts import compiled_facts
 
 from levanter.plan.aot import Compiled, Refused
-from levanter.plan.drawn import tile_padding
+from levanter.plan.init_memory import tile_padding
 from levanter.plan.verdict import Verdict
 
 pytestmark = [

@@ -1,4 +1,5 @@
-"""First weights are judged by arithmetic (`levanter.plan.drawn`): the compiler needs no more, whatever their shapes.
+"""First weights are judged by arithmetic (`levanter.plan.init_memory`): the compiler needs no more, whatever their
+shapes.
 
 The compiler takes a minute for each of these Programs, which is why it is not asked for them; here it is.
 """
@@ -10,10 +11,10 @@ import pytest
 from helpers.plan_cases import CASES, Case
 
 from levanter.plan.aot import Compiled, compile_programs
-from levanter.plan.drawn import drawn_in
-from levanter.plan.kept import KeptAnswers
-from levanter.plan.targets import target_of_pod
-from levanter.run import RunPlan, Target
+from levanter.plan.compile_cache import KeptAnswers
+from levanter.plan.init_memory import drawn_in
+from levanter.plan.target_from_name import target_of_pod
+from levanter.runplan import RunPlan, Target
 
 pytestmark = [
     pytest.mark.aot,

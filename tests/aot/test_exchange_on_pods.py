@@ -13,7 +13,7 @@ from helpers.plan_cases import CASES
 from levanter.hardware import parse_accelerator
 from levanter.plan.aot import Compiled, compile_programs
 from levanter.plan.load_budget import beyond_shards, shard_bytes
-from levanter.plan.targets import target_of_pod
+from levanter.plan.target_from_name import target_of_pod
 
 pytestmark = [
     pytest.mark.aot,

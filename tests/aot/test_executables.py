@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from levanter.hardware import parse_accelerator
-from levanter.plan.workers import worker_environment
+from levanter.plan.compile_pool import worker_environment
 
 pytestmark = [
     pytest.mark.aot,
@@ -27,7 +27,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from levanter.hardware import parse_accelerator
-from levanter.plan.worker import topology_devices
+from levanter.plan.compile_worker import topology_devices
 
 devices = topology_devices(parse_accelerator({POD!r}))
 rows = NamedSharding(Mesh(np.array(devices), ("data",)), PartitionSpec("data"))

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from haliax_ext.parts import PARTS
-from levanter.commands.train import train_lm
+from haliax_ext.replica_slices import PARTS
+from levanter.commands.train.lm import train_lm
 from levanter.config import load_written
 from levanter.plan.aot import Compiled, compile_programs
-from levanter.plan.inquiry import Question
-from levanter.plan.kept import KeptAnswers
-from levanter.plan.preflight import preflight
-from levanter.plan.targets import target_of_pod
-from levanter.run import RunPlan, Target
+from levanter.plan.compile_cache import KeptAnswers
+from levanter.plan.preflight.pipeline import preflight
+from levanter.plan.preflight.state import Question
+from levanter.plan.target_from_name import target_of_pod
+from levanter.runplan import RunPlan, Target
 
 pytestmark = [
     pytest.mark.aot,

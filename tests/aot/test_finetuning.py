@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from haliax_ext.hlo import CompiledFigures
-from levanter.commands.train.lora_config import LoraLmConfig
-from levanter.commands.train.lora_lm import ENTRY_POINT
+from levanter.commands.train.lm.lora_config import LoraLmConfig
+from levanter.commands.train.lm.lora_lm import ENTRY_POINT
 from levanter.config import load_written
 from levanter.plan.aot import Compiled
-from levanter.plan.drawn import tile_padding
-from levanter.plan.inquiry import Question
-from levanter.plan.preflight import preflight
+from levanter.plan.init_memory import tile_padding
+from levanter.plan.preflight.pipeline import preflight
+from levanter.plan.preflight.state import Question
 from levanter.plan.verdict import Verdict
 
 CONFIGS = Path(__file__).parents[2] / "config" / "lora"

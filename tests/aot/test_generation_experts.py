@@ -9,7 +9,7 @@ import pytest
 
 from levanter.hardware import parse_accelerator
 from levanter.plan.aot import Compiled, compile_programs
-from levanter.plan.shaped import GROUPED_NAME
+from levanter.plan.kernel_cost import GROUPED_NAME
 
 pytestmark = [
     pytest.mark.aot,

@@ -8,11 +8,11 @@ import pytest
 from levanter.commands.harness.config import EvalHarnessConfig
 from levanter.commands.harness.eval_harness import ENTRY_POINT
 from levanter.config import load_written
-from levanter.eval.harness import found
+from levanter.eval.harness import task_discovery
 from levanter.eval.harness.tasks import AbsentTaskError
 from levanter.plan.aot import Compiled
-from levanter.plan.inquiry import Question
-from levanter.plan.preflight import preflight
+from levanter.plan.preflight.pipeline.pipeline import preflight
+from levanter.plan.preflight.pipeline.state import Question
 
 CONFIG = Path(__file__).parents[2] / "config" / "harness" / "llama3.1_8b.yaml"
 GIB = 1 << 30
@@ -36,7 +36,7 @@ def test_every_bucket_takes_what_the_page_says(monkeypatch):
     def absent(*_: object):
         raise AbsentTaskError("eval_harness.task_spec: hellaswag: its documents cannot be had here")
 
-    monkeypatch.setattr(found, "load_tasks", absent)
+    monkeypatch.setattr(task_discovery, "load_tasks", absent)
     argv = ["--config_path", str(CONFIG)]
     loaded = load_written(EvalHarnessConfig, argv)
     verdict = preflight(

@@ -7,7 +7,7 @@ import pytest
 from haliax_ext.meshspec import MeshSpec
 from levanter.hardware import parse_accelerator
 from levanter.plan.aot import Compiled, Refused, compile_programs
-from levanter.plan.places import pod_coordinates
+from levanter.plan.device_order import pod_coordinates
 
 pytestmark = [
     pytest.mark.aot,

@@ -7,7 +7,7 @@ import pytest
 
 from levanter.hardware import parse_accelerator
 from levanter.plan.aot import Compiled, compile_programs
-from levanter.plan.shaped import GROUPED, grouped_product, shaped_cost
+from levanter.plan.kernel_cost import GROUPED, grouped_product, shaped_cost
 
 pytestmark = [
     pytest.mark.aot,

@@ -17,7 +17,7 @@ from helpers.golden import skip_on_another_libtpu
 from levanter.hardware import compiler_options, parse_accelerator
 from levanter.plan.aot import Compiled, Outcome, Refused, compile_programs
 from levanter.plan.comms import Network
-from levanter.plan.cost import step_time
+from levanter.plan.step_time_model import step_time
 
 pytestmark = [
     pytest.mark.aot,

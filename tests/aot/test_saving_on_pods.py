@@ -11,7 +11,7 @@ import pytest
 from aot import described_savings
 
 from levanter.plan.aot import Compiled, compile_programs
-from levanter.plan.kept import KeptAnswers
+from levanter.plan.compile_cache import KeptAnswers
 
 pytestmark = [
     pytest.mark.aot,

@@ -10,7 +10,7 @@ import pytest
 from aot.llama_programs import SMALL
 
 from levanter.plan.aot import Compiled, compile_programs
-from levanter.plan.cost import kernel_flops
+from levanter.plan.step_time_model import kernel_flops
 
 PROGRAMS = Path(__file__).parent / "llama_programs.py"
 ATTENTION = Path(__file__).parent / "attention_programs.py"

@@ -14,11 +14,11 @@ import pytest
 import yaml
 from helpers.plan_cases import CASES, Case
 
-from levanter.plan.inquiry import Question
-from levanter.plan.kept import KeptAnswers
-from levanter.plan.preflight import preflight
+from levanter.plan.compile_cache import KeptAnswers
+from levanter.plan.preflight.pipeline import preflight
+from levanter.plan.preflight.state import Question
 from levanter.plan.verdict import Verdict
-from levanter.run import RunPlan, Target
+from levanter.runplan import RunPlan, Target
 
 logger = logging.getLogger(__name__)
 

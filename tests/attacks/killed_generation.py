@@ -12,9 +12,9 @@ import sys
 import time
 from pathlib import Path
 
+from levanter.commands.cli.main import enter
 from levanter.commands.generate import generate
-from levanter.commands.shell.door import enter
-from levanter.inference import answers
+from levanter.inference import output_writer
 
 
 def die() -> None:
@@ -23,8 +23,8 @@ def die() -> None:
 
 def arm(what: str, which: str) -> None:
     """Sees to it that the process dies there."""
-    answers.PART_LINES = 1
-    write, take, begin = answers.atomic_write, generate._Run.take, answers.Answers.begin
+    output_writer.PART_LINES = 1
+    write, take, begin = output_writer.atomic_write, generate._Run.take, output_writer.Answers.begin
     taken = []
 
     @contextlib.contextmanager
@@ -55,7 +55,7 @@ def arm(what: str, which: str) -> None:
             die()
         return found
 
-    answers.atomic_write, generate._Run.take, answers.Answers.begin = writing, taking, beginning
+    output_writer.atomic_write, generate._Run.take, output_writer.Answers.begin = writing, taking, beginning
 
 
 if __name__ == "__main__":

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 from helpers.attacks import Attack, judge, strike, table
 
-from levanter import bounds
-from levanter.bounds import OutOfBoundsError, TookTooLong, lines_bounded, parse_json, read_bounded, time_limit
+from levanter.base import input_limits as bounds
+from levanter.base.bounded_json import parse_json
+from levanter.base.input_limits import OutOfBoundsError, lines_bounded, read_bounded
+from levanter.base.time_limit import TookTooLong, time_limit
 from levanter.compat.gguf.file import open_gguf
 from levanter.compat.hf.errors import CheckpointError
-from levanter.config.nodes import compose, to_plain
+from levanter.config.yaml_nodes import compose, to_plain
 from levanter.data.chat import ChatTemplate
 from levanter.data.errors import DataError
 from levanter.data.formats import TextLmDatasetFormat
@@ -187,7 +189,7 @@ TEMPLATES = [
 @pytest.mark.parametrize(("text", "says"), TEMPLATES)
 def test_templates_neither_multiply_nor_run_for_ever(text: str, says: str, monkeypatch):
     # What is refused for its size is refused for that on a slow machine too.
-    monkeypatch.setattr("levanter.data.sandbox.TEMPLATE_SECONDS", 1.0 if says == "more than 1 s" else 100.0)
+    monkeypatch.setattr("levanter.data.template_sandbox.TEMPLATE_SECONDS", 1.0 if says == "more than 1 s" else 100.0)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     template = ChatTemplate(text=text, bos_token="<s>", eos_token="</s>")
     with pytest.raises(DataError, match=says):

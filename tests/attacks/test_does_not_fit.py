@@ -14,10 +14,10 @@ from jax.sharding import Mesh
 from haliax_ext.abstract import leaf_of
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.program import Input, Program
+from levanter.distributed import memory_check
+from levanter.distributed.compile_barrier import jit_together
 from levanter.hardware.memory import host_memory
-from levanter.processes import room
-from levanter.processes.together import jit_together
-from levanter.run import DOES_NOT_FIT, DoesNotFitError, Target
+from levanter.runplan import DOES_NOT_FIT, DoesNotFitError, Target
 
 SMALL = {"type": "llama", "max_seq_len": 64, "hidden_dim": 16, "intermediate_dim": 32, "num_layers": 1, "num_heads": 2,
          "num_kv_heads": 2, "vocab_size": 256}  # fmt: skip
@@ -70,7 +70,7 @@ def test_a_program_is_compared_with_the_memory_once_it_is_compiled(monkeypatch):
         mappings=Mappings(params=nowhere, compute=nowhere),
     )  # fmt: skip
     x = jnp.ones((64, 64), jnp.float32)
-    monkeypatch.setattr(room, "host_memory", lambda: 1000 * len(mesh.local_devices))
+    monkeypatch.setattr(memory_check, "host_memory", lambda: 1000 * len(mesh.local_devices))
     with pytest.raises(DoesNotFitError, match=r"^outer does not fit: it takes .* of a device's .*: .* of inputs"):
         jit_together(program, mesh)(x)
     monkeypatch.undo()
@@ -131,8 +131,8 @@ RAN_OUT = [
 def test_what_slips_through_is_told_the_same_way(error, says, tmp_path, monkeypatch):
     import dataclasses
 
-    from levanter.commands.shell import perform as shell
-    from levanter.commands.train.train_lm import ENTRY_POINT
+    from levanter.commands.cli import runner as shell
+    from levanter.commands.train.lm.train_lm import ENTRY_POINT
     from levanter.config import load_written
 
     def execute(*_):

@@ -17,7 +17,7 @@ from helpers.attacks import Attack, judge, strike, strike_apart, table
 from helpers.processes import QUICK, TESTS
 from helpers.tiny_runs import make_inputs
 
-from levanter.inference import answers
+from levanter.inference import output_writer
 from levanter.io.lease import LEASE
 from levanter.io.lease_holder import Holder
 
@@ -114,10 +114,10 @@ def test_what_cannot_be_written_or_read_is_refused_and_stays_what_it_is(attack, 
 @pytest.mark.parametrize("name", ["part-000000000", "part-000000003", "answers.jsonl"])
 def test_with_room_again_the_same_command_does_the_rest(name, tmp_path, monkeypatch):
     """The disk is full from a part on, or when the output is made of them."""
-    monkeypatch.setattr(answers, "PART_LINES", 1)
+    monkeypatch.setattr(output_writer, "PART_LINES", 1)
     expected = strike(Attack(name="whole", command="generate", words=words(tmp_path / "whole"), code=OK), tmp_path)
     assert expected.code == OK, expected.text
-    own = answers.atomic_write
+    own = output_writer.atomic_write
 
     @contextlib.contextmanager
     def full(path: str) -> Iterator[object]:
@@ -128,7 +128,7 @@ def test_with_room_again_the_same_command_does_the_rest(name, tmp_path, monkeypa
 
     made = words(tmp_path / "late")
     with monkeypatch.context() as patched:
-        patched.setattr(answers, "atomic_write", full)
+        patched.setattr(output_writer, "atomic_write", full)
         says = (name, "No space left on device")
         attack = Attack(name=name, command="generate", words=made, code=BAD, says=says)
         judge(attack, strike(attack, tmp_path))

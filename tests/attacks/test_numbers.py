@@ -1,6 +1,7 @@
 """Numbers that make no sense: refused when the configuration is read, by key, range, file and line.
 
-`tests/levanter/config/test_ranges.py` asks this of every number of every configuration; here it is what a user sees.
+`tests/levanter/config/test_validators.py` asks this of every number of every configuration; here it is what a user
+sees.
 """
 
 import json

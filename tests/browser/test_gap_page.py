@@ -8,11 +8,11 @@ import pytest
 from helpers.browser import CONTRAST, Browser, needs_chromium
 from helpers.browser import browser as browser
 
-from levanter.data.compared_texts import ComparedText
-from levanter.eval.byte_gap import GapReport
-from levanter.eval.byte_losses import token_losses
-from levanter.eval.gap_page import gap_page
-from levanter.eval.gap_sums import ComparedDocument
+from levanter.data.gap_texts import ComparedText
+from levanter.eval.gap.byte_losses import token_losses
+from levanter.eval.gap.page import gap_page
+from levanter.eval.gap.report import GapReport
+from levanter.eval.gap.sums import ComparedDocument
 
 pytestmark = needs_chromium
 

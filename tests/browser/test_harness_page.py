@@ -6,9 +6,9 @@ import pytest
 from helpers.browser import CONTRAST, Browser, needs_chromium
 from helpers.browser import browser as browser
 
-from levanter.eval.harness.comparing import compare
 from levanter.eval.harness.page import page_of
 from levanter.eval.harness.samples import Sample
+from levanter.eval.harness.significance import compare
 
 pytestmark = needs_chromium
 

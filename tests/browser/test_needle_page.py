@@ -7,8 +7,8 @@ import pytest
 from helpers.browser import CONTRAST, Browser, needs_chromium
 from helpers.browser import browser as browser
 
-from levanter.eval.needles.asked import AskedNeedle
 from levanter.eval.needles.page import needle_page
+from levanter.eval.needles.prompts import AskedNeedle
 from levanter.eval.needles.results import NeedleAnswer, summary_of
 
 pytestmark = needs_chromium

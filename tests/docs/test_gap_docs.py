@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from levanter.commands.evaluate.gap_config import GapModelConfig, PerplexityGapConfig
+from levanter.commands.evaluate.gap.config import GapModelConfig, PerplexityGapConfig
 from levanter.config import load_written, parse_text
 from levanter.config.schema import config_fields
 
@@ -36,8 +36,8 @@ def test_its_configurations_are_read(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.optimized
 def test_the_demonstration_runs(tmp_path, monkeypatch, capsys):
-    from levanter.commands.evaluate.perplexity_gap import main
-    from levanter.commands.shell.entry import run_entry_point
+    from levanter.commands.cli.errors import run_entry_point
+    from levanter.commands.evaluate.gap.run import main
 
     monkeypatch.chdir(ROOT)
     words = [*shlex.split(COMMAND), "--max_docs_per_dataset", "6", "--output_path", str(tmp_path)]

@@ -35,8 +35,8 @@ def test_its_commands_are_read(command: str, monkeypatch):
 @pytest.mark.optimized
 def test_the_demonstration_runs(tmp_path, monkeypatch, capsys):
     pytest.importorskip("lm_eval", reason="lm_eval is not installed: the extra `harness`")
+    from levanter.commands.cli.errors import run_entry_point
     from levanter.commands.harness.eval_harness import main
-    from levanter.commands.shell.entry import run_entry_point
 
     (demo,) = [command for command in COMMANDS if "demo.yaml" in command]
     monkeypatch.chdir(ROOT)

@@ -5,7 +5,7 @@ import re
 import shlex
 from pathlib import Path
 
-from levanter.commands.evaluate.needles_config import EvalNeedlesConfig
+from levanter.commands.evaluate.needles.config import EvalNeedlesConfig
 from levanter.commands.train.config import TrainLmConfig
 from levanter.config import load_written, parse_text
 from levanter.config.schema import config_fields

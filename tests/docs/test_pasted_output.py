@@ -19,7 +19,7 @@ from helpers.golden import updating
 
 from levanter.config import load
 from levanter.main.eval_lm import EvalLmConfig, describe
-from levanter.run import RunRefused, Target
+from levanter.runplan import RunRefused, Target
 
 SLOW = ("make demo",)
 """Minutes on a CPU."""

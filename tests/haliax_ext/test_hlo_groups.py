@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from haliax_ext.hlo.groups import AxisSpan, inner_mesh, network, pair_spans, parse_groups, parse_pairs, spans
+from haliax_ext.hlo.replica_groups import AxisSpan, inner_mesh, network, pair_spans, parse_groups, parse_pairs, spans
 from haliax_ext.meshspec import MeshSpec
 
 MESH = MeshSpec.of(data=32, model=4)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from haliax_ext.hlo.loops import trip_count
-from haliax_ext.hlo.text import HloTextError, parse_module
+from haliax_ext.hlo.parser import HloTextError, parse_module
+from haliax_ext.hlo.trip_counts import trip_count
 
 TEMPLATE = """HloModule loop, is_scheduled=true, entry_computation_layout={{()->s32[]}}, num_partitions=1
 

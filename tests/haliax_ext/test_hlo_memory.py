@@ -3,7 +3,7 @@
 import pytest
 
 from haliax_ext.hlo.memory import hbm_traffic
-from haliax_ext.hlo.text import parse_module
+from haliax_ext.hlo.parser import parse_module
 
 LAYERS, ROWS, COLUMNS = 16, 8, 128
 STACK, LAYER = LAYERS * ROWS * COLUMNS * 4, ROWS * COLUMNS * 4

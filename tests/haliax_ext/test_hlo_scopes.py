@@ -2,7 +2,7 @@
 
 import pytest
 
-from haliax_ext.hlo.scopes import UNNAMED, Scope, scope_of
+from haliax_ext.hlo.op_metadata import UNNAMED, Scope, scope_of
 
 BACKWARD = "jit(step)/transpose(jvp(scan(layers)))/while/body/closed_call/checkpoint"
 

@@ -7,14 +7,14 @@ from helpers.tiny_llama import assembled, tiny_leaves, tiny_rules, tiny_tensors
 from jax.sharding import PartitionSpec as P
 
 from haliax_ext.abstract import Leaf
-from haliax_ext.admissions import admissions, byte_ranges
+from haliax_ext.leaf_layout import box_shape, to_slices
 from haliax_ext.loading import plan_loading
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import plan_sharding
-from haliax_ext.reading import distinct, flat_stack, reads, shard_boxes
+from haliax_ext.read_plan import distinct, flat_stack, reads, shard_boxes
+from haliax_ext.read_scheduler import admissions, byte_ranges
 from haliax_ext.rules import FusedPart, WeightRule, WeightRules
-from haliax_ext.slices import box_shape, to_slices
 from haliax_ext.sources import TensorInfo
 
 MESH = MeshSpec.of(data=4, model=2)

@@ -6,14 +6,14 @@ from helpers.memory_source import MemorySource
 from helpers.tiny_llama import SIZES, assembled, leaf, tiny_leaves, tiny_rules, tiny_tensors
 
 from haliax_ext.abstract import Leaf
-from haliax_ext.admissions import byte_ranges
+from haliax_ext.leaf_layout import to_slices
 from haliax_ext.loading import load, plan_loading
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import plan_sharding
+from haliax_ext.read_scheduler import byte_ranges
 from haliax_ext.rules import FusedPart, WeightMismatchError, WeightRule, WeightRuleError, WeightRules
 from haliax_ext.saving import plan_saving, tensors_of
-from haliax_ext.slices import to_slices
 from haliax_ext.sources import TensorInfo
 
 

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from haliax_ext.abstract import leaves, with_arrays
 from levanter.commands.model.pretrained import load_pretrained
 from levanter.compat.hf.peft import open_peft
-from levanter.models.adapters.targets import groups_of
+from levanter.models.adapters.lora_targets import groups_of
 from levanter.models.adapters.whole import part_of
 
 TOKENS = np.random.default_rng(5).integers(3, 250, (8, 24)).astype(np.int32)

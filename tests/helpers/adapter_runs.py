@@ -4,10 +4,10 @@ from pathlib import Path
 
 from helpers.family_models import CPU8
 
+from levanter.commands.train.lm.train_lm import TrainLmConfig, describe
 from levanter.commands.train.run import execute
-from levanter.commands.train.train_lm import TrainLmConfig, describe
 from levanter.config import load
-from levanter.run import Session
+from levanter.runplan import Session
 from levanter.tracker import NoopTracker
 
 

@@ -159,8 +159,8 @@ def judge(attack: Attack, outcome: Outcome) -> None:
 def _enter(module: object, command: str, words: list[str]) -> int:
     """As the process would: whatever leaves the door is a traceback and exit code 1."""
     from levanter.commands.catalog import ENTRY_POINTS
-    from levanter.commands.shell.door import enter
-    from levanter.commands.shell.entry import run_entry_point
+    from levanter.commands.cli.errors import run_entry_point
+    from levanter.commands.cli.main import enter
 
     try:
         if command in ENTRY_POINTS:

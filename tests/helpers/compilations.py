@@ -20,8 +20,8 @@ from jax._src import compiler
 from jax._src.lib.mlir import ir
 
 from levanter.commands.catalog import ENTRY_POINTS
-from levanter.commands.shell.perform import run
-from levanter.run import EntryPoint
+from levanter.commands.cli.runner import run
+from levanter.runplan import EntryPoint
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from levanter.commands.model.pretrained import ModelChoice, PretrainedModel, des
 from levanter.config import load
 from levanter.data import next_tokens
 from levanter.hardware.compiler import Work
-from levanter.run import Target
+from levanter.runplan import Target
 
 CPU8 = Target(name="local", platform="cpu", kind="cpu", devices=8)
 SIZES: Mapping[str, Any] = dict(

@@ -10,14 +10,14 @@ import numpy as np
 
 from haliax_ext.abstract import with_arrays
 from levanter.commands.model.pretrained import PretrainedModel, load_pretrained
-from levanter.inference.cache import plan_cache
 from levanter.inference.config import Allocation
-from levanter.inference.device import DeviceRows
 from levanter.inference.engine import Engine, schedule_of
 from levanter.inference.generation import GenerationPrograms, generation_programs
+from levanter.inference.kv_cache import plan_cache
 from levanter.inference.params import SamplingParams
 from levanter.inference.programs import ServedModel
 from levanter.inference.requests import Failed, Request, Token
+from levanter.inference.runner import DeviceRunner
 from levanter.models.decoder.config import DecoderConfig
 
 GAP = 1e-3
@@ -109,7 +109,7 @@ def generate(
     ]
     found = [Written([], [], []) for _ in prompts]
     finished = set()
-    for event in Engine(DeviceRows(programs, mesh, model), schedule_of(programs), behind=behind).run(requests):
+    for event in Engine(DeviceRunner(programs, mesh, model), schedule_of(programs), behind=behind).run(requests):
         assert not isinstance(event, Failed), event
         if isinstance(event, Token):
             assert event.of not in finished and event.logprob is not None

@@ -11,9 +11,9 @@ from helpers.hf_folder import CONFIG, tensors, write_folder
 from tokenizers import Tokenizer, processors
 
 from levanter.commands.harness.config import EvalHarnessConfig
-from levanter.commands.harness.eval_harness import Harnessed, describe, execute
+from levanter.commands.harness.eval_harness import HarnessResult, describe, execute
 from levanter.eval.harness.config import HarnessConfig
-from levanter.run import RunPlan, Target
+from levanter.runplan import RunPlan, Target
 from levanter.trainer.config import TrainerConfig
 
 TASKS = Path(__file__).resolve().parents[2] / "config" / "harness" / "tasks"
@@ -81,7 +81,7 @@ def harness_config(model: str | Path, tasks: str, *, limit: int | None = 12, **b
     )
 
 
-def by_ours(config: EvalHarnessConfig, target: Target = CPU8) -> tuple[Harnessed, RunPlan[Any]]:
+def by_ours(config: EvalHarnessConfig, target: Target = CPU8) -> tuple[HarnessResult, RunPlan[Any]]:
     """A run of ours in this process."""
     plan = describe(config, target).check()
     return execute(plan, plan.mesh.build(jax.devices()[: target.devices])), plan

@@ -6,7 +6,7 @@ import numpy as np
 from helpers.tiny_llama import assembled, tiny_leaves, tiny_rules
 
 from haliax_ext.abstract import Leaf
-from haliax_ext.derived import DerivedRule
+from haliax_ext.load_transforms import LoadTransformRule
 from haliax_ext.rules import WeightRules
 
 INPUTS = {
@@ -19,7 +19,7 @@ INPUTS = {
 FACTOR = np.float32(1 / 127)
 
 
-def integers(path: str, inputs: tuple[str, ...]) -> DerivedRule:
+def integers(path: str, inputs: tuple[str, ...]) -> LoadTransformRule:
     """Symmetric, with one scale for each output channel, over all contracted axes."""
 
     def derive(x: hax.NamedArray):
@@ -30,7 +30,7 @@ def integers(path: str, inputs: tuple[str, ...]) -> DerivedRule:
         return {f"{path}.values": hax.round(exact * inverse).astype(jnp.int8), f"{path}.scale": scale}
 
     targets = (f"{path}.values", f"{path}.scale")
-    return DerivedRule(path=path, targets=targets, like=targets[0], derive=derive)
+    return LoadTransformRule(path=path, targets=targets, like=targets[0], derive=derive)
 
 
 def by_numpy(values: np.ndarray, leaf: Leaf, inputs: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:

@@ -72,7 +72,7 @@ def main() -> None:
     from helpers.llama_on_mesh import abstract_model, random_arrays, tiny_config
 
     from haliax_ext.abstract import leaves
-    from levanter.compat.hf.export import Beside, ExportPathError, plan_export, write_export
+    from levanter.compat.hf.export import ExportExtras, ExportPathError, plan_export, write_export
 
     config = tiny_config()
     model = abstract_model(config)
@@ -82,7 +82,7 @@ def main() -> None:
     def export(arrays, where: Path, *, kill_at: int = 0, overwrite: bool) -> int:
         watch(where, kill_at)
         try:
-            write_export(plan, arrays, where / "out", beside=Beside(eos_ids=(2,)), overwrite=overwrite)
+            write_export(plan, arrays, where / "out", beside=ExportExtras(eos_ids=(2,)), overwrite=overwrite)
         except ExportPathError:
             return 2
         return 0

@@ -15,8 +15,8 @@ from typing import Any
 from helpers.golden import GOLDEN
 
 from levanter.config.errors import Problem
-from levanter.config.files import read_documents
-from levanter.config.nodes import to_plain
+from levanter.config.includes import read_documents
+from levanter.config.yaml_nodes import to_plain
 
 FOLDER = GOLDEN / "legacy" / "documents"
 PHYSICAL = {

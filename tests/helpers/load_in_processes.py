@@ -17,8 +17,8 @@ import numpy as np
 
 def main() -> None:
     folder, options = Path(sys.argv[1]), sys.argv[2]
-    from levanter.commands.shell.lifecycle import end_together, join_processes
-    from levanter.processes.distributed import DistributedConfig
+    from levanter.commands.cli.lifecycle import end_together, join_processes
+    from levanter.distributed.initialize import DistributedConfig
 
     join_processes(DistributedConfig())
     number = jax.process_index()
@@ -29,7 +29,7 @@ def main() -> None:
     from safetensors.numpy import load_file
 
     from haliax_ext.abstract import Leaf
-    from haliax_ext.initial import InitialRule, Normal
+    from haliax_ext.initializers import InitialRule, Normal
     from haliax_ext.loading import hosts_of, load, plan_loading
     from haliax_ext.mapping import AxisMapping, Mappings
     from haliax_ext.meshspec import MeshSpec

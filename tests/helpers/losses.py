@@ -10,8 +10,8 @@ from haliax import NamedArray
 
 from levanter.layers.linear import Linear
 from levanter.models.base import LmHeadModel
-from levanter.models.head_chunks import HeadScoring
-from levanter.models.head_scores import target_scores
+from levanter.models.lm_head.chunks import HeadScoring
+from levanter.models.lm_head.scores import target_scores
 from levanter.models.scoring import has_target, token_logprobs
 
 

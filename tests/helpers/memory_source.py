@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from haliax_ext.slices import runs
+from haliax_ext.leaf_layout import runs
 from haliax_ext.sources import ByteRange, Index, TensorInfo
 
 

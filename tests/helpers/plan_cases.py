@@ -14,40 +14,36 @@ import pytest
 
 from haliax_ext.errors import gib
 from haliax_ext.plan_report import summarize
-from levanter.commands.evaluate import eval_lm, needles_plan
-from levanter.commands.evaluate.needles_config import EvalNeedlesConfig
+from levanter.commands.evaluate import eval_lm
+from levanter.commands.evaluate.needles import plan as needles_plan
+from levanter.commands.evaluate.needles.config import EvalNeedlesConfig
 from levanter.commands.harness import plan as harness_plan
 from levanter.commands.harness.config import EvalHarnessConfig
 from levanter.commands.memorize import eval_careless_lm
-from levanter.commands.train import (
-    dpo_config,
-    lora_config,
-    lora_dpo,
-    lora_dpo_config,
-    lora_lm,
-    train_dpo,
-    train_lm,
-)
-from levanter.config import Written, load_written
-from levanter.eval.harness import found
+from levanter.commands.train.dpo import config as dpo_config
+from levanter.commands.train.dpo import lora_config as lora_dpo_config
+from levanter.commands.train.dpo import lora_dpo, train_dpo
+from levanter.commands.train.lm import lora_config, lora_lm, train_lm
+from levanter.config import ExplicitKeys, load_written
+from levanter.eval.harness import task_discovery
 from levanter.eval.harness.tasks import AbsentTaskError
-from levanter.plan.inquiry import Question
-from levanter.plan.kept import KeptAnswers
-from levanter.plan.preflight import preflight
+from levanter.plan.compile_cache import KeptAnswers
+from levanter.plan.preflight.pipeline import preflight
+from levanter.plan.preflight.state import Question
 from levanter.plan.verdict import Verdict
-from levanter.run import RunPlan, Target
+from levanter.runplan import RunPlan, Target
 
 CONFIGS = Path(__file__).parents[2] / "config"
 
 
-def _without_documents(config: EvalHarnessConfig, target: Target, *, written: Written) -> RunPlan:
+def _without_documents(config: EvalHarnessConfig, target: Target, *, written: ExplicitKeys) -> RunPlan:
     """A list of tasks where neither lm_eval nor its documents are at hand, whether they are or not."""
 
     def absent(*_: object) -> None:
         raise AbsentTaskError("eval_harness.task_spec: the documents cannot be had here")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(found, "load_tasks", absent)
+        patch.setattr(task_discovery, "load_tasks", absent)
         return harness_plan.describe(config, target, written=written)
 
 

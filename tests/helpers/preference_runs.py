@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from helpers.hf_folder import CONFIG, TEXTS, tensors, write_folder, write_json
 
-from levanter.run import Target
+from levanter.runplan import Target
 from levanter.tracker import NoopTracker
 
 POSITIONS = 48

@@ -15,8 +15,8 @@ import numpy as np
 
 def main() -> None:
     folder, family, limit = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    from levanter.commands.shell.lifecycle import end_together, join_processes
-    from levanter.processes.distributed import DistributedConfig
+    from levanter.commands.cli.lifecycle import end_together, join_processes
+    from levanter.distributed.initialize import DistributedConfig
 
     join_processes(DistributedConfig())
     number = jax.process_index()
@@ -24,7 +24,7 @@ def main() -> None:
     from helpers.family_arrays import SPEC, on_devices, planned
 
     from haliax_ext.saving import bring, saving_programs, tensors_of
-    from levanter.processes.together import jit_together
+    from levanter.distributed.compile_barrier import jit_together
 
     plan, sharding, values = planned(family)
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))

@@ -12,15 +12,15 @@ import numpy as np
 from helpers.hf_folder import tensors, write_folder
 from starlette.applications import Starlette
 
+from levanter.commands.cli.devices import set_jax_options
+from levanter.commands.generate.engine_setup import LoadedEngine, running
 from levanter.commands.generate.prompts import prompt_reader
-from levanter.commands.generate.running import Running, running
 from levanter.commands.serve import serve
 from levanter.commands.serve.config import ServeConfig
-from levanter.commands.shell.devices import set_jax_options
 from levanter.config import load_written
-from levanter.inference.device import DeviceRows
 from levanter.inference.engine import Engine, schedule_of
-from levanter.run import RunPlan, Target
+from levanter.inference.runner import DeviceRunner
+from levanter.runplan import RunPlan, Target
 from levanter.serving.server import HttpServer, bound
 from levanter.serving.service import Service
 
@@ -58,15 +58,15 @@ class Loaded:
     """A model on its devices, and the plan that it follows."""
 
     plan: RunPlan[serve.ServeWork]
-    ready: Running
+    ready: LoadedEngine
 
     def service(self) -> Service:
         """A service of it, with rows of its own."""
         given = self.ready.engine
         assert given is not None
         device = given.device
-        assert isinstance(device, DeviceRows)
-        rows = DeviceRows(device.programs, device._mesh, device._model)
+        assert isinstance(device, DeviceRunner)
+        rows = DeviceRunner(device.programs, device._mesh, device._model)
         engine = Engine(rows, given.schedule, constraints=given.constraints)
         return serve.service_of(self.plan.work, replace(self.ready, engine=engine))
 

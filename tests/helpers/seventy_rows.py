@@ -1,13 +1,13 @@
 """Llama 3.1 70B with int8 weights and an int8 cache on eight chips of v5e, by hand: what a plan is held against."""
 
-from levanter.inference.served import Served, WeightBytes
+from levanter.inference.capacity import DecodeCost, WeightBytes
 
 LAYERS, EMBED, MLP, HEADS, KV, HEAD, VOCAB = 80, 8192, 28672, 64, 8, 128, 128256
 PROJECTIONS = LAYERS * (2 * EMBED * HEADS * HEAD + 2 * EMBED * KV * HEAD + 3 * EMBED * MLP) + VOCAB * EMBED
 """Elements of all projections, the head among them: 69.5e9."""
 SCALES = LAYERS * (HEADS * HEAD + 2 * KV * HEAD + EMBED + 2 * MLP + EMBED) + VOCAB
 """Output channels."""
-SEVENTY = Served(
+SEVENTY = DecodeCost(
     devices=8,
     rows=46,
     context=8192,

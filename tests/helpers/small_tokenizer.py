@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from levanter.data.text_stream import WindowStream
+from levanter.data.incremental_detokenizer import WindowStream
 from levanter.data.tokenizer import TextStream
 
 WORDS = ("the ", "and ", "日本", "é", "\n\n")

@@ -12,12 +12,12 @@ from helpers.llama_on_mesh import abstract_model, mappings_for, place, random_ar
 from haliax_ext.abstract import cast, leaves
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import plan_sharding
-from levanter.inference.cache import CachePlan, plan_cache
-from levanter.inference.device import DeviceRows
 from levanter.inference.engine import Engine, schedule_of
 from levanter.inference.generation import GenerationPrograms, generation_programs
+from levanter.inference.kv_cache import CachePlan, plan_cache
 from levanter.inference.programs import ServedModel
 from levanter.inference.requests import ChoiceId, Failed, Request, Token
+from levanter.inference.runner import DeviceRunner
 from levanter.models.decoder import DecoderLmHeadModel
 
 GAP = 1e-3
@@ -60,7 +60,7 @@ class TinyEngine:
         """A fresh engine; what it needs is made once."""
         programs, mesh, model = _made(self)
         schedule = schedule_of(programs, share_prefixes=self.share_prefixes)
-        return Engine(DeviceRows(programs, mesh, model), schedule, behind=self.behind)
+        return Engine(DeviceRunner(programs, mesh, model), schedule, behind=self.behind)
 
     def cache(self) -> CachePlan:
         """Its cache."""

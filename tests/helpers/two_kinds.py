@@ -24,10 +24,10 @@ from haliax_ext.rules import WeightRules
 from levanter.layers.attention import MixerContext
 from levanter.layers.layer import LayerSpec
 from levanter.layers.linear import Linear
-from levanter.layers.part import AttentionGroup, FeedForward, Mixer, Shapes
-from levanter.layers.saved import saved
+from levanter.layers.protocols import AttentionGroup, FeedForward, Mixer, Shapes
+from levanter.layers.remat_names import saved
 from levanter.models import registry
-from levanter.models.config_json import ConfigJson, Fields, Spelling
+from levanter.models.config_json import ConfigJson, ConfigJsonReader, Spelling
 from levanter.models.decoder import DecoderLmHeadModel, PatternedConfig
 from levanter.models.decoder.config_json import read_decoder
 from levanter.models.decoder.weights import (
@@ -191,7 +191,7 @@ def rules(config: TwoKindsConfig, Vocab: Axis | None = None) -> WeightRules:
     return decoder_rules(config, Vocab, tensors)
 
 
-def _read(fields: Fields) -> TwoKindsConfig | None:
+def _read(fields: ConfigJsonReader) -> TwoKindsConfig | None:
     types = fields.get("layer_types", list, required=True)
     return read_decoder(
         fields,

@@ -17,13 +17,13 @@ from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import plan_sharding
 from levanter.hardware import parse_accelerator
 from levanter.plan.aot import Compiled, Refused
-from levanter.plan.budget import Budget, Resident, by_group, cut_text
-from levanter.plan.cost import LinkUse, StepTime, mfu
+from levanter.plan.device_order import pod_coordinates
+from levanter.plan.hbm_budget import Budget, Resident, by_group, cut_text
 from levanter.plan.load_budget import LoadBudget
-from levanter.plan.places import pod_coordinates
-from levanter.plan.targets import target_of_pod
+from levanter.plan.step_time_model import LinkUse, StepTime, mfu
+from levanter.plan.target_from_name import target_of_pod
 from levanter.plan.verdict import ProgramVerdict, Stage, Verdict
-from levanter.run import Check, RunPlan, Workload
+from levanter.runplan import Check, RunPlan, Workload
 
 MESH = MeshSpec.of(data=4, model=2)
 POD = parse_accelerator("v4-16")

@@ -148,7 +148,7 @@ def test_an_error_of_the_user_that_a_killed_process_caused_is_not_the_users(tmp_
         "import jax\n"
         "from levanter.checkpoint import CheckpointSaveError\n"
         "from levanter.main import eval_lm\n"
-        "from levanter.commands.shell.entry import run_entry_point\n"
+        "from levanter.commands.cli.errors import run_entry_point\n"
         "def execute(plan, mesh):\n"
         "    if os.environ['LEVANTER_PROCESS_ID'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
         "    raise CheckpointSaveError('not written') from jax.errors.JaxRuntimeError('Connection reset by peer')\n"
@@ -165,7 +165,7 @@ def test_an_error_behind_the_start_is_told_with_its_traceback(tmp_path, inputs):
     script.write_text(
         "import os, sys\n"
         "from levanter.main import eval_lm\n"
-        "from levanter.commands.shell.entry import run_entry_point\n"
+        "from levanter.commands.cli.errors import run_entry_point\n"
         "real = eval_lm.execute\n"
         "def execute(plan, mesh):\n"
         "    if os.environ['LEVANTER_PROCESS_ID'] == '1': raise KeyError('a bug')\n"

@@ -10,8 +10,8 @@ import pytest
 from helpers.processes import Run, check_named, run_together
 from helpers.tiny_runs import SECONDS, TIMEOUTS
 
+from levanter.commands.cli.errors import run_entry_point
 from levanter.commands.evaluate.eval_lm import EvalLmConfig, main
-from levanter.commands.shell.entry import run_entry_point
 
 # Real processes on a machine that has other things to do.
 pytestmark = pytest.mark.timeout(1800)
@@ -47,7 +47,7 @@ def test_who_is_killed_while_weights_are_loaded_is_named(tmp_path, inputs):
         "import os, sys, time\n"
         "from haliax_ext.host_reader import HostReader\n"
         "from levanter.commands.evaluate.eval_lm import EvalLmConfig, main\n"
-        "from levanter.commands.shell.entry import run_entry_point\n"
+        "from levanter.commands.cli.errors import run_entry_point\n"
         "if os.environ['LEVANTER_PROCESS_ID'] == '1':\n"
         "    HostReader.start = lambda *_: (print('held in reading', flush=True), time.sleep(1000))\n"
         "sys.exit(run_entry_point(EvalLmConfig, main))\n"
@@ -166,7 +166,7 @@ def test_an_error_on_one_host_only_is_told_on_the_others(tmp_path, inputs):
     script = tmp_path / "one.py"
     script.write_text(
         "import os, sys\n"
-        "from levanter.commands.shell.entry import run_entry_point\n"
+        "from levanter.commands.cli.errors import run_entry_point\n"
         "from levanter.commands.evaluate.eval_lm import EvalLmConfig, main\n"
         f"here = {str(tmp_path / 'disks')!r} + '/' + os.environ['LEVANTER_PROCESS_ID'] + '/model'\n"
         "sys.exit(run_entry_point(EvalLmConfig, main, [*sys.argv[1:], '--hf_checkpoint', here]))\n"

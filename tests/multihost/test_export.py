@@ -100,8 +100,8 @@ def test_on_disks_of_their_own_process_0_has_the_exports(inputs, tmp_path):
     script = tmp_path / "one.py"
     script.write_text(
         "import os, sys\n"
-        "from levanter.commands.shell.entry import run_entry_point\n"
-        "from levanter.commands.train.train_lm import TrainLmConfig, main\n"
+        "from levanter.commands.cli.errors import run_entry_point\n"
+        "from levanter.commands.train.lm.train_lm import TrainLmConfig, main\n"
         f"here = {str(tmp_path)!r} + '/disk' + os.environ['LEVANTER_PROCESS_ID']\n"
         "sys.exit(run_entry_point(TrainLmConfig, main, [*sys.argv[1:], '--hf_save_path', here]))\n"
     )

@@ -1,6 +1,6 @@
 """Generation as several processes: what they write is what one writes, and a process that is killed is named.
 
-What is told between them is tested in `tests/levanter/inference/test_follow.py`.
+What is told between them is tested in `tests/levanter/inference/test_multihost.py`.
 """
 
 import json
@@ -8,9 +8,9 @@ import json
 import pytest
 from helpers.processes import Run, check_named, run_together
 
+from levanter.commands.cli.errors import run_entry_point
 from levanter.commands.generate.config import GenerateConfig
 from levanter.commands.generate.generate import main
-from levanter.commands.shell.entry import run_entry_point
 
 # Real processes on a machine that has other things to do.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

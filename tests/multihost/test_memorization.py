@@ -13,8 +13,8 @@ import pytest
 from helpers.processes import Run, check_named, run_together
 from helpers.tiny_runs import SECONDS
 
+from levanter.commands.cli.errors import run_entry_point
 from levanter.commands.memorize.eval_careless_lm import EvalCarelessLmConfig, main
-from levanter.commands.shell.entry import run_entry_point
 from levanter.memorization.results import FULL, BookResult
 
 # Real processes on a machine that has other things to do.

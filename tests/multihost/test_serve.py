@@ -13,9 +13,9 @@ from helpers.processes import Run, check_named
 
 pytest.importorskip("uvicorn", reason="the `serve` extra is not installed")
 
+from levanter.commands.cli.errors import run_entry_point
 from levanter.commands.generate.config import GenerateConfig
 from levanter.commands.generate.generate import main
-from levanter.commands.shell.entry import run_entry_point
 
 # Real processes on a machine that has other things to do.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -37,8 +37,8 @@ def slowly(folder: Path, command: list[str]) -> list[str]:
     script.write_text(
         "import sys, time\n"
         "from levanter.data import store_write\n"
-        "from levanter.commands.shell.entry import run_entry_point\n"
-        "from levanter.commands.train.train_lm import TrainLmConfig, main\n"
+        "from levanter.commands.cli.errors import run_entry_point\n"
+        "from levanter.commands.train.lm.train_lm import TrainLmConfig, main\n"
         "put, write = store_write.GrowingArray._put, store_write.write_file\n"
         "store_write.GrowingArray._put = lambda *args: (time.sleep(0.4), put(*args))\n"
         "store_write.write_file = lambda *args: (time.sleep(0.4), write(*args))\n"
@@ -115,8 +115,8 @@ def test_hosts_with_disks_of_their_own_build_their_own(tmp_path, inputs, files, 
     script = tmp_path / "one.py"
     script.write_text(
         "import os, sys\n"
-        "from levanter.commands.shell.entry import run_entry_point\n"
-        "from levanter.commands.train.train_lm import TrainLmConfig, main\n"
+        "from levanter.commands.cli.errors import run_entry_point\n"
+        "from levanter.commands.train.lm.train_lm import TrainLmConfig, main\n"
         f"here = {str(tmp_path)!r} + f'/disk{{int(os.environ[\"LEVANTER_PROCESS_ID\"]) // 2}}'\n"
         "sys.exit(run_entry_point(TrainLmConfig, main, [*sys.argv[1:], '--data.cache_dir', here]))\n"
     )
@@ -135,8 +135,8 @@ def test_other_text_on_another_host_is_refused(tmp_path, inputs, files):
     script = tmp_path / "one.py"
     script.write_text(
         "import os, sys\n"
-        "from levanter.commands.shell.entry import run_entry_point\n"
-        "from levanter.commands.train.train_lm import TrainLmConfig, main\n"
+        "from levanter.commands.cli.errors import run_entry_point\n"
+        "from levanter.commands.train.lm.train_lm import TrainLmConfig, main\n"
         f"number, here = os.environ['LEVANTER_PROCESS_ID'], {str(tmp_path)!r}\n"
         "more = [f'--data.components.numbers.source.train_urls=[{here}/text{number}/*.jsonl]',\n"
         "        f'--data.cache_dir={here}/disk{number}']\n"

@@ -14,11 +14,11 @@ from helpers.tiny_runs import SECONDS
 from safetensors.numpy import load_file
 
 from levanter.checkpoint import find_checkpoints
-from levanter.commands.shell.entry import run_entry_point
+from levanter.commands.cli.errors import run_entry_point
+from levanter.commands.train.lm.train_lm import TrainLmConfig, describe, main
 from levanter.commands.train.run import execute
-from levanter.commands.train.train_lm import TrainLmConfig, describe, main
 from levanter.config import load
-from levanter.run import Session, Target
+from levanter.runplan import Session, Target
 from levanter.tracker import NoopTracker
 
 # Real processes on a machine that has other things to do.
@@ -169,8 +169,8 @@ def test_one_process_compiles_for_longer_than_collectives_wait(tmp_path, inputs)
     script.write_text(
         "import os, sys, time\n"
         "from jax._src import compiler\n"
-        "from levanter.commands.shell.entry import run_entry_point\n"
-        "from levanter.commands.train.train_lm import TrainLmConfig, main\n"
+        "from levanter.commands.cli.errors import run_entry_point\n"
+        "from levanter.commands.train.lm.train_lm import TrainLmConfig, main\n"
         f"slow = {{'jit_evaluate': '0', 'jit_train_step': '1', 'jit_{GATHER}': '1'}}\n"
         "real = compiler.compile_or_get_cached\n"
         "def compile(backend, module, *args, **kwargs):\n"
@@ -207,8 +207,8 @@ def test_checkpoints_that_not_all_hosts_see_are_refused(tmp_path, inputs):
     script = tmp_path / "one.py"
     script.write_text(
         "import os, sys\n"
-        "from levanter.commands.shell.entry import run_entry_point\n"
-        "from levanter.commands.train.train_lm import TrainLmConfig, main\n"
+        "from levanter.commands.cli.errors import run_entry_point\n"
+        "from levanter.commands.train.lm.train_lm import TrainLmConfig, main\n"
         f"here = {str(tmp_path)!r} + '/' + os.environ['LEVANTER_PROCESS_ID']\n"
         "sys.exit(run_entry_point(TrainLmConfig, main, [*sys.argv[1:], '--trainer.checkpointer.base_path', here]))\n"
     )

@@ -17,8 +17,8 @@ import numpy as np
 from haliax_ext.abstract import with_arrays
 from haliax_ext.mapping import Mappings
 from haliax_ext.program import Input, Program
+from levanter.commands.cli.devices import local_target
 from levanter.commands.model.pretrained import ModelChoice, describe_pretrained, load_pretrained
-from levanter.commands.shell.devices import local_target
 from levanter.compat.hf.tokenizer import FastTokenizer
 from levanter.compat.open import load_tokenizer
 from levanter.data import python_docs_text

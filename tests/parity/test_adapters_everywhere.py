@@ -16,14 +16,15 @@ from helpers.hf_folder import CONFIG, TEXTS, tensors, write_folder
 from helpers.served import listening, loaded
 from safetensors.numpy import load_file, save_file
 
-from levanter.commands.evaluate import eval_lm, perplexity_gap, viz_logprobs
-from levanter.commands.evaluate.gap_config import PerplexityGapConfig
+from levanter.commands.cli.errors import run_entry_point
+from levanter.commands.evaluate import eval_lm, viz_logprobs
+from levanter.commands.evaluate.gap import run
+from levanter.commands.evaluate.gap.config import PerplexityGapConfig
 from levanter.commands.export import export_lm_to_hf
 from levanter.commands.generate import generate
 from levanter.commands.memorize import eval_careless_lm
 from levanter.commands.serve.serve import names_of
-from levanter.commands.shell.entry import run_entry_point
-from levanter.commands.train import train_lm
+from levanter.commands.train.lm import train_lm
 from levanter.memorization.results import FULL, BookResult
 
 TRAINER = {"mp": "f32", "tracker": {"type": "noop"}, "per_device_eval_parallelism": 1}
@@ -144,7 +145,7 @@ def test_gaps_between_them(made, tmp_path):
             **{"max_eval_length": 48, "output_path": str(tmp_path / way / "out"), "trainer": {**TRAINER, "mesh": MESH}},
         }
         words = write(tmp_path / way / "gap.yaml", document)
-        assert run_entry_point(PerplexityGapConfig, perplexity_gap.main, words) == 0
+        assert run_entry_point(PerplexityGapConfig, run.main, words) == 0
         (row,) = json.loads((tmp_path / way / "out" / "summary.json").read_text())["datasets"]
         assert (abs(row["gap_bpb"]) < 1e-4) == (way != "base"), (way, row)
 

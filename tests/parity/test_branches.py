@@ -9,9 +9,9 @@ import pytest
 from helpers.family_models import describe_folder, make_checkpoint
 
 from haliax_ext.abstract import with_arrays
+from levanter.commands.model.eval_prompts import reading_checks, rows_reach
 from levanter.commands.model.pretrained import load_pretrained
-from levanter.commands.model.questions import reading_checks, rows_reach
-from levanter.eval.harness.asked import Query
+from levanter.eval.harness.encoding import Query
 from levanter.eval.harness.packing import RowShape, row_shapes
 from levanter.eval.harness.program import score_programs
 from levanter.eval.harness.scoring import Scorer, answers

@@ -18,12 +18,12 @@ from helpers.preference_runs import (
     write_inputs,
 )
 
-from levanter.commands.train.dpo_config import TrainDpoConfig
-from levanter.commands.train.train_dpo import ENTRY_POINT, describe
+from levanter.commands.train.dpo.config import TrainDpoConfig
+from levanter.commands.train.dpo.train_dpo import ENTRY_POINT, describe
 from levanter.config import parse
-from levanter.run import Session
+from levanter.runplan import Session
+from levanter.trainer.dpo import pair_terms
 from levanter.trainer.objective import LOSS
-from levanter.trainer.preference import pair_terms
 from levanter.trainer.preference_loss import PreferenceLossConfig
 
 BETA = 0.3
@@ -259,7 +259,7 @@ def test_every_mesh_gives_the_same(folder, tmp_path, axes, more):
     count = math.prod(axes.values())
     one = losses(folder, tmp_path / "one", adapter=LORA, reference={"type": "adapter_base"})
     mesh = {"axes": axes, "shared_mapping": {"mlp": "model"}}
-    from levanter.run import Target
+    from levanter.runplan import Target
 
     config = parse(
         TrainDpoConfig,

@@ -24,7 +24,7 @@ from helpers.family_models import ESSENTIAL, VARIANTS, describe_folder, score, t
 from levanter.compat.hf.config_bridge import read_config
 from levanter.compat.hf.errors import CheckpointError
 from levanter.compat.hf.expected_tensors import expected_tensors
-from levanter.models.config_json import HARMLESS, Fields
+from levanter.models.config_json import HARMLESS, ConfigJsonReader
 from levanter.models.registry import families_of_config_json
 
 OURS = families_of_config_json("llama")
@@ -59,7 +59,7 @@ def test_every_name_is_read_or_known_to_be_harmless(model_type):
     """Null ones too, which nothing reports."""
     transformers = pytest.importorskip("transformers")
     config = transformers.CONFIG_MAPPING[model_type]()
-    fields = Fields(config.to_dict())
+    fields = ConfigJsonReader(config.to_dict())
     _, kind = OURS[model_type]
     kind.read(fields)
     assert not fields.problems and not fields.findings

@@ -16,7 +16,7 @@ from levanter.compat.open import open_checkpoint
 from levanter.config import load
 from levanter.data import python_docs_text
 from levanter.inference.config import InferenceConfig
-from levanter.run import Target
+from levanter.runplan import Target
 
 pytestmark = [pytest.mark.slow, pytest.mark.optimized, pytest.mark.timeout(3600)]
 

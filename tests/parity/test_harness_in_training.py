@@ -15,14 +15,14 @@ pytest.importorskip("lm_eval", reason="lm_eval is not installed: the extra `harn
 from helpers.harness import TASKS, tiny_llama
 from helpers.hf_folder import TEXTS
 
+from levanter.commands.cli.errors import run_entry_point
 from levanter.commands.harness import eval_harness
 from levanter.commands.harness.config import EvalHarnessConfig
-from levanter.commands.shell.entry import run_entry_point
-from levanter.commands.train import train_lm
 from levanter.commands.train.config import TrainLmConfig
+from levanter.commands.train.lm import train_lm
 from levanter.config import load_written
 from levanter.eval.harness import tasks
-from levanter.plan.targets import target_of_pod
+from levanter.plan.target_from_name import target_of_pod
 
 MESH = {"axes": {"data": 4, "model": 2}, "shared_mapping": {"vocab": "model"}}
 TEXT = "".join(word + " " for text in TEXTS for word in text.split(" ")) * 12

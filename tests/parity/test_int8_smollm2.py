@@ -16,15 +16,15 @@ from helpers.torch_smollm2 import MODEL
 from haliax_ext.abstract import with_arrays
 from haliax_ext.mapping import AxisMapping
 from haliax_ext.program import Input, Program
+from levanter.commands.cli.devices import local_target
 from levanter.commands.evaluate.eval_lm import EvalLmConfig, describe
 from levanter.commands.model.pretrained import PretrainedModel, load_pretrained
-from levanter.commands.shell.devices import local_target
 from levanter.compat.open import open_checkpoint
 from levanter.config import parse
 from levanter.data import python_docs_text
-from levanter.layers.attention.cached import NewPositions
+from levanter.layers.attention.kv_cache import NewPositions
 from levanter.mesh import describe_devices
-from levanter.models.decoder.cached import KvCache, advance
+from levanter.models.decoder.decode import KvCache, advance
 
 ROWS, POSITIONS, AT_ONCE = 8, 512, 2
 pytestmark = [pytest.mark.slow, pytest.mark.optimized]

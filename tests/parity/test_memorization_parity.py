@@ -13,8 +13,8 @@ from helpers.torch_smollm2 import torch_smollm2
 from helpers.torch_suffixes import log_pz_by_torch
 from tokenizers import Tokenizer
 
+from levanter.commands.cli.errors import run_entry_point
 from levanter.commands.memorize.eval_careless_lm import EvalCarelessLmConfig, main
-from levanter.commands.shell.entry import run_entry_point
 from levanter.compat.open import open_checkpoint
 from levanter.memorization.results import BookResult, Scheme
 

@@ -18,7 +18,7 @@ from levanter.compat.hf.peft import plan_peft, write_peft
 from levanter.config import load
 from levanter.models.adapters import Adapters, LoraConfig, find_targets, groups_of
 from levanter.models.adapters.whole import find_whole, part_of
-from levanter.run import Session, Target
+from levanter.runplan import Session, Target
 
 pytestmark = pytest.mark.slow
 HOST = Target(name="local", platform="cpu", kind="host", devices=1)

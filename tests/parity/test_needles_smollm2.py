@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from helpers.torch_smollm2 import MODEL
 
-from levanter.commands.evaluate.eval_needles import Needles, describe, execute
-from levanter.commands.evaluate.needles_config import EvalNeedlesConfig
-from levanter.commands.shell.devices import local_target
+from levanter.commands.cli.devices import local_target
+from levanter.commands.evaluate.needles.config import EvalNeedlesConfig
+from levanter.commands.evaluate.needles.run import NeedlesResult, describe, execute
 from levanter.config import parse
 from levanter.eval.needles.results import summary_of
 from levanter.mesh import describe_devices
-from levanter.run import Session
+from levanter.runplan import Session
 
 TASKS = ("niah_single_1", "niah_multikey_1", "vt")
 # Two to six minutes a case on a busy machine: 78,000 tokens of 135 million weights, and attention over 8,192 of them.
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.optimized, pytest.mark.timeout(3600)
 ONE, RING = "{data: 1, context: 1}", "{data: 1, context: 8}"
 
 
-def asked(folder: Path, axes: str, devices: int, **keys: str) -> Needles:
+def asked(folder: Path, axes: str, devices: int, **keys: str) -> NeedlesResult:
     overrides: dict[str, Any] = {"hf_checkpoint": MODEL, "trainer.mp": "f32", "output_path": str(folder), **keys}
     overrides |= {"trainer.mesh.axes": axes, "trainer.mesh.compute_mapping": "{position: context}"}
     overrides |= {"trainer.mesh.attention_mapping": "ring"}

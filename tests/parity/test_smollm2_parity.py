@@ -9,10 +9,10 @@ import torch
 from helpers.torch_smollm2 import MODEL, torch_smollm2
 
 from haliax_ext.abstract import with_arrays
-from haliax_ext.batches import results
+from haliax_ext.prefetch import results
+from levanter.commands.cli.devices import local_target
 from levanter.commands.evaluate.eval_lm import EvalLmConfig, describe
 from levanter.commands.model.pretrained import load_pretrained
-from levanter.commands.shell.devices import local_target
 from levanter.compat.open import open_checkpoint
 from levanter.config import parse
 from levanter.data import next_tokens, python_docs_text

@@ -13,8 +13,8 @@ from helpers.finetuning_inputs import talk
 from helpers.hf_folder import byte_level_tokenizer
 from helpers.preference_runs import document, write_jsonl, write_model
 
-from levanter.commands.shell.entry import run_entry_point
-from levanter.commands.train.train_lm import TrainLmConfig, main
+from levanter.commands.cli.errors import run_entry_point
+from levanter.commands.train.lm.train_lm import TrainLmConfig, main
 
 FOUND = importlib.util.find_spec("trl")
 pytestmark = [

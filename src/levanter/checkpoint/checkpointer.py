@@ -22,15 +22,15 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from levanter.checkpoint.agreement import Agreement
-from levanter.checkpoint.digests import ArrayDigests, digests_text, merged
+from levanter.checkpoint.checksums import ArrayDigests, digests_text, merged
+from levanter.checkpoint.consensus import Agreement
+from levanter.checkpoint.discovery import delete, entries_in, find_checkpoints, latest, sweep, write_ref
 from levanter.checkpoint.errors import CheckpointPeerError, CheckpointSaveError
-from levanter.checkpoint.finding import delete, entries_in, find_checkpoints, latest, sweep, write_ref
 from levanter.checkpoint.metadata import document
 from levanter.checkpoint.refs import ARRAYS_PREFIX, CheckpointRef, Kind, now, step_path
+from levanter.checkpoint.restore_specs import saved_leaf
 from levanter.checkpoint.retention import Interval, check_intervals, expired, is_kept
-from levanter.checkpoint.targets import saved_leaf
-from levanter.checkpoint.watching import SaveWatch
+from levanter.checkpoint.save_monitor import SaveWatch
 from levanter.io.atomic import atomic_write
 from levanter.io.lease import Lease, LeaseError
 from levanter.io.paths import check_writable, filesystem, is_remote, join, open_read
@@ -85,7 +85,7 @@ class Checkpointer:
         if keep_last_temporary < 0:
             raise ValueError(f"keep_last_temporary: must not be negative, got {keep_last_temporary}")
         # Orbax takes half a second to import; a plan of a run does without.
-        from levanter.checkpoint.arrays import ArrayWriter
+        from levanter.checkpoint.orbax_io import ArrayWriter
 
         self._keep = check_intervals(keep)
         self._interval = save_interval_seconds

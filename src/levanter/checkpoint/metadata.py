@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, cast
 
-from levanter.bounds import parse_json
-from levanter.checkpoint.digests import ArrayDigests
+from levanter.base.bounded_json import parse_json
+from levanter.checkpoint.checksums import ArrayDigests
 from levanter.checkpoint.refs import ARRAYS_PREFIX, CheckpointRef, Kind, SavedLeaf
 from levanter.io.paths import base_name
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from levanter.checkpoint.digests import ArrayDigests
+from levanter.checkpoint.checksums import ArrayDigests
 from levanter.io.paths import filesystem, is_remote, join
 
 Kind = Literal["kept", "temporary"]

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from haliax_ext.abstract import Leaf
+from haliax_ext.leaf_layout import intersect, to_slices
 from haliax_ext.rules import WeightRule, WeightRules
-from haliax_ext.slices import intersect, to_slices
 from haliax_ext.sources import ByteRange, Index, TensorInfo
-from levanter.checkpoint.digests import ArrayDigests, Box, Number, chunks_in, digest_of
+from levanter.checkpoint.checksums import ArrayDigests, Box, Number, chunks_in, digest_of
+from levanter.checkpoint.discovery import unreadable
 from levanter.checkpoint.errors import UnreadableCheckpointError
-from levanter.checkpoint.finding import unreadable
 from levanter.checkpoint.refs import CheckpointRef, SavedLeaf, absolute
 from levanter.io.paths import is_remote
 

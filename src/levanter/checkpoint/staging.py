@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from haliax_ext.host_reader import aligned_empty
-from levanter.checkpoint.digests import Box, Number, chunks_of, copied
+from levanter.checkpoint.checksums import Box, Number, chunks_of, copied
 
 
 class Staging:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from levanter.run import EntryPoint
+    from levanter.runplan import EntryPoint
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from levanter.config import HelpRequested
 from levanter.config.errors import COMMAND_LINE, Problem, did_you_mean
 
 if TYPE_CHECKING:
-    from levanter.plan.inquiry import Scope
+    from levanter.plan.preflight.state import Scope
 
 LOCAL, FULL = "local", "full"
 

@@ -1,7 +1,7 @@
 """Plans a run for every target and prints the verdicts: what `levanter.main.plan` does.
 
-The run is described from its own command line, `levanter.plan.preflight` answers for each target, and the compile
-worker describes the run again from the same command line, in the same folder (`describe`).
+The run is described from its own command line, `levanter.plan.preflight.pipeline` answers for each target, and the
+compile worker describes the run again from the same command line, in the same folder (`describe`).
 """
 
 import json
@@ -13,20 +13,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from levanter.base.exit_codes import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, NOT_DECIDED, OK
 from levanter.commands.catalog import ENTRY_POINTS
+from levanter.commands.cli.errors import shell
+from levanter.commands.cli.heartbeat import ticking
 from levanter.commands.plan_options import FULL, LOCAL, PlanRequest, PlanUsageError, asked_for, with_own_options
-from levanter.commands.shell.entry import shell
-from levanter.commands.shell.ticker import ticking
 from levanter.config import ConfigError, Loaded, load_written
 from levanter.io import Output, atomic_write, probe, setup_logging
-from levanter.io.exit_codes import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, NOT_DECIDED, OK
 
 if TYPE_CHECKING:
     from levanter.plan.compare import Comparison
-    from levanter.plan.inquiry import Question
-    from levanter.plan.search.run_layouts import Searched
+    from levanter.plan.preflight.state import Question
+    from levanter.plan.search.space import Searched
     from levanter.plan.verdict import ProgramVerdict, Verdict
-    from levanter.run import EntryPoint, RunPlan, Target
+    from levanter.runplan import EntryPoint, RunPlan, Target
 
 
 def describe(payload: Mapping[str, Any], target: "Target") -> "RunPlan":
@@ -36,8 +36,8 @@ def describe(payload: Mapping[str, Any], target: "Target") -> "RunPlan":
         payload: `entry_point`, `argv`, for a searched layout `candidate`, and `compare` for the run without adapters.
         target: as the worker sees it.
     """
-    from levanter.commands.shell.devices import set_jax_options
-    from levanter.plan.search.run_layouts import with_candidate
+    from levanter.commands.cli.devices import set_jax_options
+    from levanter.plan.search.space import with_candidate
 
     entry_point = ENTRY_POINTS[payload["entry_point"]].load()
     loaded = load_written(entry_point.config, payload["argv"])
@@ -92,9 +92,9 @@ def _planned(asked: PlanRequest) -> int:
         import jax
 
         from levanter.plan.aot import devices_here
-        from levanter.plan.inquiry import Question
-        from levanter.plan.kept import KeptAnswers
-        from levanter.plan.preflight import preflight
+        from levanter.plan.compile_cache import KeptAnswers
+        from levanter.plan.preflight.pipeline import preflight
+        from levanter.plan.preflight.state import Question
 
         # This process computes nothing: an available accelerator is left to the worker.
         jax.config.update("jax_platforms", "cpu")
@@ -137,7 +137,7 @@ def _compared(
 ) -> list["Comparison"]:
     """The same run without adapters beside it; nothing where the run itself cannot be described."""
     from levanter.plan.compare import compare
-    from levanter.plan.preflight import preflight
+    from levanter.plan.preflight.pipeline import preflight
 
     assert entry_point.in_full is not None
     in_full = entry_point.in_full
@@ -162,9 +162,9 @@ def _searched(
     say: Callable[[str], None],
 ) -> dict[str, "Searched"]:
     """Other layouts of the same run on the same pod; nothing if there is no pod or no run to lay out."""
-    from levanter.plan.rows import serving_of
+    from levanter.plan.row_advice import serving_of
     from levanter.plan.search import NothingToSearch
-    from levanter.plan.search.run_layouts import LayoutCompiler, found_layouts, found_rows
+    from levanter.plan.search.space import LayoutCompiler, found_layouts, found_rows
 
     pod = verdict.accelerator
     if verdict.plan is None or pod is None or not pod.can_compile:

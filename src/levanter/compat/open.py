@@ -17,7 +17,7 @@ from levanter.compat.hf.compressed_tensors import Int8Format, Int8Source, read_q
 from levanter.compat.hf.config_bridge import BridgedConfig, check_model_block, check_tensors, read_config
 from levanter.compat.hf.errors import CheckpointError, MissingCheckpointFileError, UnreachableError
 from levanter.compat.hf.index import open_weights
-from levanter.compat.hf.locate import Located, locate, locate_first
+from levanter.compat.hf.locate import ResolvedRef, locate, locate_first
 from levanter.compat.hf.refs import RepoRef
 from levanter.compat.hf.repository import Repository, read_json
 from levanter.compat.hf.tokenizer import DEFINITION, FastTokenizer, check_vocabulary, load_from_repository
@@ -156,14 +156,14 @@ def load_tokenizer(ref: str | RepoRef, *, cache: Path | None = None) -> FastToke
     return load_from_repository(located.repository, file=located.file or DEFINITION)
 
 
-def _config(located: Located) -> Mapping[str, Any]:
+def _config(located: ResolvedRef) -> Mapping[str, Any]:
     repository = located.repository
     if CONFIG not in repository.files:
         _explain_without_config(located)
     return read_json(repository, CONFIG, purpose="the model's architecture")
 
 
-def _explain_without_config(located: Located) -> None:
+def _explain_without_config(located: ResolvedRef) -> None:
     """Raises the helpful error for the usual reasons that there is no config.json."""
     models = sorted(file for file in located.repository.files if file.lower().endswith(".gguf"))
     if models:
@@ -174,7 +174,7 @@ def _explain_without_config(located: Located) -> None:
         )
 
 
-def _open(located: Located, allow_pickle: bool) -> PretrainedCheckpoint:
+def _open(located: ResolvedRef, allow_pickle: bool) -> PretrainedCheckpoint:
     if located.is_gguf:
         return _open_gguf(located)
     if located.file is not None and located.file != CONFIG:
@@ -211,7 +211,7 @@ def _repository_tokenizer(repository: Repository) -> FastTokenizer:
     return load_from_repository(repository)
 
 
-def _open_gguf(located: Located) -> PretrainedCheckpoint:
+def _open_gguf(located: ResolvedRef) -> PretrainedCheckpoint:
     file = open_gguf(located.local_path())
     document = hf_document(file)
     bridged = read_config(document, where=file.path)

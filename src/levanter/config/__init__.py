@@ -6,7 +6,7 @@ configuration with every resolved value, and `parse_text` reads that back. Old s
 
 from levanter.config.dump import dump, plain
 from levanter.config.errors import ConfigError, Mark, Problem
-from levanter.config.legacy import Change
+from levanter.config.explicit_keys import ExplicitKeys
 from levanter.config.loader import (
     BAD_CONFIG,
     HelpRequested,
@@ -20,17 +20,17 @@ from levanter.config.loader import (
     read,
     read_text,
 )
-from levanter.config.written import Written
+from levanter.config.upstream import Change
 
 __all__ = [
     "BAD_CONFIG",
     "Change",
     "ConfigError",
+    "ExplicitKeys",
     "HelpRequested",
     "Loaded",
     "Mark",
     "Problem",
-    "Written",
     "arguments_for",
     "dump",
     "load",

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from levanter.config.errors import COMMAND_LINE, ConfigError, Mark, Problem
-from levanter.config.nodes import Entry, MapNode, Node, Scalar, compose, merged
+from levanter.config.yaml_nodes import Entry, MapNode, Node, Scalar, compose, merged
 
 FILE_FLAGS = ("config_path", "config", "configs")
 _HERE = Mark(source=COMMAND_LINE)

@@ -15,11 +15,9 @@ from typing import Any, Final, Literal, get_args, get_origin
 
 import draccus
 
-from levanter.bounds import HINTS
+from levanter.base.input_limits import HINTS
 from levanter.config.durations import parse_duration
 from levanter.config.errors import COMMAND_LINE, Mark, Problem, did_you_mean
-from levanter.config.nodes import Entry, ListNode, MapNode, Node, Scalar, compose, scalar_value, to_plain
-from levanter.config.ranges import out_of_range
 from levanter.config.schema import (
     TYPE_KEY,
     Annotation,
@@ -35,6 +33,8 @@ from levanter.config.schema import (
     registered_name,
     strip,
 )
+from levanter.config.validators import out_of_range
+from levanter.config.yaml_nodes import Entry, ListNode, MapNode, Node, Scalar, compose, scalar_value, to_plain
 
 Keys = tuple[str, ...]
 

@@ -15,8 +15,8 @@ import draccus
 import yaml
 
 from levanter.config.durations import format_duration
-from levanter.config.nodes import scalar_value
 from levanter.config.schema import TYPE_KEY, config_fields, is_text_value, registered_name
+from levanter.config.yaml_nodes import scalar_value
 
 WIDTH = 110
 _BREAKS = ("\x85", "\u2028", "\u2029", "\r")

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import SequenceMatcher, get_close_matches
 
-from levanter.bounds import HINT_CHARACTERS, PROBLEMS, capped
+from levanter.base.input_limits import HINT_CHARACTERS, PROBLEMS, capped
 
 COMMAND_LINE = "command line"
 LONGEST_KEY = 400

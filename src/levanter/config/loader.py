@@ -18,13 +18,13 @@ from typing import Any, Generic, TypeVar, cast
 from levanter.config.command_line import overrides_document, parse_argv
 from levanter.config.decode import INVALID, Decoder
 from levanter.config.errors import COMMAND_LINE, ConfigError, Mark, Problem
-from levanter.config.explain import explain
-from levanter.config.files import EXTENDS, read_documents
-from levanter.config.legacy import Change, old_keys, translate
-from levanter.config.legacy.not_carried import NotCarried, rows_of, take_out
-from levanter.config.nodes import Entry, MapNode, Node, compose, from_plain, merged
+from levanter.config.explicit_keys import ExplicitKeys
+from levanter.config.help import explain
+from levanter.config.includes import EXTENDS, read_documents
 from levanter.config.schema import TYPE_KEY, config_fields
-from levanter.config.written import Written
+from levanter.config.upstream import Change, old_keys, translate
+from levanter.config.upstream.unsupported import NotCarried, rows_of, take_out
+from levanter.config.yaml_nodes import Entry, MapNode, Node, compose, from_plain, merged
 
 
 class HelpRequested(Exception):
@@ -54,14 +54,14 @@ class Loaded(Generic[C]):
     config: C
     changes: tuple[Change, ...]
     document: MapNode
-    written: Written
+    written: ExplicitKeys
 
 
 def load(config_class: type[C], argv: Sequence[str] | None = None, *, program: str | None = None) -> C:
     """Loads the configuration a command line asks for; `load_written` also tells which keys it was made of.
 
     Raises:
-        ConfigError: as `load_written`; and where what is asked for is not carried, which `Written` would tell.
+        ConfigError: as `load_written`; and where what is asked for is not carried, which `ExplicitKeys` would tell.
         HelpRequested: with the help text, where `--help` is on the command line.
     """
     return _alone(load_written(config_class, argv, program=program))
@@ -145,7 +145,7 @@ def read_text(config_class: type[C], text: str, *, source: str = "<text>") -> Lo
     return _decoded(config_class, document, problems)
 
 
-def arguments_for(function: Callable[..., Any], loaded: Loaded[C]) -> tuple[C, dict[str, Written]]:
+def arguments_for(function: Callable[..., Any], loaded: Loaded[C]) -> tuple[C, dict[str, ExplicitKeys]]:
     """What a function of a configuration is called with: the keyword `written` where it has one.
 
     Raises:
@@ -199,7 +199,10 @@ def _decoded(config_class: type[C], document: Node, problems: list[Problem]) -> 
         raise ConfigError(problems)
     assert value is not INVALID and isinstance(document, MapNode)
     return Loaded(
-        config=cast(C, value), changes=changes, document=document, written=Written(frozenset(decoder.written), asked)
+        config=cast(C, value),
+        changes=changes,
+        document=document,
+        written=ExplicitKeys(frozenset(decoder.written), asked),
     )
 
 

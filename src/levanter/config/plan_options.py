@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
-from levanter.config.ranges import ManyInt, PositiveFloat, Ranged
+from levanter.config.validators import ManyInt, PositiveFloat, Ranged
 
 Goal: TypeAlias = Literal["max_rows", "latency_ms", "tokens_per_second"]
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from haliax_ext.on_demand import export_on_demand
+from haliax_ext.lazy_imports import export_on_demand
 
 if TYPE_CHECKING:
     from levanter.data.component_formats import FORMATS as FORMATS
@@ -20,11 +20,15 @@ if TYPE_CHECKING:
     from levanter.data.errors import AbsentTextError as AbsentTextError
     from levanter.data.errors import DataError as DataError
     from levanter.data.errors import ManyDataErrors as ManyDataErrors
-    from levanter.data.evaluation import EvaluationData as EvaluationData
-    from levanter.data.evaluation import EvaluationSet as EvaluationSet
-    from levanter.data.evaluation import resolve_evaluation as resolve_evaluation
-    from levanter.data.evaluation_rows import as_records as as_records
-    from levanter.data.evaluation_rows import evaluation_rows as evaluation_rows
+    from levanter.data.eval_rows import as_records as as_records
+    from levanter.data.eval_rows import evaluation_rows as evaluation_rows
+    from levanter.data.eval_sequences import EvalBatches as EvalBatches
+    from levanter.data.eval_sequences import EvalRows as EvalRows
+    from levanter.data.eval_sequences import EvalSequences as EvalSequences
+    from levanter.data.eval_sequences import build_sequences as build_sequences
+    from levanter.data.eval_sets import EvaluationData as EvaluationData
+    from levanter.data.eval_sets import EvaluationSet as EvaluationSet
+    from levanter.data.eval_sets import resolve_evaluation as resolve_evaluation
     from levanter.data.formats import ChatLmDatasetFormat as ChatLmDatasetFormat
     from levanter.data.formats import LmDatasetFormatBase as LmDatasetFormatBase
     from levanter.data.formats import PrebuiltLmDatasetFormat as PrebuiltLmDatasetFormat
@@ -39,12 +43,8 @@ if TYPE_CHECKING:
     from levanter.data.pairs import pair_targets as pair_targets
     from levanter.data.passthrough import PassthroughTokenizer as PassthroughTokenizer
     from levanter.data.readers import read_records as read_records
-    from levanter.data.row_sequences import joined as joined
+    from levanter.data.row_windows import joined as joined
     from levanter.data.rows import TrainRows as TrainRows
-    from levanter.data.sequences import EvalBatches as EvalBatches
-    from levanter.data.sequences import EvalRows as EvalRows
-    from levanter.data.sequences import EvalSequences as EvalSequences
-    from levanter.data.sequences import build_sequences as build_sequences
     from levanter.data.sources import HfDatasetSource as HfDatasetSource
     from levanter.data.sources import PythonDocsSource as PythonDocsSource
     from levanter.data.sources import UrlDatasetSource as UrlDatasetSource
@@ -52,13 +52,13 @@ if TYPE_CHECKING:
     from levanter.data.targets import NO_TARGET as NO_TARGET
     from levanter.data.targets import next_tokens as next_tokens
     from levanter.data.tokenizer import Tokenizer as Tokenizer
-    from levanter.data.training import build_tokens as build_tokens
-    from levanter.data.training import build_training as build_training
-    from levanter.data.training import compare_stores as compare_stores
-    from levanter.data.training import template_lines as template_lines
-    from levanter.data.training_data import TrainingData as TrainingData
-    from levanter.data.training_sets import TrainingSet as TrainingSet
-    from levanter.data.training_sets import TrainingSets as TrainingSets
-    from levanter.data.training_sets import resolve_training as resolve_training
+    from levanter.data.train_builder import build_tokens as build_tokens
+    from levanter.data.train_builder import build_training as build_training
+    from levanter.data.train_builder import compare_stores as compare_stores
+    from levanter.data.train_builder import template_lines as template_lines
+    from levanter.data.train_dataset import TrainingData as TrainingData
+    from levanter.data.train_sets import TrainingSet as TrainingSet
+    from levanter.data.train_sets import TrainingSets as TrainingSets
+    from levanter.data.train_sets import resolve_training as resolve_training
 
 export_on_demand(__name__)

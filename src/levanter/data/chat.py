@@ -15,9 +15,9 @@ from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 
-from levanter.bounds import MIB, read_bounded
+from levanter.base.input_limits import MIB, read_bounded
 from levanter.data.errors import DataError
-from levanter.data.sandbox import Sandbox, run
+from levanter.data.template_sandbox import Sandbox, run
 from levanter.io.paths import open_read
 
 # Marks around generated text while a template runs: noncharacters, which no text has.

@@ -12,7 +12,7 @@ from typing import Literal
 
 import draccus
 
-from levanter.config.ranges import AnyInt, Count, ManyInt, NonNegativeFloat, PathText, PositiveInt, Ranged
+from levanter.config.validators import AnyInt, Count, ManyInt, NonNegativeFloat, PathText, PositiveInt, Ranged
 from levanter.data.formats import LmDatasetFormatBase, TextLmDatasetFormat
 from levanter.data.sources import DatasetSourceBase
 from levanter.io.names import name_problem

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from levanter.data.answers import NOTHING, AnswerEncoder
 from levanter.data.assistant_mask import ASSISTANT
 from levanter.data.chat import ChatTemplate
+from levanter.data.chat_targets import NOTHING, AnswerEncoder
 from levanter.data.errors import DataError
 from levanter.data.formats import ChatLmDatasetFormat, PreferenceChatLmDatasetFormat
 from levanter.data.messages import checked_messages, template_arguments

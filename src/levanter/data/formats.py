@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import draccus
 
-from levanter.config.ranges import Count, PositiveInt, Ranged
+from levanter.config.validators import Count, PositiveInt, Ranged
 
 
 @dataclass(frozen=True, kw_only=True)

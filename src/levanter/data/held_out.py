@@ -6,9 +6,9 @@ them, from the same context. For evaluation they are sets like any other, `<set>
 
 import numpy as np
 
-from levanter.data.row_sequences import RowSet, row_sequences
-from levanter.data.sequences import EvalSequences
-from levanter.data.training_data import TrainingData
+from levanter.data.eval_sequences import EvalSequences
+from levanter.data.row_windows import RowSet, row_sequences
+from levanter.data.train_dataset import TrainingData
 
 SUFFIX = "/held_out"
 

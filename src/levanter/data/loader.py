@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator
 from contextlib import suppress
 
 from levanter.data.rows import TrainRows
-from levanter.data.training_data import TrainingData
+from levanter.data.train_dataset import TrainingData
 
 
 def batches(

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from levanter.bounds import JSON_BYTES, parse_json, read_bounded
+from levanter.base.bounded_json import parse_json
+from levanter.base.input_limits import JSON_BYTES, read_bounded
 from levanter.data.errors import DataError
 from levanter.io.paths import exists, join, open_read
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from levanter.data.errors import DataError
-from levanter.data.text_stream import WindowStream
+from levanter.data.incremental_detokenizer import WindowStream
 from levanter.data.tokenizer import TextStream
 
 _NUMBER = re.compile(r"\S+")

@@ -20,9 +20,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from levanter.data.answers import AnswerEncoder
 from levanter.data.assistant_mask import ASSISTANT
 from levanter.data.chat import NO_TEXT, ChatTemplate
+from levanter.data.chat_targets import AnswerEncoder
 from levanter.data.conversations import chat_template
 from levanter.data.errors import DataError
 from levanter.data.formats import PreferenceChatLmDatasetFormat

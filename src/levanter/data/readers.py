@@ -25,7 +25,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 import zstandard
 
-from levanter.bounds import RECORD_BYTES, OutOfBoundsError, lines_bounded, parse_json, read_bounded
+from levanter.base.bounded_json import parse_json
+from levanter.base.input_limits import RECORD_BYTES, OutOfBoundsError, lines_bounded, read_bounded
 from levanter.data.errors import DataError
 from levanter.data.formats import TextLmDatasetFormat
 from levanter.io.paths import base_name, filesystem, missing_file, open_read

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from levanter.bounds import read_bounded
+from levanter.base.input_limits import read_bounded
 from levanter.data.errors import DataError
 from levanter.data.manifest import MANIFEST, read_json
 from levanter.data.pairs import PairRows, pair_targets

@@ -9,7 +9,7 @@ from typing import Literal
 
 import draccus
 
-from levanter.config.ranges import PositiveInt, Ranged
+from levanter.config.validators import PositiveInt, Ranged
 from levanter.data.formats import LmDatasetFormatBase, TextLmDatasetFormat
 from levanter.io.names import name_problem
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from levanter.data.chunks import Chunks, span_places
+from levanter.data.chunked_arrays import Chunks, span_places
 from levanter.data.errors import DataError, raise_problems
 from levanter.data.manifest import Manifest, StoreError, shard_folder
 from levanter.io.paths import filesystem, is_remote, join, local_path

@@ -20,7 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from levanter.data.freshness import digests_of_sources
+from levanter.data.cache_staleness import digests_of_sources
 from levanter.data.manifest import (
     MANIFEST,
     SHARD_MARK,

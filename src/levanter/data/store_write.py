@@ -10,8 +10,8 @@ import numpy as np
 from levanter.data.manifest import SHARD_MARK, ShardMark
 from levanter.data.store import kvstore, tensorstore_context
 from levanter.io.atomic import atomic_write
+from levanter.io.file_identity import digest_of
 from levanter.io.paths import filesystem, is_remote, join
-from levanter.io.versions import digest_of
 
 if TYPE_CHECKING:
     import tensorstore as ts

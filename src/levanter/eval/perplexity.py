@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from levanter.data.sequences import EvalRows, EvalSequences
+from levanter.data.eval_sequences import EvalRows, EvalSequences
 
 
 @dataclass(frozen=True, kw_only=True)

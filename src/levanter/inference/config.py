@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
-from levanter.config.ranges import PositiveInt, Range, Ranged
+from levanter.config.validators import PositiveInt, Range, Ranged
 
 Allocation: TypeAlias = Literal["fixed", "paged"]
 Auto: TypeAlias = Literal["auto"]

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from levanter.inference.constraint import Constraint, ConstraintError, Constraints
-from levanter.inference.device import Drawn, RowCalls, RowsOnHost, fetched
 from levanter.inference.generation import GenerationPrograms
 from levanter.inference.requests import ChoiceId, Event, Failed, Finished, Request, Token
-from levanter.inference.row_params import RowSampling
-from levanter.inference.schedule import QueueFullError, Schedule
-from levanter.inference.standing import Standing
+from levanter.inference.runner import RowsOnHost, Runner, SampledArrays, fetched
+from levanter.inference.sampling_arrays import RowSampling
+from levanter.inference.scheduler import QueueFullError, Schedule
+from levanter.inference.scheduler_state import SchedulerState
 from levanter.inference.step_plan import DecodeRow, PrefillPart, StepPlan
 
 
@@ -60,7 +60,7 @@ class _Call:
 
     parts: tuple[PrefillPart, ...] = ()
     rows: tuple[DecodeRow, ...] = ()
-    drawn: Drawn
+    drawn: SampledArrays
 
 
 @dataclass(eq=False)
@@ -78,13 +78,13 @@ class Engine:
         shared_tokens: of prompts, that nobody had to compute, since another row had.
     """
 
-    device: RowCalls
+    device: Runner
     schedule: Schedule
     behind: int = 2
     constraints: Constraints | None = None
     computed_tokens: int = field(default=0, init=False)
     shared_tokens: int = field(default=0, init=False)
-    _standing: Standing = field(init=False)
+    _standing: SchedulerState = field(init=False)
     _calls: "deque[tuple[_Call, ...]]" = field(default_factory=deque, init=False)
     """Of each step that is not read yet."""
     _conforming: dict[ChoiceId, Constraint] = field(default_factory=dict, init=False)
@@ -95,7 +95,7 @@ class Engine:
         self._standing = self.schedule.start()
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> SchedulerState:
         """Who waits and who runs now."""
         return self._standing
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from haliax_ext.program import Program
-from levanter.inference.cache import CachePlan
+from levanter.inference.kv_cache import CachePlan
 from levanter.inference.programs import ServedModel, decode_program, prefill_program, start_program
-from levanter.inference.prompt_scores import score_program
+from levanter.inference.prompt_logprobs import score_program
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

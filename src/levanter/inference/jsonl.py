@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO
 
-from levanter.bounds import MIB, shown_bytes
-from levanter.inference import formats
+from levanter.base.input_limits import MIB, shown_bytes
+from levanter.inference import response_format
 from levanter.inference.params import ParamsError, SamplingParams, lone_surrogate, params_of, stop_ids_of
 from levanter.inference.requests import ConstraintSpec, Request
 from levanter.inference.strict_json import NotAnObjectError, object_in
@@ -34,7 +34,7 @@ LINE_BYTES = 32 * MIB
 ID_CHARACTERS = 256
 """Of an id."""
 _PROMPTS = ("prompt", "tokens", "messages")
-_BESIDE = frozenset({"id", *_PROMPTS, *formats.FIELDS})
+_BESIDE = frozenset({"id", *_PROMPTS, *response_format.FIELDS})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ def _read(number: int, line: bytes, defaults: Mapping[str, object]) -> AskedLine
         return BrokenLine(line=number, id=None, error=str(error))
     id = _id(value.get("id"), number, problems)
     prompt, messages = _prompt(value, problems)
-    constraint = formats.constraint_of(value, problems)
+    constraint = response_format.constraint_of(value, problems)
     params = None
     try:
         params = params_of({**defaults, **value}, beside=_BESIDE)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Annotated, TypeAlias
 
 from levanter.config.errors import did_you_mean
-from levanter.config.ranges import (
+from levanter.config.validators import (
     LARGEST_INT32,
     LARGEST_INT64,
     Count,

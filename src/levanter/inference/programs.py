@@ -22,14 +22,14 @@ from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.planner import ShardingPlan
 from haliax_ext.program import Input, Program
 from haliax_ext.pytree import PyTree, is_named
-from levanter.inference.cache import CachePlan
-from levanter.inference.row_params import RowParams
-from levanter.inference.rows import RowState
+from levanter.inference.kv_cache import CachePlan
 from levanter.inference.sampling import Sampled, row_noise, sample
-from levanter.layers.attention.cached import NewPositions
-from levanter.models.decoder.cached import KvCache, advance
+from levanter.inference.sampling_arrays import RowParams
+from levanter.inference.slot_state import RowState
+from levanter.layers.attention.kv_cache import NewPositions
+from levanter.models.decoder.decode import KvCache, advance
 from levanter.models.decoder.model import DecoderLmHeadModel
-from levanter.models.head_chunks import head_logits
+from levanter.models.lm_head.chunks import head_logits
 
 T = TypeVar("T")
 SUBLANES = 8

@@ -15,7 +15,7 @@ from levanter.inference.constraint import Constraints
 from levanter.inference.jsonl import AskedLine, request_of
 from levanter.inference.params import SamplingParams, lone_surrogate
 from levanter.inference.requests import Request
-from levanter.inference.schedule import Schedule
+from levanter.inference.scheduler import Schedule
 
 
 def ends_of(tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, AxisSelector, NamedArray
 
-from levanter.inference.likeliest import likeliest
 from levanter.inference.params import MOST_TOP_LOGPROBS
-from levanter.inference.row_params import RowParams, Word
+from levanter.inference.sampling_arrays import RowParams, Word
+from levanter.inference.top_logprobs import likeliest
 from levanter.layers.attention.reference import HIDDEN
 
 Top = Axis("top", MOST_TOP_LOGPROBS)

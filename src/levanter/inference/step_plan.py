@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from levanter.inference.requests import ChoiceId
-from levanter.inference.standing import Standing
+from levanter.inference.scheduler_state import SchedulerState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class StepPlan:
     decode: tuple[DecodeRow, ...]
     tables: np.ndarray
     gave_way: tuple[ChoiceId, ...]
-    after: Standing
+    after: SchedulerState
 
     @property
     def empty(self) -> bool:

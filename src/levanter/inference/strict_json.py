@@ -3,7 +3,8 @@
 import json
 from collections import Counter
 
-from levanter.bounds import OutOfBoundsError, parse_json
+from levanter.base.bounded_json import parse_json
+from levanter.base.input_limits import OutOfBoundsError
 from levanter.inference.params import lone_surrogate
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from levanter.infra import gcloud
 from levanter.infra.environment import Environment
 from levanter.infra.gcloud import shell_text
+from levanter.infra.host_scripts import FOLDER, Remote
 from levanter.infra.pods import Pod
-from levanter.infra.remote import FOLDER, Remote
 
 
 def text(

@@ -9,14 +9,14 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from levanter.infra.guard import GRACE
+from levanter.infra.parent_watch import GRACE
 from levanter.infra.processes import free_port
 
 _MOST_LINES = 20_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class News:
+class ProcessStatus:
     """What has happened on a host since the last poll.
 
     Attributes:
@@ -54,7 +54,7 @@ class Host:
         assert self._process is None, "one process per host"
         words = [sys.executable, *command[1:]] if command[0] in ("python", "python3") else list(command)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "levanter.infra.guard", *words],
+            [sys.executable, "-m", "levanter.infra.parent_watch", *words],
             env={**os.environ, **environment, GRACE: str(grace), "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -71,7 +71,7 @@ class Host:
             for line in lines:
                 self._lines.append(line.rstrip("\n"))
 
-    def news(self) -> News:
+    def news(self) -> ProcessStatus:
         """What has happened since the last poll."""
         process, reader = self._process, self._reader
         assert process is not None and reader is not None, "polled before it was started"
@@ -83,7 +83,7 @@ class Host:
         lines = []
         while self._lines:
             lines.append(self._lines.popleft())
-        return News(lines=tuple(lines), code=code)
+        return ProcessStatus(lines=tuple(lines), code=code)
 
     def stop(self) -> None:
         """Releases the process, which its guard then ends."""

@@ -21,19 +21,19 @@ from pathlib import Path
 from typing import NoReturn
 
 from levanter.config.errors import did_you_mean
-from levanter.infra import dry_run, gcloud, planfirst
-from levanter.infra.caller import Caller
+from levanter.infra import dry_run, gcloud, preflight
+from levanter.infra.code_archive import pack
 from levanter.infra.command_line import settings, split_command, with_settings
 from levanter.infra.console import Console
 from levanter.infra.environment import Environment, collect
 from levanter.infra.errors import INTERNAL_ERROR, INTERRUPTED, OK, LaunchError, UsageError
 from levanter.infra.flags import COMMANDS, HELP, parser_of
+from levanter.infra.host_scripts import ENVIRONMENT, SOURCE, Remote, like_here
 from levanter.infra.pods import Pod, pod_of
 from levanter.infra.processes import Processes, exit_code
-from levanter.infra.remote import ENVIRONMENT, SOURCE, Remote, like_here
 from levanter.infra.slurm import SlurmJob
-from levanter.infra.source import pack
-from levanter.infra.tpu_vm import HINTS, Patience, TpuVmLauncher
+from levanter.infra.subprocesses import Caller
+from levanter.infra.tpu_vm import HINTS, RetryPolicy, TpuVmLauncher
 from levanter.io import output_is_lost
 from levanter.io.names import name_problem
 
@@ -157,7 +157,7 @@ def _tpu(asked: Namespace, command: tuple[str, ...], variables: Mapping[str, str
     staged = Path(asked.staging).expanduser() / run
     packs = remote.setup == "pip" and not asked.install
     if asked.dry_run:
-        plan = planfirst.shown(command, pod.accelerator.name) if command and asked.plan_first else None
+        plan = preflight.shown(command, pod.accelerator.name) if command and asked.plan_first else None
         text = dry_run.text(
             pod,
             remote,
@@ -172,7 +172,7 @@ def _tpu(asked: Namespace, command: tuple[str, ...], variables: Mapping[str, str
         sys.stdout.write(console.clean(text))
         return OK
     if command and asked.plan_first:
-        planfirst.require_plan(command, pod.accelerator.name, console)
+        preflight.require_plan(command, pod.accelerator.name, console)
     if environment.forwarded:
         console.say(f"forwarded from here, in a file: {', '.join(environment.forwarded)}")
     launcher = TpuVmLauncher(pod, remote, staged, console=console, patience=_patience(asked))
@@ -211,8 +211,8 @@ def _watched(asked: Namespace, launcher: TpuVmLauncher, command: tuple[str, ...]
     return judgement.exit_code
 
 
-def _patience(asked: Namespace) -> Patience:
-    return Patience(
+def _patience(asked: Namespace) -> RetryPolicy:
+    return RetryPolicy(
         retries=asked.retries, create_retries=asked.create_retries, wait=asked.retry_seconds, poll=asked.poll_seconds
     )
 
@@ -319,7 +319,7 @@ def _slurm(asked: Namespace, command: tuple[str, ...], variables: Mapping[str, s
         return OK
     console = Console(environment.secrets())
     if asked.target:
-        planfirst.require_plan(command, asked.target, console)
+        preflight.require_plan(command, asked.target, console)
     if environment.values:
         environment.write(environment_path)
         console.say(f"{environment_path} (mode 600): {', '.join(sorted(environment.values))}")

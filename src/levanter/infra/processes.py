@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from levanter.infra.console import Console
 from levanter.infra.errors import INTERRUPTED, LaunchError
-from levanter.infra.outcomes import Outcome
+from levanter.infra.restart_policy import Outcome
 
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = "LEVANTER_COORDINATOR", "LEVANTER_NUM_PROCESSES", "LEVANTER_PROCESS_ID"
 

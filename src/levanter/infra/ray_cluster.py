@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from levanter.hardware import Accelerator
 from levanter.infra.console import Console
 from levanter.infra.errors import PEER_LOST, LaunchError
-from levanter.infra.gang import HostGone
-from levanter.infra.host import Host, News
+from levanter.infra.host import Host, ProcessStatus
+from levanter.infra.worker_group import HostGone
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -65,7 +65,7 @@ class RayHost:
         """Has the actor start the command."""
         self._ask("start", list(command), dict(environment), grace=grace)
 
-    def news(self) -> News:
+    def news(self) -> ProcessStatus:
         """The actor's news since the last call."""
         return self._ask("news")
 

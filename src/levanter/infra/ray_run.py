@@ -16,15 +16,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from levanter.hardware import Accelerator, AcceleratorError, parse_accelerator
-from levanter.infra import planfirst
+from levanter.infra import preflight
 from levanter.infra.command_line import Parser, settings, split_command, with_settings
 from levanter.infra.console import Console
 from levanter.infra.environment import collect
 from levanter.infra.errors import UsageError
 from levanter.infra.flags import environment_flags
-from levanter.infra.gang import GangRun, run_gang
 from levanter.infra.launch import as_program, no_secrets_in, shell
 from levanter.infra.ray_cluster import RayCluster, import_ray
+from levanter.infra.worker_group import GangRun, run_gang
 from levanter.io.names import name_problem
 
 
@@ -73,7 +73,7 @@ def _main(argv: Sequence[str]) -> int:
     console = Console(environment.secrets())
     ray = import_ray()
     if asked.plan_first:
-        planfirst.require_plan(command, accelerator.name, console)
+        preflight.require_plan(command, accelerator.name, console)
     run_id = asked.run_id or f"ray-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     run = GangRun(
         command=command,

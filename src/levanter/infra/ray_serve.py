@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 
 from levanter.hardware import Accelerator, AcceleratorError, parse_accelerator
-from levanter.infra import planfirst
+from levanter.infra import preflight
 from levanter.infra.command_line import Parser, settings, split_command, with_settings
 from levanter.infra.console import Console
 from levanter.infra.environment import Environment, collect
@@ -111,7 +111,7 @@ def _main(argv: Sequence[str]) -> int:
     if not asked.delete:
         no_secrets_in(command, environment)
         if asked.plan_first and accelerator is not None:
-            planfirst.require_plan(command, accelerator.name, console)
+            preflight.require_plan(command, accelerator.name, console)
     try:
         ray.init(
             address=asked.address or os.environ.get("RAY_ADDRESS") or "auto", log_to_driver=False, logging_level="ERROR"

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from levanter.infra import gcloud
-from levanter.infra.caller import Called, Caller
 from levanter.infra.console import Console
 from levanter.infra.errors import PEER_LOST, LaunchError
 from levanter.infra.gcloud import Command
 from levanter.infra.gcloud_errors import Meaning, meaning_of, worker_codes
-from levanter.infra.outcomes import Judgement, Outcome, judge
+from levanter.infra.host_scripts import FOLDER, Remote
 from levanter.infra.pods import Pod
-from levanter.infra.remote import FOLDER, Remote
+from levanter.infra.restart_policy import Judgement, Outcome, judge
+from levanter.infra.subprocesses import Called, Caller
 
 HINTS = {"gcloud": "install the Google Cloud CLI (https://cloud.google.com/sdk/docs/install) and `gcloud auth login`"}
 _SSH_FAILED = 255
@@ -34,7 +34,7 @@ _LEAVING = {"DELETING", "STOPPING", "HIDING", "SUSPENDING"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Patience:
+class RetryPolicy:
     """How often and how patiently something is retried.
 
     Attributes:
@@ -75,11 +75,11 @@ class TpuVmLauncher:
         staged: Path,
         *,
         console: Console,
-        patience: Patience | None = None,
+        patience: RetryPolicy | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ):
         self.pod, self.remote, self.staged = pod, remote, staged
-        self.console, self.patience, self.sleep = console, patience or Patience(), sleep
+        self.console, self.patience, self.sleep = console, patience or RetryPolicy(), sleep
         self.caller = Caller(console, HINTS)
 
     def run(self, *, follow: bool = True) -> Judgement:

@@ -9,11 +9,8 @@ from levanter.io.lease import LeaseTakenError as LeaseTakenError
 from levanter.io.lease import leased as leased
 from levanter.io.lease import release_all as release_all
 from levanter.io.logs import setup_logging as setup_logging
-from levanter.io.output import output_is_lost as output_is_lost
-from levanter.io.output import prepare_streams as prepare_streams
-from levanter.io.output import printing_may_fail as printing_may_fail
-from levanter.io.parts import OtherRunError as OtherRunError
-from levanter.io.parts import PartFolder as PartFolder
+from levanter.io.outputs import Output as Output
+from levanter.io.outputs import probe as probe
 from levanter.io.paths import MissingFileError as MissingFileError
 from levanter.io.paths import UnreadableFileError as UnreadableFileError
 from levanter.io.paths import exists as exists
@@ -23,7 +20,10 @@ from levanter.io.paths import is_remote as is_remote
 from levanter.io.paths import join as join
 from levanter.io.paths import local_path as local_path
 from levanter.io.paths import open_read as open_read
-from levanter.io.places import Output as Output
-from levanter.io.places import probe as probe
 from levanter.io.progress import Progress as Progress
+from levanter.io.resumable import OtherRunError as OtherRunError
+from levanter.io.resumable import PartFolder as PartFolder
+from levanter.io.stdout import output_is_lost as output_is_lost
+from levanter.io.stdout import prepare_streams as prepare_streams
+from levanter.io.stdout import printing_may_fail as printing_may_fail
 from levanter.io.write_errors import OutputError as OutputError

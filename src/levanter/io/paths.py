@@ -18,13 +18,7 @@ from typing import IO, Any
 import fsspec
 from fsspec import AbstractFileSystem
 
-from levanter.bounds import (
-    PATTERN_CHARACTERS,
-    PATTERN_DEPTH,
-    PATTERN_FILES,
-    OutOfBoundsError,
-    capped,
-)
+from levanter.base.input_limits import PATTERN_CHARACTERS, PATTERN_DEPTH, PATTERN_FILES, OutOfBoundsError, capped
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]*)(?:::|://)")
 _INNERMOST_BRACES = re.compile(r"\{([^{}]*)\}")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from levanter.layers.linear import Linear, Operand, operand_of
-from levanter.layers.roles import role
+from levanter.layers.param_roles import role
 
 
 class Embedding(eqx.Module):

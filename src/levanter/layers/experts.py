@@ -30,14 +30,14 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax.sharding import PartitionSpec
 
-from haliax_ext.device_parts import DeviceParts
 from haliax_ext.errors import IndivisibleError, named_shape
 from haliax_ext.mapping import AxisMapping, compute_mapping_in_scope
+from haliax_ext.shard_map_args import DeviceParts
 from levanter.layers.activation import ACTIVATIONS
 from levanter.layers.linear import Linear, Operand
 from levanter.layers.outputs import Outputs, Sums
-from levanter.layers.part import Shapes
-from levanter.layers.saved import saved
+from levanter.layers.protocols import Shapes
+from levanter.layers.remat_names import saved
 
 Dispatch = Literal["grouped", "dense"]
 

@@ -10,7 +10,7 @@ from typing import Literal
 from haliax import Axis
 
 from levanter.layers.norm import NormSpec
-from levanter.layers.part import AttentionGroup, FeedForward, Mixer, Part, Shapes, merged_axes
+from levanter.layers.protocols import AttentionGroup, FeedForward, Mixer, Part, Shapes, merged_axes
 
 NormPlace = Literal["input_layernorm", "post_attention_layernorm", "post_attn_layernorm", "post_mlp_layernorm"]
 """Where a layer may have norms: before the mixer, before the feed-forward part, on the mixer's output, on the

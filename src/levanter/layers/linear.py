@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax.typing import DTypeLike
 
-from levanter.layers.roles import role
+from levanter.layers.param_roles import role
 
 
 class Operand(eqx.Module):

@@ -12,8 +12,8 @@ from haliax import Axis, NamedArray
 
 from levanter.layers.activation import ACTIVATIONS
 from levanter.layers.linear import Linear
-from levanter.layers.part import Shapes
-from levanter.layers.saved import saved
+from levanter.layers.protocols import Shapes
+from levanter.layers.remat_names import saved
 
 
 class GatedMlp(eqx.Module):

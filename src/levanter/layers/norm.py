@@ -13,7 +13,7 @@ import haliax as hax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
-from levanter.layers.roles import role
+from levanter.layers.param_roles import role
 
 
 class RMSNorm(eqx.Module):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar
 import draccus
 import numpy as np
 
-from levanter.config.ranges import NonNegativeFloat, PositiveFloat, PositiveFraction, PositiveInt, Ranged
+from levanter.config.validators import NonNegativeFloat, PositiveFloat, PositiveFraction, PositiveInt, Ranged
 
 if TYPE_CHECKING:
     from haliax import Axis, NamedArray

@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from textwrap import shorten
 
-from levanter.legacy.absent import ABSENT
+from levanter.upstream.unsupported.entry_points import ABSENT
 
 WIDTH = 120
 
@@ -37,7 +37,7 @@ def listed() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Turns into the command that the first word names; returns an exit code only if there is none."""
-    import_module("levanter.io.output").prepare_streams()
+    import_module("levanter.io.stdout").prepare_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     if not words:
         print(listed(), file=sys.stderr)
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(listed())
         return 0
     if words[0] == "--version":
-        print(f"levanter {import_module('levanter.io.version').version()}")
+        print(f"levanter {import_module('levanter.io.package_version').version()}")
         return 0
     name = words[0].replace("-", "_")
     known = commands().keys() | ABSENT.keys()

@@ -2,7 +2,7 @@
 
 import sys
 
-from levanter.commands.shell.entry import run_entry_point
+from levanter.commands.cli.errors import run_entry_point
 from levanter.commands.tokenize.cache_dataset import CacheDatasetConfig, main
 
 __all__ = ["CacheDatasetConfig", "main"]

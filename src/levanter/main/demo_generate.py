@@ -1,9 +1,9 @@
 """The demonstration of generating text: a small model answers three questions, greedy and sampled, then as int8."""
 
+from levanter.commands.cli.errors import run_entry_point
+from levanter.commands.cli.lifecycle import leave
 from levanter.commands.generate.config import GenerateConfig
 from levanter.commands.generate.demo import main
-from levanter.commands.shell.entry import run_entry_point
-from levanter.commands.shell.lifecycle import leave
 
 if __name__ == "__main__":
     leave(run_entry_point(GenerateConfig, main))

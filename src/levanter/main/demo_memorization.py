@@ -22,13 +22,13 @@ from safetensors.numpy import save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from haliax_ext.abstract import leaves
-from haliax_ext.slices import to_slices
+from haliax_ext.leaf_layout import to_slices
+from levanter.commands.cli.compilation_cache import keep_compiled
+from levanter.commands.cli.devices import configure_jax, local_target
+from levanter.commands.cli.errors import run_entry_point
+from levanter.commands.cli.lifecycle import leave
 from levanter.commands.memorize.config import EvalCarelessLmConfig
-from levanter.commands.shell.compiled import keep_compiled
-from levanter.commands.shell.devices import configure_jax, local_target
-from levanter.commands.shell.entry import run_entry_point
-from levanter.commands.shell.lifecycle import leave
-from levanter.commands.train.train_lm import TrainLmConfig, TrainWork
+from levanter.commands.train.lm.train_lm import TrainLmConfig, TrainWork
 from levanter.compat.hf.config_bridge import write_config
 from levanter.compat.open import load_tokenizer
 from levanter.data import LmDataConfig, next_tokens
@@ -41,7 +41,7 @@ from levanter.mesh import local_devices
 from levanter.models import LlamaConfig
 from levanter.models.base import LmHeadModel
 from levanter.optim import AdamConfig
-from levanter.run import INTERNAL_ERROR, OK, RunPlan
+from levanter.runplan import INTERNAL_ERROR, OK, RunPlan
 from levanter.tracker import NoopConfig
 from levanter.trainer.config import TrainerConfig
 from levanter.trainer.loss import LmBatch

@@ -12,17 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from levanter.commands.evaluate.eval_needles import ENTRY_POINT as NEEDLES
-from levanter.commands.evaluate.needles_config import EvalNeedlesConfig
-from levanter.commands.shell.entry import run_entry_point
-from levanter.commands.shell.lifecycle import leave
-from levanter.commands.shell.perform import perform
-from levanter.commands.train.train_lm import TrainLmConfig, train
+from levanter.commands.cli.errors import run_entry_point
+from levanter.commands.cli.lifecycle import leave
+from levanter.commands.cli.runner import perform
+from levanter.commands.evaluate.needles.config import EvalNeedlesConfig
+from levanter.commands.evaluate.needles.run import ENTRY_POINT as NEEDLES
+from levanter.commands.train.lm.train_lm import TrainLmConfig, train
 from levanter.compat.open import load_tokenizer
-from levanter.eval.needles.lessons import lessons
 from levanter.eval.needles.results import summary_of
+from levanter.eval.needles.training_docs import lessons
 from levanter.io import atomic_write
-from levanter.run import INTERNAL_ERROR, OK, PREEMPTED
+from levanter.runplan import INTERNAL_ERROR, OK, PREEMPTED
 
 TASK, DEPTHS, SAMPLES = "niah_single_1", 5, 20
 SHORT, LONG = 512, 2048

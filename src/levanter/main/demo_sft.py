@@ -16,24 +16,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from levanter.commands.cli.devices import local_target
+from levanter.commands.cli.errors import run_entry_point
+from levanter.commands.cli.lifecycle import leave
+from levanter.commands.cli.runner import perform
 from levanter.commands.evaluate.config import EvalLmConfig
 from levanter.commands.evaluate.eval_lm import ENTRY_POINT as EVALUATION
+from levanter.commands.generate.chat_session import Dialogue
 from levanter.commands.generate.config import GenerateConfig
-from levanter.commands.generate.dialogue import Dialogue
+from levanter.commands.generate.engine_setup import running
 from levanter.commands.generate.generate import describe as describe_texts
 from levanter.commands.generate.prompts import prompt_reader
-from levanter.commands.generate.running import running
-from levanter.commands.shell.devices import local_target
-from levanter.commands.shell.entry import run_entry_point
-from levanter.commands.shell.lifecycle import leave
-from levanter.commands.shell.perform import perform
+from levanter.commands.train.lm.train_lm import TrainLmConfig, train
 from levanter.commands.train.outcome import Trained
-from levanter.commands.train.train_lm import TrainLmConfig, train
 from levanter.eval.perplexity import EvalResult
 from levanter.inference.config import InferenceConfig
 from levanter.inference.engine import schedule_of
 from levanter.mesh import local_devices
-from levanter.run import INTERNAL_ERROR, OK
+from levanter.runplan import INTERNAL_ERROR, OK
 
 SECONDS = 120.0
 """For training, at most: the last step and what follows it come on top."""

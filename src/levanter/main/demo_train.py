@@ -12,12 +12,12 @@ import sys
 
 import numpy as np
 
-from levanter.commands.shell.entry import run_entry_point
-from levanter.commands.shell.lifecycle import leave
-from levanter.commands.train.train_lm import TrainLmConfig, train
+from levanter.commands.cli.errors import run_entry_point
+from levanter.commands.cli.lifecycle import leave
+from levanter.commands.train.lm.train_lm import TrainLmConfig, train
 from levanter.data import python_docs_text
 from levanter.eval.perplexity import EvalResult
-from levanter.run import INTERNAL_ERROR, OK, PREEMPTED
+from levanter.runplan import INTERNAL_ERROR, OK, PREEMPTED
 
 
 def bigram_entropy(text: bytes) -> float:

@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from haliax_ext.on_demand import export_on_demand
-from levanter.commands.shell.door import enter, leave
+from haliax_ext.lazy_imports import export_on_demand
+from levanter.commands.cli.main import enter, leave
 
 if TYPE_CHECKING:
-    from levanter.commands.evaluate.eval_needles import ENTRY_POINT, describe, execute, main
-    from levanter.commands.evaluate.needles_config import EvalNeedlesConfig
+    from levanter.commands.evaluate.needles.config import EvalNeedlesConfig
+    from levanter.commands.evaluate.needles.run import ENTRY_POINT, describe, execute, main
 
 __all__ = ["ENTRY_POINT", "EvalNeedlesConfig", "describe", "execute", "main"]
 export_on_demand(__name__)

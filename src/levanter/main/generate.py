@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from haliax_ext.on_demand import export_on_demand
-from levanter.commands.shell.door import enter, leave
+from haliax_ext.lazy_imports import export_on_demand
+from levanter.commands.cli.main import enter, leave
 
 if TYPE_CHECKING:
     from levanter.commands.generate.config import GenerateConfig

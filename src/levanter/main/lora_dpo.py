@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from haliax_ext.on_demand import export_on_demand
-from levanter.commands.shell.door import enter, leave
+from haliax_ext.lazy_imports import export_on_demand
+from levanter.commands.cli.main import enter, leave
 
 if TYPE_CHECKING:
-    from levanter.commands.train.lora_dpo import ENTRY_POINT, describe, main
-    from levanter.commands.train.lora_dpo_config import LoraDpoConfig
+    from levanter.commands.train.dpo.lora_config import LoraDpoConfig
+    from levanter.commands.train.dpo.lora_dpo import ENTRY_POINT, describe, main
 
 __all__ = ["ENTRY_POINT", "LoraDpoConfig", "describe", "main"]
 export_on_demand(__name__)

@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from haliax_ext.on_demand import export_on_demand
-from levanter.commands.shell.door import enter, leave
+from haliax_ext.lazy_imports import export_on_demand
+from levanter.commands.cli.main import enter, leave
 
 if TYPE_CHECKING:
-    from levanter.commands.train.lora_config import LoraLmConfig
-    from levanter.commands.train.lora_lm import ENTRY_POINT, describe, main
+    from levanter.commands.train.lm.lora_config import LoraLmConfig
+    from levanter.commands.train.lm.lora_lm import ENTRY_POINT, describe, main
 
 __all__ = ["ENTRY_POINT", "LoraLmConfig", "describe", "main"]
 export_on_demand(__name__)

@@ -2,7 +2,7 @@
 
 import sys
 
-from levanter.legacy.migrate import main, run
+from levanter.upstream.migrate import main, run
 
 __all__ = ["main", "run"]
 

@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from haliax_ext.on_demand import export_on_demand
-from levanter.commands.shell.door import enter, leave
+from haliax_ext.lazy_imports import export_on_demand
+from levanter.commands.cli.main import enter, leave
 
 if TYPE_CHECKING:
-    from levanter.commands.evaluate.gap_config import GapModelConfig, PerplexityGapConfig
-    from levanter.commands.evaluate.perplexity_gap import ENTRY_POINT, describe, execute, main
+    from levanter.commands.evaluate.gap.config import GapModelConfig, PerplexityGapConfig
+    from levanter.commands.evaluate.gap.run import ENTRY_POINT, describe, execute, main
 
 __all__ = ["ENTRY_POINT", "GapModelConfig", "PerplexityGapConfig", "describe", "execute", "main"]
 export_on_demand(__name__)

@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from haliax_ext.on_demand import export_on_demand
-from levanter.commands.shell.door import enter, leave
+from haliax_ext.lazy_imports import export_on_demand
+from levanter.commands.cli.main import enter, leave
 
 if TYPE_CHECKING:
-    from levanter.commands.train.sft_config import SftConfig
-    from levanter.commands.train.train_lm import ENTRY_POINT, describe, execute, main
+    from levanter.commands.train.lm.sft_config import SftConfig
+    from levanter.commands.train.lm.train_lm import ENTRY_POINT, describe, execute, main
 
 __all__ = ["ENTRY_POINT", "SftConfig", "describe", "execute", "main"]
 export_on_demand(__name__)

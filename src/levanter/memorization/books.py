@@ -12,7 +12,7 @@ from typing import Any
 
 from haliax_ext.sources import TensorSource
 from levanter.io import open_read
-from levanter.memorization.schemes import Convention, name_of
+from levanter.memorization.conventions import WindowConvention, name_of
 
 _SMALL_TENSORS = 8
 
@@ -83,7 +83,7 @@ def weights_digest(source: TensorSource) -> str:
     return digest.hexdigest()
 
 
-def windows_identity(book: BookText, given: Convention, *, max_windows: int | None) -> dict[str, Any]:
+def windows_identity(book: BookText, given: WindowConvention, *, max_windows: int | None) -> dict[str, Any]:
     """The part of a run's identity that covers the text and its windows."""
     identity: dict[str, Any] = {"text.sha256": book.sha256, "text.characters": len(book.text)}
     identity |= flat("windows", asdict(given.windowing))

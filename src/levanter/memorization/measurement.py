@@ -18,7 +18,7 @@ from levanter.memorization.discoverability import ExtractionCurve, expected_rate
 from levanter.memorization.heatmap import character_heat
 from levanter.memorization.histogram import Histogram, histogram
 from levanter.memorization.passages import Passage, runs, top_passages
-from levanter.memorization.reference import published
+from levanter.memorization.published import published_coverages
 from levanter.memorization.results import BookResult, Scheme
 
 
@@ -152,7 +152,7 @@ class Measurement:
     @property
     def published(self) -> dict[str, float]:
         """Published coverages of a book of this title, in %."""
-        return dict(published(self.book.title))
+        return dict(published_coverages(self.book.title))
 
     def summary(self) -> dict[str, Any]:
         """The measurement as JSON values; no text of the book, no times."""

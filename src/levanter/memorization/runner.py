@@ -19,16 +19,16 @@ import numpy as np
 from jax.sharding import Mesh
 from numpy.typing import ArrayLike
 
-from haliax_ext.batches import results
 from haliax_ext.mapping import AxisMapping, Mappings
+from haliax_ext.prefetch import results
 from haliax_ext.program import Input, Placement, Program
-from levanter.memorization.parts import PartStore
+from levanter.distributed.compile_barrier import jit_together
+from levanter.distributed.process_group import meeting
+from levanter.memorization.partial_results import PartStore
 from levanter.memorization.results import Scheme, Scores
 from levanter.models.base import LmHeadModel
 from levanter.models.suffix_scores import TOP_40, Law, SuffixScores, suffix_scores
-from levanter.processes.meeting import meeting
-from levanter.processes.together import jit_together
-from levanter.run import NonFiniteResultError
+from levanter.runplan import NonFiniteResultError
 
 FETCH_BEHIND = 4
 """Batches in flight before the first result is fetched."""

@@ -2,15 +2,15 @@
 
 from typing import TYPE_CHECKING
 
-from haliax_ext.on_demand import export_on_demand
+from haliax_ext.lazy_imports import export_on_demand
 
 if TYPE_CHECKING:
-    from levanter.mesh.build import DeviceSet as DeviceSet
-    from levanter.mesh.build import describe_devices as describe_devices
-    from levanter.mesh.build import local_devices as local_devices
-    from levanter.mesh.build import mesh_report as mesh_report
-    from levanter.mesh.build import require_accelerator as require_accelerator
     from levanter.mesh.config import MeshConfig as MeshConfig
+    from levanter.mesh.devices import DeviceSet as DeviceSet
+    from levanter.mesh.devices import describe_devices as describe_devices
+    from levanter.mesh.devices import local_devices as local_devices
+    from levanter.mesh.devices import mesh_report as mesh_report
+    from levanter.mesh.devices import require_accelerator as require_accelerator
     from levanter.mesh.legal import model_sizes as model_sizes
     from levanter.mesh.resolve import ModelAxes as ModelAxes
     from levanter.mesh.resolve import ResolvedMesh as ResolvedMesh

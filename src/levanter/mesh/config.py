@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from levanter.config.ranges import PositiveFloat, PositiveOrAll, Ranged
+from levanter.config.validators import PositiveFloat, PositiveOrAll, Ranged
 
 Word = Literal["gather", "heads", "ring", "auto"]
 """What `attention_mapping` may be in place of a mapping; see `mesh.exchange`."""

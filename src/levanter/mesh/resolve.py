@@ -12,7 +12,7 @@ from haliax_ext.errors import IndivisibleError, ShardingError, UnknownAxisError,
 from haliax_ext.mapping import AxisMapping, DeclaredReplication, Mappings, unknown_mesh_axes
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.placement import show_axes
-from levanter.mesh import exchange as exchanges
+from levanter.mesh import context_parallel as exchanges
 from levanter.mesh.config import DEFAULT_BATCH_AXES, DEFAULT_SHARED, MappingValue, MeshConfig, Word
 from levanter.mesh.heads import (
     GROUP_AXIS,

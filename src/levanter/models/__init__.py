@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from haliax_ext.on_demand import export_on_demand
+from haliax_ext.lazy_imports import export_on_demand
 
 if TYPE_CHECKING:
     from levanter.models.gemma import Gemma2Config, Gemma3Config, GemmaConfig

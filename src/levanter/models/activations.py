@@ -10,7 +10,7 @@ import numpy as np
 from haliax import Axis
 
 from haliax_ext.activations import Activation
-from levanter.models.head_chunks import chunking
+from levanter.models.lm_head.chunks import chunking
 from levanter.models.registry import LmConfig
 
 RESIDUAL = "residual stream"

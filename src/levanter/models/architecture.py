@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
-from levanter.config.ranges import PositiveInt, Ranged
+from levanter.config.validators import PositiveInt, Ranged
 
 if TYPE_CHECKING:
     from haliax import Axis
     from jax.typing import DTypeLike
 
     from levanter.layers.layer import LayerSpec
-    from levanter.layers.part import AttentionGroup
+    from levanter.layers.protocols import AttentionGroup
 
 A = TypeVar("A", bound="Architecture")
 
@@ -59,7 +59,7 @@ class Architecture(Ranged, ABC):
     @property
     def axes(self) -> "Mapping[str, Axis]":
         """The axes of the model's weights by name, without `vocab`; see `merged_axes` for one in several sizes."""
-        from levanter.layers.part import merged_axes
+        from levanter.layers.protocols import merged_axes
 
         kinds = dict.fromkeys(self.layers)
         return merged_axes((self.Embed, *(axis for kind in kinds for axis in kind.axes.values())))
@@ -103,7 +103,7 @@ class Architecture(Ranged, ABC):
     @property
     def attention_groups(self) -> "tuple[AttentionGroup, ...]":
         """Every layer's query features, by how far the layer sees."""
-        from levanter.layers.part import AttentionGroup
+        from levanter.layers.protocols import AttentionGroup
 
         features: dict[int | None, int] = {}
         for group in (group for layer in self.layers for group in layer.attention_groups):

@@ -1,16 +1,16 @@
 """What a model family must know to cross between config.json and our config: a `ConfigJson`.
 
-A *field* is a key of config.json. Each is read through `Fields`, which remembers what was asked for; what nobody asked
-for, is not known to be harmless and is not null, is a `FieldFinding` at the end. So a new field that changes numbers is
-never passed over in silence.
+A *field* is a key of config.json. Each is read through `ConfigJsonReader`, which remembers what was asked for; what
+nobody asked for, is not known to be harmless and is not null, is a `FieldFinding` at the end. So a new field that
+changes numbers is never passed over in silence.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
-from levanter.config.ranges import AnyInt, FiniteFloat, LayerCount, PositiveInt, out_of_range
 from levanter.config.schema import Annotation, strip
+from levanter.config.validators import AnyInt, FiniteFloat, LayerCount, PositiveInt, out_of_range
 from levanter.models.architecture import Architecture
 
 C = TypeVar("C", bound=Architecture)
@@ -54,7 +54,7 @@ _DEFAULT_RANGES: Mapping[Any, Any] = {int: AnyInt, float: FiniteFloat}
 
 
 @dataclass
-class Fields:
+class ConfigJsonReader:
     """A config.json that is being read: values, what was asked for, and what is wrong."""
 
     document: Mapping[str, Any]
@@ -138,5 +138,5 @@ class ConfigJson(Generic[C]):
 
     model_type: str
     transformers_class: str
-    read: Callable[[Fields], C | None]
+    read: Callable[[ConfigJsonReader], C | None]
     write: Callable[[C, Spelling], dict[str, Any]]

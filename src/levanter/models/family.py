@@ -15,7 +15,7 @@ from haliax_ext.rules import WeightRules
 from levanter.models.architecture import Architecture
 from levanter.models.base import LmHeadModel
 from levanter.models.config_json import ConfigJson
-from levanter.models.flops import CountsFlops, flops_per_token
+from levanter.models.flops import FlopsFn, flops_per_token
 
 C = TypeVar("C", bound=Architecture)
 D = TypeVar("D", bound=Architecture, contravariant=True)
@@ -29,7 +29,7 @@ RUNNING = frozenset(
 """Fields of our configs that determine how a model is run or initialized, not what it is."""
 
 
-class Builds(Protocol[D]):
+class BuildFn(Protocol[D]):
     """What makes a model of a config."""
 
     def __call__(self, Vocab: Axis, config: D, *, key: jax.Array) -> LmHeadModel:
@@ -37,7 +37,7 @@ class Builds(Protocol[D]):
         ...
 
 
-class MapsWeights(Protocol[D]):
+class WeightRulesFn(Protocol[D]):
     """What says how a model's leaves come from Hugging Face tensors, and back."""
 
     def __call__(self, config: D, Vocab: Axis | None = None, /) -> WeightRules:
@@ -67,10 +67,10 @@ class Family(Generic[C]):
 
     name: str
     config_class: type[C]
-    build: Builds[C]
-    weight_rules: MapsWeights[C]
+    build: BuildFn[C]
+    weight_rules: WeightRulesFn[C]
     config_json: tuple[ConfigJson[C], ...] = ()
-    flops: CountsFlops[C] = flops_per_token
+    flops: FlopsFn[C] = flops_per_token
 
     @property
     def architecture_fields(self) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ class FlopsPerToken:
         return 3 * self.scoring
 
 
-class CountsFlops(Protocol[D]):
+class FlopsFn(Protocol[D]):
     """What counts a family's operations."""
 
     def __call__(

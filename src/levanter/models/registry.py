@@ -3,7 +3,7 @@
 `LmConfig` is what `model: {type: …}` names a subclass of. Which family it belongs to, and so how a model is made of it,
 is looked up here, by the name that its class is registered under:
 
-* ours are in `OWN`, and one is imported when it is asked for; upstream's others are in `levanter.models.absent`;
+* ours are in `OWN`, and one is imported when it is asked for; upstream's others are in `levanter.models.unsupported`;
 * a third party's is an entry point of the group `levanter.families`, in its package's metadata:
 
       [project.entry-points."levanter.families"]
@@ -63,7 +63,7 @@ OWN: Mapping[str, str] = MappingProxyType(
 """This project's families: the module of each."""
 
 
-ABSENT = "levanter.models.absent"
+ABSENT = "levanter.models.unsupported"
 """What registers the names of upstream's families that this project does not have."""
 
 

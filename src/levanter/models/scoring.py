@@ -13,13 +13,13 @@ from haliax import NamedArray
 
 from haliax_ext.mapping import ways_in_scope
 from levanter.layers.attention.mask import AttentionMask
-from levanter.layers.attention.order import natural, zigzag
+from levanter.layers.attention.zigzag import natural, zigzag
 from levanter.models.base import LmHeadModel
-from levanter.models.head_chunks import HeadScoring
-from levanter.models.head_loss import LossSums, weighted_loss
-from levanter.models.head_plan import default_chunk
-from levanter.models.head_scores import target_scores
-from levanter.models.ordering import outputs_in_order, position_parts
+from levanter.models.lm_head.chunks import HeadScoring
+from levanter.models.lm_head.loss import LossSums, weighted_loss
+from levanter.models.lm_head.plan import default_chunk
+from levanter.models.lm_head.scores import target_scores
+from levanter.models.zigzag import outputs_in_order, position_parts
 
 
 def token_logprobs(

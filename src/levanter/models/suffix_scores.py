@@ -21,8 +21,8 @@ from haliax_ext.mapping import compute_mapping_in_scope, ways_in_scope
 from levanter.layers.attention import AttentionMask
 from levanter.layers.linear import Linear
 from levanter.models.base import LmHeadModel
-from levanter.models.head_chunks import chunking, gathered_once, head_logits
-from levanter.models.head_plan import default_chunk
+from levanter.models.lm_head.chunks import chunking, gathered_once, head_logits
+from levanter.models.lm_head.plan import default_chunk
 
 DEFAULT_CHUNK = 10
 """Suffix positions scored at a time; their logits take `batch × 10 × vocab × 4` bytes over all devices. Few enough for

@@ -1,6 +1,5 @@
 """Optimizers and learning-rate schedules; importing this package registers every `optimizer.type`."""
 
-from levanter.optim.absent import register_absent
 from levanter.optim.config import AdafactorConfig as AdafactorConfig
 from levanter.optim.config import AdamConfig as AdamConfig
 from levanter.optim.config import LionConfig as LionConfig
@@ -8,11 +7,12 @@ from levanter.optim.config import MuonConfig as MuonConfig
 from levanter.optim.config import OptimizerConfig as OptimizerConfig
 from levanter.optim.config import RmsPropConfig as RmsPropConfig
 from levanter.optim.config import SgdConfig as SgdConfig
-from levanter.optim.outliers import SkipStepConfig as SkipStepConfig
 from levanter.optim.schedules import LrSchedule as LrSchedule
 from levanter.optim.schedules import Schedule as Schedule
 from levanter.optim.schedules import build_schedule as build_schedule
+from levanter.optim.skip_steps import SkipStepConfig as SkipStepConfig
 from levanter.optim.sophia import SophiaHConfig as SophiaHConfig
+from levanter.optim.unsupported import register_absent
 from levanter.optim.update_clipping import ClipUpdateNormConfig as ClipUpdateNormConfig
 
 register_absent()  # what no optimizer above has taken

@@ -16,7 +16,7 @@ import jax
 import optax
 
 from haliax_ext.pytree import PyTree
-from levanter.config.ranges import (
+from levanter.config.validators import (
     Count,
     Decay,
     Epsilon,
@@ -28,13 +28,13 @@ from levanter.config.ranges import (
     Ranged,
 )
 from levanter.optim.adafactor import scale_by_adafactor, scale_by_parameter_rms
-from levanter.optim.curvature import Hutchinson
 from levanter.optim.gradient_clipping import clip_by_global_norm
+from levanter.optim.hessian import Hutchinson
 from levanter.optim.learning_rate import scale_by_learning_rate
 from levanter.optim.muon import Coefficients, is_hidden_matrix, scale_by_muon
-from levanter.optim.outliers import SkipStepConfig, carry_recent
 from levanter.optim.parameters import Parameter, decay_mask, map_parameters
 from levanter.optim.schedules import Cycle, LrSchedule, Schedule, build_schedule, cycle_ends, divide, shape_of
+from levanter.optim.skip_steps import SkipStepConfig, carry_recent
 from levanter.optim.update_clipping import ClipUpdateNormConfig, clip_by_recent_norms, clip_rms
 
 

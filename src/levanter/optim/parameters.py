@@ -15,7 +15,7 @@ import haliax as hax
 import jax
 
 from haliax_ext.pytree import KeyPath, PyTree, is_named, path_string
-from levanter.layers.roles import Role, declared_role
+from levanter.layers.param_roles import Role, declared_role
 
 STACK_AXES = ("layers", "expert")
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from haliax_ext.errors import nearest
-from levanter.config.ranges import FiniteFloat, PositiveFloat, PositiveInt, Ranged
+from levanter.config.validators import FiniteFloat, PositiveFloat, PositiveInt, Ranged
 
 Schedule = Callable[[jax.Array], jax.Array]
 """Step (int32 scalar, from 0) → learning rate (float32 scalar)."""

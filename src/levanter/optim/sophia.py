@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import optax
 
 from haliax_ext.pytree import PyTree
-from levanter.config.ranges import Count, Decay, Epsilon, NonNegativeFloat, PositiveFloat, PositiveInt
+from levanter.config.validators import Count, Decay, Epsilon, NonNegativeFloat, PositiveFloat, PositiveInt
 from levanter.optim.config import OptimizerConfig
-from levanter.optim.curvature import Curved, Hutchinson, no_curvature
+from levanter.optim.hessian import HessianEma, Hutchinson, no_curvature
 
 
 class SophiaState(NamedTuple):
@@ -30,7 +30,7 @@ class SophiaState(NamedTuple):
     """
 
     momentum: PyTree
-    curvature: Curved
+    curvature: HessianEma
 
 
 def scale_by_sophia(

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import optax
 
 from haliax_ext.pytree import PyTree
-from levanter.optim.outliers import UsualRange
 from levanter.optim.parameters import Parameter, map_parameters
+from levanter.optim.skip_steps import UsualRange
 
 LEAST_DEVIATION = 1e-6
 LEAST_NORM = 1e-6

@@ -8,8 +8,8 @@ input found by the worker (`WorkerBadInput`), and Ctrl-C, after which the worker
 Answers for pods are kept (`kept`): what was asked before is answered by what the compiler said then. Several runs that
 will be asked for (the candidates of a search) are compiled side by side beforehand (`compile_ahead`).
 
-Words. *worker*: the process that compiles (`levanter.plan.worker` says how it is told what to). *local*: the devices of
-this machine, compiled for in the same way.
+Words. *worker*: the process that compiles (`levanter.plan.compile_worker` says how it is told what to). *local*: the
+devices of this machine, compiled for in the same way.
 """
 
 import importlib.util
@@ -22,12 +22,19 @@ from typing import Any
 from haliax_ext.hlo import CompiledFigures, MemoryFigures, OutOfMemory, read_figures, read_out_of_memory
 from haliax_ext.meshspec import MeshSpec
 from levanter.hardware import Accelerator, parse_accelerator
+from levanter.plan.compile_cache import KeptAnswers, compiler_here
+from levanter.plan.compile_pool import CompileCrash as CompileCrash
+from levanter.plan.compile_pool import WorkerBadInput as WorkerBadInput
+from levanter.plan.compile_pool import (
+    run_each,
+    run_workers,
+    scratch_folder,
+    side_by_side,
+    spec_of_mesh,
+    worker_environment,
+)
 from levanter.plan.fingerprint import fingerprint
-from levanter.plan.kept import KeptAnswers, compiler_here
-from levanter.plan.workers import CompileCrash as CompileCrash
-from levanter.plan.workers import WorkerBadInput as WorkerBadInput
-from levanter.plan.workers import run_each, run_workers, scratch_folder, side_by_side, spec_of_mesh, worker_environment
-from levanter.run import RunPlan, Target
+from levanter.runplan import RunPlan, Target
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +183,7 @@ def compile_programs(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ahead:
+class CompileRequest:
     """A run of which Programs will be asked for.
 
     Attributes:
@@ -190,7 +197,7 @@ class Ahead:
 
 def compile_ahead(
     function: str,
-    runs: Sequence[Ahead],
+    runs: Sequence[CompileRequest],
     *,
     target: Accelerator,
     programs: Sequence[str],

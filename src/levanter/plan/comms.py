@@ -29,7 +29,7 @@ import numpy as np
 from haliax_ext.hlo import AxisSpan, Collective
 from haliax_ext.meshspec import MeshSpec
 from levanter.hardware import Accelerator
-from levanter.plan.places import pod_coordinates
+from levanter.plan.device_order import pod_coordinates
 
 HOP_SECONDS = 1e-6
 _BY_LEVELS = ("all-gather", "reduce-scatter", "all-reduce")

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from levanter.plan.aot import Compiled
-from levanter.plan.traffic import Received, compiled_received, received_in_step
+from levanter.plan.collective_bytes import CollectiveBytes, compiled_received, received_in_step
 from levanter.plan.verdict import ProgramVerdict, Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
-class Side:
+class ComparedRun:
     """One of the two runs.
 
     Attributes:
@@ -26,14 +26,14 @@ class Side:
 
     verdict: Verdict
     groups: Mapping[str, int]
-    received: Mapping[str, Received]
+    received: Mapping[str, CollectiveBytes]
     step: ProgramVerdict | None
-    compiled: Received | None
+    compiled: CollectiveBytes | None
 
     @property
-    def total_received(self) -> Received:
+    def total_received(self) -> CollectiveBytes:
         """Of everything, by arithmetic."""
-        return sum(self.received.values(), Received())
+        return sum(self.received.values(), CollectiveBytes())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +48,8 @@ class Comparison:
     """
 
     target: str
-    own: Side
-    other: Side | None = None
+    own: ComparedRun
+    other: ComparedRun | None = None
     problem: str = field(default="")
 
 
@@ -62,7 +62,7 @@ def compare(own: Verdict, other: Verdict) -> Comparison | None:
     return Comparison(target=own.target, own=first, other=second, problem=problem)
 
 
-def _side(verdict: Verdict) -> Side | None:
+def _side(verdict: Verdict) -> ComparedRun | None:
     plan = verdict.plan
     if plan is None:
         return None
@@ -71,7 +71,7 @@ def _side(verdict: Verdict) -> Side | None:
     compiled = None
     if step is not None and isinstance(step.outcome, Compiled) and step.outcome.figures is not None:
         compiled = compiled_received(plan.mesh, step.outcome.figures.collectives)
-    return Side(
+    return ComparedRun(
         verdict=verdict,
         groups=plan.resident_bytes or {},
         received=received_in_step(plan),

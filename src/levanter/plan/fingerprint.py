@@ -35,7 +35,7 @@ from jax.sharding import PartitionSpec
 
 from haliax_ext.planner import ShardingPlan
 from haliax_ext.program import Program, spec_of
-from levanter.run import RunPlan
+from levanter.runplan import RunPlan
 
 _OWN = ("levanter", "haliax_ext")
 _ENVIRONMENT = ("JAX_", "XLA_", "LIBTPU_", "TPU_")

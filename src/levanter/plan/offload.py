@@ -12,8 +12,8 @@ from haliax_ext.errors import gib
 from levanter.hardware import Accelerator
 from levanter.models.activations import EMBEDDED, RESIDUAL, kept_by_name
 from levanter.models.stack import checkpoint_policy
-from levanter.plan.layouts import Subject, model_of
-from levanter.run import RunPlan
+from levanter.plan.layout_memory import LayoutSubject, model_of
+from levanter.runplan import RunPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ def offloaded(plan: RunPlan, program: str, *, pod: Accelerator) -> Offloaded | N
         program: its Program's name.
         pod: what it is for.
     """
-    subject = Subject(plan=plan, program=plan.program(program), hbm_bytes=pod.hbm_bytes)
+    subject = LayoutSubject(plan=plan, program=plan.program(program), hbm_bytes=pod.hbm_bytes)
     model = model_of(subject)
     # A schedule of batch sizes has one train step for each of them; activations are those of the first.
     first = next((work for work in plan.workloads), None)

@@ -9,11 +9,11 @@ from typing import Literal
 
 from levanter.hardware import Accelerator
 from levanter.plan.aot import Compiled, Outcome, Refused
-from levanter.plan.budget import Budget
-from levanter.plan.cost import StepTime
+from levanter.plan.hbm_budget import Budget
 from levanter.plan.load_budget import LoadBudget
 from levanter.plan.offload import Offloaded
-from levanter.run import RunPlan, Workload
+from levanter.plan.step_time_model import StepTime
+from levanter.runplan import RunPlan, Workload
 
 StageStatus = Literal["ok", "refused", "unchecked", "skipped", "crashed"]
 

@@ -11,12 +11,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from levanter.io.version import version
-from levanter.serving import chat, completions, openapi, tokens
+from levanter.io.package_version import version
+from levanter.serving import chat, completions, openapi, tokenizer_endpoints
 from levanter.serving.errors import ApiError, JsonAnswer, broken, not_there, refused
 from levanter.serving.events import Rejected
 from levanter.serving.service import Service
-from levanter.serving.token_texts import TokenTexts
+from levanter.serving.token_strings import TokenTexts
 
 NOWHERE = "other"
 """The route of requests to paths that there are not: they are as many as somebody likes."""
@@ -120,10 +120,10 @@ ROUTES: Sequence[BaseRoute] = (
     Route("/openapi.json", interface),
     Route("/v1/models", models),
     Route("/v1/models/{name:path}", model),
-    Route("/v1/tokens", tokens.tokens, methods=["POST"]),
-    Route("/tokenize", tokens.tokenize, methods=["POST"]),
-    Route("/detokenize", tokens.detokenize, methods=["POST"]),
-    Route("/tokenizer_info", tokens.tokenizer_info),
+    Route("/v1/tokens", tokenizer_endpoints.tokens, methods=["POST"]),
+    Route("/tokenize", tokenizer_endpoints.tokenize, methods=["POST"]),
+    Route("/detokenize", tokenizer_endpoints.detokenize, methods=["POST"]),
+    Route("/tokenizer_info", tokenizer_endpoints.tokenizer_info),
     Route(chat.PATH, chat.chat_completions, methods=["POST"]),
     Route(completions.PATH, completions.completions, methods=["POST"]),
 )

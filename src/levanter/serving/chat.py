@@ -6,17 +6,15 @@ from dataclasses import dataclass, replace
 from starlette.requests import Request
 from starlette.responses import Response
 
+from levanter.base.json_types import Json
 from levanter.inference.jsonl import AskedLine
 from levanter.inference.params import MOST_TOP_LOGPROBS, SamplingParams, fields_of
-from levanter.io.values import Json
-from levanter.serving.asking import answered
-from levanter.serving.bodies import ChatBody
-from levanter.serving.building import AskedCall, Builder, ChoiceSoFar, is_shown
-from levanter.serving.conversation import messages_of, template_fields
-from levanter.serving.deliveries import Piece
+from levanter.serving.chat_messages import messages_of, template_fields
+from levanter.serving.engine_messages import TokenDelta
 from levanter.serving.errors import invalid
+from levanter.serving.handler import answered
 from levanter.serving.protocol import ProtocolError
-from levanter.serving.reading import (
+from levanter.serving.request_parsing import (
     Sampling,
     decoded,
     fields_in,
@@ -26,6 +24,8 @@ from levanter.serving.reading import (
     submitted,
     wants_usage,
 )
+from levanter.serving.request_schema import ChatBody
+from levanter.serving.response_builder import AskedCall, Builder, ChoiceSoFar, is_shown
 from levanter.serving.service import Service
 from levanter.serving.tools import ToolCall, ToolRules, rules_of
 
@@ -118,7 +118,7 @@ class Chat(Builder):
             opened["content"] = ""
         yield {"index": choice.index, "delta": opened, "logprobs": None, "finish_reason": None}
 
-    def delta(self, choice: ChoiceSoFar, piece: Piece) -> Iterator[Mapping[str, Json]]:
+    def delta(self, choice: ChoiceSoFar, piece: TokenDelta) -> Iterator[Mapping[str, Json]]:
         """What a piece adds; a text that may be calls is held back until it is known to be none, or has ended."""
         rules = self.call.rules
         choice.held.append(piece)
@@ -152,7 +152,12 @@ class Chat(Builder):
         return f"call_{self.call.id.rpartition('-')[2]}_{choice.index}_{n}"
 
     def _choice(
-        self, choice: ChoiceSoFar, pieces: Sequence[Piece], where: str, said: dict[str, Json], calls: Sequence[ToolCall]
+        self,
+        choice: ChoiceSoFar,
+        pieces: Sequence[TokenDelta],
+        where: str,
+        said: dict[str, Json],
+        calls: Sequence[ToolCall],
     ) -> Mapping[str, Json]:
         last = pieces[-1] if pieces else None
         reason = None if last is None else last.reason
@@ -171,7 +176,7 @@ class Chat(Builder):
         """Whether it was the answer's choice to call something, or what."""
         return self.call.rules.mode in ("auto", "required")
 
-    def _logprobs(self, pieces: Sequence[Piece]) -> Json:
+    def _logprobs(self, pieces: Sequence[TokenDelta]) -> Json:
         if self.call.params.logprobs is None:
             return None
         content: list[Json] = []

@@ -6,15 +6,13 @@ from dataclasses import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
+from levanter.base.json_types import Json
 from levanter.inference.jsonl import AskedLine
 from levanter.inference.params import fields_of
-from levanter.io.values import Json
-from levanter.serving.asking import answered, is_quickly_read
-from levanter.serving.bodies import CompletionBody
-from levanter.serving.building import AskedCall, Builder, ChoiceSoFar, is_shown
-from levanter.serving.deliveries import Piece
+from levanter.serving.engine_messages import TokenDelta
 from levanter.serving.errors import invalid
-from levanter.serving.reading import (
+from levanter.serving.handler import answered, is_quickly_read
+from levanter.serving.request_parsing import (
     decoded,
     fields_in,
     fresh_id,
@@ -23,6 +21,8 @@ from levanter.serving.reading import (
     submitted,
     wants_usage,
 )
+from levanter.serving.request_schema import CompletionBody
+from levanter.serving.response_builder import AskedCall, Builder, ChoiceSoFar, is_shown
 from levanter.serving.service import Service
 
 PATH = "/v1/completions"
@@ -75,7 +75,7 @@ class Completion(Builder):
         if self.call.params.echo:
             yield self._choice(choice, (), begins=True)
 
-    def delta(self, choice: ChoiceSoFar, piece: Piece) -> Iterator[Mapping[str, Json]]:
+    def delta(self, choice: ChoiceSoFar, piece: TokenDelta) -> Iterator[Mapping[str, Json]]:
         """What a piece adds to the text."""
         if piece.text or piece.last or self.call.params.logprobs is not None:
             yield self._choice(choice, (piece,), begins=False)
@@ -84,7 +84,7 @@ class Completion(Builder):
         """The whole text."""
         return self._choice(choice, choice.pieces, begins=True)
 
-    def _choice(self, choice: ChoiceSoFar, pieces: Sequence[Piece], *, begins: bool) -> Mapping[str, Json]:
+    def _choice(self, choice: ChoiceSoFar, pieces: Sequence[TokenDelta], *, begins: bool) -> Mapping[str, Json]:
         params, last = self.call.params, pieces[-1] if pieces else None
         begins = begins and params.echo
         prompt = self.service.reader.tokenizer.decode(choice.submitted.request.tokens) if begins else ""
@@ -100,7 +100,7 @@ class Completion(Builder):
             found["stop_reason"] = None if last is None else last.matched
         return found
 
-    def _logprobs(self, choice: ChoiceSoFar, pieces: Sequence[Piece], *, begins: bool) -> Json:
+    def _logprobs(self, choice: ChoiceSoFar, pieces: Sequence[TokenDelta], *, begins: bool) -> Json:
         tokens: list[Json] = []
         logprobs: list[Json] = []
         top: list[Json] = []

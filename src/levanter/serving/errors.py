@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from levanter.io.values import Json
+from levanter.base.json_types import Json
 from levanter.serving.events import RejectReason
 
 INVALID = "invalid_request_error"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from levanter.inference.requests import Request
-from levanter.inference.schedule import QueueFullError
+from levanter.inference.scheduler import QueueFullError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Submitted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GivenUp:
+class Cancel:
     """Nobody wants more of a request.
 
     Attributes:
@@ -41,11 +41,11 @@ class GivenUp:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EndAll:
+class Drain:
     """Everything that is going on ends where it is, as if it had reached its `max_tokens`."""
 
 
-Letter: TypeAlias = Submitted | GivenUp | EndAll
+Letter: TypeAlias = Submitted | Cancel | Drain
 
 
 class InboxClosedError(Exception):
@@ -91,7 +91,7 @@ class Inbox:
             self._letters += submitted
             self._changed.notify()
 
-    def post(self, letter: GivenUp | EndAll) -> None:
+    def post(self, letter: Cancel | Drain) -> None:
         """Puts a letter in that always finds room."""
         with self._changed:
             self._letters.append(letter)

@@ -7,7 +7,7 @@ bounded by `serving.connections`.
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, TypeAlias
 
-from levanter.config.ranges import PositiveFloat, PositiveInt, Range, Ranged
+from levanter.config.validators import PositiveFloat, PositiveInt, Range, Ranged
 
 BodyMib: TypeAlias = Annotated[float, Range(0, 32, above=True)]
 Seconds: TypeAlias = Annotated[float, Range(0, 86_400, above=True)]

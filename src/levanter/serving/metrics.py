@@ -34,7 +34,7 @@ TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131
 
 
 @dataclass
-class Buckets:
+class HistogramBuckets:
     """How many values there were up to each of a few bounds.
 
     Attributes:
@@ -85,8 +85,12 @@ class Metrics:
         self.requests = self.choices = self.prompt_tokens = self.tokens = 0
         self.ended: dict[str, int] = dict.fromkeys(get_args(EndReason), 0)
         self.rejected: dict[str, int] = dict.fromkeys(get_args(RejectReason), 0)
-        self.first_token, self.next_token = Buckets(FIRST_TOKEN), Buckets(NEXT_TOKEN)
-        self.whole, self.prompts, self.texts = Buckets(WHOLE), Buckets(TOKENS), Buckets(TOKENS)
+        self.first_token, self.next_token = HistogramBuckets(FIRST_TOKEN), HistogramBuckets(NEXT_TOKEN)
+        self.whole, self.prompts, self.texts = (
+            HistogramBuckets(WHOLE),
+            HistogramBuckets(TOKENS),
+            HistogramBuckets(TOKENS),
+        )
 
     def __call__(self, event: ServerEvent) -> None:
         """Counts one thing that happened."""
@@ -158,7 +162,7 @@ def _family(name: str, kind: str, about: str, samples: Sequence[tuple[Mapping[st
         yield f"{PREFIX}{name}{_labels(labels)} {_number(value)}"
 
 
-def _histogram(name: str, about: str, values: Buckets) -> Iterator[str]:
+def _histogram(name: str, about: str, values: HistogramBuckets) -> Iterator[str]:
     yield from _head(name, "histogram", about)
     below = 0
     for bound, count in zip((*values.bounds, float("inf")), values.counts, strict=True):

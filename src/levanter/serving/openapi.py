@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from levanter.inference import formats
+from levanter.base.json_types import Json
+from levanter.inference import response_format
 from levanter.inference.params import MOST_BIASES, MOST_STOP_IDS, MOST_STOPS, SamplingParams
-from levanter.io.values import Json
-from levanter.serving import answers, metrics, sse
-from levanter.serving.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, TokensBody
-from levanter.serving.schemas import add_with_parts, described, object_of, properties_of, schema_of
+from levanter.serving import metrics, response_schema, sse
+from levanter.serving.json_schema import add_with_parts, described, object_of, properties_of, schema_of
+from levanter.serving.request_schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, TokensBody
 
 _MOST: Mapping[str, int] = {"stop": MOST_STOPS, "stop_token_ids": MOST_STOP_IDS, "logit_bias": MOST_BIASES}
 _NOT_OF_A_CONVERSATION = frozenset({"echo", "logprobs"})
@@ -53,10 +53,10 @@ def _sampling(without: frozenset[str]) -> dict[str, Json]:
 def _formats() -> dict[str, Json]:
     """The fields that say what a text conforms to."""
     found: dict[str, Json] = {}
-    for name in formats.FIELDS:
+    for name in response_format.FIELDS:
         kind = "boolean" if name == "json_object" else "string" if name in ("regex", "grammar") else "object"
         found[name] = {"anyOf": [{"type": kind}, {"type": "null"}], "description": "What the text conforms to."}
-    found[formats.RESPONSE_FORMAT] = {
+    found[response_format.RESPONSE_FORMAT] = {
         "anyOf": [
             _strict({"type": {"enum": ["text", "json_object"]}}, "type"),
             _strict({"type": {"const": "json_schema"}, "json_schema": _NAMED_SCHEMA}, "type", "json_schema"),
@@ -99,7 +99,7 @@ def schemas() -> dict[str, Json]:
     for read in _READ:
         if isinstance(read.answer, type):
             add_with_parts(read.answer, found)
-    add_with_parts(answers.Error, found)
+    add_with_parts(response_schema.Error, found)
     return found
 
 
@@ -129,39 +129,41 @@ _ASKED = (
     _Asked(
         path="/v1/completions",
         body=CompletionBody,
-        answer=answers.CompletionAnswer,
+        answer=response_schema.CompletionAnswer,
         summary="Texts that are gone on with.",
         streams=True,
     ),
     _Asked(
         path="/v1/chat/completions",
         body=ChatBody,
-        answer=answers.ChatAnswer,
+        answer=response_schema.ChatAnswer,
         summary="The next message of a conversation.",
         streams=True,
     ),
-    _Asked(path="/v1/tokens", body=TokensBody, answer=answers.Conversations, summary="The tokens of conversations."),
+    _Asked(
+        path="/v1/tokens", body=TokensBody, answer=response_schema.Conversations, summary="The tokens of conversations."
+    ),
     _Asked(
         path="/tokenize",
         body=TokenizeBody,
-        answer=answers.Tokenized,
+        answer=response_schema.Tokenized,
         summary="The tokens of a text or of a conversation.",
     ),
-    _Asked(path="/detokenize", body=DetokenizeBody, answer=answers.Detokenized, summary="The text of tokens."),
+    _Asked(path="/detokenize", body=DetokenizeBody, answer=response_schema.Detokenized, summary="The text of tokens."),
 )
 _READ = (
     _Read(path="/", answer="text/html; charset=utf-8", summary="A page to talk to the model with."),
-    _Read(path="/v1/models", answer=answers.ModelCards, summary="The model that is served, by all its names."),
-    _Read(path="/v1/models/{name}", answer=answers.ModelCard, summary="The model, by one of its names."),
+    _Read(path="/v1/models", answer=response_schema.ModelCards, summary="The model that is served, by all its names."),
+    _Read(path="/v1/models/{name}", answer=response_schema.ModelCard, summary="The model, by one of its names."),
     _Read(
         path="/tokenizer_info",
-        answer=answers.TokenizerInfo,
+        answer=response_schema.TokenizerInfo,
         summary="What clients that make tokens themselves want to know.",
     ),
-    _Read(path="/health", answer=answers.Health, summary="Whether the engine runs.", unwell=True),
-    _Read(path="/ready", answer=answers.Readiness, summary="Whether requests are taken.", unwell=True),
-    _Read(path="/status", answer=answers.ServerStatus, summary="What the server is doing."),
-    _Read(path="/plan", answer=answers.PlanShown, summary="The plan that the server follows."),
+    _Read(path="/health", answer=response_schema.Health, summary="Whether the engine runs.", unwell=True),
+    _Read(path="/ready", answer=response_schema.Readiness, summary="Whether requests are taken.", unwell=True),
+    _Read(path="/status", answer=response_schema.ServerStatus, summary="What the server is doing."),
+    _Read(path="/plan", answer=response_schema.PlanShown, summary="The plan that the server follows."),
     _Read(path="/metrics", answer=metrics.CONTENT_TYPE, summary="What was counted, for Prometheus."),
     _Read(path="/openapi.json", answer="application/json", summary="This document."),
 )
@@ -225,7 +227,7 @@ def _reading(read: _Read) -> dict[str, Json]:
     responses = {"200": {"description": "the answer", "content": content}, **_refusals(_AT_THE_DOOR)}
     found: dict[str, Json] = {"summary": read.summary, "responses": responses}
     if read.unwell and isinstance(read.answer, type):
-        several: Json = {"anyOf": [schema_of(read.answer), schema_of(answers.Error)]}
+        several: Json = {"anyOf": [schema_of(read.answer), schema_of(response_schema.Error)]}
         responses["503"] = {"description": "not now", "content": {"application/json": {"schema": several}}}
     if "{name}" in read.path:
         named: Json = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
@@ -240,7 +242,7 @@ def _refusals(codes: Sequence[str]) -> dict[str, Json]:
     for code in codes:
         said: dict[str, Json] = {
             "description": _WRONG[code],
-            "content": {"application/json": {"schema": schema_of(answers.Error)}},
+            "content": {"application/json": {"schema": schema_of(response_schema.Error)}},
         }
         if code == "429":
             about = "Seconds after which to ask again."

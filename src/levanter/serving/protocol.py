@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from levanter.bounds import HINTS
+from levanter.base.input_limits import HINTS
 from levanter.config.errors import did_you_mean
 from levanter.inference.strict_json import NotAnObjectError, kind_of, object_in
 

@@ -1,4 +1,4 @@
-"""`Service`: one model and its engine, as an event loop sees them; `Ticket`: what was asked, and what came of it."""
+"""`Service`: a model and its engine as the event loop sees them; `PendingRequest`: a request and its results."""
 
 import asyncio
 import math
@@ -11,15 +11,15 @@ from contextlib import asynccontextmanager
 from typing import Literal, TypeAlias, TypeVar
 
 from levanter.inference.engine import Engine
-from levanter.inference.prompt_scores import ScoresPrompts
+from levanter.inference.prompt_logprobs import ScoresPrompts
 from levanter.inference.prompts import PromptReader
 from levanter.inference.requests import ChoiceId
-from levanter.inference.schedule import QueueFullError
-from levanter.serving.deliveries import Delivery, Piece, Scored
+from levanter.inference.scheduler import QueueFullError
+from levanter.serving.engine_messages import Delivery, PromptScored, TokenDelta
+from levanter.serving.engine_thread import EngineWorker
 from levanter.serving.errors import ApiError
 from levanter.serving.events import Admitted, ChoiceEnded, EndReason, EngineLoad, Observer, Produced, ServerEvent
-from levanter.serving.inbox import EndAll, GivenUp, Inbox, InboxClosedError, Submitted
-from levanter.serving.worker import EngineWorker
+from levanter.serving.inbox import Cancel, Drain, Inbox, InboxClosedError, Submitted
 
 MOST_BEHIND = 1 << 20
 """Bytes that may wait for a client that reads a stream slowly."""
@@ -34,7 +34,7 @@ T = TypeVar("T")
 State: TypeAlias = Literal["starting", "ready", "draining", "ended"]
 
 
-class Ticket:
+class PendingRequest:
     """What one HTTP request waits for: the choices of one or more requests to the engine.
 
     Args:
@@ -81,7 +81,7 @@ class Ticket:
 
     def push(self, delivery: Delivery) -> None:
         """Takes what came of it."""
-        if isinstance(delivery, Scored):
+        if isinstance(delivery, PromptScored):
             self._unscored.discard(delivery.request)
             if delivery.error is not None:
                 self._open = {of for of in self._open if of.request != delivery.request}
@@ -146,7 +146,7 @@ class Service:
         self._worker = EngineWorker(
             engine, self._inbox, stream=reader.tokenizer.stream, score=score, deliver=self._hand_over, ended=self._ended
         )
-        self._tickets: dict[str, Ticket] = {}
+        self._tickets: dict[str, PendingRequest] = {}
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="reading")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sent = threading.Event()
@@ -203,7 +203,7 @@ class Service:
         for observer in self.observers:
             observer(event)
 
-    def ask(self, submitted: Sequence[Submitted], *, route: str, streamed: bool) -> Ticket:
+    def ask(self, submitted: Sequence[Submitted], *, route: str, streamed: bool) -> PendingRequest:
         """Puts requests into the queue, all of them or none.
 
         Raises:
@@ -211,7 +211,7 @@ class Service:
         """
         if self.state != "ready" or not self.healthy:
             raise _ending()
-        ticket = Ticket(submitted, route=route, give_up=self._give_up, streamed=streamed)
+        ticket = PendingRequest(submitted, route=route, give_up=self._give_up, streamed=streamed)
         try:
             # Who only wants a prompt back has it already.
             self._inbox.submit([each for each in submitted if each.request.id in ticket.requests])
@@ -249,7 +249,7 @@ class Service:
         ticket = self._tickets.get(request)
         if ticket is None:
             return
-        self._inbox.post(GivenUp(request=request))
+        self._inbox.post(Cancel(request=request))
         for of in [of for of in ticket.open if of.request == request]:
             self._end(ticket, of, "cancelled", time.monotonic())
         self._forget(request)
@@ -262,7 +262,7 @@ class Service:
         try:
             await asyncio.wait_for(self._quiet.wait(), seconds)
         except TimeoutError:
-            self._inbox.post(EndAll())
+            self._inbox.post(Drain())
             await self._quiet.wait()
 
     def fail(self, said: str) -> None:
@@ -273,10 +273,10 @@ class Service:
     def _fail(self, said: str) -> None:
         self.state, now = "ended", time.monotonic()
         for ticket in set(self._tickets.values()):
-            open = [Piece(of=of, error=said, at=now) for of in ticket.open]
+            open = [TokenDelta(of=of, error=said, at=now) for of in ticket.open]
             named = {piece.of.request for piece in open}
             # One whose prompt is being scored may have no choice.
-            self._arrived([*open, *(Scored(request=r, error=said, at=now) for r in ticket.requests - named)])
+            self._arrived([*open, *(PromptScored(request=r, error=said, at=now) for r in ticket.requests - named)])
 
     def on_end(self, call: Callable[[], None]) -> None:
         """Has something called on the event loop when the engine ends by itself."""
@@ -308,17 +308,17 @@ class Service:
 
     def _take(self, made: Sequence[Delivery]) -> None:
         for delivery in made:
-            request = delivery.of.request if isinstance(delivery, Piece) else delivery.request
+            request = delivery.of.request if isinstance(delivery, TokenDelta) else delivery.request
             if (ticket := self._tickets.get(request)) is None:
                 continue
-            if isinstance(delivery, Piece):
+            if isinstance(delivery, TokenDelta):
                 self._count(ticket, delivery)
             elif delivery.error is not None:
                 for of in [of for of in ticket.open if of.request == request]:
                     self._end(ticket, of, "failed", delivery.at)
             ticket.push(delivery)
             # A token behind which more come ends nothing; of those there are many.
-            if (not isinstance(delivery, Piece) or delivery.last) and request not in ticket.requests:
+            if (not isinstance(delivery, TokenDelta) or delivery.last) and request not in ticket.requests:
                 self._forget(request)
 
     def _forget(self, request: str) -> None:
@@ -326,7 +326,7 @@ class Service:
         if not self._tickets:
             self._quiet.set()
 
-    def _count(self, ticket: Ticket, piece: Piece) -> None:
+    def _count(self, ticket: PendingRequest, piece: TokenDelta) -> None:
         """Tells the observers of a piece."""
         of, before = piece.of, ticket.last_at.get(piece.of, ticket.began)
         if piece.token is not None:
@@ -343,7 +343,7 @@ class Service:
         elif piece.reason is not None:
             self._end(ticket, of, piece.reason, piece.at)
 
-    def _end(self, ticket: Ticket, of: ChoiceId, reason: EndReason, at: float) -> None:
+    def _end(self, ticket: PendingRequest, of: ChoiceId, reason: EndReason, at: float) -> None:
         self.observe(
             ChoiceEnded(
                 request=of.request,

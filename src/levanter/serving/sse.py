@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from levanter.io.values import Json
+from levanter.base.json_types import Json
 from levanter.serving.errors import json_bytes
 
 DONE = b"data: [DONE]\n\n"

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from levanter.inference.requests import ConstraintSpec
-from levanter.serving.bodies import NamedTool, Tool
 from levanter.serving.protocol import ProtocolError
+from levanter.serving.request_schema import NamedTool, Tool
 
 _NAME = re.compile(r"[\w.-]{1,64}")
 _TAGGED = re.compile(r"\s*<tool_call>(.*?)</tool_call>", re.DOTALL)

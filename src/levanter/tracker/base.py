@@ -14,9 +14,9 @@ from typing import Any, overload
 import draccus
 import numpy as np
 
-from levanter.config.ranges import Ranged
+from levanter.base.json_types import Json
+from levanter.config.validators import Ranged
 from levanter.io import Output
-from levanter.io.values import Json
 
 Metrics = Mapping[str, Any]
 

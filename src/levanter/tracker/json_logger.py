@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from levanter.config.ranges import Count
+from levanter.config.validators import Count
 from levanter.tracker.base import Metrics, Tracker, TrackerConfig, as_json
 
 

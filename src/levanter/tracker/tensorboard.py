@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from levanter.config.ranges import Count, PositiveInt
+from levanter.base.json_types import Json
+from levanter.config.validators import Count, PositiveInt
 from levanter.io import Output
 from levanter.io.names import name_problem
 from levanter.io.paths import is_remote, join, local_path
-from levanter.io.values import Json
 from levanter.tracker.base import Metrics, Tracker, TrackerConfig, as_json, as_plain
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from levanter.config.ranges import NonNegativeFloat, PositiveInt
+from levanter.base.json_types import Json
+from levanter.config.validators import NonNegativeFloat, PositiveInt
 from levanter.io.names import name_problem
-from levanter.io.values import Json
 from levanter.tracker.background import BackgroundTracker
 from levanter.tracker.base import Metrics, NoopTracker, Tracker, TrackerConfig, as_plain
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from levanter.config.ranges import NonNegativeFloat, PositiveInt
+from levanter.config.validators import NonNegativeFloat, PositiveInt
 from levanter.io import Output
 from levanter.io.atomic import atomic_write
 from levanter.io.names import name_problem

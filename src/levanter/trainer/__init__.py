@@ -1,8 +1,8 @@
 """The training loop's room; its configuration serves every entry point."""
 
-from levanter.processes.distributed import DistributedConfig
+from levanter.distributed.initialize import DistributedConfig
 from levanter.trainer.config import TrainerConfig
-from levanter.trainer.parts import (
+from levanter.trainer.config_blocks import (
     BatchSizeStage,
     CheckpointDebugConfig,
     CheckpointerConfig,

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from haliax_ext.pytree import PyTree
 from levanter.models.precision import Precision
-from levanter.trainer.parts import EmaDecaySqrtConfig, EmaModelAveragingConfig, ModelAveragingConfig
+from levanter.trainer.config_blocks import EmaDecaySqrtConfig, EmaModelAveragingConfig, ModelAveragingConfig
 
 M = TypeVar("M")
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from haliax_ext.divisibility import divisors
-from levanter.trainer.parts import BatchSizeStage
+from levanter.trainer.config_blocks import BatchSizeStage
 
 
 class BatchError(ValueError):

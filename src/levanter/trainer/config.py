@@ -2,7 +2,7 @@
 
 One block serves training and evaluation alike; an entry point passes on the parts it uses. Nothing here touches a
 device: the mesh is text until `levanter.mesh` resolves it, precision policies are text until `levanter.models` reads
-them. Old spellings are translated in `levanter.config.legacy` before this class is built.
+them. Old spellings are translated in `levanter.config.upstream` before this class is built.
 """
 
 import re
@@ -10,14 +10,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from levanter.config.ranges import Count, PathText, PositiveInt, PositiveOrAll, Ranged, Seed
+from levanter.config.validators import Count, PathText, PositiveInt, PositiveOrAll, Ranged, Seed
+from levanter.distributed.initialize import DistributedConfig
 from levanter.hardware.compiler import CompilerMode
 from levanter.io.names import name_problem
 from levanter.mesh.config import MeshConfig
 from levanter.models.precision import PolicyText
-from levanter.processes.distributed import DistributedConfig
 from levanter.tracker import TrackerConfig, WandbConfig
-from levanter.trainer.parts import (
+from levanter.trainer.config_blocks import (
     BatchSizeStage,
     CheckpointerConfig,
     ModelAveragingConfig,

@@ -18,8 +18,8 @@ from typing import Generic, Protocol, TypeVar
 
 import jax
 
-from levanter.trainer.guard import Guard as Guard
-from levanter.trainer.guard import NonFiniteError as NonFiniteError
+from levanter.trainer.nan_guard import Guard as Guard
+from levanter.trainer.nan_guard import NonFiniteError as NonFiniteError
 from levanter.trainer.report import StepReport as StepReport
 from levanter.trainer.state import TrainState
 from levanter.trainer.step import StepMetrics

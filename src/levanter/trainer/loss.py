@@ -28,9 +28,9 @@ from levanter.layers.linear import Linear
 from levanter.layers.outputs import Outputs, Sums
 from levanter.layers.quantized import Int8Matrix
 from levanter.models.base import LmHeadModel
-from levanter.models.ordering import ordered, outputs_in_order, position_parts
 from levanter.models.scoring import has_target, loss_sums, token_logprobs, token_scores
 from levanter.models.stack import Period
+from levanter.models.zigzag import ordered, outputs_in_order, position_parts
 from levanter.trainer.objective import LOSS, Objective, Term
 
 M = TypeVar("M")

@@ -20,7 +20,7 @@ import numpy as np
 
 from levanter.hardware import Precision, generation_of
 from levanter.hardware.generations import BF16_PASSES
-from levanter.run import Recorder
+from levanter.runplan import Recorder
 from levanter.trainer.report import StepReport
 from levanter.trainer.watch import metrics_of
 

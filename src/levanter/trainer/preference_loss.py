@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias
 
-from levanter.config.ranges import NonNegativeFloat, Range, Ranged
+from levanter.config.validators import NonNegativeFloat, Range, Ranged
 
 Smoothing: TypeAlias = Annotated[float, Range(0, 0.5, below=True)]
 Kind = Literal["sigmoid", "robust", "ipo", "hinge", "simpo", "orpo"]
@@ -18,7 +18,7 @@ class PreferenceLossConfig(Ranged):
     """What is minimized of a pair (`train_dpo.loss`).
 
     Attributes:
-        type: the formula; see `levanter.trainer.preference`.
+        type: the formula; see `levanter.trainer.dpo`.
         label_smoothing: the share ε of pairs that are taken to be the wrong way round; of `sigmoid` and `robust`.
         gamma: the margin of `simpo`; null for its 0.5.
         length_normalized: whether log-probabilities are means over the tokens that count instead of sums; null for what

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax
 
-from levanter.trainer.parts import ProfileOptionsConfig, ProfilerConfig
+from levanter.trainer.config_blocks import ProfileOptionsConfig, ProfilerConfig
 from levanter.trainer.state import TrainState
 
 logger = logging.getLogger(__name__)

@@ -28,11 +28,11 @@ from haliax_ext.program import Input, Program
 from haliax_ext.pytree import PyTree
 from levanter.models.adapters.tree import Adapters, bound_plan
 from levanter.models.base import LmHeadModel
-from levanter.models.groups import ADAPTERS, FROZEN_GROUPS, PARAMETER_GROUPS, frozen_group, parameter_group
+from levanter.models.param_groups import ADAPTERS, FROZEN_GROUPS, PARAMETER_GROUPS, frozen_group, parameter_group
 from levanter.models.precision import Precision
 from levanter.trainer.averaging import ParameterAverage, begin
-from levanter.trainer.parts import ModelAveragingConfig
-from levanter.trainer.renewed import Renewal, unchanged
+from levanter.trainer.config_blocks import ModelAveragingConfig
+from levanter.trainer.reinit_rows import Renewal, unchanged
 from levanter.trainer.trainable import EVERYTHING, Partition, parameters_of
 
 MODEL, OPTIMIZER, FROZEN, AVERAGE = "model", "optimizer", "frozen", "average"

@@ -26,15 +26,15 @@ from haliax_ext.pytree import PyTree
 from levanter.layers.outputs import Sums
 from levanter.models.base import LmHeadModel
 from levanter.models.precision import Precision
-from levanter.optim.curvature import Hutchinson, direction, product
-from levanter.optim.curvature import remembered as remembered_curvature
+from levanter.optim.hessian import Hutchinson, direction, product
+from levanter.optim.hessian import remembered as remembered_curvature
 from levanter.optim.norms import global_norm, global_norm_by_layer
-from levanter.optim.outliers import SkipStepConfig, is_outlier, recent_of, remembered, with_recent
 from levanter.optim.schedules import Schedule
+from levanter.optim.skip_steps import SkipStepConfig, is_outlier, recent_of, remembered, with_recent
 from levanter.trainer.averaging import averaged
+from levanter.trainer.config_blocks import ModelAveragingConfig
 from levanter.trainer.loss import in_compute_dtype
 from levanter.trainer.objective import LOSS, Objective
-from levanter.trainer.parts import ModelAveragingConfig
 from levanter.trainer.state import FROZEN, StatePlan, TrainState, at_output
 from levanter.trainer.trainable import bind
 from levanter.trainer.watch import Watch, Watched

@@ -21,7 +21,7 @@ from haliax_ext.errors import nearest
 from haliax_ext.mapping import path_matches
 from haliax_ext.pytree import KeyPath, PyTree, is_named, path_string
 from levanter.models.adapters.tree import Adapters
-from levanter.models.groups import PARAMETER_GROUPS, parameter_group
+from levanter.models.param_groups import PARAMETER_GROUPS, parameter_group
 
 M = TypeVar("M")
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from haliax_ext.pytree import PyTree, path_string
-from levanter.trainer.parts import WatchConfig
+from levanter.trainer.config_blocks import WatchConfig
 
 PREFIXES = {"grads": "grad", "params": "params", "updates": "updates", "opt_state": "opt_state"}
 LAYERS = "layers"

@@ -21,7 +21,7 @@ from levanter.checkpoint import (
     latest,
     restore,
 )
-from levanter.checkpoint.digests import ArrayDigests
+from levanter.checkpoint.checksums import ArrayDigests
 
 
 class Clock:

@@ -4,7 +4,7 @@ import pytest
 
 from levanter.config.command_line import CommandLine, overrides_document, parse_argv
 from levanter.config.errors import ConfigError
-from levanter.config.nodes import to_plain
+from levanter.config.yaml_nodes import to_plain
 
 
 def refused(*argv: str) -> list[str]:

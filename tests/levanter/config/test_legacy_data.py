@@ -8,8 +8,8 @@ from levanter.commands.tokenize.cache_dataset import CacheDatasetConfig
 from levanter.commands.train.config import TrainLmConfig
 from levanter.config import ConfigError, parse_text
 from levanter.config.errors import Problem
-from levanter.config.legacy import translate, translate_plain
-from levanter.config.nodes import MapNode, compose
+from levanter.config.upstream import translate, translate_plain
+from levanter.config.yaml_nodes import MapNode, compose
 from levanter.data.config import LmDataConfig
 from levanter.tracker import NoopConfig
 

@@ -14,17 +14,17 @@ from helpers.legacy_documents import CASES, FOLDER, PHYSICAL, Case, Resolved, ju
 from helpers.legacy_documents import written as written_document
 from helpers.plan_facts import mesh_facts
 
-from levanter.commands.evaluate.gap_config import PerplexityGapConfig
+from levanter.commands.evaluate.gap.config import PerplexityGapConfig
 from levanter.commands.model.defaults import UPSTREAM, default_notes
-from levanter.commands.train.train_lm import describe
+from levanter.commands.train.lm.train_lm import describe
 from levanter.config import Change, ConfigError, Loaded, parse_text, plain, read, read_text
-from levanter.legacy.migrate import config_class, migrate
 from levanter.mesh import ModelAxes, ResolvedMesh, mesh_report, resolve
 from levanter.models import LlamaConfig
-from levanter.models.absent import AbsentModelConfig
 from levanter.models.axes import ALIASES, KNOWN_AXES
 from levanter.models.registry import LmConfig
-from levanter.run import Target
+from levanter.models.unsupported import AbsentModelConfig
+from levanter.runplan import Target
+from levanter.upstream.migrate import config_class, migrate
 
 VOCAB = 32_000
 SAMPLES = ("21_eval_llama3", "23_eval_careless_405b")

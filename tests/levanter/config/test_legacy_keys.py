@@ -8,18 +8,18 @@ from helpers.legacy_documents import june_2026
 
 from levanter.commands.serve.config import ServeConfig
 from levanter.config.errors import Mark
-from levanter.config.legacy import TABLE, old_keys, translate
-from levanter.config.legacy.not_carried import rows_of
-from levanter.config.legacy.preferences import PREFERENCE_KEYS, TRAIN_DPO
-from levanter.config.legacy.serving import AT_THE_TOP, SERVER_KEYS
-from levanter.config.legacy.sft import MIXTURE, SFT_KEYS
-from levanter.config.nodes import MapNode, from_plain
 from levanter.config.schema import choice_names, config_fields, union_members
+from levanter.config.upstream import TABLE, old_keys, translate
+from levanter.config.upstream.preferences import PREFERENCE_KEYS, TRAIN_DPO
+from levanter.config.upstream.serving import AT_THE_TOP, SERVER_KEYS
+from levanter.config.upstream.sft import MIXTURE, SFT_KEYS
+from levanter.config.upstream.unsupported import rows_of
+from levanter.config.yaml_nodes import MapNode, from_plain
 from levanter.data import DatasetComponentBase, LmDatasetFormatBase
 from levanter.data.sources import DatasetSourceBase
-from levanter.legacy.migrate import config_class
 from levanter.optim import OptimizerConfig
 from levanter.tracker import TrackerConfig
+from levanter.upstream.migrate import config_class
 
 # The keys of the 2025 generation, from its classes. Where a path has `*`, it stands for any name.
 KEYS_2025 = {

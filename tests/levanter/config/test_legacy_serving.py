@@ -3,14 +3,14 @@
 import pytest
 import yaml
 
-from levanter.commands.generate.engine_keys import DTYPES as GENERATING_DTYPES
-from levanter.commands.generate.engine_keys import MOST_STEPS as GENERATING_STEPS
 from levanter.commands.generate.sample_config import SampleLmConfig
+from levanter.commands.generate.upstream_engine_config import DTYPES as GENERATING_DTYPES
+from levanter.commands.generate.upstream_engine_config import MOST_STEPS as GENERATING_STEPS
 from levanter.commands.serve.config import ServeConfig, ServerInferenceConfig
 from levanter.config import ConfigError, parse_text
-from levanter.config.legacy import old_keys
-from levanter.config.legacy.serving import DTYPES, MOST_STEPS
 from levanter.config.loader import read_text
+from levanter.config.upstream import old_keys
+from levanter.config.upstream.serving import DTYPES, MOST_STEPS
 from levanter.inference.params import SamplingParams
 
 JUNE_2026 = """\

@@ -3,10 +3,10 @@
 import pytest
 
 from levanter.commands.train.config import TrainLmConfig
-from levanter.commands.train.sft_config import SftConfig, SftMixtureConfig
+from levanter.commands.train.lm.sft_config import SftConfig, SftMixtureConfig
 from levanter.config import ConfigError, parse_text
-from levanter.config.legacy.sft import MODEL_NAME, PAIR
 from levanter.config.loader import read_text
+from levanter.config.upstream.sft import MODEL_NAME, PAIR
 from levanter.data.formats import ChatLmDatasetFormat, SupervisedLmDatasetFormat
 from levanter.data.sources import HfDatasetSource, UrlDatasetSource
 

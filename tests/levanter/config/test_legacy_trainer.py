@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from haliax_ext.errors import ShardingError
 from levanter.config.errors import Problem
-from levanter.config.legacy import TABLE, Translation, old_keys, translate, translate_plain
-from levanter.config.nodes import MapNode, compose, to_plain
+from levanter.config.upstream import TABLE, Translation, old_keys, translate, translate_plain
+from levanter.config.yaml_nodes import MapNode, compose, to_plain
 from levanter.mesh.config import MeshConfig
 from levanter.mesh.resolve import ModelAxes, ResolvedMesh, resolve
 

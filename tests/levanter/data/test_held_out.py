@@ -8,7 +8,7 @@ from levanter.data import build_sequences, build_training, resolve_evaluation, r
 from levanter.data.config import DirectDatasetComponent, LmDataConfig
 from levanter.data.errors import DataError
 from levanter.data.held_out import held_out_sequences
-from levanter.data.row_sequences import joined
+from levanter.data.row_windows import joined
 
 TOKENIZER = SmallTokenizer()
 

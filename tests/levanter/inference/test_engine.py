@@ -11,16 +11,16 @@ from helpers.llama_on_mesh import VOCAB, abstract_model, mappings_for, place, ra
 from haliax_ext.abstract import leaves
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import plan_sharding
-from levanter.inference.cache import plan_cache
 from levanter.inference.config import Allocation
 from levanter.inference.constraint import ConstraintError
-from levanter.inference.device import DeviceRows
 from levanter.inference.engine import Engine, schedule_of
 from levanter.inference.generation import generation_programs
+from levanter.inference.kv_cache import plan_cache
 from levanter.inference.params import SamplingParams
 from levanter.inference.programs import ServedModel
 from levanter.inference.requests import ChoiceId, ConstraintSpec, Failed, Finished, Request, Token
-from levanter.inference.schedule import RefusedError
+from levanter.inference.runner import DeviceRunner
+from levanter.inference.scheduler import RefusedError
 from levanter.models.decoder import DecoderLmHeadModel
 
 SPEC = MeshSpec.of(data=2, model=2)
@@ -51,7 +51,7 @@ def made(devices, allocation: Allocation = "fixed", rows: int = 2, pages: int | 
     arrays["embeddings.token_embeddings.weight"][POISON] = np.nan
     mesh = SPEC.build(devices[:4])
     programs = generation_programs(model, cache, prefill=[(1, 8)])
-    return lambda: Engine(DeviceRows(programs, mesh, place(config, arrays, mappings, mesh)), schedule_of(programs))
+    return lambda: Engine(DeviceRunner(programs, mesh, place(config, arrays, mappings, mesh)), schedule_of(programs))
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from helpers.small_tokenizer import BOS, SmallTokenizer
 
-from levanter.inference import answers as answers_module
 from levanter.inference import jsonl
-from levanter.inference.answers import Answers, Choice, answer_line, error_line
+from levanter.inference import output_writer as answers_module
 from levanter.inference.jsonl import AskedLine, BrokenLine, request_lines, request_of, seed_of
+from levanter.inference.output_writer import Answers, Choice, answer_line, error_line
 from levanter.inference.params import SamplingParams
 from levanter.inference.requests import ChoiceId, ConstraintSpec
 from levanter.io import OtherRunError
@@ -331,7 +331,7 @@ def test_parts_that_became_the_output_become_it_again(tmp_path):
 
 KILLED = """
 import json, os, random, signal, sys
-from levanter.inference import answers
+from levanter.inference import output_writer
 answers.PART_LINES = 5
 out, after, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 left = after

@@ -12,14 +12,14 @@ import pytest
 from haliax import Axis
 from helpers import sampling_oracle as oracle
 
-from haliax_ext.batches import place
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
+from haliax_ext.prefetch import place
 from haliax_ext.program import Input, Program
 from levanter.inference import sampling
 from levanter.inference.params import SamplingParams
-from levanter.inference.row_params import RowParams, RowSampling, Word, host_params
 from levanter.inference.sampling import GENERATED, IN_PROMPT, gumbel_noise, kept, row_noise, sample
+from levanter.inference.sampling_arrays import RowParams, RowSampling, Word, host_params
 from levanter.layers.attention.reference import HIDDEN
 
 VOCAB = 50

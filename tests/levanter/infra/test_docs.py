@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from levanter import run
+from levanter import runplan
+from levanter.distributed.initialize import DistributedConfig
+from levanter.distributed.peers import Timeouts
 from levanter.infra import errors
 from levanter.infra.flags import COMMANDS, parser_of
 from levanter.infra.launch import main
 from levanter.infra.ray_run import parser as ray_parser
 from levanter.infra.ray_serve import parser as replicas_parser
-from levanter.infra.tpu_vm import Patience
-from levanter.processes.distributed import DistributedConfig
-from levanter.processes.peers import Timeouts
+from levanter.infra.tpu_vm import RetryPolicy
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGES = ("405b", "launch", "multihost")
@@ -86,20 +86,20 @@ def test_the_dry_run_of_the_walk_is_todays(capsys, monkeypatch, tmp_path):
 
 def test_exit_codes_are_the_codes():
     codes = {
-        run.OK: "done",
-        run.BAD_INPUT: "bad input",
-        run.PEER_LOST: "peer",
-        run.PREEMPTED: "preempted",
-        run.INTERNAL_ERROR: "internal error",
-        run.INTERRUPTED: "Ctrl-C",
+        runplan.OK: "done",
+        runplan.BAD_INPUT: "bad input",
+        runplan.PEER_LOST: "peer",
+        runplan.PREEMPTED: "preempted",
+        runplan.INTERNAL_ERROR: "internal error",
+        runplan.INTERRUPTED: "Ctrl-C",
     }
     (said,) = re.findall(r"Exit codes a launcher sees: (.*?)\n\n", page("multihost").replace("\n", " ") + "\n\n", re.S)
     listed = dict(re.findall(r"(?:^|; )(\d+) ([^;.]*)", said.split(". When")[0]))
     assert {int(code) for code in listed} == set(codes)
     assert all(codes[int(code)] in text for code, text in listed.items()), listed
     for name in ("OK", "INTERNAL_ERROR", "BAD_INPUT", "DOES_NOT_FIT", "COMPILER_CRASH", "PEER_LOST", "PREEMPTED"):
-        assert getattr(errors, name) == getattr(run, name)
-    assert errors.INTERRUPTED == run.INTERRUPTED
+        assert getattr(errors, name) == getattr(runplan, name)
+    assert errors.INTERRUPTED == runplan.INTERRUPTED
 
 
 def test_timeouts_are_the_timeouts():
@@ -114,9 +114,9 @@ def test_timeouts_are_the_timeouts():
 def test_defaults_are_the_defaults():
     text, asked = page("launch"), parser_of("tpu").parse_args([])
     assert "`--retries 10`, `--create_retries 20`" in text
-    assert (asked.retries, asked.create_retries) == (10, 20) == (Patience().retries, Patience().create_retries)
+    assert (asked.retries, asked.create_retries) == (10, 20) == (RetryPolicy().retries, RetryPolicy().create_retries)
     assert "retried after 30 s, 60 s, … 10 min" in text
-    assert [Patience().seconds(n) for n in (1, 2, 9)] == [30, 60, 600]
+    assert [RetryPolicy().seconds(n) for n in (1, 2, 9)] == [30, 60, 600]
     assert "`--restarts` times (3)" in text and ray_parser().parse_args([]).restarts == 3
     replicas = replicas_parser().parse_args([])
     assert "(`--drain_seconds`, 60)" in text and replicas.drain_seconds == 60

@@ -10,8 +10,8 @@ import jax
 import pytest
 from helpers.golden import assert_golden
 
+from levanter.infra.host_scripts import Remote, like_here
 from levanter.infra.launch import main
-from levanter.infra.remote import Remote, like_here
 
 # The flags of each command in Google's reference (Cloud SDK 528, release track GA), as far as a launcher wants them.
 DOCUMENTED = {
@@ -171,7 +171,7 @@ for name in names:
     importlib.import_module(name)
 print(len(names))
 from levanter.infra.launch import main
-from levanter.infra.remote import Remote, like_here
+from levanter.infra.host_scripts import Remote, like_here
 sys.exit(main(sys.argv[1:]))
 """
     words = ["--dry_run", "--tpu_name", "a", *CASES["v4-256_on_demand"]]

@@ -10,8 +10,8 @@ import pytest
 from helpers import stand_in_gcloud as recorded
 from helpers.stand_in_gcloud import StandIn
 
+from levanter.infra.host_scripts import like_here
 from levanter.infra.launch import main
-from levanter.infra.remote import like_here
 
 ZONE = "us-east5-b"
 POD = ("--tpu_name", "books", "--tpu_type", "v6e-4", "--zone", ZONE)

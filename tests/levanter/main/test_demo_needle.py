@@ -13,12 +13,12 @@ import pytest
 from helpers.browser import browser as browser
 from helpers.browser import needs_chromium
 
-from levanter.commands.train.train_lm import TrainLmConfig, describe
+from levanter.commands.train.lm.train_lm import TrainLmConfig, describe
 from levanter.compat.open import load_tokenizer
 from levanter.config import load_written
-from levanter.eval.needles.asked import Plan, questions
+from levanter.eval.needles.prompts import NeedleSpec, questions
 from levanter.main.demo_needle import DEPTHS, LONG, SAMPLES, SHORT, TASK
-from levanter.run import Target
+from levanter.runplan import Target
 
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "config/needles/tiny"
@@ -26,7 +26,7 @@ CONFIG = ["--config_path", "config/needles/demo.yaml"]
 
 
 def asked(length: int, samples: int) -> list:
-    plan = Plan(tasks=(TASK,), lengths=(length,), samples=samples, depths=DEPTHS, seed=1)
+    plan = NeedleSpec(tasks=(TASK,), lengths=(length,), samples=samples, depths=DEPTHS, seed=1)
     return questions(plan, load_tokenizer(str(MODEL)).encode_with_offsets, bos=None)[length]
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from helpers.train_processes import environment
 
-from levanter.commands.train.train_lm import TrainLmConfig, describe
+from levanter.commands.train.lm.train_lm import TrainLmConfig, describe
 from levanter.config import load
 from levanter.data import build_training
 from levanter.main.demo_sft import QUESTIONS, TOKENS
-from levanter.run import Target
+from levanter.runplan import Target
 
 ROOT = Path(__file__).parents[3]
 CONFIG = "config/lora/demo.yaml"

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from levanter.commands.train.train_lm import TrainLmConfig, describe
+from levanter.commands.train.lm.train_lm import TrainLmConfig, describe
 from levanter.compat.open import load_tokenizer
 from levanter.config import load
 from levanter.data import python_docs_text
 from levanter.main.demo_train import bigram_entropy
-from levanter.run import Target
+from levanter.runplan import Target
 
 ROOT = Path(__file__).parents[3]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from levanter.commands.catalog import ENTRY_POINTS
-from levanter.legacy.absent import ABSENT
 from levanter.main.__main__ import commands, main
+from levanter.upstream.unsupported.entry_points import ABSENT
 
 ROOT = Path(__file__).parents[3]
 

@@ -17,7 +17,7 @@ import levanter.main
 from levanter.commands import plan_options
 from levanter.commands.catalog import ENTRY_POINTS
 from levanter.commands.plan_options import PlanUsageError, asked_for
-from levanter.compat.hf import package
+from levanter.compat.hf import pypi
 from levanter.config import HelpRequested
 from levanter.main import plan
 from levanter.main.plan import main
@@ -130,7 +130,7 @@ def test_planning_fetches_nothing(tmp_path, capsys, monkeypatch, reference):
     def fetched(*args, **options):
         raise AssertionError(f"{args} is run")
 
-    monkeypatch.setattr(package.subprocess, "run", fetched)
+    monkeypatch.setattr(pypi.subprocess, "run", fetched)
     monkeypatch.setenv("LEVANTER_CACHE", str(tmp_path / "cache"))
     shape = {"hidden_dim": 64, "intermediate_dim": 128, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
     block = {"type": "llama", "max_seq_len": 64, "vocab_size": 256, **shape}
@@ -236,7 +236,7 @@ def test_relative_paths_hold_in_the_worker_too(tmp_path, bare, monkeypatch):
     path = evaluation(tmp_path, "bare")
     monkeypatch.chdir(tmp_path)
     payload = {"entry_point": "eval_lm", "argv": ["--config_path", os.path.relpath(path)]}
-    from levanter.plan.targets import target_of_pod
+    from levanter.plan.target_from_name import target_of_pod
 
     described = plan.describe(payload, target_of_pod("v4-16"))
     assert [p.name for p in described.computing] == ["score"]

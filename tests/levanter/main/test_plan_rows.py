@@ -11,9 +11,9 @@ from levanter.commands.generate.generate import describe
 from levanter.config import load_written
 from levanter.hardware import parse_accelerator
 from levanter.main import plan
-from levanter.plan.search.rows import search_rows
-from levanter.plan.search.run_layouts import with_candidate
-from levanter.plan.targets import target_of_pod
+from levanter.plan.search.decode import search_rows
+from levanter.plan.search.space import with_candidate
+from levanter.plan.target_from_name import target_of_pod
 
 CONFIG = Path(__file__).parents[3] / "config/generate/llama3.1_70b_int8.yaml"
 

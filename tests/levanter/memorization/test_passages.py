@@ -8,9 +8,9 @@ from helpers.book_results import book_of_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from levanter.memorization import reference
+from levanter.memorization import published
 from levanter.memorization.passages import runs, top_passages
-from levanter.memorization.reference import PUBLISHED, published, published_book
+from levanter.memorization.published import PUBLISHED, published_book, published_coverages
 
 WINDOWS = st.lists(
     st.tuples(
@@ -72,13 +72,13 @@ SPECIFIED = {
     "Alice in Wonderland": (48.80, 18.84),
     "Pride and Prejudice": (84.20, 56.87),
     "Ulysses": (76.11, 0.61),
-    reference.MEAN_OF_BOOKS: (10.65, 1.31),
+    published.MEAN_OF_BOOKS: (10.65, 1.31),
 }
 
 
 @pytest.mark.parametrize(("title", "values"), SPECIFIED.items())
 def test_published_values(title, values):
-    found = published(title)
+    found = published_coverages(title)
     assert (found["Llama-3.1-70B"], found["Llama-3.1-8B"]) == values
 
 
@@ -97,7 +97,7 @@ def test_published_values(title, values):
 )
 def test_titles(title, book):
     assert published_book(title) == book
-    assert (published(title) == {}) == (book is None)
+    assert (published_coverages(title) == {}) == (book is None)
 
 
 @pytest.mark.parametrize(
@@ -112,10 +112,10 @@ def test_titles(title, book):
     ],
 )
 def test_models(model, names):
-    assert list(published("The Great Gatsby", model)) == names
+    assert list(published_coverages("The Great Gatsby", model)) == names
 
 
 def test_every_value_is_a_percentage():
     assert len(PUBLISHED) == 16
     assert all(0 <= value <= 100 for values in PUBLISHED.values() for value in values.values())
-    assert set(PUBLISHED["The Great Gatsby"]) == set(reference.MODELS)
+    assert set(PUBLISHED["The Great Gatsby"]) == set(published.MODELS)

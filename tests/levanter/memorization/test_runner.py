@@ -6,7 +6,7 @@ from helpers.llama_on_mesh import VOCAB, mappings_for, place, random_arrays, run
 
 from haliax_ext.meshspec import MeshSpec
 from levanter.memorization import score_windows
-from levanter.memorization.parts import PartStore
+from levanter.memorization.partial_results import PartStore
 from levanter.memorization.results import Scheme, Scores
 from levanter.memorization.runner import (
     BatchShape,

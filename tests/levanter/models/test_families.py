@@ -13,7 +13,7 @@ from helpers.published_configs import GEMMA3_27B_WITH_VISION, PARAMETERS, PUBLIS
 from haliax_ext.abstract import abstract, leaves
 from levanter.compat.hf.config_bridge import read_config
 from levanter.models import Gemma2Config, Gemma3Config, MistralConfig, QwenConfig, SmolLM3Config
-from levanter.models.decoder.spec import runs_of
+from levanter.models.decoder.scan_layout import runs_of
 from levanter.models.flops import flops_per_token, mean_keys
 
 DOCS = Path(__file__).parents[3] / "docs/porting-models.md"

@@ -14,7 +14,7 @@ from haliax_ext.abstract import abstract, leaves, with_arrays
 from levanter.compat.hf.config_bridge import check_model_block
 from levanter.compat.hf.errors import ConfigMismatchError
 from levanter.compat.hf.expected_tensors import expected_tensors
-from levanter.layers.part import merged_axes
+from levanter.layers.protocols import merged_axes
 from levanter.models.activations import kept_by_name, layer_activations
 from levanter.models.decoder import DecoderLmHeadModel
 from levanter.models.decoder.pattern import expand_pattern

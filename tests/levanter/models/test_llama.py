@@ -14,7 +14,7 @@ from helpers.llama_on_mesh import VOCAB, abstract_model, mappings_for, program_f
 from helpers.losses import mean_loss
 
 from haliax_ext.abstract import leaves
-from haliax_ext.hlo.scopes import scope_of
+from haliax_ext.hlo.op_metadata import scope_of
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
 from levanter.layers.attention import grouped

@@ -14,7 +14,7 @@ from levanter.compat.hf.config_bridge import family_for, read_config, write_conf
 from levanter.compat.hf.errors import CheckpointError, UnknownModelError
 from levanter.compat.hf.expected_tensors import expected_tensors, of_any_model
 from levanter.config import ConfigError, parse_text
-from levanter.config.explain import explain
+from levanter.config.help import explain
 from levanter.models import registry
 from levanter.models.llama.config import LlamaConfig
 from levanter.models.registry import (

@@ -19,10 +19,10 @@ from haliax_ext.hlo import read_figures
 from haliax_ext.mapping import AxisMapping
 from haliax_ext.meshspec import MeshSpec
 from levanter.layers.linear import Linear
-from levanter.models import head_plan
-from levanter.models.head_chunks import HeadScoring, chunking
-from levanter.models.head_plan import planned_chunk
-from levanter.models.head_scores import target_scores
+from levanter.models.lm_head import plan
+from levanter.models.lm_head.chunks import HeadScoring, chunking
+from levanter.models.lm_head.plan import planned_chunk
+from levanter.models.lm_head.scores import target_scores
 from levanter.models.precision import Precision
 from levanter.models.scoring import has_target, loss_sums, next_tokens, token_hits, token_logprobs
 
@@ -191,7 +191,7 @@ def test_a_chunk_is_what_a_device_has_room_for(batch, vocab, data, model, positi
 
 def test_the_chunk_that_is_planned_is_the_chunk_that_is_scored(devices, monkeypatch):
     """Under mapping and mesh in scope the program cuts as `planned_chunk` says without them."""
-    monkeypatch.setattr(head_plan, "LOGITS_BYTES", 4 * 2 * (VOCAB // 2) * 5)  # 5 positions of 2 rows per device
+    monkeypatch.setattr(plan, "LOGITS_BYTES", 4 * 2 * (VOCAB // 2) * 5)  # 5 positions of 2 rows per device
     config, spec = tiny_config(num_kv_heads=8), MeshSpec.of(data=4, model=2)
     mappings = mappings_for(config, spec)
     size = planned_chunk(config, batch=("batch", 8), vocab=VOCAB, mapping=mappings.compute, mesh=spec)

@@ -12,7 +12,7 @@ from helpers.published_configs import PUBLISHED
 from haliax_ext.abstract import abstract
 from levanter.compat.hf.config_bridge import read_config
 from levanter.layers.linear import Linear
-from levanter.layers.roles import role
+from levanter.layers.param_roles import role
 from levanter.optim.muon import is_hidden_matrix
 from levanter.optim.parameters import decay_mask, map_parameters
 

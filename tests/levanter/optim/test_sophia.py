@@ -13,7 +13,7 @@ from haliax import Axis
 from levanter.layers.outputs import Sums
 from levanter.models.precision import Precision
 from levanter.optim import OptimizerConfig
-from levanter.optim.curvature import Curved, Hutchinson, direction, no_curvature, product, remembered
+from levanter.optim.hessian import HessianEma, Hutchinson, direction, no_curvature, product, remembered
 from levanter.optim.sophia import SophiaHConfig
 from levanter.trainer.objective import LOSS, Objective, Term
 from levanter.trainer.state import TrainState, start
@@ -130,7 +130,7 @@ def test_estimates_average_to_the_diagonal():
 
 def test_a_mean_takes_estimates_wherever_it_lies():
     params = {"w": jnp.ones(3)}
-    state = ("clip", (Curved(diagonal={"w": jnp.ones(3)}), jnp.int32(1)))
+    state = ("clip", (HessianEma(diagonal={"w": jnp.ones(3)}), jnp.int32(1)))
     rule = Hutchinson(interval=1, decay=0.75, seed=0)
     _, (curved, count) = remembered(rule, state, {"w": jnp.asarray([5.0, 1.0, -3.0])})
     assert curved.diagonal["w"].tolist() == [2.0, 1.0, 0.0] and count == 1

@@ -11,9 +11,9 @@ import pytest
 
 from haliax_ext.meshspec import MeshSpec
 from levanter.hardware import parse_accelerator
-from levanter.plan import aot, workers
+from levanter.plan import aot, compile_pool
 from levanter.plan.aot import CompileCrash, Compiled, LibtpuMissing, WorkerBadInput, compile_programs
-from levanter.plan.targets import target_of_pod
+from levanter.plan.target_from_name import target_of_pod
 
 PROGRAMS = Path(__file__).parents[2] / "aot" / "described_programs.py"
 MESH = {"data": 4, "model": 2}
@@ -103,7 +103,7 @@ def test_two_workers_share_the_programs_of_one_request(tmp_path):
         "folder": str(tmp_path),
     }
     heard = []
-    found = workers.run_workers(
+    found = compile_pool.run_workers(
         request, environment=aot.worker_environment(None), scratch=tmp_path, workers=2, on_event=heard.append
     )
     assert found == heard
@@ -127,7 +127,7 @@ def test_requests_of_their_own_run_beside_each_other_and_fail_by_themselves(tmp_
         for function in ("aborts", "small", "bad_input")
     ]
     heard = []
-    crashed, fine, bad = workers.run_each(
+    crashed, fine, bad = compile_pool.run_each(
         requests, environment=aot.worker_environment(None), scratch=tmp_path, workers=2, on_event=heard.append
     )
     assert fine is None and isinstance(bad, WorkerBadInput) and isinstance(crashed, CompileCrash)
@@ -138,7 +138,8 @@ def test_requests_of_their_own_run_beside_each_other_and_fail_by_themselves(tmp_
 INTERRUPTED = """
 import sys
 from pathlib import Path
-from levanter.plan import aot, workers
+from levanter.plan import aot
+from levanter.plan import compile_pool
 workers.LOCK_FILE = Path(sys.argv[2])
 def event(e):
     if e["event"] == "compiling":
@@ -196,6 +197,6 @@ def _workers_with(argument: str) -> list[str]:
             line = (process / "cmdline").read_bytes().decode()
         except (OSError, UnicodeDecodeError):
             continue
-        if "levanter.plan.worker" in line and argument in line:
+        if "levanter.plan.compile_worker" in line and argument in line:
             found.append(process.name)
     return found

@@ -12,8 +12,8 @@ from helpers.plan_cases import CASES, CONFIGS, verdict_text
 from helpers.plan_facts import verdict_facts
 
 from haliax_ext.hlo import OutOfMemory
+from levanter.plan.oom_report import why_not
 from levanter.plan.verdict import Verdict
-from levanter.plan.why_not import why_not
 
 GIB = 1 << 30
 SAMPLES = ("405b_v4-256", "405b_as_published")

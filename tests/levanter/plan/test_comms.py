@@ -10,7 +10,7 @@ from haliax_ext.hlo import AxisSpan, Collective, Scope
 from haliax_ext.meshspec import MeshSpec
 from levanter.hardware import parse_accelerator
 from levanter.plan.comms import Network, Ring, spans_of
-from levanter.plan.places import pod_coordinates, pod_hosts
+from levanter.plan.device_order import pod_coordinates, pod_hosts
 
 V4 = parse_accelerator("v4-256")
 

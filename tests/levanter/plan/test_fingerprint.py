@@ -14,7 +14,7 @@ from helpers.plan_cases import CASES
 
 from levanter.plan import fingerprint as module
 from levanter.plan.fingerprint import _Unknown, _Walk, fingerprint, why_no_fingerprint
-from levanter.plan.targets import target_of_pod
+from levanter.plan.target_from_name import target_of_pod
 
 # One of each kind of run: scoring, windows, training, training of another family.
 SAMPLE = ("405b_v4-256", "405b_windows_v4-256", "llama2_7b_v4-32", "llama_0.78b_64k_tp4")
@@ -63,7 +63,7 @@ OTHER_PROCESS = """
 import json, sys
 from helpers.plan_cases import CASES
 from levanter.plan.fingerprint import fingerprint
-from levanter.plan.targets import target_of_pod
+from levanter.plan.target_from_name import target_of_pod
 case = CASES[sys.argv[1]]
 plan = case.describe(target_of_pod(case.target))
 print(json.dumps({p.name: fingerprint(p, plan) for p in plan.programs}))

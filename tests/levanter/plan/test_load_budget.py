@@ -11,13 +11,13 @@ from helpers.llama_shapes import SHAPES, shape_leaves
 from helpers.memory_source import MemorySource
 from helpers.tiny_llama import tiny_leaves, tiny_rules, tiny_tensors
 
-from haliax_ext.admissions import byte_ranges
 from haliax_ext.load_plan import LoadPlan
 from haliax_ext.loading import default_memory_bytes, plan_loading
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import plan_sharding
-from haliax_ext.reading import distinct, shard_boxes
+from haliax_ext.read_plan import distinct, shard_boxes
+from haliax_ext.read_scheduler import byte_ranges
 from haliax_ext.sources import RemoteReads, TensorInfo
 from levanter.models.llama import weights
 from levanter.models.llama.config import LlamaConfig

@@ -14,7 +14,7 @@ from haliax_ext.planner import plan_sharding
 from levanter.hardware import parse_accelerator
 from levanter.plan.load_budget import load_budget
 from levanter.plan.load_ceilings import load_ceilings
-from levanter.plan.report.facts import load_ceilings as said_of
+from levanter.plan.report.view import load_ceilings as said_of
 
 BOTH = {"store": 2.0, "interpreter": 2.0}
 BY_HAND = {

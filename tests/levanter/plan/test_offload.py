@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from levanter.commands.train.train_lm import TrainLmConfig, describe
+from levanter.commands.train.lm.train_lm import TrainLmConfig, describe
 from levanter.config import parse
 from levanter.hardware import parse_accelerator
 from levanter.plan import offload
-from levanter.plan.cost import StepTime
-from levanter.plan.inquiry import Question
 from levanter.plan.offload import offloaded
-from levanter.plan.preflight import preflight
+from levanter.plan.preflight.pipeline import preflight
+from levanter.plan.preflight.state import Question
 from levanter.plan.report import render, to_json
-from levanter.plan.targets import target_of_pod
+from levanter.plan.step_time_model import StepTime
+from levanter.plan.target_from_name import target_of_pod
 
 PUBLISHED = Path(__file__).parents[3] / "config" / "train" / "published"
 
@@ -70,7 +70,7 @@ def test_a_host_that_has_less_memory_refuses(monkeypatch, room):
     if room is not None:
         found = offload.offloaded
         monkeypatch.setattr(
-            "levanter.plan.preflight.offloaded",
+            "levanter.plan.preflight.pipeline.offloaded",
             lambda *args, **options: (one := found(*args, **options)) and replace(one, room=room),
         )
     question = Question(

@@ -10,7 +10,7 @@ import pytest
 from levanter.hardware import parse_accelerator
 from levanter.hardware.compiler import as_values, tuned_options
 from levanter.plan.calibration import BEYOND, GENERATING_SCALE, TimeCalibration, of_generating
-from levanter.plan.cost import CYCLE_SCALE
+from levanter.plan.step_time_model import CYCLE_SCALE
 
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "published_decode.py"
 

@@ -19,7 +19,7 @@ from levanter.plan.calibration import (
     scale_with_options,
     with_other_options,
 )
-from levanter.plan.cost import CYCLE_SCALE
+from levanter.plan.step_time_model import CYCLE_SCALE
 
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "published_step_times.py"
 

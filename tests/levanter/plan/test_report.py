@@ -22,9 +22,9 @@ from helpers.verdicts import (
 
 from haliax_ext.hlo import Scope
 from haliax_ext.program import Program
-from levanter.plan.report import facts, render, timing, to_json
-from levanter.plan.report.layout import WIDTH, bar, paragraph, table
-from levanter.plan.report.words import columns, percent_between, seconds_text, span_text, three_digits, visible
+from levanter.plan.report import render, timing, to_json, view
+from levanter.plan.report.format import columns, percent_between, seconds_text, span_text, three_digits, visible
+from levanter.plan.report.text_table import WIDTH, bar, paragraph, table
 from levanter.plan.verdict import ProgramVerdict
 
 SIZES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -140,10 +140,10 @@ def test_rates_and_the_whole_job():
     assert time.low < time.expected <= time.high
     share = timing.utilization(program, program.mfu)
     assert share == pytest.approx(2e11 / (8 * POD.peak_flops() * time.expected))
-    assert facts.job_seconds(verdict) == (pytest.approx(100 * time.low), pytest.approx(100 * time.high))
+    assert view.job_seconds(verdict) == (pytest.approx(100 * time.low), pytest.approx(100 * time.high))
     assert program.workload is not None
     unknown = replace(verdict, programs=(replace(program, workload=replace(program.workload, executions=None)),))
-    assert facts.job_seconds(unknown) is None
+    assert view.job_seconds(unknown) is None
     assert "the number of executions is unknown" in render([unknown])
 
 
@@ -170,9 +170,9 @@ def test_what_was_not_looked_at_is_no_fault():
     verdict = fitting_verdict()
     absent = "tokenizer: not checked here: org/model <not> here & now"
     stage = replace(verdict.stages[0], findings=(absent,))
-    assert facts.findings(replace(verdict, stages=(stage,))) == ()
+    assert view.findings(replace(verdict, stages=(stage,))) == ()
     wrong = replace(stage, status="refused", findings=("a bad key", absent))
-    assert facts.findings(replace(verdict, stages=(wrong,))) == ("a bad key",)
+    assert view.findings(replace(verdict, stages=(wrong,))) == ("a bad key",)
     assert "not checked here\n  • tokenizer: org/model <not> here & now" in render([verdict])
 
 

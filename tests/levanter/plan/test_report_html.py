@@ -15,7 +15,7 @@ from helpers.verdicts import (
     tiny_plan,
 )
 
-from levanter.plan.budget import Resident
+from levanter.plan.hbm_budget import Resident
 from levanter.plan.report import render, to_html
 from levanter.plan.report.charts import cells, treemap
 from levanter.plan.report.markup import Html, tag

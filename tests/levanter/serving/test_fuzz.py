@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from levanter.compat.open import load_tokenizer
 from levanter.inference.params import SamplingParams, fields_of
 from levanter.inference.prompts import PromptReader, PromptRules
-from levanter.inference.schedule import Schedule
-from levanter.serving.bodies import FORMATS, NEUTRAL, ChatBody, CompletionBody
+from levanter.inference.scheduler import Schedule
 from levanter.serving.chat import read_chat
 from levanter.serving.completions import read_completion
 from levanter.serving.errors import ApiError, json_bytes
 from levanter.serving.protocol import names_of
-from levanter.serving.token_texts import TokenTexts
-from levanter.serving.tokens import detokenized, of_conversations, tokenized
+from levanter.serving.request_schema import FORMATS, NEUTRAL, ChatBody, CompletionBody
+from levanter.serving.token_strings import TokenTexts
+from levanter.serving.tokenizer_endpoints import detokenized, of_conversations, tokenized
 
 SCALARS = st.one_of(
     st.none(),

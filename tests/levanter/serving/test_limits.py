@@ -5,15 +5,14 @@ import json
 import pytest
 from helpers.asgi import ask, behind, reply
 
-from levanter.bounds import MIB
-from levanter.serving import whole_body
-from levanter.serving.doors import doors
+from levanter.base.input_limits import MIB
+from levanter.serving.api_key import ApiKey
 from levanter.serving.events import Rejected
-from levanter.serving.key import ApiKey
 from levanter.serving.limits import LimitsConfig
-from levanter.serving.origin import LOCAL_NAMES, SameOrigin
-from levanter.serving.rate import REMEMBERED_CLIENTS, RequestRate
-from levanter.serving.whole_body import WholeBody
+from levanter.serving.middleware import body_limit, doors
+from levanter.serving.middleware.body_limit import BodyLimit
+from levanter.serving.middleware.rate_limit import REMEMBERED_CLIENTS, RequestRate
+from levanter.serving.middleware.same_origin import LOCAL_NAMES, SameOrigin
 
 SMALL = LimitsConfig(max_body_mib=1, max_bodies_mib=2)
 
@@ -21,7 +20,7 @@ SMALL = LimitsConfig(max_body_mib=1, max_bodies_mib=2)
 @pytest.fixture(autouse=True)
 def no_waiting_for_clients(monkeypatch: pytest.MonkeyPatch):
     """A client that is refused may go on sending for a while; these here do not."""
-    monkeypatch.setattr(whole_body, "LINGER_SECONDS", 0.01)
+    monkeypatch.setattr(body_limit, "LINGER_SECONDS", 0.01)
 
 
 def test_a_body_in_parts_arrives_whole():
@@ -37,7 +36,7 @@ def test_a_body_in_parts_arrives_whole():
 
         return receive
 
-    answer = ask(WholeBody(app, limits=SMALL), parts=[b"ab", b"", b"cde"])
+    answer = ask(BodyLimit(app, limits=SMALL), parts=[b"ab", b"", b"cde"])
     assert (answer.status, answer.body) == (200, b"5")
     assert seen == [{"type": "http.request", "body": b"abcde", "more_body": False}]
 
@@ -45,7 +44,7 @@ def test_a_body_in_parts_arrives_whole():
 @pytest.mark.parametrize("announced", [True, False])
 def test_the_byte_too_many(announced):
     seen: list[Rejected] = []
-    door = WholeBody(reply, limits=SMALL, observe=seen.append)
+    door = BodyLimit(reply, limits=SMALL, observe=seen.append)
     half = b"x" * (MIB // 2)
 
     def sent(parts):
@@ -63,13 +62,13 @@ def test_the_byte_too_many(announced):
 
 def test_an_announced_length_is_refused_before_anything_is_read():
     # The client waits for the answer with its body.
-    answer = ask(WholeBody(reply, limits=SMALL), headers={"content-length": str(40 * MIB)}, parts=[])
+    answer = ask(BodyLimit(reply, limits=SMALL), headers={"content-length": str(40 * MIB)}, parts=[])
     assert answer.status == 413
 
 
 @pytest.mark.parametrize("length", ["-1", "1e9", "²", "9" * 5000, " 7"])
 def test_a_length_that_is_none(length):
-    answer = ask(WholeBody(reply, limits=SMALL), headers=[("content-length", length)], parts=[b"seven.."])
+    answer = ask(BodyLimit(reply, limits=SMALL), headers=[("content-length", length)], parts=[b"seven.."])
     assert answer.status == (413 if length.startswith("9") else 200)
 
 
@@ -86,7 +85,7 @@ def test_all_bodies_together_are_bounded_until_they_are_read():
     async def _gone():
         return {"type": "http.request", "body": b"", "more_body": False}
 
-    door = WholeBody(app, limits=limits)
+    door = BodyLimit(app, limits=limits)
 
     async def _inside():
         found = []
@@ -108,7 +107,7 @@ def test_a_body_that_does_not_come_is_not_waited_for():
     seen: list[Rejected] = []
     limits = LimitsConfig(body_seconds=0.05)
     # Nothing comes.
-    answer = ask(WholeBody(_never, limits=limits, observe=seen.append), parts=[])
+    answer = ask(BodyLimit(_never, limits=limits, observe=seen.append), parts=[])
     assert answer.status == 408 and [one.reason for one in seen] == ["limit"]
 
 
@@ -117,7 +116,7 @@ async def _never(scope, receive, send):
 
 
 def test_a_client_that_leaves_reaches_nobody():
-    answer = ask(WholeBody(_never, limits=SMALL), parts=[b"half", None])
+    answer = ask(BodyLimit(_never, limits=SMALL), parts=[b"half", None])
     assert answer.status == 0
 
 

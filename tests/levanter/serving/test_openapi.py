@@ -4,11 +4,11 @@ import httpx
 import jsonschema
 import pytest
 
-from levanter.inference.formats import constraint_of
 from levanter.inference.params import ParamsError, params_of
+from levanter.inference.response_format import constraint_of
 from levanter.serving import openapi
-from levanter.serving.bodies import FORMATS, ChatBody, CompletionBody
 from levanter.serving.protocol import ProtocolError, decode, names_of
+from levanter.serving.request_schema import FORMATS, ChatBody, CompletionBody
 
 DOCUMENT = openapi.document("1.0")
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from levanter.serving.bodies import ChatBody, CompletionBody, DetokenizeBody
 from levanter.serving.protocol import ProtocolError, decode, parse_object
+from levanter.serving.request_schema import ChatBody, CompletionBody, DetokenizeBody
 
 SAY = {"role": "user", "content": "a"}
 

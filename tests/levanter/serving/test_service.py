@@ -18,10 +18,10 @@ from levanter.commands.serve.serve import application_of
 from levanter.inference import engine as engine_module
 from levanter.inference.engine import Engine
 from levanter.inference.requests import ChoiceId
-from levanter.serving import answering, service
-from levanter.serving.deliveries import Piece
+from levanter.serving import responses, service
+from levanter.serving.engine_messages import TokenDelta
 from levanter.serving.events import Admitted, ChoiceEnded, Produced, Rejected
-from levanter.serving.inbox import EndAll
+from levanter.serving.inbox import Drain
 
 LONG = {"prompt": [5, 6, 7], "max_tokens": 50, "ignore_eos": True, "seed": 1}
 PATIENCE = 200.0
@@ -184,7 +184,7 @@ def test_who_reads_slowly_is_cut_off_and_others_are_not(model, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(service, "MOST_BEHIND", 600)
         asyncio.run(run())
-    monkeypatch.setattr(answering, "READ_SECONDS", 0.01)
+    monkeypatch.setattr(responses, "READ_SECONDS", 0.01)
     asyncio.run(run())
 
 
@@ -196,7 +196,7 @@ def test_a_step_is_sent_before_the_engine_goes_on(model, monkeypatch):
         made, got, order = model.service(), [], []
         made._loop = asyncio.get_running_loop()
         of = ChoiceId("a", 0)
-        ticket = service.Ticket([], route="", give_up=lambda _: None, streamed=True)
+        ticket = service.PendingRequest([], route="", give_up=lambda _: None, streamed=True)
         ticket._open.add(of)
         made._tickets["a"] = ticket
 
@@ -207,7 +207,7 @@ def test_a_step_is_sent_before_the_engine_goes_on(model, monkeypatch):
 
         def engine() -> None:
             for n in range(50):
-                made._hand_over([Piece(of=of, text=str(n), reason="stop" if n == 49 else None, at=0.0)])
+                made._hand_over([TokenDelta(of=of, text=str(n), reason="stop" if n == 49 else None, at=0.0)])
                 order.append("engine")
 
         reads = asyncio.create_task(client())
@@ -263,7 +263,7 @@ def test_told_to_end_it_finishes_what_it_has_and_takes_nothing_more(model):
             # The engine stands at the gate, where it hears nothing, until it has been told to end what it has.
             await until(lambda: gate.asked == 13)
             again = asyncio.create_task(made.drain(0))
-            await until(lambda: any(isinstance(each, EndAll) for each in made._inbox._letters))
+            await until(lambda: any(isinstance(each, Drain) for each in made._inbox._letters))
             gate.open()
             answer = (await endless).json()
             assert answer["choices"][0]["finish_reason"] == "length" and answer["usage"]["completion_tokens"] < 50

@@ -2,7 +2,7 @@
 
 import pytest
 
-from levanter.serving.bodies import Function, Tool
+from levanter.serving.request_schema import Function, Tool
 from levanter.serving.tools import ToolCall, ToolRules
 
 LOOK = Tool(type="function", function=Function(name="look"))

@@ -23,7 +23,7 @@ from levanter.layers.low_rank import LowRank
 from levanter.models.adapters import LoraConfig, find_targets, groups_of
 from levanter.models.precision import Precision
 from levanter.optim import AdamConfig
-from levanter.trainer.adapted_state import Adapted
+from levanter.trainer.adapter_state import Adapted
 from levanter.trainer.loss import LmBatch, LmObjective
 from levanter.trainer.state import plan_state
 from levanter.trainer.step import StepRecipe, step_program

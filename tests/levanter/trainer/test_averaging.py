@@ -12,7 +12,7 @@ from helpers.train_steps import mesh_setup
 from haliax_ext.abstract import leaves
 from levanter.models.precision import Precision
 from levanter.trainer.averaging import averaged, begin, check_averaging
-from levanter.trainer.parts import EmaDecaySqrtConfig, EmaModelAveragingConfig
+from levanter.trainer.config_blocks import EmaDecaySqrtConfig, EmaModelAveragingConfig
 
 EMA = EmaModelAveragingConfig(beta=0.75)
 SQRT = EmaDecaySqrtConfig(beta=0.75, switch_step=3, decay_steps=4)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from levanter.config import ConfigError, dump, load, parse_text, plain
-from levanter.config.legacy.not_carried import rows_of
+from levanter.config.upstream.unsupported import rows_of
 from levanter.mesh.config import MeshConfig
 from levanter.models.precision import Precision
 from levanter.tracker import JsonLoggerConfig, NoopConfig, TensorboardConfig, WandbConfig

@@ -7,11 +7,11 @@ import jax
 import pytest
 
 from levanter.commands.train.config import TrainLmConfig
-from levanter.commands.train.dpo_config import TrainDpoConfig
-from levanter.commands.train.train_dpo import describe as describe_pairs
-from levanter.commands.train.train_lm import describe, describe_in_full
+from levanter.commands.train.dpo.config import TrainDpoConfig
+from levanter.commands.train.dpo.train_dpo import describe as describe_pairs
+from levanter.commands.train.lm.train_lm import describe, describe_in_full
 from levanter.config import load_written
-from levanter.run import Target
+from levanter.runplan import Target
 
 VOCAB, EMBED, CHUNKS = 4096, 64, 4
 TARGET = Target(name="local", platform="cpu", kind="cpu", devices=8)

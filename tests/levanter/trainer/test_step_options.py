@@ -17,7 +17,7 @@ from haliax_ext.abstract import abstract, leaves, with_arrays
 from haliax_ext.meshspec import MeshSpec
 from levanter.models.scoring import next_tokens, token_scores
 from levanter.optim import AdamConfig, SgdConfig, SkipStepConfig
-from levanter.optim.outliers import Recent, is_outlier, remembered
+from levanter.optim.skip_steps import Recent, is_outlier, remembered
 from levanter.trainer.loss import LmObjective
 from levanter.trainer.watch import BINS, Watch, metrics_of
 

@@ -15,10 +15,10 @@ from helpers.losses import target_logprobs
 from helpers.train_steps import CONFIG, TOKENS, mesh_setup, on_host
 
 from haliax_ext.abstract import leaves, with_arrays
-from levanter.models.groups import NORM, parameter_group
+from levanter.models.param_groups import NORM, parameter_group
 from levanter.optim import AdafactorConfig, AdamConfig, MuonConfig
-from levanter.trainer.frozen import digest_program
-from levanter.trainer.frozen import on_host as digests_on_host
+from levanter.trainer.frozen_identity import digest_program
+from levanter.trainer.frozen_identity import on_host as digests_on_host
 from levanter.trainer.trainable import Partition, bind
 from levanter.trainer.watch import Watch
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from levanter.commands.model.naming import named_files, naming_problems
 from levanter.commands.model.representation import Quantize, TiedHead
 from levanter.config.plan_options import PlanOptions
-from levanter.config.ranges import PathText, PositiveFloat, PositiveInt, Ranged, Seed
+from levanter.config.validators import PathText, PositiveFloat, PositiveInt, Ranged, Seed
 from levanter.data.config import LmDataConfig
 from levanter.models.registry import LmConfig
 from levanter.trainer.config import TrainerConfig

@@ -20,20 +20,20 @@ import numpy as np
 from jax.sharding import Mesh
 
 from haliax_ext.abstract import with_arrays
-from haliax_ext.batches import results
 from haliax_ext.load_progress import LoadReport
 from haliax_ext.mapping import AxisMapping
+from haliax_ext.prefetch import results
 from haliax_ext.program import Input, Program
+from levanter.commands.cli.consistency import require_same_text
+from levanter.commands.cli.outputs import output_checks, write_or_show
+from levanter.commands.cli.runner import perform
 from levanter.commands.evaluate.config import EvalLmConfig
-from levanter.commands.model.not_carried import not_carried
-from levanter.commands.model.origin import ModelBlock
 from levanter.commands.model.pretrained import ModelChoice, PretrainedModel, describe_pretrained, load_pretrained
-from levanter.commands.model.scored import beyond_context, output_key, per_device, result_output, rows_asked
+from levanter.commands.model.scoring_common import beyond_context, output_key, per_device, result_output, rows_asked
+from levanter.commands.model.source import ModelBlock
+from levanter.commands.model.unsupported import not_carried
 from levanter.commands.model.workloads import COUNTED_CHARACTERS, is_short, scoring_workload
-from levanter.commands.shell.outputs import output_checks, write_or_show
-from levanter.commands.shell.perform import perform
-from levanter.commands.shell.sameness import require_same_text
-from levanter.config import Written
+from levanter.config import ExplicitKeys
 from levanter.data import (
     AbsentTextError,
     DataError,
@@ -44,14 +44,14 @@ from levanter.data import (
     has_chats,
     resolve_evaluation,
 )
+from levanter.distributed.compile_barrier import jit_together
 from levanter.eval.accuracy import fetched
 from levanter.eval.perplexity import EvalResult, RowScores, summarize
 from levanter.eval.report import format_result, result_json
 from levanter.io import MissingFileError, Output, Progress, UnreadableFileError
 from levanter.models.registry import LmConfig
 from levanter.models.scoring import token_hits, token_logprobs
-from levanter.processes.together import jit_together
-from levanter.run import OK, Check, EntryPoint, NonFiniteResultError, RunPlan, Session, Target
+from levanter.runplan import OK, Check, EntryPoint, NonFiniteResultError, RunPlan, Session, Target
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class Evaluation:
         return self.scored_tokens / max(self.scoring_seconds, 1e-9)
 
 
-def describe(config: EvalLmConfig, target: Target, *, written: Written | None = None) -> RunPlan[EvalWork]:
+def describe(config: EvalLmConfig, target: Target, *, written: ExplicitKeys | None = None) -> RunPlan[EvalWork]:
     """Describes the evaluation for `target`; reads metadata, no weights, and the text only if it is short.
 
     Args:
@@ -114,7 +114,7 @@ def describe(config: EvalLmConfig, target: Target, *, written: Written | None = 
         target: the devices.
         written: the keys that the user wrote; None for a config made in Python.
     """
-    written = Written.in_python(config) if written is None else written
+    written = ExplicitKeys.in_python(config) if written is None else written
     data, checks = _find_data(config)
     pretrained = describe_pretrained(
         ModelChoice.of(
@@ -352,6 +352,6 @@ ENTRY_POINT = EntryPoint(
 )
 
 
-def main(config: EvalLmConfig, *, written: Written | None = None) -> int:
+def main(config: EvalLmConfig, *, written: ExplicitKeys | None = None) -> int:
     """Runs an evaluation on the devices of this run."""
     return perform(ENTRY_POINT, config, written=written).exit_code

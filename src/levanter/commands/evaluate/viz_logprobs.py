@@ -14,22 +14,22 @@ import numpy as np
 from jax.sharding import Mesh
 
 from haliax_ext.abstract import with_arrays
-from haliax_ext.batches import results
+from haliax_ext.prefetch import results
+from levanter.commands.cli.consistency import require_same_text
+from levanter.commands.cli.outputs import write_or_keep
+from levanter.commands.cli.runner import perform
 from levanter.commands.evaluate import eval_lm
 from levanter.commands.evaluate.config import VizLmConfig
 from levanter.commands.evaluate.eval_lm import EvalWork
 from levanter.commands.model.pretrained import load_pretrained
-from levanter.commands.shell.outputs import write_or_keep
-from levanter.commands.shell.perform import perform
-from levanter.commands.shell.sameness import require_same_text
-from levanter.config import Written
+from levanter.config import ExplicitKeys
 from levanter.data import EvalSequences
+from levanter.distributed.compile_barrier import jit_together
 from levanter.eval.accuracy import fetched
 from levanter.eval.logprob_page import ScoredText, logprob_page
 from levanter.eval.perplexity import RowScores
 from levanter.io import Output, Progress
-from levanter.processes.together import jit_together
-from levanter.run import OK, EntryPoint, NonFiniteResultError, RunPlan, Session, Target
+from levanter.runplan import OK, EntryPoint, NonFiniteResultError, RunPlan, Session, Target
 
 NAME = "viz_logprobs"
 
@@ -47,9 +47,9 @@ class VizWork:
     evaluation: EvalWork
 
 
-def describe(config: VizLmConfig, target: Target, *, written: Written | None = None) -> RunPlan[VizWork]:
+def describe(config: VizLmConfig, target: Target, *, written: ExplicitKeys | None = None) -> RunPlan[VizWork]:
     """Describes the run for `target`; reads metadata, no weights, and the text only if it is short."""
-    written = Written.in_python(config) if written is None else written
+    written = ExplicitKeys.in_python(config) if written is None else written
     plan = eval_lm.describe(config.evaluation, target, written=written)
     work = plan.work
     batches = -(-config.num_docs // work.batch_rows)
@@ -157,6 +157,6 @@ ENTRY_POINT = EntryPoint(
 )
 
 
-def main(config: VizLmConfig, *, written: Written | None = None) -> int:
+def main(config: VizLmConfig, *, written: ExplicitKeys | None = None) -> int:
     """Writes the page, with the devices of this run."""
     return perform(ENTRY_POINT, config, written=written).exit_code

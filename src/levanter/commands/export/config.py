@@ -5,7 +5,7 @@ from typing import Any
 
 from levanter.compat.hf.limits import MAX_SHARD_BYTES
 from levanter.config.plan_options import PlanOptions
-from levanter.config.ranges import Count, ManyInt, PathText, PositiveInt, Ranged
+from levanter.config.validators import Count, ManyInt, PathText, PositiveInt, Ranged
 from levanter.models.registry import LmConfig
 from levanter.trainer.config import TrainerConfig
 

@@ -25,23 +25,23 @@ from haliax_ext.planner import plan_sharding
 from haliax_ext.rules import WeightMismatchError
 from haliax_ext.sources import TensorSource
 from levanter.checkpoint import same_names
+from levanter.commands.cli.outputs import output_checks
+from levanter.commands.cli.runner import perform
 from levanter.commands.export.config import ConvertLmConfig
 from levanter.commands.export.merging import Merge, Slices, find_merge
-from levanter.commands.model.origin import ModelBlock, find_origin, find_tokenizer, vocabulary
 from levanter.commands.model.saved_model import SavedModel, find_saved
-from levanter.commands.shell.outputs import output_checks
-from levanter.commands.shell.perform import perform
-from levanter.compat.hf.export import Beside, ExportPlan, plan_export, refuse_taken, write_export
+from levanter.commands.model.source import ModelBlock, find_origin, find_tokenizer, vocabulary
+from levanter.compat.hf.export import ExportExtras, ExportPlan, plan_export, refuse_taken, write_export
+from levanter.compat.hf.export_dir import ExportPathError
 from levanter.compat.hf.export_int8 import Int8Tensor
-from levanter.compat.hf.export_place import ExportPathError
 from levanter.compat.hf.peft.merge import rounding_lines
 from levanter.compat.hf.tokenizer import FastTokenizer
-from levanter.config import Written
+from levanter.config import ExplicitKeys
 from levanter.data import Tokenizer
 from levanter.io import Output, Progress, is_remote, local_path
 from levanter.layers.quantized import projections, quantizable
 from levanter.models.registry import LmConfig
-from levanter.run import BAD_INPUT, OK, Check, EntryPoint, RunPlan, RunRefused, Session, Target
+from levanter.runplan import BAD_INPUT, OK, Check, EntryPoint, RunPlan, RunRefused, Session, Target
 
 NAME = "export_lm_to_hf"
 
@@ -67,9 +67,9 @@ class ConvertWork:
     tokenizer: FastTokenizer | None
 
 
-def describe(config: ConvertLmConfig, target: Target, *, written: Written | None = None) -> RunPlan[ConvertWork]:
+def describe(config: ConvertLmConfig, target: Target, *, written: ExplicitKeys | None = None) -> RunPlan[ConvertWork]:
     """Describes an export; reads metadata only."""
-    written = Written.in_python(config) if written is None else written
+    written = ExplicitKeys.in_python(config) if written is None else written
     block = ModelBlock.of(config.model, written)
     if config.checkpoint_path is None:
         origin = find_origin(config.hf_checkpoint, block)
@@ -222,7 +222,7 @@ def execute(plan: RunPlan[ConvertWork], mesh: Mesh | None = None, session: Sessi
             work.files,
             Slices(work.source) if merged is None else merged,
             config.output_dir if is_remote(config.output_dir) else local_path(config.output_dir),
-            beside=Beside(
+            beside=ExportExtras(
                 tokenizer=work.tokenizer,
                 eos_ids=tuple(config.generation_eos_token_ids or ()),
                 overrides=config.config_overrides or {},
@@ -260,6 +260,6 @@ ENTRY_POINT = EntryPoint(
 )
 
 
-def main(config: ConvertLmConfig, *, written: Written | None = None) -> int:
+def main(config: ConvertLmConfig, *, written: ExplicitKeys | None = None) -> int:
     """Exports a checkpoint; of several processes, only the first does."""
     return perform(ENTRY_POINT, config, written=written).exit_code

@@ -12,15 +12,15 @@ from haliax_ext.rules import WeightMismatchError, WeightRules
 from haliax_ext.saving import Readable
 from haliax_ext.sources import Index, TensorSource
 from levanter.checkpoint import CheckpointMismatchError
-from levanter.commands.model.origin import Origin
 from levanter.commands.model.saved_adapters import SavedAdapters
+from levanter.commands.model.source import Origin
 from levanter.compat.hf.errors import CheckpointError, MissingCheckpointFileError, UnreachableError
 from levanter.compat.hf.peft import PeftAdapter, UnsupportedTargetError, open_peft, plan_peft, read_when_asked
 from levanter.compat.hf.peft.merge import MergedTensors, copies_of, stored_leaves
-from levanter.models.adapters.targets import TargetGroup, groups_of
+from levanter.models.adapters.lora_targets import TargetGroup, groups_of
 from levanter.models.adapters.whole import part_of
 from levanter.models.registry import LmConfig
-from levanter.run import Check
+from levanter.runplan import Check
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from levanter.commands.model.naming import naming_problems
 from levanter.commands.model.representation import Quantize, TiedHead
 from levanter.config.plan_options import PlanOptions
-from levanter.config.ranges import PathText, PositiveFloat, Ranged
+from levanter.config.validators import PathText, PositiveFloat, Ranged
 from levanter.inference.config import InferenceConfig
 from levanter.inference.params import SamplingParams
 from levanter.models.registry import LmConfig

@@ -10,17 +10,17 @@ how fast each of the two was and how far they agree.
 import sys
 from dataclasses import dataclass, replace
 
+from levanter.commands.cli.compilation_cache import keep_compiled
+from levanter.commands.cli.devices import configure_jax, local_target
+from levanter.commands.generate.chat_session import ChatTurn, Dialogue
 from levanter.commands.generate.config import GenerateConfig
-from levanter.commands.generate.dialogue import Dialogue, Said
+from levanter.commands.generate.engine_setup import running
 from levanter.commands.generate.generate import describe
 from levanter.commands.generate.plan import GenerateWork
 from levanter.commands.generate.prompts import prompt_reader
-from levanter.commands.generate.running import running
-from levanter.commands.shell.compiled import keep_compiled
-from levanter.commands.shell.devices import configure_jax, local_target
 from levanter.inference.engine import schedule_of
 from levanter.mesh import DeviceSet, local_devices
-from levanter.run import INTERNAL_ERROR, OK, RunPlan
+from levanter.runplan import INTERNAL_ERROR, OK, RunPlan
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -32,7 +32,7 @@ TOKENS = 48
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class DemoAnswers:
     """The answers of one model.
 
     Attributes:
@@ -40,8 +40,8 @@ class Told:
         weight_bytes: of its weights on a device.
     """
 
-    greedy: list[Said]
-    sampled: list[Said]
+    greedy: list[ChatTurn]
+    sampled: list[ChatTurn]
     weight_bytes: int
 
     @property
@@ -76,7 +76,7 @@ def main(config: GenerateConfig) -> int:
     return INTERNAL_ERROR
 
 
-def _answers(plan: RunPlan[GenerateWork], found: DeviceSet, *, sampled: bool) -> Told:
+def _answers(plan: RunPlan[GenerateWork], found: DeviceSet, *, sampled: bool) -> DemoAnswers:
     """Asks the questions, and shows what is answered as it comes."""
     work = plan.work
     schedule = schedule_of(work.programs, share_prefixes=work.config.inference.share_prefixes)
@@ -84,7 +84,7 @@ def _answers(plan: RunPlan[GenerateWork], found: DeviceSet, *, sampled: bool) ->
     kinds = {"greedy": replace(reader.defaults, temperature=0.0, max_tokens=TOKENS)}
     if sampled:
         kinds["sampled"] = replace(reader.defaults, temperature=0.7, top_p=0.95, seed=1, max_tokens=TOKENS)
-    told: dict[str, list[Said]] = {"greedy": [], "sampled": []}
+    told: dict[str, list[ChatTurn]] = {"greedy": [], "sampled": []}
     with running(work, plan.mesh.build(found.devices), schedule=schedule, reader=reader, show=True) as ready:
         assert ready.engine is not None, "a demo is one process"
         dialogue = Dialogue(ready.engine, reader, reader.defaults)
@@ -97,7 +97,7 @@ def _answers(plan: RunPlan[GenerateWork], found: DeviceSet, *, sampled: bool) ->
                 told[kind].append(said)
                 rate = "" if said.rate is None else f", {said.rate:.1f} a second"
                 print(f"\n[{said.tokens} tokens, the first after {said.first or 0:.2f} s{rate}]")
-    return Told(**told, weight_bytes=plan.sharding.bytes_per_device)
+    return DemoAnswers(**told, weight_bytes=plan.sharding.bytes_per_device)
 
 
 def _common(a: str, b: str) -> int:

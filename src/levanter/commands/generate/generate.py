@@ -20,33 +20,33 @@ import jax
 from jax.sharding import Mesh
 
 from haliax_ext.load_progress import LoadReport
+from levanter.base.exit_codes import BAD_INPUT, INTERNAL_ERROR, OK
+from levanter.base.json_types import Json
+from levanter.commands.cli.runner import perform
+from levanter.commands.generate.chat_session import Dialogue
 from levanter.commands.generate.config import GenerateConfig
-from levanter.commands.generate.dialogue import Dialogue
+from levanter.commands.generate.engine_setup import running
 from levanter.commands.generate.plan import NAME, GenerateWork, describe
 from levanter.commands.generate.prompts import prompt_reader
-from levanter.commands.generate.running import running
 from levanter.commands.generate.terminal import Terminal, at_terminal
-from levanter.commands.shell.perform import perform
-from levanter.config import Written, plain
-from levanter.inference.answers import Answers, Choice, Echo, answer_line, error_line
+from levanter.config import ExplicitKeys, plain
+from levanter.distributed.barrier import agreed
+from levanter.inference.detokenizer import ChoiceText
 from levanter.inference.engine import NOT_FINITE, Engine, schedule_of
 from levanter.inference.jsonl import AskedLine, BrokenLine, request_lines
+from levanter.inference.output_writer import Answers, Choice, Echo, answer_line, error_line
 from levanter.inference.params import fields_of
-from levanter.inference.prompt_scores import ScoresPrompts
+from levanter.inference.prompt_logprobs import ScoresPrompts
 from levanter.inference.prompts import PromptReader
 from levanter.inference.requests import ChoiceId, Event, Failed, Request, Token
-from levanter.inference.schedule import Schedule
-from levanter.inference.text import ChoiceText
+from levanter.inference.scheduler import Schedule
 from levanter.io import Output, Progress, leased, open_read
-from levanter.io.exit_codes import BAD_INPUT, INTERNAL_ERROR, OK
-from levanter.io.values import Json
 from levanter.memorization.books import weights_digest
-from levanter.processes.barrier import agreed
-from levanter.run import EntryPoint, RunPlan, Session
+from levanter.runplan import EntryPoint, RunPlan, Session
 
 
 @dataclass(kw_only=True)
-class Generated:
+class GenerateResult:
     """How a run went.
 
     Attributes:
@@ -98,7 +98,7 @@ class _Run:
         self,
         work: GenerateWork,
         schedule: Schedule,
-        found: Generated,
+        found: GenerateResult,
         reader: PromptReader,
         score: ScoresPrompts | None,
     ):
@@ -232,7 +232,7 @@ def identity(work: GenerateWork, reader: PromptReader) -> Mapping[str, Json]:
     }
 
 
-def execute(plan: RunPlan[GenerateWork], mesh: Mesh | None, session: Session | None = None) -> Generated:
+def execute(plan: RunPlan[GenerateWork], mesh: Mesh | None, session: Session | None = None) -> GenerateResult:
     """Answers every line of the input, or of the terminal; nothing runs that is not in `plan`."""
     assert mesh is not None, "generation runs on devices"
     work, show = plan.work, session is not None and session.show
@@ -247,7 +247,7 @@ def execute(plan: RunPlan[GenerateWork], mesh: Mesh | None, session: Session | N
                 leased(f"{path}.parts", what="a generation run", advice="give another output_path")
             )
             answers = Answers(path, identity(work, reader), lease=lease)
-        found = Generated(kept=int(agreed("answers", str(0 if answers is None else answers.begin()))))
+        found = GenerateResult(kept=int(agreed("answers", str(0 if answers is None else answers.begin()))))
         with running(work, mesh, schedule=schedule, reader=reader, show=show) as ready:
             found.loading = ready.loading
             if ready.engine is not None and work.config.interactive:
@@ -263,7 +263,7 @@ def execute(plan: RunPlan[GenerateWork], mesh: Mesh | None, session: Session | N
     return found
 
 
-def _converse(engine: Engine, reader: PromptReader, found: Generated) -> None:
+def _converse(engine: Engine, reader: PromptReader, found: GenerateResult) -> None:
     """A session at the terminal."""
     terminal = Terminal(Dialogue(engine, reader, reader.defaults))
     session = terminal.run()
@@ -284,7 +284,7 @@ def _answer_all(run: "_Run", engine: Engine, answers: Answers, *, show: bool) ->
     found.seconds = time.perf_counter() - began
 
 
-def _exit_code(found: Generated) -> int:
+def _exit_code(found: GenerateResult) -> int:
     return INTERNAL_ERROR if found.failed else BAD_INPUT if found.refused else OK
 
 
@@ -295,7 +295,7 @@ def _hand_over(run: _Run, answers: Answers) -> None:
     run.answered.clear()
 
 
-def conclude(plan: RunPlan[GenerateWork], done: Generated, session: Session) -> int:
+def conclude(plan: RunPlan[GenerateWork], done: GenerateResult, session: Session) -> int:
     """Says how it went; which lines are no requests, and which requests could not be finished."""
     rate = done.tokens / max(done.seconds, 1e-9)
     metrics = {"tokens": done.tokens, "seconds": done.seconds, "tokens_per_second": rate, "lines": done.lines}
@@ -343,6 +343,6 @@ ENTRY_POINT = EntryPoint(
 )
 
 
-def main(config: GenerateConfig, *, written: Written | None = None) -> int:
+def main(config: GenerateConfig, *, written: ExplicitKeys | None = None) -> int:
     """Generates on the devices of this run."""
     return perform(ENTRY_POINT, config, written=written).exit_code

@@ -7,24 +7,24 @@ from typing import Literal
 
 import numpy as np
 
+from levanter.commands.cli.outputs import output_checks
 from levanter.commands.generate.config import GenerateConfig
-from levanter.commands.generate.room import planned_cache, served_model
+from levanter.commands.generate.max_rows import planned_cache, served_model
 from levanter.commands.generate.templates import template_checks
-from levanter.commands.model.not_carried import not_carried
-from levanter.commands.model.origin import ModelBlock
 from levanter.commands.model.pretrained import ModelChoice, PretrainedModel, describe_pretrained
-from levanter.commands.model.scored import beyond_context
-from levanter.commands.shell.outputs import output_checks
-from levanter.config import Written
-from levanter.inference.cache import CachePlan, plan_cache
+from levanter.commands.model.scoring_common import beyond_context
+from levanter.commands.model.source import ModelBlock
+from levanter.commands.model.unsupported import not_carried
+from levanter.config import ExplicitKeys
+from levanter.inference.capacity import DecodeCost
 from levanter.inference.config import CHUNK, InferenceConfig
 from levanter.inference.generation import GenerationPrograms, generation_programs
+from levanter.inference.kv_cache import CachePlan, plan_cache
 from levanter.inference.programs import ServedModel
-from levanter.inference.served import Served
 from levanter.io import exists, is_remote, local_path, special_kind
 from levanter.mesh.config import DEFAULT_BATCH_AXES
 from levanter.models.decoder.config import DecoderConfig
-from levanter.run import Check, RunPlan, Target, Workload
+from levanter.runplan import Check, RunPlan, Target, Workload
 from levanter.trainer.config import TrainerConfig
 
 NAME = "generate"
@@ -49,10 +49,10 @@ class GenerateWork:
     config: GenerateConfig
     pretrained: PretrainedModel
     programs: GenerationPrograms
-    serving: Served
+    serving: DecodeCost
 
 
-def describe(config: GenerateConfig, target: Target, *, written: Written | None = None) -> RunPlan[GenerateWork]:
+def describe(config: GenerateConfig, target: Target, *, written: ExplicitKeys | None = None) -> RunPlan[GenerateWork]:
     """Describes the run for `target`; reads metadata, no weights.
 
     At a terminal one row is asked for at a time: there are as many as the mesh shards the batch into, at least.
@@ -65,7 +65,7 @@ def describe(config: GenerateConfig, target: Target, *, written: Written | None 
     Raises:
         ValueError: the model is broken or unknown, the mesh cannot be resolved, or the rows cannot be cut over it.
     """
-    written = Written.in_python(config) if written is None else written
+    written = ExplicitKeys.in_python(config) if written is None else written
     inference = config.inference
     trainer, notes = _whole_parameters(config.trainer, written)
     pretrained = describe_pretrained(
@@ -143,7 +143,7 @@ def describe(config: GenerateConfig, target: Target, *, written: Written | None 
 
 def _checks(
     config: GenerateConfig,
-    written: Written,
+    written: ExplicitKeys,
     pretrained: PretrainedModel,
     cache: CachePlan,
     why: str | None,
@@ -180,7 +180,7 @@ def _at_terminal(inference: InferenceConfig, ways: int) -> int:
     return ways if wanted == "auto" else -(-wanted // ways) * ways
 
 
-def _whole_parameters(trainer: TrainerConfig, written: Written) -> tuple[TrainerConfig, tuple[str, ...]]:
+def _whole_parameters(trainer: TrainerConfig, written: ExplicitKeys) -> tuple[TrainerConfig, tuple[str, ...]]:
     """The trainer with parameters that lie as they are used: gathering them would cost every token all of them."""
     mesh = trainer.mesh
     if "embed" in mesh.param_mapping and "trainer.mesh.param_mapping" in written:

@@ -3,7 +3,7 @@
 from levanter.commands.generate.plan import GenerateWork
 from levanter.data.chat import template_text
 from levanter.inference.prompts import PromptReader, PromptRules
-from levanter.inference.schedule import Schedule
+from levanter.inference.scheduler import Schedule
 
 
 def prompt_reader(work: GenerateWork, schedule: Schedule) -> PromptReader:

@@ -14,23 +14,23 @@ from typing import Any, cast
 
 from jax.sharding import Mesh
 
+from levanter.base.exit_codes import BAD_INPUT, INTERNAL_ERROR, OK
+from levanter.checkpoint.discovery import checkpoint_at
 from levanter.checkpoint.errors import MissingCheckpointError
-from levanter.checkpoint.finding import checkpoint_at
+from levanter.commands.cli.runner import perform
 from levanter.commands.generate import plan as generation
-from levanter.commands.generate.dialogue import Dialogue
+from levanter.commands.generate.chat_session import Dialogue
+from levanter.commands.generate.engine_setup import running
 from levanter.commands.generate.plan import GenerateWork
 from levanter.commands.generate.prompts import prompt_reader
 from levanter.commands.generate.repl_config import ELSEWHERE, InferenceReplConfig
-from levanter.commands.generate.running import running
-from levanter.commands.generate.terminal import Talk, Terminal, at_terminal
-from levanter.commands.shell.perform import perform
-from levanter.config import Written
+from levanter.commands.generate.terminal import SessionStats, Terminal, at_terminal
+from levanter.config import ExplicitKeys
 from levanter.config.errors import did_you_mean
+from levanter.distributed.barrier import agreed
 from levanter.inference.engine import schedule_of
 from levanter.io import Output
-from levanter.io.exit_codes import BAD_INPUT, INTERNAL_ERROR, OK
-from levanter.processes.barrier import agreed
-from levanter.run import Check, EntryPoint, RunPlan, Session, Target
+from levanter.runplan import Check, EntryPoint, RunPlan, Session, Target
 
 NAME = "inference_repl"
 HELP = """\
@@ -54,7 +54,7 @@ class ReplWork:
     generate: GenerateWork
 
 
-def describe(config: InferenceReplConfig, target: Target, *, written: Written | None = None) -> RunPlan[ReplWork]:
+def describe(config: InferenceReplConfig, target: Target, *, written: ExplicitKeys | None = None) -> RunPlan[ReplWork]:
     """Describes the run for `target`; reads metadata, no weights.
 
     Args:
@@ -65,7 +65,7 @@ def describe(config: InferenceReplConfig, target: Target, *, written: Written | 
     Raises:
         ValueError: the model is broken or unknown, the mesh cannot be resolved, or the rows cannot be cut over it.
     """
-    written = Written.in_python(config) if written is None else written
+    written = ExplicitKeys.in_python(config) if written is None else written
     ours = _is_ours(config.checkpoint)
     planned = generation.describe(config.generating(written, ours=ours), target, written=written)
     checks = [*planned.checks, *(Check(name="keys", status="note", message=said) for said in config.notes(written))]
@@ -83,13 +83,13 @@ def _is_ours(path: str) -> bool:
     return True
 
 
-def execute(plan: RunPlan[ReplWork], mesh: Mesh | None, session: Session | None = None) -> Talk:
+def execute(plan: RunPlan[ReplWork], mesh: Mesh | None, session: Session | None = None) -> SessionStats:
     """Answers at the terminal, or runs the one command; nothing runs that is not in `plan`."""
     assert mesh is not None, "a model runs on devices"
     work, config = plan.work.generate, plan.work.config
     schedule = schedule_of(work.programs, share_prefixes=work.config.inference.share_prefixes)
     reader = prompt_reader(work, schedule)
-    show, talked = session is not None and session.show, Talk()
+    show, talked = session is not None and session.show, SessionStats()
     with running(work, mesh, schedule=schedule, reader=reader, show=show) as ready:
         if ready.engine is not None:
             repl = Repl(Terminal(Dialogue(ready.engine, reader, reader.defaults)))
@@ -114,7 +114,7 @@ class Repl:
             "help": lambda _: terminal.show(HELP),
         }
 
-    def run(self, command: str | None, args: str) -> Talk:
+    def run(self, command: str | None, args: str) -> SessionStats:
         """Runs a command, or those that are typed until there are no more.
 
         Returns:
@@ -191,7 +191,7 @@ class Repl:
         return listed
 
 
-def conclude(plan: RunPlan[ReplWork], done: Talk, session: Session) -> int:
+def conclude(plan: RunPlan[ReplWork], done: SessionStats, session: Session) -> int:
     """Says how fast it went."""
     del plan
     if session.show:
@@ -216,6 +216,6 @@ ENTRY_POINT = EntryPoint(
 )
 
 
-def main(config: InferenceReplConfig, *, written: Written | None = None) -> int:
+def main(config: InferenceReplConfig, *, written: ExplicitKeys | None = None) -> int:
     """Talks on the devices of this run."""
     return perform(ENTRY_POINT, config, written=written).exit_code

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from levanter.commands.generate.config import GenerateConfig
-from levanter.commands.generate.engine_keys import InferenceEngineConfig
+from levanter.commands.generate.upstream_engine_config import InferenceEngineConfig
 from levanter.commands.model.representation import Quantize, TiedHead
-from levanter.config import Written
+from levanter.config import ExplicitKeys
 from levanter.config.plan_options import PlanOptions
-from levanter.config.ranges import Count, NonNegativeFloat, PathText, PositiveInt, Ranged
+from levanter.config.validators import Count, NonNegativeFloat, PathText, PositiveInt, Ranged
 from levanter.inference.params import SampleSeed, SamplingParams, Temperature
 from levanter.models.registry import LmConfig
 from levanter.trainer.config import TrainerConfig
@@ -116,7 +116,7 @@ class InferenceReplConfig(Ranged):
         """How tokens are chosen."""
         return SamplingParams(temperature=self.temperature, max_tokens=self.max_tokens, seed=self.seed)
 
-    def generating(self, written: Written, *, ours: bool) -> GenerateConfig:
+    def generating(self, written: ExplicitKeys, *, ours: bool) -> GenerateConfig:
         """The same as `generate` has it, at the terminal.
 
         Args:
@@ -132,7 +132,7 @@ class InferenceReplConfig(Ranged):
             tokenizer=self.tokenizer or self.server.tokenizer,
             model=self.model,
             trainer=self.trainer,
-            inference=engine.inference(needed=engine.max_seqs, written=Written(frozenset(keys))),
+            inference=engine.inference(needed=engine.max_seqs, written=ExplicitKeys(frozenset(keys))),
             sampling=self.sampling,
             interactive=True,
             quantize=self.quantize,
@@ -141,9 +141,9 @@ class InferenceReplConfig(Ranged):
             plan=self.plan,
         )
 
-    def notes(self, written: Written) -> Iterator[str]:
+    def notes(self, written: ExplicitKeys) -> Iterator[str]:
         """What is said of keys that were written and change nothing."""
-        below = Written(frozenset(f"engine.{key}" for key in written_below(written, SERVICE)))
+        below = ExplicitKeys(frozenset(f"engine.{key}" for key in written_below(written, SERVICE)))
         for said in self.server.service.notes(below):
             yield f"{SERVICE}{said.removeprefix('engine')}"
         for key, why in WITHOUT_EFFECT.items():
@@ -166,6 +166,6 @@ WITHOUT_EFFECT = {
 """Keys of `server:` that nothing here depends on, and why."""
 
 
-def written_below(written: Written, block: str) -> frozenset[str]:
+def written_below(written: ExplicitKeys, block: str) -> frozenset[str]:
     """The keys that were written in a block, directly or deeper, by their names in it."""
     return frozenset(key.removeprefix(f"{block}.") for key in written.keys if key.startswith(f"{block}."))

@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 
 from levanter.commands.generate.config import GenerateConfig
-from levanter.commands.generate.engine_keys import InferenceEngineConfig
+from levanter.commands.generate.upstream_engine_config import InferenceEngineConfig
 from levanter.commands.model.representation import Quantize, TiedHead
-from levanter.config import Written
+from levanter.config import ExplicitKeys
 from levanter.config.plan_options import PlanOptions
-from levanter.config.ranges import PathText, PositiveInt, Ranged
+from levanter.config.validators import PathText, PositiveInt, Ranged
 from levanter.inference.params import Choices, SampleSeed, SamplingParams, Temperature
 from levanter.models.registry import LmConfig
 from levanter.trainer.config import TrainerConfig
@@ -88,7 +88,7 @@ class SampleLmConfig(Ranged):
             stop=(self.stop_sequence,) if self.stop_sequence else (),
         )
 
-    def generating(self, written: Written) -> GenerateConfig:
+    def generating(self, written: ExplicitKeys) -> GenerateConfig:
         """The same as `generate` has it, without files."""
         return GenerateConfig(
             hf_checkpoint=self.hf_checkpoint,

@@ -15,23 +15,23 @@ from jax.sharding import Mesh
 
 from haliax_ext.abstract import with_arrays
 from haliax_ext.load_progress import LoadReport
+from levanter.base.exit_codes import INTERNAL_ERROR, OK
+from levanter.commands.cli.runner import perform
 from levanter.commands.generate import plan as generation
 from levanter.commands.generate.plan import GenerateWork
 from levanter.commands.generate.sample_config import SampleLmConfig
 from levanter.commands.model.pretrained import PretrainedModel, load_pretrained
-from levanter.commands.shell.perform import perform
-from levanter.config import Written
-from levanter.inference.device import DeviceRows
+from levanter.config import ExplicitKeys
+from levanter.distributed.compile_barrier import jit_together
+from levanter.inference.capacity import DecodeCost
+from levanter.inference.detokenizer import ChoiceText
 from levanter.inference.engine import Engine, schedule_of
 from levanter.inference.params import stop_ids_of
 from levanter.inference.prompts import ends_of
 from levanter.inference.requests import ChoiceId, Failed, Request, Token
-from levanter.inference.served import Served
-from levanter.inference.text import ChoiceText
+from levanter.inference.runner import DeviceRunner
 from levanter.io import Output
-from levanter.io.exit_codes import INTERNAL_ERROR, OK
-from levanter.processes.together import jit_together
-from levanter.run import Check, EntryPoint, RunPlan, Session, Target
+from levanter.runplan import Check, EntryPoint, RunPlan, Session, Target
 
 NAME = "sample_lm"
 
@@ -51,7 +51,7 @@ class SampleWork:
     requests: tuple[Request, ...]
 
     @property
-    def serving(self) -> Served:
+    def serving(self) -> DecodeCost:
         """What they hold and move."""
         return self.generate.serving
 
@@ -75,7 +75,7 @@ class SampledTexts:
     seconds: float = 0.0
 
 
-def describe(config: SampleLmConfig, target: Target, *, written: Written | None = None) -> RunPlan[SampleWork]:
+def describe(config: SampleLmConfig, target: Target, *, written: ExplicitKeys | None = None) -> RunPlan[SampleWork]:
     """Describes the run for `target`; reads metadata, no weights.
 
     Args:
@@ -86,7 +86,7 @@ def describe(config: SampleLmConfig, target: Target, *, written: Written | None 
     Raises:
         ValueError: the model is broken or unknown, the mesh cannot be resolved, or the rows cannot be cut over it.
     """
-    written = Written.in_python(config) if written is None else written
+    written = ExplicitKeys.in_python(config) if written is None else written
     planned = generation.describe(config.generating(written), target, written=written)
     checks = [check for check in planned.checks if check.name not in ("input_path", "output_path")]
     requests = tuple(_requests(config, planned.work.pretrained))
@@ -98,7 +98,7 @@ def describe(config: SampleLmConfig, target: Target, *, written: Written | None 
     return cast("RunPlan[SampleWork]", replace(cast(Any, planned), entry_point=NAME, checks=tuple(checks), work=work))
 
 
-def _notes(config: SampleLmConfig, written: Written, served: Served) -> Iterator[str]:
+def _notes(config: SampleLmConfig, written: ExplicitKeys, served: DecodeCost) -> Iterator[str]:
     yield from config.engine.notes(written, served=served)
     if config.profile:
         yield "profile: without effect; trainer.profiler profiles training runs"
@@ -142,7 +142,7 @@ def execute(plan: RunPlan[SampleWork], mesh: Mesh | None, session: Session | Non
     loaded = load_pretrained(generate.pretrained, mesh, show=show)
     model = with_arrays(generate.pretrained.abstract, loaded.arrays)
     schedule = schedule_of(generate.programs, share_prefixes=generate.config.inference.share_prefixes)
-    engine = Engine(DeviceRows(generate.programs, mesh, model, jit=jit_together), schedule)
+    engine = Engine(DeviceRunner(generate.programs, mesh, model, jit=jit_together), schedule)
     found = SampledTexts(loading=loaded.report)
     began = time.perf_counter()
     for number in range(work.config.n_rounds):
@@ -205,6 +205,6 @@ ENTRY_POINT = EntryPoint(
 )
 
 
-def main(config: SampleLmConfig, *, written: Written | None = None) -> int:
+def main(config: SampleLmConfig, *, written: ExplicitKeys | None = None) -> int:
     """Samples on the devices of this run."""
     return perform(ENTRY_POINT, config, written=written).exit_code

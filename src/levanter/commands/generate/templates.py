@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from levanter.data.chat import is_template
 from levanter.io import exists
-from levanter.run import Check
+from levanter.runplan import Check
 
 
 def template_checks(given: str | None) -> Iterator[Check]:

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from levanter.commands.generate.dialogue import Dialogue, Said
-from levanter.commands.shell.interrupts import interrupts_taken
+from levanter.base.exit_codes import OK
+from levanter.commands.cli.signals import interrupts_taken
+from levanter.commands.generate.chat_session import ChatTurn, Dialogue
 from levanter.config.errors import did_you_mean
 from levanter.inference.jsonl import AskedLine
-from levanter.io.exit_codes import OK
 
 PROMPT = "> "
 HELP = """\
@@ -26,7 +26,7 @@ a line         {line}
 
 
 @dataclass(kw_only=True)
-class Talk:
+class SessionStats:
     """What a session at the terminal came to.
 
     Attributes:
@@ -63,7 +63,7 @@ class Terminal:
         read: Callable[[str], str] | None = None,
     ):
         self.dialogue = dialogue
-        self.session = Talk()
+        self.session = SessionStats()
         self._write = write or _write
         self._read = read or _reader()
         self._messages: list[dict[str, object]] = []
@@ -74,7 +74,7 @@ class Terminal:
         """Shows a line of our own."""
         self._write(f"{text}\n")
 
-    def run(self) -> Talk:
+    def run(self) -> SessionStats:
         """Answers line by line, until there are no more."""
         self.show(f"{'a conversation' if self.chats else 'a text'}; /help says what else there is")
         words: Mapping[str, Callable[[str], object]] = {
@@ -125,15 +125,15 @@ class Terminal:
         with interrupts_taken(self._pressed):
             act()
 
-    def ask(self, asked: Callable[[Dialogue], AskedLine]) -> Said | None:
+    def ask(self, asked: Callable[[Dialogue], AskedLine]) -> ChatTurn | None:
         """Answers a request that stands for itself."""
         return self._answer(lambda: asked(self.dialogue))
 
-    def complete(self, text: str) -> Said | None:
+    def complete(self, text: str) -> ChatTurn | None:
         """Goes on with a text."""
         return self._answer(lambda: self.dialogue.complete(text))
 
-    def chat(self, text: str) -> Said | None:
+    def chat(self, text: str) -> ChatTurn | None:
         """Says something in the conversation; what could not be answered is no part of it."""
         self._messages.append({"role": "user", "content": text})
         said = self._answer(lambda: self.dialogue.chat(self._messages))
@@ -152,7 +152,7 @@ class Terminal:
         self.session.refused[self._line] = why
         self.show(f"error: {why}")
 
-    def _answer(self, asked: Callable[[], AskedLine]) -> Said | None:
+    def _answer(self, asked: Callable[[], AskedLine]) -> ChatTurn | None:
         try:
             request = asked()
             self._answering, self._stop = True, False
@@ -181,7 +181,7 @@ class Terminal:
             raise KeyboardInterrupt
 
 
-def _figures(said: Said) -> str:
+def _figures(said: ChatTurn) -> str:
     """How fast an answer came, and why it ended where it did."""
     ended = {"stop": "", "length": ", cut at max_tokens or the context", "cancelled": ", stopped"}[said.reason]
     first = "" if said.first is None else f", the first after {said.first:.2f} s"

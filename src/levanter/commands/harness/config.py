@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from levanter.commands.model.naming import named_files, named_saved, naming_problems
 from levanter.commands.model.representation import Quantize, TiedHead
 from levanter.config.plan_options import PlanOptions
-from levanter.config.ranges import PathText, PositiveFloat, PositiveInt, Ranged
+from levanter.config.validators import PathText, PositiveFloat, PositiveInt, Ranged
 from levanter.eval.harness.config import HarnessConfig, HarnessTaskConfig, listed
 from levanter.inference.config import InferenceConfig
 from levanter.models.registry import LmConfig

@@ -17,29 +17,29 @@ from jax.sharding import Mesh
 
 from haliax_ext.abstract import with_arrays
 from haliax_ext.load_progress import LoadReport
+from levanter.commands.cli.outputs import write_all
+from levanter.commands.cli.runner import perform
 from levanter.commands.harness.config import EvalHarnessConfig
+from levanter.commands.harness.generation import Texts
 from levanter.commands.harness.plan import NAME, HarnessWork, describe
-from levanter.commands.harness.texts import Texts
 from levanter.commands.model.pretrained import load_pretrained
-from levanter.commands.model.scored import result_output
-from levanter.commands.shell.outputs import write_all
-from levanter.commands.shell.perform import perform
-from levanter.config import Written
+from levanter.commands.model.scoring_common import result_output
+from levanter.config import ExplicitKeys
+from levanter.distributed.barrier import is_process_0
 from levanter.eval.harness import results
-from levanter.eval.harness.asked import HarnessError
-from levanter.eval.harness.comparing import Difference, compare, table_of
-from levanter.eval.harness.following import follow, leading
+from levanter.eval.harness.broadcast import follow, leading
+from levanter.eval.harness.encoding import HarnessError
 from levanter.eval.harness.leading import ask, written_samples
 from levanter.eval.harness.page import page_of
 from levanter.eval.harness.samples import Sample, read_run, samples_of
 from levanter.eval.harness.scoring import Scorer
+from levanter.eval.harness.significance import Difference, compare, table_of
 from levanter.io import Output, join
-from levanter.processes.barrier import is_process_0
-from levanter.run import OK, EntryPoint, RunPlan, Session
+from levanter.runplan import OK, EntryPoint, RunPlan, Session
 
 
 @dataclass(frozen=True, kw_only=True)
-class Harnessed:
+class HarnessResult:
     """What came of a run.
 
     Attributes:
@@ -55,7 +55,7 @@ class Harnessed:
     seconds: float = 0.0
 
 
-def execute(plan: RunPlan[HarnessWork], mesh: Mesh | None, session: Session | None = None) -> Harnessed:
+def execute(plan: RunPlan[HarnessWork], mesh: Mesh | None, session: Session | None = None) -> HarnessResult:
     """Loads the model and asks it; nothing runs that is not in `plan`."""
     assert mesh is not None, "models run on devices"
     work, show = plan.work, session is not None and session.show
@@ -66,10 +66,10 @@ def execute(plan: RunPlan[HarnessWork], mesh: Mesh | None, session: Session | No
     began = time.perf_counter()
     if not is_process_0():
         follow(scorer, _nothing if texts is None else texts.follow)
-        return Harnessed(loading=loaded.report, seconds=time.perf_counter() - began)
+        return HarnessResult(loading=loaded.report, seconds=time.perf_counter() - began)
     with leading():
         found, samples = _ask(plan, scorer, texts, show=show)
-    return Harnessed(results=found, samples=samples, loading=loaded.report, seconds=time.perf_counter() - began)
+    return HarnessResult(results=found, samples=samples, loading=loaded.report, seconds=time.perf_counter() - began)
 
 
 def _nothing() -> None:
@@ -97,7 +97,7 @@ def _ask(
     return found, samples
 
 
-def conclude(plan: RunPlan[HarnessWork], done: Harnessed, session: Session) -> int:
+def conclude(plan: RunPlan[HarnessWork], done: HarnessResult, session: Session) -> int:
     """Prints the results, writes their files, tells trackers."""
     if not done.results:
         return OK
@@ -150,7 +150,7 @@ def _differences(
         return [], error
 
 
-def _facts(plan: RunPlan[HarnessWork], done: Harnessed) -> dict[str, str]:
+def _facts(plan: RunPlan[HarnessWork], done: HarnessResult) -> dict[str, str]:
     """What a page says of a run."""
     work, asked = plan.work, done.results["levanter"]
     config = work.config.harness
@@ -181,6 +181,6 @@ ENTRY_POINT = EntryPoint(
 )
 
 
-def main(config: EvalHarnessConfig, *, written: Written | None = None) -> int:
+def main(config: EvalHarnessConfig, *, written: ExplicitKeys | None = None) -> int:
     """Evaluates a model on the devices of this run."""
     return perform(ENTRY_POINT, config, written=written).exit_code

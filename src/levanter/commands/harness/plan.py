@@ -8,14 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from haliax_ext.program import Program
+from levanter.commands.cli.outputs import output_checks
 from levanter.commands.generate import plan as generating
 from levanter.commands.generate.config import GenerateConfig
 from levanter.commands.generate.plan import GenerateWork
 from levanter.commands.harness.config import EvalHarnessConfig
-from levanter.commands.model.not_carried import not_carried
-from levanter.commands.model.origin import ModelBlock
-from levanter.commands.model.pretrained import ModelChoice, PretrainedModel, describe_pretrained
-from levanter.commands.model.questions import (
+from levanter.commands.model.eval_prompts import (
     conversation_template,
     question_encoder,
     question_length,
@@ -25,18 +23,20 @@ from levanter.commands.model.questions import (
     rows_room,
     sampling_checks,
 )
-from levanter.commands.model.scored import output_key, rows_asked
-from levanter.commands.shell.outputs import output_checks
-from levanter.config import Written
+from levanter.commands.model.pretrained import ModelChoice, PretrainedModel, describe_pretrained
+from levanter.commands.model.scoring_common import output_key, rows_asked
+from levanter.commands.model.source import ModelBlock
+from levanter.commands.model.unsupported import not_carried
+from levanter.config import ExplicitKeys
 from levanter.data.chat import ChatTemplate
-from levanter.eval.harness.asked import HarnessError, QueryEncoder
+from levanter.distributed.barrier import is_process_0
 from levanter.eval.harness.counting import Counted
-from levanter.eval.harness.found import FoundTasks, count_requests, find_tasks
+from levanter.eval.harness.encoding import HarnessError, QueryEncoder
 from levanter.eval.harness.packing import RowShape, row_shapes
 from levanter.eval.harness.program import score_programs
 from levanter.eval.harness.samples import read_run
-from levanter.processes.barrier import is_process_0
-from levanter.run import Check, RunPlan, Target, Workload
+from levanter.eval.harness.task_discovery import FoundTasks, count_requests, find_tasks
+from levanter.runplan import Check, RunPlan, Target, Workload
 from levanter.trainer.config import TrainerConfig
 
 NAME = "eval_harness"
@@ -76,7 +76,7 @@ class HarnessWork:
         return rows_flops(self.pretrained.config, self.pretrained.Vocab.size, shape, "full")
 
 
-def describe(config: EvalHarnessConfig, target: Target, *, written: Written | None = None) -> RunPlan[HarnessWork]:
+def describe(config: EvalHarnessConfig, target: Target, *, written: ExplicitKeys | None = None) -> RunPlan[HarnessWork]:
     """Describes the run for `target`; reads metadata and the tasks' documents, no weights.
 
     Args:
@@ -84,7 +84,7 @@ def describe(config: EvalHarnessConfig, target: Target, *, written: Written | No
         target: the devices.
         written: the keys that the user wrote; None for a config made in Python.
     """
-    written = Written.in_python(config) if written is None else written
+    written = ExplicitKeys.in_python(config) if written is None else written
     tasks = find_tasks(config.harness, config.folders)
     pretrained, texts = _pretrained(config, target, written), None
     length, checking = question_length(config.harness.max_length, pretrained.config, LONGEST)
@@ -180,7 +180,7 @@ def _generation(config: EvalHarnessConfig, length: int) -> GenerateConfig:
     )
 
 
-def _pretrained(config: EvalHarnessConfig, target: Target, written: Written) -> PretrainedModel:
+def _pretrained(config: EvalHarnessConfig, target: Target, written: ExplicitKeys) -> PretrainedModel:
     def described(length: int) -> PretrainedModel:
         return describe_pretrained(
             ModelChoice.of(

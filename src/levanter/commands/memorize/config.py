@@ -11,12 +11,12 @@ from typing import Any, Literal
 from levanter.commands.model.naming import naming_problems
 from levanter.commands.model.representation import Quantize, TiedHead
 from levanter.config.plan_options import PlanOptions
-from levanter.config.ranges import NonNegativeFloat, PathText, PositiveFloat, PositiveFraction, PositiveInt, Ranged
+from levanter.config.validators import NonNegativeFloat, PathText, PositiveFloat, PositiveFraction, PositiveInt, Ranged
 from levanter.io import join
 from levanter.memorization.books import slug
+from levanter.memorization.conventions import WindowConvention, convention
 from levanter.memorization.coverage import DEFAULT_THRESHOLD, Cover
 from levanter.memorization.results import Scheme
-from levanter.memorization.schemes import Convention, convention
 from levanter.models.registry import LmConfig
 from levanter.trainer.config import TrainerConfig
 
@@ -201,7 +201,7 @@ class Book:
     title: str
     path: str
     folder: str
-    convention: Convention
+    convention: WindowConvention
     batch_size: int | None
     max_windows: int | None
     names: Mapping[str, str]

@@ -9,24 +9,24 @@ inspected, so that a finished book is left alone and an unfinished one resumes; 
 final shards; the windows are scored; tables, pictures and a report are written.
 """
 
+from levanter.commands.cli.runner import perform
 from levanter.commands.memorize.config import Book, EvalCarelessLmConfig, books_of
-from levanter.commands.memorize.plan import Job, MemorizationWork, Opened, describe_jobs
+from levanter.commands.memorize.plan import BookJob, MemorizationWork, OpenJob, describe_jobs
 from levanter.commands.memorize.run import conclude, execute_jobs, outputs
-from levanter.commands.shell.perform import perform
-from levanter.config import Written
+from levanter.config import ExplicitKeys
 from levanter.data import Tokenizer
 from levanter.io.paths import MissingFileError, is_remote
 from levanter.memorization.books import BookText, TextError, read_book, windows_identity
+from levanter.memorization.conventions import name_of
 from levanter.memorization.results import Scheme
-from levanter.memorization.schemes import name_of
 from levanter.memorization.windows import build_windows
-from levanter.run import Check, EntryPoint, RunPlan, Target
+from levanter.runplan import Check, EntryPoint, RunPlan, Target
 
 NAME = "eval_careless_lm"
 
 
 def describe(
-    config: EvalCarelessLmConfig, target: Target, *, written: Written | None = None
+    config: EvalCarelessLmConfig, target: Target, *, written: ExplicitKeys | None = None
 ) -> RunPlan[MemorizationWork]:
     """Describes the run for `target`; reads metadata and the texts, no weights."""
     checks: list[Check] = []
@@ -43,7 +43,7 @@ def describe(
         checks=checks,
         schemes=[Scheme.parse(name) for name in config.schemes] + [job.scheme for job in jobs],
         tokenizer=config.tokenizer_name,
-        written=Written.in_python(config) if written is None else written,
+        written=ExplicitKeys.in_python(config) if written is None else written,
     )
 
 
@@ -63,15 +63,15 @@ def _read(book: Book) -> tuple[BookText | None, list[Check]]:
     return text, [Check(name="text", status="ok", message=said), *notes]
 
 
-def _job(config: EvalCarelessLmConfig, book: Book, text: BookText | None) -> Job:
+def _job(config: EvalCarelessLmConfig, book: Book, text: BookText | None) -> BookJob:
     given = book.convention
     windowing = given.windowing
     windows, reason = _count(config, book, text)
 
-    def opened(tokenizer: Tokenizer) -> Opened:
+    def opened(tokenizer: Tokenizer) -> OpenJob:
         assert text is not None, "RunPlan.check() comes before a run"
         made = build_windows(text.text, tokenizer, windowing, max_windows=book.max_windows)
-        return Opened(
+        return OpenJob(
             source=made,
             spans={
                 "token_spans": made.token_spans,
@@ -85,7 +85,7 @@ def _job(config: EvalCarelessLmConfig, book: Book, text: BookText | None) -> Job
         assert text is not None, "RunPlan.check() comes before a run"
         build_windows(text.text, tokenizer, windowing, max_windows=1)
 
-    return Job(
+    return BookJob(
         key=book.key,
         title=book.title,
         folder=book.folder,
@@ -132,6 +132,6 @@ ENTRY_POINT = EntryPoint(
 )
 
 
-def main(config: EvalCarelessLmConfig, *, written: Written | None = None) -> int:
+def main(config: EvalCarelessLmConfig, *, written: ExplicitKeys | None = None) -> int:
     """Runs the evaluation on the devices of this run."""
     return perform(ENTRY_POINT, config, written=written).exit_code

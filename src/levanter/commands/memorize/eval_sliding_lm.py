@@ -7,13 +7,20 @@ windows that slide over a book. Rows may differ in length; see `levanter.memoriz
 component of `data:` is a separate set, with its own folder of results.
 """
 
-from levanter.commands.memorize.plan import DEFAULT_BATCH, Job, MemorizationWork, Opened, describe_jobs, model_block
+from levanter.commands.cli.runner import perform
+from levanter.commands.memorize.plan import (
+    DEFAULT_BATCH,
+    BookJob,
+    MemorizationWork,
+    OpenJob,
+    describe_jobs,
+    model_block,
+)
 from levanter.commands.memorize.run import conclude, execute_jobs, outputs
 from levanter.commands.memorize.sliding_config import EvalSlidingLmConfig
-from levanter.commands.model.origin import find_origin, find_tokenizer
 from levanter.commands.model.saved_model import find_saved
-from levanter.commands.shell.perform import perform
-from levanter.config import Written
+from levanter.commands.model.source import find_origin, find_tokenizer
+from levanter.config import ExplicitKeys
 from levanter.data import (
     DatasetComponent,
     LmDatasetFormatBase,
@@ -25,10 +32,10 @@ from levanter.data.errors import DataError
 from levanter.io import join
 from levanter.io.paths import MissingFileError, expand, is_remote
 from levanter.memorization.books import slug
+from levanter.memorization.conventions import CUSTOM
 from levanter.memorization.examples import Examples, digest_of, pairs_of, tokenized
 from levanter.memorization.results import FULL, Scheme
-from levanter.memorization.schemes import CUSTOM
-from levanter.run import Check, EntryPoint, RunPlan, Target
+from levanter.runplan import Check, EntryPoint, RunPlan, Target
 
 NAME = "eval_sliding_lm"
 PLANNED_POSITIONS = 100
@@ -36,10 +43,10 @@ PLANNED_POSITIONS = 100
 
 
 def describe(
-    config: EvalSlidingLmConfig, target: Target, *, written: Written | None = None
+    config: EvalSlidingLmConfig, target: Target, *, written: ExplicitKeys | None = None
 ) -> RunPlan[MemorizationWork]:
     """Describes the run for `target`; reads metadata and the rows, no weights."""
-    written = Written.in_python(config) if written is None else written
+    written = ExplicitKeys.in_python(config) if written is None else written
     named = config.data.tokenizer if "data.tokenizer" in written else None
     model, _ = model_block(config, written)
     if config.checkpoint_path is not None:
@@ -67,7 +74,7 @@ def describe(
 
 def _job(
     config: EvalSlidingLmConfig, name: str, component: object, tokenizer: Tokenizer | None, *, longest: int
-) -> tuple[Job, Check]:
+) -> tuple[BookJob, Check]:
     examples: Examples | None = None
     digest = None
     reason = "the rows are not available here"
@@ -87,12 +94,12 @@ def _job(
         bad = DataError(f"data.components.{name}: {error}")
         check = Check(name="rows", status="error", message=str(bad), error=bad)
 
-    def opened(_: Tokenizer) -> Opened:
+    def opened(_: Tokenizer) -> OpenJob:
         assert examples is not None, "RunPlan.check() comes before a run"
-        return Opened(source=examples, spans=examples.spans(), aligned=examples.aligned)
+        return OpenJob(source=examples, spans=examples.spans(), aligned=examples.aligned)
 
     positions = min(PLANNED_POSITIONS, longest) if examples is None else examples.positions
-    job = Job(
+    job = BookJob(
         key=name,
         title=name,
         folder=join(config.output_base_path, slug(name)),
@@ -142,6 +149,6 @@ ENTRY_POINT = EntryPoint(
 )
 
 
-def main(config: EvalSlidingLmConfig, *, written: Written | None = None) -> int:
+def main(config: EvalSlidingLmConfig, *, written: ExplicitKeys | None = None) -> int:
     """Runs the evaluation on the devices of this run."""
     return perform(ENTRY_POINT, config, written=written).exit_code

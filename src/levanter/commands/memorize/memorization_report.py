@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from levanter.commands.shell.entry import shell
-from levanter.commands.shell.outputs import write_or_keep, write_or_show
+from levanter.commands.cli.errors import shell
+from levanter.commands.cli.outputs import write_or_keep, write_or_show
 from levanter.io import Output, exists, join, probe, setup_logging
 from levanter.io.paths import base_name, filesystem
 from levanter.memorization.calibration import Calibration, calibrate
@@ -24,11 +24,11 @@ from levanter.memorization.compare import cautions, labels, model_name
 from levanter.memorization.coverage import DEFAULT_THRESHOLD, Cover
 from levanter.memorization.measurement import Measurement, measure, windows_block
 from levanter.memorization.outputs import REPORT
-from levanter.memorization.reference import published
+from levanter.memorization.published import published_coverages
 from levanter.memorization.report import report_html
 from levanter.memorization.report.words import count, probability, share
 from levanter.memorization.results import WINDOWS, BookResult, Scheme
-from levanter.run import OK
+from levanter.runplan import OK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +196,7 @@ def _line(name: str, run: Measurement) -> str:
         f"{count(run.characters)} {run.unit}; {count(int(run.reached.sum()))} of {count(len(run.log_pz))} windows have "
         f"p_z ≥ {probability(run.log_threshold)} (preset {run.book.preset}, scheme {run.scheme.name})"
     )
-    known = published(run.book.title, model_name(run)) if model_name(run) else {}
+    known = published_coverages(run.book.title, model_name(run)) if model_name(run) else {}
     return line + "".join(f"; published for {model}: {value:.2f} %" for model, value in known.items())
 
 

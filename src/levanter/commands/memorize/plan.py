@@ -1,7 +1,7 @@
 """What memorization entry points share when planning: from jobs to a described run.
 
-A `Job` is one book or one prepared set: where its results go, the shape of its batches, and how its windows are made.
-`describe_jobs` makes the `RunPlan` of a model and its jobs, with one Program per batch shape.
+A `BookJob` is one book or one prepared set: where its results go, the shape of its batches, and how its windows are
+made. `describe_jobs` makes the `RunPlan` of a model and its jobs, with one Program per batch shape.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,23 +10,23 @@ from typing import Any, Literal
 
 import numpy as np
 
-from levanter.commands.model.not_carried import not_carried
-from levanter.commands.model.origin import ModelBlock, merged
 from levanter.commands.model.pretrained import ModelChoice, PretrainedModel, describe_pretrained
+from levanter.commands.model.source import ModelBlock, merged
+from levanter.commands.model.unsupported import not_carried
 from levanter.compat.hf.errors import CheckpointError
 from levanter.compat.open import open_checkpoint
-from levanter.config import Written
+from levanter.config import ExplicitKeys
 from levanter.data import Tokenizer
 from levanter.memorization.results import Scheme, Scores
 from levanter.memorization.runner import BatchShape, WindowSource, laws_of, score_program
 from levanter.models.registry import LmConfig, family_of
-from levanter.run import Check, RunPlan, Target, Workload
+from levanter.runplan import Check, RunPlan, Target, Workload
 
 DEFAULT_BATCH = 32
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Opened:
+class OpenJob:
     """A job's windows.
 
     Attributes:
@@ -43,7 +43,7 @@ class Opened:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Job:
+class BookJob:
     """One book or prepared set.
 
     Attributes:
@@ -77,7 +77,7 @@ class Job:
     identity: Mapping[str, Any]
     text: str | None
     check: Callable[[Tokenizer], None] = lambda _: None
-    open: Callable[[Tokenizer], Opened]
+    open: Callable[[Tokenizer], OpenJob]
     output_names: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -94,20 +94,20 @@ class MemorizationWork:
 
     config: Any
     pretrained: PretrainedModel
-    jobs: tuple[tuple[Job, BatchShape, str], ...]
+    jobs: tuple[tuple[BookJob, BatchShape, str], ...]
     laws: tuple[Scheme, ...]
 
 
 def describe_jobs(
     config: Any,
     target: Target,
-    jobs: Sequence[Job],
+    jobs: Sequence[BookJob],
     *,
     entry_point: str,
     checks: Sequence[Check],
     schemes: Sequence[Scheme],
     tokenizer: str | None,
-    written: Written,
+    written: ExplicitKeys,
 ) -> RunPlan[MemorizationWork]:
     """Describes a run; reads metadata, no weights.
 
@@ -138,7 +138,7 @@ def describe_jobs(
     )
     laws = laws_of(schemes)
     all_checks = [*checks, *found, *pretrained.checks, *not_carried(config, written)]
-    shaped: list[tuple[Job, BatchShape, str]] = []
+    shaped: list[tuple[BookJob, BatchShape, str]] = []
     names: dict[BatchShape, str] = {}
     for job in jobs:
         check, rows = _batch(config, job, pretrained.resolved.batch_ways)
@@ -179,7 +179,7 @@ def describe_jobs(
     )
 
 
-def _own_folders(jobs: Sequence[Job]) -> None:
+def _own_folders(jobs: Sequence[BookJob]) -> None:
     """Refuses jobs that would overwrite each other: names that differ in punctuation only share a folder."""
     by_folder: dict[str, list[str]] = {}
     for job in jobs:
@@ -192,7 +192,7 @@ def _own_folders(jobs: Sequence[Job]) -> None:
         )
 
 
-def model_block(config: Any, written: Written) -> tuple[ModelBlock | None, list[Check]]:
+def model_block(config: Any, written: ExplicitKeys) -> tuple[ModelBlock | None, list[Check]]:
     """The `model:` block; with `use_hf_model_config`, only what the checkpoint does not contradict.
 
     Upstream never gave the block to the loader, so its configs carry blocks of other models.
@@ -211,7 +211,7 @@ def model_block(config: Any, written: Written) -> tuple[ModelBlock | None, list[
         model = replace(checkpoint.config, **{key: getattr(block.config, key) for key in sorted(free)})
         message = f"the checkpoint's architecture is used, as upstream does whatever the block says: {error}"
         # Nothing else in the block contradicts, so all of it may count.
-        kept = ModelBlock(config=model, keys=Written.in_python(model).top)
+        kept = ModelBlock(config=model, keys=ExplicitKeys.in_python(model).top)
         return kept, [Check(name="model block", status="note", message=message)]
     return block, []
 
@@ -220,7 +220,7 @@ def _rounded(rows: int, ways: int) -> int:
     return -(-rows // ways) * ways
 
 
-def _batch(config: Any, job: Job, ways: int) -> tuple[Check, int]:
+def _batch(config: Any, job: BookJob, ways: int) -> tuple[Check, int]:
     asked = job.batch_size or DEFAULT_BATCH
     rows = _rounded(asked, ways)
     said = f"{rows} windows of {job.positions} tokens, {job.suffix_tokens} scored"
@@ -238,7 +238,7 @@ def _batch(config: Any, job: Job, ways: int) -> tuple[Check, int]:
     return Check(name="batch", status="error", message=str(error), error=error), rows
 
 
-def _length_checks(job: Job, model: LmConfig) -> list[Check]:
+def _length_checks(job: BookJob, model: LmConfig) -> list[Check]:
     if job.positions <= model.max_seq_len:
         return []
     message = f"windows of {job.positions} tokens exceed the model's max_seq_len, {model.max_seq_len}"
@@ -247,7 +247,7 @@ def _length_checks(job: Job, model: LmConfig) -> list[Check]:
 
 
 def _workload(
-    shape: BatchShape, name: str, jobs: Sequence[tuple[Job, BatchShape, str]], model: PretrainedModel
+    shape: BatchShape, name: str, jobs: Sequence[tuple[BookJob, BatchShape, str]], model: PretrainedModel
 ) -> Workload:
     """How much a Program does: every position through the blocks, the suffix through the head."""
     body = 2.0 * model.config.matmul_parameters(0)

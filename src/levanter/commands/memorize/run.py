@@ -18,25 +18,25 @@ import pyarrow
 from jax.sharding import Mesh
 
 from haliax_ext.abstract import with_arrays
-from levanter.commands.memorize.finished import held_or_finished, write_results
-from levanter.commands.memorize.plan import Job, MemorizationWork, Opened
+from levanter.commands.memorize.plan import BookJob, MemorizationWork, OpenJob
+from levanter.commands.memorize.resume import held_or_finished, write_results
 from levanter.commands.model.pretrained import PretrainedModel, load_pretrained
 from levanter.config import plain
+from levanter.distributed.barrier import barrier, require_same
 from levanter.io import Output, Progress, is_remote, join
 from levanter.memorization.books import flat, weights_digest
 from levanter.memorization.outputs import CURVES, DEFAULT_NAMES, SUMMARY
-from levanter.memorization.parts import PartStore
+from levanter.memorization.partial_results import PartStore
 from levanter.memorization.results import BookResult, Scores
 from levanter.memorization.runner import BatchShape, agreed, score_and_store, score_batches
-from levanter.processes.barrier import barrier, require_same
-from levanter.run import OK, Recorder, RunPlan, Session
+from levanter.runplan import OK, Recorder, RunPlan, Session
 
 _NOT_IN_MANIFEST = ("output_base_path", "if_exists", "save_seconds", "load_memory_gib", "plan")
 _NOT_OF_TRAINER = ("tracker", "id", "log_dir", "jax_compilation_cache_dir")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Done:
+class FinishedJob:
     """A finished job.
 
     Attributes:
@@ -54,20 +54,20 @@ class Done:
 
 def execute_jobs(
     plan: RunPlan[MemorizationWork], mesh: Mesh | None, session: Session | None = None
-) -> tuple[Done, ...]:
+) -> tuple[FinishedJob, ...]:
     """Scores the jobs that are not done yet; nothing runs that is not in `plan`."""
     assert mesh is not None, "models run on devices"
     with ExitStack() as held:
         return _execute(plan, mesh, Session() if session is None else session, held)
 
 
-def _execute(plan: RunPlan[MemorizationWork], mesh: Mesh, session: Session, held: ExitStack) -> tuple[Done, ...]:
+def _execute(plan: RunPlan[MemorizationWork], mesh: Mesh, session: Session, held: ExitStack) -> tuple[FinishedJob, ...]:
     work, tracker = plan.work, session.tracker
     # Process 0 keeps the results, whether or not it prints.
     show = jax.process_index() == 0
     model_facts = _model_identity(plan)
     stores = [_store(work, job, shape, model_facts) for job, shape, _ in work.jobs]
-    done = [Done(title=job.title, folder=job.folder, windows=0) for job, _, _ in work.jobs]
+    done = [FinishedJob(title=job.title, folder=job.folder, windows=0) for job, _, _ in work.jobs]
     # Every process refuses another run's folder; process 0 decides whether this run is finished.
     if show:
         found = [held_or_finished(work, job, store, held) for (job, _, _), store in zip(work.jobs, stores, strict=True)]
@@ -109,14 +109,14 @@ def _execute(plan: RunPlan[MemorizationWork], mesh: Mesh, session: Session, held
 def _score(
     plan: RunPlan[MemorizationWork],
     n: int,
-    opened: Opened,
+    opened: OpenJob,
     store: PartStore,
     model: Any,
     mesh: Mesh,
     tracker: Recorder,
     *,
     before: int,
-) -> Done:
+) -> FinishedJob:
     """Scores one job and writes its results. `before` windows of other jobs were scored in this run."""
     work: MemorizationWork = plan.work
     job, shape, program = work.jobs[n]
@@ -144,10 +144,10 @@ def _score(
         _log_pictures(tracker, job)
         if store.lease is not None:
             store.lease.release()
-    return Done(title=job.title, folder=job.folder, windows=total, summary=summary)
+    return FinishedJob(title=job.title, folder=job.folder, windows=total, summary=summary)
 
 
-def _metric_prefix(work: MemorizationWork, job: Job) -> str:
+def _metric_prefix(work: MemorizationWork, job: BookJob) -> str:
     """Empty for a single book; with several the title, as upstream writes it."""
     return "" if len(work.jobs) == 1 else f"{job.title.replace(' ', '_')}/"
 
@@ -173,7 +173,7 @@ class _Report:
         self.tracker.log({f"{self.name}eval/{key}": n for key, n in numbers.items()}, step=self.before + count)
 
 
-def _log_pictures(tracker: Recorder, job: Job) -> None:
+def _log_pictures(tracker: Recorder, job: BookJob) -> None:
     """Gives the tracker the pictures and the summary, which hold no text, but not the report, which may."""
     names = {**DEFAULT_NAMES, **job.output_names}
     for name in (names["plot_path"], names["histogram_path"], CURVES, SUMMARY):
@@ -182,7 +182,7 @@ def _log_pictures(tracker: Recorder, job: Job) -> None:
             tracker.log_artifact(path, name=name, type="memorization")
 
 
-def _store(work: MemorizationWork, job: Job, shape: BatchShape, model_facts: Mapping[str, Any]) -> PartStore:
+def _store(work: MemorizationWork, job: BookJob, shape: BatchShape, model_facts: Mapping[str, Any]) -> PartStore:
     identity = {**job.identity, **model_facts, "batch": shape.rows, "schemes": [law.name for law in work.laws]}
     return PartStore(folder=job.folder, identity=identity, windows=0, suffix_tokens=job.suffix_tokens)
 
@@ -210,7 +210,7 @@ def _model_identity(plan: RunPlan[MemorizationWork]) -> dict[str, Any]:
 
 
 def _finish(
-    plan: RunPlan[MemorizationWork], job: Job, opened: Opened, scores: Scores, store: PartStore
+    plan: RunPlan[MemorizationWork], job: BookJob, opened: OpenJob, scores: Scores, store: PartStore
 ) -> Mapping[str, Any]:
     """Writes a job's results and reports, and the marker last."""
     store.check_lease()
@@ -233,7 +233,7 @@ def _finish(
     return write_results(plan.work, job, result, store)
 
 
-def said_of(done: Done) -> str:
+def said_of(done: FinishedJob) -> str:
     """A job's main results, and where the rest is."""
     found = done.summary
     assert found is not None
@@ -252,7 +252,7 @@ def _numbers(prefix: str, value: Any) -> dict[str, float]:
     return {prefix: value} if isinstance(value, (int, float)) else {}
 
 
-def _manifest(plan: RunPlan[MemorizationWork], job: Job, opened: Opened, store: PartStore) -> dict[str, Any]:
+def _manifest(plan: RunPlan[MemorizationWork], job: BookJob, opened: OpenJob, store: PartStore) -> dict[str, Any]:
     """What was run, on what; without times and paths, so that equal runs have equal manifests."""
     config = {key: value for key, value in plain(plan.work.config).items() if key not in _NOT_IN_MANIFEST}
     config["trainer"] = {key: value for key, value in config["trainer"].items() if key not in _NOT_OF_TRAINER}
@@ -283,7 +283,7 @@ def outputs(plan: RunPlan[MemorizationWork], session: Session) -> tuple[Output, 
     return tuple(found)
 
 
-def conclude(plan: RunPlan[MemorizationWork], done: Sequence[Done], session: Session) -> int:
+def conclude(plan: RunPlan[MemorizationWork], done: Sequence[FinishedJob], session: Session) -> int:
     """Prints the main results of the jobs of this run."""
     del plan, session
     for each in done:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from levanter.commands.memorize.config import model_problems, scheme_problems
 from levanter.commands.model.representation import Quantize, TiedHead
 from levanter.config.plan_options import PlanOptions
-from levanter.config.ranges import NonNegativeFloat, PathText, PositiveFloat, PositiveFraction, PositiveInt, Ranged
+from levanter.config.validators import NonNegativeFloat, PathText, PositiveFloat, PositiveFraction, PositiveInt, Ranged
 from levanter.data.config import LmDataConfig
 from levanter.memorization.coverage import DEFAULT_THRESHOLD, Cover
 from levanter.models.registry import LmConfig

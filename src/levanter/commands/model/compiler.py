@@ -19,7 +19,7 @@ from levanter.hardware.compiler import (
     tuned_options,
 )
 from levanter.mesh import ResolvedMesh
-from levanter.run import Check, Target
+from levanter.runplan import Check, Target
 from levanter.trainer.config import TrainerConfig
 
 _WORK: Mapping[Work, str] = {"train": "train steps", "score": "scoring", "generate": "generation"}

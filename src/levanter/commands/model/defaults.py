@@ -12,7 +12,7 @@ import yaml
 
 from levanter.config import plain
 from levanter.models.registry import LmConfig
-from levanter.run import Check
+from levanter.runplan import Check
 
 _ROPE: Mapping[str, Any] = {"theta": 10000, "factor": 1.0, "type": "default"}
 

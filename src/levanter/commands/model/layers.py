@@ -3,9 +3,9 @@
 from haliax_ext.errors import IndivisibleError
 from levanter.layers.attention.splash import LANES
 from levanter.mesh import ResolvedMesh
-from levanter.mesh.exchange import runs_of
+from levanter.mesh.context_parallel import runs_of
 from levanter.models.registry import LmConfig
-from levanter.run import Check
+from levanter.runplan import Check
 
 MANY_BODIES = 24
 """With more compiled layers than this, compilation takes minutes longer than necessary."""

@@ -19,30 +19,30 @@ from haliax_ext.planner import ShardingPlan, plan_sharding
 from haliax_ext.pytree import PyTree
 from haliax_ext.rules import WeightRules
 from haliax_ext.sources import TensorSource
-from levanter.commands.model.adapted import AdaptedModel, Adapter, WithAdapter, find_adapted
 from levanter.commands.model.compiler import choose_compiler
+from levanter.commands.model.cpu_layout import matrices_first
 from levanter.commands.model.layers import layer_checks
-from levanter.commands.model.layout import (
+from levanter.commands.model.naming import ReadsModel
+from levanter.commands.model.quantization import QuantizationError, QuantizedModel, quantization_check, quantized
+from levanter.commands.model.representation import Quantize, TiedHead
+from levanter.commands.model.saved_adapters import SavedAdapters
+from levanter.commands.model.saved_model import find_saved
+from levanter.commands.model.sharding import (
     load_weights,
     planned_activations,
     planned_loading,
     resolved_on,
     vocabulary_axis,
 )
-from levanter.commands.model.matrices import matrices_first
-from levanter.commands.model.naming import ReadsModel
-from levanter.commands.model.origin import ModelBlock, OpenedModel, Origin, find_origin, find_tokenizer, vocabulary
-from levanter.commands.model.quantization import QuantizationError, QuantizedModel, quantization_check, quantized
-from levanter.commands.model.representation import Quantize, TiedHead
-from levanter.commands.model.saved_adapters import SavedAdapters
-from levanter.commands.model.saved_model import find_saved
+from levanter.commands.model.source import ModelBlock, OpenedModel, Origin, find_origin, find_tokenizer, vocabulary
+from levanter.commands.model.with_adapter import AdaptedModel, Adapter, WithAdapter, find_adapted
 from levanter.data import Tokenizer
 from levanter.hardware.compiler import Work
 from levanter.layers.quantized import contracted_first
 from levanter.mesh import ResolvedMesh
 from levanter.models.precision import Precision
 from levanter.models.registry import LmConfig
-from levanter.run import Check, Searchable, Target
+from levanter.runplan import Check, Searchable, Target
 from levanter.trainer.config import TrainerConfig
 
 GIB = 1 << 30

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from haliax import NamedArray
 
 from haliax_ext.abstract import Leaf, leaves
-from haliax_ext.derived import DerivedRule
+from haliax_ext.load_transforms import LoadTransformRule
 from haliax_ext.planner import ShardingPlan
 from haliax_ext.pytree import PyTree, leaves_with_paths
 from haliax_ext.rules import WeightRule, WeightRules
@@ -19,7 +19,7 @@ from levanter.commands.model.representation import TiedHead
 from levanter.compat.hf.compressed_tensors import SCALE
 from levanter.layers.linear import Linear
 from levanter.layers.quantized import int8_matrix, quantizable, with_int8, with_own_head
-from levanter.run import Check
+from levanter.runplan import Check
 
 
 class QuantizationError(ValueError):
@@ -94,7 +94,7 @@ def quantized(
     if not chosen:
         return None
     derived = [
-        DerivedRule(
+        LoadTransformRule(
             path=f"{path}.weight",
             targets=(f"{path}.weight.q", f"{path}.weight.scale"),
             like=f"{path}.weight.q",

@@ -21,7 +21,8 @@ from levanter.checkpoint import (
     checkpoint_at,
     same_names,
 )
-from levanter.commands.model.origin import (
+from levanter.commands.model.saved_adapters import SavedAdapters
+from levanter.commands.model.source import (
     PASSTHROUGH,
     ModelBlock,
     OpenedModel,
@@ -30,14 +31,13 @@ from levanter.commands.model.origin import (
     from_block,
     merged,
 )
-from levanter.commands.model.saved_adapters import SavedAdapters
 from levanter.compat.hf.tokenizer import check_vocabulary
 from levanter.compat.open import load_tokenizer
 from levanter.config import ConfigError, parse_text, plain
 from levanter.data import PassthroughTokenizer, Tokenizer
 from levanter.models.registry import LmConfig, family_of
-from levanter.run import Check
-from levanter.trainer.frozen import FrozenPart
+from levanter.runplan import Check
+from levanter.trainer.frozen_identity import FrozenPart
 from levanter.trainer.state import MODEL
 
 PREFIX = f"{MODEL}."

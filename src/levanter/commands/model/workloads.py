@@ -13,7 +13,7 @@ from levanter.data import EvaluationSet, FileDocuments
 from levanter.io import file_size, is_remote
 from levanter.models.flops import FlopsPerToken
 from levanter.models.registry import LmConfig
-from levanter.run import RunPlan, Workload
+from levanter.runplan import RunPlan, Workload
 from levanter.trainer.batch_plan import BatchStage
 
 COUNTED_CHARACTERS = 1_000_000

@@ -7,7 +7,7 @@ from typing import Annotated, TypeAlias
 from levanter.commands.generate.config import GenerateConfig
 from levanter.commands.model.representation import Quantize, TiedHead
 from levanter.config.plan_options import PlanOptions
-from levanter.config.ranges import PathText, PositiveFloat, PositiveInt, Range, Ranged
+from levanter.config.validators import PathText, PositiveFloat, PositiveInt, Range, Ranged
 from levanter.inference.config import Auto, InferenceConfig
 from levanter.inference.params import SamplingParams
 from levanter.models.registry import LmConfig

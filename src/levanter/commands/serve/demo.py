@@ -19,7 +19,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from levanter.io.exit_codes import INTERNAL_ERROR, OK
+from levanter.base.exit_codes import INTERNAL_ERROR, OK
 
 READY = re.compile(r"ready: (http://\S+)")
 SECONDS = 600.0

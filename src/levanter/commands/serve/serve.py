@@ -22,23 +22,23 @@ import numpy as np
 from jax.sharding import Mesh
 
 from haliax_ext.load_progress import LoadReport
+from levanter.commands.cli.lifecycle import last_words
+from levanter.commands.cli.runner import perform
+from levanter.commands.cli.signals import interrupts_taken
 from levanter.commands.generate import plan as generation
+from levanter.commands.generate.engine_setup import LoadedEngine, running
 from levanter.commands.generate.plan import GenerateWork
 from levanter.commands.generate.prompts import prompt_reader
-from levanter.commands.generate.running import Running, running
 from levanter.commands.serve.compiles import compiled_from_now
 from levanter.commands.serve.config import ServeConfig
-from levanter.commands.shell.interrupts import interrupts_taken
-from levanter.commands.shell.lifecycle import last_words
-from levanter.commands.shell.perform import perform
-from levanter.config import Written
+from levanter.config import ExplicitKeys
 from levanter.inference.engine import schedule_of
-from levanter.inference.schedule import Schedule
+from levanter.inference.scheduler import Schedule
 from levanter.io import Output
-from levanter.io.version import version
-from levanter.run import OK, Check, EntryPoint, RunPlan, Session, Target
+from levanter.io.package_version import version
+from levanter.runplan import OK, Check, EntryPoint, RunPlan, Session, Target
 from levanter.serving import NOT_INSTALLED, is_installed
-from levanter.serving.key import NoKeyError, read_key
+from levanter.serving.api_key import NoKeyError, read_key
 
 if TYPE_CHECKING:
     from levanter.serving.app import Application
@@ -84,7 +84,7 @@ class ServedRun:
     address: str | None
 
 
-def describe(config: ServeConfig, target: Target, *, written: Written | None = None) -> RunPlan[ServeWork]:
+def describe(config: ServeConfig, target: Target, *, written: ExplicitKeys | None = None) -> RunPlan[ServeWork]:
     """Describes the server for `target`; reads metadata, no weights.
 
     Args:
@@ -95,7 +95,7 @@ def describe(config: ServeConfig, target: Target, *, written: Written | None = N
     Raises:
         ValueError: the model is broken or unknown, the mesh cannot be resolved, or the rows cannot be cut over it.
     """
-    written = Written.in_python(config) if written is None else written
+    written = ExplicitKeys.in_python(config) if written is None else written
     planned = generation.describe(config.generating, target, written=written)
     checks = [check for check in planned.checks if check.name not in ("input_path", "output_path")]
     limits = f"{config.max_queued_tokens:,} tokens of prompts may wait, {config.drain_seconds:g} s to end"
@@ -175,7 +175,7 @@ def execute(plan: RunPlan[ServeWork], mesh: Mesh | None, session: Session | None
     return ServedRun(loading=ready.loading, address=address)
 
 
-def warm(ready: Running, schedule: Schedule) -> None:
+def warm(ready: LoadedEngine, schedule: Schedule) -> None:
     """Calls every Program once, for nobody: all of them are compiled then.
 
     Args:
@@ -194,7 +194,7 @@ def warm(ready: Running, schedule: Schedule) -> None:
         ready.score((0,) * tokens, 0)
 
 
-def service_of(work: ServeWork, ready: Running) -> "Service":
+def service_of(work: ServeWork, ready: LoadedEngine) -> "Service":
     """The model and its engine, for an application.
 
     Args:
@@ -222,10 +222,10 @@ def application_of(plan: RunPlan[ServeWork], service: "Service") -> "Application
         service: the model and its engine.
     """
     from levanter.serving.app import app
-    from levanter.serving.doors import doors
     from levanter.serving.metrics import Facts, Metrics
-    from levanter.serving.origin import LOCAL_NAMES
-    from levanter.serving.page import Shown, page_routes
+    from levanter.serving.middleware import doors
+    from levanter.serving.middleware.same_origin import LOCAL_NAMES
+    from levanter.serving.ui import Shown, page_routes
 
     config = plan.work.server
     facts = Facts(version=version(), model=service.names[0], devices=plan.work.serving.devices)
@@ -242,7 +242,7 @@ def application_of(plan: RunPlan[ServeWork], service: "Service") -> "Application
     return app(service, routes=page_routes(shown), middleware=entrance)
 
 
-def answer(plan: RunPlan[ServeWork], ready: Running, listening: socket, address: str, *, show: bool) -> None:
+def answer(plan: RunPlan[ServeWork], ready: LoadedEngine, listening: socket, address: str, *, show: bool) -> None:
     """Answers at an address until the process is told to end."""
     from levanter.serving.server import HttpServer
 
@@ -341,6 +341,6 @@ ENTRY_POINT = EntryPoint(
 )
 
 
-def main(config: ServeConfig, *, written: Written | None = None) -> int:
+def main(config: ServeConfig, *, written: ExplicitKeys | None = None) -> int:
     """Serves on the devices of this run."""
     return perform(ENTRY_POINT, config, written=written).exit_code

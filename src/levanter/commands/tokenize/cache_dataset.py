@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from levanter.commands.model.origin import find_tokenizer
-from levanter.commands.shell.lifecycle import join_processes
-from levanter.commands.train.train_lm import TrainLmConfig
-from levanter.config import Written
+from levanter.commands.cli.lifecycle import join_processes
+from levanter.commands.model.source import find_tokenizer
+from levanter.commands.train.lm.train_lm import TrainLmConfig
+from levanter.config import ExplicitKeys
 from levanter.data import (
     AbsentTextError,
     BuildProgress,
@@ -34,14 +34,14 @@ from levanter.data import (
     resolve_evaluation,
     resolve_training,
 )
-from levanter.data.freshness import changed_files, compare_sources, stale
+from levanter.data.cache_staleness import changed_files, compare_sources, stale
 from levanter.data.manifest import StoreError, StoreIdentity
 from levanter.data.store import StoredTokens
-from levanter.data.training import store_identity
+from levanter.data.train_builder import store_identity
+from levanter.distributed.barrier import ONE_FOR_ALL_SECONDS, is_process_0, process_0_first
 from levanter.io import Output, Progress, probe
 from levanter.io.progress import amount, duration
-from levanter.processes.barrier import ONE_FOR_ALL_SECONDS, is_process_0, process_0_first
-from levanter.run import BAD_INPUT, RunRefused
+from levanter.runplan import BAD_INPUT, RunRefused
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class CacheDatasetConfig(TrainLmConfig):
     verify: bool = False
 
 
-def main(config: CacheDatasetConfig, *, written: Written | None = None) -> int:
+def main(config: CacheDatasetConfig, *, written: ExplicitKeys | None = None) -> int:
     """Builds what is missing and prints what exists."""
     # What a training run would refuse does not affect its rows.
     if config.hf_checkpoint is not None and (written is None or "data.tokenizer" not in written):

@@ -9,23 +9,23 @@ from jax.sharding import Mesh
 
 from haliax_ext.abstract import abstract, leaves, map_arrays, with_arrays
 from haliax_ext.rules import WeightRules
-from levanter.commands.model.origin import Origin
 from levanter.commands.model.quantization import QuantizationError, quantized
+from levanter.commands.model.source import Origin
 from levanter.commands.train.config import TrainLmConfig
-from levanter.commands.train.places import Places
+from levanter.commands.train.run_dirs import RunDirs
 from levanter.commands.train.work import TrainWork
-from levanter.compat.hf.export import Beside, plan_export, tokenizer_documents, write_export
+from levanter.compat.hf.export import ExportExtras, plan_export, tokenizer_documents, write_export
 from levanter.compat.hf.peft import PeftAdapter, PeftPlan, gathered, open_peft, plan_peft, write_peft
 from levanter.compat.hf.peft.merge import MergedTensors, copies_of, rounding_lines, stored_leaves
 from levanter.compat.hf.tokenizer import FastTokenizer
+from levanter.distributed.barrier import ONE_FOR_ALL_SECONDS, barrier
 from levanter.io import join
-from levanter.models.adapters.targets import KEY, AdapterError, TargetGroup, find_targets, groups_of
+from levanter.models.adapters.lora_targets import KEY, AdapterError, TargetGroup, find_targets, groups_of
 from levanter.models.adapters.tree import Adapters
 from levanter.models.adapters.whole import find_whole, part_of
 from levanter.models.base import LmHeadModel
 from levanter.models.registry import LmConfig
-from levanter.processes.barrier import ONE_FOR_ALL_SECONDS, barrier
-from levanter.trainer.adapted_state import Adapted
+from levanter.trainer.adapter_state import Adapted
 from levanter.trainer.state import StatePlan, TrainState
 
 
@@ -181,7 +181,7 @@ def planned_peft(
     )
 
 
-def save_adapters(work: TrainWork, state: TrainState, places: Places, taken: int, *, show: bool) -> str:
+def save_adapters(work: TrainWork, state: TrainState, places: RunDirs, taken: int, *, show: bool) -> str:
     """Writes the adapters of a state as peft reads them, and merged into their base, as the run is asked to.
 
     Args:
@@ -233,7 +233,7 @@ def _save_merged(
         targets=work.adapted.targets,
         copies=copies_of(own, rules, work.adapted.whole),
     )
-    beside = Beside(tokenizer=tokenizer, eos_ids=tuple(work.config.hf_generation_eos_token_ids or ()))
+    beside = ExportExtras(tokenizer=tokenizer, eos_ids=tuple(work.config.hf_generation_eos_token_ids or ()))
     write_export(files, merged, folder, beside=beside, overwrite=True)
     if show:
         print("\n".join(rounding_lines(tuple(merged.rounding.values()))), flush=True)

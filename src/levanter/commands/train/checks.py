@@ -11,11 +11,11 @@ from typing import TypeVar
 
 from haliax_ext.abstract import Leaf
 from levanter.checkpoint import CheckpointRef, SavedLeaf, checkpoint_at, used_shapes
-from levanter.checkpoint.targets import check_leaves, saved_leaf
-from levanter.commands.shell.outputs import output_checks
-from levanter.commands.train.changes import ChangedRunError, judge
+from levanter.checkpoint.restore_specs import check_leaves, saved_leaf
+from levanter.commands.cli.outputs import output_checks
 from levanter.commands.train.config import TrainLmConfig
-from levanter.commands.train.places import Places, find_resume, refuse_taken_exports
+from levanter.commands.train.config_diff import ChangedRunError, judge
+from levanter.commands.train.run_dirs import RunDirs, find_resume, refuse_taken_exports
 from levanter.data import (
     FORMATS,
     AbsentTextError,
@@ -29,8 +29,8 @@ from levanter.data import (
 from levanter.data.documents import Formats
 from levanter.models.registry import LmConfig
 from levanter.optim import OptimizerConfig
-from levanter.run import BAD_INPUT, Check, RunRefused
-from levanter.trainer.frozen import FrozenPart, check_partition, under_model
+from levanter.runplan import BAD_INPUT, Check, RunRefused
+from levanter.trainer.frozen_identity import FrozenPart, check_partition, under_model
 from levanter.trainer.state import MODEL, OPTIMIZER, StatePlan
 
 T = TypeVar("T")
@@ -105,7 +105,7 @@ def _checkpoint_problems(
     problems: list[ValueError] = []
     resumed = None
     if named is not None:
-        places = Places.of(config, named)
+        places = RunDirs.of(config, named)
         resumed = attempted(problems, lambda: find_resume(config, places))
         attempted(problems, lambda: refuse_taken_exports(places, resumed))
     if resumed is not None:

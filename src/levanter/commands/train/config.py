@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from levanter.config.plan_options import PlanOptions
-from levanter.config.ranges import Count, NonNegativeFloat, PathText, PositiveInt, Ranged, Seed
+from levanter.config.validators import Count, NonNegativeFloat, PathText, PositiveInt, Ranged, Seed
 from levanter.data.config import LmDataConfig
 from levanter.eval.harness.config import HarnessConfig
 from levanter.models.adapters.config import AdapterConfig, LoraConfig

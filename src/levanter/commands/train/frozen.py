@@ -14,9 +14,9 @@ from levanter.models.base import LmHeadModel
 from levanter.models.flops import FlopsPerToken
 from levanter.models.registry import LmConfig
 from levanter.optim.parameters import Parameter, map_parameters
-from levanter.run import Check
+from levanter.runplan import Check
 from levanter.trainer.config import TrainerConfig
-from levanter.trainer.frozen import FrozenPart
+from levanter.trainer.frozen_identity import FrozenPart
 from levanter.trainer.state import StatePlan
 
 

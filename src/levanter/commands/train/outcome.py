@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from levanter.checkpoint import CheckpointRef
-from levanter.commands.train.pair_evaluation import PairResult
+from levanter.commands.train.dpo.evaluation import PairResult
 from levanter.eval.perplexity import EvalResult
 from levanter.trainer.hooks import Throughput
 

@@ -14,25 +14,25 @@ from haliax_ext.planner import ShardingPlan
 from haliax_ext.program import Program
 from haliax_ext.rules import WeightRules
 from levanter.commands.model.compiler import CompilerChoice
-from levanter.commands.model.layout import planned_activations
+from levanter.commands.model.sharding import planned_activations
 from levanter.commands.model.workloads import WATCHED, distinct, program_name
 from levanter.commands.train.config import TrainLmConfig
-from levanter.commands.train.evaluation import evaluate_program
+from levanter.commands.train.dpo.evaluation import evaluate_pairs_program
+from levanter.commands.train.dpo.reference_logprobs import reference_program
+from levanter.commands.train.dpo.setup import Preferences
 from levanter.commands.train.frozen import learned_by_head
-from levanter.commands.train.pair_evaluation import evaluate_pairs_program
-from levanter.commands.train.preferences import Preferences
-from levanter.commands.train.reference_logprobs import reference_program
+from levanter.commands.train.lm.evaluation import evaluate_program
 from levanter.mesh import ResolvedMesh
 from levanter.models.base import LmHeadModel
-from levanter.models.head_plan import HeadPlan, plan_head
+from levanter.models.lm_head.plan import HeadPlan, plan_head
 from levanter.models.precision import Precision
 from levanter.models.registry import LmConfig
-from levanter.trainer.adapted_state import Adapted, init_base_program
+from levanter.trainer.adapter_state import Adapted, init_base_program
 from levanter.trainer.batch_plan import BatchPlan, BatchStage
-from levanter.trainer.frozen import digest_program
+from levanter.trainer.dpo import PreferenceObjective
+from levanter.trainer.frozen_identity import digest_program
 from levanter.trainer.loss import LmObjective
-from levanter.trainer.preference import PreferenceObjective
-from levanter.trainer.renewed import RenewedRows, unchanged
+from levanter.trainer.reinit_rows import RenewedRows, unchanged
 from levanter.trainer.state import StatePlan, TrainState, init_frozen_program, init_optimizer_program, init_program
 from levanter.trainer.step import StepRecipe, step_program
 from levanter.trainer.trainable import Partition, bind

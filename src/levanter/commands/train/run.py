@@ -17,18 +17,12 @@ from jax.sharding import Mesh
 
 from haliax_ext.program import Program
 from levanter.checkpoint import CheckpointRef
+from levanter.commands.cli.signals import raise_if_interrupted
 from levanter.commands.model.workloads import stage_program
-from levanter.commands.shell.interrupts import raise_if_interrupted
-from levanter.commands.train.changes import judge
 from levanter.commands.train.config import TrainLmConfig
-from levanter.commands.train.evaluation import PROGRAM, Evaluate, validation_rows
-from levanter.commands.train.first import checked_frozen, first_state
-from levanter.commands.train.harness import AskHarness
-from levanter.commands.train.instruments import guard_of, instruments
-from levanter.commands.train.keep import Keep, Prepared, checkpointer_of, last_checkpoint
-from levanter.commands.train.outcome import Trained
-from levanter.commands.train.pair_evaluation import EvaluatePairs
-from levanter.commands.train.pair_run import (
+from levanter.commands.train.config_diff import judge
+from levanter.commands.train.dpo.evaluation import EvaluatePairs
+from levanter.commands.train.dpo.run import (
     first_loss_checked,
     loaded_reference,
     pair_evaluation,
@@ -36,22 +30,28 @@ from levanter.commands.train.pair_run import (
     said_of_steps,
     said_of_validation,
 )
-from levanter.commands.train.places import (
-    Places,
+from levanter.commands.train.dpo.setup import formats_of
+from levanter.commands.train.initial_state import checked_frozen, first_state
+from levanter.commands.train.lm.evaluation import PROGRAM, Evaluate, validation_rows
+from levanter.commands.train.lm.lm_eval_hook import AskHarness
+from levanter.commands.train.monitoring import guard_of, instruments
+from levanter.commands.train.outcome import Trained
+from levanter.commands.train.run_dirs import (
+    RunDirs,
     check_exports_writable,
     find_resume,
     held_places,
     refuse_taken_exports,
 )
-from levanter.commands.train.preferences import formats_of
+from levanter.commands.train.saving import PreparedRun, Saver, checkpointer_of, last_checkpoint
 from levanter.commands.train.work import TrainPlan, TrainWork
 from levanter.data import BuildProgress, TrainingData, build_training
+from levanter.distributed.barrier import ONE_FOR_ALL_SECONDS, agreed_stop, process_0_first, require_same
+from levanter.distributed.compile_barrier import jit_together
 from levanter.io import Lease, Progress, join
 from levanter.models.base import LmHeadModel
-from levanter.processes.barrier import ONE_FOR_ALL_SECONDS, agreed_stop, process_0_first, require_same
-from levanter.processes.together import jit_together
-from levanter.run import Session
-from levanter.trainer.batches import placed_batches
+from levanter.runplan import Session
+from levanter.trainer.device_batches import placed_batches
 from levanter.trainer.hooks import ShowProgress, StepSize
 from levanter.trainer.loop import Loop, Pause, Step, stop_signal
 
@@ -68,13 +68,13 @@ def execute(plan: TrainPlan, mesh: Mesh | None, session: Session | None = None) 
     session = Session(run_id=plan.work.config.trainer.id or Session().run_id) if session is None else session
     if session.show:
         print(f"run {session.run_id}: trainer.id={session.run_id} resumes from its last checkpoint", flush=True)
-    places = Places.of(plan.work.config, session.run_id)
+    places = RunDirs.of(plan.work.config, session.run_id)
     # Before anything is inspected: another run may still be writing.
     with held_places(places, session.run_id) as leases:
         return _train(plan, mesh, session, places, leases)
 
 
-def _train(plan: TrainPlan, mesh: Mesh, session: Session, places: Places, leases: Sequence[Lease]) -> Trained:
+def _train(plan: TrainPlan, mesh: Mesh, session: Session, places: RunDirs, leases: Sequence[Lease]) -> Trained:
     """Trains in folders whose leases this run holds."""
     prepared = _prepare(plan, session, places)
     first, stop = prepared.first, prepared.stop
@@ -86,7 +86,7 @@ def _train(plan: TrainPlan, mesh: Mesh, session: Session, places: Places, leases
         part = checked_frozen(plan, mesh, frozen, prepared.resumed)
         if not said:
             said = said_of_validation(plan, mesh, prepared.data, frozen, reference, part, show=session.show)
-        keep = Keep(
+        keep = Saver(
             plan=plan,
             session=session,
             prepared=prepared,
@@ -156,7 +156,7 @@ def _train(plan: TrainPlan, mesh: Mesh, session: Session, places: Places, leases
         )
 
 
-def _prepare(plan: TrainPlan, session: Session, places: Places) -> Prepared:
+def _prepare(plan: TrainPlan, session: Session, places: RunDirs) -> PreparedRun:
     """Checks folders and checkpoints, then the data; problems are reported before a weight is read."""
     work, config = plan.work, plan.work.config
     resumed = find_resume(config, places)
@@ -187,7 +187,7 @@ def _prepare(plan: TrainPlan, session: Session, places: Places) -> Prepared:
         for line in judge(resumed, config, work.model):
             logger.warning("resume: %s", line)
         _compare_data(resumed, data)
-    return Prepared(places=places, resumed=resumed, data=data, stop=stop)
+    return PreparedRun(places=places, resumed=resumed, data=data, stop=stop)
 
 
 def last_step(config: TrainLmConfig, data: TrainingData) -> int:

@@ -4,20 +4,20 @@ from dataclasses import dataclass
 
 import haliax as hax
 
-from levanter.commands.model.origin import Origin
+from levanter.commands.model.source import Origin
 from levanter.commands.train.config import TrainLmConfig
-from levanter.commands.train.harness import TrainingHarness
-from levanter.commands.train.preferences import Preferences
+from levanter.commands.train.dpo.setup import Preferences
+from levanter.commands.train.lm.lm_eval_hook import TrainingHarness
 from levanter.compat.hf.peft import PeftAdapter, PeftPlan
 from levanter.data import EvaluationData, Tokenizer
 from levanter.mesh import ResolvedMesh
 from levanter.models.base import LmHeadModel
 from levanter.models.precision import Precision
 from levanter.models.registry import LmConfig
-from levanter.run import RunPlan
-from levanter.trainer.adapted_state import Adapted
+from levanter.runplan import RunPlan
+from levanter.trainer.adapter_state import Adapted
 from levanter.trainer.batch_plan import BatchStage
-from levanter.trainer.frozen import FrozenPart
+from levanter.trainer.frozen_identity import FrozenPart
 from levanter.trainer.state import StatePlan, TrainState
 from levanter.trainer.trainable import Partition
 

@@ -11,7 +11,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from levanter.bounds import HEADER_AXES, HEADER_DEPTH
+from levanter.base.input_limits import HEADER_AXES, HEADER_DEPTH
 from levanter.compat.hf.errors import CorruptFileError
 
 _SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}

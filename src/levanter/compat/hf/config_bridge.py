@@ -18,7 +18,7 @@ from haliax_ext.sources import TensorInfo
 from levanter.compat.hf.errors import CheckpointError, ConfigMismatchError, UnknownModelError, raise_if
 from levanter.compat.hf.expected_tensors import ExpectedTensor, expected_tensors
 from levanter.layers.activation import ACTIVATIONS
-from levanter.models.config_json import HARMLESS, ConfigJson, FieldFinding, Fields, Spelling
+from levanter.models.config_json import HARMLESS, ConfigJson, ConfigJsonReader, FieldFinding, Spelling
 from levanter.models.decoder.pattern import PatternedConfig, expand_pattern
 from levanter.models.family import Family
 from levanter.models.registry import LmConfig, broken_families, families_of_config_json, family_names, family_of
@@ -74,7 +74,7 @@ def read_config(document: Mapping[str, Any], *, where: object = "config.json") -
         CheckpointError: with everything in it that is missing, contradicts itself or cannot be computed here.
     """
     family, kind = _kind_of(document, where=where)
-    fields = Fields(document)
+    fields = ConfigJsonReader(document)
     config = kind.read(fields)
     fields.leftovers(HARMLESS)
     raise_if(CheckpointError, where, fields.problems)

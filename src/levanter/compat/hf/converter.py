@@ -35,11 +35,11 @@ from haliax_ext.meshspec import MeshSpec, mesh_in_scope
 from haliax_ext.planner import plan_sharding
 from haliax_ext.sources import TensorInfo, TensorSource
 from levanter.compat.hf.config_bridge import read_config, write_config
-from levanter.compat.hf.export import MAX_SHARD_BYTES, Beside, export
+from levanter.compat.hf.export import MAX_SHARD_BYTES, ExportExtras, export
 from levanter.compat.hf.refs import RepoRef
 from levanter.compat.hf.tokenizer import FastTokenizer, of_transformers
 from levanter.compat.open import PretrainedCheckpoint, hf_config, load_tokenizer, open_checkpoint
-from levanter.config import Written, plain
+from levanter.config import ExplicitKeys, plain
 from levanter.mesh import MeshConfig, local_devices, resolve
 from levanter.models.axes import model_axes
 from levanter.models.base import LmHeadModel
@@ -272,7 +272,7 @@ class HFCheckpointConverter:
             model,
             model.config,
             path,
-            beside=Beside(tokenizer=self.tokenizer if save_tokenizer else None, overrides=self.config_overrides),
+            beside=ExportExtras(tokenizer=self.tokenizer if save_tokenizer else None, overrides=self.config_overrides),
             dtype=None if dtype is None else np.dtype(dtype),
             max_shard_bytes=max_shard_size,
         )
@@ -292,7 +292,7 @@ class HFCheckpointConverter:
             )
         if config is None:
             return own
-        keys = Written.in_python(config).top
+        keys = ExplicitKeys.in_python(config).top
         checkpoint.check_model_block({k: v for k, v in plain(config).items() if k in keys or k == "type"})
         return dataclasses.replace(own, **{k: getattr(config, k) for k in sorted(keys - {"vocab_size"})})
 

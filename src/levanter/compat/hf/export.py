@@ -24,19 +24,19 @@ from haliax_ext.saving import OutTensor, Readable, bring, plan_saving, tensors_o
 from levanter.compat.hf.compressed_tensors import FIELD
 from levanter.compat.hf.config_bridge import write_config
 from levanter.compat.hf.errors import CheckpointError
+from levanter.compat.hf.export_dir import CONFIG, ExportPlace, place_of
+from levanter.compat.hf.export_dir import INCOMPLETE as INCOMPLETE
+from levanter.compat.hf.export_dir import ExportPathError as ExportPathError
 from levanter.compat.hf.export_int8 import Int8Tensor, as_int8, encoded, quantization_of, stored_as
-from levanter.compat.hf.export_place import CONFIG, ExportPlace, place_of
-from levanter.compat.hf.export_place import INCOMPLETE as INCOMPLETE
-from levanter.compat.hf.export_place import ExportPathError as ExportPathError
 from levanter.compat.hf.header import DTYPES
 from levanter.compat.hf.index import open_weights
 from levanter.compat.hf.limits import MAX_SHARD_BYTES
 from levanter.compat.hf.tokenizer import DEFINITION, FastTokenizer
+from levanter.distributed.compile_barrier import jit_together
 from levanter.io import leased
 from levanter.models.base import LmHeadModel
 from levanter.models.config_json import Spelling
 from levanter.models.registry import LmConfig
-from levanter.processes.together import jit_together
 
 Folder = TypeVar("Folder", bound=str | Path)
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -112,7 +112,7 @@ class ExportPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beside:
+class ExportExtras:
     """What lies beside the weights.
 
     Attributes:
@@ -135,7 +135,7 @@ def export(
     *,
     vocab_size: int | None = None,
     dtype: str | np.dtype | None = None,
-    beside: Beside | None = None,
+    beside: ExportExtras | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
@@ -169,7 +169,7 @@ def export(
     )
     arrays: dict[str, Any] = {}
     map_arrays(lambda leaf, x: arrays.__setitem__(leaf.path, x) or x, model)
-    return write_export(plan, arrays, folder, beside=beside or Beside(), overwrite=overwrite, progress=progress)
+    return write_export(plan, arrays, folder, beside=beside or ExportExtras(), overwrite=overwrite, progress=progress)
 
 
 def plan_export(
@@ -228,7 +228,7 @@ def refuse_taken(folder: str | Path) -> None:
     place_of(folder).refuse_taken()
 
 
-class ByRows(Protocol):
+class StreamedTensors(Protocol):
     """Tensors that are made on the host of the process that writes, some rows at a time."""
 
     def rows(self, tensor: OutTensor) -> Iterator[np.ndarray]:
@@ -236,7 +236,7 @@ class ByRows(Protocol):
         ...
 
 
-Arrays = Mapping[str, jax.Array | Readable] | ByRows
+Arrays = Mapping[str, jax.Array | Readable] | StreamedTensors
 """What is written: leaves by path, or tensors by rows."""
 
 
@@ -245,7 +245,7 @@ def write_export(
     arrays: Arrays,
     folder: Folder,
     *,
-    beside: Beside,
+    beside: ExportExtras,
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Folder:
@@ -316,7 +316,7 @@ def _write_shard(place: ExportPlace | None, shard: Shard, arrays: Arrays) -> Ite
             yield tensor.nbytes
 
 
-def _write_beside(place: ExportPlace, plan: ExportPlan, beside: Beside) -> Mapping[str, Any]:
+def _write_beside(place: ExportPlace, plan: ExportPlan, beside: ExportExtras) -> Mapping[str, Any]:
     """Writes what lies beside the weights, but for config.json, which it returns."""
     dtypes = sorted({tensor.dtype.name for tensor in plan.tensors if not isinstance(tensor, Int8Tensor)})
     document = write_config(plan.config, vocab_size=plan.vocab_size, dtype=dtypes[0], spelling=beside.spelling)

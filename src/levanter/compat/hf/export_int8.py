@@ -33,7 +33,7 @@ class Int8ExportError(ValueError):
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredInt8Tensor:
     """A tensor as a file has it."""
 
     name: str
@@ -56,14 +56,14 @@ class Int8Tensor(OutTensor):
         return sum(each.nbytes for each in stored_as(self))
 
 
-def stored_as(tensor: OutTensor) -> tuple[Stored, ...]:
+def stored_as(tensor: OutTensor) -> tuple[StoredInt8Tensor, ...]:
     """What a file has for a tensor, in order."""
     if not isinstance(tensor, Int8Tensor):
-        return (Stored(tensor.name, tensor.dtype, tensor.shape),)
+        return (StoredInt8Tensor(tensor.name, tensor.dtype, tensor.shape),)
     return (
-        Stored(tensor.name + PACKED_NAME, np.dtype(np.int32), packed_shape(tensor.shape)),
-        Stored(tensor.name + SCALE, np.dtype(np.float32), (tensor.shape[0], 1)),
-        Stored(tensor.name + SHAPE_NAME, np.dtype(np.int64), (2,)),
+        StoredInt8Tensor(tensor.name + PACKED_NAME, np.dtype(np.int32), packed_shape(tensor.shape)),
+        StoredInt8Tensor(tensor.name + SCALE, np.dtype(np.float32), (tensor.shape[0], 1)),
+        StoredInt8Tensor(tensor.name + SHAPE_NAME, np.dtype(np.int64), (2,)),
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from levanter.bounds import parse_json
+from levanter.base.bounded_json import parse_json
 from levanter.compat.hf.errors import CorruptFileError, raise_if
 from levanter.compat.hf.readers import ByteReader
 

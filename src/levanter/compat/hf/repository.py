@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from haliax_ext.errors import nearest
-from levanter.bounds import JSON_BYTES, OutOfBoundsError, parse_json, read_bounded
+from levanter.base.bounded_json import parse_json
+from levanter.base.input_limits import JSON_BYTES, OutOfBoundsError, read_bounded
 from levanter.compat.hf.errors import CheckpointError, CorruptFileError, MissingCheckpointFileError
 from levanter.compat.hf.readers import ByteReader, LocalFile, RemoteFile, with_retry
 from levanter.io.paths import filesystem

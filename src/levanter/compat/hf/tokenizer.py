@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tokenizers
 
-from levanter.compat.hf.byte_lengths import byte_lengths, byte_reader, count_ids
 from levanter.compat.hf.errors import CheckpointError, ConfigMismatchError, CorruptFileError, MissingCheckpointFileError
 from levanter.compat.hf.repository import Repository, read_json
-from levanter.data.text_stream import WindowStream
+from levanter.compat.hf.token_bytes import byte_lengths, byte_reader, count_ids
+from levanter.data.incremental_detokenizer import WindowStream
 from levanter.data.tokenizer import TextStream, Tokenizer
 
 if TYPE_CHECKING:

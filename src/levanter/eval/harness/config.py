@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-from levanter.config.ranges import Count, PathText, PositiveInt, Ranged
+from levanter.config.validators import Count, PathText, PositiveInt, Ranged
 
 GENERATION: Mapping[str, Any] = {"max_gen_toks": 256, "temperature": 0.0, "n": 1, "seed": None}
 """How texts are generated where a task does not say."""

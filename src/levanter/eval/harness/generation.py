@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from levanter.config.errors import did_you_mean
-from levanter.eval.harness.asked import HarnessError
+from levanter.eval.harness.encoding import HarnessError
 
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Names of the number of tokens, the first that is there counts: lm_eval's order."""

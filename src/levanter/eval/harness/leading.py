@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from levanter.data.chat import ChatTemplate
-from levanter.eval.harness.asked import QueryEncoder
 from levanter.eval.harness.config import HarnessConfig
+from levanter.eval.harness.encoding import QueryEncoder
 from levanter.eval.harness.generation import Generator
 from levanter.eval.harness.scoring import Scorer
 from levanter.eval.harness.tasks import LoadedTasks
@@ -41,8 +41,8 @@ def ask(
     Returns:
         lm_eval's results, with what was asked under `levanter`, and its samples by task.
     """
-    from levanter.eval.harness.asking import HarnessLM
-    from levanter.eval.harness.evaluating import evaluate
+    from levanter.eval.harness.driver import evaluate
+    from levanter.eval.harness.lm import HarnessLM
 
     shown: list[Progress] = []
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from levanter.eval.harness.asked import HarnessError, Query
+from levanter.eval.harness.encoding import HarnessError, Query
 
 SCORES = "score_"
 """How the names of the Programs begin."""
@@ -85,7 +85,7 @@ def row_shapes(max_length: int, *, tokens: int, ways: int, branches: bool = Fals
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Items:
+class UniqueQueries:
     """Questions without those that others answer on the way.
 
     Attributes:
@@ -99,7 +99,7 @@ class Items:
     parts: tuple[tuple[int, ...], ...]
 
 
-def items_of(questions: Sequence[Query], *, room: int | None = None) -> Items:
+def items_of(questions: Sequence[Query], *, room: int | None = None) -> UniqueQueries:
     """The sequences that have to be computed to answer all questions.
 
     Args:
@@ -138,7 +138,7 @@ def items_of(questions: Sequence[Query], *, room: int | None = None) -> Items:
         inputs.append(np.concatenate(ids))
         targets.append(np.concatenate(found).astype(np.int64))
         parts.append(tuple(sizes))
-    return Items(inputs=tuple(inputs), targets=tuple(targets), parts=tuple(parts))
+    return UniqueQueries(inputs=tuple(inputs), targets=tuple(targets), parts=tuple(parts))
 
 
 def _branching(
@@ -192,7 +192,7 @@ def branching_room(shapes: Sequence[RowShape]) -> int | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packed:
+class PackedQueries:
     """Rows of one shape.
 
     Attributes:
@@ -211,7 +211,9 @@ class Packed:
         return -(-len(self.rows) // self.shape.rows)
 
 
-def pack(items: Items, shapes: Sequence[RowShape], cost: Callable[[RowShape], float]) -> tuple[Packed, ...]:
+def pack(
+    items: UniqueQueries, shapes: Sequence[RowShape], cost: Callable[[RowShape], float]
+) -> tuple[PackedQueries, ...]:
     """Puts items into rows.
 
     Args:
@@ -226,7 +228,7 @@ def pack(items: Items, shapes: Sequence[RowShape], cost: Callable[[RowShape], fl
     return tuple(found)
 
 
-def pieces_of(items: Items, shapes: Sequence[RowShape]) -> Mapping[bool, list[Piece]]:
+def pieces_of(items: UniqueQueries, shapes: Sequence[RowShape]) -> Mapping[bool, list[Piece]]:
     """What goes into sparse rows, and into dense ones.
 
     Args:
@@ -248,7 +250,7 @@ def pieces_of(items: Items, shapes: Sequence[RowShape]) -> Mapping[bool, list[Pi
     return pieces
 
 
-def best(shapes: Sequence[RowShape], pieces: Sequence[Piece], cost: Callable[[RowShape], float]) -> list[Packed]:
+def best(shapes: Sequence[RowShape], pieces: Sequence[Piece], cost: Callable[[RowShape], float]) -> list[PackedQueries]:
     """The rows in those shapes that cost least, by a sample of the pieces.
 
     Args:
@@ -281,7 +283,9 @@ def best(shapes: Sequence[RowShape], pieces: Sequence[Piece], cost: Callable[[Ro
     return _filled(min(usable, key=price), pieces, cost)
 
 
-def _filled(shapes: Sequence[RowShape], pieces: Sequence[Piece], cost: Callable[[RowShape], float]) -> list[Packed]:
+def _filled(
+    shapes: Sequence[RowShape], pieces: Sequence[Piece], cost: Callable[[RowShape], float]
+) -> list[PackedQueries]:
     """Rows: each begins with the longest piece left, in the shape that suits it, and takes what else fits."""
     weights = [piece[0] for piece in reversed(pieces)]  # ascending
     waiting: dict[int, list[Piece]] = {}
@@ -310,7 +314,9 @@ def _filled(shapes: Sequence[RowShape], pieces: Sequence[Piece], cost: Callable[
             room -= piece[0]
         rows.setdefault(shape, []).append(tuple(row))
         filled[shape] = max(filled.get(shape, 0), shape.length - room)
-    return [Packed(shape=shape, rows=tuple(rows[shape]), filled=filled[shape]) for shape in shapes if shape in rows]
+    return [
+        PackedQueries(shape=shape, rows=tuple(rows[shape]), filled=filled[shape]) for shape in shapes if shape in rows
+    ]
 
 
 def _suiting(shapes: Sequence[RowShape], weight: int, cost: Callable[[RowShape], float]) -> RowShape:

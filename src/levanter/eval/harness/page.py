@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from levanter.eval.harness.comparing import Difference
 from levanter.eval.harness.results import numbers
 from levanter.eval.harness.samples import Sample
+from levanter.eval.harness.significance import Difference
 from levanter.eval.page import result_page
 
 _PAGE = Path(__file__).with_name("page.html")

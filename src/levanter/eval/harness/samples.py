@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from levanter.eval.harness.asked import HarnessError
+from levanter.eval.harness.encoding import HarnessError
 from levanter.io import exists, join, open_read
 from levanter.io.paths import base_name
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 from jax.sharding import Mesh
 
-from haliax_ext.batches import results
+from haliax_ext.prefetch import results
 from haliax_ext.program import Program
 from haliax_ext.pytree import PyTree
-from levanter.eval.harness.asked import Query
+from levanter.distributed.compile_barrier import jit_together
+from levanter.eval.harness.encoding import Query
 from levanter.eval.harness.packing import RowShape
-from levanter.eval.harness.table import PADDING, Table
-from levanter.processes.together import jit_together
+from levanter.eval.harness.request_table import PADDING, Table
 
 FETCH_BEHIND = 2
 """Batches in flight before a result is fetched, so that host work overlaps with device work."""

@@ -20,8 +20,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from levanter.config.errors import did_you_mean
-from levanter.eval.harness.asked import HarnessError
 from levanter.eval.harness.config import HarnessConfig, HarnessTaskConfig
+from levanter.eval.harness.encoding import HarnessError
 
 INSTALL = 'pip install "levanter[harness]"'
 FEWSHOT_SEED = 1234

@@ -9,11 +9,11 @@ import numpy as np
 
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.program import Input, Placement, Program
-from levanter.eval.needles.asked import SLOTS
-from levanter.layers.attention.order import positions
+from levanter.eval.needles.prompts import SLOTS
+from levanter.layers.attention.zigzag import positions
 from levanter.models.base import LmHeadModel
-from levanter.models.ordering import outputs_in_order, position_parts
 from levanter.models.suffix_scores import score_targets
+from levanter.models.zigzag import outputs_in_order, position_parts
 
 
 def needle_program(

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from levanter.eval.needles.asked import AskedNeedle
+from levanter.eval.needles.prompts import AskedNeedle
 from levanter.eval.needles.tasks import TASKS
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from levanter.eval.needles.results import NeedleAnswer
 from levanter.io import Lease, PartFolder, atomic_write, exists, join
 from levanter.io.atomic import remove_left_behind
-from levanter.io.parts import remove
+from levanter.io.resumable import remove
 
 logger = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from types import MappingProxyType
 
 import numpy as np
 
-from levanter.eval.needles import texts
+from levanter.eval.needles import haystack
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hidden:
+class Needle:
     """Something that is asked for.
 
     Attributes:
@@ -43,7 +43,7 @@ class NeedleText:
 
     prompt: str
     answer: str
-    hidden: tuple[Hidden, ...]
+    hidden: tuple[Needle, ...]
 
 
 Make = Callable[[np.random.Generator, int, float], NeedleText]
@@ -76,12 +76,12 @@ class Task:
         return self.short if self.short is not None and length < SHORT else self.make
 
 
-def _answer(values: Sequence[str], depths: Sequence[float | None], before: Sequence[str]) -> tuple[str, list[Hidden]]:
+def _answer(values: Sequence[str], depths: Sequence[float | None], before: Sequence[str]) -> tuple[str, list[Needle]]:
     """Values behind what stands before each."""
     text, hidden = "", []
     for value, depth, prefix in zip(values, depths, before, strict=True):
         text += prefix
-        hidden.append(Hidden(begin=len(text), end=len(text) + len(value), depth=depth))
+        hidden.append(Needle(begin=len(text), end=len(text) + len(value), depth=depth))
         text += value
     return text, hidden
 
@@ -99,7 +99,7 @@ def _spread(sentences: Iterator[str], units: int, inserted: Sequence[tuple[float
     return " ".join(parts)
 
 
-_VALUES = {"numbers": texts.numbers, "uuids": texts.uuids}
+_VALUES = {"numbers": haystack.numbers, "uuids": haystack.uuids}
 _ONE = {"numbers": "number", "uuids": "uuid"}
 
 
@@ -117,7 +117,7 @@ def _needle(
 ) -> NeedleText:
     """RULER's `niah`: `values` of each of `keys`, of which `queries` are asked for; the first of these at the depth."""
     own = max(keys, queries)
-    names = (texts.uuids if uuid_keys else texts.keys)(random, own + (units if hay == "needles" else 0))
+    names = (haystack.uuids if uuid_keys else haystack.keys)(random, own + (units if hay == "needles" else 0))
     count = own * values + (units if hay == "needles" else 0)
     drawn = _VALUES[kind](random, count)
     said = [
@@ -127,9 +127,9 @@ def _needle(
     ]
     depths = [float(each) for each in random.uniform(size=own * values)]
     depths[0] = depth
-    sentences = iter(said[own * values :]) if hay == "needles" else texts.noise()
+    sentences = iter(said[own * values :]) if hay == "needles" else haystack.noise()
     if hay == "prose":
-        sentences = texts.prose(random)
+        sentences = haystack.prose(random)
     context = _spread(sentences, units, list(zip(depths, said, strict=False)))
     asked = list(range(queries * values))
     names = names[:queries]
@@ -162,12 +162,12 @@ def _variables(random: np.random.Generator, units: int, depth: float, *, hops: i
 
 
 def _chain(random: np.random.Generator, units: int, hops: int) -> tuple[str, list[str]]:
-    names = texts.variables(random, hops + 1)
-    (value,) = texts.numbers(random, 1, digits=5)
+    names = haystack.variables(random, hops + 1)
+    (value,) = haystack.numbers(random, 1, digits=5)
     said = [f"VAR {names[0]} = {value}."]
     said += [f"VAR {b} = VAR {a}." for a, b in pairwise(names)]
     depths = sorted(float(each) for each in random.uniform(size=len(said)))
-    parts = [sentence for _, sentence in zip(range(units), texts.noise(), strict=False)]
+    parts = [sentence for _, sentence in zip(range(units), haystack.noise(), strict=False)]
     for depth, sentence in reversed(list(zip(depths, said, strict=True))):
         parts.insert(round(depth * units), sentence)
     prompt = (
@@ -212,7 +212,7 @@ def _common_words(
 def _word_list(
     random: np.random.Generator, units: int, common: int, *, often: int, seldom: int
 ) -> tuple[str, list[str]]:
-    words = texts.made_words(random, common + units)
+    words = haystack.made_words(random, common + units)
     every = [*(words[:common] * often), *(words[common:] * seldom)]
     random.shuffle(every)
     # RULER counts these ten in any order. In one pass they are judged in one, which a model must be able to know: that
@@ -230,7 +230,7 @@ def _word_list(
 def _frequent_words(random: np.random.Generator, units: int, depth: float, *, power: float = 2.0) -> NeedleText:
     """RULER's `fwe`: words by a power law, of which the three most frequent are asked for; the first one is dots."""
     del depth
-    words = ["....", *texts.made_words(random, max(4, min(units // 8, 2000)))]
+    words = ["....", *haystack.made_words(random, max(4, min(units // 8, 2000)))]
     shares = np.arange(1, len(words) + 1, dtype=np.float64) ** -power
     counts = np.maximum(1, np.floor(units * shares / shares.sum())).astype(int)
     for n in (3, 2, 1, 0):

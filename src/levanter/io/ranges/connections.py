@@ -18,7 +18,7 @@ from typing import TypeGuard
 from urllib.parse import SplitResult, unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from levanter.io.ranges.attempt import Attempt, GivenUpError, Pieces, RangeError, TransientError
+from levanter.io.ranges.request import Attempt, GivenUpError, Pieces, RangeError, TransientError
 
 CONNECT_SECONDS = 10.0
 STALL_SECONDS = 20.0

@@ -17,7 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import TypeVar
 
-from levanter.io.ranges.attempt import (
+from levanter.io.ranges.concurrency import ConcurrencyLimit
+from levanter.io.ranges.hedging import HedgedRequest
+from levanter.io.ranges.pace import Durations
+from levanter.io.ranges.request import (
     Attempt,
     GivenUpError,
     RangeError,
@@ -25,10 +28,7 @@ from levanter.io.ranges.attempt import (
     ReplacedError,
     TransientError,
 )
-from levanter.io.ranges.lanes import Lane
-from levanter.io.ranges.pace import Durations
-from levanter.io.ranges.race import Race
-from levanter.io.ranges.tally import Tally as Tally
+from levanter.io.ranges.tally import FetchStats as FetchStats
 
 MOST_REQUESTS = 128
 PART_BYTES = 4 << 20
@@ -75,8 +75,8 @@ class RangeFetcher:
         self._durations = Durations()
         self._most = most
         self._lock = threading.Lock()
-        self._small, self._large = Lane(most), Lane(most)
-        self._races: set[Race] = set()
+        self._small, self._large = ConcurrencyLimit(most), ConcurrencyLimit(most)
+        self._races: set[HedgedRequest] = set()
         self._watching = False
         self._stop = threading.Event()
         self._counts: Counter[str] = Counter()
@@ -97,12 +97,12 @@ class RangeFetcher:
         return HEDGES * PART_BYTES
 
     @property
-    def tally(self) -> Tally:
+    def tally(self) -> FetchStats:
         """What was done so far."""
         names = ("ranges", "wanted_bytes", "extra_bytes", "retried", "hedged", "hedges_won")
         with self._lock:
             counts = {name: self._counts[name] for name in names}
-        return Tally(**counts, requests=self._large.pace.limit)
+        return FetchStats(**counts, requests=self._large.pace.limit)
 
     def __str__(self) -> str:
         return str(self.tally)
@@ -167,7 +167,7 @@ class RangeFetcher:
             ReplacedError: the file is another one than when it was opened.
             RangeError: they cannot be read, or everything was interrupted.
         """
-        race = Race(file, start, into)
+        race = HedgedRequest(file, start, into)
         with self._lock:
             self._races.add(race)
             stop = self._stop
@@ -182,7 +182,7 @@ class RangeFetcher:
                 second.attempt.give_up()
         self._count(ranges=1, wanted_bytes=race.nbytes)
 
-    def _run(self, race: Race, stop: threading.Event) -> None:
+    def _run(self, race: HedgedRequest, stop: threading.Event) -> None:
         what = f"{race.file.name}: bytes {race.start:,} to {race.start + race.nbytes:,}"
         waits, reasons, began = list(self._delays), Counter[str](), self._clock()
         again = False
@@ -213,13 +213,13 @@ class RangeFetcher:
                 race.take()
             return
 
-    def _pause(self, race: Race, seconds: float, stop: threading.Event) -> None:
+    def _pause(self, race: HedgedRequest, seconds: float, stop: threading.Event) -> None:
         """Waits, but no longer than for a second request that comes home meanwhile."""
         until = self._clock() + seconds
         while (left := until - self._clock()) > 0 and race.won is None and not stop.is_set():
             race.changed.wait(min(left, LOOK_SECONDS))
 
-    def _once(self, race: Race, stop: threading.Event, *, again: bool) -> None:
+    def _once(self, race: HedgedRequest, stop: threading.Event, *, again: bool) -> None:
         attempt, rest = Attempt(), race.rest
         start, size = race.start + race.kept, sum(map(len, rest))
         lane = self._small if size <= SMALL_BYTES else self._large
@@ -249,7 +249,7 @@ class RangeFetcher:
                     if race.won is not None:
                         self._decide(race, done=done)
 
-    def _decide(self, race: Race, *, done: bool) -> None:
+    def _decide(self, race: HedgedRequest, *, done: bool) -> None:
         """Counts what two requests have both brought; that of the second is not needed where the first is whole."""
         assert race.won is not None, "the second one is home"
         at, content = race.won
@@ -287,7 +287,7 @@ class RangeFetcher:
                 slow = [race for race in races if self._is_slow(race, now, silent)]
                 lost = [race.second for race in self._races if self._is_lost(race, now, silent)]
                 hedged = sum(race.second is not None for race in self._races)
-                chosen: list[tuple[Race, int, Attempt]] = []
+                chosen: list[tuple[HedgedRequest, int, Attempt]] = []
                 for race in sorted(slow, key=_began)[: max(0, HEDGES - hedged)]:
                     if race.missing and self._may_hedge(race):
                         chosen.append((race, race.arrived, race.begin_second(now).attempt))
@@ -298,7 +298,7 @@ class RangeFetcher:
             for race, at, attempt in chosen:
                 self._hedging.submit(self._second, race, at, attempt)
 
-    def _is_slow(self, race: Race, now: float, silent: float) -> bool:
+    def _is_slow(self, race: HedgedRequest, now: float, silent: float) -> bool:
         assert race.first is not None, "under way"
         silence = race.first.look(now)
         if race.second is not None or not race.file.can_be_cut_short:
@@ -306,7 +306,7 @@ class RangeFetcher:
         seconds = now - race.first.began
         return (race.first.attempt.streams and silence > silent) or seconds > self._durations.slow_seconds(race.nbytes)
 
-    def _is_lost(self, race: Race, now: float, silent: float) -> bool:
+    def _is_lost(self, race: HedgedRequest, now: float, silent: float) -> bool:
         """Whether nothing comes of the second request either, so that another one is made in its place.
 
         It is waited for longer than the first, and each one twice as long as the one before: a server that answers
@@ -320,13 +320,13 @@ class RangeFetcher:
         waited = silence if second.attempt.streams else seconds
         return waited > max(SECOND_SECONDS, limit) * 2 ** (race.second_requests - 1)
 
-    def _may_hedge(self, race: Race) -> bool:
+    def _may_hedge(self, race: HedgedRequest) -> bool:
         """Whether what is received twice, if all that is under way twice is, remains a small share."""
         allowed = HEDGES * PART_BYTES + HEDGED_SHARE * self._counts["wanted_bytes"]
         at_stake = sum(each.missing for each in self._races if each.second is not None)
         return self._counts["extra_bytes"] + at_stake + race.missing <= allowed
 
-    def _second(self, race: Race, at: int, attempt: Attempt) -> None:
+    def _second(self, race: HedgedRequest, at: int, attempt: Attempt) -> None:
         """The second request for a slow range: for what is missing from `at` on."""
         buffer = bytearray(race.nbytes - at)
         try:
@@ -358,7 +358,7 @@ class RangeFetcher:
         race.changed.set()
 
 
-def _began(race: Race) -> float:
+def _began(race: HedgedRequest) -> float:
     assert race.first is not None, "under way"
     return race.first.began
 

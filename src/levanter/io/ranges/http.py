@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import urljoin, urlsplit
 
-from levanter.io.ranges.attempt import Attempt, FileIdentity, Pieces, RangeError, ReplacedError, TransientError
 from levanter.io.ranges.connections import (
     Connections,
     HttpAnswer,
@@ -21,6 +20,7 @@ from levanter.io.ranges.connections import (
     shown_url,
     wait_of,
 )
+from levanter.io.ranges.request import Attempt, FileIdentity, Pieces, RangeError, ReplacedError, TransientError
 
 REDIRECTIONS = 5
 _RANGE = re.compile(r"bytes (?:(\d{1,19})-(\d{1,19})|\*)/(\d{1,19}|\*)")

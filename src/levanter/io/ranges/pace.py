@@ -38,7 +38,7 @@ UNKNOWN_SLOW_SECONDS = 5.0
 """When nothing is known yet."""
 
 
-class Pace:
+class AdaptiveConcurrency:
     """The number of requests side by side, from what they brought.
 
     Attributes:

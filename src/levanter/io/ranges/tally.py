@@ -1,10 +1,10 @@
-"""`Tally`: what a fetcher did, counted."""
+"""`FetchStats`: what a fetcher did, counted."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tally:
+class FetchStats:
     """What a fetcher did so far.
 
     Attributes:

@@ -22,9 +22,10 @@ from haliax_ext.mapping import ways_in_scope
 from levanter.layers.attention.blockwise import blockwise_attention
 from levanter.layers.attention.jax_native import jax_native_attention
 from levanter.layers.attention.mask import AttentionMask
-from levanter.layers.attention.plain_passes import PlainPasses
 from levanter.layers.attention.reference import reference_attention
-from levanter.layers.attention.ring import Pass, ring_attention
+from levanter.layers.attention.ring import RingStep, ring_attention
+from levanter.layers.attention.ring_reference import PlainPasses
+from levanter.layers.attention.ring_splash import splash_passes
 from levanter.layers.attention.splash import (
     LANES,
     SplashBlocks,
@@ -33,7 +34,6 @@ from levanter.layers.attention.splash import (
     splash_mask_obstacle,
     splash_obstacle,
 )
-from levanter.layers.attention.splash_passes import splash_passes
 
 logger = logging.getLogger(__name__)
 
@@ -248,7 +248,7 @@ def attend(
     return jax_native_attention(q, k, v, mask, softmax_scale=softmax_scale, implementation=implementation)
 
 
-def _passes(choice: BackendChoice, soft_cap: float | None) -> Pass:
+def _passes(choice: BackendChoice, soft_cap: float | None) -> RingStep:
     """What attends on each device of a ring.
 
     Raises:

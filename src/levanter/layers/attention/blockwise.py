@@ -57,7 +57,9 @@ def blockwise_attention(
     )
     queries = mask.positions_of_queries(Pos)
 
-    def step(mixing: Mixing, keys, exists, k_block, v_block, segment_block, key_scales, value_scales, explicit_block):
+    def step(
+        mixing: SoftmaxState, keys, exists, k_block, v_block, segment_block, key_scales, value_scales, explicit_block
+    ):
         visible = mask.visible(queries, keys, key_segments=segment_block, explicit=explicit_block)
         if padding:
             visible = exists if visible is None else hax.logical_and(visible, exists)
@@ -66,11 +68,11 @@ def blockwise_attention(
         how = {"softmax_scale": softmax_scale, "soft_cap": soft_cap, "scales": of_block}
         return mixing.further(q, k_block, v_block, visible, **how), None
 
-    found, _ = hax.scan(step, Blocks, remat=True)(Mixing.start(q, sinks), *blocks, cut(mask.explicit_mask))
+    found, _ = hax.scan(step, Blocks, remat=True)(SoftmaxState.start(q, sinks), *blocks, cut(mask.explicit_mask))
     return found.whole(v.dtype)
 
 
-class Mixing(eqx.Module):
+class SoftmaxState(eqx.Module):
     """What the softmax over the keys so far has made of each query.
 
     A block of keys that a query does not see leaves its numbers as they are, bit by bit.
@@ -86,7 +88,7 @@ class Mixing(eqx.Module):
     mixed: NamedArray
 
     @staticmethod
-    def start(q: NamedArray, sinks: NamedArray | None) -> "Mixing":
+    def start(q: NamedArray, sinks: NamedArray | None) -> "SoftmaxState":
         """Before the first key."""
         rows = tuple(axis for axis in q.axes if axis.name != "head_size")
         top, total = hax.full(rows, HIDDEN, dtype=jnp.float32), hax.zeros(rows, dtype=jnp.float32)
@@ -96,7 +98,7 @@ class Mixing(eqx.Module):
             top = jax.lax.stop_gradient(hax.maximum(top, own))
             total = hax.exp(own - top)
         assert isinstance(top, NamedArray)
-        return Mixing(top=top, total=total, mixed=hax.zeros(q.axes, dtype=jnp.float32))
+        return SoftmaxState(top=top, total=total, mixed=hax.zeros(q.axes, dtype=jnp.float32))
 
     def further(
         self,
@@ -108,7 +110,7 @@ class Mixing(eqx.Module):
         softmax_scale: float,
         soft_cap: float | None,
         scales: tuple[NamedArray, NamedArray] | None,
-    ) -> "Mixing":
+    ) -> "SoftmaxState":
         """With some more keys; see `reference_attention`.
 
         Args:
@@ -132,7 +134,7 @@ class Mixing(eqx.Module):
         mixing = scaled_by(weights, scales, 1).astype(v.dtype)
         values = hax.dot(mixing, v, axis=Block, preferred_element_type=jnp.float32)
         mixed = self.mixed * shrink + values.rearrange(self.mixed.axes)
-        return Mixing(top=top, total=self.total * shrink + hax.sum(weights, Block), mixed=mixed)
+        return SoftmaxState(top=top, total=self.total * shrink + hax.sum(weights, Block), mixed=mixed)
 
     def whole(self, dtype: DTypeLike) -> NamedArray:
         """What every query gets; zeros for one that has seen no key."""

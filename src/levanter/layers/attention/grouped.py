@@ -18,15 +18,15 @@ from haliax import Axis, NamedArray
 
 from haliax_ext.mapping import in_one_mapping, inside_attention, shard_attention
 from levanter.layers.attention.backends import BackendChoice, attend, default_backend, names_its_output, takes_cut_keys
-from levanter.layers.attention.cached import CachedLayers, attend_cached
-from levanter.layers.attention.context import MixerContext
+from levanter.layers.attention.kv_cache import CachedLayers, attend_cached
 from levanter.layers.attention.mask import AttentionMask
+from levanter.layers.context import MixerContext
 from levanter.layers.linear import Linear
 from levanter.layers.norm import Norm, NormSpec
-from levanter.layers.part import AttentionGroup, Shapes
-from levanter.layers.roles import role
+from levanter.layers.param_roles import role
+from levanter.layers.protocols import AttentionGroup, Shapes
+from levanter.layers.remat_names import saved
 from levanter.layers.rotary import apply_rotary
-from levanter.layers.saved import saved
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ import equinox as eqx
 import haliax as hax
 from haliax import Axis, NamedArray
 
-from levanter.layers.attention.order import positions as zigzag_positions
+from levanter.layers.attention.zigzag import positions as zigzag_positions
 
 
 class AttentionMask(eqx.Module):

@@ -27,8 +27,8 @@ from haliax import Axis, NamedArray
 from jax.ad_checkpoint import checkpoint_name
 
 from haliax_ext.errors import ShardingError
-from levanter.layers.attention import merge
-from levanter.layers.attention.cut import Cut
+from levanter.layers.attention import lse_merge
+from levanter.layers.attention.kernel_specs import AxisShards
 from levanter.layers.attention.mask import AttentionMask
 
 Arrays = tuple[jax.Array, ...]
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sight:
+class VisibleKeys:
     """What of the arriving keys the own queries see, as far as it is known on every device alike.
 
     Attributes:
@@ -52,7 +52,7 @@ class Sight:
     window: int | None
 
 
-class Pass(Protocol):
+class RingStep(Protocol):
     """Attention of a device's queries to the keys that are there now.
 
     Arrays: `q [rows, kv_head, group, position, head_size]`, `k` and `v [rows, kv_head, key_position, head_size]`.
@@ -61,14 +61,14 @@ class Pass(Protocol):
     """
 
     def forward(
-        self, sight: Sight, q: jax.Array, k: jax.Array, v: jax.Array, begins: Arrays, segments: Arrays | None
-    ) -> merge.Seen:
+        self, sight: VisibleKeys, q: jax.Array, k: jax.Array, v: jax.Array, begins: Arrays, segments: Arrays | None
+    ) -> lse_merge.Seen:
         """What the queries make of these keys."""
         ...
 
     def backward(
         self,
-        sight: Sight,
+        sight: VisibleKeys,
         given: tuple[jax.Array, jax.Array, jax.Array],
         found: tuple[jax.Array, jax.Array, jax.Array],
         begins: Arrays,
@@ -98,8 +98,8 @@ class DeviceRing:
 
     axes: tuple[str, ...]
     size: int
-    sight: Sight
-    passes: Pass
+    sight: VisibleKeys
+    passes: RingStep
 
     def next(self, x: T) -> T:
         """A tree of arrays to the next device, from the one before."""
@@ -124,7 +124,7 @@ def ring_attention(
     mask: AttentionMask,
     *,
     softmax_scale: float,
-    passes: Pass,
+    passes: RingStep,
     sinks: NamedArray | None = None,
 ) -> NamedArray:
     """As `reference_attention`, where the mapping in scope cuts `position` and `key_position` over the same mesh axes.
@@ -142,7 +142,7 @@ def ring_attention(
         ShardingError: the mask is not such a rule, or the mapping no ring.
     """
     Pos, KeyPos = q.resolve_axis("position"), k.resolve_axis("key_position")
-    cut = Cut.in_scope()
+    cut = AxisShards.in_scope()
     ring = _ring(mask, Pos, KeyPos, cut, passes)
     KVHead, Group, Size = (q.resolve_axis(name) for name in ("kv_head", "q_heads_per_group", "head_size"))
     leading = tuple(a for a in q.axes if a not in (Pos, KVHead, Group, Size))
@@ -173,7 +173,7 @@ def ring_attention(
     return hax.named(out, named["q"].axes).rearrange(q.axes)
 
 
-def _ring(mask: AttentionMask, Pos: Axis, KeyPos: Axis, cut: Cut, passes: Pass) -> DeviceRing:
+def _ring(mask: AttentionMask, Pos: Axis, KeyPos: Axis, cut: AxisShards, passes: RingStep) -> DeviceRing:
     axes = tuple(axis for axis in cut.mesh_axes(KeyPos) if cut.mesh[axis] > 1)
     if axes != tuple(axis for axis in cut.mesh_axes(Pos) if cut.mesh[axis] > 1):
         raise ShardingError(
@@ -185,7 +185,7 @@ def _ring(mask: AttentionMask, Pos: Axis, KeyPos: Axis, cut: Cut, passes: Pass) 
     if obstacle := ring_obstacle(mask, size):
         raise ShardingError(f"ring attention: {obstacle}", suggestion="attention_mapping: gather has any mask")
     cut.spec((KeyPos,))  # Raises where it does not divide.
-    sight = Sight(runs=2 if mask.zigzag > 1 else 1, is_causal=mask.is_causal, window=mask.sliding_window)
+    sight = VisibleKeys(runs=2 if mask.zigzag > 1 else 1, is_causal=mask.is_causal, window=mask.sliding_window)
     return DeviceRing(axes=axes, size=size, sight=sight, passes=passes)
 
 
@@ -219,18 +219,18 @@ def _around(
     rank, length = ring.here(), q.shape[-2]
     own = ring.begins(rank, length)
 
-    def hop(n: jax.Array, carry: tuple[Pair, jax.Array | None, merge.Seen]) -> tuple[Pair, object, merge.Seen]:
+    def hop(n: jax.Array, carry: tuple[Pair, jax.Array | None, lse_merge.Seen]) -> tuple[Pair, object, lse_merge.Seen]:
         both, theirs, seen = carry
         behind, behind_ids = ring.next((both, theirs))
         begins = ring.begins((rank - n) % ring.size, length)
         ids = None if segments is None or theirs is None else (segments, theirs)
         found = ring.passes.forward(ring.sight, q, *both, (own, begins), ids)
-        return behind, behind_ids, merge.merged(seen, found)
+        return behind, behind_ids, lse_merge.merged(seen, found)
 
-    start = ((k, v), segments, merge.nothing(q.shape))
+    start = ((k, v), segments, lse_merge.nothing(q.shape))
     _, _, seen = jax.lax.fori_loop(0, ring.size, hop, start)
     if sinks is not None:
-        seen = merge.with_sinks(seen, sinks[None, :, :, None])
+        seen = lse_merge.with_sinks(seen, sinks[None, :, :, None])
     return seen[0].astype(v.dtype), seen[1]
 
 

@@ -22,10 +22,9 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.sharding import AbstractMesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from levanter.layers.attention.cut import Cut
-from levanter.layers.attention.gathering import Attend, gathering, gathers_keys
+from levanter.layers.attention.kernel_specs import AxisShards
+from levanter.layers.attention.kv_all_gather import Attend, gathering, gathers_keys
 from levanter.layers.attention.mask import AttentionMask
-from levanter.layers.attention.order import natural
 from levanter.layers.attention.reference import HIDDEN
 from levanter.layers.attention.splash_tables import (
     MOST_MARKED_KEYS,
@@ -38,6 +37,7 @@ from levanter.layers.attention.splash_tables import (
     static_kernel,
     tables_at,
 )
+from levanter.layers.attention.zigzag import natural
 
 LANES = 128
 """The width of a TPU's vector registers: every block is a multiple of it."""
@@ -127,7 +127,7 @@ def splash_attention(
     KVHead, Group, Size = (q.resolve_axis(name) for name in ("kv_head", "q_heads_per_group", "head_size"))
     leading = tuple(a for a in q.axes if a not in (Pos, KVHead, Group, Size))
     mesh = jax.sharding.get_abstract_mesh()
-    cut = Cut.in_scope()
+    cut = AxisShards.in_scope()
     parts, zigzag = cut.ways(Pos), mask.zigzag
     gathers = gathers_keys(cut, Pos, KeyPos)
     if zigzag > 1:
@@ -258,7 +258,7 @@ def _on_every_device(
     before: tuple[pallas.SplashAttentionKernel, ...],
     before_specs: tuple[object, ...],
     named: dict[str, NamedArray],
-    cut: Cut,
+    cut: AxisShards,
     mesh: AbstractMesh,
     *,
     rows: int,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from levanter.memorization import reference
+from levanter.memorization import published
 from levanter.memorization.calibration import Interval
 from levanter.memorization.compare import model_name
 from levanter.memorization.coverage import covered
@@ -44,7 +44,7 @@ def runs_table(runs: Sequence[Measurement], names: Sequence[str]) -> str:
     head = ("run", "model", "preset", "scheme", "windows", "coverage", "95 % interval", "at the threshold", "published")
     lines = []
     for run, name in zip(runs, names, strict=True):
-        published = reference.published(run.book.title, model_name(run)) if model_name(run) else {}
+        coverages = published.published_coverages(run.book.title, model_name(run)) if model_name(run) else {}
         cells = (
             escaped(model_name(run)),
             escaped(run.book.preset),
@@ -53,7 +53,7 @@ def runs_table(runs: Sequence[Measurement], names: Sequence[str]) -> str:
             f"<b>{share(run.coverage)}</b>",
             f"{share(run.coverage_interval.low)} – {share(run.coverage_interval.high)}",
             f"{count(int(run.reached.sum()))} ({share(run.reached_rate)})",
-            ", ".join(f"{value:.2f} %" for value in published.values()) or "–",
+            ", ".join(f"{value:.2f} %" for value in coverages.values()) or "–",
         )
         lines.append(f"<tr><th scope='row'>{escaped(name)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
     return _table(head, lines)
@@ -82,20 +82,20 @@ def schemes_table(run: Measurement) -> str:
 
 def published_table(run: Measurement) -> str:
     """Published coverages of the same book, with this run among them; empty if there are none."""
-    published = reference.published(run.book.title)
-    if not published:
+    coverages = published.published_coverages(run.book.title)
+    if not coverages:
         return ""
     ours = f"this run ({model_name(run) or run.book.preset})"
-    values = sorted([*published.items(), (ours, run.coverage * 100)], key=lambda item: -item[1])
+    values = sorted([*coverages.items(), (ours, run.coverage * 100)], key=lambda item: -item[1])
     lines = [
         f"<tr{' class=ours' if name == ours else ''}><th scope='row'>{escaped(name)}</th><td>{value:.2f} %</td></tr>"
         for name, value in values
     ]
     differing = []
-    if run.book.preset != reference.PRESET or run.scheme.name != reference.SCHEME:
+    if run.book.preset != published.PRESET or run.scheme.name != published.SCHEME:
         differing.append(f"preset {run.book.preset} and scheme {run.scheme.name} here, paper and k40 there")
-    if abs(run.threshold / reference.THRESHOLD - 1) > 1e-9:
-        differing.append(f"threshold {run.threshold:.3g} here, {reference.THRESHOLD:g} there")
+    if abs(run.threshold / published.THRESHOLD - 1) > 1e-9:
+        differing.append(f"threshold {run.threshold:.3g} here, {published.THRESHOLD:g} there")
     if run.cover != "suffix":
         differing.append(f"{run.cover} covers here, suffix there")
     note = f"Not exactly comparable: {'; '.join(differing)}." if differing else "Same settings; editions may differ."

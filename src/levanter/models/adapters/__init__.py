@@ -6,11 +6,11 @@ them to a model.
 
 from typing import TYPE_CHECKING
 
-from haliax_ext.on_demand import export_on_demand
+from haliax_ext.lazy_imports import export_on_demand
 
 if TYPE_CHECKING:
     from levanter.models.adapters.config import AdapterConfig, LoraConfig, NoAdapterConfig
-    from levanter.models.adapters.targets import AdapterError, TargetGroup, find_targets, groups_of
+    from levanter.models.adapters.lora_targets import AdapterError, TargetGroup, find_targets, groups_of
     from levanter.models.adapters.tree import Adapters, Pair
 
 __all__ = [

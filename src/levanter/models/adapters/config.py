@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import draccus
 
-from levanter.config.ranges import Fraction, PathText, PositiveFloat, PositiveInt, Ranged
+from levanter.config.validators import Fraction, PathText, PositiveFloat, PositiveInt, Ranged
 
 IN, OUT = "in", "out"
 """The sides of a projection, where targets are named by axes."""

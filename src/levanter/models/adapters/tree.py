@@ -23,7 +23,7 @@ from levanter.layers.linear import Linear
 from levanter.layers.low_rank import RANK, LowRank
 from levanter.layers.quantized import COPIES, EXPERT
 from levanter.models.adapters.config import LoraConfig
-from levanter.models.adapters.targets import TargetGroup
+from levanter.models.adapters.lora_targets import TargetGroup
 from levanter.models.adapters.whole import WHOLE, own_path
 
 M = TypeVar("M")

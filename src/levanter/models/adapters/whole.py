@@ -15,8 +15,8 @@ from haliax_ext.mapping import path_matches
 from haliax_ext.pytree import KeyPath, PyTree, is_named, path_string
 from haliax_ext.rules import WeightRules
 from levanter.models.adapters.config import LoraConfig
-from levanter.models.adapters.targets import KEY, AdapterError, TargetGroup, no_projection
-from levanter.models.groups import EMBEDDING, HEAD, NORM, parameter_group
+from levanter.models.adapters.lora_targets import KEY, AdapterError, TargetGroup, no_projection
+from levanter.models.param_groups import EMBEDDING, HEAD, NORM, parameter_group
 
 M = TypeVar("M")
 

@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING
 
-from haliax_ext.on_demand import export_on_demand
+from haliax_ext.lazy_imports import export_on_demand
 
 if TYPE_CHECKING:
     from levanter.models.decoder.config import DecoderConfig
     from levanter.models.decoder.model import DecoderLmHeadModel
     from levanter.models.decoder.pattern import PatternedConfig, WindowedConfig
-    from levanter.models.decoder.spec import Run, runs_of
+    from levanter.models.decoder.scan_layout import Run, runs_of
     from levanter.models.decoder.weights import BlockTensor, decoder_rules
 
 __all__ = [

@@ -16,16 +16,16 @@ from jax.typing import DTypeLike
 
 from haliax_ext.divisibility import divisors
 from haliax_ext.errors import nearest
-from levanter.config.ranges import Epsilon, LayerCount, NonNegativeFloat, PositiveInt
+from levanter.config.validators import Epsilon, LayerCount, NonNegativeFloat, PositiveInt
 from levanter.layers.activation import ACTIVATIONS
 from levanter.layers.attention.backends import check_backend_name, choose_backend, named_backend
 from levanter.layers.attention.grouped import AttentionSpec
 from levanter.layers.layer import PRE_NORMS, LayerSpec, NormPlace, ResidualSpec
 from levanter.layers.mlp import MlpSpec
 from levanter.layers.norm import NormSpec
-from levanter.layers.part import FeedForward, Mixer
+from levanter.layers.protocols import FeedForward, Mixer
 from levanter.layers.rotary import DefaultRotaryConfig, RotaryConfig
-from levanter.models.decoder.spec import Run, runs_of
+from levanter.models.decoder.scan_layout import Run, runs_of
 from levanter.models.registry import LmConfig
 from levanter.models.stack import checkpoint_policy
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from levanter.config.ranges import Epsilon, NonNegativeFloat
+from levanter.config.validators import Epsilon, NonNegativeFloat
 from levanter.layers.rotary import RotaryConfig
-from levanter.models.config_json import Fields
+from levanter.models.config_json import ConfigJsonReader
 from levanter.models.decoder.config import DecoderConfig
 from levanter.models.decoder.pattern import FULL, SLIDING, WindowedConfig
 from levanter.models.decoder.rope_json import DEFAULT_THETA, read_rope
@@ -81,7 +81,7 @@ EPSILON = "rms_norm_eps"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Absent:
+class MissingFieldDefaults:
     """What a field means where a family's config.json lacks it: transformers' own defaults.
 
     Attributes:
@@ -106,12 +106,12 @@ class Absent:
 
 
 def read_decoder(
-    fields: Fields,
+    fields: ConfigJsonReader,
     config_class: type[C],
     *,
     name: str,
     transformers_class: str,
-    absent: Absent = Absent(),
+    absent: MissingFieldDefaults = MissingFieldDefaults(),
     epsilon_field: str = EPSILON,
     rope: RotaryConfig | None = None,
     reads_rope: bool = False,
@@ -199,7 +199,7 @@ def read_decoder(
         return None
 
 
-def forbid_foreign(fields: Fields, *, name: str, layers: int) -> None:
+def forbid_foreign(fields: ConfigJsonReader, *, name: str, layers: int) -> None:
     """Turns every field that changes numbers in some other family, and that nobody has asked for, into a problem."""
     for unread, harmless in FOREIGN.items():
         if unread not in fields.seen:
@@ -207,7 +207,7 @@ def forbid_foreign(fields: Fields, *, name: str, layers: int) -> None:
             fields.forbid(unread, [[FULL] * layers] if unread == "layer_types" else harmless, other)
 
 
-def read_layer_types(fields: Fields, config: W | None) -> W | None:
+def read_layer_types(fields: ConfigJsonReader, config: W | None) -> W | None:
     """`config` with `layer_types` as the document has them, where they are not the family's own pattern."""
     given = fields.get("layer_types", list)
     if config is None or given is None:

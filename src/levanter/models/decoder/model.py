@@ -23,18 +23,18 @@ from haliax.nn.scan import BlockSeq, Stacked
 
 from haliax_ext.mapping import into_residual, out_of_residual, shard_residual
 from levanter.layers.attention import AttentionMask, GroupedQueryAttention, MixerContext
-from levanter.layers.attention.cached import CachedLayers, NewPositions
-from levanter.layers.attention.context import RotaryTables
-from levanter.layers.by_layer import numbered
+from levanter.layers.attention.kv_cache import CachedLayers, NewPositions
+from levanter.layers.context import RotaryTables
 from levanter.layers.embedding import Embedding, PositionEmbedding, places_in_segments
 from levanter.layers.layer import LayerSpec
 from levanter.layers.linear import Linear
 from levanter.layers.norm import Norm
 from levanter.layers.outputs import Outputs, Sums
-from levanter.layers.roles import role
+from levanter.layers.param_roles import role
+from levanter.layers.unstacked import numbered
 from levanter.models.base import LmHeadModel
 from levanter.models.decoder.config import DecoderConfig
-from levanter.models.decoder.spec import Run
+from levanter.models.decoder.scan_layout import Run
 from levanter.models.stack import Period, checkpoint_policy, stack_of
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from haliax_ext.errors import nearest
-from levanter.config.ranges import PositiveInt
+from levanter.config.validators import PositiveInt
 from levanter.models.decoder.config import DecoderConfig
 
 _PATTERN = re.compile(r"(?P<once>[^()]*)\((?P<again>[^()]+)\)|(?P<all>[^()]+)")

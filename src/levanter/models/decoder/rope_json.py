@@ -20,7 +20,7 @@ from levanter.layers.rotary import (
     RotaryConfig,
     YarnRotaryConfig,
 )
-from levanter.models.config_json import FieldFinding, Fields, Spelling
+from levanter.models.config_json import ConfigJsonReader, FieldFinding, Spelling
 
 DEFAULT_THETA = 10000.0
 _ORIGINAL = "original_max_position_embeddings"
@@ -47,7 +47,7 @@ _OPTIONAL = {
 
 
 def read_rope(
-    fields: Fields,
+    fields: ConfigJsonReader,
     *,
     max_position_embeddings: int,
     theta: float = DEFAULT_THETA,
@@ -105,7 +105,7 @@ def read_rope(
     return rope if rope is None or share == 1.0 else dataclasses.replace(rope, partial_rotary_factor=share)
 
 
-def _value(fields: Fields, name: str, value: object) -> object:
+def _value(fields: ConfigJsonReader, name: str, value: object) -> object:
     if name == "truncate":
         return fields.check(f"rope.{name}", value, bool)
     if name in ("short_factor", "long_factor"):
@@ -113,11 +113,11 @@ def _value(fields: Fields, name: str, value: object) -> object:
     return _number(fields, name, value)
 
 
-def _number(fields: Fields, name: str, value: object) -> float:
+def _number(fields: ConfigJsonReader, name: str, value: object) -> float:
     return fields.check(f"rope.{name}", value, int if name == _ORIGINAL else float)
 
 
-def _merge(fields: Fields, flat: Mapping[str, str]) -> dict[str, Any]:
+def _merge(fields: ConfigJsonReader, flat: Mapping[str, str]) -> dict[str, Any]:
     """All rope parameters of the document under their transformers-5 names, null ones left out."""
     merged: dict[str, Any] = {}
     origin: dict[str, str] = {}
@@ -144,7 +144,9 @@ def _merge(fields: Fields, flat: Mapping[str, str]) -> dict[str, Any]:
     return merged
 
 
-def _build(fields: Fields, kind: str, theta: float, numbers: Mapping[str, Any], context: int) -> RotaryConfig | None:
+def _build(
+    fields: ConfigJsonReader, kind: str, theta: float, numbers: Mapping[str, Any], context: int
+) -> RotaryConfig | None:
     original = numbers.get(_ORIGINAL)
     try:
         match kind:
@@ -193,7 +195,7 @@ _WHOLE, _WINDOWED = "full_attention", "sliding_attention"
 
 
 def read_rope_by_layer_type(
-    fields: Fields, *, max_position_embeddings: int, theta: float, theta_of_windows: float
+    fields: ConfigJsonReader, *, max_position_embeddings: int, theta: float, theta_of_windows: float
 ) -> tuple[RotaryConfig | None, RotaryConfig | None]:
     """The rotary embeddings of layers that see everything, and of layers with a window.
 
@@ -211,7 +213,7 @@ def read_rope_by_layer_type(
     flat = {name: value for name, value in fields.document.items() if name != "rope_parameters"}
 
     def read(document: Mapping[str, Any], theta: float) -> RotaryConfig | None:
-        inner = Fields(document, problems=fields.problems, findings=fields.findings)
+        inner = ConfigJsonReader(document, problems=fields.problems, findings=fields.findings)
         return read_rope(inner, max_position_embeddings=max_position_embeddings, theta=theta)
 
     if not nested:

@@ -66,7 +66,7 @@ def projections(
     return found
 
 
-class Normed(Protocol):
+class HasNorms(Protocol):
     """What has norms on the residual stream: a `LayerSpec`, or a config of which all layers have the same."""
 
     @property
@@ -80,7 +80,7 @@ class Normed(Protocol):
         ...
 
 
-def norms(normed: Normed, names: Mapping[str, str] | None = None) -> list[BlockTensor]:
+def norms(normed: HasNorms, names: Mapping[str, str] | None = None) -> list[BlockTensor]:
     """Weights and biases of a block's norms.
 
     Args:
@@ -120,7 +120,7 @@ def attention_biases(config: DecoderConfig) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Names:
+class CheckpointNames:
     """What a checkpoint calls what is not inside of a block.
 
     Attributes:
@@ -141,7 +141,7 @@ def decoder_rules(
     Vocab: Axis | None,
     block: Iterable[BlockTensor] | Callable[[LayerSpec], Iterable[BlockTensor]],
     *,
-    names: Names = Names(),
+    names: CheckpointNames = CheckpointNames(),
     more: Iterable[WeightRule] = (),
     aliases: tuple[tuple[str, str], ...] = (),
     ignored: tuple[str, ...] = (),

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 
-from levanter.config.ranges import PositiveFloat, PositiveInt
+from levanter.config.validators import PositiveFloat, PositiveInt
 from levanter.layers.attention.grouped import AttentionSpec
 from levanter.layers.layer import POST_NORMS, PRE_NORMS, NormPlace
 from levanter.layers.norm import NormSpec

@@ -3,8 +3,14 @@
 from typing import Any
 
 from levanter.layers.rotary import DefaultRotaryConfig
-from levanter.models.config_json import HARMLESS, ConfigJson, Fields, Spelling
-from levanter.models.decoder.config_json import DIFFERENT_LAYERS, Absent, layer_types, read_decoder, read_layer_types
+from levanter.models.config_json import HARMLESS, ConfigJson, ConfigJsonReader, Spelling
+from levanter.models.decoder.config_json import (
+    DIFFERENT_LAYERS,
+    MissingFieldDefaults,
+    layer_types,
+    read_decoder,
+    read_layer_types,
+)
 from levanter.models.decoder.model import DecoderLmHeadModel
 from levanter.models.decoder.rope_json import read_rope_by_layer_type, write_rope_by_layer_type
 from levanter.models.family import Family
@@ -25,14 +31,14 @@ _SIZES = {
 }
 
 
-def _activation(fields: Fields) -> str:
+def _activation(fields: ConfigJsonReader) -> str:
     """The gate's activation in Gemma 2 and 3, whose class in transformers does not look at `hidden_act`."""
     found: str = fields.get("hidden_activation", str, _GELU)
     fields.note("hidden_act", [found], f"hidden_activation is read ({found})")
     return found
 
 
-def _activation_of_1(fields: Fields) -> str:
+def _activation_of_1(fields: ConfigJsonReader) -> str:
     """The gate's activation in the first Gemma: its files say `gelu`, and mean its tanh approximation.
 
     transformers 4 reads `hidden_activation`, transformers 5 `hidden_act`.
@@ -47,26 +53,26 @@ def _activation_of_1(fields: Fields) -> str:
     return next(iter(meant), _GELU)
 
 
-def _read_1(fields: Fields) -> GemmaConfig | None:
+def _read_1(fields: ConfigJsonReader) -> GemmaConfig | None:
     return read_decoder(
         fields,
         GemmaConfig,
         name="Gemma",
         transformers_class="GemmaForCausalLM",
-        absent=Absent(kv_heads=None, head_dim=256, context=8192, tied=True),
+        absent=MissingFieldDefaults(kv_heads=None, head_dim=256, context=8192, tied=True),
         activation=_activation_of_1(fields),
         biases=_BIASES,
     )
 
 
-def _windowed(fields: Fields) -> dict[str, Any]:
+def _windowed(fields: ConfigJsonReader) -> dict[str, Any]:
     return {
         "sliding_window": fields.unless_null("sliding_window", int, 4096),
         "query_pre_attn_scalar": fields.get("query_pre_attn_scalar", float, 256.0),
     }
 
 
-def _read_2(fields: Fields) -> Gemma2Config | None:
+def _read_2(fields: ConfigJsonReader) -> Gemma2Config | None:
     more = _windowed(fields)
     for name, default in (("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)):
         more[name] = fields.unless_null(name, float, default)
@@ -76,7 +82,7 @@ def _read_2(fields: Fields) -> Gemma2Config | None:
         Gemma2Config,
         name="Gemma 2",
         transformers_class="Gemma2ForCausalLM",
-        absent=Absent(sizes=_SIZES, kv_heads=4, head_dim=256, context=8192, tied=True),
+        absent=MissingFieldDefaults(sizes=_SIZES, kv_heads=4, head_dim=256, context=8192, tied=True),
         activation=_activation(fields),
         biases=_BIASES,
         **more,
@@ -84,7 +90,7 @@ def _read_2(fields: Fields) -> Gemma2Config | None:
     return read_layer_types(fields, found)
 
 
-def _read_3(fields: Fields) -> Gemma3Config | None:
+def _read_3(fields: ConfigJsonReader) -> Gemma3Config | None:
     more = _windowed(fields)
     fields.forbid("use_bidirectional_attention", [False], "only causal attention is supported here")
     fields.forbid("attn_logit_softcapping", [], "transformers reads it but does not apply it")
@@ -106,7 +112,9 @@ def _read_3(fields: Fields) -> Gemma3Config | None:
         Gemma3Config,
         name="Gemma 3",
         transformers_class=_GEMMA_3,
-        absent=Absent(sizes={**_SIZES, "vocab_size": 262_208}, kv_heads=4, head_dim=256, context=131_072, tied=True),
+        absent=MissingFieldDefaults(
+            sizes={**_SIZES, "vocab_size": 262_208}, kv_heads=4, head_dim=256, context=131_072, tied=True
+        ),
         activation=_activation(fields),
         biases=_BIASES,
         rope=whole,
@@ -117,7 +125,7 @@ def _read_3(fields: Fields) -> Gemma3Config | None:
     return read_layer_types(fields, found)
 
 
-def _read_3_with_vision(fields: Fields) -> Gemma3Config | None:
+def _read_3_with_vision(fields: ConfigJsonReader) -> Gemma3Config | None:
     """The text model of one that also sees; the rest of the document is about the other half."""
     text = fields.get("text_config", dict, required=True)
     if text is None:
@@ -129,7 +137,7 @@ def _read_3_with_vision(fields: Fields) -> Gemma3Config | None:
     fields.forbid("per_layer_config", [{}], DIFFERENT_LAYERS)
     fields.forbid("is_encoder_decoder", [False], "a decoder-only model is expected")
     fields.note("architectures", [["Gemma3ForConditionalGeneration"]], "read as Gemma3ForConditionalGeneration")
-    inner = Fields(
+    inner = ConfigJsonReader(
         {"tie_word_embeddings": fields.document.get("tie_word_embeddings"), **text, "architectures": None},
         problems=fields.problems,
         findings=fields.findings,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from haliax import Axis
 
-from levanter.config.ranges import Count, Fraction, PositiveInt
+from levanter.config.validators import Count, Fraction, PositiveInt
 from levanter.layers.attention.grouped import AttentionSpec
 from levanter.layers.mlp import MlpSpec
 from levanter.layers.norm import NormSpec

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from levanter.config.ranges import Epsilon, NonNegativeFloat
-from levanter.models.config_json import ConfigJson, Fields, Spelling
+from levanter.config.validators import Epsilon, NonNegativeFloat
+from levanter.models.config_json import ConfigJson, ConfigJsonReader, Spelling
 from levanter.models.decoder.config_json import DIFFERENT_LAYERS, forbid_foreign
 from levanter.models.decoder.model import DecoderLmHeadModel
 from levanter.models.family import Family
@@ -18,7 +18,7 @@ _OF_OTHER_HEADS = (
 )
 
 
-def _size(fields: Fields, name: str, others: str, default: int) -> int:
+def _size(fields: ConfigJsonReader, name: str, others: str, default: int) -> int:
     """A size that transformers also reads under the name that it has in other families."""
     found = fields.size(name, fields.size(others, default))
     if fields.document.get(others) not in (None, found):
@@ -26,7 +26,7 @@ def _size(fields: Fields, name: str, others: str, default: int) -> int:
     return found
 
 
-def _read(fields: Fields) -> Gpt2Config | None:
+def _read(fields: ConfigJsonReader) -> Gpt2Config | None:
     sizes = {
         "max_seq_len": _size(fields, "n_positions", "max_position_embeddings", fields.size("n_ctx", 1024)),
         "hidden_dim": _size(fields, "n_embd", "hidden_size", 768),

@@ -3,10 +3,19 @@
 from haliax import Axis
 
 from haliax_ext.rules import FusedPart, WeightRule, WeightRules
-from levanter.models.decoder.weights import EMBED, KV_HEADS, MLP, Q_HEADS, BlockTensor, Names, decoder_rules, norms
+from levanter.models.decoder.weights import (
+    EMBED,
+    KV_HEADS,
+    MLP,
+    Q_HEADS,
+    BlockTensor,
+    CheckpointNames,
+    decoder_rules,
+    norms,
+)
 from levanter.models.gpt2.config import Gpt2Config
 
-NAMES = Names(embedding="transformer.wte", layers="transformer.h", norm="transformer.ln_f")
+NAMES = CheckpointNames(embedding="transformer.wte", layers="transformer.h", norm="transformer.ln_f")
 
 
 def rules(config: Gpt2Config, Vocab: Axis | None = None) -> WeightRules:

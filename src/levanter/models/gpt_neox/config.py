@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from haliax import Axis
 
-from levanter.config.ranges import Count
+from levanter.config.validators import Count
 from levanter.layers.attention.grouped import AttentionSpec
 from levanter.layers.mlp import MlpSpec
 from levanter.layers.norm import NormSpec

@@ -3,8 +3,8 @@
 from types import MappingProxyType
 from typing import Any
 
-from levanter.models.config_json import ConfigJson, Fields, Spelling
-from levanter.models.decoder.config_json import Absent, read_decoder, write_sizes
+from levanter.models.config_json import ConfigJson, ConfigJsonReader, Spelling
+from levanter.models.decoder.config_json import MissingFieldDefaults, read_decoder, write_sizes
 from levanter.models.decoder.model import DecoderLmHeadModel
 from levanter.models.decoder.rope_json import DEFAULT_THETA, read_rope, write_rope
 from levanter.models.family import Family
@@ -27,7 +27,7 @@ _SIZES = MappingProxyType(
 )
 
 
-def _read(fields: Fields) -> GptNeoxConfig | None:
+def _read(fields: ConfigJsonReader) -> GptNeoxConfig | None:
     context = fields.size("max_position_embeddings", _CONTEXT)
     for unread in _DROPOUT:
         fields.note(unread, [0, 0.0], "dropout is ignored (it matters only in training)")
@@ -42,7 +42,7 @@ def _read(fields: Fields) -> GptNeoxConfig | None:
         GptNeoxConfig,
         name="GPT-NeoX",
         transformers_class=_CLASS,
-        absent=Absent(sizes=_SIZES, context=_CONTEXT, epsilon=1e-5, activation="gelu"),
+        absent=MissingFieldDefaults(sizes=_SIZES, context=_CONTEXT, epsilon=1e-5, activation="gelu"),
         epsilon_field=_EPSILON,
         rope=read_rope(fields, max_position_embeddings=context, partial=True, share=_SHARE, flat=_FLAT),
         reads_rope=True,

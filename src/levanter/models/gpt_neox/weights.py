@@ -9,13 +9,13 @@ from levanter.models.decoder.weights import (
     MLP,
     Q_HEADS,
     BlockTensor,
-    Names,
+    CheckpointNames,
     decoder_rules,
     norms,
 )
 from levanter.models.gpt_neox.config import GptNeoxConfig
 
-NAMES = Names(
+NAMES = CheckpointNames(
     embedding="gpt_neox.embed_in", layers="gpt_neox.layers", norm="gpt_neox.final_layer_norm", head="embed_out"
 )
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from levanter.models.config_json import ConfigJson, Fields, Spelling
+from levanter.models.config_json import ConfigJson, ConfigJsonReader, Spelling
 from levanter.models.decoder.config_json import read_decoder
 from levanter.models.decoder.model import DecoderLmHeadModel
 from levanter.models.family import Family
@@ -13,7 +13,7 @@ from levanter.models.llama.weights import rules
 _CLASS = "LlamaForCausalLM"
 
 
-def _read(fields: Fields) -> LlamaConfig | None:
+def _read(fields: ConfigJsonReader) -> LlamaConfig | None:
     return read_decoder(fields, LlamaConfig, name="Llama", transformers_class=_CLASS)
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from levanter.config.ranges import PositiveInt
+from levanter.config.validators import PositiveInt
 from levanter.models.llama.config import LlamaConfig
 from levanter.models.registry import LmConfig
 

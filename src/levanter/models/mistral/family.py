@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from levanter.models.config_json import ConfigJson, Fields, Spelling
-from levanter.models.decoder.config_json import Absent, read_decoder
+from levanter.models.config_json import ConfigJson, ConfigJsonReader, Spelling
+from levanter.models.decoder.config_json import MissingFieldDefaults, read_decoder
 from levanter.models.decoder.model import DecoderLmHeadModel
 from levanter.models.family import Family
 from levanter.models.llama.config_json import write_llama
@@ -13,13 +13,13 @@ from levanter.models.mistral.config import MistralConfig
 _CLASS = "MistralForCausalLM"
 
 
-def _read(fields: Fields) -> MistralConfig | None:
+def _read(fields: ConfigJsonReader) -> MistralConfig | None:
     return read_decoder(
         fields,
         MistralConfig,
         name="Mistral",
         transformers_class=_CLASS,
-        absent=Absent(kv_heads=8, context=131_072),
+        absent=MissingFieldDefaults(kv_heads=8, context=131_072),
         biases=(),
         sliding_window=fields.unless_null("sliding_window", int, 4096),
     )

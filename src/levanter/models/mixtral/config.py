@@ -9,7 +9,7 @@ from typing import Literal
 
 from haliax import Axis
 
-from levanter.config.ranges import Count, NonNegativeFloat, PositiveInt
+from levanter.config.validators import Count, NonNegativeFloat, PositiveInt
 from levanter.layers.experts import LOAD_BALANCING_LOSS, ROUTER_Z_LOSS, ExpertsSpec, Routing
 from levanter.layers.rotary import DefaultRotaryConfig, RotaryConfig
 from levanter.models.decoder.config import DecoderConfig

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from levanter.models.config_json import ConfigJson, Fields, Spelling
-from levanter.models.decoder.config_json import Absent, read_decoder
+from levanter.models.config_json import ConfigJson, ConfigJsonReader, Spelling
+from levanter.models.decoder.config_json import MissingFieldDefaults, read_decoder
 from levanter.models.decoder.model import DecoderLmHeadModel
 from levanter.models.family import Family
 from levanter.models.llama.config_json import PLAIN, write_llama
@@ -14,19 +14,19 @@ _MIXTRAL, _QWEN = "MixtralForCausalLM", "Qwen3MoeForCausalLM"
 _JITTER = "noise on the router's input is ignored (it matters only in training)"
 
 
-def _experts(fields: Fields, default: int) -> int:
+def _experts(fields: ConfigJsonReader, default: int) -> int:
     """transformers 5 calls their number alike in all families; Qwen's own files say `num_experts`."""
     return fields.size("num_local_experts", fields.size("num_experts", default))
 
 
-def _read_mixtral(fields: Fields) -> MixtralConfig | None:
+def _read_mixtral(fields: ConfigJsonReader) -> MixtralConfig | None:
     fields.note("router_jitter_noise", [0, 0.0], _JITTER)
     return read_decoder(
         fields,
         MixtralConfig,
         name="Mixtral",
         transformers_class=_MIXTRAL,
-        absent=Absent(kv_heads=8, context=131_072, epsilon=1e-5, theta=1e6),
+        absent=MissingFieldDefaults(kv_heads=8, context=131_072, epsilon=1e-5, theta=1e6),
         biases=(),
         sliding_window=fields.get("sliding_window", int),
         n_routed_experts=_experts(fields, 8),
@@ -45,7 +45,7 @@ def _write_mixtral(config: MixtralConfig, spelling: Spelling) -> dict[str, Any]:
     }
 
 
-def _read_qwen(fields: Fields) -> Qwen3MoeConfig | None:
+def _read_qwen(fields: ConfigJsonReader) -> Qwen3MoeConfig | None:
     windowed = fields.get("use_sliding_window", bool, False)
     # In transformers every layer of this family has the window, whatever this says.
     fields.seen.add("max_window_layers")
@@ -55,7 +55,7 @@ def _read_qwen(fields: Fields) -> Qwen3MoeConfig | None:
         name="Qwen3 with experts",
         transformers_class=_QWEN,
         biases=("attention_bias",),
-        absent=Absent(kv_heads=4, context=32_768),
+        absent=MissingFieldDefaults(kv_heads=4, context=32_768),
         moe_intermediate_dim=fields.size("moe_intermediate_size", 768),
         num_experts=_experts(fields, 128),
         num_experts_per_tok=fields.size("num_experts_per_tok", 8),

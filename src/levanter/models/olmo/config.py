@@ -7,7 +7,7 @@ OLMo 3 gives three layers in four a sliding window, and turns those without YaRN
 import dataclasses
 from dataclasses import dataclass, field
 
-from levanter.config.ranges import Fraction, PositiveInt
+from levanter.config.validators import Fraction, PositiveInt
 from levanter.layers.attention.grouped import AttentionSpec
 from levanter.layers.layer import POST_NORMS, NormPlace
 from levanter.layers.norm import NormSpec

@@ -3,8 +3,14 @@
 from typing import Any
 
 from levanter.layers.rotary import DefaultRotaryConfig
-from levanter.models.config_json import ConfigJson, Fields, Spelling
-from levanter.models.decoder.config_json import NO_TOKENS, Absent, layer_types, read_decoder, read_layer_types
+from levanter.models.config_json import ConfigJson, ConfigJsonReader, Spelling
+from levanter.models.decoder.config_json import (
+    NO_TOKENS,
+    MissingFieldDefaults,
+    layer_types,
+    read_decoder,
+    read_layer_types,
+)
 from levanter.models.decoder.model import DecoderLmHeadModel
 from levanter.models.decoder.rope_json import read_rope_by_layer_type, write_rope_by_layer_type
 from levanter.models.family import Family
@@ -16,18 +22,18 @@ _THETA = 500_000.0
 _BIASES = ("attention_bias",)
 
 
-def _read_2(fields: Fields) -> Olmo2Config | None:
+def _read_2(fields: ConfigJsonReader) -> Olmo2Config | None:
     return read_decoder(
         fields,
         Olmo2Config,
         name="OLMo 2",
         transformers_class="Olmo2ForCausalLM",
-        absent=Absent(epsilon=1e-5),
+        absent=MissingFieldDefaults(epsilon=1e-5),
         biases=_BIASES,
     )
 
 
-def _read_3(fields: Fields) -> Olmo3Config | None:
+def _read_3(fields: ConfigJsonReader) -> Olmo3Config | None:
     window = fields.unless_null("sliding_window", int, 4096)
     fields.seen.add("layer_types")
     context = fields.size("max_position_embeddings", 2048)
@@ -46,7 +52,7 @@ def _read_3(fields: Fields) -> Olmo3Config | None:
         Olmo3Config,
         name="OLMo 3",
         transformers_class="Olmo3ForCausalLM",
-        absent=Absent(epsilon=1e-5),
+        absent=MissingFieldDefaults(epsilon=1e-5),
         rope=whole,
         reads_rope=True,
         biases=_BIASES,

@@ -6,7 +6,7 @@ Some rotate a part of each head only, and some stretch their context with LongRo
 
 from dataclasses import dataclass
 
-from levanter.config.ranges import PositiveInt
+from levanter.config.validators import PositiveInt
 from levanter.models.llama.config import LlamaConfig
 from levanter.models.registry import LmConfig
 

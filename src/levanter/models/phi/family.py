@@ -4,8 +4,8 @@ from types import MappingProxyType
 from typing import Any
 
 from levanter.layers.rotary import LongRotaryConfig
-from levanter.models.config_json import ConfigJson, Fields, Spelling
-from levanter.models.decoder.config_json import NO_TOKENS, Absent, read_decoder
+from levanter.models.config_json import ConfigJson, ConfigJsonReader, Spelling
+from levanter.models.decoder.config_json import NO_TOKENS, MissingFieldDefaults, read_decoder
 from levanter.models.decoder.model import DecoderLmHeadModel
 from levanter.models.decoder.rope_json import read_rope
 from levanter.models.family import Family
@@ -19,7 +19,7 @@ _RENAMED = MappingProxyType({"su": "longrope", "yarn": "longrope"})
 """Early Phi-3 files use other names for LongRoPE."""
 
 
-def _read(fields: Fields) -> Phi3Config | None:
+def _read(fields: ConfigJsonReader) -> Phi3Config | None:
     window = fields.get("sliding_window", int)
     context = fields.size("max_position_embeddings", _CONTEXT)
     original = fields.size("original_max_position_embeddings", _CONTEXT)
@@ -31,7 +31,7 @@ def _read(fields: Fields) -> Phi3Config | None:
         Phi3Config,
         name="Phi-3",
         transformers_class=_CLASS,
-        absent=Absent(context=_CONTEXT, epsilon=1e-5),
+        absent=MissingFieldDefaults(context=_CONTEXT, epsilon=1e-5),
         rope=rope,
         reads_rope=True,
         biases=(),

@@ -7,7 +7,7 @@ Both can give their later layers a sliding window, which no published checkpoint
 import dataclasses
 from dataclasses import dataclass
 
-from levanter.config.ranges import Count, PositiveInt
+from levanter.config.validators import Count, PositiveInt
 from levanter.layers.attention.grouped import AttentionSpec
 from levanter.models.decoder.pattern import FULL, SLIDING, WindowedConfig
 from levanter.models.llama.config import LlamaConfig

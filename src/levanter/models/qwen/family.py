@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from levanter.models.config_json import ConfigJson, Fields, Spelling
-from levanter.models.decoder.config_json import Absent, layer_types, read_decoder, read_layer_types
+from levanter.models.config_json import ConfigJson, ConfigJsonReader, Spelling
+from levanter.models.decoder.config_json import MissingFieldDefaults, layer_types, read_decoder, read_layer_types
 from levanter.models.decoder.model import DecoderLmHeadModel
 from levanter.models.family import Family
 from levanter.models.llama.config_json import write_llama
@@ -14,7 +14,7 @@ _WINDOW = 4096
 _FULL_LAYERS = 28
 
 
-def _windows(fields: Fields) -> dict[str, Any]:
+def _windows(fields: ConfigJsonReader) -> dict[str, Any]:
     used = fields.get("use_sliding_window", bool, False)
     found = {
         "use_sliding_window": used,
@@ -25,10 +25,10 @@ def _windows(fields: Fields) -> dict[str, Any]:
     return found if used else {"use_sliding_window": False}
 
 
-def _read_2(fields: Fields) -> QwenConfig | None:
+def _read_2(fields: ConfigJsonReader) -> QwenConfig | None:
     windows = _windows(fields)
     fields.seen.add("layer_types")
-    absent = Absent(context=32768)
+    absent = MissingFieldDefaults(context=32768)
     found = read_decoder(
         fields,
         QwenConfig,
@@ -41,7 +41,7 @@ def _read_2(fields: Fields) -> QwenConfig | None:
     return read_layer_types(fields, found)
 
 
-def _read_3(fields: Fields) -> Qwen3Config | None:
+def _read_3(fields: ConfigJsonReader) -> Qwen3Config | None:
     windows = _windows(fields)
     fields.seen.add("layer_types")
     found = read_decoder(
@@ -49,7 +49,7 @@ def _read_3(fields: Fields) -> Qwen3Config | None:
         Qwen3Config,
         name="Qwen3",
         transformers_class="Qwen3ForCausalLM",
-        absent=Absent(context=32768, head_dim=128),
+        absent=MissingFieldDefaults(context=32768, head_dim=128),
         biases=("attention_bias",),
         **windows,
     )

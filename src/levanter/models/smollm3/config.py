@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from levanter.config.ranges import Count, PositiveInt
+from levanter.config.validators import Count, PositiveInt
 from levanter.layers.rotary import DefaultRotaryConfig, RotaryConfig
 from levanter.models.decoder.pattern import FULL, SLIDING, WindowedConfig
 from levanter.models.llama.config import LlamaConfig

@@ -2,8 +2,14 @@
 
 from typing import Any
 
-from levanter.models.config_json import ConfigJson, Fields, Spelling
-from levanter.models.decoder.config_json import NO_TOKENS, Absent, layer_types, read_decoder, read_layer_types
+from levanter.models.config_json import ConfigJson, ConfigJsonReader, Spelling
+from levanter.models.decoder.config_json import (
+    NO_TOKENS,
+    MissingFieldDefaults,
+    layer_types,
+    read_decoder,
+    read_layer_types,
+)
 from levanter.models.decoder.model import DecoderLmHeadModel
 from levanter.models.family import Family
 from levanter.models.llama.config_json import write_llama
@@ -13,7 +19,7 @@ from levanter.models.smollm3.config import SmolLM3Config
 _CLASS = "SmolLM3ForCausalLM"
 
 
-def _read(fields: Fields) -> SmolLM3Config | None:
+def _read(fields: ConfigJsonReader) -> SmolLM3Config | None:
     interval = fields.size("no_rope_layer_interval", 4)
     layers = fields.size("num_hidden_layers", required=True)
     given = fields.get("no_rope_layers", list)
@@ -24,7 +30,7 @@ def _read(fields: Fields) -> SmolLM3Config | None:
         SmolLM3Config,
         name="SmolLM3",
         transformers_class=_CLASS,
-        absent=Absent(kv_heads=4, context=32768, tied=True, theta=2_000_000.0),
+        absent=MissingFieldDefaults(kv_heads=4, context=32768, tied=True, theta=2_000_000.0),
         no_rope_layer_interval=interval,
         no_rope_layers=None if given is None or list(given) == own else tuple(given),
         use_sliding_window=fields.get("use_sliding_window", bool, False),

@@ -4,10 +4,10 @@ All three are functions of the verdicts alone and say the same; what has to be w
 `facts`. No time in them is measured, and every form says so.
 """
 
-from levanter.plan.report.compared import compared_text as compared_text
-from levanter.plan.report.compared import compared_values as compared_values
+from levanter.plan.report.comparison import compared_text as compared_text
+from levanter.plan.report.comparison import compared_values as compared_values
 from levanter.plan.report.html import to_html as to_html
 from levanter.plan.report.text import render as render
-from levanter.plan.report.values import to_json as to_json
+from levanter.plan.report.to_json import to_json as to_json
 
 __all__ = ["compared_text", "compared_values", "render", "to_html", "to_json"]

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from haliax_ext.errors import named_shape
-from levanter.plan.budget import Resident
-from levanter.plan.report import facts
+from levanter.plan.hbm_budget import Resident
+from levanter.plan.report import view
+from levanter.plan.report.format import gib, seconds_text
 from levanter.plan.report.markup import Content, Html, tag
 from levanter.plan.report.treemap import Rectangle, squarify
-from levanter.plan.report.words import gib, seconds_text
 
 MODULE_COLORS = 5
 _GROUP_OF = {"embeddings": "embedding", "self_attn": "attention", "mlp": "mlp", "lm_head": "head", "norm": "norm"}
@@ -47,7 +47,7 @@ def _percent(value: float) -> str:
     return f"{100 * value:.3f}%"
 
 
-def memory_bar(held: facts.Occupancy, *, holder: str) -> Html:
+def memory_bar(held: view.Occupancy, *, holder: str) -> Html:
     """The bytes of a chip, stacked, against what it has."""
     boxes: list[Content] = [
         tag(

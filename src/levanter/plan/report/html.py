@@ -10,10 +10,8 @@ from importlib import resources
 
 from haliax_ext.errors import named_shape
 from levanter.plan.aot import Compiled, Refused
-from levanter.plan.report import charts, facts, timing
-from levanter.plan.report.markup import Content, Html, escaped, listed, section, table, tag
-from levanter.plan.report.serving import Sheet, serving_sheets
-from levanter.plan.report.words import (
+from levanter.plan.report import charts, timing, view
+from levanter.plan.report.format import (
     between,
     count_text,
     gib,
@@ -23,6 +21,8 @@ from levanter.plan.report.words import (
     span_text,
     three_digits,
 )
+from levanter.plan.report.markup import Content, Html, escaped, listed, section, table, tag
+from levanter.plan.report.serving import ReportTable, serving_sheets
 from levanter.plan.verdict import ProgramVerdict, Verdict
 
 MOST_ARRAYS = 600
@@ -46,7 +46,7 @@ def to_html(verdicts: Sequence[Verdict], *, more: Sequence[tuple[str, str]] = ()
     ids = _ids(verdicts)
     body: list[Content] = [
         tag("h1", title),
-        tag("p", f"Times are {facts.MODELLED}; bytes are the compiler's where it was asked.", class_="soft"),
+        tag("p", f"Times are {view.MODELLED}; bytes are the compiler's where it was asked.", class_="soft"),
     ]
     if len(verdicts) > 1:
         body += [_comparison(verdicts, ids), _tabs(verdicts, ids)]
@@ -81,7 +81,7 @@ def _ids(verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def _badge(verdict: Verdict) -> Html:
-    state = facts.state(verdict)
+    state = view.state(verdict)
     kind = {"fits": " fits", "does not fit": " refused", "compiler crash": " refused", "bad input": " refused"}
     return tag("span", state, class_="badge" + kind.get(state, ""))
 
@@ -89,14 +89,14 @@ def _badge(verdict: Verdict) -> Html:
 def _comparison(verdicts: Sequence[Verdict], ids: Sequence[str]) -> Html:
     rows: list[list[Content]] = []
     for verdict, id_ in zip(verdicts, ids, strict=True):
-        program, most = facts.main_program(verdict), facts.most_bytes(verdict)
+        program, most = view.main_program(verdict), view.most_bytes(verdict)
         time = program.time if program is not None else None
         speed = timing.rate(verdict, program) if program is not None else None
         limit = verdict.budget.hbm_bytes if verdict.budget is not None else None
         rows.append(
             [
                 tag("a", verdict.target, href=f"#{id_}"),
-                f"{facts.chips(verdict):,}" if facts.chips(verdict) else "–",
+                f"{view.chips(verdict):,}" if view.chips(verdict) else "–",
                 (gib(most) if most is not None else "–") + (f" of {gib(limit)}" if limit is not None else ""),
                 _badge(verdict),
                 seconds_text(time.expected) if time is not None else "–",
@@ -123,31 +123,31 @@ def _tabs(verdicts: Sequence[Verdict], ids: Sequence[str]) -> Html:
 
 def _panel(verdict: Verdict, id_: str, most: int) -> Html:
     parts: list[Content] = [
-        tag("h2", facts.place(verdict), " ", _badge(verdict)),
-        tag("p", facts.headline(verdict), class_="headline"),
+        tag("h2", view.place(verdict), " ", _badge(verdict)),
+        tag("p", view.headline(verdict), class_="headline"),
         tag("p", f"mesh {verdict.plan.mesh}", class_="soft") if verdict.plan is not None else "",
         _tiles(verdict),
     ]
-    if verdict.exit_code and (wrong := facts.findings(verdict)):
+    if verdict.exit_code and (wrong := view.findings(verdict)):
         parts.append(section("What is wrong", listed(wrong)))
-    if reasons := facts.reasons(verdict):
+    if reasons := view.reasons(verdict):
         parts.append(section("Why it does not fit", listed(reasons)))
     parts += [_serving(sheet) for sheet in serving_sheets(verdict)]
     parts += [_bytes(verdict), _arrays(verdict, most)]
-    for program in facts.main_and_others(verdict)[0]:
+    for program in view.main_and_others(verdict)[0]:
         parts += [_time(verdict, program), _collectives(program)]
     parts += [_loading(verdict), _programs(verdict), _stages(verdict)]
     for title, entries in (
-        ("Not checked here", facts.unchecked(verdict)),
-        ("Not in the time model", facts.unknown(verdict)),
-        ("Notes", facts.notes(verdict)),
+        ("Not checked here", view.unchecked(verdict)),
+        ("Not in the time model", view.unknown(verdict)),
+        ("Notes", view.notes(verdict)),
     ):
         if entries:
             parts.append(section(title, listed(entries)))
     return tag("div", parts, class_="panel", id=id_)
 
 
-def _serving(sheet: Sheet) -> Content:
+def _serving(sheet: ReportTable) -> Content:
     """A table of a run that generates text."""
     width = max(map(len, (sheet.header, *sheet.rows)))
     numbers = tuple(n for n in range(width) if n not in sheet.left)
@@ -159,11 +159,11 @@ def _serving(sheet: Sheet) -> Content:
 def _tiles(verdict: Verdict) -> Html:
     """The figures one looks for first."""
     tiles: list[tuple[str, str, str]] = []
-    held, most = facts.occupancy(verdict), facts.most_bytes(verdict)
+    held, most = view.occupancy(verdict), view.most_bytes(verdict)
     if most is not None:
         limit = held.limit if held is not None else None
-        tiles.append((f"on a {facts.holder(verdict)}", gib(most), f"of {gib(limit)}" if limit else ""))
-    program = facts.main_program(verdict)
+        tiles.append((f"on a {view.holder(verdict)}", gib(most), f"of {gib(limit)}" if limit else ""))
+    program = view.main_program(verdict)
     if program is not None and program.time is not None:
         time = program.time
         within = f"within {span_text(time.low, time.high)}, bound by {time.bound_by}"
@@ -174,8 +174,8 @@ def _tiles(verdict: Verdict) -> Html:
             tiles.append(("tokens/s/chip", three_digits(speed.expected), within))
         if (share := timing.utilization(program, program.mfu)) is not None and program.mfu is not None:
             tiles.append(("MFU", percent(share), f"within {percent_between(*program.mfu)}"))
-    if (job := facts.job_seconds(verdict)) is not None:
-        hours = facts.chip_hours(verdict)
+    if (job := view.job_seconds(verdict)) is not None:
+        hours = view.chip_hours(verdict)
         cost = "" if hours is None else f"{between(*hours)} chip-hours, "
         tiles.append(("the whole job", span_text(*job), f"{cost}without loading"))
     if verdict.load is not None:
@@ -189,10 +189,10 @@ def _tiles(verdict: Verdict) -> Html:
 
 
 def _bytes(verdict: Verdict) -> Content:
-    held = facts.occupancy(verdict)
+    held = view.occupancy(verdict)
     if held is None:
         return ""
-    one = facts.holder(verdict)
+    one = view.holder(verdict)
     rows: list[list[Content]] = [
         [[charts.swatch(segment.name), segment.name], gib(segment.nbytes), _share(segment.nbytes, held)]
         for segment in held.segments
@@ -219,7 +219,7 @@ def _bytes(verdict: Verdict) -> Content:
     )
 
 
-def _share(nbytes: int, held: facts.Occupancy) -> str:
+def _share(nbytes: int, held: view.Occupancy) -> str:
     return percent(nbytes / (held.limit or max(held.used, 1)))
 
 
@@ -241,7 +241,7 @@ def _arrays(verdict: Verdict, most: int) -> Content:
                 gib(cell.count * resident.whole_bytes),
             ]
         )
-    header = ("array", "group", "axes", "sharding", f"on a {facts.holder(verdict)}", "in all")
+    header = ("array", "group", "axes", "sharding", f"on a {view.holder(verdict)}", "in all")
     count = count_text(len(verdict.budget.residents), "array")
     hint = "Point at an array, tap it, or move with the arrow keys. Hatched: replicated on every chip."
     return section(
@@ -250,8 +250,7 @@ def _arrays(verdict: Verdict, most: int) -> Content:
         tag("div", hint, class_="detail", aria_live="polite"),
         tag("details", tag("summary", f"{count} as a table"), table(header, rows, numbers=(4, 5))),
         note=(
-            f"{count}, each as large as its bytes on a {facts.holder(verdict)}; hatched ones are replicated on every "
-            "one"
+            f"{count}, each as large as its bytes on a {view.holder(verdict)}; hatched ones are replicated on every one"
         ),
     )
 
@@ -353,12 +352,12 @@ def _loading(verdict: Verdict) -> Content:
         ["read by a host", by_host, count_text(len(load.bytes_by_host), "host")],
         ["at most on a device", gib(load.device_peak), "final shards and transient buffers"],
         ["transient", gib(transient), f"at most, for {leaf}" if transient else ""],
-        ["at most on a host", gib(load.host_peak), facts.host_memory(load)],
+        ["at most on a host", gib(load.host_peak), view.host_memory(load)],
         ["time", seconds_text(load.seconds), f"at {three_digits(load.gigabytes_per_second)} GB/s a host"],
     ]
     if load.ceilings:
-        rows.append(["from an object store", seconds_text(load.store_seconds), facts.load_ceilings(load)])
-    return section("Loading", table(("", "", ""), rows, numbers=(1,)), note=facts.MODELLED)
+        rows.append(["from an object store", seconds_text(load.store_seconds), view.load_ceilings(load)])
+    return section("Loading", table(("", "", ""), rows, numbers=(1,)), note=view.MODELLED)
 
 
 def _programs(verdict: Verdict) -> Content:
@@ -382,7 +381,7 @@ def _programs(verdict: Verdict) -> Content:
         return ""
     header = ("program", "", "inputs", "new results", "temporaries", "code", "at its peak", "compiled in")
     note = "not all temporaries are live at the peak"
-    sent = (tag("p", sentence) for sentence in facts.offloading(verdict))
+    sent = (tag("p", sentence) for sentence in view.offloading(verdict))
     return section("Programs", table(header, rows, numbers=tuple(range(2, 8))), *sent, note=note)
 
 

@@ -7,7 +7,7 @@ so are attributes, whatever a path or a YAML file had in it.
 import html
 from collections.abc import Iterable, Sequence
 
-from levanter.plan.report.words import visible
+from levanter.plan.report.format import visible
 
 
 class Html(str):

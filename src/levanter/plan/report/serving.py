@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from levanter.inference.served import Floor
-from levanter.plan.report import facts
-from levanter.plan.report.layout import Align, paragraph, table
-from levanter.plan.report.words import count_text, gib, percent, seconds_text, span_text, three_digits
-from levanter.plan.serving import Call, Load, ServingReport, serving_report
+from levanter.inference.capacity import Floor
+from levanter.plan.decode_roofline import Call, Load, ServingReport, serving_report
+from levanter.plan.report import view
+from levanter.plan.report.format import count_text, gib, percent, seconds_text, span_text, three_digits
+from levanter.plan.report.text_table import Align, paragraph, table
 from levanter.plan.verdict import Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sheet:
+class ReportTable:
     """A table with its title.
 
     Attributes:
@@ -34,7 +34,7 @@ class Sheet:
     left: tuple[int, ...] = (0,)
 
 
-def serving_sheets(verdict: Verdict) -> tuple[Sheet, ...]:
+def serving_sheets(verdict: Verdict) -> tuple[ReportTable, ...]:
     """The tables of a run that generates text; none for others."""
     found = serving_report(verdict)
     if found is None:
@@ -49,8 +49,8 @@ def serving_sheets(verdict: Verdict) -> tuple[Sheet, ...]:
     return tuple(sheets)
 
 
-def _bytes(verdict: Verdict, found: ServingReport) -> Sheet:
-    held, served, one = found.held, found.served, facts.holder(verdict)
+def _bytes(verdict: Verdict, found: ServingReport) -> ReportTable:
+    held, served, one = found.held, found.served, view.holder(verdict)
     rows = [(name, gib(nbytes)) for name, nbytes in held.parts.items()]
     rows.append(("made by Programs", gib(held.room)))
     if held.free is not None:
@@ -76,15 +76,15 @@ def _bytes(verdict: Verdict, found: ServingReport) -> Sheet:
     title = f"{count_text(served.rows, 'row')} on each {one}{limit}"
     if served.shards > 1:
         title = f"{served.rows:,} rows in {served.shards} shards, on each {one}{limit}"
-    return Sheet(title=f"bytes of {title}", header=(), rows=tuple(rows), said=tuple(said))
+    return ReportTable(title=f"bytes of {title}", header=(), rows=tuple(rows), said=tuple(said))
 
 
-def _contexts(verdict: Verdict, found: ServingReport) -> Sheet:
+def _contexts(verdict: Verdict, found: ServingReport) -> ReportTable:
     lengths = next(iter(found.contexts.values()))
     rows = tuple((dtype, *(f"{count:,}" for count in fits.values())) for dtype, fits in found.contexts.items())
     room = gib(found.held.room)
-    said = f"rows as long as that, over all {facts.holder(verdict)}s, with {room} left for what Programs make"
-    return Sheet(
+    said = f"rows as long as that, over all {view.holder(verdict)}s, with {room} left for what Programs make"
+    return ReportTable(
         title="rows that fit, by their positions and the dtype of keys and values",
         header=("", *lengths),
         rows=rows,
@@ -92,11 +92,11 @@ def _contexts(verdict: Verdict, found: ServingReport) -> Sheet:
     )
 
 
-def _prompts(found: ServingReport) -> Sheet:
+def _prompts(found: ServingReport) -> ReportTable:
     rows = [_call(call, f"{call.rows} × {call.tokens:,}") for call in found.buckets]
     rows += [_call(call, " + ".join(f"{n} × {name}" for name, n in call.calls.items())) for call in found.prompts]
-    return Sheet(
-        title=f"time to the first token, prompts by the call and alone ({facts.MODELLED})",
+    return ReportTable(
+        title=f"time to the first token, prompts by the call and alone ({view.MODELLED})",
         header=("", "prompts × tokens", "time", "within", "floor", "share", "binds"),
         rows=tuple(rows),
         left=(0, 1, 6),
@@ -117,7 +117,7 @@ def _timed(time: tuple[float, float, float] | None, floor: Floor | None) -> tupl
     return known, within, seconds_text(floor.seconds), share, floor.binds
 
 
-def _loads(found: ServingReport) -> Sheet:
+def _loads(found: ServingReport) -> ReportTable:
     served = found.served
     priced = any(load.dollars is not None for load in found.loads)
     header = ("rows", "a token", "within", "tokens/s/chip", "floor", "share", "binds")
@@ -129,8 +129,8 @@ def _loads(found: ServingReport) -> Sheet:
     if found.compute_bound is not None:
         bound = "reading the cache has no such number, it grows with the rows"
         said.append(f"products take longer than reading the weights from {found.compute_bound:,} rows on; {bound}")
-    return Sheet(
-        title=f"decoding, by running rows ({facts.MODELLED})",
+    return ReportTable(
+        title=f"decoding, by running rows ({view.MODELLED})",
         header=(*header, "$ a million tokens") if priced else header,
         rows=tuple(_load(load, priced=priced) for load in found.loads),
         said=tuple(said),
@@ -145,7 +145,7 @@ def _load(load: Load, *, priced: bool) -> tuple[str, ...]:
     return (*cells, three_digits(load.dollars)) if priced and load.dollars is not None else cells
 
 
-def _start(found: ServingReport) -> Sheet:
+def _start(found: ServingReport) -> ReportTable:
     start = found.start
     rows: list[tuple[str, str]] = []
     if start.source_bytes is not None and start.seconds is not None:
@@ -154,7 +154,7 @@ def _start(found: ServingReport) -> Sheet:
     rows += [(f"  {name}", f"{seconds_text(seconds)} here") for name, seconds in start.compiled.items()]
     if start.compiled:
         rows.append(("  together", f"{seconds_text(sum(start.compiled.values()))} of compiling here"))
-    return Sheet(title="start", header=(), rows=tuple(rows), left=(0, 1))
+    return ReportTable(title="start", header=(), rows=tuple(rows), left=(0, 1))
 
 
 def serving_values(verdict: Verdict) -> dict[str, Any] | None:
@@ -228,7 +228,7 @@ def _floor(floor: Floor) -> dict[str, Any]:
     }
 
 
-def as_text(sheets: Sequence[Sheet]) -> list[str]:
+def as_text(sheets: Sequence[ReportTable]) -> list[str]:
     """The tables as lines."""
     lines: list[str] = []
     for sheet in sheets:

@@ -9,12 +9,9 @@ from collections.abc import Sequence
 
 from haliax_ext.errors import named_shape
 from levanter.plan.aot import Compiled, Refused
-from levanter.plan.cost import StepTime
 from levanter.plan.load_budget import LoadBudget
-from levanter.plan.report import facts, timing
-from levanter.plan.report.layout import WIDTH, Align, bar, paragraph, table
-from levanter.plan.report.serving import as_text, serving_sheets
-from levanter.plan.report.words import (
+from levanter.plan.report import timing, view
+from levanter.plan.report.format import (
     between,
     count_text,
     gib,
@@ -24,6 +21,9 @@ from levanter.plan.report.words import (
     three_digits,
     visible,
 )
+from levanter.plan.report.serving import as_text, serving_sheets
+from levanter.plan.report.text_table import WIDTH, Align, bar, paragraph, table
+from levanter.plan.step_time_model import StepTime
 from levanter.plan.verdict import ProgramVerdict, Verdict
 
 LARGEST = 6
@@ -41,7 +41,7 @@ def _several(verdicts: Sequence[Verdict]) -> list[str]:
     for verdict in verdicts:
         if verdict.exit_code:
             lines += ["", *_heading(verdict), *_wrong(verdict)]
-    said = [line for verdict in verdicts for line in facts.unchecked(verdict)]
+    said = [line for verdict in verdicts for line in view.unchecked(verdict)]
     lines += _listed("not checked here", tuple(dict.fromkeys(said)))
     return [*lines, "", "  for details, plan one target at a time, or write the page with --html FILE"]
 
@@ -53,17 +53,17 @@ def comparison(verdicts: Sequence[Verdict]) -> list[str]:
     align: tuple[Align, ...] = ("left", "right", "right", "right", "left", *numbers)
     rows = []
     for verdict in verdicts:
-        program, most = facts.main_program(verdict), facts.most_bytes(verdict)
+        program, most = view.main_program(verdict), view.most_bytes(verdict)
         time = program.time if program is not None else None
         speed = timing.rate(verdict, program) if program is not None else None
         limit = verdict.budget.hbm_bytes if verdict.budget is not None else None
         rows.append(
             (
                 verdict.target,
-                f"{facts.chips(verdict):,}" if facts.chips(verdict) else "–",
+                f"{view.chips(verdict):,}" if view.chips(verdict) else "–",
                 f"{most / (1 << 30):.2f}" if most is not None else "–",
                 f"{limit / (1 << 30):.2f}" if limit is not None else "–",
-                facts.state(verdict),
+                view.state(verdict),
                 _step(time) if time is not None else "–",
                 span_text(time.low, time.high) if time is not None else "–",
                 three_digits(speed.expected) if speed is not None else "–",
@@ -73,7 +73,7 @@ def comparison(verdicts: Sequence[Verdict]) -> list[str]:
         )
     what = next((f"{v.plan.entry_point}: " for v in verdicts if v.plan is not None), "")
     lines = [
-        *paragraph(f"{what}{count_text(len(verdicts), 'target')} (times are {facts.MODELLED})", indent=0),
+        *paragraph(f"{what}{count_text(len(verdicts), 'target')} (times are {view.MODELLED})", indent=0),
         "",
     ]
     lines += table(rows, align=align, header=header)
@@ -96,19 +96,19 @@ def _one(verdict: Verdict) -> list[str]:
         lines += _wrong(verdict)
     lines += as_text(serving_sheets(verdict))
     lines += [*_bytes(verdict), *_largest(verdict), *_loading(verdict.load), *_programs(verdict)]
-    for program in facts.main_and_others(verdict)[0]:
+    for program in view.main_and_others(verdict)[0]:
         lines += [*_time(verdict, program), *_collectives(program)]
     lines += _job(verdict)
-    lines += _listed("not in the time model", facts.unknown(verdict))
-    lines += _listed("not checked here", facts.unchecked(verdict))
-    return lines + _listed("notes", facts.notes(verdict))
+    lines += _listed("not in the time model", view.unknown(verdict))
+    lines += _listed("not checked here", view.unchecked(verdict))
+    return lines + _listed("notes", view.notes(verdict))
 
 
 def _heading(verdict: Verdict) -> list[str]:
     name = f"{verdict.plan.entry_point} on " if verdict.plan is not None else ""
     mesh = f", mesh {verdict.plan.mesh}" if verdict.plan is not None else ""
-    lines = paragraph(f"{name}{facts.place(verdict)}{mesh}", indent=0)
-    return lines + paragraph(f"{facts.state(verdict).upper()}  {facts.headline(verdict)}", indent=0)
+    lines = paragraph(f"{name}{view.place(verdict)}{mesh}", indent=0)
+    return lines + paragraph(f"{view.state(verdict).upper()}  {view.headline(verdict)}", indent=0)
 
 
 def _stages(verdict: Verdict) -> list[str]:
@@ -124,8 +124,8 @@ def _stages(verdict: Verdict) -> list[str]:
 
 
 def _wrong(verdict: Verdict) -> list[str]:
-    lines = _listed("what is wrong", facts.findings(verdict))
-    return lines + _listed("why it does not fit", facts.reasons(verdict))
+    lines = _listed("what is wrong", view.findings(verdict))
+    return lines + _listed("why it does not fit", view.reasons(verdict))
 
 
 def _listed(title: str, entries: Sequence[str]) -> list[str]:
@@ -143,10 +143,10 @@ def _title(text: str) -> list[str]:
 
 def _bytes(verdict: Verdict) -> list[str]:
     """Where the bytes of a chip go, stacked against its memory."""
-    held = facts.occupancy(verdict)
+    held = view.occupancy(verdict)
     if held is None:
         return []
-    one = facts.holder(verdict)
+    one = view.holder(verdict)
     limit = f" of {gib(held.limit)}" if held.limit is not None else ""
     source = {"compiled": "as compiled", "refused": "as the compiler refused it", "arithmetic": "inputs alone"}
     lines = _title(f"bytes on a {one} while {held.program} runs: {gib(held.used)}{limit} ({source[held.source]})")
@@ -171,16 +171,16 @@ def _bytes(verdict: Verdict) -> list[str]:
     return lines
 
 
-def _share(nbytes: int, held: facts.Occupancy) -> str:
+def _share(nbytes: int, held: view.Occupancy) -> str:
     return percent(nbytes / held.limit) if held.limit else percent(nbytes / max(held.used, 1))
 
 
 def _largest(verdict: Verdict) -> list[str]:
     if verdict.budget is None or not verdict.budget.residents:
         return []
-    residents = facts.largest(verdict.budget.residents, LARGEST)
+    residents = view.largest(verdict.budget.residents, LARGEST)
     size = max(len(gib(resident.nbytes)) for resident in residents)
-    lines = _title(f"largest of {count_text(len(verdict.budget.residents), 'array')} on a {facts.holder(verdict)}")
+    lines = _title(f"largest of {count_text(len(verdict.budget.residents), 'array')} on a {view.holder(verdict)}")
     for resident in residents:
         whole = "replicated on all of them" if resident.replicated else f"of {gib(resident.whole_bytes)}"
         what = f"{gib(resident.nbytes):>{size}}  {resident.path} {resident.dtype}, {whole}"
@@ -202,12 +202,12 @@ def _loading(load: LoadBudget | None) -> list[str]:
         ("read by a host", by_host, f"{count_text(len(load.bytes_by_host), 'host')}"),
         ("at most on a device", gib(load.device_peak), "final shards and transient buffers"),
         ("transient", gib(transient), f"at most, for {leaf}" if transient else ""),
-        ("at most on a host", gib(load.host_peak), facts.host_memory(load)),
+        ("at most on a host", gib(load.host_peak), view.host_memory(load)),
         ("time", seconds_text(load.seconds), f"at {three_digits(load.gigabytes_per_second)} GB/s a host"),
     ]
     if load.ceilings:
-        rows.append(("from an object store", seconds_text(load.store_seconds), facts.load_ceilings(load)))
-    return [*_title(f"loading ({facts.MODELLED})"), *table(rows, align=("left", "right", "left"))]
+        rows.append(("from an object store", seconds_text(load.store_seconds), view.load_ceilings(load)))
+    return [*_title(f"loading ({view.MODELLED})"), *table(rows, align=("left", "right", "left"))]
 
 
 def _programs(verdict: Verdict) -> list[str]:
@@ -215,7 +215,7 @@ def _programs(verdict: Verdict) -> list[str]:
     if not verdict.programs:
         return []
     rows = []
-    shown, others = facts.main_and_others(verdict)
+    shown, others = view.main_and_others(verdict)
     limit = verdict.budget.hbm_bytes if verdict.budget is not None else None
     beside = any(program.beside for program in shown if program.outcome is not None)
     for program in shown:
@@ -250,7 +250,7 @@ def _programs(verdict: Verdict) -> list[str]:
         many = count_text(len(others), "more Program")
         said = f"{many} for loading and saving: at most {gib(most.peak_bytes or 0)} ({most.name})"
         lines += paragraph(said)
-    for sentence in facts.offloading(verdict):
+    for sentence in view.offloading(verdict):
         lines += paragraph(sentence)
     return lines
 
@@ -321,7 +321,7 @@ def _collectives(program: ProgramVerdict) -> list[str]:
             )
     header = ("mesh axes", "network", "collective", "times", "bytes", "links busy", "exposed")
     align: tuple[Align, ...] = ("left", "left", "left", "right", "right", "right", "right")
-    title = f"collectives of one {program.name} (bytes of the whole array, all times; {facts.MODELLED})"
+    title = f"collectives of one {program.name} (bytes of the whole array, all times; {view.MODELLED})"
     return [*_title(title), *table(rows, align=align, header=header)]
 
 
@@ -333,7 +333,7 @@ def _job(verdict: Verdict) -> list[str]:
     working = [program for program in verdict.programs if program.workload is not None]
     if not working:
         return []
-    lines = _title(f"the whole job ({facts.basis_of_all(verdict)})")
+    lines = _title(f"the whole job ({view.basis_of_all(verdict)})")
     for program in working:
         work, seconds = program.workload, program.job_seconds
         assert work is not None
@@ -344,9 +344,9 @@ def _job(verdict: Verdict) -> list[str]:
         )
         long = f": {span_text(*seconds)}" if seconds is not None else ""
         lines += paragraph(f"{program.name}: {often} ({visible(work.reason)}){long}")
-    total = facts.job_seconds(verdict)
+    total = view.job_seconds(verdict)
     if total is not None and len(working) > 1:
         lines += paragraph(f"together {span_text(*total)}")
-    if (hours := facts.chip_hours(verdict)) is not None:
+    if (hours := view.chip_hours(verdict)) is not None:
         lines += paragraph(f"cost: {between(*hours)} chip-hours, without loading, checkpoints and restarts")
     return lines

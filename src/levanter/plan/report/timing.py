@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from haliax_ext.hlo import Scope
-from haliax_ext.hlo.scopes import UNNAMED
-from levanter.plan.cost import StepTime
-from levanter.plan.report import facts
-from levanter.plan.report.words import between, percent, percent_between, seconds_text, span_text, three_digits
+from haliax_ext.hlo.op_metadata import UNNAMED
+from levanter.plan.report import view
+from levanter.plan.report.format import between, percent, percent_between, seconds_text, span_text, three_digits
+from levanter.plan.step_time_model import StepTime
 from levanter.plan.verdict import ProgramVerdict, Verdict
 
 # Names that only hold others.
@@ -36,7 +36,7 @@ class ModuleTime:
 
 def parts(program: ProgramVerdict) -> tuple[ModuleTime, ...]:
     """The compute time of a Program by module, largest first; with what is exposed it adds up to `time.expected`."""
-    found, time = facts.figures(program), program.time
+    found, time = view.figures(program), program.time
     if time is not None and time.calibration.estimate:
         return (ModuleTime(name="compute and memory", seconds=time.kernels_expected, during={}),)
     if found is None or time is None:
@@ -63,7 +63,7 @@ def parts(program: ProgramVerdict) -> tuple[ModuleTime, ...]:
 
 def basis(time: StepTime) -> str:
     """What a time rests on, in three words."""
-    return facts.ESTIMATE if time.calibration.estimate else facts.MODELLED
+    return view.ESTIMATE if time.calibration.estimate else view.MODELLED
 
 
 def time_text(time: StepTime) -> str:
@@ -156,7 +156,7 @@ class LinkTraffic:
 
 def wires(program: ProgramVerdict) -> tuple[LinkTraffic, ...]:
     """The collectives of one execution by mesh axes, the busiest first."""
-    found = facts.figures(program)
+    found = view.figures(program)
     if found is None:
         return ()
     counts: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
@@ -199,7 +199,7 @@ class Rate:
 
 def rate(verdict: Verdict, program: ProgramVerdict) -> Rate | None:
     """What the modelled time makes of a Program's workload."""
-    work, time, number = program.workload, program.time, facts.chips(verdict)
+    work, time, number = program.workload, program.time, view.chips(verdict)
     if work is None or time is None or not number or time.low <= 0:
         return None
     return Rate(

@@ -31,9 +31,9 @@ from levanter.mesh import MeshConfig, ModelAxes, resolve
 from levanter.models.activations import EMBEDDED, RESIDUAL, constrained_by
 from levanter.models.axes import ALIASES, KNOWN_AXES
 from levanter.plan.comms import Network, spans_of
-from levanter.plan.exchanged import ExchangePrices, exchange_seconds, shown_share
+from levanter.plan.context_parallel_cost import ExchangePrices, exchange_seconds, shown_share
 from levanter.plan.search.candidates import Candidate, Overrides
-from levanter.run import RunPlan
+from levanter.runplan import RunPlan
 
 MATMUL_EFFICIENCY = 0.65
 """The share of peak that matrix multiplications of a transformer reach on a TPU; it changes the order of two candidates

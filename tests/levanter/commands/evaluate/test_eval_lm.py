@@ -10,8 +10,8 @@ import transformers
 from helpers.hf_folder import TEXTS, write_folder
 from tokenizers import Tokenizer
 
+from levanter.commands.cli.errors import run_entry_point
 from levanter.commands.evaluate.eval_lm import EvalLmConfig, main
-from levanter.commands.shell.entry import run_entry_point
 
 TEXT = "\n".join(TEXTS) * 6
 
@@ -183,7 +183,7 @@ def test_help_lists_the_keys(capsys):
 def test_describe_needs_no_device_and_plans_a_pod(tmp_path, folder, texts):
     from levanter.commands.evaluate.eval_lm import describe
     from levanter.config import parse
-    from levanter.run import Target
+    from levanter.runplan import Target
 
     target = Target(name="pod", platform="tpu", kind="TPU v4", devices=128, hosts=32, hbm_bytes=30 << 30)
     axes = {"trainer.mesh.axes": "{data: 16, model: 2, replica: 4}"}

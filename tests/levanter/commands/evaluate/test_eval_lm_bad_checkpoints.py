@@ -5,8 +5,8 @@ import json
 import pytest
 from helpers.hf_folder import CONFIG, byte_level_tokenizer, tensors, write_folder, write_json
 
+from levanter.commands.cli.errors import run_entry_point
 from levanter.commands.evaluate.eval_lm import EvalLmConfig, main
-from levanter.commands.shell.entry import run_entry_point
 
 
 def truncated(folder):

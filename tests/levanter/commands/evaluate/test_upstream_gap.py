@@ -13,11 +13,11 @@ import yaml
 from helpers.evaluation_inputs import write_tiny
 from helpers.legacy_documents import FOLDER, june_2026
 
-from levanter.commands.evaluate.gap_config import GapModelConfig, PerplexityGapConfig
-from levanter.commands.evaluate.perplexity_gap import main
-from levanter.commands.shell.entry import run_entry_point
+from levanter.commands.cli.errors import run_entry_point
+from levanter.commands.evaluate.gap.config import GapModelConfig, PerplexityGapConfig
+from levanter.commands.evaluate.gap.run import main
 from levanter.config import parse_text
-from levanter.legacy.migrate import migrate
+from levanter.upstream.migrate import migrate
 
 DOCUMENTS = {
     "39_new_perplexity_gap": "new_gap",

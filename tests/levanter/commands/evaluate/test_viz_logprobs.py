@@ -11,14 +11,14 @@ import torch
 import transformers
 from helpers.saved_run import TEXT, write_checkpoint, write_tokenizer
 
+from levanter.commands.cli.errors import run_entry_point
 from levanter.commands.evaluate import eval_lm, viz_logprobs
 from levanter.commands.export import export_lm_to_hf
 from levanter.commands.memorize import eval_careless_lm
-from levanter.commands.shell.entry import run_entry_point
 from levanter.config import load, load_written
 from levanter.eval.logprob_page import ScoredText, logprob_page, pieces, shade
 from levanter.memorization.results import BookResult
-from levanter.plan.targets import target_of_pod
+from levanter.plan.target_from_name import target_of_pod
 
 LENGTH = 48
 

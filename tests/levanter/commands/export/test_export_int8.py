@@ -15,11 +15,11 @@ from safetensors.numpy import load_file
 from transformers.utils import is_compressed_tensors_available
 
 from haliax_ext.abstract import with_arrays
+from levanter.commands.cli.errors import run_entry_point
 from levanter.commands.evaluate.eval_lm import EvalLmConfig
 from levanter.commands.evaluate.eval_lm import main as evaluate
 from levanter.commands.export.export_lm_to_hf import ConvertLmConfig, main
 from levanter.commands.model.pretrained import ModelChoice, describe_pretrained, load_pretrained
-from levanter.commands.shell.entry import run_entry_point
 from levanter.config import load
 
 LAYER = "model.layers.1.mlp.down_proj.weight"
@@ -268,8 +268,8 @@ def test_a_family_whose_rows_are_no_channels_is_refused(tokenizer, tmp_path, cap
 
 
 def test_it_is_evaluated_and_training_refuses_it(exported, tmp_path, capsys):
-    from levanter.commands.train.train_lm import TrainLmConfig
-    from levanter.commands.train.train_lm import main as train
+    from levanter.commands.train.lm.train_lm import TrainLmConfig
+    from levanter.commands.train.lm.train_lm import main as train
 
     text = tmp_path / "text.txt"
     text.write_text(TEXT)

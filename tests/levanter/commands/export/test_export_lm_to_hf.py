@@ -13,11 +13,11 @@ from helpers.llama_on_mesh import random_arrays
 from helpers.saved_run import IDS, ROWS, config_of, logits, write_checkpoint, write_tokenizer
 from safetensors.numpy import load_file
 
+from levanter.commands.cli.errors import run_entry_point
 from levanter.commands.export.export_lm_to_hf import ConvertLmConfig, describe, main
-from levanter.commands.shell.entry import run_entry_point
 from levanter.config import load
 from levanter.io.paths import filesystem
-from levanter.plan.targets import target_of_pod
+from levanter.plan.target_from_name import target_of_pod
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +161,7 @@ PEAK = """
 import resource, sys
 from levanter.config import load
 from levanter.commands.export.export_lm_to_hf import ConvertLmConfig, main
-import tensorstore, levanter.checkpoint.arrays
+import tensorstore, levanter.checkpoint.orbax_io
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 words = ["--checkpoint_path", sys.argv[1], "--output_dir", sys.argv[2], "--save_tokenizer", "false"]
 main(load(ConvertLmConfig, words))

@@ -30,7 +30,7 @@ from levanter.compat.hf.peft.merge import MergedTensors, stored_leaves
 from levanter.config import load
 from levanter.models.adapters import groups_of
 from levanter.models.llama.config import LlamaConfig
-from levanter.run import RunRefused, Session, Target
+from levanter.runplan import RunRefused, Session, Target
 
 CPU = Target(name="local", platform="cpu", kind="cpu", devices=8)
 LAYERS = 3

@@ -17,8 +17,8 @@ from levanter.commands.generate.config import GenerateConfig
 from levanter.commands.generate.plan import GenerateWork
 from levanter.config import load_written
 from levanter.inference.programs import ServedModel, decode_program
-from levanter.plan.targets import target_of_pod
-from levanter.run import RunPlan, Target
+from levanter.plan.target_from_name import target_of_pod
+from levanter.runplan import RunPlan, Target
 
 EMBED, HEADS, KV_HEADS, SIZE, LENGTH, ROWS = 64, 4, 2, 16, 1024, 4
 SMALLEST = EMBED * KV_HEADS * SIZE

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from helpers.hf_folder import tensors, write_folder
 
+from levanter.commands.cli.errors import run_entry_point
 from levanter.commands.generate import generate
 from levanter.commands.generate.config import GenerateConfig
-from levanter.commands.shell.entry import run_entry_point
 from levanter.config import load_written
-from levanter.inference import answers
-from levanter.plan.targets import target_of_pod
+from levanter.inference import output_writer
+from levanter.plan.target_from_name import target_of_pod
 
 TEMPLATE = """{% for message in messages %}
 {% if message.role == "robot" %}
@@ -190,7 +190,7 @@ class Killed(BaseException):
 
 def test_a_run_that_was_interrupted_and_killed_goes_on_and_writes_the_same(folder, whole, tmp_path, monkeypatch):
     """Also with pages, other parts of prompts, more tokens a call and other rows beside: none of it is in the text."""
-    monkeypatch.setattr(answers, "PART_LINES", 1)
+    monkeypatch.setattr(output_writer, "PART_LINES", 1)
     out = tmp_path / "again.jsonl"
     words = words_of(folder, out, allocation="paged", page_size=8, steps=4, prefill_chunk=16)
     take, taken = generate._Run.take, []
@@ -207,7 +207,7 @@ def test_a_run_that_was_interrupted_and_killed_goes_on_and_writes_the_same(folde
             if len(taken) == 45:
                 raise KeyboardInterrupt
             if len(taken) == 50:
-                patch.setattr(answers.Answers, "store", lambda self: None)
+                patch.setattr(output_writer.Answers, "store", lambda self: None)
                 raise Killed
 
         patch.setattr(generate._Run, "take", interrupted)

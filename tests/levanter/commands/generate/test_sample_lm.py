@@ -8,11 +8,11 @@ import pytest
 from helpers.hf_folder import tensors, write_folder
 from helpers.legacy_documents import FOLDER
 
+from levanter.commands.cli.errors import run_entry_point
 from levanter.commands.generate import sample_lm
-from levanter.commands.generate.engine_keys import InferenceEngineConfig
 from levanter.commands.generate.sample_config import PROMPTS, SampleLmConfig
-from levanter.commands.shell.entry import run_entry_point
-from levanter.config import Written, load_written
+from levanter.commands.generate.upstream_engine_config import InferenceEngineConfig
+from levanter.config import ExplicitKeys, load_written
 from levanter.inference.config import InferenceConfig
 
 
@@ -97,7 +97,7 @@ def _read(path):
 def test_rows_are_as_many_as_there_is_work_for():
     def rows(**changes):
         config = SampleLmConfig(hf_checkpoint="acme/llama", **changes)
-        return config.generating(Written.in_python(config)).inference.max_rows
+        return config.generating(ExplicitKeys.in_python(config)).inference.max_rows
 
     assert rows() == 8
     assert rows(prompts=["a"] * 9, n_generations=3) == 32

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from helpers.hf_folder import tensors, write_folder
 
+from levanter.commands.cli.devices import local_target
+from levanter.commands.cli.errors import run_entry_point
 from levanter.commands.generate import generate, repl
-from levanter.commands.generate.dialogue import Dialogue
+from levanter.commands.generate.chat_session import Dialogue
+from levanter.commands.generate.engine_setup import running
 from levanter.commands.generate.prompts import prompt_reader
 from levanter.commands.generate.repl_config import InferenceReplConfig
-from levanter.commands.generate.running import running
 from levanter.commands.generate.terminal import Terminal
-from levanter.commands.shell.devices import local_target
-from levanter.commands.shell.entry import run_entry_point
-from levanter.config import Written, load_written
+from levanter.config import ExplicitKeys, load_written
 from levanter.inference.engine import schedule_of
 from levanter.mesh import local_devices
 
@@ -193,7 +193,7 @@ def test_commands_that_cannot_be(model, tmp_path, words, said, capsys):
 
 def test_sizes_that_upstream_has_where_a_document_says_nothing():
     config = InferenceReplConfig(checkpoint="a")
-    made = config.generating(Written.in_python(config), ours=False).inference
+    made = config.generating(ExplicitKeys.in_python(config), ours=False).inference
     assert (made.max_rows, made.max_seq_len, made.page_size, made.pages) == (2, 64, 8, 512)
     assert (made.prefill_chunk, made.steps, made.allocation) == (64, 4, "paged")
 

@@ -13,9 +13,9 @@ pytest.importorskip("lm_eval", reason="lm_eval is not installed: the extra `harn
 
 from helpers.harness import CONTEXT, CPU8, TASKS, by_ours, harness_config, tiny_llama
 
+from levanter.commands.cli.errors import run_entry_point
 from levanter.commands.harness.config import EvalHarnessConfig
 from levanter.commands.harness.eval_harness import describe, main
-from levanter.commands.shell.entry import run_entry_point
 from levanter.config import parse
 from levanter.eval.harness import tasks
 from levanter.eval.harness.config import GENERATION, HarnessTaskConfig
@@ -210,7 +210,7 @@ def test_two_variants_of_a_task(model):
 
 
 def test_assumed_requests_give_minutes_without_documents(model, monkeypatch):
-    from levanter.eval.harness import found as finding
+    from levanter.eval.harness import task_discovery as finding
     from levanter.eval.harness.tasks import AbsentTaskError
 
     def absent(*_: object):

@@ -7,9 +7,9 @@ import pytest
 from levanter.commands.harness.config import EvalHarnessConfig
 from levanter.commands.harness.plan import describe
 from levanter.config import load_written
-from levanter.eval.harness import found
+from levanter.eval.harness import task_discovery
 from levanter.eval.harness.tasks import AbsentTaskError
-from levanter.plan.targets import target_of_pod
+from levanter.plan.target_from_name import target_of_pod
 
 CONFIG = Path(__file__).resolve().parents[4] / "config" / "harness" / "llama3.1_8b.yaml"
 
@@ -21,7 +21,7 @@ def plan(monkeypatch):
     def absent(*_: object):
         raise AbsentTaskError("eval_harness.task_spec: hellaswag: its documents cannot be had here")
 
-    monkeypatch.setattr(found, "load_tasks", absent)
+    monkeypatch.setattr(task_discovery, "load_tasks", absent)
     loaded = load_written(EvalHarnessConfig, ["--config_path", str(CONFIG)])
     return describe(loaded.config, target_of_pod("v4-64"), written=loaded.written)
 

@@ -13,9 +13,9 @@ import yaml
 from helpers.evaluation_inputs import write_tiny
 from helpers.legacy_documents import FOLDER, june_2026
 
+from levanter.commands.cli.errors import run_entry_point
 from levanter.commands.harness.config import EvalHarnessConfig
 from levanter.commands.harness.eval_harness import main
-from levanter.commands.shell.entry import run_entry_point
 from levanter.eval.harness import tasks
 from levanter.eval.harness.config import HarnessConfig, HarnessTaskConfig
 

@@ -19,13 +19,13 @@ from helpers.hf_folder import CONFIG, TEXTS, tensors, write_folder
 from helpers.old_memorization import ONE_BOOK
 from helpers.processes import run_together
 
+from levanter.commands.cli.devices import local_target
+from levanter.commands.cli.errors import run_entry_point
 from levanter.commands.memorize.eval_careless_lm import EvalCarelessLmConfig, describe, execute, main
-from levanter.commands.shell.devices import local_target
-from levanter.commands.shell.entry import run_entry_point
 from levanter.config import parse, read
 from levanter.memorization.results import FULL, BookResult
 from levanter.mesh import describe_devices
-from levanter.run import Session, Target
+from levanter.runplan import Session, Target
 
 pytestmark = pytest.mark.optimized
 
@@ -336,8 +336,8 @@ def test_every_config_describes_itself():
 SLOWLY = """
 import sys, time
 from levanter.commands.memorize.eval_careless_lm import EvalCarelessLmConfig, main
-from levanter.commands.shell.entry import run_entry_point
-from levanter.memorization.parts import PartStore
+from levanter.commands.cli.errors import run_entry_point
+from levanter.memorization.partial_results import PartStore
 own = PartStore.write
 PartStore.write = lambda *args: (time.sleep(0.03), own(*args))[1]
 sys.exit(run_entry_point(EvalCarelessLmConfig, main))

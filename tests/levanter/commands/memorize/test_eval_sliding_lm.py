@@ -10,8 +10,8 @@ import transformers
 from helpers.hf_folder import TEXTS, write_folder
 from tokenizers import Tokenizer
 
+from levanter.commands.cli.errors import run_entry_point
 from levanter.commands.memorize.eval_sliding_lm import EvalSlidingLmConfig, main
-from levanter.commands.shell.entry import run_entry_point
 from levanter.memorization.results import FULL, BookResult
 
 PAIRS = [(text[:n], text[n : n + m]) for text in TEXTS for n, m in ((9, 12), (14, 6), (5, 20))]

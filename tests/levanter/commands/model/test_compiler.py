@@ -11,8 +11,8 @@ from levanter.config import ConfigError, parse_text
 from levanter.hardware import GENERATIONS, compiler_options
 from levanter.hardware.compiler import as_values, tuned_options
 from levanter.mesh import MeshConfig, resolve
-from levanter.plan.targets import target_of_pod
-from levanter.run import Target
+from levanter.plan.target_from_name import target_of_pod
+from levanter.runplan import Target
 from levanter.trainer.config import TrainerConfig
 
 MODEL = model_axes("llama3.1_8b")

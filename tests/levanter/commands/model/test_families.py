@@ -21,10 +21,10 @@ from helpers.family_models import (
 from helpers.hf_folder import TEXTS, byte_level_tokenizer, write_json
 from helpers.train_processes import logged
 
+from levanter.commands.cli.errors import run_entry_point
 from levanter.commands.evaluate import eval_lm
 from levanter.commands.memorize import eval_careless_lm
-from levanter.commands.shell.entry import run_entry_point
-from levanter.commands.train import train_lm
+from levanter.commands.train.lm import train_lm
 from levanter.config import load
 from levanter.main import plan
 from levanter.memorization.results import BookResult, Scheme

@@ -14,8 +14,8 @@ from haliax_ext.abstract import leaves, with_arrays
 from haliax_ext.mapping import AxisMapping
 from haliax_ext.program import Input, Program
 from levanter.commands.evaluate.eval_lm import score_program
-from levanter.commands.model.layout import NonFiniteWeightsError
 from levanter.commands.model.pretrained import load_pretrained
+from levanter.commands.model.sharding import NonFiniteWeightsError
 
 LENGTH, BATCH = 48, 8
 TOKENS = np.random.default_rng(7).integers(3, 250, (BATCH, LENGTH)).astype(np.int32)

@@ -11,12 +11,12 @@ import pytest
 from helpers.golden import assert_golden
 from helpers.hf_folder import write_folder
 
+from levanter.commands.cli.errors import run_entry_point
 from levanter.commands.serve import serve
 from levanter.commands.serve.config import ServeConfig
-from levanter.commands.shell.entry import run_entry_point
 from levanter.config import ConfigError, load_written
-from levanter.plan.inquiry import Question
-from levanter.plan.preflight import preflight
+from levanter.plan.preflight.pipeline import preflight
+from levanter.plan.preflight.state import Question
 from levanter.plan.report import render, to_json
 from levanter.plan.report.serving import as_text, serving_sheets
 from levanter.plan.verdict import Verdict
@@ -93,7 +93,7 @@ def test_the_pod_that_is_named_holds_them():
 
 def test_a_port_that_is_taken_is_known_before_a_weight_is_read(tmp_path, capsys, monkeypatch):
     write_folder(tmp_path / "model")
-    monkeypatch.setattr("levanter.commands.generate.running.load_pretrained", None)
+    monkeypatch.setattr("levanter.commands.generate.engine_setup.load_pretrained", None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         words = ["--hf_checkpoint", str(tmp_path / "model"), "--inference.max_rows", "8", "--trainer.mp", "f32"]

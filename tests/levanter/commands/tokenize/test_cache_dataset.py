@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from levanter.commands.shell.entry import run_entry_point
+from levanter.commands.cli.errors import run_entry_point
 from levanter.commands.tokenize.cache_dataset import CacheDatasetConfig, main
 from levanter.compat.open import load_tokenizer
 from levanter.config import load

@@ -83,7 +83,7 @@ def half_checkpoint(folder: Path) -> bool:
 KILLED = """
 import os, signal, sys
 from levanter.checkpoint.checkpointer import Checkpointer
-from levanter.commands.shell.door import enter
+from levanter.commands.cli.main import enter
 
 complete, saved = Checkpointer._complete, []
 

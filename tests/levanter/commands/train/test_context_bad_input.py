@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from levanter.commands.shell.entry import run_entry_point
-from levanter.commands.train.train_lm import TrainLmConfig, main
+from levanter.commands.cli.errors import run_entry_point
+from levanter.commands.train.lm.train_lm import TrainLmConfig, main
 from levanter.main import plan
-from levanter.run import BAD_INPUT, OK
+from levanter.runplan import BAD_INPUT, OK
 
 CUT = {"position": "context"}
 

@@ -6,16 +6,16 @@ import pytest
 import yaml
 from helpers.preference_runs import LOCAL, LORA, document, pair, user, write_inputs, write_jsonl
 
-from levanter.commands.train.dpo_config import TrainDpoConfig
-from levanter.commands.train.lora_dpo_config import LoraDpoConfig
-from levanter.commands.train.train_dpo import describe
-from levanter.commands.train.train_lm import TrainLmConfig
-from levanter.commands.train.train_lm import describe as describe_lm
+from levanter.commands.train.dpo.config import TrainDpoConfig
+from levanter.commands.train.dpo.lora_config import LoraDpoConfig
+from levanter.commands.train.dpo.train_dpo import describe
+from levanter.commands.train.lm.train_lm import TrainLmConfig
+from levanter.commands.train.lm.train_lm import describe as describe_lm
 from levanter.config import ConfigError, parse
 from levanter.data import DataError, build_training
 from levanter.data.component_formats import PAIRS
-from levanter.legacy.migrate import migrate
-from levanter.run import RunRefused
+from levanter.runplan import RunRefused
+from levanter.upstream.migrate import migrate
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ from helpers.finetuning_inputs import talk
 from helpers.preference_runs import LORA, TEMPLATE, assistant, document, pair, user, write_inputs, write_jsonl
 from helpers.preference_runs import write_model as write_other_model
 
-from levanter.commands.shell.entry import run_entry_point
+from levanter.commands.cli.errors import run_entry_point
 from levanter.data.reference_store import ReferenceStore
-from levanter.legacy.migrate import config_class
+from levanter.upstream.migrate import config_class
 
 ADAPTED = {"adapter": LORA, "reference": {"type": "adapter_base"}}
 REFUSING = "{% for message in messages %}{{ raise_exception('no talk of ' ~ message['role']) }}{% endfor %}"

@@ -9,11 +9,12 @@ import json
 import jax
 import pytest
 
-from levanter.commands.train import train_dpo, train_lm
 from levanter.commands.train.config import TrainLmConfig
-from levanter.commands.train.dpo_config import TrainDpoConfig
+from levanter.commands.train.dpo import train_dpo
+from levanter.commands.train.dpo.config import TrainDpoConfig
+from levanter.commands.train.lm import train_lm
 from levanter.config import load_written
-from levanter.run import Target
+from levanter.runplan import Target
 
 TARGET = Target(name="local", platform="cpu", kind="cpu", devices=8)
 POSITIONS, PAIRS = 128, 2

@@ -13,16 +13,16 @@ from safetensors.numpy import load_file, save_file
 from haliax_ext.abstract import leaves
 from levanter.checkpoint import CheckpointMismatchError, UnreadableCheckpointError, checkpoint_at
 from levanter.commands.model.saved_model import open_saved
-from levanter.commands.train import lora_lm
-from levanter.commands.train.changes import ChangedRunError
-from levanter.commands.train.lora_config import LoraLmConfig
+from levanter.commands.train.config_diff import ChangedRunError
+from levanter.commands.train.lm import lora_lm
+from levanter.commands.train.lm.lora_config import LoraLmConfig
+from levanter.commands.train.lm.train_lm import TrainLmConfig, describe
 from levanter.commands.train.run import execute
-from levanter.commands.train.train_lm import TrainLmConfig, describe
 from levanter.config import ConfigError, load
-from levanter.plan.budget import budget_of
-from levanter.run import Session, Target
+from levanter.plan.hbm_budget import budget_of
+from levanter.runplan import Session, Target
 from levanter.tracker import NoopTracker
-from levanter.trainer.frozen import FrozenPart
+from levanter.trainer.frozen_identity import FrozenPart
 
 LORA = ("--adapter", "{type: lora, r: 4, alpha: 8, zero_init_b: true, a_init_mode: peft}")
 DATA_8 = ("--trainer.mesh.axes", "{data: 8}")

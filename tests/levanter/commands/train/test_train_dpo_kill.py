@@ -110,7 +110,7 @@ def test_killed_while_it_saves(folder, tmp_path, cache):
 SAVING = """
 import os, signal, sys
 from levanter.checkpoint.checkpointer import Checkpointer
-from levanter.commands.shell.door import enter
+from levanter.commands.cli.main import enter
 
 complete, saved = Checkpointer._complete, []
 
@@ -154,7 +154,7 @@ def test_told_to_stop_it_saves_and_goes_on(folder, tmp_path, cache):
 PARTS = """
 import sys
 from levanter.data import reference_store
-from levanter.commands.shell.door import enter
+from levanter.commands.cli.main import enter
 
 reference_store.PART = 8
 WRITTEN

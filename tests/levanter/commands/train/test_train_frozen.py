@@ -11,13 +11,13 @@ from safetensors.numpy import load_file
 
 from levanter.checkpoint import CheckpointMismatchError, UnreadableCheckpointError, checkpoint_at
 from levanter.commands.model.saved_model import open_saved
+from levanter.commands.train.lm.train_lm import TrainLmConfig, describe
 from levanter.commands.train.run import execute
-from levanter.commands.train.train_lm import TrainLmConfig, describe
 from levanter.config import load
-from levanter.plan.budget import budget_of
-from levanter.run import Session, Target
+from levanter.plan.hbm_budget import budget_of
+from levanter.runplan import Session, Target
 from levanter.tracker import NoopTracker
-from levanter.trainer.frozen import FrozenPart
+from levanter.trainer.frozen_identity import FrozenPart
 
 NORMS = ("--trainer.trainable", "[norm]")
 DATA_8 = ("--trainer.mesh.axes", "{data: 8}")

@@ -6,12 +6,12 @@ import shutil
 import pytest
 
 from levanter.checkpoint import find_checkpoints
-from levanter.commands.shell.entry import run_entry_point
-from levanter.commands.train.train_lm import TrainLmConfig, main
+from levanter.commands.cli.errors import run_entry_point
+from levanter.commands.train.lm.train_lm import TrainLmConfig, main
 from levanter.config import load
 from levanter.data import PassthroughTokenizer, build_tokens, resolve_training
 from levanter.io.paths import filesystem
-from levanter.run import BAD_INPUT, INTERNAL_ERROR, OK
+from levanter.runplan import BAD_INPUT, INTERNAL_ERROR, OK
 
 DOCUMENT = {
     "model": {
@@ -189,7 +189,7 @@ def test_exports_that_a_store_refuses(place, capsys, monkeypatch):
     def refuses(_):
         raise PermissionError("403: no permission")
 
-    monkeypatch.setattr("levanter.commands.train.places.check_writable", refuses)
+    monkeypatch.setattr("levanter.commands.train.run_dirs.check_writable", refuses)
     url = f"memory://{place.folder.name}/hf"
     assert f"hf_save_path: {url}/run: cannot be written (403" in place.refused(capsys, hf_save_path=url)
 

@@ -15,15 +15,15 @@ from helpers.hf_folder import CONFIG, TEXTS, tensors, write_folder, write_json
 from safetensors.numpy import load_file
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from levanter.commands.cli.errors import run_entry_point
 from levanter.commands.evaluate import eval_lm, viz_logprobs
-from levanter.commands.shell.entry import run_entry_point
-from levanter.commands.train.evaluation import validation_rows
+from levanter.commands.train.lm.evaluation import validation_rows
+from levanter.commands.train.lm.sft_config import SftConfig, SftMixtureConfig
+from levanter.commands.train.lm.train_lm import TrainLmConfig, describe
 from levanter.commands.train.run import execute
-from levanter.commands.train.sft_config import SftConfig, SftMixtureConfig
-from levanter.commands.train.train_lm import TrainLmConfig, describe
 from levanter.config import load
 from levanter.data import DataError, build_training
-from levanter.run import Session, Target
+from levanter.runplan import Session, Target
 from levanter.tracker import NoopTracker
 
 TEMPLATE = (

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from levanter.checkpoint import find_checkpoints
-from levanter.commands.train import instruments as train_instruments
-from levanter.commands.train.train_lm import TrainLmConfig, describe, main, train
+from levanter.commands.train import monitoring as train_instruments
+from levanter.commands.train.lm.train_lm import TrainLmConfig, describe, main, train
 from levanter.config import load
-from levanter.plan.attended import Lying
-from levanter.run import OK, Target
+from levanter.plan.attention_blocks import SequenceLayout
+from levanter.runplan import OK, Target
 from levanter.trainer.metrics import Peak
 
 RUN = """
@@ -179,7 +179,7 @@ def test_what_the_busiest_device_has_of_real_rows_is_logged(tmp_path, monkeypatc
         asked.append(segments)
         return 1.0 + len(asked) / 100
 
-    monkeypatch.setattr(Lying, "imbalance", counted)
+    monkeypatch.setattr(SequenceLayout, "imbalance", counted)
     options = {
         "model.max_seq_len": "1024",
         "trainer.num_train_steps": "2",

@@ -16,12 +16,12 @@ from helpers.train_processes import environment, logged, train, write_run
 
 from haliax_ext.abstract import leaves
 from levanter.checkpoint import CheckpointMismatchError, CheckpointSource, find_checkpoints
-from levanter.commands.train.first import first_state
-from levanter.commands.train.places import MissingResumeError, Places, find_resume
+from levanter.commands.train.initial_state import first_state
+from levanter.commands.train.lm.train_lm import TrainLmConfig, describe
 from levanter.commands.train.run import execute
-from levanter.commands.train.train_lm import TrainLmConfig, describe
+from levanter.commands.train.run_dirs import MissingResumeError, RunDirs, find_resume
 from levanter.config import load
-from levanter.run import Session, Target
+from levanter.runplan import Session, Target
 from levanter.tracker import NoopTracker
 
 MESHES = {
@@ -116,7 +116,7 @@ def test_what_a_run_goes_on_behind(begun, tmp_path, devices):
     def resume(**changes):
         new = {"checkpointer": replace(config.trainer.checkpointer, base_path=str(tmp_path)), **changes}
         changed = replace(config, trainer=replace(config.trainer, **new))
-        return find_resume(changed, Places.of(changed, "other"))
+        return find_resume(changed, RunDirs.of(changed, "other"))
 
     assert resume() is None
     assert resume(load_checkpoint_path=base).step == 4
@@ -126,7 +126,7 @@ def test_what_a_run_goes_on_behind(begun, tmp_path, devices):
     with pytest.raises(MissingResumeError):
         resume(load_checkpoint=True)
     # Its own comes first; told not to, it begins anew.
-    own = Places.of(config, "run")
+    own = RunDirs.of(config, "run")
     assert find_resume(replace(config, trainer=replace(config.trainer, load_checkpoint_path="/nowhere")), own).step == 4
     assert find_resume(replace(config, trainer=replace(config.trainer, load_checkpoint=False)), own) is None
 
@@ -260,8 +260,8 @@ def test_a_run_goes_on_with_fewer_devices_cut_otherwise(tmp_path, cache):
 
 FULL = """
 import resource, signal, sys
-from levanter.commands.train.train_lm import TrainLmConfig, main
-from levanter.commands.shell.entry import run_entry_point
+from levanter.commands.train.lm.train_lm import TrainLmConfig, main
+from levanter.commands.cli.errors import run_entry_point
 from levanter.checkpoint import Checkpointer
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -312,8 +312,8 @@ def test_a_place_where_nothing_can_be_written_is_told_before_the_first_step(tmp_
 MEMORY = """
 import sys, os, gc, statistics
 from pathlib import Path
-from levanter.commands.train.train_lm import TrainLmConfig, main
-from levanter.commands.shell.entry import run_entry_point
+from levanter.commands.train.lm.train_lm import TrainLmConfig, main
+from levanter.commands.cli.errors import run_entry_point
 from levanter.checkpoint import Checkpointer
 
 sizes, retire = [], Checkpointer._retire

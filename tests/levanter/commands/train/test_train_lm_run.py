@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from levanter.checkpoint import CheckpointMismatchError, find_checkpoints, planned_targets, restore
-from levanter.commands.train.places import MissingResumeError
+from levanter.commands.train.lm.train_lm import TrainLmConfig, describe
 from levanter.commands.train.run import execute
-from levanter.commands.train.train_lm import TrainLmConfig, describe
+from levanter.commands.train.run_dirs import MissingResumeError
 from levanter.compat.hf.export import ExportPathError
 from levanter.config import load
 from levanter.data import DataError
 from levanter.io.paths import filesystem
-from levanter.run import Session, Target
+from levanter.runplan import Session, Target
 from levanter.tracker import NoopTracker
 from levanter.trainer.loop import NonFiniteError
 

@@ -19,13 +19,13 @@ from helpers.two_kinds import installed, numpy_logits
 from safetensors.numpy import load_file
 
 from haliax_ext.abstract import leaves
-from levanter.commands.train.first import first_state
+from levanter.commands.train.initial_state import first_state
+from levanter.commands.train.lm.train_lm import TrainLmConfig, describe
 from levanter.commands.train.run import execute
-from levanter.commands.train.train_lm import TrainLmConfig, describe
 from levanter.config import load
-from levanter.plan.layouts import Subject
-from levanter.plan.nearest import tensor_axes
-from levanter.run import Session, Target
+from levanter.plan.layout_memory import LayoutSubject
+from levanter.plan.suggestions import tensor_axes
+from levanter.runplan import Session, Target
 from levanter.tracker import NoopTracker
 
 MODEL = (
@@ -58,7 +58,7 @@ def described(config: TrainLmConfig):
 def test_suggestions_divide_the_axes_that_the_kinds_of_layer_name(tmp_path):
     """A refusal proposes to cut `channel` too, which nothing in the plan's code knows of."""
     plan = described(config_of(tmp_path))
-    found = tensor_axes(Subject(plan=plan, program=plan.computing[-1], hbm_bytes=1))
+    found = tensor_axes(LayoutSubject(plan=plan, program=plan.computing[-1], hbm_bytes=1))
     assert found[:2] == ("heads", "vocab") and set(found) == {"heads", "vocab", "mlp", "channel"}
 
 

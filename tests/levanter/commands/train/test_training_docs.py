@@ -11,7 +11,7 @@ from levanter.commands.evaluate.eval_lm import EvalLmConfig
 from levanter.commands.export.export_lm_to_hf import ConvertLmConfig
 from levanter.commands.plan_options import asked_for
 from levanter.commands.tokenize.cache_dataset import CacheDatasetConfig
-from levanter.commands.train.train_lm import TrainLmConfig
+from levanter.commands.train.lm.train_lm import TrainLmConfig
 from levanter.config import load
 from levanter.infra import launch
 

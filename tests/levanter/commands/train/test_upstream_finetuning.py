@@ -17,11 +17,11 @@ from helpers.finetuning_inputs import write_tiny
 from helpers.legacy_documents import FOLDER, june_2026
 from safetensors.numpy import load_file
 
-from levanter.commands.shell.entry import run_entry_point
-from levanter.commands.train.dpo_config import ReferenceConfig
+from levanter.commands.cli.errors import run_entry_point
+from levanter.commands.train.dpo.config import ReferenceConfig
 from levanter.config import plain
-from levanter.legacy.migrate import config_class
 from levanter.models.adapters.config import LoraConfig
+from levanter.upstream.migrate import config_class
 
 OF = {
     "29_lora_lm_2025": "lora_lm",

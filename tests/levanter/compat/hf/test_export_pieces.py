@@ -8,9 +8,9 @@ import pytest
 from helpers.family_arrays import SPEC, on_devices, planned
 from helpers.family_models import ESSENTIAL
 
+from haliax_ext.device_to_host import taken
 from haliax_ext.program import Program
 from haliax_ext.saving import saving_programs, tensors_of
-from haliax_ext.taking import taken
 
 LIMIT = 32 << 10
 """Less than most tensors of these models take."""

@@ -17,14 +17,14 @@ from helpers.object_store import Fault, ObjectStore
 from safetensors.numpy import save_file
 
 from haliax_ext.abstract import abstract, leaves
-from haliax_ext.admissions import byte_ranges
-from haliax_ext.expected import ExpectedSource
+from haliax_ext.abstract_source import ExpectedSource
+from haliax_ext.buffer_pool import Scratch
 from haliax_ext.host_reader import Readers
 from haliax_ext.loading import load, plan_loading
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import plan_sharding
-from haliax_ext.scratch import Scratch
+from haliax_ext.read_scheduler import byte_ranges
 from levanter.compat.hf.index import open_weights
 from levanter.compat.hf.repository import RemoteFolder
 from levanter.io.ranges import RangeError, fetcher

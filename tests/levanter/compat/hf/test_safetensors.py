@@ -12,7 +12,7 @@ from safetensors import deserialize
 from safetensors.numpy import save_file
 
 from haliax_ext.sources import TensorSource
-from levanter.compat.hf import regions
+from levanter.compat.hf import strided_reads
 from levanter.compat.hf.errors import CorruptFileError, MissingCheckpointFileError
 from levanter.compat.hf.readers import LocalFile, RemoteFile
 from levanter.compat.hf.safetensors import SafetensorsSource
@@ -100,7 +100,7 @@ def test_byte_ranges_point_at_the_bytes_of_the_file(file):
 
 
 def test_reads_in_place_whatever_the_layout_of_the_target(file, monkeypatch):
-    monkeypatch.setattr(regions, "COPY_BUFFER_BYTES", 1000)
+    monkeypatch.setattr(strided_reads, "COPY_BUFFER_BYTES", 1000)
     source, oracle = SafetensorsSource.from_files(file), load_file(file)
     wide, deep = oracle["wide"], oracle["deep"]
     stacked = np.zeros((2, *wide.shape), wide.dtype)

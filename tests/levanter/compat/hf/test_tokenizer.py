@@ -8,9 +8,9 @@ from helpers.hf_folder import TEXTS, byte_level_tokenizer, write_folder, write_j
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from levanter.compat.hf.byte_lengths import byte_alphabet
 from levanter.compat.hf.errors import CheckpointError, ConfigMismatchError, CorruptFileError, MissingCheckpointFileError
 from levanter.compat.hf.export import tokenizer_documents
+from levanter.compat.hf.token_bytes import byte_alphabet
 from levanter.compat.hf.tokenizer import FastTokenizer, check_vocabulary
 from levanter.compat.open import load_tokenizer
 from levanter.data.tokenizer import Tokenizer as Protocol

@@ -11,8 +11,8 @@ pytest.importorskip("lm_eval", reason="lm_eval is not installed: the extra `harn
 from helpers.harness import TASKS
 
 from levanter.eval.harness import tasks
-from levanter.eval.harness.asked import HarnessError
 from levanter.eval.harness.config import HarnessConfig, HarnessTaskConfig
+from levanter.eval.harness.encoding import HarnessError
 from levanter.eval.harness.tasks import AbsentTaskError, load_tasks
 
 SOUND = (

@@ -7,8 +7,8 @@ import pytest
 from helpers.object_store import Fault, ObjectStore
 
 from levanter.io.ranges import Connections, HttpFile, RangeError, TransientError, remote_file
-from levanter.io.ranges.attempt import Attempt
 from levanter.io.ranges.connections import shown_url
+from levanter.io.ranges.request import Attempt
 
 CONTENT = np.random.default_rng(1).bytes(200_000)
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from levanter.io.ranges.pace import FIRST_REQUESTS, WINDOW_SECONDS, Durations, Pace
+from levanter.io.ranges.pace import FIRST_REQUESTS, WINDOW_SECONDS, AdaptiveConcurrency, Durations
 
 
 def played(
-    pace: Pace, seconds: float, *, each: float, total: float, nbytes: int = 1 << 20, begin: float = 0.0
+    pace: AdaptiveConcurrency, seconds: float, *, each: float, total: float, nbytes: int = 1 << 20, begin: float = 0.0
 ) -> float:
     """Lets requests go over a network that gives `each` bytes a second to one of them and `total` to all."""
     now = begin
@@ -19,7 +19,7 @@ def played(
 
 @pytest.mark.parametrize(("each", "total"), [(20e6, 200e6), (20e6, 2e9), (5e6, 1e9), (100e6, 100e6)])
 def test_it_grows_until_the_network_is_full(each, total):
-    pace = Pace(256)
+    pace = AdaptiveConcurrency(256)
     played(pace, 6.0, each=each, total=total)
     assert pace.limit * each >= 0.95 * min(total, 256 * each)
     # A few too many cost nothing; four times as many as it takes are memory and a crowd for the server.
@@ -27,7 +27,7 @@ def test_it_grows_until_the_network_is_full(each, total):
 
 
 def test_it_looks_again_for_room_that_came_later():
-    pace = Pace(256)
+    pace = AdaptiveConcurrency(256)
     now = played(pace, 5.0, each=20e6, total=200e6)
     before = pace.limit
     played(pace, 40.0, each=20e6, total=2e9, begin=now)
@@ -35,14 +35,14 @@ def test_it_looks_again_for_room_that_came_later():
 
 
 def test_what_nobody_waits_for_says_nothing():
-    pace = Pace(64)
+    pace = AdaptiveConcurrency(64)
     for step in range(1000):
         pace.finished(1 << 20, step * 0.01, waiting=False)
     assert pace.limit == FIRST_REQUESTS
 
 
 def test_a_server_that_is_overloaded_is_asked_less_and_a_burst_of_refusals_is_one():
-    pace = Pace(64)
+    pace = AdaptiveConcurrency(64)
     for refusal in range(20):
         pace.overloaded(10 + refusal * 0.001)
     assert pace.limit == round(0.6 * FIRST_REQUESTS)
@@ -53,7 +53,7 @@ def test_a_server_that_is_overloaded_is_asked_less_and_a_burst_of_refusals_is_on
 
 @pytest.mark.parametrize("every", [120, 40])
 def test_a_refusal_now_and_then_is_no_overload(every):
-    pace, now = Pace(256), 0.0
+    pace, now = AdaptiveConcurrency(256), 0.0
     for number in range(4000):
         now += (1 << 20) / min(200e6, pace.limit * 20e6)
         if number % every:
@@ -64,7 +64,7 @@ def test_a_refusal_now_and_then_is_no_overload(every):
     assert pace.limit * 20e6 >= 200e6
 
 
-def asked(pace: Pace, seconds: float, *, room: int, begin: float = 0.0) -> tuple[float, float]:
+def asked(pace: AdaptiveConcurrency, seconds: float, *, room: int, begin: float = 0.0) -> tuple[float, float]:
     """Lets requests of a tenth of a second go to a server that refuses what is more than `room` at a time.
 
     Returns:
@@ -83,7 +83,7 @@ def asked(pace: Pace, seconds: float, *, room: int, begin: float = 0.0) -> tuple
 
 
 def test_a_server_with_room_for_few_is_given_few_and_more_once_it_has_room():
-    pace = Pace(128)
+    pace = AdaptiveConcurrency(128)
     now, rate = asked(pace, 60.0, room=12)
     assert rate >= 0.6 * 120, "most of what it has room for is used"
     assert pace.limit <= 2 * 12
@@ -95,7 +95,7 @@ def test_a_server_with_room_for_few_is_given_few_and_more_once_it_has_room():
 
 @pytest.mark.parametrize("most", [1, 2, 7])
 def test_the_most_is_kept_to(most):
-    pace = Pace(most)
+    pace = AdaptiveConcurrency(most)
     played(pace, 5.0, each=20e6, total=2e9)
     assert pace.limit == most
     pace.overloaded(100.0)

@@ -16,14 +16,14 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from haliax_ext.errors import ShardingError
 from haliax_ext.mapping import AxisMapping, Mappings, inside_attention, mappings_in_scope
 from haliax_ext.meshspec import MeshSpec
-from levanter.layers.attention import AttentionMask, BackendChoice, attend, splash_passes
-from levanter.layers.attention.merge import merged, nothing, with_sinks
-from levanter.layers.attention.order import natural, zigzag
-from levanter.layers.attention.plain_passes import PlainPasses
+from levanter.layers.attention import AttentionMask, BackendChoice, attend, ring_splash
+from levanter.layers.attention.lse_merge import merged, nothing, with_sinks
 from levanter.layers.attention.reference import reference_attention
-from levanter.layers.attention.ring import Sight, queries_are_fewer, ring_attention
-from levanter.layers.attention.splash_passes import SplashPasses, run_blocks
+from levanter.layers.attention.ring import VisibleKeys, queries_are_fewer, ring_attention
+from levanter.layers.attention.ring_reference import PlainPasses
+from levanter.layers.attention.ring_splash import SplashPasses, run_blocks
 from levanter.layers.attention.splash_tables import SplashBlocks, tables_at
+from levanter.layers.attention.zigzag import natural, zigzag
 
 RING = Mappings(
     compute=AxisMapping({"position": "context", "batch": "data"}), attention=AxisMapping({"key_position": "context"})
@@ -128,10 +128,10 @@ def test_a_mark_says_which_of_the_arrived_keys_a_query_sees(runs, window):
     run = length // runs
     starts = [[r * run, (2 * size - 1 - r) * run][:runs] for r in range(size)]
     places = [np.concatenate([np.arange(first, first + run) for first in own]) for own in starts]
-    sight = Sight(runs=runs, is_causal=True, window=window)
+    sight = VisibleKeys(runs=runs, is_causal=True, window=window)
     for mine, theirs in itertools.product(range(size), repeat=2):
         begins = tuple(jnp.asarray(starts[rank], jnp.int32) for rank in (mine, theirs))
-        rule, marks = splash_passes.marks_by_index(sight, length, begins)
+        rule, marks = ring_splash.marks_by_index(sight, length, begins)
         distance = places[mine][:, None] - places[theirs][None]
         want = (distance >= 0) & (True if window is None else distance < window)
         np.testing.assert_array_equal(rule(marks[:, None], jnp.arange(length, dtype=jnp.int32)[None]), want)
@@ -149,17 +149,17 @@ def test_a_mark_says_which_of_the_arrived_keys_a_query_sees(runs, window):
 
 
 def test_a_window_over_more_keys_than_a_mark_can_tell_apart():
-    sight, begins = Sight(runs=2, is_causal=True, window=5), (jnp.zeros(2, jnp.int32),) * 2
+    sight, begins = VisibleKeys(runs=2, is_causal=True, window=5), (jnp.zeros(2, jnp.int32),) * 2
     with pytest.raises(
         ValueError, match="at most 65535 positions, not 65536; use position_order: natural, or more dev"
     ):
-        splash_passes.marks_by_index(sight, 65536, begins)
+        ring_splash.marks_by_index(sight, 65536, begins)
 
 
 def test_what_is_called_of_the_kernel_is_what_this_jax_has():
     """Private names: their parameters, the arrays in order, and what JAX's own backward pass gives for `di`."""
-    assert splash_passes.obstacle() is None
-    for name, takes in splash_passes.BACKWARD.items():
+    assert ring_splash.obstacle() is None
+    for name, takes in ring_splash.BACKWARD.items():
         first = list(inspect.signature(getattr(pallas, name)).parameters)[:8]
         assert first == takes.split()[:8] == ["q", "k", "v", "segment_ids", "sinks", "logsumexp", "do", "di"]
     own = inspect.getsource(pallas._splash_attention_bwd)
@@ -167,11 +167,11 @@ def test_what_is_called_of_the_kernel_is_what_this_jax_has():
 
 
 def test_a_jax_without_it_has_no_splash_in_a_ring(monkeypatch):
-    monkeypatch.delattr(pallas, splash_passes.OF_KEYS)
+    monkeypatch.delattr(pallas, ring_splash.OF_KEYS)
     with pytest.raises(ValueError, match=r"has no .*_splash_attention_bwd_dkv.*use attention_mapping: gather or heads"):
-        splash_passes.splash_passes(soft_cap=None, block_size=None)
-    monkeypatch.setattr(pallas, splash_passes.OF_KEYS, lambda q, k: None, raising=False)
-    assert "has another" in str(splash_passes.obstacle())
+        ring_splash.splash_passes(soft_cap=None, block_size=None)
+    monkeypatch.setattr(pallas, ring_splash.OF_KEYS, lambda q, k: None, raising=False)
+    assert "has another" in str(ring_splash.obstacle())
 
 
 @pytest.mark.parametrize(

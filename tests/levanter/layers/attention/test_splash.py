@@ -18,9 +18,9 @@ from haliax_ext.mapping import AxisMapping, Mappings, mappings_in_scope
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.program import Input, Program
 from levanter.layers.attention import AttentionMask, BackendChoice, attend, backends
-from levanter.layers.attention.order import natural, zigzag
 from levanter.layers.attention.splash import BLOCKS, splash_attention, splash_blocks, splash_obstacle
 from levanter.layers.attention.splash_tables import Rule, Settings, SplashBlocks, static_kernel
+from levanter.layers.attention.zigzag import natural, zigzag
 from levanter.models.scoring import next_tokens
 
 LENGTH = 200  # no multiple of any block

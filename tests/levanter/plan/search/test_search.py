@@ -21,11 +21,11 @@ from levanter.models.activations import constrained_by, transformer_activations
 from levanter.models.axes import ALIASES, KNOWN_AXES
 from levanter.plan.aot import Compiled, Refused
 from levanter.plan.comms import Network
-from levanter.plan.cost import StepTime
-from levanter.plan.exchanged import ExchangePrices, exchange_seconds
+from levanter.plan.context_parallel_cost import ExchangePrices, exchange_seconds
 from levanter.plan.search import Candidate, SearchSubject, candidates, estimate, render, search, values
+from levanter.plan.step_time_model import StepTime
 from levanter.plan.verdict import ProgramVerdict
-from levanter.run import Workload
+from levanter.runplan import Workload
 
 GIB = 1 << 30
 LLAMA_405B = LlamaConfig(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from levanter.compat.hf.errors import CheckpointError, CorruptFileError, raise_if
-from levanter.compat.hf.export_place import ADAPTER_CONFIG
+from levanter.compat.hf.export_dir import ADAPTER_CONFIG
 
 T = TypeVar("T")
 

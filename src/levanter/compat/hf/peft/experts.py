@@ -20,15 +20,15 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from haliax_ext.abstract import Leaf
+from haliax_ext.leaf_layout import Box
 from haliax_ext.rules import SourcePiece, WeightRules
 from haliax_ext.saving import OutTensor
-from haliax_ext.slices import Box
 from haliax_ext.sources import ByteRange, Index, TensorInfo, TensorSource
 from levanter.compat.hf.errors import CheckpointError, raise_if
 from levanter.compat.hf.peft.config import PeftConfig
 from levanter.compat.hf.peft.names import PREFIX, A, B, UnsupportedTargetError, layers_of, modules_of, peft_rules
 from levanter.layers.quantized import EXPERT
-from levanter.models.adapters.targets import TargetGroup
+from levanter.models.adapters.lora_targets import TargetGroup
 
 GATE, UP, DOWN, ROUTER = "gate_proj", "up_proj", "down_proj", "router"
 FUSED = {GATE: "gate_up_proj", UP: "gate_up_proj", DOWN: "down_proj"}
@@ -45,7 +45,7 @@ class _View:
     info: TensorInfo
 
 
-class OneByOne:
+class PerExpertSource:
     """A source whose fused tensors of experts are seen as a tensor for each expert.
 
     Args:
@@ -129,7 +129,7 @@ def one_by_one(
     if not views and not renamed:
         return source, config
     patterns = {"rank_pattern": {**ranks, **config.rank_pattern}, "alpha_pattern": {**alphas, **config.alpha_pattern}}
-    return OneByOne(source, views, renamed), replace(config, **patterns)
+    return PerExpertSource(source, views, renamed), replace(config, **patterns)
 
 
 @dataclass(frozen=True, kw_only=True)

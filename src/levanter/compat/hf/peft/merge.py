@@ -18,7 +18,7 @@ from haliax_ext.sources import Index, TensorSource
 from levanter.compat.hf.errors import CorruptFileError
 from levanter.compat.hf.peft.names import BASE, PREFIX, A, B, is_transposed, modules_of
 from levanter.compat.hf.peft.read import PeftAdapter
-from levanter.models.adapters.targets import TargetGroup
+from levanter.models.adapters.lora_targets import TargetGroup
 
 WORTH_SAYING = 0.05
 """The part of an adapter that may be lost in rounding before it is worth a warning."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from haliax_ext.rules import WeightRule, WeightRules
 from levanter.layers.low_rank import RANK
-from levanter.models.adapters.targets import TargetGroup
+from levanter.models.adapters.lora_targets import TargetGroup
 from levanter.models.adapters.tree import PAIRS
 from levanter.models.adapters.whole import own_path
 

@@ -19,10 +19,10 @@ from levanter.compat.hf.peft.names import BASE, PREFIX, A, B, modules_of, peft_r
 from levanter.compat.hf.repository import read_json, require_file
 from levanter.compat.hf.safetensors import SafetensorsSource
 from levanter.models.adapters.config import LoraConfig
-from levanter.models.adapters.targets import TargetGroup
+from levanter.models.adapters.lora_targets import TargetGroup
 from levanter.models.adapters.tree import Adapters
 from levanter.models.adapters.whole import paths_of
-from levanter.models.groups import EMBEDDING, HEAD, parameter_group
+from levanter.models.param_groups import EMBEDDING, HEAD, parameter_group
 
 PICKLED = "adapter_model.bin"
 

@@ -16,7 +16,7 @@ from haliax_ext.saving import OutTensor, Readable, bring, plan_saving, tensors_o
 from haliax_ext.sources import ByteRange, Index, TensorInfo
 from levanter.compat.hf.errors import CheckpointError
 from levanter.compat.hf.export import Shard
-from levanter.compat.hf.export_place import place_of
+from levanter.compat.hf.export_dir import place_of
 from levanter.compat.hf.peft.config import CONFIG, WEIGHTS, PeftConfig, peft_document
 from levanter.compat.hf.peft.experts import fused_experts, is_of_experts, with_new_router
 from levanter.compat.hf.peft.names import (
@@ -31,11 +31,11 @@ from levanter.compat.hf.peft.names import (
 )
 from levanter.compat.hf.peft.read import PeftAdapter
 from levanter.compat.hf.safetensors import SafetensorsSource
+from levanter.distributed.compile_barrier import jit_together
 from levanter.io import leased
-from levanter.models.adapters.targets import TargetGroup
+from levanter.models.adapters.lora_targets import TargetGroup
 from levanter.models.adapters.whole import WHOLE, leaf_named
-from levanter.models.groups import HEAD, parameter_group
-from levanter.processes.together import jit_together
+from levanter.models.param_groups import HEAD, parameter_group
 
 Folder = TypeVar("Folder", bound=str | Path)
 

@@ -14,9 +14,9 @@ from safetensors.numpy import load_file
 
 from haliax_ext.abstract import leaves, map_arrays
 from levanter.compat.hf.errors import CheckpointError
-from levanter.compat.hf.export_place import ExportPathError
+from levanter.compat.hf.export_dir import ExportPathError
 from levanter.compat.hf.peft import open_peft, plan_peft, write_peft
-from levanter.models.adapters.targets import groups_of
+from levanter.models.adapters.lora_targets import groups_of
 
 
 def factors(model, modules: dict[str, int]) -> dict[str, np.ndarray]:

@@ -1,0 +1,397 @@
+"""Arrays on devices → the hosts, piece by piece, so that no device needs room for more than a piece.
+
+`HostGather` says how a box of one array comes to the hosts: which part of its shard each device gives at a time, and
+which Programs do that. What it takes on a device beside the array is bounded, whatever the array's size. Each element
+is given once. Two ways:
+
+- *cut*: this process holds all of it, so each device gives what it has, and nothing moves between devices;
+- *gather*: other processes hold some, so every device gives the same part of its shard and all parts are brought to
+  every process. The parts of a piece lie as far apart as shards do: a piece is not a range of rows, and need not be.
+
+Along an axis of which the box lies in one shard (a single layer, an expert) only that shard's owner gives, and the
+others add nothing. What moves between devices are integers, so that every bit arrives as it was.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from haliax_ext.leaf_layout import Box, intersect, to_slices
+from haliax_ext.mapping import AxisMapping
+from haliax_ext.program import Input, Jit, Program
+from haliax_ext.reshard import TRANSIENT_LIMIT, Cuts, even_piece
+from haliax_ext.reshard_programs import all_gather, psum
+
+MeshSizes = tuple[tuple[str, int], ...]
+"""Mesh axes, major first, with their sizes."""
+_LANES, _SUBLANE_BYTES = 128, 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostGather:
+    """How a box of one array comes to the hosts.
+
+    Attributes:
+        shape: of the array.
+        dtype: of the array.
+        cuts: the mesh axes that cut it; none of size 1.
+        sizes: of the mesh axes.
+        owned: for each axis, whether the box lies in one shard of several.
+        local: how much of its shard a device gives along each axis, over all pieces.
+        part: how much of that at a time.
+        brought: whether other processes hold some of it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    cuts: Cuts
+    sizes: MeshSizes
+    owned: tuple[bool, ...]
+    local: tuple[int, ...]
+    part: tuple[int, ...]
+    brought: bool
+
+    @functools.cached_property
+    def ways(self) -> tuple[int, ...]:
+        """Into how many shards each axis is cut."""
+        return tuple(math.prod(n for name, n in self.sizes if name in axes) for axes in self.cuts)
+
+    @functools.cached_property
+    def shard(self) -> tuple[int, ...]:
+        """The shape of a shard."""
+        return tuple(n // ways for n, ways in zip(self.shape, self.ways, strict=True))
+
+    def pieces(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Where each piece begins behind the beginning of `local`, and how long it is, along each axis."""
+        axes = [
+            [(at, min(part, whole - at)) for at in range(0, whole, part)]
+            for whole, part in zip(self.local, self.part, strict=True)
+        ]
+        for spans in itertools.product(*axes):
+            yield tuple(at for at, _ in spans), tuple(n for _, n in spans)
+
+    @functools.cached_property
+    def programs(self) -> tuple[Program, ...]:
+        """The Programs that take the pieces: one for each size of a piece."""
+        sizes = dict.fromkeys(n for _, n in self.pieces())
+        return tuple(self.program(each) for each in sizes)
+
+    def program(self, part: tuple[int, ...]) -> Program:
+        """The Program that takes a piece of a size."""
+        return _program(self.shape, self.dtype, self.cuts, self.owned, part, brought=self.brought)
+
+    @property
+    def transient_bytes(self) -> int:
+        """The most on a device beside the array while a piece is taken."""
+        return _on_a_device(self, self.part)
+
+
+def plan_taking(
+    box: Box,
+    *,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    cuts: Cuts,
+    sizes: MeshSizes,
+    brought: bool,
+    limit: int = TRANSIENT_LIMIT,
+) -> tuple[HostGather, tuple[int, ...], tuple[int, ...]]:
+    """Plans how a box comes to the hosts.
+
+    Args:
+        box: which elements.
+        shape: of the array.
+        dtype: of the array.
+        cuts: the mesh axes that cut it.
+        sizes: of the mesh axes.
+        brought: whether other processes hold some of it.
+        limit: bytes on a device that a piece may take, beside the array.
+
+    Returns:
+        How; where in a shard the box begins; along axes that are `owned`, which shard that is.
+    """
+    large = {name for name, n in sizes if n > 1}
+    cuts = tuple(tuple(axis for axis in axes if axis in large) for axes in cuts)
+    starts: list[int] = []
+    owners: list[int] = []
+    owned: list[bool] = []
+    local: list[int] = []
+    for (begin, end), size, axes in zip(box, shape, cuts, strict=True):
+        ways = math.prod(n for name, n in sizes if name in axes)
+        shard = size // ways
+        first, last = begin // shard, (end - 1) // shard
+        within = first == last
+        owned.append(within and ways > 1)
+        owners.append(first if within else 0)
+        starts.append(begin - first * shard if within else 0)
+        local.append(end - begin if within else shard)
+    found = _cut_up(shape, np.dtype(dtype), cuts, sizes, tuple(owned), tuple(local), brought=brought, limit=limit)
+    return found, tuple(starts), tuple(owners)
+
+
+@functools.lru_cache(maxsize=4096)
+def _cut_up(
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    cuts: Cuts,
+    sizes: MeshSizes,
+    owned: tuple[bool, ...],
+    local: tuple[int, ...],
+    *,
+    brought: bool,
+    limit: int,
+) -> HostGather:
+    """Chooses the pieces: the outermost axes are cut first, so that each lies together in a device's memory."""
+    found = HostGather(
+        shape=shape, dtype=dtype, cuts=cuts, sizes=sizes, owned=owned, local=local, part=local, brought=brought
+    )
+    part = list(local)
+
+    def takes(axis: int, size: int) -> int:
+        return _on_a_device(found, (*part[:axis], size, *part[axis + 1 :]))
+
+    for axis, size in enumerate(local):
+        if takes(axis, size) <= limit:
+            break
+        # Less than a tile saves nothing.
+        least = takes(axis, 1)
+        allowed = max(limit, least)
+        low, high = 1, size + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if takes(axis, middle) <= allowed else (low, middle)
+        part[axis] = even_piece(size, 1, low)
+    return HostGather(
+        shape=shape, dtype=dtype, cuts=cuts, sizes=sizes, owned=owned, local=local, part=tuple(part), brought=brought
+    )
+
+
+def _on_a_device(taking: HostGather, part: tuple[int, ...]) -> int:
+    """Bytes on a device that a piece takes beside the array, with the padding of a TPU's tiles.
+
+    What a device gives, beside a copy in the order that is sent; what it receives, as integers in the order in which it
+    comes and in the result's, and as what it is. (So many copies the TPU compiler makes of it.)
+    """
+    given = _padded(part, taking.dtype.itemsize)
+    if not taking.brought:
+        return 2 * given
+    ways = (1 if one else n for n, one in zip(taking.ways, taking.owned, strict=True))
+    received = _padded(tuple(n * way for n, way in zip(part, ways, strict=True)), taking.dtype.itemsize)
+    # Integers of four bytes are what is added.
+    added = 3 * _padded(part, 4) if any(taking.owned) else 0
+    return 2 * given + added + 3 * received
+
+
+def _padded(shape: tuple[int, ...], itemsize: int) -> int:
+    *outer, second, minor = (1, 1, *shape)
+    sublanes = max(_SUBLANE_BYTES // itemsize, 1)
+    tiled = -(-second // sublanes) * sublanes * -(-minor // _LANES) * _LANES
+    return math.prod(outer) * tiled * itemsize
+
+
+def taken(
+    array: jax.Array,
+    box: Box,
+    *,
+    jit: Jit = Program.jit,
+    limit: int = TRANSIENT_LIMIT,
+    brought: bool | None = None,
+) -> Iterator[tuple[Box, np.ndarray]]:
+    """The elements of a box of an array on devices: parts of the box, with their elements on the host.
+
+    Where other processes hold some of the array, all of them must go through all of it.
+
+    Args:
+        array: on devices.
+        box: which elements.
+        jit: makes the Programs callable.
+        limit: bytes on a device that a piece may take, beside the array.
+        brought: whether the elements are brought from other processes; None for where these hold some of it.
+    """
+    for taking, begin, part, owners, found in _pieces_of(array, box, jit, limit, brought):
+        yield from _parts_of(taking, found, begin, part, owners, box)
+
+
+def give(array: jax.Array, box: Box, *, jit: Jit = Program.jit, limit: int = TRANSIENT_LIMIT) -> None:
+    """Does a process's part of `taken` where another one wants the elements.
+
+    Args:
+        array, box, jit, limit: as `taken` takes them.
+    """
+    for *_, found in _pieces_of(array, box, jit, limit, None):
+        # A piece must be gone before the next one comes.
+        found.block_until_ready()
+
+
+_Part = tuple[HostGather, tuple[int, ...], tuple[int, ...], tuple[int, ...], jax.Array]
+
+
+def _pieces_of(array: jax.Array, box: Box, jit: Jit, limit: int, brought: bool | None) -> Iterator[_Part]:
+    """Each piece as devices hold it, with where it begins, how long it is, and which shards own it."""
+    mesh, cuts = _lies(array)
+    sizes = tuple((str(name), n) for name, n in mesh.shape.items())
+    taking, starts, owners = plan_taking(
+        box,
+        shape=array.shape,
+        dtype=np.dtype(array.dtype),
+        cuts=cuts,
+        sizes=sizes,
+        brought=not (array.is_fully_addressable or array.is_fully_replicated) if brought is None else brought,
+        limit=limit,
+    )
+    for behind, part in taking.pieces():
+        begin = tuple(start + at for start, at in zip(starts, behind, strict=True))
+        where = np.asarray([begin, owners], np.int32)
+        at = jax.make_array_from_callback(where.shape, NamedSharding(mesh, PartitionSpec()), lambda _, x=where: x)
+        yield taking, begin, part, owners, jit(taking.program(part), mesh)(array, at)
+
+
+def _parts_of(
+    taking: HostGather,
+    found: jax.Array,
+    begin: tuple[int, ...],
+    part: tuple[int, ...],
+    owners: tuple[int, ...],
+    box: Box,
+) -> Iterator[tuple[Box, np.ndarray]]:
+    """What of the box is in the result of one Program."""
+    written: set[Box] = set()
+    if taking.brought:
+        whole = np.asarray(found.addressable_data(0))
+        for shards, block in _blocks(taking, part, owners):
+            yield from _within(taking, begin, part, shards, box, lambda block=block: whole[block], written)
+        return
+    for each in found.addressable_shards:
+        shards = tuple((s.start or 0) // n for s, n in zip(each.index, part, strict=True))
+        spans = tuple((shard, shard + 1) for shard in shards)
+        if all(not one or at == owner for one, at, owner in zip(taking.owned, shards, owners, strict=True)):
+            yield from _within(taking, begin, part, spans, box, lambda each=each: np.asarray(each.data), written)
+
+
+Shards = tuple[tuple[int, int], ...]
+"""For each axis, from which shard to which, the last excluded."""
+
+
+def _blocks(
+    taking: HostGather, part: tuple[int, ...], owners: tuple[int, ...]
+) -> Iterator[tuple[Shards, tuple[slice, ...]]]:
+    """The blocks of a brought piece whose elements lie together in the array."""
+    choices: list[list[tuple[tuple[int, int], slice]]] = []
+    for n, ways, shard, one, owner in zip(part, taking.ways, taking.shard, taking.owned, owners, strict=True):
+        if one:
+            choices.append([((owner, owner + 1), slice(0, n))])
+        elif n == shard:
+            choices.append([((0, ways), slice(0, n * ways))])
+        else:
+            choices.append([((way, way + 1), slice(way * n, (way + 1) * n)) for way in range(ways)])
+    for chosen in itertools.product(*choices):
+        yield tuple(shards for shards, _ in chosen), tuple(block for _, block in chosen)
+
+
+def _within(
+    taking: HostGather,
+    begin: tuple[int, ...],
+    part: tuple[int, ...],
+    shards: Shards,
+    box: Box,
+    values: Callable[[], np.ndarray],
+    written: set[Box],
+) -> Iterator[tuple[Box, np.ndarray]]:
+    """What of a block is in the box, unless another device gave it."""
+    there = tuple(
+        (first * shard + at, (last - 1) * shard + at + n)
+        for (first, last), shard, at, n in zip(shards, taking.shard, begin, part, strict=True)
+    )
+    common = intersect(there, box)
+    if common is None or common in written:
+        return
+    written.add(common)
+    inside = tuple((a - at, b - at) for (a, b), (at, _) in zip(common, there, strict=True))
+    yield common, values()[(*to_slices(inside), ...)]
+
+
+def _lies(array: jax.Array) -> tuple[Mesh, Cuts]:
+    """The mesh that an array lies on, and how it cuts it; one of a single device is a mesh of that."""
+    if isinstance(array.sharding, NamedSharding):
+        assert isinstance(array.sharding.mesh, Mesh)
+        return array.sharding.mesh, cuts_of(array.sharding.spec, array.ndim)
+    found = array.devices()
+    assert len(found) == 1, f"an array on several devices must have a NamedSharding, not {array.sharding}"
+    devices = np.asarray(list(found))
+    return Mesh(devices, ("device",)), ((),) * array.ndim
+
+
+def cuts_of(spec: PartitionSpec, rank: int) -> Cuts:
+    """The mesh axes that cut each axis of an array."""
+    entries = (*spec, *(None for _ in range(rank - len(spec))))
+    return tuple(() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in entries)
+
+
+_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+
+
+def _as_bits(x: jax.Array) -> jax.Array:
+    """The elements as integers: a compiler may send halves as other floats, which changes numbers that are none."""
+    bits = _BITS[x.dtype.itemsize]
+    return x.astype(bits) if x.dtype == np.bool_ else jax.lax.bitcast_convert_type(x, bits)
+
+
+def _from_bits(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    return x.astype(dtype) if dtype == np.bool_ else jax.lax.bitcast_convert_type(x, dtype)
+
+
+def _added(x: jax.Array, mine: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The integers of the device whose `mine` holds, on all devices along `axes`."""
+    given = x.astype(np.uint32)
+    wide = jax.lax.select(mine, given, jax.lax.full_like(given, 0))
+    return psum(wide, axes).astype(x.dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _program(
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    cuts: Cuts,
+    owned: tuple[bool, ...],
+    part: tuple[int, ...],
+    *,
+    brought: bool,
+) -> Program:
+    """The Program that takes a piece: its array; where in a shard the piece begins, and which shard has it."""
+    spec = PartitionSpec(*(axes or None for axes in cuts))
+
+    def local(x: jax.Array, where: jax.Array) -> jax.Array:
+        x = jax.lax.dynamic_slice(x, list(where[0]), part)
+        if not brought:
+            return x
+        x = _as_bits(x)
+        for n, axes in enumerate(cuts):
+            if axes and owned[n]:
+                x = _added(x, jax.lax.axis_index(axes) == where[1, n], axes)
+        for n, axes in enumerate(cuts):
+            if axes and not owned[n]:
+                x = all_gather(x, axes, axis=n, tiled=True)
+        return _from_bits(x, dtype)
+
+    def take(array: jax.Array, where: jax.Array) -> jax.Array:
+        to = PartitionSpec() if brought else spec
+        return jax.shard_map(local, in_specs=(spec, PartitionSpec()), out_specs=to, check_vma=False)(array, where)
+
+    lies = AxisMapping({f"_{n}": axes for n, axes in enumerate(cuts) if axes})
+    at = "".join(f".{n}-{'-'.join(axes)}{'.one' * owned[n]}" for n, axes in enumerate(cuts) if axes)
+    kind = "gather" if brought else "cut"
+    return Program(
+        name=f"save.{kind}.{'x'.join(map(str, part))}.of.{'x'.join(map(str, shape))}.{dtype.name}{at}",
+        function=take,
+        inputs=(
+            Input(name="array", value=jax.ShapeDtypeStruct(shape, dtype), placement=lies),
+            Input(name="where", value=jax.ShapeDtypeStruct((2, len(shape)), np.int32), placement=AxisMapping()),
+        ),
+        out_placement=AxisMapping() if brought else lies,
+    )

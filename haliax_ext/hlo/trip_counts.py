@@ -1,0 +1,123 @@
+"""How often the body of a while loop runs.
+
+A counted loop carries an integer in its state, starts it at a constant, adds a constant in the body, and compares it
+with a constant in the condition. All three are looked up, since a step of 2 is common (the loops in which the
+partitioner interleaves a matmul with its collective are unrolled once). CPU and GPU compilers print the count. What
+is found by neither is `None`, and stays unknown.
+"""
+
+import math
+import re
+from collections.abc import Callable
+
+from haliax_ext.hlo.parser import Computation, Instruction, Module
+
+Initial = Callable[[int], int | None]
+"""Where an element of the loop's state starts, if at a constant."""
+_COPIES = ("copy", "bitcast", "convert", "reshape", "copy-done", "copy-start", "broadcast")
+
+
+def trip_count(module: Module, parent: Computation, loop: Instruction) -> int | None:
+    """The number of times the body of `loop`, an instruction of `parent`, runs; `None` if it cannot be told."""
+    printed = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
+    if printed:
+        return int(printed.group(1))
+    condition = module.computations[loop.attribute("condition") or ""]
+    body = module.computations[loop.attribute("body") or ""]
+    compare = _comparison(module, condition)
+    if compare is None:
+        return None
+    left, right, direction = compare
+    state = parent.by_name.get(loop.operands[0])
+
+    def initial(index: int) -> int | None:
+        if state is None or state.opcode != "tuple":
+            return None
+        return _constant(parent, state.operands[index])
+
+    counter, limit = _state_index(condition, left), _value(condition, right, body, initial)
+    if counter is None:
+        counter, limit = _state_index(condition, right), _value(condition, left, body, initial)
+        direction = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}.get(direction, direction)
+    start = initial(counter) if counter is not None else None
+    step = _step(body, counter, initial) if counter is not None else None
+    if limit is None or start is None or not step:
+        return None
+    span = limit - start if direction in ("LT", "LE", "NE") else start - limit
+    if direction in ("LE", "GE"):
+        span += 1
+    elif direction == "NE" and span % abs(step):
+        return None
+    return max(0, math.ceil(span / abs(step)))
+
+
+def _comparison(module: Module, condition: Computation) -> tuple[str, str, str] | None:
+    """Operands and direction of the compare at the condition's root, looking through a fusion that wraps it."""
+    root = condition.root
+    if root.opcode == "fusion":
+        inner = module.computations[root.attribute("calls") or ""]
+        if inner.root.opcode != "compare":
+            return None
+        outer: list[str] = []
+        for name in inner.root.operands:
+            parameter = inner.by_name[name]
+            if parameter.opcode != "parameter":
+                return None
+            outer.append(root.operands[int(parameter.operands[0])])
+        return outer[0], outer[1], inner.root.attribute("direction") or ""
+    if root.opcode != "compare":
+        return None
+    return root.operands[0], root.operands[1], root.attribute("direction") or ""
+
+
+def _resolve(computation: Computation, name: str) -> Instruction | None:
+    """The instruction behind `name`, looking through copies."""
+    instruction = computation.by_name.get(name)
+    while instruction is not None and instruction.opcode in _COPIES:
+        instruction = computation.by_name.get(instruction.operands[0])
+    return instruction
+
+
+def _constant(computation: Computation, name: str) -> int | None:
+    instruction = _resolve(computation, name)
+    if instruction is None or instruction.opcode != "constant":
+        return None
+    return int(instruction.operands[0]) if re.fullmatch(r"-?\d+", instruction.operands[0]) else None
+
+
+def _state_index(computation: Computation, name: str) -> int | None:
+    """Which element of the loop's state `name` reads."""
+    instruction = _resolve(computation, name)
+    if instruction is None or instruction.opcode != "get-tuple-element":
+        return None
+    source = computation.by_name.get(instruction.operands[0])
+    if source is None or source.opcode != "parameter":
+        return None
+    return int(instruction.attribute("index") or 0)
+
+
+def _value(computation: Computation, name: str, body: Computation, initial: Initial) -> int | None:
+    """A constant, or an element of the state that the body hands on unchanged and that starts as a constant."""
+    constant = _constant(computation, name)
+    if constant is not None:
+        return constant
+    index = _state_index(computation, name)
+    if index is None or body.root.opcode != "tuple":
+        return None
+    unchanged = _state_index(body, body.root.operands[index]) == index
+    return initial(index) if unchanged else None
+
+
+def _step(body: Computation, counter: int, initial: Initial) -> int | None:
+    """What the body adds to the counter."""
+    if body.root.opcode != "tuple":
+        return None
+    update = _resolve(body, body.root.operands[counter])
+    if update is None or update.opcode not in ("add", "subtract"):
+        return None
+    sign = 1 if update.opcode == "add" else -1
+    for counted, added in (update.operands, update.operands[::-1]):
+        if _state_index(body, counted) == counter:
+            step = _value(body, added, body, initial)
+            return None if step is None else sign * step
+    return None

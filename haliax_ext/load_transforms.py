@@ -1,0 +1,168 @@
+"""Several leaves of one tensor: integers and their scales, computed while the tensor streams in.
+
+The source has a matrix; the model has its integers and a scale for each output channel. A `LoadTransformRule` names
+the leaf that is read and not kept, the leaves that are kept, and the function between them. What is read arrives on
+the devices as any leaf does, cut as the largest of the results is, in pieces along an axis that all results have (of a
+sharded one, a part of each shard); each piece is turned into results, put into them in place, and dropped. The
+function is traced under the plan's shardings, so a statistic over a sharded axis covers the entire axis: the compiler
+adds the collective.
+"""
+
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import haliax as hax
+import jax
+import numpy as np
+
+from haliax_ext.abstract import Leaf
+from haliax_ext.initializers import axes_of
+from haliax_ext.leaf_layout import Span
+from haliax_ext.mapping import AxisMapping
+from haliax_ext.placement import LeafPlan
+from haliax_ext.program import Input, Placement, Program
+from haliax_ext.pytree import eval_shape
+from haliax_ext.reshard import Exchange
+from haliax_ext.reshard_programs import exchanged
+
+WORKING_BYTES = 4
+"""What a function may hold on a device of each element of a piece, beside the piece and the results: float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadTransformRule:
+    """Leaves that are computed from one that is read.
+
+    Attributes:
+        path: of the leaf that is read: the target of a `WeightRule`, and no leaf of the model.
+        targets: paths of the leaves that are kept.
+        like: the one with the axes and sharding of the read leaf.
+        derive: the read leaf, floating in the source's own dtype → the kept ones by path. Along an axis that all of
+            them have, what it gives for a part must be that part of what it gives for the whole.
+    """
+
+    path: str
+    targets: tuple[str, ...]
+    like: str
+    derive: Callable[[hax.NamedArray], Mapping[str, hax.NamedArray]]
+
+    def read_leaf(self, leaves: Mapping[str, Leaf], dtype: np.dtype | None = None) -> Leaf:
+        """The leaf that is read, where `leaves` has the results; in float32 unless a dtype is given."""
+        return Leaf(self.path, leaves[self.like].axes, np.dtype(np.float32 if dtype is None else dtype))
+
+    def check(self, leaves: Mapping[str, Leaf]) -> list[str]:
+        """What is wrong with this rule for a model's leaves, as sentences; empty if nothing."""
+        if absent := [path for path in self.targets if path not in leaves]:
+            return [f"{self.path} produces {path}, which is not a leaf of this model" for path in absent]
+        if self.like not in self.targets:
+            return [f"{self.path} is to be sharded like {self.like}, which is not one of {list(self.targets)}"]
+        found = eval_shape(self.derive, abstract_leaf(self.read_leaf(leaves)))
+        if set(found) != set(self.targets):
+            return [f"{self.path} produces {sorted(found)}, not {sorted(self.targets)}"]
+        made = [Leaf(path, tuple((a.name, a.size) for a in x.axes), np.dtype(x.dtype)) for path, x in found.items()]
+        return [
+            f"{self.path} produces {leaf}, but the model has {leaves[leaf.path]}"
+            for leaf in made
+            if leaf != leaves[leaf.path]
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadTransform:
+    """What becomes of a leaf that is read and not kept.
+
+    Attributes:
+        rule: the function.
+        results: the leaves that are kept, where they belong.
+    """
+
+    rule: LoadTransformRule
+    results: tuple[LeafPlan, ...]
+
+    def along(self, leaf: Leaf) -> tuple[int, ...]:
+        """Positions of the axes of the read leaf that pieces may be cut along: those that all results have."""
+        return tuple(n for n, name in enumerate(leaf.names) if all(name in r.leaf.names for r in self.results))
+
+    def working_bytes(self, exchange: Exchange, ways: int) -> int:
+        """Bytes on a device that turning one piece takes, beside the piece itself.
+
+        Args:
+            exchange: of the read leaf.
+            ways: how many shards it has.
+        """
+        leaf = exchange.leaf
+        share = 1.0 if exchange.cut is None else exchange.piece * exchange.shards / leaf.shape[exchange.cut]
+        results = sum(r.leaf.dtype.itemsize * math.prod(r.shard_shape) for r in self.results)
+        return math.ceil(share * (WORKING_BYTES * math.prod(leaf.shape) / ways + results))
+
+
+def abstract_leaf(leaf: Leaf) -> hax.NamedArray:
+    """A leaf as an abstract named array."""
+    array: Any = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    return hax.NamedArray(array, axes_of(leaf))
+
+
+def derive_program(name: str, exchange: Exchange, derived: LoadTransform, placement: Placement) -> Program:
+    """The Program that turns a leaf that arrives at once: its slabs in, the results by path out."""
+
+    def run(slab: hax.NamedArray) -> Mapping[str, hax.NamedArray]:
+        return _in_order(derived, exchanged(exchange, (0, 0), slab))
+
+    slabs = Input(name=exchange.leaf.path, value=exchange.slab_value((0, 0)), placement=exchange.read_mapping)
+    return Program(name=name, function=run, inputs=(slabs,), out_placement=placement)
+
+
+def begin_derived_program(name: str, results: Sequence[LeafPlan], placement: Placement) -> Program:
+    """The Program that makes room for results that arrive in pieces."""
+
+    def run() -> Mapping[str, hax.NamedArray]:
+        return {each.leaf.path: hax.zeros(axes_of(each.leaf), dtype=each.leaf.dtype) for each in results}
+
+    return Program(name=name, function=run, inputs=(), out_placement=placement)
+
+
+def derive_piece_program(
+    name: str, exchange: Exchange, derived: LoadTransform, piece: Span, placement: Placement
+) -> Program:
+    """The Program that turns one piece and puts what comes of it into the results, in place.
+
+    Its inputs: the results so far, the piece's slabs, and where the piece begins.
+    """
+    assert exchange.cut is not None
+    along = exchange.leaf.names[exchange.cut]
+
+    def run(
+        so_far: Mapping[str, hax.NamedArray], slab: hax.NamedArray, start: jax.Array
+    ) -> Mapping[str, hax.NamedArray]:
+        found: dict[str, hax.NamedArray] = {}
+        for path, part in _in_order(derived, exchanged(exchange, piece, slab)).items():
+            whole = so_far[path]
+            axis = [a.name for a in whole.axes].index(along)
+            found[path] = hax.NamedArray(exchange.put(whole.array, part.array, axis, start), whole.axes)
+        return found
+
+    return Program(
+        name=name,
+        function=run,
+        inputs=(
+            Input(
+                name="results", value={r.leaf.path: abstract_leaf(r.leaf) for r in derived.results}, placement=placement
+            ),
+            Input(name="slab", value=exchange.slab_value(piece), placement=exchange.read_mapping),
+            Input(name="start", value=jax.ShapeDtypeStruct((), np.int32), placement=AxisMapping()),
+        ),
+        out_placement=placement,
+        donate=("results",),
+    )
+
+
+def _in_order(derived: LoadTransform, x: hax.NamedArray) -> dict[str, hax.NamedArray]:
+    """What the function gives, in the order, with the axes and in the dtypes of the results."""
+    found = derived.rule.derive(x)
+    for result in derived.results:
+        made = found[result.leaf.path]
+        assert made.dtype == result.leaf.dtype, f"{result.leaf.path}: {made.dtype} for {result.leaf}"
+    return {r.leaf.path: found[r.leaf.path].rearrange(r.leaf.names) for r in derived.results}

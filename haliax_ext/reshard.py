@@ -1,0 +1,351 @@
+"""Read once, then exchange: how a leaf gets from where it is cheap to read to where it belongs.
+
+Some leaves cannot be read straight into their final shards without reading bytes again and again: every host would
+need all of a replicated array, and a host whose shard is a range of an *inner* file axis needs a bit of every row.
+Such a leaf is first read into *slabs*: all mesh axes shard its outermost file axes, so each device holds long
+contiguous ranges and each byte is read by one host. Then the devices exchange. The moves are explicit collectives
+under `shard_map`, one mesh axis after another, innermost first:
+
+- `all_to_all`: the mesh axis stops sharding one axis of the leaf and starts sharding another;
+- `all_gather`: it stops sharding (several at once where they shard the same axis);
+- `trim`: padding that made the slabs even is dropped;
+- `slice`: it starts sharding an unsharded axis (no communication).
+
+So what lives on a device at every moment is known beforehand. Where it would be more than the limit, the leaf is cut
+into *pieces* along `layers` (or another axis that is not sharded), which are exchanged one after another. A piece may
+also be the same part of every shard of a sharded axis, where what is read are parts of those shards.
+"""
+
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import haliax as hax
+import jax
+import numpy as np
+
+from haliax_ext.abstract import Leaf
+from haliax_ext.divisibility import divisors
+from haliax_ext.leaf_layout import Span
+from haliax_ext.mapping import AxisMapping
+from haliax_ext.meshspec import MeshSpec
+from haliax_ext.read_plan import shard_boxes
+
+Cuts = tuple[tuple[str, ...], ...]
+"""For each axis of a leaf, the mesh axes that shard it, major first."""
+
+TRANSIENT_LIMIT = 448 << 20
+"""What one exchange may hold on a device: slab, result, and what is sent and received in between.
+
+512 MiB are promised; an eighth of them is left for the tiles that a TPU pads.
+"""
+
+
+@dataclass(frozen=True)
+class Move:
+    """One step of an exchange.
+
+    Attributes:
+        kind: what happens.
+        mesh_axes: the mesh axis that moves, or those that are gathered at once (major first); none for a trim.
+        axis: position of the axis it leaves (of the padded axis, for a trim; of the axis it shards, for a slice).
+        to: position of the axis it shards from now on, for an all_to_all.
+    """
+
+    kind: Literal["all_to_all", "all_gather", "trim", "slice"]
+    mesh_axes: tuple[str, ...]
+    axis: int
+    to: int = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """How one leaf is exchanged.
+
+    Attributes:
+        leaf: path, axes and dtype (the dtype it is loaded in).
+        mesh: mesh axis names and sizes.
+        read: which mesh axes shard which axis of the slabs.
+        final: which shard the leaf.
+        padded: sizes of a piece's axes in the slabs, at least the axes' own.
+        moves: from `read` to `final`.
+        cut: position of the axis along which pieces are cut; None: the entire leaf at once.
+        piece: how long a piece is along it.
+        shards: of that axis, from each of which a piece takes the same part; 1 where it is not sharded.
+        transient_device_bytes: the most that is on one device at a time beyond the leaf's other pieces.
+    """
+
+    leaf: Leaf
+    mesh: MeshSpec
+    read: Cuts
+    final: Cuts
+    padded: tuple[int, ...]
+    moves: tuple[Move, ...]
+    cut: int | None
+    piece: int
+    transient_device_bytes: int
+    shards: int = 1
+
+    @property
+    def pieces(self) -> tuple[Span, ...]:
+        """Where the pieces begin and end along the cut axis, or in each of its shards."""
+        if self.cut is None:
+            return ((0, 0),)
+        size = self.leaf.shape[self.cut] // self.shards
+        return tuple((at, min(at + self.piece, size)) for at in range(0, size, self.piece))
+
+    def slab_shape(self, piece: Span) -> tuple[int, ...]:
+        """The (padded) shape of a piece's slabs, all devices together."""
+        shape = list(self.padded)
+        if self.cut is not None:
+            shape[self.cut] = (piece[1] - piece[0]) * self.shards
+        return tuple(shape)
+
+    def slab_boxes(self, piece: Span) -> np.ndarray:
+        """The boxes `[devices, axes, 2]` of the leaf that a piece's slabs hold."""
+        boxes = shard_boxes(self.slab_shape(piece), self.read_mapping.spec(self.leaf.names), self.mesh)
+        if self.cut is not None:
+            between = self.leaf.shape[self.cut] // self.shards - (piece[1] - piece[0])
+            number = boxes[:, self.cut, :1] // (piece[1] - piece[0]) if self.shards > 1 else 0
+            boxes[:, self.cut] += piece[0] + number * between
+        return boxes
+
+    def put(self, whole: jax.Array, part: jax.Array, axis: int, start: jax.Array) -> jax.Array:
+        """An array with what comes of a piece in its place.
+
+        Args:
+            whole: over the cut axis, sharded along it as the leaf is.
+            part: of the piece.
+            axis: position of the cut axis in both.
+            start: where the piece begins.
+        """
+
+        def by_shard(x: jax.Array) -> jax.Array:
+            return x.reshape(*x.shape[:axis], self.shards, -1, *x.shape[axis + 1 :])
+
+        if self.shards == 1:
+            return jax.lax.dynamic_update_slice_in_dim(whole, part, start, axis=axis)
+        found = jax.lax.dynamic_update_slice_in_dim(by_shard(whole), by_shard(part), start, axis=axis + 1)
+        return found.reshape(whole.shape)
+
+    @property
+    def read_mapping(self) -> AxisMapping:
+        """`read` as a mapping from axis names."""
+        return AxisMapping(dict(zip(self.leaf.names, self.read, strict=True)))
+
+    def slab_value(self, piece: Span) -> hax.NamedArray:
+        """A piece's slabs as an abstract named array."""
+        sizes = zip(self.leaf.names, self.slab_shape(piece), strict=True)
+        axes = tuple(hax.Axis(name, size) for name, size in sizes)
+        return abstract_array(axes, self.leaf.dtype)
+
+    @property
+    def final_value(self) -> hax.NamedArray:
+        """The leaf as an abstract named array."""
+        axes = tuple(hax.Axis(name, size) for name, size in self.leaf.axes)
+        return abstract_array(axes, self.leaf.dtype)
+
+    def __str__(self) -> str:
+        moves = ", ".join(" ".join((move.kind, "×".join(move.mesh_axes))).strip() for move in self.moves)
+        pieces = f" in {len(self.pieces)} pieces along {self.leaf.names[self.cut]}" if self.cut is not None else ""
+        return (moves or "nothing to move") + pieces
+
+
+def abstract_array(axes: tuple[hax.Axis, ...], dtype: np.dtype) -> hax.NamedArray:
+    """A named array without numbers."""
+    array = jax.ShapeDtypeStruct(tuple(axis.size for axis in axes), dtype)
+    return hax.NamedArray(cast(jax.Array, array), axes)
+
+
+def choose_read(names: Sequence[str], shape: Sequence[int], final: Cuts, order: Sequence[int], mesh: MeshSpec) -> Cuts:
+    """Chooses the mesh axes that shard each axis of the slabs: all of them, on the outermost file axes that divide.
+
+    On each axis stand first the mesh axes that shard it in the end too, then those that shard nothing in the end, then
+    those that will shard another axis, so that the exchange can take them off one by one. An entry may be left out by
+    divisibility; then all mesh axes go to one axis, which is padded.
+
+    Args:
+        names: the leaf's axes.
+        shape: their sizes in a piece.
+        final: the mesh axes that shard them in the end.
+        order: positions of the leaf's axes from the outermost in the file inward; stacked axes left out.
+        mesh: mesh axis names and sizes.
+    """
+    waiting = [axis for axis, size in mesh.axes if size > 1]
+    cutting = [axis for axes in final for axis in axes]
+    read: list[list[str]] = [[] for _ in names]
+    for position in order:
+        left = shape[position]
+        mine = final[position]
+        dropped = [axis for axis in waiting if axis not in cutting]
+        moved = [axis for axis in reversed(cutting) if axis in waiting and axis not in mine]
+        prefix = True
+        for axis in (*mine, *dropped, *moved):
+            fits = axis in waiting and left % mesh.shape[axis] == 0
+            if axis in mine:
+                # Only a prefix may stay: what is inside another mesh axis cannot be left there when that one moves.
+                fits = prefix = fits and prefix
+            if fits:
+                left //= mesh.shape[axis]
+                waiting.remove(axis)
+                read[position].append(axis)
+    if not waiting:
+        return tuple(tuple(axes) for axes in read)
+    every = tuple(axis for axis, size in mesh.axes if size > 1)
+    big = [position for position in order if shape[position] >= mesh.size]
+    chosen = big[0] if big else max(order, key=lambda position: shape[position])
+    return tuple(every if position == chosen else () for position in range(len(names)))
+
+
+def plan_moves(read: Cuts, final: Cuts, padded: Sequence[bool]) -> tuple[Move, ...]:
+    """The moves from `read` to `final`."""
+    now = [list(axes) for axes in read]
+    want = [list(axes) for axes in final]
+    moves: list[Move] = []
+
+    def is_settled(position: int) -> bool:
+        stays = now[position] == want[position][: len(now[position])]
+        return stays and not (padded[position] and now[position])
+
+    def innermost() -> list[tuple[int, str]]:
+        return [(p, axes[-1]) for p, axes in enumerate(now) if axes and not is_settled(p)]
+
+    while True:
+        loose = innermost()
+        if not loose:
+            break
+        for position, axis in loose:
+            to = next((p for p, axes in enumerate(want) if axis in axes), None)
+            # It can go where everything that stands outside it has arrived.
+            if to is not None and to != position and not padded[to] and now[to] == want[to][: want[to].index(axis)]:
+                moves.append(Move("all_to_all", (axis,), position, to))
+                now[position].pop()
+                now[to].append(axis)
+                break
+        else:
+            # Prefer to gather mesh axes that shard nothing in the end.
+            position, axis = min(loose, key=lambda pair: any(pair[1] in axes for axes in want))
+            inner: tuple[str, ...] = ()
+            if moves and moves[-1].kind == "all_gather" and moves[-1].axis == position:
+                inner = moves.pop().mesh_axes
+            moves.append(Move("all_gather", (axis, *inner), position))
+            now[position].pop()
+    moves += [Move("trim", (), position) for position, is_padded in enumerate(padded) if is_padded]
+    for position, axes in enumerate(want):
+        moves += [Move("slice", (axis,), position) for axis in axes[len(now[position]) :]]
+    return tuple(moves)
+
+
+def transient_elements(
+    shape: Sequence[int], padded: Sequence[int], read: Cuts, moves: Sequence[Move], mesh: MeshSpec
+) -> int:
+    """The most elements on one device during an exchange.
+
+    The slab is there to the end, and the operand of a move beside its result. What a collective receives is taken to
+    come in another order than the result's, and is there twice; an all_to_all also packs what it sends. Compilers
+    allocate no more than that, but for the padding of a TPU's tiles, and sometimes less.
+    """
+    local = [size // mesh.ways(axes) for size, axes in zip(padded, read, strict=True)]
+    slab = math.prod(local)
+    most, operand = 2 * slab, 0
+    for move in moves:
+        before = math.prod(local)
+        ways = mesh.ways(move.mesh_axes)
+        if move.kind == "all_to_all":
+            local[move.axis] *= ways
+            local[move.to] //= ways
+        elif move.kind == "all_gather":
+            local[move.axis] *= ways
+        elif move.kind == "trim":
+            local[move.axis] = shape[move.axis]
+        else:
+            local[move.axis] //= ways
+        after = math.prod(local)
+        packing = {"all_to_all": before + after, "all_gather": after}.get(move.kind, 0)
+        most = max(most, slab + operand + packing + after)
+        operand = after
+    return most
+
+
+def plan_exchange(
+    leaf: Leaf,
+    final: Cuts,
+    mesh: MeshSpec,
+    *,
+    order: Sequence[int],
+    stacked: Sequence[int],
+    limit: int = TRANSIENT_LIMIT,
+    along: Sequence[int] | None = None,
+    still: bool = False,
+) -> Exchange:
+    """Plans the exchange of one leaf.
+
+    Args:
+        leaf: path, axes and dtype it is loaded in.
+        final: the mesh axes that shard each axis in the end.
+        mesh: mesh axis names and sizes.
+        order: positions of its axes from the outermost in a source tensor inward.
+        stacked: positions of its stacked axes, preferred for cutting into pieces.
+        limit: bytes on one device that the exchange of a piece may take (`transient_elements`).
+        along: positions of the axes that pieces may be cut along, also where they are sharded; None: any that is not.
+        still: whether every device reads what it holds in the end, so that nothing moves: for a leaf that is read
+            directly, but in pieces.
+    """
+    assert order, f"{leaf.path}: an exchange needs an axis that can be split into slabs"
+    # A mesh axis of size 1 shards nothing.
+    final = tuple(tuple(axis for axis in axes if mesh.shape[axis] > 1) for axes in final)
+
+    def with_piece(cut: int | None, piece: int, shards: int = 1) -> Exchange:
+        shape = [piece * shards if axis == cut else size for axis, size in enumerate(leaf.shape)]
+        read = final if still else choose_read(leaf.names, shape, final, order, mesh)
+        padded = [-(-size // mesh.ways(axes)) * mesh.ways(axes) for size, axes in zip(shape, read, strict=True)]
+        moves = plan_moves(read, final, [p != s for p, s in zip(padded, shape, strict=True)])
+        most = transient_elements(shape, padded, read, moves, mesh) * leaf.dtype.itemsize
+        return Exchange(
+            leaf=leaf,
+            mesh=mesh,
+            read=read,
+            final=final,
+            padded=tuple(padded),
+            moves=moves,
+            cut=cut,
+            piece=piece,
+            transient_device_bytes=most,
+            shards=shards,
+        )
+
+    whole = with_piece(None, 0)
+    best = whole
+    for axis in (*stacked, *order):
+        if best.transient_device_bytes <= limit:
+            break
+        shards = mesh.ways(final[axis])
+        if (along is None and shards > 1) or (along is not None and axis not in along):
+            continue
+        # Of a sharded axis a piece is the same part of every shard, and what it is read in must be parts of those.
+        if whole.read[axis][: len(final[axis])] != final[axis]:
+            continue
+        # A piece along an axis that also shards slabs must stay divisible, and so must its last one.
+        unit = mesh.ways(whole.read[axis]) // shards
+        size = leaf.shape[axis] // shards
+        if leaf.shape[axis] % (unit * shards):
+            continue
+        smallest = with_piece(axis, unit, shards)
+        times = max(limit // max(smallest.transient_device_bytes, 1), 1)
+        candidate = with_piece(axis, even_piece(size, unit, times), shards)
+        is_even = candidate.padded[axis] == candidate.piece * shards
+        is_even = is_even and leaf.shape[axis] % mesh.ways(candidate.read[axis]) == 0
+        is_even = is_even and candidate.read[axis][: len(final[axis])] == final[axis]
+        if is_even and candidate.transient_device_bytes < best.transient_device_bytes:
+            best = candidate
+    return best
+
+
+def even_piece(size: int, unit: int, most_units: int) -> int:
+    """The longest piece of at most `most_units` units; equal pieces are preferred if not much shorter."""
+    units = size // unit
+    most = min(most_units, units)
+    divisor = max(n for n in divisors(units) if n <= most)
+    return (divisor if 2 * divisor > most else most) * unit

@@ -1,0 +1,57 @@
+"""`time_limit`: an upper bound on the time that Python code may take."""
+
+import contextlib
+import ctypes
+import threading
+import time
+from collections.abc import Iterator
+
+
+class TookTooLong(Exception):
+    """What runs in a `time_limit` was still running at its end."""
+
+
+class _Watch:
+    """Raises `TookTooLong` in threads whose time is up; one thread for all, started with the first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._until: dict[int, float] = {}
+        self._thread: threading.Thread | None = None
+
+    def begin(self, seconds: float) -> None:
+        with self._lock:
+            self._until[threading.get_ident()] = time.monotonic() + seconds
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._look, name="time limits", daemon=True)
+                self._thread.start()
+
+    def end(self) -> None:
+        with self._lock:
+            self._until.pop(threading.get_ident(), None)
+
+    def _look(self) -> None:
+        while True:
+            time.sleep(0.5)
+            with self._lock:
+                now = time.monotonic()
+                for thread in [thread for thread, until in self._until.items() if until < now]:
+                    del self._until[thread]
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TookTooLong))
+
+
+_watch = _Watch()
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Interrupts Python code that runs longer; a single call into C is not interrupted, so bound its operands.
+
+    Raises:
+        TookTooLong: it does.
+    """
+    _watch.begin(seconds)
+    try:
+        yield
+    finally:
+        _watch.end()

@@ -1,0 +1,224 @@
+"""Checkpoints in folders: found again, read, written, deleted."""
+
+import logging
+import re
+
+from levanter.base.input_limits import JSON_BYTES, read_bounded
+from levanter.checkpoint.errors import MissingCheckpointError, UnreadableCheckpointError
+from levanter.checkpoint.metadata import DamagedMetadataError, ForeignMetadataError, document, of_document
+from levanter.checkpoint.refs import ARRAYS_PREFIX, METADATA, CheckpointRef, step_path
+from levanter.io.atomic import atomic_write
+from levanter.io.paths import base_name, exists, filesystem, join, open_read
+
+log = logging.getLogger(__name__)
+OCDBT = "manifest.ocdbt"
+"""What a TensorStore folder contains; ours are one level below."""
+_STEP = re.compile(r"^step-(\d+)$")
+
+
+def find_checkpoints(base: str, *more: str) -> tuple[CheckpointRef, ...]:
+    """All complete checkpoints below one or several bases, by ascending step; those that are damaged left out.
+
+    Where two bases hold the same step, the checkpoint saved last comes last. A base that does not exist holds none.
+    """
+    found: list[CheckpointRef] = []
+    for path in (path for one in (base, *more) for path in step_folders(one)):
+        try:
+            ref = read_ref(path)
+        except UnreadableCheckpointError as error:
+            log.warning("%s", error)
+            continue
+        if ref is not None:
+            found.append(ref)
+    return tuple(sorted(found, key=_age))
+
+
+def latest(base: str, *more: str) -> CheckpointRef | None:
+    """The complete checkpoint of the highest step, or None.
+
+    Raises:
+        UnreadableCheckpointError: it is damaged or not ours; the message names the one before.
+    """
+    paths = [path for one in (base, *more) for path in step_folders(one)]
+    steps = sorted({_step_of(path) for path in paths}, reverse=True)
+    for step in steps:
+        found = [ref for path in paths if _step_of(path) == step and (ref := read_ref(path)) is not None]
+        if found:
+            return _with_arrays(max(found, key=_age))
+    return None
+
+
+def checkpoint_at(path: str) -> CheckpointRef:
+    """The checkpoint a user named: its own folder, or a base, which stands for its latest.
+
+    Raises:
+        MissingCheckpointError: there is none; the message says what is there instead.
+        UnreadableCheckpointError: it is damaged or not ours.
+    """
+    found = read_ref(path)
+    if found is not None:
+        return _with_arrays(found)
+    found = latest(path)
+    if found is not None:
+        return found
+    if not exists(path):
+        raise MissingCheckpointError(f"{path}: no such folder; a checkpoint (step-<N>) or its parent is expected")
+    names = [name for name, _ in entries_in(path)]
+    if OCDBT in names:
+        raise UnreadableCheckpointError(upstreams(path))
+    if any(name.startswith(ARRAYS_PREFIX) for name in names):
+        others = _whole_beside(path)
+        raise MissingCheckpointError(f"{path}: an incomplete checkpoint; it has no {METADATA}; {others}")
+    half = [name for name in names if _STEP.match(name)]
+    told = f"only incomplete ones ({', '.join(half)})" if half else ", ".join(names[:5]) or "nothing"
+    raise MissingCheckpointError(f"{path}: no complete checkpoint in this folder, which has {told}")
+
+
+def read_ref(path: str) -> CheckpointRef | None:
+    """The checkpoint in a folder, or None where there is none that is complete.
+
+    Raises:
+        UnreadableCheckpointError: its `metadata.json` is damaged or not ours.
+    """
+    where = join(path, METADATA)
+    try:
+        with open_read(where) as file:
+            text = read_bounded(file, JSON_BYTES, where=where)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise unreadable(path, METADATA, f"cannot be read ({error.strerror or error})") from error
+    try:
+        return of_document(path, text)
+    except ForeignMetadataError as error:
+        if error.upstreams:
+            raise UnreadableCheckpointError(upstreams(path)) from error
+        raise unreadable(path, METADATA, str(error)) from error
+    except DamagedMetadataError as error:
+        raise unreadable(path, METADATA, f"damaged: {error}") from error
+
+
+def write_ref(ref: CheckpointRef) -> None:
+    """Writes `metadata.json`, which makes a checkpoint complete."""
+    with atomic_write(join(ref.path, METADATA)) as file:
+        file.write(document(ref))
+
+
+def unreadable(path: str, file: str, why: str) -> UnreadableCheckpointError:
+    """The error of a checkpoint that is there and cannot be used: which, why, and what there is instead.
+
+    Args:
+        path: its folder.
+        file: the file or folder in it that is damaged.
+        why: what is wrong with it.
+    """
+    step = f"the checkpoint of step {_step_of(path)}" if _STEP.match(base_name(path)) else "the checkpoint"
+    return UnreadableCheckpointError(f"{join(path, file)}: {why}; {step} cannot be used; {_whole_beside(path)}")
+
+
+def _whole_beside(path: str) -> str:
+    """The newest other checkpoint in the same folder, in words."""
+    name = base_name(path)
+    base = path.rstrip("/")[: -len(name)] or "."
+    for other in reversed(step_folders(base)):
+        if base_name(other) == name:
+            continue
+        ref = _quietly(other)
+        if ref is not None:
+            return (
+                f"the newest intact one beside it is of step {ref.step}: name {ref.path}, or move the damaged one away "
+                "to have it found"
+            )
+    return "there is no other intact one beside it"
+
+
+def _quietly(path: str) -> CheckpointRef | None:
+    """The checkpoint in a folder, None where there is none or it is damaged."""
+    try:
+        with open_read(join(path, METADATA)) as file:
+            ref = of_document(path, read_bounded(file, JSON_BYTES, where=path))
+    except (OSError, ValueError):
+        return None
+    return ref if exists(join(ref.arrays_path, OCDBT)) else None
+
+
+def _with_arrays(ref: CheckpointRef) -> CheckpointRef:
+    """The checkpoint, if its arrays are there; damage is detected when they are read."""
+    if not exists(join(ref.arrays_path, OCDBT)):
+        raise unreadable(ref.path, f"{ref.arrays}/{OCDBT}", "missing; the arrays begin with it")
+    return ref
+
+
+def _age(ref: CheckpointRef) -> tuple[int, float]:
+    return ref.step, ref.saved_at
+
+
+def _step_of(path: str) -> int:
+    return int(base_name(path).removeprefix("step-"))
+
+
+def step_folders(base: str) -> list[str]:
+    """The folders below a base that are named like checkpoints, complete or not, by ascending step."""
+    steps = [int(found.group(1)) for name, is_folder in entries_in(base) if is_folder and (found := _STEP.match(name))]
+    return [step_path(base, step) for step in sorted(steps)]
+
+
+def entries_in(path: str) -> list[tuple[str, bool]]:
+    """What a folder holds, sorted: (name, whether it is a folder). Empty where there is no such folder."""
+    fs, name = filesystem(path)
+    # fsspec caches listings of remote folders; another process may have written since.
+    fs.invalidate_cache()
+    try:
+        found = fs.ls(name, detail=True) if fs.isdir(name) else []
+    except FileNotFoundError:
+        return []
+    return sorted((base_name(entry["name"]), entry["type"] == "directory") for entry in found)
+
+
+def delete(path: str) -> None:
+    """Deletes a checkpoint: `metadata.json` first, so that no moment shows a part of it as complete."""
+    fs, name = filesystem(path)
+    marker = f"{name}/{METADATA}"
+    if fs.exists(marker):
+        fs.rm_file(marker)
+    fs.rm(name, recursive=True)
+
+
+def sweep(base: str) -> list[str]:
+    """Deletes what interrupted saves left below a base, and returns the paths.
+
+    That is: `step-<N>` folders without `metadata.json` that hold nothing but arrays and temporary files of ours, and
+    folders of arrays in complete checkpoints that their `metadata.json` does not name.
+    """
+    gone = []
+    for path in step_folders(base):
+        names = [name for name, _ in entries_in(path)]
+        try:
+            ref = read_ref(path)
+        except UnreadableCheckpointError as error:
+            # Its user decides what becomes of it.
+            log.warning("%s", error)
+            continue
+        fs, name = filesystem(path)
+        if ref is None and all(map(_is_ours, names)):
+            fs.rm(name, recursive=True)
+            gone.append(path)
+        elif ref is not None:
+            for each in names:
+                if _is_ours(each) and each != ref.arrays:
+                    fs.rm(f"{name}/{each}", recursive=True)
+                    gone.append(join(path, each))
+    return gone
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith((ARRAYS_PREFIX, f".{ARRAYS_PREFIX}", f".{METADATA}."))
+
+
+def upstreams(path: str) -> str:
+    """What is said of a checkpoint that upstream's Levanter wrote."""
+    return (
+        f"{path}: a checkpoint of upstream Levanter (TensorStore), which cannot be read here; export it where upstream "
+        f"is installed (python -m levanter.main.export_lm_to_hf --checkpoint_path {path} --output_dir FOLDER) "
+        "and use that folder: hf_checkpoint evaluates it, initialize_from_hf continues training from it"
+    )

@@ -1,0 +1,188 @@
+"""Arrays to Orbax's files: the only module that knows Orbax.
+
+Every process writes the shards it holds, each shard once (of copies, one), as Zarr 3 in one OCDBT store. A leaf's path
+is its name in the store. What is read back is read chunk by chunk, by `source`.
+"""
+
+import logging
+import math
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from levanter.checkpoint.checksums import ArrayDigests, Number, chunks_of, digest_of
+from levanter.checkpoint.priority import giving_way
+from levanter.checkpoint.refs import absolute
+from levanter.checkpoint.staging import Staging
+
+# Orbax logs through the first; the second logs what its event loops leave behind.
+_LOGGERS = ("absl", "asyncio")
+STACK_AXES = 3
+
+
+class ArrayWriter:
+    """Writes one set of arrays at a time, in the background.
+
+    Args:
+        timeout_seconds: how long a save may take, waiting for other processes included.
+        chunk_bytes: an array's part on a device is written in pieces of at most so many bytes.
+    """
+
+    def __init__(self, *, timeout_seconds: float, chunk_bytes: int):
+        self._chunk_bytes, self._staging = chunk_bytes, Staging()
+        for name in _LOGGERS:
+            logging.getLogger(name).addFilter(_told_by_us)
+        self._failed, self._hook = False, sys.unraisablehook
+        self._chunks: dict[str, tuple[int, ...]] = {}
+        self._digests: dict[str, dict[Number, str]] = {}
+        self._brought: list[tuple[str, tuple[slice, ...], np.ndarray]] = []
+        sys.unraisablehook = _Quiet(self._hook)
+        _without_counters()
+        self._orbax = ocp.AsyncCheckpointer(
+            # Weights of floats shrink by a tenth under Orbax's compression, which takes four times the processor time.
+            ocp.PyTreeCheckpointHandler(
+                use_ocdbt=True, use_zarr3=True, use_compression=False, type_handler_registry=_whole_shards()
+            ),
+            # A folder that cannot be made is then an error of `start` itself, not one that a waiting thread sees.
+            async_options=ocp.options.AsyncOptions(
+                timeout_secs=int(timeout_seconds), create_directories_asynchronously=False
+            ),
+        )
+
+    def start(self, path: str, arrays: Mapping[str, jax.Array]) -> None:
+        """Copies the arrays to the host and begins to write them; `path` must not exist.
+
+        When it returns, the arrays may be donated or deleted.
+        """
+        how = {name: _pieces(array, self._chunk_bytes) for name, array in arrays.items()}
+        self._chunks = {name: _chunk(array, how[name]) for name, array in arrays.items()}
+        self._failed = True
+        copies, self._digests = self._staging.digested(arrays, self._chunks)
+        self._orbax.save(absolute(path), args=ocp.args.PyTreeSave(copies, save_args=how))
+        # Orbax has brought these to the host, and the arrays keep what was brought: nothing is copied twice.
+        self._brought = [
+            (name, shard.index, np.asarray(shard.data))
+            for name, array in arrays.items()
+            if name not in self._digests
+            for shard in array.addressable_shards
+            if shard.replica_id == 0
+        ]
+
+    def wait(self) -> dict[str, ArrayDigests]:
+        """Waits until all processes have written and the folder has its name; raises what went wrong.
+
+        What writes has a lower priority from now on, so call it at once, from a thread that has nothing else to do.
+
+        Returns:
+            The digests of the chunks that this process wrote.
+        """
+        with giving_way():
+            for name, index, held in self._brought:
+                box = tuple((s.start or 0, (s.start or 0) + n) for s, n in zip(index, held.shape, strict=True))
+                own = self._digests.setdefault(name, {})
+                own |= {n: digest_of(held[..., *inside]) for n, inside in chunks_of(box, self._chunks[name])}
+            self._brought = []
+            self._orbax.wait_until_finished()
+        self._failed = False
+        return {
+            name: ArrayDigests(chunk=chunk, by_number=self._digests.get(name, {}))
+            for name, chunk in self._chunks.items()
+        }
+
+    def close(self) -> None:
+        """Waits and frees threads."""
+        try:
+            self._orbax.close()
+        finally:
+            self._staging.close()
+            for name in _LOGGERS:
+                logging.getLogger(name).removeFilter(_told_by_us)
+            # Behind a save that failed, echoes come until the process ends.
+            if not self._failed and isinstance(sys.unraisablehook, _Quiet):
+                sys.unraisablehook = self._hook
+
+
+def _whole_shards() -> "ocp.type_handlers.TypeHandlerRegistry":
+    """How arrays are written: each shard as it is, by the first of those that hold it.
+
+    Left to itself, Orbax has each holder write a part, which it slices out eagerly, in computations that no plan knows.
+    Whoever saves gives it the parts instead (`haliax_ext.replica_slices`).
+    """
+    handler = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+    return ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
+
+
+def _without_counters() -> None:
+    """Keeps Orbax from asking for TensorStore's counters around each save, for telemetry that nobody here reads.
+
+    TensorStore converts them to Python objects that are never freed (0.1.75 to 0.1.86): 16 KiB a save, which is not
+    much, and never ends. An Orbax that does not ask has nothing to be kept from.
+    """
+    from orbax.checkpoint._src.serialization import tensorstore_utils
+
+    if hasattr(tensorstore_utils, "get_tensorstore_raw_bytes"):
+        tensorstore_utils.get_tensorstore_raw_bytes = _no_bytes
+
+
+def _no_bytes(*_: object, **__: object) -> int:
+    return 0
+
+
+class _Quiet:
+    """A `sys.unraisablehook` that leaves out the echoes of a failed save.
+
+    When one write fails, Orbax closes the event loop it waited in; the other writes, still under way, then find it
+    closed, each with a traceback that nobody can catch. What failed has been raised.
+    """
+
+    def __init__(self, before: "Callable[[sys.UnraisableHookArgs], object]"):
+        self._before = before
+
+    def __call__(self, found: "sys.UnraisableHookArgs", /) -> None:
+        names = {frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(found.exc_traceback)}
+        echo = isinstance(found.exc_value, RuntimeError) and str(found.exc_value) == "Event loop is closed"
+        if not (echo and names <= {"asyncio.base_events"}):
+            self._before(found)
+
+
+def _pieces(array: jax.Array, chunk_bytes: int) -> ocp.SaveArgs:
+    """In which pieces an array is written: what a device holds of it, cut further where that is large.
+
+    An array of three and more axes is a stack of matrices (one for each layer); it is cut into those first, because
+    that is how an export reads it.
+    """
+    part = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+    if part <= chunk_bytes:
+        return ocp.SaveArgs()
+    return ocp.SaveArgs(chunk_byte_size=chunk_bytes, shard_axes=(0,) if array.ndim >= STACK_AXES else ())
+
+
+def _chunk(array: jax.Array, how: ocp.SaveArgs) -> tuple[int, ...]:
+    """The shape of the chunks that Orbax stores an array in.
+
+    Digests are of these, so that who reads a chunk can judge it. Were Orbax to choose others, they would be right all
+    the same, and reading slower.
+    """
+    from orbax.checkpoint._src.arrays.subchunking import choose_chunk_shape
+
+    part = array.sharding.shard_shape(array.shape)
+    found = choose_chunk_shape(array.shape, part, array.dtype, how.chunk_byte_size, shard_axes=how.shard_axes)
+    return tuple(found)
+
+
+def _told_by_us(record: logging.LogRecord) -> bool:
+    """Leaves out tracebacks that are logged, thread by thread, for a failure Orbax then raises: we raise it by name."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not (record.levelno >= logging.ERROR and error is not None and _passed_through_orbax(error))
+
+
+def _passed_through_orbax(error: BaseException) -> bool:
+    frames = traceback.walk_tb(error.__traceback__)
+    before = error.__cause__ or error.__context__
+    return any(f.f_globals.get("__name__", "").startswith("orbax.") for f, _ in frames) or (
+        before is not None and _passed_through_orbax(before)
+    )

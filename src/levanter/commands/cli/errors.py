@@ -1,0 +1,145 @@
+"""The shell of every entry point: what a user sees of an error, and the exit code a script sees.
+
+0 done or fits; 1 internal error; 2 bad input or config; 3 does not fit; 4 compiler crash; 5 a peer is missing;
+75 preempted, saved, resumable; 130 Ctrl-C. `LEVANTER_TRACEBACK=1` shows where a user error was raised.
+"""
+
+import errno
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from levanter.base.exit_codes import BAD_INPUT, INTERNAL_ERROR, INTERRUPTED, OK, DoesNotFitError
+from levanter.commands.cli.lifecycle import end_alone, end_if_lost, end_together, end_with_traceback, is_said_already
+from levanter.commands.cli.signals import Interrupts, interrupts_kept
+from levanter.config import HelpRequested, arguments_for, load_written
+from levanter.distributed.barrier import current_peers
+from levanter.io import OutputError, output_is_lost, prepare_streams, setup_logging
+from levanter.io.stdout import for_errors
+from levanter.io.write_errors import NO_SPACE, output_error
+
+C = TypeVar("C")
+OUR_PACKAGES = ("levanter", "haliax_ext")
+NOT_READ = "its output was not read"
+
+
+def run_entry_point(config_class: type[C], main: Callable[..., int | None], argv: Sequence[str] | None = None) -> int:
+    """Parses the command line into `config_class`, runs `main`, and turns the outcome into an exit code.
+
+    Args:
+        config_class: the entry point's config.
+        main: takes the config, and the keyword `written` if it has one; may return an exit code.
+        argv: the command line without the program's name.
+    """
+
+    def run() -> int | None:
+        setup_logging()
+        config, told = arguments_for(main, load_written(config_class, list(sys.argv[1:] if argv is None else argv)))
+        return main(config, **told)
+
+    return shell(run)
+
+
+def shell(run: Callable[[], int | None]) -> int:
+    """Calls `run` and turns the outcome into an exit code; user errors are shown without a traceback.
+
+    One of several processes ends together with the others if all went well, and tells them if it failed. If nobody
+    reads its output anymore (`… | head`), it ends silently.
+    """
+    prepare_streams()
+    try:
+        with interrupts_kept() as interrupts:
+            code = _told_of_interrupts(run, interrupts)
+        if output_is_lost():
+            return end_alone(INTERNAL_ERROR, NOT_READ)
+        return end_together(code or OK)
+    except HelpRequested as help_text:
+        try:
+            print(help_text)
+        except BrokenPipeError as error:
+            output_is_lost(error)
+        output_is_lost()
+        return OK
+    except SystemExit:
+        output_is_lost()
+        raise
+    except KeyboardInterrupt as stop:
+        print(f"\ninterrupted{f': {stop}' if str(stop) else ''}", file=for_errors())
+        return end_alone(INTERRUPTED, "interrupted")
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and output_is_lost(error):
+            return end_alone(INTERNAL_ERROR, NOT_READ)
+        if type(error).__module__ == "builtins" and isinstance(error, OSError) and (told := _of_the_system(error)):
+            output_is_lost()
+            error = told
+        if isinstance(error, MemoryError):
+            error = DoesNotFitError(f"it does not fit in this machine's memory: {str(error) or 'nothing is left'}")
+            error.__cause__ = sys.exc_info()[1]
+        elif not (isinstance(error, (ValueError, OSError)) and is_user_error(error)):
+            if current_peers() is None:
+                raise
+            return end_with_traceback(error)
+        end_if_lost(error)
+        if not is_said_already(str(error)):
+            _show(error)
+        return end_alone(getattr(error, "exit_code", BAD_INPUT), str(error))
+
+
+def _told_of_interrupts(run: Callable[[], int | None], interrupts: Interrupts) -> int | None:
+    """Calls `run`; an error caused by an interrupt is raised as an interrupt.
+
+    A library that swallows one (`except BaseException` around an import) leaves a half-imported module, and an error
+    that means nothing to whoever pressed Ctrl-C.
+    """
+    try:
+        code = run()
+    except Exception as error:
+        if not interrupts.received:
+            raise
+        raise KeyboardInterrupt from error
+    return code
+
+
+def is_user_error(error: BaseException) -> bool:
+    """Whether `error` is about the user's input: it was raised by our own code, not by a library below it.
+
+    A `ValueError` that JAX raises during a run is a bug of ours and keeps its traceback.
+    """
+    if _is_ours(type(error).__module__):
+        return True
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return frame is not None and _is_ours(frame.tb_frame.f_globals.get("__name__", ""))
+
+
+def _is_ours(module: str) -> bool:
+    if module == "__main__":
+        # `python -m levanter.main.x`: only the spec keeps the module's own name.
+        spec = getattr(sys.modules["__main__"], "__spec__", None)
+        module = spec.name if spec is not None else ""
+    return module.split(".")[0] in OUR_PACKAGES
+
+
+def _show(error: BaseException) -> None:
+    if os.environ.get("LEVANTER_TRACEBACK"):
+        traceback.print_exception(error)
+    print(f"error: {error}", file=for_errors())
+
+
+def _of_the_system(error: OSError) -> OutputError | None:
+    """A library's disk error, worded like our own; None if the user cannot fix it."""
+    if error.errno not in (*NO_SPACE, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG, errno.ENOTDIR):
+        return None
+    name = error.filename2 or error.filename
+    if isinstance(name, (str, os.PathLike)):
+        return output_error(os.fspath(name), error, doing="read or written")
+    if error.errno not in NO_SPACE:
+        return None
+    return OutputError(
+        f"standard output, or a temporary file in {tempfile.gettempdir()}, cannot be written ({error.strerror})\n"
+        "  → free some space there, or where standard output is redirected to"
+    )

@@ -1,0 +1,156 @@
+"""An entry point as a process: configured, described, shown, checked, compared, tracked, executed, concluded.
+
+`run` is what a door of `levanter.main` calls; `perform` is the same for an existing configuration.
+"""
+
+import os
+import secrets
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import jax
+
+from levanter.commands.cli.compilation_cache import keep_compiled
+from levanter.commands.cli.consistency import require_same_config
+from levanter.commands.cli.devices import configure_jax, local_target
+from levanter.commands.cli.errors import shell
+from levanter.commands.cli.lifecycle import left_to_process_0
+from levanter.commands.cli.options import try_compiler_options
+from levanter.commands.cli.outputs import try_outputs
+from levanter.commands.cli.signals import raise_if_interrupted
+from levanter.config import ExplicitKeys, load_written, plain
+from levanter.distributed.barrier import agreed
+from levanter.io import printing_may_fail, setup_logging
+from levanter.io.names import name_problem
+from levanter.mesh import DeviceSet, local_devices, mesh_report, require_accelerator
+from levanter.plan.local_hbm_check import ran_out, require_room
+from levanter.runplan import OK, EntryPoint, RunPlan, Session, Target
+from levanter.tracker import start_trackers
+from levanter.trainer.config import TrainerConfig
+
+C = TypeVar("C")
+W = TypeVar("W")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult(Generic[R]):
+    """The outcome of a run.
+
+    Attributes:
+        result: its result; None in a process that had nothing to do.
+        exit_code: of the process.
+    """
+
+    result: R | None
+    exit_code: int
+
+
+def run(entry: EntryPoint[C, W, R], argv: Sequence[str] | None = None) -> int:
+    """Runs an entry point as a process, from the command line to the exit code.
+
+    Args:
+        entry: the entry point.
+        argv: the command line without the program's name; None for this process's.
+    """
+
+    def of_command_line() -> int:
+        setup_logging()
+        loaded = load_written(entry.config, list(sys.argv[1:] if argv is None else argv))
+        return perform(entry, loaded.config, written=loaded.written).exit_code
+
+    return shell(of_command_line)
+
+
+def perform(entry: EntryPoint[C, W, R], config: C, *, written: ExplicitKeys | None = None) -> RunResult[R]:
+    """Runs an entry point on the available devices.
+
+    Args:
+        entry: the entry point.
+        config: its configuration.
+        written: the keys that the user wrote; None for a configuration made in Python.
+
+    Raises:
+        RunRefused: the plan has errors; lists all of them.
+    """
+    trainer: TrainerConfig = config.trainer  # pyright: ignore[reportAttributeAccessIssue]
+    if not entry.uses_devices:
+        return _on_files(entry, config, trainer, written)
+    configure_jax(trainer)
+    found = local_devices(trainer.mesh)
+    require_accelerator(wanted=trainer.require_accelerator, found=found)
+    keep_compiled(trainer, platform=found.platform)
+    show = jax.process_index() == 0
+    id_ = run_id(trainer)
+    plan = entry.describe(config, local_target(found), written=written)
+    raise_if_interrupted()
+    if show:
+        _show(plan, found)
+    plan.check()
+    require_room(plan)
+    require_same_config(config)
+    session = Session(run_id=id_, show=show)
+    trackers = trainer.trackers if entry.tracked else ()
+    try_outputs(
+        [*entry.outputs(plan, session), *(each for tracker in trackers for each in tracker.outputs(id_))],
+        process=jax.process_index(),
+    )
+    with ExitStack() as stack:
+        # From here on there is work to lose: closing the terminal does not end the run.
+        stack.enter_context(printing_may_fail())
+        if entry.tracked:
+            tracker = start_trackers(trainer.trackers, run_id=id_, process_index=jax.process_index())
+            stack.callback(tracker.finish)
+            tracker.log_hyperparameters({"config": plain(config), "mesh": str(plan.mesh), **entry.facts(plan)})
+            session = Session(run_id=id_, show=show, tracker=tracker)
+        try:
+            mesh = plan.mesh.build(found.devices)
+            try_compiler_options(trainer, plan, mesh)
+            result = entry.execute(plan, mesh, session)
+        except KeyboardInterrupt as stop:
+            if entry.left is None:
+                raise
+            raise KeyboardInterrupt(entry.left(plan, session)) from stop
+        except (jax.errors.JaxRuntimeError, MemoryError) as error:
+            if (beyond := ran_out(plan, error)) is None:
+                raise
+            raise beyond from error
+        code = entry.conclude(plan, result, session)
+    return RunResult(result=result, exit_code=code)
+
+
+def _on_files(
+    entry: EntryPoint[C, W, R], config: C, trainer: TrainerConfig, written: ExplicitKeys | None
+) -> RunResult[R]:
+    """Runs work that needs no device; of several processes, the first does all of it."""
+    if left_to_process_0(trainer.distributed):
+        return RunResult(result=None, exit_code=OK)
+    plan = entry.describe(config, Target(name="local", platform="cpu", kind="host", devices=1), written=written)
+    for check in plan.checks:
+        print(f"{check.status:>9}  {check.name}: {check.message}")
+    plan.check()
+    session = Session(show=True)
+    try_outputs(entry.outputs(plan, session), process=0)
+    with printing_may_fail():
+        result = entry.execute(plan, None, session)
+        return RunResult(result=result, exit_code=entry.conclude(plan, result, session))
+
+
+def _show(plan: RunPlan[W], found: DeviceSet) -> None:
+    resident = plan.resident_bytes or {"parameters": plan.sharding.bytes_per_device}
+    print(mesh_report(plan.mesh, found, mappings=plan.sharding.mappings, bytes_per_device=resident))
+    print(plan.report())
+
+
+def run_id(trainer: TrainerConfig) -> str:
+    """The run's id: the config's, `$RUN_ID`, or eight random characters, the same on all processes.
+
+    Raises:
+        ValueError: `$RUN_ID` is not a valid folder name.
+    """
+    if trainer.id is None and os.environ.get("RUN_ID") and (problem := name_problem(os.environ["RUN_ID"])):
+        raise ValueError(f"$RUN_ID: {problem}")
+    return agreed("run id", trainer.id or os.environ.get("RUN_ID") or secrets.token_hex(4))

@@ -1,0 +1,1 @@
+"""`perplexity_gap`: two models compared byte by byte."""

@@ -1,0 +1,115 @@
+"""The configuration of `perplexity_gap`."""
+
+from dataclasses import dataclass, field
+
+from levanter.commands.model.naming import named_files
+from levanter.commands.model.representation import Quantize, TiedHead
+from levanter.config.plan_options import PlanOptions
+from levanter.config.validators import PathText, PositiveFloat, PositiveInt, Ranged
+from levanter.data.config import DatasetComponentBase
+from levanter.models.registry import LmConfig
+from levanter.trainer.config import TrainerConfig
+
+MODELS = ("model_a", "model_b", "model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GapModelConfig(Ranged):
+    """One of the models.
+
+    Attributes:
+        checkpoint_path: a checkpoint of `train_lm`, or a run's folder for its newest one.
+        checkpoint_is_hf: whether `checkpoint_path` names Hugging Face files.
+        hf_checkpoint: Hugging Face files: a folder, a hub id (`org/name@revision`), a URL, or a .gguf file.
+        model: the architecture, if the checkpoint does not give it; checked against the checkpoint if it does.
+        tokenizer: another tokenizer than the checkpoint's own.
+        tokenizer_backend: without effect; tokenizers are read by the `tokenizers` library.
+        trust_remote_code: without effect; no code of a repository is run.
+        adapter_path: an adapter of the model, as peft or `peft_save_path` wrote it: a folder, a hub id, or a URL.
+        quantize, tied_head: as in `eval_lm`.
+        allow_pickle: accept pickled weights (never needed for safetensors).
+        load_memory_gib: host memory for reading, beyond the arrays.
+    """
+
+    checkpoint_path: PathText | None = None
+    checkpoint_is_hf: bool = False
+    hf_checkpoint: PathText | None = None
+    model: LmConfig | None = None
+    tokenizer: PathText | None = None
+    tokenizer_backend: str = "hf"
+    trust_remote_code: bool = False
+    adapter_path: PathText | None = None
+    quantize: Quantize | None = None
+    tied_head: TiedHead = "copy"
+    allow_pickle: bool = False
+    load_memory_gib: PositiveFloat | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.checkpoint_path is None) == (self.hf_checkpoint is None):
+            raise ValueError("give one model: checkpoint_path, or hf_checkpoint")
+
+    @property
+    def files(self) -> str | None:
+        """The Hugging Face files that are named, under either key."""
+        return named_files(self)
+
+    @property
+    def saved(self) -> str | None:
+        """The checkpoint of our own training that is named."""
+        return None if self.files else self.checkpoint_path
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerplexityGapConfig(Ranged):
+    """Two models on the same bytes, or one.
+
+    Attributes:
+        model_a, model_b: the models that are compared.
+        model: instead of these, one model that is scored by itself.
+        datasets: the texts, by name.
+        trainer: devices, mesh, precision, trackers.
+        output_path: folder of the files; `perplexity-gap` by default, `model-perplexity` for one model.
+        max_eval_length: tokens per row; at most the `max_seq_len` of a model.
+        max_docs_per_dataset: documents of each set at most; null for all.
+        max_doc_bytes: bytes of a document at most; null for all.
+        plan: assumptions for planning that a run would find out by itself.
+    """
+
+    model_a: GapModelConfig | None = None
+    model_b: GapModelConfig | None = None
+    model: GapModelConfig | None = None
+    datasets: dict[str, DatasetComponentBase] = field(default_factory=dict)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    output_path: PathText | None = None
+    max_eval_length: PositiveInt = 4096
+    max_docs_per_dataset: PositiveInt | None = 256
+    max_doc_bytes: PositiveInt | None = 32_768
+    plan: PlanOptions = field(default_factory=PlanOptions)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        problems = []
+        given = [name for name in MODELS if getattr(self, name) is not None]
+        if given not in (["model_a", "model_b"], ["model"]):
+            there = ", ".join(given) or "none"
+            problems.append(f"give model_a and model_b, which are compared, or one model to score; there is {there}")
+        if not self.datasets:
+            problems.append(
+                "datasets: no data set is configured; expected NAME: {source: {validation_urls: [FILE, …]}}"
+            )
+        if self.max_eval_length < 2:
+            problems.append(f"max_eval_length must be at least 2 (a token and the next), got {self.max_eval_length}")
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    @property
+    def models(self) -> dict[str, GapModelConfig]:
+        """The models by their keys."""
+        found = {name: getattr(self, name) for name in MODELS}
+        return {name: model for name, model in found.items() if model is not None}
+
+    @property
+    def folder(self) -> str:
+        """The folder of the files."""
+        return self.output_path or ("perplexity-gap" if self.model is None else "model-perplexity")

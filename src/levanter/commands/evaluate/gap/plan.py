@@ -1,0 +1,177 @@
+"""What `perplexity_gap` will do: its texts, and for each model an evaluation of them as `eval_lm` describes it.
+
+The models are loaded one after the other. What is resident is the larger one; the plan of places and of loading is that
+of the larger one too, and the other one's loading is beside it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from levanter.commands.cli.outputs import output_checks
+from levanter.commands.evaluate import eval_lm
+from levanter.commands.evaluate.config import EvalLmConfig
+from levanter.commands.evaluate.eval_lm import EvalWork
+from levanter.commands.evaluate.gap.config import GapModelConfig, PerplexityGapConfig
+from levanter.commands.model.unsupported import not_carried
+from levanter.config import ExplicitKeys
+from levanter.data import AbsentTextError, DataError, resolve_evaluation
+from levanter.data.config import DirectDatasetComponent, LmDataConfig
+from levanter.data.gap_texts import ComparedText, compared_texts
+from levanter.io import MissingFileError, UnreadableFileError
+from levanter.runplan import Check, RunPlan, Target
+
+NAME = "perplexity_gap"
+_SUFFIX = {"model_a": "_a", "model_b": "_b", "model": ""}
+_ABOUT_TEXT = ("data", "text", "output")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelHalf:
+    """One model's evaluation.
+
+    Attributes:
+        key: of the model in the configuration.
+        program: the name of its Program.
+        work: what the evaluation needs.
+    """
+
+    key: str
+    program: str
+    work: EvalWork
+
+    @property
+    def label(self) -> str:
+        """What the model is called in reports."""
+        return self.work.pretrained.checkpoint.description.split(" (")[0]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GapWork:
+    """What `execute` needs beside the Programs.
+
+    Attributes:
+        config: as the user wrote it.
+        texts: the documents; nothing where they are not available here.
+        halves: the models, in order.
+    """
+
+    config: PerplexityGapConfig
+    texts: tuple[ComparedText, ...]
+    halves: tuple[ModelHalf, ...]
+
+
+def describe(config: PerplexityGapConfig, target: Target, *, written: ExplicitKeys | None = None) -> RunPlan[GapWork]:
+    """Describes the comparison for `target`; reads metadata and the texts, no weights.
+
+    Args:
+        config: what is compared.
+        target: the devices.
+        written: the keys that the user wrote; None for a config made in Python.
+    """
+    written = ExplicitKeys.in_python(config) if written is None else written
+    texts, checks = _texts(config)
+    plans: dict[str, RunPlan[EvalWork]] = {}
+    for key, model in config.models.items():
+        plans[key] = eval_lm.describe(_evaluation(config, model, texts), target, written=_written(key, model, written))
+        checks += _checks_of(key, model, plans[key], bool(texts))
+    if config.trainer.max_eval_batches is not None:
+        said = "trainer.max_eval_batches: no effect; max_docs_per_dataset and max_doc_bytes say how much is read"
+        checks.append(Check(name="config", status="note", message=said))
+    checks += [*not_carried(config, written), *output_checks("output_path", config.folder)]
+    by_size = sorted(plans, key=lambda key: -plans[key].sharding.bytes_per_device)
+    first, others = plans[by_size[0]], [plans[key] for key in by_size[1:]]
+    for other in others:
+        errors = (*other.sharding.errors, *other.activations.errors)
+        checks += [Check(name="sharding", status="error", message=str(error), error=error) for error in errors]
+        if other.mesh != first.mesh:
+            error = ValueError(
+                f"trainer.mesh.split_heads: the models have different meshes, {first.mesh} and {other.mesh}, since "
+                "their heads are split differently\n  → trainer.mesh.split_heads: never"
+            )
+            checks.append(Check(name="mesh", status="error", message=str(error), error=error))
+    halves, programs, workloads = [], [], []
+    for key, plan in plans.items():
+        (program,), (workload,) = plan.computing, plan.workloads
+        name = f"score{_SUFFIX[key]}"
+        programs.append(replace(program, name=name))
+        workloads.append(replace(workload, program=name))
+        halves.append(ModelHalf(key=key, program=name, work=plan.work))
+    beside = others[0].load if others else None
+    return RunPlan(
+        entry_point=NAME,
+        target=target,
+        mesh=first.mesh,
+        checks=tuple(checks),
+        sharding=first.sharding,
+        activations=first.activations,
+        load=first.load,
+        load_beside=None if beside is None else replace(beside, name=f"load.{by_size[1]}"),
+        computing=tuple(programs),
+        workloads=tuple(workloads),
+        notes=tuple(dict.fromkeys(note for plan in plans.values() for note in plan.notes)),
+        work=GapWork(config=config, texts=texts, halves=tuple(halves)),
+        searchable=first.searchable if not others else "a layout of two models is not searched",
+    )
+
+
+def _texts(config: PerplexityGapConfig) -> tuple[tuple[ComparedText, ...], list[Check]]:
+    try:
+        data = resolve_evaluation(LmDataConfig(components=dict(config.datasets)))
+        texts = compared_texts(data.sets, max_documents=config.max_docs_per_dataset, max_bytes=config.max_doc_bytes)
+    except (AbsentTextError, DataError, MissingFileError, UnreadableFileError) as error:
+        absent = isinstance(error, (AbsentTextError, MissingFileError))
+        told = DataError(str(error).replace("data.components.", "datasets.").replace("data.components:", "datasets:"))
+        return (), [Check(name="text", status="unchecked" if absent else "error", message=str(told), error=told)]
+    counts = {one.name: sum(text.name == one.name for text in texts) for one in data.sets}
+    said = ", ".join(f"{name} ({count:,} documents)" for name, count in counts.items())
+    total = sum(len(text.text.encode()) for text in texts)
+    notes = [Check(name="data", status="note", message=note) for note in data.notes]
+    return texts, [Check(name="text", status="ok", message=f"{said}; {total:,} bytes"), *notes]
+
+
+def _evaluation(config: PerplexityGapConfig, model: GapModelConfig, texts: Sequence[ComparedText]) -> EvalLmConfig:
+    """The same texts as `eval_lm` takes them: documents begin with BOS, and their end is not scored."""
+    parts: dict[str, DirectDatasetComponent] = {}
+    for name in dict.fromkeys(text.name for text in texts):
+        mine = [text.text for text in texts if text.name == name]
+        parts[name] = DirectDatasetComponent(datasets={"validation": mine})
+    data = LmDataConfig(components=dict(parts), enforce_eos=False, cache_dir=None)
+    return EvalLmConfig(
+        hf_checkpoint=model.files,
+        checkpoint_path=model.saved,
+        trainer=replace(config.trainer, max_eval_batches=None),
+        data=data if model.tokenizer is None else replace(data, tokenizer=model.tokenizer),
+        model=model.model,
+        max_eval_length=config.max_eval_length,
+        output_path=config.folder,
+        allow_pickle=model.allow_pickle,
+        load_memory_gib=model.load_memory_gib,
+        quantize=model.quantize,
+        tied_head=model.tied_head,
+        adapter_path=model.adapter_path,
+        plan=config.plan,
+    )
+
+
+def _written(key: str, model: GapModelConfig, written: ExplicitKeys) -> ExplicitKeys:
+    """What the user wrote, as keys of `eval_lm`; rows are as long as a model takes them."""
+    prefix = f"{key}.model."
+    block = {f"model.{each.removeprefix(prefix)}" for each in written.keys if each.startswith(prefix)}
+    if model.model is not None:
+        block.add("model")
+    return ExplicitKeys(frozenset(block | ({"data.tokenizer"} if model.tokenizer is not None else set())))
+
+
+def _checks_of(key: str, model: GapModelConfig, plan: RunPlan[EvalWork], has_texts: bool) -> list[Check]:
+    """The checks of a model's evaluation, by the model's key; those of texts are made once."""
+    found = []
+    for check in plan.checks:
+        if check.name in _ABOUT_TEXT and (check.status != "error" or not has_texts):
+            continue
+        found.append(replace(check, name=f"{key}: {check.name}"))
+    unused = []
+    if model.trust_remote_code:
+        unused.append(f"{key}.trust_remote_code: no effect; no code of a repository is run")
+    if model.tokenizer_backend != "hf":
+        unused.append(f"{key}.tokenizer_backend: no effect; tokenizers are read by the `tokenizers` library")
+    return [*found, *(Check(name="config", status="note", message=said) for said in unused)]

@@ -1,0 +1,198 @@
+"""Compares two models on the same bytes: where one finds text harder than the other, whatever their tokenizers.
+
+    python -m levanter.main.perplexity_gap --config_path config/gap/demo.yaml
+
+What happens, in order: the texts are read, and each model is described as `eval_lm` would evaluate it on them; then A
+is loaded, scores all of them, and goes, and then B. Losses of tokens are spread over the bytes that they cover and
+summed up by set and by kind of text. With `model` in place of `model_a` and `model_b` one model is scored by itself.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from haliax_ext.abstract import with_arrays
+from haliax_ext.load_progress import LoadReport
+from haliax_ext.prefetch import results
+from haliax_ext.program import Program
+from levanter.commands.cli.consistency import require_same_text
+from levanter.commands.cli.outputs import write_all
+from levanter.commands.cli.runner import perform
+from levanter.commands.evaluate import eval_lm
+from levanter.commands.evaluate.gap.config import PerplexityGapConfig
+from levanter.commands.evaluate.gap.plan import NAME, GapWork, ModelHalf, describe
+from levanter.commands.model.pretrained import load_pretrained
+from levanter.config import ExplicitKeys
+from levanter.data import EvalBatches, EvalSequences
+from levanter.distributed.compile_barrier import jit_together
+from levanter.eval.accuracy import fetched
+from levanter.eval.gap.byte_losses import TokenLosses, token_losses
+from levanter.eval.gap.files import gap_files, table_of, tracked
+from levanter.eval.gap.one_model import score_files, score_summary, score_table, tracked_score
+from levanter.eval.gap.page import gap_page
+from levanter.eval.gap.report import GapReport
+from levanter.eval.gap.sums import ComparedDocument
+from levanter.eval.perplexity import RowScores
+from levanter.io import Output, Progress
+from levanter.runplan import OK, EntryPoint, NonFiniteResultError, RunPlan, Session
+
+SHOWN_TEXTS = 12
+"""Texts that a page draws of each direction."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelLosses:
+    """What one model says.
+
+    Attributes:
+        documents: of each text.
+        ids: of each text, its tokens without BOS.
+        loading: how loading went.
+        seconds: that scoring took, compilation included.
+    """
+
+    documents: tuple[TokenLosses, ...]
+    ids: tuple[np.ndarray, ...]
+    loading: LoadReport
+    seconds: float
+
+
+def execute(plan: RunPlan[GapWork], mesh: Mesh | None, session: Session | None = None) -> tuple[ModelLosses, ...]:
+    """Scores the texts by each model in turn; nothing runs that is not in `plan`."""
+    assert mesh is not None, "models run on devices"
+    show = session is not None and session.show
+    # Texts of both first: whatever is wrong with one is reported before a weight is read.
+    rows = [half.work.sequences or eval_lm.tokenize(half.work, show=show) for half in plan.work.halves]
+    for sequences in rows:
+        require_same_text(sequences)
+    return tuple(
+        _scored(plan.work, half, sequences, plan.program(half.program), mesh, show=show)
+        for half, sequences in zip(plan.work.halves, rows, strict=True)
+    )
+
+
+def _scored(
+    work: GapWork, half: ModelHalf, sequences: EvalSequences, program: Program, mesh: Mesh, *, show: bool
+) -> ModelLosses:
+    """Loads a model, scores all texts, and lets it go."""
+    loaded = load_pretrained(half.work.pretrained, mesh, show=show)
+    model = with_arrays(half.work.pretrained.abstract, loaded.arrays)
+    batches = EvalBatches(sequences=sequences, batch_size=half.work.batch_rows)
+    nats = np.full(len(sequences.stream), np.nan)
+    scores = RowScores(sequences.row_count)
+    began = time.perf_counter()
+    with Progress(f"scoring by {half.key}", total=sequences.token_count, unit="tokens", show=show) as progress:
+        given = ((batch, batch.inputs) for batch in batches)
+        for batch, found in results(program, mesh, model, given, behind=eval_lm.FETCH_BEHIND, jit=jit_together):
+            logprobs, _ = fetched(found)
+            scores.add(batch, logprobs)
+            # What is at a position is of the token behind it.
+            nats[sequences.places(batch.rows)[batch.loss_mask] + 1] = -logprobs[batch.loss_mask].astype(np.float64)
+            progress.advance(int(batch.scored_tokens.sum()))
+    if (bad := scores.first_not_finite(sequences)) is not None:
+        raise NonFiniteResultError(f"{half.key}: log-probabilities are not finite: {bad}")
+    tokens, documents = [], []
+    for ids, losses in _by_document(work, half, sequences, nats):
+        tokens.append(ids)
+        documents.append(losses)
+    return ModelLosses(
+        documents=tuple(documents),
+        ids=tuple(tokens),
+        loading=loaded.report,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _by_document(
+    work: GapWork, half: ModelHalf, sequences: EvalSequences, nats: np.ndarray
+) -> Iterator[tuple[np.ndarray, TokenLosses]]:
+    tokenizer = half.work.pretrained.tokenizer
+    leading = 0 if tokenizer.bos_id is None else 1
+    at = 0
+    for text in work.texts:
+        ids, offsets = tokenizer.encode_with_offsets(text.text)
+        end = at + leading + len(ids)
+        assert np.array_equal(sequences.stream[at + leading : end], ids), (
+            f"{text.shard}: tokens differ from their spans"
+        )
+        yield ids, token_losses(text.text, offsets, nats[at:end], leading=leading)
+        at = end
+    assert at == len(sequences.stream), f"{at} tokens of {len(sequences.stream)}"
+
+
+def conclude(plan: RunPlan[GapWork], done: tuple[ModelLosses, ...], session: Session) -> int:
+    """Prints the comparison, writes its files, tells trackers."""
+    work = plan.work
+    if not session.show:
+        return OK
+    first, last = done[0], done[-1]
+    report = GapReport(model_a=work.halves[0].label, model_b=work.halves[-1].label)
+    texts = [
+        ComparedDocument(text=text, a=a, b=b)
+        for text, a, b in zip(work.texts, first.documents, last.documents, strict=True)
+    ]
+    for text in texts:
+        report.add(text)
+    summary = report.summary((first.seconds, last.seconds))
+    if work.config.model is not None:
+        alone = score_summary(summary)
+        print(score_table(alone), flush=True)
+        files, metrics = score_files(work.config.folder, alone, texts, first.ids), tracked_score(alone)
+    else:
+        print(f"A: {work.halves[0].label}\nB: {work.halves[1].label}\n{table_of(summary)}", flush=True)
+        page = gap_page(summary, _shown(texts), title="Two models on the same bytes", facts=_facts(plan, done))
+        files, metrics = gap_files(work.config.folder, summary, page), tracked(summary)
+    try:
+        print("\n".join(write_all(files)))
+    finally:
+        session.tracker.log(metrics, step=0)
+        session.tracker.log_summary(metrics)
+    return OK
+
+
+def _shown(texts: list[ComparedDocument]) -> list[ComparedDocument]:
+    """The texts that a page draws: those on which the models part most, either way."""
+    ordered = sorted(texts, key=lambda each: -each.sums.delta_bits)
+    both = [*ordered[:SHOWN_TEXTS], *ordered[SHOWN_TEXTS:][-SHOWN_TEXTS:]]
+    return sorted(both, key=lambda each: -abs(each.sums.delta_bits))
+
+
+def _facts(plan: RunPlan[GapWork], done: tuple[ModelLosses, ...]) -> dict[str, str]:
+    config, facts = plan.work.config, {}
+    for half, losses in zip(plan.work.halves, done, strict=True):
+        facts[half.key] = (
+            f"{half.work.pretrained.checkpoint.description}; tokenizer {half.work.pretrained.tokenizer.name}, rows of "
+            f"{half.work.config.max_eval_length:,} tokens, {losses.seconds:.1f} s"
+        )
+    limits = [
+        f"{config.max_docs_per_dataset:,} documents of each set" if config.max_docs_per_dataset else "all documents",
+        f"{config.max_doc_bytes:,} bytes of a document" if config.max_doc_bytes else "whole documents",
+    ]
+    mesh = f"{plan.mesh} of {plan.target.devices} {plan.target.kind}"
+    precision = str(plan.work.halves[0].work.pretrained.precision)
+    return {**facts, "read": ", ".join(limits), "precision": precision, "mesh": mesh, "jax": jax.__version__}
+
+
+def outputs(plan: RunPlan[GapWork], session: Session) -> tuple[Output, ...]:
+    """The folder of the files."""
+    del session
+    return (Output(key="output_path", path=plan.work.config.folder, kind="folder"),)
+
+
+ENTRY_POINT = EntryPoint(
+    name=NAME,
+    config=PerplexityGapConfig,
+    describe=describe,
+    execute=execute,
+    outputs=outputs,
+    conclude=conclude,
+)
+
+
+def main(config: PerplexityGapConfig, *, written: ExplicitKeys | None = None) -> int:
+    """Compares two models on the devices of this run."""
+    return perform(ENTRY_POINT, config, written=written).exit_code

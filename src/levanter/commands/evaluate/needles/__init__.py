@@ -1,0 +1,1 @@
+"""`eval_needles`: RULER needle-in-a-haystack evaluation."""

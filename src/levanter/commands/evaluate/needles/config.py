@@ -1,0 +1,111 @@
+"""The configuration of `eval_needles`."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from levanter.commands.model.naming import named_files, named_saved, naming_problems
+from levanter.commands.model.representation import Quantize, TiedHead
+from levanter.config.errors import did_you_mean
+from levanter.config.plan_options import PlanOptions
+from levanter.config.validators import PathText, PositiveFloat, PositiveInt, Ranged, Seed
+from levanter.eval.needles.prompts import NeedleSpec
+from levanter.eval.needles.tasks import TASKS
+from levanter.models.registry import LmConfig
+from levanter.trainer.config import TrainerConfig
+
+SHORTEST, LONGEST = 16, 1 << 24
+MOST_TOKENS = 1 << 30
+"""Of all questions together, which are in the host's memory at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalNeedlesConfig(Ranged):
+    """Which model looks for what, in texts of which lengths.
+
+    Attributes:
+        hf_checkpoint: Hugging Face files: a folder, a hub id (`org/name@revision`), a URL, or a .gguf file.
+        checkpoint_path: a checkpoint of `train_lm`, or a run's folder for its newest one.
+        checkpoint_is_hf: whether `checkpoint_path` names Hugging Face files.
+        tasks: names of tasks; all of them where none is named.
+        lengths: tokens of the texts, questions and answers included.
+        samples: questions of each task and length.
+        depths: depths that they are spread over, from the beginning of a text to its end.
+        seed: of the texts.
+        trainer: devices, mesh, precision, trackers; rows of a batch (`per_device_eval_parallelism`, one by default).
+        model: the architecture, if the checkpoint does not give it; checked against the checkpoint if it does.
+        tokenizer: another tokenizer than the checkpoint's own.
+        output_path: folder of the files; default `<trainer.log_dir>/needles`, the same for each run: a killed one goes
+            on.
+        if_exists: what becomes of results that are there: `resume` goes on with those of the same run, and refuses
+            those of another; `replace` discards them.
+        adapter_path: an adapter of the model, as peft or `peft_save_path` wrote it: a folder, a hub id, or a URL.
+        allow_pickle: accept pickled weights (never needed for safetensors).
+        load_memory_gib: host memory for reading, beyond the arrays; default a tenth of them, within [0.25, 4] GiB.
+        quantize, tied_head: as in `eval_lm`.
+        plan: assumptions for planning that a run would find out by itself.
+    """
+
+    hf_checkpoint: PathText | None = None
+    checkpoint_path: PathText | None = None
+    checkpoint_is_hf: bool = False
+    tasks: list[str] = field(default_factory=list)
+    lengths: list[PositiveInt] = field(default_factory=lambda: [4096])
+    samples: PositiveInt = 10
+    depths: PositiveInt = 5
+    seed: Seed = 0
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    model: LmConfig | None = None
+    tokenizer: PathText | None = None
+    output_path: PathText | None = None
+    if_exists: Literal["resume", "replace"] = "resume"
+    adapter_path: PathText | None = None
+    allow_pickle: bool = False
+    load_memory_gib: PositiveFloat | None = None
+    quantize: Quantize | None = None
+    tied_head: TiedHead = "copy"
+    plan: PlanOptions = field(default_factory=PlanOptions)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        problems = naming_problems(self, purpose="to evaluate")
+        for name in self.tasks:
+            if name not in TASKS:
+                problems.append(f"tasks: {name!r} is none of {', '.join(TASKS)}{did_you_mean(name, TASKS)}")
+        for key, values in (("tasks", self.tasks), ("lengths", self.lengths)):
+            again = [each for n, each in enumerate(values) if each in values[:n]]
+            if again:
+                problems.append(f"{key}: {', '.join(map(str, again))} is named more than once")
+        if not self.lengths:
+            problems.append("lengths: none is given; expected tokens, such as [4096, 8192]")
+        tokens = self.samples * len(self.tasks or TASKS) * sum(self.lengths)
+        if tokens > MOST_TOKENS:
+            fewer = max(1, self.samples * MOST_TOKENS // tokens)
+            problems.append(
+                f"samples: {self.samples:,} questions of each task and length are {tokens:,} tokens, and "
+                f"{MOST_TOKENS:,} are asked at once at most; {fewer:,} samples are fewer"
+            )
+        problems += [f"lengths: {each} is below {SHORTEST} tokens" for each in self.lengths if each < SHORTEST]
+        problems += [f"lengths: {each:,} is above {LONGEST:,} tokens" for each in self.lengths if each > LONGEST]
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    @property
+    def asked(self) -> NeedleSpec:
+        """What is asked."""
+        return NeedleSpec(
+            tasks=tuple(self.tasks or TASKS),
+            lengths=tuple(sorted(self.lengths)),
+            samples=self.samples,
+            depths=self.depths,
+            seed=self.seed,
+        )
+
+    @property
+    def files(self) -> str | None:
+        """The Hugging Face files that are named, under either key."""
+        return named_files(self)
+
+    @property
+    def saved(self) -> str | None:
+        """The checkpoint of our own training that is named."""
+        return named_saved(self)

@@ -1,0 +1,169 @@
+"""What `eval_needles` will do: the model, a Program for each length of text, how often each runs.
+
+Neither texts nor a tokenizer are needed for that: how many questions there are is in the configuration.
+"""
+
+from dataclasses import dataclass
+
+from haliax_ext.program import Program
+from levanter.commands.cli.outputs import output_checks
+from levanter.commands.evaluate.needles.config import EvalNeedlesConfig
+from levanter.commands.model.pretrained import ModelChoice, PretrainedModel, describe_pretrained
+from levanter.commands.model.scoring_common import beyond_context, output_key, per_device, result_output, rows_asked
+from levanter.commands.model.sharding import planned_activations
+from levanter.commands.model.source import ModelBlock
+from levanter.commands.model.unsupported import not_carried
+from levanter.commands.model.workloads import scoring_workload
+from levanter.config import ExplicitKeys
+from levanter.data import Tokenizer
+from levanter.eval.needles.program import needle_program, program_name
+from levanter.io import Output
+from levanter.models.registry import LmConfig
+from levanter.runplan import Check, RunPlan, Target
+
+NAME = "eval_needles"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class NeedleWork:
+    """What `execute` needs besides the Programs.
+
+    Attributes:
+        config: as the user wrote it.
+        pretrained: the model.
+        rows: of a batch.
+    """
+
+    config: EvalNeedlesConfig
+    pretrained: PretrainedModel
+    rows: int
+
+    @property
+    def folder(self) -> str:
+        """The folder of the files."""
+        return self.output.path
+
+    @property
+    def output(self) -> Output:
+        """The folder of the files, with the key that says so."""
+        return result_output(self.config, "needles", kind="folder")
+
+    @property
+    def bos(self) -> int | None:
+        """What stands before a text: BOS, if the tokenizer puts it there."""
+        return bos_of(self.pretrained.tokenizer)
+
+
+def bos_of(tokenizer: Tokenizer) -> int | None:
+    """BOS, if a tokenizer puts it before a text."""
+    return tokenizer.bos_id if getattr(tokenizer, "adds_bos", False) else None
+
+
+def describe(config: EvalNeedlesConfig, target: Target, *, written: ExplicitKeys | None = None) -> RunPlan[NeedleWork]:
+    """Describes the run for `target`; reads metadata, no weights.
+
+    Args:
+        config: what is asked.
+        target: the devices.
+        written: the keys that the user wrote; None for a config made in Python.
+    """
+    written = ExplicitKeys.in_python(config) if written is None else written
+    asked = config.asked
+    longest = max(asked.lengths)
+    pretrained = describe_pretrained(
+        ModelChoice.of(
+            config,
+            files=config.files,
+            saved=config.saved,
+            model=ModelBlock.of(config.model, written),
+            tokenizer=config.tokenizer,
+        ),
+        target,
+        batch=lambda ways: _rows(config, ways)[0],
+        positions=longest,
+    )
+    ways = pretrained.resolved.batch_ways
+    rows, why = _rows(config, ways)
+    checks = [*pretrained.checks, *not_carried(config, written), *_length_checks(asked.lengths, pretrained.config)]
+    checks += _axis_checks(pretrained, asked.lengths[:-1], rows)
+    said = f"{asked.count} of each length: {', '.join(asked.tasks)}; batches of {rows} ({why})"
+    checks.append(Check(name="questions", status="ok", message=said))
+    if config.trainer.max_eval_batches is not None:
+        said = "trainer.max_eval_batches: no effect; samples says how much is asked"
+        checks.append(Check(name="config", status="note", message=said))
+    checks += output_checks(*output_key(config))
+    batches = -(-asked.count // rows)
+    workloads = [
+        scoring_workload(
+            pretrained,
+            rows=rows,
+            positions=length,
+            runs=batches,
+            reason=f"{asked.count} questions of {length:,} tokens",
+            program=program_name(length),
+        )
+        for length in asked.lengths
+    ]
+    return RunPlan(
+        entry_point=NAME,
+        target=target,
+        mesh=pretrained.resolved.spec,
+        checks=tuple(checks),
+        sharding=pretrained.sharding,
+        activations=pretrained.activations,
+        load=pretrained.load_plan,
+        computing=tuple(_program(pretrained, rows, length) for length in asked.lengths),
+        workloads=tuple(workloads),
+        notes=pretrained.notes,
+        work=NeedleWork(config=config, pretrained=pretrained, rows=rows),
+        searchable=pretrained.searchable(
+            positions=longest,
+        ),
+    )
+
+
+def _program(pretrained: PretrainedModel, rows: int, length: int) -> Program:
+    return needle_program(
+        pretrained.abstract,
+        rows=rows,
+        length=length,
+        mappings=pretrained.resolved.mappings,
+        placement=pretrained.sharding,
+        batch_axis=pretrained.resolved.batch_axis,
+        matmul_precision=pretrained.precision.matmul,
+        compiler_options=pretrained.compiler_options,
+    )
+
+
+def _rows(config: EvalNeedlesConfig, ways: int) -> tuple[int, str]:
+    """Rows of a batch, and why."""
+    if (asked := rows_asked(config.trainer)) is None:
+        return ways, f"one per batch shard, of which there are {ways}"
+    return asked[0] * ways, per_device(*asked, ways)
+
+
+def _axis_checks(pretrained: PretrainedModel, lengths: tuple[int, ...], rows: int) -> list[Check]:
+    """What is wrong with texts of the shorter lengths on this mesh; the longest one is in the plan."""
+    found = []
+    for length in lengths:
+        plan = planned_activations(
+            pretrained.config,
+            pretrained.resolved,
+            rows=rows,
+            positions=length,
+            Vocab=pretrained.Vocab,
+            precision=pretrained.precision,
+        )
+        for error in plan.errors:
+            said = type(error)(f"lengths: {length}: {error}") if type(error) is ValueError else error
+            found.append(Check(name="lengths", status="error", message=str(said), error=said))
+    return found
+
+
+def _length_checks(lengths: tuple[int, ...], model: LmConfig) -> list[Check]:
+    """Refuses or notes texts that are longer than anything the model was trained on."""
+    longer = [each for each in lengths if each > model.max_seq_len]
+    if not longer:
+        return []
+    said = ", ".join(f"{each:,}" for each in longer)
+    return beyond_context(model, f"lengths: {said} tokens", name="lengths", advice="lengths: at most")

@@ -1,0 +1,254 @@
+"""Looks for needles: what a model finds of what was hidden in texts of given lengths, by task and by depth.
+
+    python -m levanter.main.eval_needles --hf_checkpoint DIR --lengths '[4096, 8192]' --samples 10
+
+What happens, in order: the run is described (model, mesh, a Program for each length) and checked; the texts are made,
+by a seed, as long as the model's own tokens say; the weights are streamed into their final shards; the questions are
+scored, and each batch of answers is kept as soon as it is there: a run that was killed goes on with the same command.
+Nothing is generated: a value counts as found where each of its tokens is the likeliest one.
+"""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from haliax_ext.abstract import with_arrays
+from haliax_ext.load_progress import LoadReport
+from haliax_ext.prefetch import results
+from haliax_ext.pytree import PyTree
+from levanter.commands.cli.outputs import write_all
+from levanter.commands.cli.runner import perform
+from levanter.commands.evaluate.needles.config import EvalNeedlesConfig
+from levanter.commands.evaluate.needles.plan import NAME, NeedleWork, describe
+from levanter.commands.model.pretrained import load_pretrained
+from levanter.config import ExplicitKeys
+from levanter.distributed.barrier import agreed, is_process_0, require_same
+from levanter.distributed.compile_barrier import jit_together
+from levanter.eval.needles.page import needle_page
+from levanter.eval.needles.program import program_name
+from levanter.eval.needles.prompts import AskedNeedle, NeedleBatch, batches, digest, questions
+from levanter.eval.needles.results import Answered, NeedleAnswer, sample_lines, summary_of, table_of, tracked
+from levanter.eval.needles.store import RESULTS, NeedleIdentity, NeedleStore
+from levanter.io import Output, Progress, join, leased
+from levanter.memorization.books import weights_digest
+from levanter.runplan import OK, EntryPoint, NonFiniteResultError, RunPlan, Session
+
+FETCH_BEHIND = 1
+"""Batches in flight before a result is fetched: rows are long, so a batch that is killed is dear."""
+SAMPLES, PAGE = "samples.jsonl", "page.html"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class NeedlesResult:
+    """What came of a run.
+
+    Attributes:
+        answered: the questions with their answers, by length, task and number; nothing where a run had finished here.
+        identity: every fact that they depend on.
+        loading: how loading went; None where there was nothing to load for.
+        seconds: that asking took, compilation included.
+        kept: questions that a run before had asked.
+    """
+
+    answered: Answered
+    identity: NeedleIdentity
+    loading: LoadReport | None
+    seconds: float
+    kept: int
+
+
+def execute(plan: RunPlan[NeedleWork], mesh: Mesh | None, session: Session | None = None) -> NeedlesResult:
+    """Makes the questions, loads the model, asks; nothing runs that is not in `plan`."""
+    assert mesh is not None, "models run on devices"
+    show = session is not None and session.show
+    work = plan.work
+    with ExitStack() as held:
+        # Texts first: whatever is wrong with them is reported before a weight is read.
+        asked = _questions(work, show=show)
+        require_same("the questions", digest(asked)[:16], advice="the tokenizer must be the same on all hosts")
+        identity = _identity(plan, asked)
+        store = NeedleStore(folder=work.folder, identity=identity)
+        there = _there(work, store, held)
+        if there is None:
+            return NeedlesResult(answered=(), identity=identity, loading=None, seconds=0.0, kept=0)
+        store, parts = there
+        numbered = list(enumerate(_batches(asked, work.rows)))
+        known = {n for n in parts if n < len(numbered)}
+        known = set(json.loads(agreed("needles that are found already", json.dumps(sorted(known)))))
+        todo = [(n, length, batch) for n, (length, batch) in numbered if n not in known]
+        kept = sum(len(batch.asked) for n, (_, batch) in numbered if n in known)
+        loading, began = None, time.perf_counter()
+        if todo:
+            loaded = load_pretrained(work.pretrained, mesh, show=show)
+            model = with_arrays(work.pretrained.abstract, loaded.arrays)
+            loading, began = loaded.report, time.perf_counter()
+            _ask(plan, mesh, model, todo, store, parts, show=show)
+        seconds = time.perf_counter() - began
+        if not is_process_0():
+            return NeedlesResult(answered=(), identity=identity, loading=loading, seconds=seconds, kept=kept)
+        answered = [pair for n, (_, batch) in numbered for pair in zip(batch.asked, parts[n], strict=True)]
+        return NeedlesResult(answered=answered, identity=identity, loading=loading, seconds=seconds, kept=kept)
+
+
+def _questions(work: NeedleWork, *, show: bool) -> dict[int, list[AskedNeedle]]:
+    asked, tokenizer = work.config.asked, work.pretrained.tokenizer
+    total = asked.count * len(asked.lengths)
+    with Progress("making texts", total=total, unit="texts", show=show, lazy=True) as progress:
+        return questions(asked, tokenizer.encode_with_offsets, bos=work.bos, on_made=progress.advance_to)
+
+
+def _batches(asked: Mapping[int, Sequence[AskedNeedle]], rows: int) -> list[tuple[int, NeedleBatch]]:
+    return [(length, batch) for length, mine in asked.items() for batch in batches(mine, rows, length)]
+
+
+def _there(
+    work: NeedleWork, store: NeedleStore, held: ExitStack
+) -> tuple[NeedleStore, dict[int, tuple[NeedleAnswer, ...]]] | None:
+    """The store, and what is in it; None if the run has finished. Every process refuses another run's folder."""
+    replaces = work.config.if_exists == "replace"
+    done, parts = False, {}
+    if is_process_0():
+        lease = leased(store.folder, what="a search for needles", advice="give another output_path")
+        store = replace(store, lease=held.enter_context(lease))
+        if replaces:
+            store.start_over()
+        done = store.is_done()
+        if not done:
+            store.begin()
+            parts = store.read()
+    elif not replaces:
+        store.is_done()
+    finished = json.loads(agreed("whether all needles are found already", json.dumps(done)))
+    return None if finished else (store, parts)
+
+
+def _ask(
+    plan: RunPlan[NeedleWork],
+    mesh: Mesh,
+    model: PyTree,
+    todo: Sequence[tuple[int, int, NeedleBatch]],
+    store: NeedleStore,
+    parts: dict[int, tuple[NeedleAnswer, ...]],
+    *,
+    show: bool,
+) -> None:
+    """Runs the batches that are not there yet, and keeps what comes of each."""
+    total = sum(len(batch.asked) * length for _, length, batch in todo)
+    with Progress("looking for needles", total=total, unit="tokens", show=show) as progress:
+        for length in dict.fromkeys(length for _, length, _ in todo):
+            given = (((n, batch), batch.inputs) for n, at, batch in todo if at == length)
+            program = plan.program(program_name(length))
+            for (n, batch), found in results(program, mesh, model, given, behind=FETCH_BEHIND, jit=jit_together):
+                logprobs, ranks = (each.array for each in found)
+                answers = tuple(_found(each, logprobs[row], ranks[row]) for row, each in enumerate(batch.asked))
+                for each, answer in zip(batch.asked, answers, strict=True):
+                    if not answer.is_finite:
+                        where = f"{each.task}, {each.length} tokens, question {each.number + 1}"
+                        raise NonFiniteResultError(f"log-probabilities are not finite: {where}")
+                parts[n] = answers
+                if is_process_0():
+                    store.write(n, answers)
+                progress.advance(len(batch.asked) * length)
+
+
+def _found(asked: AskedNeedle, logprobs: np.ndarray, ranks: np.ndarray) -> NeedleAnswer:
+    count = len(asked.targets)
+    return NeedleAnswer(logprobs=tuple(logprobs[:count].tolist()), ranks=tuple(ranks[:count].tolist()))
+
+
+def _identity(plan: RunPlan[NeedleWork], asked: dict[int, list[AskedNeedle]]) -> NeedleIdentity:
+    """What the answers depend on."""
+    pretrained, config = plan.work.pretrained, plan.work.config
+    choice = pretrained.choice
+    return {
+        "tasks": list(config.asked.tasks),
+        "lengths": list(config.asked.lengths),
+        "samples": config.samples,
+        "depths": config.depths,
+        "seed": config.seed,
+        "questions": digest(asked),
+        "model": choice.saved or choice.reference,
+        "weights": weights_digest(pretrained.source),
+        "architecture": repr(pretrained.config),
+        "precision": str(pretrained.precision),
+        "quantize": choice.quantize,
+        "adapter": None if pretrained.adapter is None else str(pretrained.adapter.config),
+        "mesh": str(plan.mesh),
+        "rows": plan.work.rows,
+    }
+
+
+def conclude(plan: RunPlan[NeedleWork], done: NeedlesResult, session: Session) -> int:
+    """Prints the table, writes the files, tells trackers."""
+    if not is_process_0():
+        return OK
+    folder = plan.work.folder
+    if not done.answered:
+        print(f"nothing to do; the results are in {folder}", flush=True)
+        return OK
+    summary = summary_of(done.answered, depths=plan.work.config.depths)
+    if session.show:
+        again = f", {done.kept:,} of them by a run before" if done.kept else ""
+        print(table_of(summary))
+        print(f"{summary['questions']:,} questions{again}; {done.seconds:.1f} s, compilation included", flush=True)
+    try:
+        title = f"Needles: {plan.work.pretrained.checkpoint.description.split(' (')[0]}"
+        lines = "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in sample_lines(done.answered))
+        written = {"identity": dict(done.identity), "facts": _facts(plan, done), **summary}
+        paths = write_all(
+            {
+                join(folder, SAMPLES): lines.encode(),
+                join(folder, PAGE): needle_page(summary, done.answered, title=title, facts=_facts(plan, done)).encode(),
+                # Last: with it a run is finished.
+                join(folder, RESULTS): json.dumps(written, indent=2, ensure_ascii=False).encode(),
+            }
+        )
+        NeedleStore(folder=folder, identity=done.identity).clean()
+        if session.show:
+            print("\n".join(paths), flush=True)
+    finally:
+        session.tracker.log(tracked(summary), step=0)
+        session.tracker.log_summary(tracked(summary))
+    return OK
+
+
+def _facts(plan: RunPlan[NeedleWork], done: NeedlesResult) -> dict[str, str]:
+    """What a page says of a run."""
+    pretrained, config = plan.work.pretrained, plan.work.config
+    return {
+        "model": pretrained.checkpoint.description,
+        "tokenizer": pretrained.tokenizer.name,
+        "trained on": f"{pretrained.config.max_seq_len:,} tokens at once",
+        "questions": f"{config.samples} of each task and length, seed {config.seed}",
+        "precision": str(pretrained.precision),
+        "mesh": f"{plan.mesh} of {plan.target.devices} {plan.target.kind}",
+        "asked in": f"{done.seconds:.1f} s",
+        "jax": jax.__version__,
+    }
+
+
+def outputs(plan: RunPlan[NeedleWork], session: Session) -> tuple[Output, ...]:
+    """The folder of the files."""
+    del session
+    return (plan.work.output,)
+
+
+ENTRY_POINT = EntryPoint(
+    name=NAME,
+    config=EvalNeedlesConfig,
+    describe=describe,
+    execute=execute,
+    outputs=outputs,
+    conclude=conclude,
+)
+
+
+def main(config: EvalNeedlesConfig, *, written: ExplicitKeys | None = None) -> int:
+    """Looks for needles on the devices of this run."""
+    return perform(ENTRY_POINT, config, written=written).exit_code

@@ -1,0 +1,67 @@
+"""Checks finished jobs: results that are missing or changed are made again.
+
+The scores are in `windows.parquet` and `manifest.json`; without one of them the windows are scored again. Everything
+else is derived from those and rewritten in a second.
+"""
+
+from contextlib import ExitStack
+from dataclasses import replace
+
+from levanter.commands.memorize.plan import BookJob, MemorizationWork
+from levanter.io import leased
+from levanter.memorization.outputs import write_outputs
+from levanter.memorization.partial_results import PartStore
+from levanter.memorization.results import MANIFEST, WINDOWS, BookResult
+
+
+def held_or_finished(work: MemorizationWork, job: BookJob, store: PartStore, held: ExitStack) -> tuple[PartStore, bool]:
+    """A job's store, with the lease of its folder if that is to be written, and whether its results are complete.
+
+    Args:
+        work: of the run.
+        job: the job.
+        store: its store.
+        held: keeps the lease.
+
+    Raises:
+        OtherRunError: the folder holds results of another run.
+        LeaseTakenError: another process writes there.
+    """
+    replaces = work.config.if_exists == "replace"
+    lost = store.lost() if not replaces and store.is_done() else None
+    if lost is not None and not lost:
+        return store, True
+    lease = leased(store.folder, what="a memorization run", advice="give another output_base_path")
+    store = replace(store, lease=held.enter_context(lease))
+    if replaces:
+        store.start_over()
+        return store, False
+    if lost is None:
+        # Whoever held the lease may have finished the job.
+        return store, store.is_done()
+    said = "".join(f"\n  {name}: {what}" for name, what in lost.items())
+    if lost.keys() & {WINDOWS, MANIFEST}:
+        print(f"{job.title}: results in {job.folder} are missing or changed; its windows are scored again{said}")
+        store.start_over()
+        return store, False
+    print(f"{job.title}: files in {job.folder} are missing or changed; they are rewritten from its scores{said}")
+    result = replace(BookResult.read(job.folder), text=job.text)
+    result.write(job.folder)
+    write_results(work, job, result, store)
+    return store, True
+
+
+def write_results(work: MemorizationWork, job: BookJob, result: BookResult, store: PartStore) -> dict[str, object]:
+    """Writes a job's reports, then the marker; returns the content of `summary.json`."""
+    written: list[str] = []
+    summary = write_outputs(
+        job.folder,
+        result,
+        threshold=work.config.coverage_threshold,
+        cover=work.config.cover,
+        names=job.output_names,
+        with_text=work.config.keep_text,
+        on_file=written.append,
+    )
+    store.finish([*result.files, *written])
+    return summary

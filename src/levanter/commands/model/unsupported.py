@@ -1,0 +1,38 @@
+"""What a configuration asks for and nothing here implements: an error or a note of its plan, never ignored silently.
+
+Two kinds. Keys of planned options exist in the configuration classes, and are refused here if they ask for something.
+Upstream's options that are not carried over are in no class (`levanter.config.upstream.unsupported` reads them); what
+was asked for with one is kept in `ExplicitKeys`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from levanter.config import ExplicitKeys
+from levanter.config.upstream.unsupported import asks
+from levanter.runplan import Check
+
+_UPLOAD = "uploading is not supported; upload the folder afterwards"
+
+REFUSED: Mapping[str, str] = {
+    "peft_hf_upload": _UPLOAD,
+    "merged_hf_upload": _UPLOAD,
+    "labeled_eval": "evaluation by labels is not implemented yet; data.components with tags are evaluated one by one",
+}
+"""Key → why it is refused if it asks for something (is neither null, false nor `none`)."""
+
+
+def not_carried(config: Any, written: ExplicitKeys) -> list[Check]:
+    """What a configuration asks for and does not get: errors, and notes on keys without effect."""
+    refused = [f"{key}: {why}" for key, why in REFUSED.items() if asks(_value(config, key))]
+    refused += [row.message for row in written.not_carried if row.refused]
+    checks = [Check(name="config", status="error", message=message, error=ValueError(message)) for message in refused]
+    notes = [row.message for row in written.not_carried if not row.refused]
+    return checks + [Check(name="config", status="note", message=message) for message in notes]
+
+
+def _value(config: Any, key: str) -> Any:
+    """The value at a dotted key; None if the configuration has no such key."""
+    for part in key.split("."):
+        config = config.get(part) if isinstance(config, Mapping) else getattr(config, part, None)
+    return config

@@ -1,0 +1,60 @@
+"""Commands that are `train_lm` by other keys: the same run, under a name of its own."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+from levanter.commands.train.config import TrainLmConfig
+from levanter.commands.train.lm.train_lm import ENTRY_POINT as TRAINING
+from levanter.commands.train.lm.train_lm import describe as describe_training
+from levanter.commands.train.outcome import Trained
+from levanter.commands.train.work import TrainPlan, TrainWork
+from levanter.config import ExplicitKeys
+from levanter.runplan import EntryPoint, Target
+
+C = TypeVar("C")
+
+
+def by_other_keys(
+    name: str, config: type[C], training: Callable[[C], TrainLmConfig]
+) -> EntryPoint[C, TrainWork, Trained]:
+    """The entry point of a command whose configuration says what to train in another way.
+
+    Args:
+        name: the command's.
+        config: the class of its configuration.
+        training: a configuration → the run of `train_lm` that it is.
+    """
+
+    def described(run: TrainLmConfig, asked: C, target: Target, written: ExplicitKeys | None) -> TrainPlan:
+        written = ExplicitKeys.in_python(asked) if written is None else written
+        return replace(describe_training(run, target, written=written), entry_point=name)
+
+    def describe(config: C, target: Target, *, written: ExplicitKeys | None = None) -> TrainPlan:
+        """Describes the training run; reads metadata only.
+
+        Args:
+            config: what is trained.
+            target: the devices.
+            written: the keys that the user wrote; None for a config made in Python.
+
+        Raises:
+            ValueError: see `train_lm`.
+        """
+        return described(training(config), config, target, written)
+
+    def describe_in_full(config: C, target: Target, *, written: ExplicitKeys | None = None) -> TrainPlan:
+        """Describes the same run without adapters, every weight trained; see `describe`."""
+        return described(training(config).without_adapter, config, target, written)
+
+    return EntryPoint(
+        name=name,
+        config=config,
+        describe=describe,
+        execute=TRAINING.execute,
+        outputs=TRAINING.outputs,
+        conclude=TRAINING.conclude,
+        facts=TRAINING.facts,
+        left=TRAINING.left,
+        in_full=describe_in_full,
+    )

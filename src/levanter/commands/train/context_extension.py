@@ -1,0 +1,136 @@
+"""A stage of training in longer context: a checkpoint, with its rotary embeddings stretched by YaRN.
+
+`initialize_from_hf` names the checkpoint, `model.rope: {type: yarn, factor: 4.0}` says by how much, `model.max_seq_len`
+how long the rows are. Everything else of the architecture must be the checkpoint's. Stages one after the other are
+such runs one after the other, each from the export of the one before; factors count from the original context.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from levanter.commands.model.source import ModelBlock, Origin, UnknownArchitectureError, find_origin
+from levanter.commands.train.config import TrainLmConfig
+from levanter.config import ExplicitKeys
+from levanter.layers.rotary import DefaultRotaryConfig, RotaryConfig, YarnRotaryConfig
+from levanter.models.registry import LmConfig
+from levanter.runplan import Check
+
+
+class StageError(ValueError):
+    """A model's context cannot be stretched so; the message says why, and how it can be."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextStage:
+    """A stretch of a checkpoint's context.
+
+    Attributes:
+        block: the `model:` block, with the checkpoint's own rotary embeddings.
+        rope: those of the run.
+        checks: what is said of it.
+    """
+
+    block: ModelBlock
+    rope: YarnRotaryConfig
+    checks: tuple[Check, ...]
+
+    def origin(self, reference: str) -> Origin:
+        """The checkpoint, with these rotary embeddings."""
+        found = find_origin(reference, self.block, block_is_whole=True)
+        return replace(found, architecture=_roped(found.architecture, self.rope), checks=(*found.checks, *self.checks))
+
+
+def stage_of(config: TrainLmConfig, written: ExplicitKeys) -> ContextStage | None:
+    """The stretch that a run asks for; None where it asks for none, or where the checkpoint is not here.
+
+    Raises:
+        StageError: the block's rotary embeddings do not follow from the checkpoint's; lists every difference.
+    """
+    rope = getattr(config.model, "rope", None)
+    if config.pretrained is None or config.takes_architecture or not isinstance(rope, YarnRotaryConfig):
+        return None
+    try:
+        own = find_origin(config.pretrained, None).architecture
+    except UnknownArchitectureError:
+        return None
+    before = getattr(own, "rope", None)
+    if type(own) is not type(config.model) or not isinstance(before, DefaultRotaryConfig | YarnRotaryConfig):
+        return None
+    original = trained_length(own)
+    rope = replace(
+        rope,
+        theta=rope.theta if "model.rope.theta" in written else before.theta,
+        original_max_position_embeddings=(
+            rope.original_max_position_embeddings
+            if "model.rope.original_max_position_embeddings" in written
+            else original
+        ),
+        partial_rotary_factor=(
+            rope.partial_rotary_factor
+            if "model.rope.partial_rotary_factor" in written
+            else before.partial_rotary_factor
+        ),
+    )
+    if rope == before:
+        return None
+    problems = [
+        f"model.rope.{key} is {getattr(rope, key)}, the checkpoint's is {theirs}"
+        for key, theirs in (
+            ("theta", before.theta),
+            ("partial_rotary_factor", before.partial_rotary_factor),
+            ("original_max_position_embeddings", original),
+        )
+        if getattr(rope, key) != theirs
+    ]
+    if problems:
+        raise StageError(
+            "\n".join([*problems, f"  → leave {'it' if len(problems) == 1 else 'them'} out: they are the checkpoint's"])
+        )
+    if config.lora is not None:
+        raise StageError(
+            "model.rope and adapter: files of adapters do not say that the context of their model was stretched\n"
+            "  → train the model's own weights in this stage, and adapters of what it exports"
+        )
+    block = ModelBlock.of(config.model, written)
+    assert block is not None
+    reach = rope.factor * original
+    said = f"rotary embeddings are stretched by {rope.factor:g}, from {original:,} tokens to {reach:,.0f} (YaRN)"
+    checks = [Check(name="stage", status="ok", message=said)]
+    if config.positions > reach:
+        more = (
+            f"rows of {config.positions:,} tokens are longer than these {reach:,.0f}; factor "
+            f"{_factor(config.positions, original):g} reaches them"
+        )
+        checks.append(Check(name="stage", status="note", message=more))
+    return ContextStage(block=replace(block, config=_roped(block.config, before)), rope=rope, checks=tuple(checks))
+
+
+def trained_length(own: LmConfig) -> int:
+    """The context that a checkpoint was trained on before anything stretched it."""
+    rope = getattr(own, "rope", None)
+    return getattr(rope, "original_max_position_embeddings", None) or own.max_seq_len
+
+
+def reach_checks(origin: Origin, config: TrainLmConfig) -> list[Check]:
+    """Says so where rows are longer than a checkpoint was trained on, and nothing stretches its positions."""
+    own, length = getattr(origin.checkpoint, "config", None), config.positions
+    rope = getattr(own, "rope", None)
+    if not isinstance(own, LmConfig) or not isinstance(rope, RotaryConfig) or length <= own.max_seq_len:
+        return []
+    original = trained_length(own)
+    said = (
+        f"rows of {length:,} tokens are longer than the {own.max_seq_len:,} that the rotary embeddings of "
+        f"{origin.reference} were trained on, and nothing stretches them: model.rope: {{type: yarn, factor: "
+        f"{_factor(length, original):g}}} does"
+    )
+    return [Check(name="context", status="note", message=said)]
+
+
+def _factor(length: int, original: int) -> float:
+    """The factor that reaches a length, in quarters."""
+    return math.ceil(4 * length / original) / 4
+
+
+def _roped(config: LmConfig, rope: RotaryConfig) -> LmConfig:
+    """A configuration with other rotary embeddings, of a family that has some."""
+    return replace(config, **{"rope": rope})

@@ -1,0 +1,1 @@
+"""Training on preferences: `train_dpo` and `lora_dpo`."""

@@ -1,0 +1,176 @@
+"""The configuration of `train_dpo`: `train_lm`'s, with what preferences have beside it."""
+
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal, cast
+
+import draccus
+
+from levanter.commands.train.config import TrainLmConfig
+from levanter.config.upstream.preferences import TRAIN_DPO
+from levanter.config.validators import Count, Decay, PathText, PositiveFloat, PositiveInt, Ranged
+from levanter.data.config import LmDataConfig
+from levanter.io.names import name_problem
+from levanter.trainer.preference_loss import PreferenceLossConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceConfig(Ranged, draccus.ChoiceRegistry):
+    """What answers are compared with (`reference: {type: …}`; `separate` where no type is given)."""
+
+    @classmethod
+    def default_choice_name(cls) -> str | None:
+        """What a reference without `type` is: a model of its own."""
+        return "separate"
+
+
+@ReferenceConfig.register_subclass("separate")
+@dataclass(frozen=True, kw_only=True)
+class SeparateReferenceConfig(ReferenceConfig):
+    """A model of its own, loaded beside the one that is trained.
+
+    Attributes:
+        model_path: Hugging Face files (a folder, a hub id, a URL), or one of our checkpoints.
+        is_hf: which of the two.
+    """
+
+    model_path: str = ""
+    is_hf: bool = True
+
+
+@ReferenceConfig.register_subclass("adapter_base")
+@dataclass(frozen=True, kw_only=True)
+class AdapterBaseReferenceConfig(ReferenceConfig):
+    """The model that adapters are trained of, without them: nothing more is in memory."""
+
+
+@ReferenceConfig.register_subclass("precomputed")
+@dataclass(frozen=True, kw_only=True)
+class PrecomputedReferenceConfig(ReferenceConfig):
+    """A model that scores all pairs before the first step, and is then not needed again.
+
+    Attributes:
+        model_path: the model; null for the Hugging Face checkpoint that the run begins from.
+        is_hf: whether that is Hugging Face files, or one of our checkpoints.
+        cache_dir: the folder of what it said; `reference_logprobs` in `data.cache_dir` by default.
+    """
+
+    model_path: PathText | None = None
+    is_hf: bool = True
+    cache_dir: PathText | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceEvalCacheConfig(Ranged):
+    """Whether what the reference says of the validation pairs is made once and stored.
+
+    Attributes:
+        mode: `build_or_load`, or `disabled`.
+        cache_dir: the folder; `reference_logprobs` in `data.cache_dir` by default.
+    """
+
+    mode: Literal["disabled", "build_or_load"] = "disabled"
+    cache_dir: PathText | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainDpoConfig(TrainLmConfig):
+    """What `train_dpo` trains on which pairs: the keys of `train_lm`, and these.
+
+    Attributes:
+        beta: how much a difference of log-probabilities from the reference's counts.
+        loss: what is minimized of a pair.
+        reference: what answers are compared with.
+        validation_split_fraction: the share of each training set, its last pairs, that is kept for validation; null for
+            none.
+        reference_eval_cache: whether what the reference says of validation pairs is stored.
+        lm_validation_data: text that the policy is evaluated on besides, as `train_lm` does.
+        lm_validation_prefix: what its metrics' names begin with.
+        scheduled_eval_steps: after which steps there is an evaluation; null for every `trainer.steps_per_eval`.
+        run_initial_eval: whether there is one before the first step.
+        hf_save_steps: null for no exports.
+        peft_hf_upload: not supported yet; false is nothing.
+    """
+
+    EARLIER: ClassVar[str] = TRAIN_DPO
+
+    beta: PositiveFloat = 0.1
+    loss: PreferenceLossConfig = field(default_factory=PreferenceLossConfig)
+    reference: ReferenceConfig = field(default_factory=SeparateReferenceConfig)
+    validation_split_fraction: Decay | None = 0.1
+    reference_eval_cache: ReferenceEvalCacheConfig = field(default_factory=ReferenceEvalCacheConfig)
+    lm_validation_data: LmDataConfig | None = None
+    lm_validation_prefix: str = "lm_eval"
+    scheduled_eval_steps: list[Count] | None = None
+    run_initial_eval: bool = False
+    peft_hf_upload: bool | str | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    hf_save_steps: PositiveInt | None = 10_000  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        problems = [*self._reference_problems(), *self._data_problems()]
+        if self.z_loss_weight:
+            problems.append("z_loss_weight: preferences have no z-loss; leave it out")
+        if said := name_problem(self.lm_validation_prefix, parts=0):
+            problems.append(f"lm_validation_prefix: {said}")
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    def _reference_problems(self) -> list[str]:
+        reference, named = self.reference, getattr(self.reference, "model_path", None)
+        if not self.loss.has_reference:
+            if named or not isinstance(reference, SeparateReferenceConfig):
+                return [f"reference: {self.loss.type} compares with no reference; leave it out"]
+            if self.reference_eval_cache.mode != "disabled":
+                return [f"reference_eval_cache: {self.loss.type} compares with no reference; leave it out"]
+            return []
+        if isinstance(reference, AdapterBaseReferenceConfig) and self.lora is None:
+            return ["reference: type adapter_base compares with the adapter's base; add adapter: {type: lora}"]
+        if isinstance(reference, PrecomputedReferenceConfig):
+            if named is None and self.pretrained is None:
+                return [
+                    "reference.model_path: null means the Hugging Face checkpoint that the run begins from, and it "
+                    "begins from none (hf_checkpoint, initialize_from_hf); name the reference"
+                ]
+            if self.reference_eval_cache.mode != "disabled":
+                return ["reference_eval_cache: a precomputed reference stores validation pairs too; leave it out"]
+        return []
+
+    def _data_problems(self) -> list[str]:
+        if self.validation_split_fraction and self.data.num_validation_sequences:
+            return [
+                "validation_split_fraction and data.num_validation_sequences: both hold pairs out of the training "
+                "sets; set one of them to null"
+            ]
+        return []
+
+    @property
+    def without_adapter(self) -> "TrainDpoConfig":
+        """The same run with the model's own weights trained, compared with the model that the adapters were of.
+
+        Raises:
+            ValueError: they are, or there is no second model to compare with.
+        """
+        if self.lora is None or not isinstance(self.reference, AdapterBaseReferenceConfig):
+            return cast("TrainDpoConfig", super().without_adapter)
+        if self.pretrained is None:
+            raise ValueError("reference: without adapters it is a model of its own, and the run begins from no files")
+        other = SeparateReferenceConfig(model_path=self.pretrained)
+        return replace(self, adapter=None, peft_save_path=None, merged_hf_save_path=None, reference=other)
+
+    @property
+    def exports(self) -> str | None:
+        """The folder of what is exported; None where `hf_save_steps` is null."""
+        return None if self.hf_save_steps is None else super().exports
+
+    @property
+    def merged(self) -> str | None:
+        """The folder of merged models, where that is a second one."""
+        return None if self.hf_save_steps is None else super().merged
+
+    @property
+    def reference_model(self) -> str | None:
+        """The model that is loaded to compare with; None where there is none beside the policy."""
+        if not self.loss.has_reference or isinstance(self.reference, AdapterBaseReferenceConfig):
+            return None
+        named = getattr(self.reference, "model_path", None)
+        return named or (self.pretrained if isinstance(self.reference, PrecomputedReferenceConfig) else None)

@@ -1,0 +1,273 @@
+"""Evaluation on pairs during training: what the steps show, of pairs that are not trained on, between two steps.
+
+The Program gives the log-probabilities of each text by the policy and by the reference; means over pairs are made of
+them on the host, in float64, so that they do not depend on batches or devices.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import equinox as eqx
+import haliax as hax
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from haliax_ext.mapping import AxisMapping
+from haliax_ext.planner import ShardingPlan
+from haliax_ext.prefetch import results
+from haliax_ext.program import Input, Program
+from haliax_ext.pytree import PyTree
+from levanter.commands.train.dpo.setup import Preferences, under
+from levanter.commands.train.lm.evaluation import Evaluate
+from levanter.data import PairRows, pair_targets
+from levanter.distributed.compile_barrier import jit_together
+from levanter.io import Progress
+from levanter.mesh import ResolvedMesh
+from levanter.models.precision import Precision
+from levanter.runplan import Recorder
+from levanter.trainer.dpo import PairBatch, alone, pair_logprobs, pair_plan, pair_terms
+from levanter.trainer.loss import in_compute_dtype
+from levanter.trainer.objective import LOSS
+from levanter.trainer.preference_loss import PreferenceLossConfig
+from levanter.trainer.state import FROZEN, StatePlan, TrainState
+from levanter.trainer.step import REFERENCE
+
+logger = logging.getLogger(__name__)
+
+PROGRAM = "evaluate_pairs"
+TRAINED = "trained"
+FETCH_BEHIND = 1
+
+
+class BoundModels(eqx.Module):
+    """What models are bound of, as a run holds it.
+
+    Attributes:
+        trained: what is trained.
+        frozen: what is frozen beside it; None for nothing.
+        reference: a second model; None where there is none.
+    """
+
+    trained: PyTree
+    frozen: PyTree
+    reference: PyTree
+
+    @property
+    def rest(self) -> PyTree:
+        """What a binding takes beside the trained part."""
+        return self.frozen if self.reference is None else (self.frozen, self.reference)
+
+
+def held_plan(plan: StatePlan, reference: ShardingPlan | None) -> ShardingPlan:
+    """Where the leaves of `BoundModels` lie."""
+    own = plan.parameters
+    trained = [each for each in own.leaves if each.leaf.path not in plan.frozen]
+    frozen = [each for each in own.leaves if each.leaf.path in plan.frozen]
+    parts = {TRAINED: trained, FROZEN: frozen, REFERENCE: () if reference is None else reference.leaves}
+    leaves = tuple(under(name, each) for name, some in parts.items() for each in some)
+    return ShardingPlan(mesh=own.mesh, mappings=own.mappings, leaves=leaves, findings=(), hbm_bytes=own.hbm_bytes)
+
+
+def evaluate_pairs_program(
+    pairs: Preferences,
+    trained: PyTree,
+    frozen: PyTree,
+    plan: StatePlan,
+    *,
+    rows: int,
+    positions: int,
+    chunk: int,
+    precision: Precision,
+    resolved: ResolvedMesh,
+    compiler_options: Mapping[str, str],
+) -> Program:
+    """The Program that scores a batch of pairs: (held, tokens, targets) → log-probabilities, `[…, pairs, 2]`.
+
+    What it returns has the policy's first, and then the reference's, where it is there.
+
+    Args:
+        pairs: what they are compared with.
+        trained, frozen: the parameters, abstract.
+        plan: their placement.
+        rows: pairs of a batch.
+        positions: tokens of a text.
+        chunk: positions scored at a time.
+        precision: the run's.
+        resolved: its mesh and mappings.
+        compiler_options: see `Program`.
+    """
+    Batch, Pos = hax.Axis(resolved.batch_axis, rows), hax.Axis("position", positions)
+    batch = pairs.objective.abstract_batch(Batch, Pos)
+    single = pairs.evaluates_alone
+    bind = alone if single else pairs.bind
+    model_plan = pair_plan(plan.model, None) if single else pairs.model_plan(plan)
+    second = None if single else pairs.resident
+
+    def evaluate(held: BoundModels, tokens: hax.NamedArray, targets: hax.NamedArray) -> tuple[jax.Array, ...]:
+        models = in_compute_dtype(bind(held.trained, held.rest), precision.compute, model_plan)
+        scored = PairBatch(tokens=tokens, targets=targets)
+        asked = [each for each in (models.policy, models.reference) if each is not None]
+        return tuple(pair_logprobs(each, scored, chunk=chunk) for each in asked)
+
+    value = BoundModels(trained=trained, frozen=frozen, reference=None if second is None else second.module)
+    return Program(
+        name=PROGRAM,
+        function=evaluate,
+        inputs=(
+            Input(name="held", value=value, placement=held_plan(plan, None if second is None else second.plan)),
+            Input(name="tokens", value=batch.tokens, placement=resolved.mappings.compute),
+            Input(name="targets", value=batch.targets, placement=resolved.mappings.compute),
+        ),
+        mappings=resolved.mappings,
+        out_placement=AxisMapping(),
+        matmul_precision=precision.matmul,
+        compiler_options=compiler_options,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PairSet:
+    """Pairs to evaluate.
+
+    Attributes:
+        name: of the set, in metrics' names.
+        rows: of which set they are.
+        numbers: which rows.
+        reference: float32 `[pairs, 2]`: the reference's log-probabilities, where they were made before.
+    """
+
+    name: str
+    rows: PairRows
+    numbers: np.ndarray
+    reference: np.ndarray | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairResult:
+    """What an evaluation found: means over the pairs of each set.
+
+    Attributes:
+        sets: set → name of a metric → mean.
+        pairs: of each set.
+    """
+
+    sets: Mapping[str, Mapping[str, float]]
+    pairs: Mapping[str, int]
+
+    def metrics(self) -> dict[str, float]:
+        """By upstream's names: `eval/<set>/loss`, `eval/<set>/dpo_accuracy`, …; `eval/loss` is of all pairs."""
+        found = {f"eval/{name}/{key}": value for name, means in self.sets.items() for key, value in means.items()}
+        return {"eval/loss": self.mean(LOSS), **found}
+
+    def mean(self, name: str) -> float:
+        """The mean of a metric over all pairs."""
+        total = sum(self.pairs.values())
+        return sum(means[name] * self.pairs[one] for one, means in self.sets.items()) / max(total, 1)
+
+    @property
+    def not_finite(self) -> list[str]:
+        """The sets whose loss is no number."""
+        return [name for name, means in self.sets.items() if not np.isfinite(means[LOSS])]
+
+    def __str__(self) -> str:
+        accuracy = self.mean("dpo_accuracy")
+        return f"validation loss {self.mean(LOSS):.4f}, {accuracy:.1%} of {sum(self.pairs.values()):,} pairs preferred"
+
+
+@dataclass(kw_only=True)
+class EvaluatePairs:
+    """Evaluates between two steps, and logs the results under the last step's number.
+
+    Attributes:
+        program: `evaluate_pairs`.
+        frozen, reference: what is not in the state.
+        mesh: the devices.
+        sets: the pairs.
+        loss, beta: what is minimized.
+        tracker: where the numbers go.
+        every: steps between two evaluations; None where `steps` says.
+        steps: after which steps there is one.
+        last: the run's last step, which is always evaluated.
+        max_batches: batches of each set; None for all.
+        show: whether this process prints.
+        beside: evaluates text at the same times; None where there is none.
+        result: of the last evaluation.
+    """
+
+    program: Program
+    frozen: PyTree
+    reference: PyTree
+    mesh: Mesh
+    sets: Sequence[PairSet]
+    loss: PreferenceLossConfig
+    beta: float
+    tracker: Recorder
+    every: int
+    steps: frozenset[int] | None = None
+    last: int
+    max_batches: int | None = None
+    show: bool = False
+    beside: Evaluate | None = None
+    result: PairResult | None = None
+
+    def due(self, taken: int) -> bool:
+        """Whether an evaluation is due."""
+        on_time = taken % self.every == 0 if self.steps is None else taken in self.steps
+        return on_time or taken == self.last
+
+    def __call__(self, taken: int, state: TrainState) -> None:
+        """Scores all sets."""
+        if self.sets:
+            self._score(taken, state)
+        if self.beside is not None:
+            self.beside(taken, state)
+
+    def _score(self, taken: int, state: TrainState) -> None:
+        rows = self.program.inputs[1].value.axes[0].size
+        most = None if self.max_batches is None else self.max_batches * rows
+        held = BoundModels(trained=state.judged, frozen=self.frozen, reference=self.reference)
+        chosen = [each.numbers[:most] for each in self.sets]
+        batches = list(_batches(self.sets, chosen, rows))
+        scores = [np.zeros((2, len(numbers), 2), np.float64) for numbers in chosen]
+        counts = [np.zeros((len(numbers), 2), np.float64) for numbers in chosen]
+        with Progress("evaluating", total=len(batches), unit="batches", show=self.show) as progress:
+            given = (((n, start), pair_inputs(self.sets[n], some, rows)) for n, start, some in batches)
+            for (n, start), found in results(
+                self.program, self.mesh, held, given, behind=FETCH_BEHIND, jit=jit_together
+            ):
+                stop = min(start + rows, len(chosen[n]))
+                for which, sums in enumerate(found):
+                    scores[n][which, start:stop] = sums[: stop - start]
+                progress.advance(1)
+        for n, (one, numbers) in enumerate(zip(self.sets, chosen, strict=True)):
+            for start in range(0, len(numbers), rows):
+                _, targets = pair_targets(one.rows.take(numbers[start : start + rows]))
+                counts[n][start : start + rows] = (targets >= 0).sum(axis=-1)
+            if one.reference is not None:
+                scores[n][1] = one.reference[: len(numbers)]
+        self.result = PairResult(
+            sets={one.name: self._means(scores[n], counts[n]) for n, one in enumerate(self.sets)},
+            pairs={one.name: len(numbers) for one, numbers in zip(self.sets, chosen, strict=True)},
+        )
+        self.tracker.log(self.result.metrics(), step=max(taken - 1, 0))
+        logger.info("step %d: %s", taken, self.result)
+
+    def _means(self, scores: np.ndarray, counts: np.ndarray) -> dict[str, float]:
+        reference = scores[1] if self.loss.has_reference else None
+        found = pair_terms(self.loss, self.beta, scores[0], counts, reference, xp=np)
+        return {name: float(np.mean(values)) for name, values in found.items()}
+
+
+def _batches(sets: Sequence[PairSet], chosen: Sequence[np.ndarray], rows: int) -> Iterator[tuple[int, int, np.ndarray]]:
+    for n in range(len(sets)):
+        for start in range(0, len(chosen[n]), rows):
+            yield n, start, chosen[n][start : start + rows]
+
+
+def pair_inputs(one: PairSet, numbers: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and targets of a batch; what is missing of it is padding, in which nothing counts."""
+    tokens, targets = pair_targets(one.rows.take(numbers))
+    missing = [(0, rows - len(numbers)), (0, 0), (0, 0)]
+    return np.pad(tokens, missing), np.pad(targets, missing, constant_values=-1)

@@ -1,0 +1,97 @@
+"""The configuration of `lora_dpo`: upstream's keys for what `train_dpo` does with adapters and their base."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from levanter.commands.train.dpo.config import (
+    AdapterBaseReferenceConfig,
+    ReferenceEvalCacheConfig,
+    TrainDpoConfig,
+)
+from levanter.config.plan_options import PlanOptions
+from levanter.config.upstream.preferences import LORA_DPO
+from levanter.config.validators import Decay, PathText, PositiveFloat, PositiveInt, Ranged, Seed
+from levanter.data.config import LmDataConfig
+from levanter.models.adapters.config import LoraConfig
+from levanter.models.llama.config import LlamaConfig
+from levanter.models.registry import LmConfig
+from levanter.optim import AdamConfig, OptimizerConfig
+from levanter.trainer.config import TrainerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraDpoConfig(Ranged):
+    """Which adapters `lora_dpo` trains, of which model, on which pairs.
+
+    Attributes:
+        initialize_from_hf: the Hugging Face checkpoint that is adapted, and compared with; its architecture is used.
+        lora: the adapters.
+        data: the pairs.
+        trainer: devices, mesh, batch, precision, trackers, checkpoints.
+        optimizer: optimizer and learning rate.
+        beta: how much a difference of log-probabilities from the base's counts.
+        train_seq_len: tokens of a text; default the checkpoint's.
+        use_hf_model_config: accepted for compatibility; the checkpoint's architecture is always used.
+        trust_remote_code: accepted for compatibility; no code of a checkpoint is ever run.
+        validation_split_fraction: the share of each training set, its last pairs, that is kept for validation.
+        reference_eval_cache: whether what the base says of validation pairs is stored.
+        peft_save_path, merged_hf_save_path, hf_save_steps: where, and how often, adapters are saved as peft reads
+            them, and whole models with the adapters merged in.
+        peft_hf_upload, merged_hf_upload: not supported yet.
+        model: how the model is run (`gradient_checkpointing`, …); its architecture is the checkpoint's. A complete
+            block is enough to plan a run whose checkpoint is not reachable.
+        data_seed: seed of the data's order; default `trainer.seed`.
+        plan: assumptions for planning that a run would find out by itself.
+    """
+
+    EARLIER: ClassVar[str] = LORA_DPO
+
+    initialize_from_hf: PathText
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    data: LmDataConfig = field(default_factory=LmDataConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    optimizer: OptimizerConfig = field(default_factory=AdamConfig)
+    beta: PositiveFloat = 0.1
+    train_seq_len: PositiveInt | None = None
+    use_hf_model_config: bool = False
+    trust_remote_code: bool = False
+    validation_split_fraction: Decay | None = 0.1
+    reference_eval_cache: ReferenceEvalCacheConfig = field(default_factory=ReferenceEvalCacheConfig)
+    peft_save_path: PathText | None = None
+    peft_hf_upload: bool | str | None = None
+    merged_hf_save_path: PathText | None = None
+    merged_hf_upload: str | None = None
+    hf_save_steps: PositiveInt | None = 10_000
+    model: LmConfig = field(default_factory=LlamaConfig)
+    data_seed: Seed | None = None
+    plan: PlanOptions = field(default_factory=PlanOptions)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # What does not go together is said at once, and not when the run begins.
+        _ = self.training
+
+    @property
+    def training(self) -> TrainDpoConfig:
+        """The run of `train_dpo` that this is."""
+        return TrainDpoConfig(
+            initialize_from_hf=self.initialize_from_hf,
+            use_hf_model_config=True,
+            adapter=self.lora,
+            reference=AdapterBaseReferenceConfig(),
+            data=self.data,
+            trainer=self.trainer,
+            optimizer=self.optimizer,
+            beta=self.beta,
+            train_seq_len=self.train_seq_len,
+            validation_split_fraction=self.validation_split_fraction,
+            reference_eval_cache=self.reference_eval_cache,
+            peft_save_path=self.peft_save_path,
+            peft_hf_upload=self.peft_hf_upload,
+            merged_hf_save_path=self.merged_hf_save_path,
+            merged_hf_upload=self.merged_hf_upload,
+            hf_save_steps=self.hf_save_steps,
+            model=self.model,
+            data_seed=self.data_seed,
+            plan=self.plan,
+        )

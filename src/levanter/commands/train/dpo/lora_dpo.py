@@ -1,0 +1,20 @@
+"""Trains adapters of a Hugging Face checkpoint on preferences, by upstream's keys.
+
+    python -m levanter.main.lora_dpo --config_path my_lora_dpo.yaml
+
+The run is that of `train_dpo` with `adapter: {type: lora, …}` and `reference: {type: adapter_base}`.
+"""
+
+from levanter.commands.cli.runner import perform
+from levanter.commands.train.aliases import by_other_keys
+from levanter.commands.train.dpo.lora_config import LoraDpoConfig
+from levanter.config import ExplicitKeys
+
+NAME = "lora_dpo"
+ENTRY_POINT = by_other_keys(NAME, LoraDpoConfig, lambda config: config.training)
+describe = ENTRY_POINT.describe
+
+
+def main(config: LoraDpoConfig, *, written: ExplicitKeys | None = None) -> int:
+    """Trains; returns 75 if the run was told to stop before its end and saved itself."""
+    return perform(ENTRY_POINT, config, written=written).exit_code

@@ -1,0 +1,287 @@
+"""What a run on preferences does beside one on text: it loads the reference, checks its first loss, evaluates pairs."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+from jax.sharding import Mesh
+
+from haliax_ext.abstract import with_arrays
+from levanter.commands.model.sharding import load_weights
+from levanter.commands.train.dpo.evaluation import PROGRAM, EvaluatePairs, PairSet
+from levanter.commands.train.dpo.reference_logprobs import ReferenceRequest, digest_of_source, made, stores_of
+from levanter.commands.train.dpo.setup import SCORE, Preferences, ReferenceModel
+from levanter.commands.train.lm.evaluation import PROGRAM as EVALUATE
+from levanter.commands.train.lm.evaluation import Evaluate
+from levanter.commands.train.work import TrainPlan, TrainWork
+from levanter.data import (
+    EvaluationData,
+    EvaluationSet,
+    PairRows,
+    TrainingData,
+    as_records,
+    build_tokens,
+    evaluation_rows,
+)
+from levanter.data.rows import Rows
+from levanter.data.train_builder import lay_rows
+from levanter.models.base import LmHeadModel
+from levanter.models.precision import Precision
+from levanter.runplan import Session
+from levanter.trainer.frozen_identity import FrozenPart
+from levanter.trainer.report import StepReport
+
+logger = logging.getLogger(__name__)
+
+TRAIN, VALIDATION = "train", "validation"
+TOLERANCE, MOST = 1e-6, 1e-3
+"""How far the first loss may be from what it is where policy and reference are one model, in float32: before there is a
+warning, since the two forward passes may be rounded in other places, and before the run ends."""
+TOLERANCE_16, MOST_16 = 0.02, 0.1
+"""Likewise in 16 bits."""
+
+
+class FirstLossError(ValueError):
+    """Policy and reference are one model before the first step, and the loss says that they are not."""
+
+
+def loaded_reference(plan: TrainPlan, mesh: Mesh, *, show: bool) -> LmHeadModel | None:
+    """The second model, loaded; None where steps need none."""
+    work: TrainWork = plan.work
+    if work.pairs is None or work.pairs.resident is None:
+        return None
+    return _loaded(plan, work.pairs.resident, mesh, show=show)
+
+
+def _loaded(plan: TrainPlan, second: ReferenceModel, mesh: Mesh, *, show: bool) -> LmHeadModel:
+    work: TrainWork = plan.work
+    assert second.load is not None and second.origin.checkpoint is not None
+    logger.info("the reference: %s", second.origin.description)
+    loaded = load_weights(
+        second.load,
+        second.plan,
+        second.origin.checkpoint.source,
+        mesh,
+        show=show,
+        allow_nonfinite=work.config.trainer.allow_nonfinite,
+    )
+    return with_arrays(second.module, loaded.arrays)
+
+
+def first_loss_checked(pairs: Preferences, precision: Precision) -> Callable[[StepReport], None]:
+    """Looks at the loss of step 0, which is known where a policy begins as its reference (ln 2, for DPO).
+
+    Raises:
+        FirstLossError: from what is returned, where it is another one.
+    """
+    expected = pairs.first_loss
+
+    def check(report: StepReport) -> None:
+        if report.step != 0 or expected is None:
+            return
+        wide = np.dtype(precision.compute).itemsize >= 4
+        off = abs(report.loss - expected) / max(expected, 1.0)
+        warned, refused = (TOLERANCE, MOST) if wide else (TOLERANCE_16, MOST_16)
+        said = f"the loss of the first step is {report.loss:.7f}; policy and reference are one model, which makes it"
+        if off > refused:
+            raise FirstLossError(
+                f"{said} {expected:.7f}: they do not compute the same\n"
+                "  → is the reference the model that the run begins from, in every file of it?"
+            )
+        if off > warned:
+            logger.warning("%s %.7f, and rounding another one", said, expected)
+        else:
+            logger.info("%s %.7f", said, expected)
+
+    return check
+
+
+def pair_evaluation(
+    plan: TrainPlan,
+    pairs: Preferences,
+    mesh: Mesh,
+    data: TrainingData,
+    session: Session,
+    frozen: LmHeadModel | None,
+    reference: LmHeadModel | None,
+    said: Mapping[str, np.ndarray],
+    *,
+    last: int,
+) -> EvaluatePairs | None:
+    """What is evaluated between steps; None where there are no pairs to evaluate."""
+    config, trainer = pairs.config, pairs.config.trainer
+    sets = tuple(validation_pairs(plan, data, said))
+    text = None if pairs.text is None else _text_evaluation(plan, pairs.text, mesh, session, frozen, last=last)
+    if not sets and text is None:
+        return None
+    return EvaluatePairs(
+        program=plan.program(PROGRAM),
+        frozen=frozen,
+        reference=None if pairs.evaluates_alone else reference,
+        mesh=mesh,
+        sets=sets,
+        loss=config.loss,
+        beta=config.beta,
+        tracker=session.tracker,
+        every=trainer.steps_per_eval,
+        steps=None if config.scheduled_eval_steps is None else frozenset(config.scheduled_eval_steps),
+        last=last,
+        max_batches=trainer.max_eval_batches,
+        show=session.show,
+        beside=text,
+    )
+
+
+def _text_evaluation(
+    plan: TrainPlan,
+    text: EvaluationData,
+    mesh: Mesh,
+    session: Session,
+    frozen: LmHeadModel | None,
+    *,
+    last: int,
+) -> Evaluate:
+    """What evaluates the policy on text (`lm_validation_data`)."""
+    work: TrainWork = plan.work
+    assert work.pairs is not None and work.tokenizer is not None
+    config = work.pairs.config
+    assert config.lm_validation_data is not None
+    rows = evaluation_rows(
+        config.lm_validation_data,
+        text.sets,
+        work.tokenizer,
+        max_length=config.positions,
+        vocab_size=work.model.vocab_size,
+    )
+    return Evaluate(
+        program=plan.program(EVALUATE),
+        frozen=frozen,
+        mesh=mesh,
+        sequences=rows,
+        tracker=session.tracker,
+        every=config.trainer.steps_per_eval,
+        last=last,
+        max_batches=config.trainer.max_eval_batches,
+        show=session.show,
+        prefix=config.lm_validation_prefix,
+    )
+
+
+def validation_pairs(plan: TrainPlan, data: TrainingData, said: Mapping[str, np.ndarray]) -> Iterator[PairSet]:
+    """The pairs that are evaluated: those held out of training sets, and sets with validation data of their own.
+
+    Args:
+        plan: the run's.
+        data: its training data.
+        said: what the reference says of sets, where that is stored; see `said_before`.
+    """
+    work: TrainWork = plan.work
+    assert work.tokenizer is not None
+    own = () if work.validation is None else work.validation.sets
+    taken = {one.name for one in own}
+    for one in data.sets:
+        if one.held_out:
+            assert isinstance(one.rows, PairRows)
+            numbers = one.split(np.arange(one.held_out) + len(one.rows) - one.held_out)
+            name = f"{one.name}/held_out" if one.name in taken else one.name
+            told = said.get(f"{one.name}/{TRAIN}")
+            stored = None if told is None else told[numbers]
+            yield PairSet(name=name, rows=one.rows, numbers=numbers, reference=stored)
+    for one, rows in _own_rows(plan):
+        yield PairSet(
+            name=one.name, rows=rows, numbers=np.arange(len(rows)), reference=said.get(f"{one.name}/{VALIDATION}")
+        )
+
+
+def _own_rows(plan: TrainPlan) -> Iterator[tuple[EvaluationSet, PairRows]]:
+    """The sets with validation data of their own, laid into rows."""
+    work: TrainWork = plan.work
+    assert work.tokenizer is not None
+    for one in () if work.validation is None else work.validation.sets:
+        records = as_records(one, folder=one.folder)
+        (tokens,) = build_tokens(work.config.data, [records], work.tokenizer)
+        rows = lay_rows(work.config.data, records, tokens, work.config.positions)
+        assert isinstance(rows, PairRows)
+        yield one, rows
+
+
+def said_before(plan: TrainPlan, mesh: Mesh, data: TrainingData, *, show: bool) -> dict[str, np.ndarray]:
+    """What a precomputed reference says of all pairs, float32 `[pairs, 2]` by set and split; nothing for other ones.
+
+    The model is on the devices while it scores, and is gone when this returns.
+    """
+    work: TrainWork = plan.work
+    if work.pairs is None or work.pairs.kind != "precomputed":
+        return {}
+    second = work.pairs.model
+    assert second is not None and second.origin.checkpoint is not None
+    wanted = [_wanted(work, one.name, TRAIN, one.rows) for one in data.sets]
+    wanted += [_wanted(work, one.name, VALIDATION, rows) for one, rows in _own_rows(plan)]
+    digest = digest_of_source(second.origin.checkpoint.source)
+    return _said(plan, mesh, wanted, digest, lambda: _loaded(plan, second, mesh, show=show), show=show)
+
+
+def said_of_validation(
+    plan: TrainPlan,
+    mesh: Mesh,
+    data: TrainingData,
+    frozen: LmHeadModel | None,
+    reference: LmHeadModel | None,
+    part: FrozenPart | None,
+    *,
+    show: bool,
+) -> dict[str, np.ndarray]:
+    """Likewise of validation pairs, by the reference that steps have (`reference_eval_cache`)."""
+    work: TrainWork = plan.work
+    if work.pairs is None or work.pairs.stores is None:
+        return {}
+    wanted = [_wanted(work, one.name, TRAIN, one.rows) for one in data.sets if one.held_out]
+    wanted += [_wanted(work, one.name, VALIDATION, rows) for one, rows in _own_rows(plan)]
+    if reference is not None:
+        second = work.pairs.model
+        assert second is not None and second.origin.checkpoint is not None
+        digest = digest_of_source(second.origin.checkpoint.source)
+    else:
+        assert part is not None
+        digest = hashlib.sha256(json.dumps(dict(part.digests), sort_keys=True).encode()).hexdigest()
+    return _said(plan, mesh, wanted, digest, lambda: frozen if reference is None else reference, show=show)
+
+
+def _wanted(work: TrainWork, name: str, split: str, rows: Rows) -> ReferenceRequest:
+    assert isinstance(rows, PairRows) and work.tokenizer is not None
+    return ReferenceRequest(name=f"{name}/{split}", rows=rows, template=str(work.config.data.chat_template))
+
+
+def _said(
+    plan: TrainPlan,
+    mesh: Mesh,
+    wanted: Sequence[ReferenceRequest],
+    digest: str,
+    model: Callable[[], LmHeadModel | None],
+    *,
+    show: bool,
+) -> dict[str, np.ndarray]:
+    work: TrainWork = plan.work
+    assert work.pairs is not None and work.pairs.stores is not None
+    named = work.pairs.config.reference_model or work.config.pretrained or "the base of the adapters"
+    stores = stores_of(wanted, work.pairs.stores, reference=named, digest=digest, precision=work.precision)
+    return made(stores, wanted, plan.program(SCORE), mesh, model, show=show)
+
+
+def said_of_steps(
+    plan: TrainPlan, data: TrainingData, said: Mapping[str, np.ndarray]
+) -> Callable[[int, int, int], np.ndarray] | None:
+    """What the reference says of rows of a step, where steps are given that; None where they are not."""
+    work: TrainWork = plan.work
+    if work.pairs is None or not work.pairs.objective.stored:
+        return None
+    of_sets = [said[f"{one.name}/{TRAIN}"] for one in data.sets]
+
+    def of_rows(step: int, start: int, stop: int) -> np.ndarray:
+        which, numbers = data.sources(step)
+        found = [of_sets[one][number] for one, number in zip(which[start:stop], numbers[start:stop], strict=True)]
+        return np.stack(found) if found else np.zeros((0, 2), np.float32)
+
+    return of_rows

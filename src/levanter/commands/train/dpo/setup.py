@@ -1,0 +1,325 @@
+"""What a run on preferences has beside one on text: the loss of pairs, and what they are compared with."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import jax
+from haliax import Axis
+
+from haliax_ext.abstract import abstract, cast, leaves
+from haliax_ext.errors import gib
+from haliax_ext.load_plan import LoadPlan
+from haliax_ext.placement import LeafPlan
+from haliax_ext.planner import ShardingPlan, plan_sharding
+from haliax_ext.program import Program
+from haliax_ext.pytree import PyTree
+from levanter.commands.cli.outputs import output_checks
+from levanter.commands.model.saved_model import find_saved
+from levanter.commands.model.sharding import planned_loading
+from levanter.commands.model.source import ModelBlock, Origin, find_origin
+from levanter.commands.train.config import TrainLmConfig
+from levanter.commands.train.dpo.config import (
+    AdapterBaseReferenceConfig,
+    PrecomputedReferenceConfig,
+    TrainDpoConfig,
+)
+from levanter.commands.train.lm.evaluation import find_validation
+from levanter.config import ExplicitKeys
+from levanter.data import FORMATS, PAIRS, EvaluationData
+from levanter.data.documents import Formats
+from levanter.io import join
+from levanter.mesh import ResolvedMesh
+from levanter.models.base import LmHeadModel
+from levanter.models.precision import Precision
+from levanter.models.registry import LmConfig
+from levanter.runplan import Check, Target
+from levanter.trainer.dpo import PairModels, PreferenceObjective, alone, pair_plan, with_base, with_other
+from levanter.trainer.state import StatePlan
+from levanter.trainer.step import REFERENCE
+
+Kind = Literal["none", "adapter_base", "separate", "precomputed"]
+
+
+SCORE = "reference_logprobs"
+"""The Program that scores pairs with the reference alone, once."""
+STORES = "reference_logprobs"
+"""The folder of what references say, in `data.cache_dir`."""
+
+
+class ReferenceModelError(ValueError):
+    """A reference cannot be compared with."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReferenceModel:
+    """A second model, which a policy is compared with.
+
+    Attributes:
+        origin: where it comes from.
+        config: its architecture.
+        module: the model in the compute dtype, abstract.
+        plan: where it lies.
+        load: which bytes are read by whom; None where the plan has errors.
+    """
+
+    origin: Origin
+    config: LmConfig
+    module: LmHeadModel
+    plan: ShardingPlan
+    load: LoadPlan | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Preferences:
+    """How a run learns from pairs.
+
+    Attributes:
+        config: the run's.
+        kind: what pairs are compared with.
+        model: the second model, where one is loaded.
+        text: what is evaluated besides, as text; None for nothing.
+        checks: what was found out about it.
+    """
+
+    config: TrainDpoConfig
+    kind: Kind
+    model: ReferenceModel | None = None
+    text: EvaluationData | None = None
+    checks: tuple[Check, ...] = field(default=(), repr=False)
+
+    @property
+    def objective(self) -> PreferenceObjective:
+        """What is minimized."""
+        return PreferenceObjective(loss=self.config.loss, beta=self.config.beta, stored=self.kind == "precomputed")
+
+    @property
+    def bind(self) -> Callable[..., PairModels]:
+        """What is trained and what is not → the models that pairs are scored by."""
+        return {"adapter_base": with_base, "separate": with_other}.get(self.kind, alone)
+
+    def model_plan(self, state: StatePlan) -> ShardingPlan:
+        """Where the parameters lie of the models that pairs are scored by, by their paths in `PairModels`."""
+        of_kind = {"adapter_base": state.loaded, "separate": None if self.model is None else self.model.plan}
+        return pair_plan(state.model, of_kind.get(self.kind))
+
+    @property
+    def resident(self) -> ReferenceModel | None:
+        """The second model, where it is there during steps."""
+        return self.model if self.kind == "separate" else None
+
+    def beside(self, plan: ShardingPlan) -> ShardingPlan:
+        """A plan of what a run holds, with the second model where it holds that."""
+        return under_reference(plan, None if self.resident is None else self.resident.plan)
+
+    @property
+    def stores(self) -> str | None:
+        """The folder of what the reference says of pairs, where that is made once; None where it is not."""
+        config = self.config
+        if self.kind == "precomputed":
+            return root_of(getattr(config.reference, "cache_dir", None), config.data.cache_dir, "reference.cache_dir")
+        if self.kind != "none" and config.reference_eval_cache.mode == "build_or_load":
+            own = config.reference_eval_cache.cache_dir
+            return root_of(own, config.data.cache_dir, "reference_eval_cache.cache_dir")
+        return None
+
+    @property
+    def evaluates_alone(self) -> bool:
+        """Whether evaluations score with the policy alone: the reference has said it, or nothing is compared."""
+        return self.kind == "none" or self.stores is not None
+
+    def scored_once(self, frozen: PyTree, state: StatePlan) -> tuple[PyTree, ShardingPlan]:
+        """The model that scores pairs once, abstract, and where it lies.
+
+        Args:
+            frozen: what is frozen of the policy: the base, where adapters are trained.
+            state: the placement of the run's state.
+        """
+        return (frozen, state.loaded) if self.model is None else (self.model.module, self.model.plan)
+
+    def in_order(self, programs: Sequence[Program]) -> list[Program]:
+        """The Programs of a run as it runs them: a precomputed reference scores before anything is made."""
+        first = [each for each in programs if each.name == SCORE and self.kind == "precomputed"]
+        return [*first, *(each for each in programs if each not in first)]
+
+    @property
+    def first_loss(self) -> float | None:
+        """The loss of the first step, where that is known: policy and reference begin as one model."""
+        config = self.config
+        lora = config.lora
+        if lora is not None and (lora.dropout or (lora.base_dtype is not None and self.kind != "adapter_base")):
+            return None
+        if config.begun_from_checkpoint is not None or config.trainer.initialize_from is not None:
+            return None
+        if self.kind == "adapter_base" or (self.model is not None and config.reference_model == config.pretrained):
+            return config.loss.at_start(config.beta)
+        return None
+
+    @property
+    def scored_besides(self) -> float:
+        """Forward passes of a step beside the policy's, in those of the policy."""
+        return 1.0 if self.kind in ("adapter_base", "separate") else 0.0
+
+    @property
+    def resident_bytes(self) -> Mapping[str, int]:
+        """Bytes on a device of the second model while the run trains."""
+        return {} if self.resident is None else {REFERENCE: self.resident.plan.bytes_per_device}
+
+
+def root_of(own: str | None, cache_dir: str | None, key: str) -> str:
+    """The folder of what references say.
+
+    Raises:
+        ReferenceModelError: none is named.
+    """
+    if own is None and cache_dir is None:
+        raise ReferenceModelError(f"{key}: names no folder, and data.cache_dir is null; name one of them")
+    return join(str(cache_dir), STORES) if own is None else own
+
+
+def formats_of(config: TrainLmConfig) -> Formats:
+    """The formats of records that a run learns from."""
+    return PAIRS if isinstance(config, TrainDpoConfig) else FORMATS
+
+
+def kind_of_reference(config: TrainDpoConfig) -> Kind:
+    """What the pairs of a run are compared with."""
+    if not config.loss.has_reference:
+        return "none"
+    if isinstance(config.reference, AdapterBaseReferenceConfig):
+        return "adapter_base"
+    return "precomputed" if isinstance(config.reference, PrecomputedReferenceConfig) else "separate"
+
+
+def find_preferences(
+    config: TrainLmConfig,
+    written: ExplicitKeys,
+    origin: Origin | None,
+    *,
+    vocab: tuple[Axis, int],
+    precision: Precision,
+    resolved: ResolvedMesh,
+    target: Target,
+    hbm_bytes: int | None,
+    base_bytes: int,
+) -> Preferences | None:
+    """What a run learns from pairs with; None where it learns from text.
+
+    Args:
+        config: the run.
+        written: the keys that the user wrote.
+        origin: where the policy comes from, if from a Hugging Face checkpoint.
+        vocab: rows of the embedding: the axis, and how many of them are ids.
+        precision: the dtype policy.
+        resolved: mesh and mappings.
+        target: the devices.
+        hbm_bytes: usable memory of one.
+        base_bytes: of the model that adapters are of, on one.
+
+    Raises:
+        ValueError: the reference is broken, or has other ids.
+    """
+    if not isinstance(config, TrainDpoConfig):
+        return None
+    kind = kind_of_reference(config)
+    text, found = (None, []) if config.lm_validation_data is None else find_validation(config.lm_validation_data)
+    bare = Preferences(config=config, kind=kind, text=text)
+    if kind == "separate" and not getattr(config.reference, "model_path", None):
+        raise ReferenceModelError(
+            "reference.model_path: type separate compares with a model of its own, and none is named; name it, use "
+            "reference: {type: adapter_base} with an adapter, or {type: precomputed}"
+        )
+    bare = replace(bare, checks=(*(replace(check, name="lm_validation_data") for check in found), *_store_checks(bare)))
+    if config.reference_model is None:
+        return bare if kind == "none" else replace(bare, checks=(*bare.checks, _side_by_side(kind, base_bytes)))
+    theirs = _origin(config, written, origin)
+    Vocab, ids = vocab
+    own = theirs.architecture.vocab_size
+    if own is not None and own != ids:
+        raise ReferenceModelError(
+            f"reference: {config.reference_model} has {own} ids, the model that is trained has {ids}; of another "
+            "vocabulary log-probabilities do not compare"
+        )
+    if theirs.has_int8:
+        raise ReferenceModelError(f"reference: {config.reference_model} has 8-bit weights, which are not read here yet")
+    model, _ = replace(theirs.architecture, vocab_size=ids).for_platform(
+        target.platform, compute_dtype=precision.compute, length=config.positions, parts=resolved.query_ways
+    )
+    module = cast(abstract(lambda: model.build(Vocab, key=jax.random.PRNGKey(0))), precision.compute)
+    plan = plan_sharding(leaves(module), resolved.mappings, resolved.spec, hbm_bytes=hbm_bytes)
+    load, problems = None, []
+    if not plan.errors:
+        load, problems = planned_loading(theirs, model, Vocab, plan, target)
+    return replace(
+        bare,
+        model=ReferenceModel(
+            origin=theirs,
+            config=model,
+            module=module,
+            plan=plan,
+            load=None if load is None else replace(load, name=f"load.{REFERENCE}"),
+        ),
+        checks=(
+            *bare.checks,
+            *_renamed(theirs.checks),
+            *_renamed(problems),
+            _side_by_side(kind, plan.bytes_per_device),
+        ),
+    )
+
+
+def _store_checks(pairs: Preferences) -> list[Check]:
+    """Where what the reference says is stored."""
+    folder = pairs.stores
+    if folder is None:
+        return []
+    what = "all pairs are scored once, and the reference is not loaded for steps"
+    if pairs.kind != "precomputed":
+        what = "validation pairs are scored once"
+    message = f"{what}; its log-probabilities are stored in {folder}"
+    return [*output_checks("reference", folder), Check(name="reference", status="ok", message=message)]
+
+
+def _side_by_side(kind: Kind, nbytes: int) -> Check:
+    """What each way to compare would take, whichever the run has.
+
+    Args:
+        kind: the run's.
+        nbytes: of a second model on a device.
+    """
+    what = {
+        "separate": f"{gib(nbytes)} on each device and one more forward pass a step",
+        "adapter_base": "nothing on a device and one more forward pass a step (of adapters)",
+        "precomputed": "nothing on a device and no pass in a step, after one pass over all pairs",
+    }
+    said = [f"{name}: {takes}{' (this run)' if name == kind else ''}" for name, takes in what.items()]
+    return Check(name="reference", status="note", message="; ".join(said))
+
+
+def _origin(config: TrainDpoConfig, written: ExplicitKeys, policy: Origin | None) -> Origin:
+    path = config.reference_model
+    assert path is not None
+    block = ModelBlock.of(config.model, written)
+    if not getattr(config.reference, "is_hf", True):
+        return find_saved(path, block if not config.takes_architecture else None, key="reference.model_path")
+    if policy is not None and path == config.pretrained:
+        return policy
+    return find_origin(path, block, block_is_whole=not config.takes_architecture, block_yields=True)
+
+
+def _renamed(checks: Iterable[Check]) -> list[Check]:
+    return [replace(check, name=f"reference {check.name}") for check in checks]
+
+
+def under(name: str, each: LeafPlan) -> LeafPlan:
+    """A leaf's plan where its path has one more part in front."""
+    return replace(each, leaf=replace(each.leaf, path=f"{name}.{each.leaf.path}"))
+
+
+def under_reference(plan: ShardingPlan, reference: ShardingPlan | None) -> ShardingPlan:
+    """A plan with a second model's leaves under `reference.`, and what is wrong with them."""
+    if reference is None:
+        return plan
+    moved = (under(REFERENCE, each) for each in reference.leaves)
+    found = (replace(each, path=f"{REFERENCE}.{each.path}") for each in reference.findings if each.error is not None)
+    return replace(plan, leaves=(*plan.leaves, *moved), findings=(*plan.findings, *found))

@@ -1,0 +1,20 @@
+"""Trains a language model on preferences: of two answers to one prompt, the one that was preferred becomes likelier.
+
+    python -m levanter.main.train_dpo --config_path my_dpo.yaml
+
+The run is that of `train_lm`, with pairs in the place of text and `trainer.preference`'s objective.
+"""
+
+from levanter.commands.cli.runner import perform
+from levanter.commands.train.aliases import by_other_keys
+from levanter.commands.train.dpo.config import TrainDpoConfig
+from levanter.config import ExplicitKeys
+
+NAME = "train_dpo"
+ENTRY_POINT = by_other_keys(NAME, TrainDpoConfig, lambda config: config)
+describe = ENTRY_POINT.describe
+
+
+def main(config: TrainDpoConfig, *, written: ExplicitKeys | None = None) -> int:
+    """Trains; returns 75 if the run was told to stop before its end and saved itself."""
+    return perform(ENTRY_POINT, config, written=written).exit_code

@@ -1,0 +1,241 @@
+"""The first state of a run, if it comes from one of our checkpoints.
+
+A run *resumes* from a checkpoint (its own, `trainer.load_checkpoint_path`, `trainer.initialize_from`): everything is
+restored, the step included, so data and schedule continue where they stopped. A run that *begins* from a checkpoint is
+at step 0, at the start of its data and of its schedule. `initialize_from_checkpoint_path` restores the parameters and
+the optimizer state, `initialize_model_from_checkpoint_path` only the parameters.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from haliax_ext.abstract import leaves, with_arrays
+from levanter.checkpoint import (
+    CheckpointMismatchError,
+    CheckpointRef,
+    RestoreTarget,
+    SavedLeaf,
+    checkpoint_at,
+    planned_targets,
+    restore,
+)
+from levanter.commands.model.sharding import load_weights
+from levanter.commands.train.adapters import begun_adapters
+from levanter.commands.train.work import TrainPlan, TrainWork
+from levanter.distributed.compile_barrier import jit_together
+from levanter.models.base import LmHeadModel
+from levanter.trainer.adapter_state import INIT, INIT_BASE
+from levanter.trainer.averaging import ParameterAverage
+from levanter.trainer.frozen_identity import DIGEST, FrozenPart, check_digests, check_partition, on_host, under_model
+from levanter.trainer.state import FROZEN, MODEL, OPTIMIZER, TrainState
+from levanter.trainer.trainable import bind
+
+logger = logging.getLogger(__name__)
+
+
+def first_state(
+    plan: TrainPlan, mesh: Mesh, resumed: CheckpointRef | None, *, show: bool
+) -> tuple[TrainState, LmHeadModel | None]:
+    """The state before the first step (of a checkpoint, of weights, or initialized from the seed), and the frozen part.
+
+    The frozen part is in no checkpoint of the run: it is read from its original source.
+
+    Raises:
+        CheckpointMismatchError: the checkpoint does not match; lists the leaves that differ.
+    """
+    work: TrainWork = plan.work
+    config = work.config
+    if resumed is not None:
+        check_partition(resumed, work.frozen_part)
+        if work.frozen is None:
+            return restored(plan, mesh, resumed), None
+    key = jax.random.PRNGKey(config.trainer.seed)
+    if work.adapted is not None:
+        base = adapted_model(plan, mesh, key, show=show)
+        if resumed is not None:
+            return restored(plan, mesh, resumed), base
+        if work.begun is not None:
+            return jit_together(plan.program(INIT), mesh)(key, begun_adapters(work, mesh)), base
+        copied = work.adapted.copied(base)
+        return jit_together(plan.program(INIT), mesh)(key, *(() if copied is None else (copied,))), base
+    if config.pretrained is not None:
+        assert plan.load is not None and work.origin is not None and work.origin.checkpoint is not None
+        loaded = load_weights(
+            plan.load,
+            work.state_plan.parameters,
+            work.origin.checkpoint.source,
+            mesh,
+            show=show,
+            allow_nonfinite=config.trainer.allow_nonfinite,
+        )
+        frozen = with_arrays(work.frozen, loaded.arrays)
+        if resumed is not None:
+            del loaded
+            return restored(plan, mesh, resumed), frozen
+        trained = with_arrays(work.state.model, loaded.arrays)
+        return jit_together(plan.program("init_optimizer"), mesh)(trained, key), frozen
+    frozen = None if work.frozen is None else jit_together(plan.program("init_frozen"), mesh)(key)
+    if resumed is not None:
+        assert frozen is not None
+        frozen = frozen_begun_from(plan, mesh, frozen)
+        return restored(plan, mesh, resumed), frozen
+    return begun_from(plan, mesh, jit_together(plan.program("init_state"), mesh)(key), frozen)
+
+
+def adapted_model(plan: TrainPlan, mesh: Mesh, key: jax.Array, *, show: bool) -> LmHeadModel:
+    """The model that adapters are of: loaded, of one of our checkpoints, or initialized from the seed.
+
+    Raises:
+        CheckpointMismatchError: the checkpoint does not match; lists the leaves that differ.
+    """
+    work: TrainWork = plan.work
+    assert work.frozen is not None
+    if work.config.pretrained is None:
+        return frozen_begun_from(plan, mesh, jit_together(plan.program(INIT_BASE), mesh)(key))
+    assert plan.load is not None and work.origin is not None and work.origin.checkpoint is not None
+    loaded = load_weights(
+        plan.load,
+        work.state_plan.loaded,
+        work.origin.checkpoint.source,
+        mesh,
+        show=show,
+        allow_nonfinite=work.config.trainer.allow_nonfinite,
+    )
+    return with_arrays(work.frozen, loaded.arrays)
+
+
+def checked_frozen(
+    plan: TrainPlan, mesh: Mesh, frozen: LmHeadModel | None, resumed: CheckpointRef | None
+) -> FrozenPart | None:
+    """How the run's checkpoints identify the frozen part; None for nothing.
+
+    Raises:
+        CheckpointMismatchError: the run resumes from a checkpoint that was trained with another frozen part.
+    """
+    work: TrainWork = plan.work
+    if frozen is None or work.frozen_part is None:
+        return None
+    part = replace(work.frozen_part, digests=on_host(jit_together(plan.program(DIGEST), mesh)(frozen)))
+    if resumed is not None:
+        check_digests(resumed, part)
+    return part
+
+
+def restored(plan: TrainPlan, mesh: Mesh, ref: CheckpointRef) -> TrainState:
+    """The complete state of a checkpoint, on any mesh.
+
+    Raises:
+        CheckpointMismatchError: the checkpoint does not match; lists the leaves that differ.
+    """
+    targets = _targets(plan, mesh)
+    wanted = {leaf.path: targets[leaf.path] for leaf in leaves(plan.work.state)}
+    return with_arrays(plan.work.state, restore(ref, wanted))
+
+
+def begun_from(
+    plan: TrainPlan, mesh: Mesh, fresh: TrainState, frozen: LmHeadModel | None
+) -> tuple[TrainState, LmHeadModel | None]:
+    """A fresh state and the frozen part, with what the configuration takes from a checkpoint.
+
+    Args:
+        plan: the run.
+        mesh: its devices.
+        fresh: initialized from the seed.
+        frozen: initialized from the seed.
+
+    Raises:
+        CheckpointMismatchError: the checkpoint does not match; lists the leaves that differ.
+    """
+    work: TrainWork = plan.work
+    config, whole = work.config, bind(fresh.model, frozen)
+    if config.initialize_model_from_checkpoint_path is not None:
+        ref = checkpoint_at(config.initialize_model_from_checkpoint_path)
+        trained, frozen = work.partition.split(_taken(plan, mesh, ref, whole, MODEL))
+        return replace(fresh, model=trained, average=_from_there(plan, mesh, ref, fresh, whole)), frozen
+    if config.initialize_from_checkpoint_path is not None:
+        ref = checkpoint_at(config.initialize_from_checkpoint_path)
+        try:
+            trained, frozen = work.partition.split(_taken(plan, mesh, ref, whole, MODEL))
+            optimizer = _taken(plan, mesh, ref, fresh.optimizer, OPTIMIZER)
+        except CheckpointMismatchError as error:
+            raise CheckpointMismatchError(
+                f"{error}\n  → use initialize_model_from_checkpoint_path to take only the parameters"
+            ) from error
+        average = _from_there(plan, mesh, ref, fresh, whole)
+        rewound = _rewound(optimizer, fresh.optimizer)
+        return replace(fresh, model=trained, optimizer=rewound, average=average), frozen
+    return fresh, frozen
+
+
+def _from_there(
+    plan: TrainPlan, mesh: Mesh, ref: CheckpointRef, fresh: TrainState, whole: LmHeadModel
+) -> ParameterAverage | None:
+    """The average of a run that begins with a checkpoint's parameters: a copy of these."""
+    if fresh.average is None:
+        return None
+    return replace(fresh.average, parameters=plan.work.partition.split(_taken(plan, mesh, ref, whole, MODEL))[0])
+
+
+def frozen_begun_from(plan: TrainPlan, mesh: Mesh, frozen: LmHeadModel) -> LmHeadModel:
+    """The frozen part as the run began with it: initialized from the seed, or from the checkpoint that it began from.
+
+    Args:
+        plan: the run.
+        mesh: its devices.
+        frozen: made from the seed.
+    """
+    begun = plan.work.config.begun_from_checkpoint
+    if begun is None:
+        return frozen
+    ref = checkpoint_at(begun)
+    return _taken(plan, mesh, replace(ref, leaves=_only(ref, frozen)), frozen, MODEL)
+
+
+def _only(ref: CheckpointRef, frozen: LmHeadModel) -> dict[str, SavedLeaf]:
+    """The frozen arrays of a checkpoint."""
+    wanted = {under_model(leaf.path) for leaf in leaves(frozen)}
+    return {path: leaf for path, leaf in ref.leaves.items() if path in wanted}
+
+
+def _taken(plan: TrainPlan, mesh: Mesh, ref: CheckpointRef, fresh: Any, part: str) -> Any:
+    """A part of the state, or of the complete model, as it is in a checkpoint."""
+    prefix = f"{part}."
+    targets = _targets(plan, mesh)
+    wanted = {path: targets[path] for path in (f"{prefix}{leaf.path}" for leaf in leaves(fresh))}
+    if plan.work.config.trainer.allow_partial_checkpoint:
+        for path in sorted(wanted.keys() - ref.leaves.keys()):
+            logger.warning("%s: does not contain %s, which is initialized", ref.path, path)
+        wanted = {path: target for path, target in wanted.items() if path in ref.leaves}
+    others = {path for path in ref.leaves if not path.startswith(prefix)}
+    part_of = replace(ref, leaves={path: leaf for path, leaf in ref.leaves.items() if path not in others})
+    found = {path.removeprefix(prefix): x for path, x in restore(part_of, wanted).items()}
+    logger.info("%s from the %s", "parameters" if part == MODEL else "optimizer state", ref)
+    own = {leaf.path: x for leaf, x in zip(leaves(fresh), jax.tree.leaves(fresh), strict=True)}
+    return with_arrays(fresh, {**own, **found})
+
+
+def _rewound(optimizer: Any, fresh: Any) -> Any:
+    """The optimizer state with its schedule reset; the step count of Adam's averages stays."""
+
+    def is_schedule(node: object) -> bool:
+        return isinstance(node, optax.ScaleByScheduleState)
+
+    return jax.tree.map(lambda old, new: new if is_schedule(old) else old, optimizer, fresh, is_leaf=is_schedule)
+
+
+def _targets(plan: TrainPlan, mesh: Mesh) -> Mapping[str, RestoreTarget]:
+    """The placement of every array that a checkpoint may have: the state, and the frozen rest of the model."""
+    work: TrainWork = plan.work
+    assert work.model.vocab_size is not None
+    targets = planned_targets(work.state_plan.resident, mesh, true_sizes={"vocab": work.model.vocab_size})
+    rest = f"{FROZEN}."
+    return {
+        under_model(path.removeprefix(rest)) if path.startswith(rest) else path: target
+        for path, target in targets.items()
+    }

@@ -1,0 +1,237 @@
+"""The evaluation harness between steps: `eval_harness:` of a training run.
+
+Every `eval_harness_steps` steps, and after the last one, the tasks are asked of the parameters as they are, adapters
+bound, by Programs of the same form as those of `eval_harness`. Results go to the trackers by lm_eval's names, and into
+a folder of the run. Process 0 asks; the others compute the tables that it tells.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+from jax.sharding import Mesh
+
+from haliax_ext.program import Program
+from levanter.commands.model.eval_prompts import (
+    conversation_template,
+    question_encoder,
+    question_length,
+    reading_checks,
+    rows_flops,
+    rows_reach,
+    rows_room,
+    sampling_checks,
+)
+from levanter.commands.train.config import TrainLmConfig
+from levanter.commands.train.programs import TrainedRun
+from levanter.data import Tokenizer
+from levanter.data.chat import ChatTemplate
+from levanter.distributed.barrier import is_process_0
+from levanter.eval.harness.broadcast import follow, leading
+from levanter.eval.harness.config import HarnessConfig, listed
+from levanter.eval.harness.counting import Counted
+from levanter.eval.harness.encoding import HarnessError, QueryEncoder
+from levanter.eval.harness.leading import ask, written_samples
+from levanter.eval.harness.packing import RowShape, row_shapes
+from levanter.eval.harness.program import score_programs
+from levanter.eval.harness.results import date_id, result_files, table_of, tracked
+from levanter.eval.harness.scoring import Scorer
+from levanter.eval.harness.task_discovery import FoundTasks, count_requests, find_tasks
+from levanter.io import OutputError, atomic_write, join
+from levanter.models.base import LmHeadModel
+from levanter.runplan import Check, Recorder, Workload
+from levanter.trainer.batch_plan import BatchPlan
+from levanter.trainer.loss import in_compute_dtype
+from levanter.trainer.state import TrainState
+from levanter.trainer.trainable import bind
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainingHarness:
+    """What is asked between steps.
+
+    Attributes:
+        config: the block.
+        tasks: what is asked.
+        encoder: makes tokens of texts; None where there is no tokenizer.
+        template: writes conversations; None where there is none.
+        programs: that score rows, by their shape.
+        run: what is trained.
+        counted: how often they run in one evaluation; None where that is not known here.
+        checks: those made.
+    """
+
+    config: HarnessConfig
+    tasks: FoundTasks
+    encoder: QueryEncoder | None
+    template: ChatTemplate | None
+    programs: Mapping[RowShape, Program]
+    run: TrainedRun
+    counted: Counted | None
+    checks: tuple[Check, ...]
+
+    def cost(self, shape: RowShape) -> float:
+        """FLOPs of a batch."""
+        return rows_flops(self.run.model, self.run.Vocab.size, shape, "full")
+
+    @property
+    def workloads(self) -> tuple[Workload, ...]:
+        """The work of all evaluations."""
+        config: TrainLmConfig = self.run.config
+        times = -(-config.trainer.num_train_steps // config.eval_harness_steps)
+        reason = "the tasks' documents are not available here"
+        if self.counted is not None:
+            reason = f"{self.counted.reason}, {times:,} times"
+        return tuple(
+            Workload(
+                program=shape.name,
+                tokens=shape.rows * shape.length,
+                unit="tokens",
+                items=shape.rows * shape.length,
+                flops_full=self.cost(shape),
+                flops_causal=rows_flops(self.run.model, self.run.Vocab.size, shape, "causal"),
+                executions=None if self.counted is None else times * self.counted.executions.get(shape.name, 0),
+                reason=reason,
+            )
+            for shape in self.programs
+        )
+
+
+def find_harness(run: TrainedRun, tokenizer: Tokenizer | None, largest: BatchPlan) -> TrainingHarness | None:
+    """The harness of a run; None where it has none.
+
+    Args:
+        run: what is trained.
+        tokenizer: of the data; None where it is not available here.
+        largest: the batch whose microbatch rows are used, unless the configuration sets those of evaluation.
+    """
+    config = run.config.eval_harness
+    if config is None or not config.task_spec:
+        return None
+    tasks = find_tasks(config, listed(config.include_path))
+    checks = [tasks.check, *sampling_checks(logged=config.sample_logging.logs)]
+    if tasks.writes:
+        error = HarnessError(
+            "eval_harness.task_spec: there are tasks that want texts written (generate_until), and between steps there "
+            "are no rows that write\n  → leave them out here, and ask them of a checkpoint: eval_harness "
+            "--checkpoint_path …"
+        )
+        checks.append(Check(name="tasks", status="error", message=str(error), error=error))
+    length, found = question_length(config.max_length, run.model, run.config.positions)
+    checks += found
+    per_device = run.config.trainer.per_device_eval_parallelism
+    rows = largest.per_device if per_device == -1 else per_device
+    longest, branches = rows_reach(run.model, run.resolved, run.platform, length=length, tokens=rows * length)
+    checks += reading_checks(run.model, longest)
+    shapes = row_shapes(longest, tokens=rows * length, ways=run.resolved.batch_ways, branches=branches)
+
+    encoder, found = question_encoder(tokenizer, length)
+    template, more = conversation_template(tokenizer, asked=config.apply_chat_template)
+    checks += [*found, *more]
+
+    def cost(shape: RowShape) -> float:
+        return rows_flops(run.model, run.Vocab.size, shape, "full")
+
+    # Who says how many rows there are has them, in any case.
+    room = rows_room(run.resolved, run.platform) if per_device == -1 else None
+    counted, problem = count_requests(tasks, config, encoder, template, shapes, cost, room)
+    checks += [] if problem is None else [problem]
+    shapes = shapes if counted is None else counted.shapes
+
+    def usable(model: LmHeadModel) -> LmHeadModel:
+        return in_compute_dtype(model, run.precision.compute, run.state_plan.model)
+
+    programs = score_programs(
+        bind(run.state.model, run.frozen),
+        shapes,
+        mappings=run.resolved.mappings,
+        placement=run.state_plan.model,
+        batch_axis=run.resolved.batch_axis,
+        matmul_precision=run.precision.matmul,
+        compiler_options=run.compiler.working["score"],
+        usable=usable,
+    )
+    every = f"every {run.config.eval_harness_steps:,} steps and after the last one"
+    asked = "" if counted is None else f", {counted.requests:,} requests"
+    checks.append(Check(name="harness", status="ok", message=f"{every}{asked}, in rows of {length:,} tokens at most"))
+    return TrainingHarness(
+        config=config,
+        tasks=tasks,
+        encoder=encoder,
+        template=template,
+        programs=programs,
+        run=run,
+        counted=counted,
+        checks=tuple(checks),
+    )
+
+
+@dataclass(kw_only=True)
+class AskHarness:
+    """Asks the tasks between two steps, and logs the results under the last step's number.
+
+    Attributes:
+        harness: what is asked.
+        frozen: the part of the model that is not in the state; None for nothing.
+        mesh: the devices.
+        tracker: where the numbers go.
+        folder: of the results, each in a folder of its step.
+        name: of the run, for the results.
+        every: steps between two evaluations.
+        last: the run's last step, which is always evaluated.
+        show: whether this process prints.
+    """
+
+    harness: TrainingHarness
+    frozen: LmHeadModel | None
+    mesh: Mesh
+    tracker: Recorder
+    folder: str
+    name: str
+    every: int
+    last: int
+    show: bool
+
+    def due(self, taken: int) -> bool:
+        """Whether the tasks are due."""
+        return taken % self.every == 0 or taken == self.last
+
+    def __call__(self, taken: int, state: TrainState) -> None:
+        """Asks all tasks."""
+        harness = self.harness
+        scorer = Scorer(
+            programs=harness.programs, mesh=self.mesh, model=bind(state.judged, self.frozen), cost=harness.cost
+        )
+        if not is_process_0():
+            follow(scorer, _no_texts)
+            return
+        assert harness.encoder is not None and harness.tasks.loaded is not None, "RunPlan.check() comes before a run"
+        with leading():
+            found, samples = ask(
+                harness.tasks.loaded,
+                harness.config,
+                encoder=harness.encoder,
+                scorer=scorer,
+                texts=None,
+                template=harness.template,
+                name=f"{self.name}, step {taken}",
+                show=self.show,
+            )
+        self.tracker.log(tracked(found), step=max(taken - 1, 0))
+        logger.info("step %d:\n%s", taken, table_of(found))
+        where = join(self.folder, f"step-{taken}")
+        logged = written_samples(harness.config, samples)
+        try:
+            for path, content in result_files(where, found, logged, date_id(datetime.now())).items():
+                with atomic_write(path) as file:
+                    file.write(content)
+        except OutputError as error:
+            # The numbers are with the trackers, and the run has more to do than to write them twice.
+            logger.error("step %d: the harness's results cannot be written in %s: %s", taken, where, error)
+
+
+def _no_texts() -> None:
+    raise AssertionError("a plan without texts must not write any")

@@ -1,0 +1,74 @@
+"""The configuration of `lora_lm`: upstream's keys for what `train_lm` does with `adapter: {type: lora}`."""
+
+from dataclasses import dataclass, field
+
+from levanter.commands.train.config import TrainLmConfig
+from levanter.config.plan_options import PlanOptions
+from levanter.config.validators import PathText, PositiveInt, Ranged
+from levanter.data.config import LmDataConfig
+from levanter.models.adapters.config import LoraConfig
+from levanter.models.llama.config import LlamaConfig
+from levanter.models.registry import LmConfig
+from levanter.optim import AdamConfig, OptimizerConfig
+from levanter.trainer.config import TrainerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraLmConfig(Ranged):
+    """Which adapters `lora_lm` trains, of which model, on what.
+
+    Attributes:
+        initialize_from_hf: the Hugging Face checkpoint that is adapted; its architecture is used.
+        lora: the adapters.
+        data: the data sets and their weights.
+        trainer: devices, mesh, batch, precision, trackers, checkpoints.
+        optimizer: optimizer and learning rate.
+        train_seq_len: tokens per row.
+        peft_save_path, merged_hf_save_path, hf_save_steps: where, and how often, adapters are saved as peft reads
+            them, and whole models with the adapters merged in.
+        peft_hf_upload, merged_hf_upload: not supported yet.
+        model: how the model is run (`gradient_checkpointing`, …); its architecture is the checkpoint's. A complete
+            block is enough to plan a run whose checkpoint is not reachable.
+        trust_remote_code: accepted for compatibility; no code of a checkpoint is ever run.
+        plan: assumptions for planning that a run would find out by itself.
+    """
+
+    initialize_from_hf: PathText
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    data: LmDataConfig = field(default_factory=LmDataConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    optimizer: OptimizerConfig = field(default_factory=AdamConfig)
+    train_seq_len: PositiveInt = 4096
+    peft_save_path: PathText | None = None
+    peft_hf_upload: str | None = None
+    merged_hf_save_path: PathText | None = None
+    merged_hf_upload: str | None = None
+    hf_save_steps: PositiveInt = 1000
+    model: LmConfig = field(default_factory=LlamaConfig)
+    trust_remote_code: bool = False
+    plan: PlanOptions = field(default_factory=PlanOptions)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # What does not go together is said at once, and not when the run begins.
+        _ = self.training
+
+    @property
+    def training(self) -> TrainLmConfig:
+        """The run of `train_lm` that this is."""
+        return TrainLmConfig(
+            initialize_from_hf=self.initialize_from_hf,
+            use_hf_model_config=True,
+            adapter=self.lora,
+            data=self.data,
+            trainer=self.trainer,
+            optimizer=self.optimizer,
+            train_seq_len=self.train_seq_len,
+            peft_save_path=self.peft_save_path,
+            peft_hf_upload=self.peft_hf_upload,
+            merged_hf_save_path=self.merged_hf_save_path,
+            merged_hf_upload=self.merged_hf_upload,
+            hf_save_steps=self.hf_save_steps,
+            model=self.model,
+            plan=self.plan,
+        )

@@ -1,0 +1,20 @@
+"""Trains adapters of a Hugging Face checkpoint, by upstream's keys.
+
+    python -m levanter.main.lora_lm --config_path my_lora.yaml
+
+The run is that of `train_lm` with `adapter: {type: lora, …}`.
+"""
+
+from levanter.commands.cli.runner import perform
+from levanter.commands.train.aliases import by_other_keys
+from levanter.commands.train.lm.lora_config import LoraLmConfig
+from levanter.config import ExplicitKeys
+
+NAME = "lora_lm"
+ENTRY_POINT = by_other_keys(NAME, LoraLmConfig, lambda config: config.training)
+describe = ENTRY_POINT.describe
+
+
+def main(config: LoraLmConfig, *, written: ExplicitKeys | None = None) -> int:
+    """Trains; returns 75 if the run was told to stop before its end and saved itself."""
+    return perform(ENTRY_POINT, config, written=written).exit_code

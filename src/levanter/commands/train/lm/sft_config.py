@@ -1,0 +1,25 @@
+"""The configurations of `sft` and `sft_mixture`: `train_lm`'s, which their documents are translated to.
+
+They are classes of their own so that a document's keys are read as these entry points had them: `supervised_data` was
+what they trained on, to `train_lm` it is what it evaluates.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from levanter.commands.train.config import TrainLmConfig
+from levanter.config.upstream.sft import MIXTURE, SFT
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftConfig(TrainLmConfig):
+    """`train_lm`'s configuration; documents may have upstream's keys of `sft`."""
+
+    EARLIER: ClassVar[str] = SFT
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftMixtureConfig(TrainLmConfig):
+    """`train_lm`'s configuration; documents may have upstream's keys of `sft_mixture`."""
+
+    EARLIER: ClassVar[str] = MIXTURE

@@ -1,0 +1,349 @@
+"""Trains a language model.
+
+    python -m levanter.main.train_lm --config_path config/train/llama2_7b_v4-32.yaml
+
+`describe` tells what a run will do from the config and the number of devices alone: the batch and how it is divided,
+the placement of every parameter and of the optimizer state, the Programs (`init_state`, or `init_optimizer` after
+loading weights; then `train_step`, one for each batch size of a schedule). `levanter.main.plan train_lm` compiles these
+same Programs for a pod that you do not have.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import haliax as hax
+import jax
+import numpy as np
+
+from haliax_ext.abstract import abstract, cast
+from haliax_ext.program import Program
+from haliax_ext.replica_slices import parts_program
+from haliax_ext.saving import saving_programs
+from levanter.commands.cli.runner import perform
+from levanter.commands.model.sharding import planned_loading, vocabulary_axis
+from levanter.commands.model.workloads import training_workloads
+from levanter.commands.train.adapters import begun_with, found_adapters, frozen_base, planned_peft
+from levanter.commands.train.checks import place_checks
+from levanter.commands.train.config import TrainLmConfig
+from levanter.commands.train.dpo.setup import find_preferences
+from levanter.commands.train.frozen import frozen_part, head_notes, partition_notes, spared_flops
+from levanter.commands.train.lm.lm_eval_hook import find_harness
+from levanter.commands.train.monitoring import run_facts
+from levanter.commands.train.outcome import Trained
+from levanter.commands.train.programs import (
+    TrainedRun,
+    evaluation_program,
+    first_programs,
+    pair_programs,
+    step_programs,
+)
+from levanter.commands.train.reinit_tokens import renewed_rows
+from levanter.commands.train.resident_bytes import bytes_beside
+from levanter.commands.train.resolved import ResolvedTraining, settle
+from levanter.commands.train.run import execute
+from levanter.commands.train.run_dirs import places_written, what_is_left
+from levanter.commands.train.work import TrainPlan, TrainWork
+from levanter.compat.hf.export import plan_export
+from levanter.compat.hf.peft import PeftPlan
+from levanter.config import ExplicitKeys
+from levanter.data import has_chats
+from levanter.models.base import LmHeadModel
+from levanter.models.registry import LmConfig
+from levanter.runplan import (
+    OK,
+    PREEMPTED,
+    Check,
+    EntryPoint,
+    NonFiniteResultError,
+    RunPlan,
+    Searchable,
+    Session,
+    Target,
+    Workload,
+)
+from levanter.trainer.batch_plan import BatchPlan
+from levanter.trainer.loss import LmObjective
+from levanter.trainer.state import AVERAGE, OPTIMIZER, StatePlan, abstract_frozen, abstract_state, plan_state
+from levanter.trainer.trainable import Partition
+
+NAME = "train_lm"
+
+
+def describe(
+    config: TrainLmConfig, target: Target, *, written: ExplicitKeys | None = None, objective: LmObjective | None = None
+) -> TrainPlan:
+    """Describes a training run for `target`; reads metadata only.
+
+    Args:
+        config: what is trained.
+        target: the devices.
+        written: the keys that the user wrote; None for a config made in Python.
+        objective: a custom objective, from Python, on the same batches. Its segments, z-loss and auxiliary weights come
+            from the configuration.
+
+    Raises:
+        ValueError: mesh, batch, schedule or precision cannot be resolved. What is wrong with the sharding is in the
+            plan.
+    """
+    settled = settle(config, target, ExplicitKeys.in_python(config) if written is None else written)
+    config, origin, model, vocab = settled.config, settled.origin, settled.model, settled.vocab
+    batches, resolved, checks = settled.batches, settled.resolved, list(settled.checks)
+    trainer = config.trainer
+    Vocab = vocabulary_axis(vocab, resolved)
+    model = replace(model, vocab_size=vocab)
+    if Vocab.size != vocab:
+        rounded = f"{Vocab.size} rows of embedding and head, a multiple of their shards"
+        checks.append(Check(name="vocabulary", status="note", message=rounded))
+    for stage in batches:
+        since = f"from step {stage.start}: " if len(batches) > 1 else ""
+        checks.append(Check(name="batch", status="ok", message=f"{since}{stage.plan}"))
+
+    run = _with_pairs(settled, _trained(settled, model, Vocab, target, objective or LmObjective()), target)
+    checks += () if run.pairs is None else run.pairs.checks
+    state_plan = run.state_plan
+    part = frozen_part(trainer, state_plan, begun_from=config.pretrained or config.begun_from_checkpoint)
+    checks += [*partition_notes(state_plan), *head_notes(state_plan)]
+    largest = max((stage.plan for stage in batches), key=lambda plan: plan.microbatch)
+    checks.append(Check(name="output head", status="note", message=str(run.head(largest.microbatch))))
+    load = None
+    if origin is not None and not state_plan.parameters.errors:
+        load, found = planned_loading(origin, model, Vocab, state_plan.loaded, target, rules=run.rules)
+        checks += found
+    programs = [*first_programs(run), *step_programs(run, batches), *_scoring(settled, run, largest)]
+    harness = find_harness(run, settled.tokenizer, largest)
+    if harness is not None:
+        checks += harness.checks
+        programs += harness.programs.values()
+    if run.pairs is not None:
+        programs = run.pairs.in_order(programs)
+    checks += place_checks(config, model, state_plan, part)
+    peft = planned_peft(config, run.adapted, model, Vocab, state_plan)
+    saving = _saving(config, model, Vocab, state_plan, target, peft)
+    return RunPlan(
+        entry_point=NAME,
+        target=target,
+        mesh=resolved.spec,
+        checks=tuple(checks),
+        sharding=run.resident,
+        activations=run.activations(largest.microbatch),
+        load=load,
+        computing=tuple(programs),
+        saving=saving,
+        workloads=(*_workloads(settled, run), *(() if harness is None else harness.workloads)),
+        notes=resolved.notes,
+        resident_bytes=run.resident_bytes,
+        beside=bytes_beside(state_plan, programs, saving, run.pairs),
+        load_beside=run.load_beside,
+        searchable=_searchable(run, state_plan, Vocab),
+        work=TrainWork(
+            config=config,
+            model=model,
+            Vocab=Vocab,
+            precision=settled.precision,
+            resolved=resolved,
+            state=run.state,
+            partition=run.partition,
+            frozen=run.frozen,
+            adapted=run.adapted,
+            begun=begun_with(run.adapted, model, Vocab, abstract(lambda: run.build(jax.random.PRNGKey(0)))),
+            peft=peft,
+            frozen_part=part,
+            state_plan=state_plan,
+            batches=batches,
+            origin=origin,
+            tokenizer=settled.tokenizer,
+            validation=settled.validation,
+            pairs=run.pairs,
+            harness=harness,
+        ),
+    )
+
+
+def describe_in_full(config: TrainLmConfig, target: Target, *, written: ExplicitKeys | None = None) -> TrainPlan:
+    """Describes the same run without its adapters, every weight trained; see `describe`."""
+    written = ExplicitKeys.in_python(config) if written is None else written
+    return describe(config.without_adapter, target, written=written)
+
+
+def _trained(
+    settled: ResolvedTraining, model: LmConfig, Vocab: hax.Axis, target: Target, objective: LmObjective
+) -> TrainedRun:
+    """What is trained and what is frozen, abstract, and its placement."""
+
+    def build(key: jax.Array) -> LmHeadModel:
+        return model.build(Vocab, key=key)
+
+    def example() -> LmHeadModel:
+        return build(jax.random.PRNGKey(0))
+
+    trainer, resolved = settled.config.trainer, settled.resolved
+    partition = Partition.of(trainer.trainable, abstract(example))
+    adapted = found_adapters(settled.config, model, Vocab, abstract(example))
+    mappings, rules = resolved.mappings, None
+    renewed = renewed_rows(
+        settled.config,
+        abstract(example),
+        tokenizer=settled.tokenizer,
+        vocab=settled.vocab,
+        partition=partition,
+        adapted=adapted,
+    )
+    if adapted is not None and renewed is not None:
+        adapted = replace(adapted, renewed=renewed)
+    if adapted is None:
+        state = abstract_state(example, settled.transformation, settled.precision, partition, trainer.model_averaging)
+        frozen = abstract_frozen(example, settled.precision, partition)
+    else:
+        held = cast(abstract(example), adapted.base_dtype(settled.precision))
+        frozen, rules = frozen_base(settled.config, adapted, settled.origin, model, Vocab, held)
+        state = adapted.abstract_state(settled.transformation, trainer.model_averaging, base=frozen)
+        mappings = adapted.placed(mappings, resolved.spec)
+    hbm_bytes = trainer.mesh.hbm_bytes(target.hbm_bytes)
+    return TrainedRun(
+        config=settled.config,
+        model=model,
+        Vocab=Vocab,
+        build=build,
+        transformation=settled.transformation,
+        precision=settled.precision,
+        resolved=resolved,
+        state=state,
+        partition=partition,
+        frozen=frozen,
+        adapted=adapted,
+        state_plan=plan_state(state, mappings, resolved.spec, frozen=frozen, hbm_bytes=hbm_bytes),
+        compiler=settled.compiler,
+        platform=target.platform,
+        kind=objective,
+        rules=rules,
+        renewed=renewed,
+    )
+
+
+def _with_pairs(settled: ResolvedTraining, run: TrainedRun, target: Target) -> TrainedRun:
+    """The run with what it learns from pairs with, where it does that."""
+    pairs = find_preferences(
+        settled.config,
+        settled.written,
+        settled.origin,
+        vocab=(run.Vocab, settled.vocab),
+        precision=run.precision,
+        resolved=run.resolved,
+        target=target,
+        hbm_bytes=run.state_plan.whole.hbm_bytes,
+        base_bytes=run.state_plan.loaded.bytes_per_device,
+    )
+    return replace(run, pairs=pairs)
+
+
+def _scoring(settled: ResolvedTraining, run: TrainedRun, largest: BatchPlan) -> list[Program]:
+    """The Programs that score between steps."""
+    if run.pairs is not None:
+        return pair_programs(run, largest)
+    if settled.validation is None:
+        return []
+    return [evaluation_program(run, largest, accuracy=has_chats(settled.config.data))]
+
+
+def _workloads(settled: ResolvedTraining, run: TrainedRun) -> Iterator[Workload]:
+    """The work of each step."""
+    config = settled.config
+    return training_workloads(
+        run.model,
+        settled.batches,
+        settled.vocab,
+        positions=config.positions,
+        steps=config.trainer.num_train_steps,
+        spared=spared_flops(run.model, run.state.model, run.frozen, vocab=settled.vocab),
+        sequences=run.sequences,
+        scored_besides=0.0 if run.pairs is None else run.pairs.scored_besides,
+    )
+
+
+def _saving(
+    config: TrainLmConfig, model: LmConfig, Vocab: hax.Axis, state: StatePlan, target: Target, peft: PeftPlan | None
+) -> tuple[Program, ...]:
+    """The Programs of checkpoints and of exports."""
+    parameters = state.parameters
+    if parameters.errors or state.whole.errors:
+        return ()
+    parts = parts_program(state.whole)
+    programs = () if parts is None else (parts,)
+    if peft is not None:
+        return (*programs, *saving_programs(peft.tensors, parameters, hosts=target.hosts))
+    if config.hf_save_path is None:
+        return programs
+    files = plan_export([each.leaf for each in parameters.leaves], model, Vocab, dtype=config.hf_save_dtype)
+    return (*programs, *saving_programs(files.tensors, parameters, hosts=target.hosts))
+
+
+def _searchable(run: TrainedRun, plan: StatePlan, Vocab: hax.Axis) -> Searchable | str:
+    """What the layout search needs to know."""
+    parameters, whole = plan.parameters, plan.whole
+    rows, own = run.config.trainer.train_batch_size, {each.leaf.path for each in parameters.leaves}
+    if not isinstance(rows, int):
+        return "trainer.train_batch_size is a schedule; search with a single size"
+    sizes = {axis.name: axis.size for axis in run.model.axes.values()}
+    return Searchable(
+        training=True,
+        parameters=tuple(each.leaf for each in parameters.leaves),
+        statistics=tuple(
+            each.leaf
+            for each in whole.leaves
+            if each.leaf.path.startswith((OPTIMIZER, AVERAGE)) and each.leaf.path not in own
+        ),
+        frozen=plan.frozen,
+        sizes={**sizes, "vocab": Vocab.size, "position": run.config.positions},
+        tensor_axes=run.model.tensor_axes,
+        layers=len(run.model.layers),
+        windows=tuple((group.window, group.features) for group in run.model.attention_groups),
+        summed=sum(bool(part.tensor_axes) for layer in run.model.layers for part in layer.parts),
+        batch_axis=run.resolved.batch_axis,
+        global_batch=rows * run.sequences,
+        compute_bytes=np.dtype(run.precision.compute).itemsize,
+        keys=lambda rows, _: {"trainer.per_device_parallelism": rows // run.sequences},
+        remat_key="model.gradient_checkpointing",
+        overrides=run.config.trainer.mesh.overrides,
+    )
+
+
+def conclude(plan: TrainPlan, done: Trained, session: Session) -> int:
+    """Prints how the run ended; returns 75 if it was told to stop before its end and saved itself."""
+    del plan
+    session.tracker.log_summary(done.summary)
+    if session.show:
+        print(done, flush=True)
+    if done.preempted:
+        return PREEMPTED
+    # With `crash_on_nan: false` a run continues to its end; that it failed is reported there.
+    if done.loss is not None and not math.isfinite(done.loss):
+        raise NonFiniteResultError(f"the loss of the last step is {done.loss}")
+    if done.evaluation is not None and done.evaluation.not_finite:
+        raise NonFiniteResultError(f"the validation loss of {', '.join(done.evaluation.not_finite)} is not finite")
+    return OK
+
+
+ENTRY_POINT = EntryPoint(
+    name=NAME,
+    config=TrainLmConfig,
+    describe=describe,
+    execute=execute,
+    outputs=lambda plan, session: places_written(plan.work.config, session.run_id),
+    conclude=conclude,
+    facts=run_facts,
+    left=lambda plan, session: what_is_left(plan.work.config, session.run_id),
+    in_full=describe_in_full,
+)
+
+
+def train(config: TrainLmConfig) -> Trained:
+    """Trains on the available devices; prints the plan before and the outcome after."""
+    done = perform(ENTRY_POINT, config).result
+    assert done is not None, "training is done by every process"
+    return done
+
+
+def main(config: TrainLmConfig, *, written: ExplicitKeys | None = None) -> int:
+    """Trains; returns 75 if the run was told to stop before its end and saved itself."""
+    return perform(ENTRY_POINT, config, written=written).exit_code

@@ -1,0 +1,188 @@
+"""What measures and supervises a training run: metrics, watchdog, profile, guard; and what is logged once.
+
+They are assembled here from the configuration and the plan; `trainer` has the individual parts.
+"""
+
+import logging
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from levanter.commands.train.attention_imbalance import Balance
+from levanter.commands.train.work import TrainPlan, TrainWork
+from levanter.config import plain
+from levanter.models.precision import Precision
+from levanter.runplan import Recorder, Session
+from levanter.trainer.metrics import Peak, StepSize, Track, peak_flops
+from levanter.trainer.nan_guard import Guard
+from levanter.trainer.profile import Profile
+from levanter.trainer.watch import Watch
+from levanter.trainer.watchdog import Watchdog
+
+logger = logging.getLogger(__name__)
+
+PACKAGES = ("jax", "jaxlib", "libtpu", "optax", "equinox", "marin-haliax", "orbax-checkpoint", "numpy", "levanter")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instruments:
+    """What measures and supervises a run.
+
+    Attributes:
+        track: logs every step.
+        watch: what is observed inside steps; None for nothing.
+        watchdog: reports where a run hangs.
+        profile: of some steps; None for none.
+        tracker: where metrics go.
+        balance: is told of the rows of each step.
+    """
+
+    track: Track
+    watch: Watch | None
+    watchdog: Watchdog
+    profile: Profile | None
+    tracker: Recorder
+    balance: Balance
+
+    @contextmanager
+    def running(self, first: int) -> Iterator[None]:
+        """Active while the loop runs, from step `first` on; logs the summary afterwards."""
+        assert self.track.peak is not None
+        logger.info("devices: %s", self.track.peak)
+        self.tracker.log_summary(self.track.peak.summary)
+        try:
+            with self.watchdog:
+                if self.profile is None:
+                    yield
+                    return
+                with self.profile:
+                    self.profile.begin(first)
+                    yield
+        finally:
+            self.tracker.log_summary(self.track.summary)
+
+    def watched(self, step: int) -> bool:
+        """Whether the values watched in a step are fetched."""
+        return self.watch is not None and self.watch.due(step)
+
+
+def instruments(
+    plan: TrainPlan,
+    mesh: Mesh,
+    session: Session,
+    *,
+    size_of: Callable[[int], StepSize],
+    steps: int,
+    tokens: int,
+) -> Instruments:
+    """Assembles a run's instruments.
+
+    Args:
+        plan: of the run.
+        mesh: its devices.
+        session: where metrics go, and the name of the log folder.
+        size_of: the work of a step, by its number.
+        steps: of the complete run.
+        tokens: of all steps before the first.
+    """
+    work: TrainWork = plan.work
+    trainer = work.config.trainer
+    folder = Path(trainer.log_dir) / session.run_id
+    watch, balance = Watch.of(trainer.watch), Balance.of(plan)
+    return Instruments(
+        track=Track(
+            tracker=session.tracker,
+            size_of=size_of,
+            steps=steps,
+            tokens=tokens,
+            peak=peak_of(plan, mesh),
+            devices=[each for each in mesh.devices.flat if each.process_index == jax.process_index()],
+            names={} if watch is None else watched_names(watch, work.state),
+            skipped=0 if trainer.skip_nonfinite_steps or work.config.optimizer.outliers is not None else None,
+            more=balance.numbers,
+        ),
+        watch=watch,
+        watchdog=Watchdog(file=folder / f"stacks-{jax.process_index()}.txt"),
+        profile=None if not trainer.profiler.enabled else _profile(plan, folder, session.tracker),
+        tracker=session.tracker,
+        balance=balance,
+    )
+
+
+def watched_names(watch: Watch, state: Any) -> dict[str, tuple[str, ...]]:
+    """What the watched statistics describe, from the abstract state."""
+    return watch.names(grads=state.model, params=state.model, updates=state.model, opt_state=state.optimizer)
+
+
+def peak_of(plan: TrainPlan, mesh: Mesh) -> Peak:
+    """The peak performance of a run's devices in its compute dtype."""
+    kind, precision = plan.target.kind, _matmuls(plan.work.precision)
+    return Peak(kind=kind, devices=mesh.devices.size, flops_per_device=peak_flops(kind, precision))
+
+
+def _matmuls(precision: Precision) -> Any:
+    """`levanter.hardware`'s name for the products of a precision policy."""
+    if np.dtype(precision.compute).itemsize < 4:
+        return "bf16"
+    return {"default": "bf16", "high": "high", "highest": "f32"}[precision.matmul]
+
+
+def _profile(plan: TrainPlan, folder: Path, tracker: Recorder) -> Profile:
+    def done(where: Path) -> None:
+        tracker.log_artifact(str(where), name="profile", type="jax_profile")
+
+    return Profile(config=plan.work.config.trainer.profiler, folder=folder / "profiler", done=done)
+
+
+def guard_of(plan: TrainPlan, last_checkpoint: Callable[[], str]) -> Guard:
+    """What happens to the run if its losses or gradients are not finite."""
+    trainer = plan.work.config.trainer
+    return Guard(
+        nan=trainer.crash_on_nan,
+        inf=trainer.crash_on_inf,
+        in_a_row=trainer.skip_nonfinite_steps,
+        last_checkpoint=last_checkpoint,
+    )
+
+
+def run_facts(plan: TrainPlan) -> Mapping[str, Any]:
+    """What a run logs about itself once: its resolved configuration, a summary of its plan, and the versions of its
+    packages."""
+    work: TrainWork = plan.work
+    parameters = [each.leaf for each in work.state_plan.parameters.leaves]
+    return {
+        "config": plain(work.config),
+        "mesh": str(plan.mesh),
+        "plan": {
+            "target": f"{plan.target.devices} × {plan.target.kind} on {plan.target.hosts} hosts",
+            "mappings": {name: str(getattr(plan.sharding.mappings, name)) for name in ("params", "compute")},
+            "bytes_per_device": dict(plan.resident_bytes or {}),
+            "batches": [{"start": stage.start, "plan": str(stage.plan)} for stage in work.batches],
+            "parameters": sum(leaf.nbytes // leaf.dtype.itemsize for leaf in parameters),
+            "programs": [program.name for program in plan.computing],
+            "checks": [f"{check.name}: {check.message}" for check in plan.checks],
+        },
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that affect a run's results, if they are installed."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    if "GIT_COMMIT" in os.environ:
+        found["git_commit"] = os.environ["GIT_COMMIT"]
+    return found

@@ -1,0 +1,63 @@
+"""`reinit_tokens`: which rows of a checkpoint's table and head begin anew."""
+
+from haliax_ext.abstract import leaves
+from levanter.commands.train.config import TrainLmConfig
+from levanter.data import Tokenizer
+from levanter.models.base import LmHeadModel
+from levanter.models.param_groups import EMBEDDING, HEAD, parameter_group
+from levanter.trainer.adapter_state import Adapted
+from levanter.trainer.reinit_rows import VOCAB, RenewedRows
+from levanter.trainer.trainable import Partition
+
+KEY = "reinit_tokens"
+
+
+def renewed_rows(
+    config: TrainLmConfig,
+    module: LmHeadModel,
+    *,
+    tokenizer: Tokenizer | None,
+    vocab: int,
+    partition: Partition,
+    adapted: Adapted | None,
+) -> RenewedRows | None:
+    """The rows that begin anew; None for none.
+
+    Args:
+        config: the run.
+        module: the model, abstract.
+        tokenizer: of its tokens; None where it is not available, and which they are is not known.
+        vocab: tokens that there are.
+        partition: which parameters are trained, where those of the model are.
+        adapted: the adapters that are trained; None for none.
+
+    Raises:
+        ValueError: a token is none, or its rows are frozen; lists all.
+    """
+    tokens = config.reinit_tokens or ()
+    if not isinstance(tokens, list | tuple) or not tokens:
+        return None
+    wanted = {EMBEDDING: config.reinit_embeddings, HEAD: config.reinit_lm_head}
+    chosen = [leaf for leaf in leaves(module) if VOCAB in leaf.names and wanted.get(parameter_group(leaf), False)]
+    problems: list[str] = []
+    for leaf in chosen:
+        if not partition.trains(leaf):
+            problems.append(f"{KEY}: {leaf.path} is frozen (trainer.trainable), and its new rows would stay random")
+        if adapted is not None and leaf.path not in adapted.whole:
+            key = "reinit_embeddings" if parameter_group(leaf) == EMBEDDING else "reinit_lm_head"
+            problems.append(
+                f"{KEY}: {leaf.path} is frozen beside adapters, and its new rows would stay random; name it in "
+                f"adapter.modules_to_save, or leave it as it is with {key}: false"
+            )
+    ids = list(range(len(tokens)))
+    if tokenizer is not None:
+        found = [encoded.tolist() for encoded in tokenizer.encode_batch(list(tokens))]
+        none = [token for token, its in zip(tokens, found, strict=True) if len(its) != 1]
+        if none:
+            problems.append(f"{KEY}: {', '.join(map(repr, none))}: no single token of {tokenizer.name}")
+        ids = [its[0] for its in found if its]
+    if not chosen:
+        problems.append(f"{KEY}: reinit_embeddings and reinit_lm_head leave nothing that would begin anew")
+    if problems:
+        raise ValueError("\n".join(problems))
+    return RenewedRows(paths=tuple(leaf.path for leaf in chosen), ids=tuple(ids), vocab=vocab)

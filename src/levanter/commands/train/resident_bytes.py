@@ -1,0 +1,86 @@
+"""What stays on a device while a Program of a training run works, and is none of what it takes.
+
+The state of a run, and what is frozen, lie on the devices from beginning to end. A step takes all of it; evaluation
+takes the parameters, and the optimizer's statistics stay beside them; an export takes one array at a time, and all
+others stay.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from haliax_ext.program import Program
+from levanter.commands.train.dpo.evaluation import PROGRAM as EVALUATE_PAIRS
+from levanter.commands.train.dpo.setup import SCORE, Preferences
+from levanter.commands.train.lm.evaluation import PROGRAM as EVALUATE
+from levanter.eval.harness.packing import SCORES
+from levanter.models.adapters.whole import paths_of
+from levanter.plan.hbm_budget import residents_of
+from levanter.plan.load_budget import beside_loading
+from levanter.trainer.adapter_state import COPIED, INIT
+from levanter.trainer.frozen_identity import DIGEST
+from levanter.trainer.state import StatePlan
+
+
+def bytes_beside(
+    plan: StatePlan,
+    computing: Iterable[Program],
+    saving: Iterable[Program],
+    pairs: Preferences | None = None,
+) -> Mapping[str, int]:
+    """By Program, bytes on a device of what is there and not taken.
+
+    Args:
+        plan: where the state and what is frozen lie.
+        computing: the Programs of the work.
+        saving: those of checkpoints and exports.
+        pairs: what pairs are learned from with; None where text is.
+    """
+    resident = plan.resident.bytes_per_device
+    frozen = resident - plan.whole.bytes_per_device
+    parameters = plan.parameters.bytes_per_device
+    if plan.adapters is not None:
+        # What has a copy is no part of the model that is computed with.
+        copied = set(paths_of(plan.adapters.whole))
+        parameters -= sum(each.bytes_per_device for each in plan.loaded.leaves if each.leaf.path in copied)
+    known = {
+        # Made first, and what is trained is made beside it.
+        "init_state": frozen,
+        INIT: frozen,
+        # What was loaded is frozen, or becomes the state.
+        "init_optimizer": frozen,
+        DIGEST: resident - frozen,
+        EVALUATE: resident - parameters,
+    }
+    found = {program.name: known[program.name] for program in computing if program.name in known}
+    for program in computing:
+        if program.name == INIT and any(each.name == COPIED for each in program.inputs):
+            taken = residents_of(program, plan.parameters.mesh)
+            found[INIT] -= sum(each.nbytes for each in taken if each.path.startswith(f"{COPIED}."))
+    # The harness's Programs take what an evaluation takes.
+    found |= {each.name: resident - parameters for each in computing if each.name.startswith(SCORES)}
+    second = 0
+    if pairs is not None and pairs.model is not None and pairs.model.load is not None:
+        load, stays = pairs.model.load, pairs.resident is not None
+        second = pairs.model.plan.bytes_per_device if stays else 0
+        # Loaded last, where it stays; else before anything.
+        already = beside_loading(load)
+        there = resident if stays else 0
+        grows = (name for name in found if name in (EVALUATE, DIGEST) or name.startswith(SCORES))
+        found |= {name: found[name] + second for name in grows}
+        found |= {program.name: there + already.get(program.name, 0) for program in load.programs}
+    for program in computing:
+        if program.name == EVALUATE_PAIRS:
+            unused = second if pairs is not None and pairs.evaluates_alone else 0
+            found[program.name] = resident - frozen - parameters_trained(plan) + unused
+        elif program.name == SCORE and pairs is not None and pairs.kind != "precomputed":
+            # The base of adapters is a part of what is resident, a second model is beside it.
+            found[program.name] = resident - (frozen if pairs.kind == "adapter_base" else 0)
+    for program in saving:
+        taken = sum(each.nbytes for each in residents_of(program, plan.parameters.mesh))
+        found[program.name] = max(resident + second - taken, 0)
+    return {name: nbytes for name, nbytes in found.items() if nbytes}
+
+
+def parameters_trained(plan: StatePlan) -> int:
+    """Bytes on a device of the parameters that are trained."""
+    own = plan.parameters.leaves
+    return sum(each.bytes_per_device for each in own if each.leaf.path not in plan.frozen)

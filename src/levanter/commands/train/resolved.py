@@ -1,0 +1,150 @@
+"""A training run's configuration, settled: every choice made that needs no array.
+
+The checkpoint it begins from has completed it, the model has its kernels, the mesh its mappings, the batch its division
+and the optimizer its schedule. What is wrong with any of them is raised together.
+"""
+
+from dataclasses import dataclass, replace
+
+import optax
+
+from levanter.commands.model.compiler import CompilerChoice, choose_compiler
+from levanter.commands.model.defaults import default_notes
+from levanter.commands.model.layers import body_checks, exchange_checks
+from levanter.commands.model.sharding import resolved_on
+from levanter.commands.model.source import Origin, find_tokenizer, vocabulary
+from levanter.commands.model.unsupported import not_carried
+from levanter.commands.train.base_checkpoint import beginning, completed
+from levanter.commands.train.checks import attempted, data_checks, refuse_all, refuse_kernels
+from levanter.commands.train.config import TrainLmConfig
+from levanter.commands.train.dpo.setup import formats_of
+from levanter.commands.train.lm.evaluation import find_validation
+from levanter.config import ExplicitKeys
+from levanter.data import EvaluationData, Tokenizer
+from levanter.hardware.compiler import Work
+from levanter.mesh import ResolvedMesh
+from levanter.models.precision import Precision
+from levanter.models.registry import LmConfig
+from levanter.runplan import Check, Target
+from levanter.trainer.averaging import check_averaging
+from levanter.trainer.batch_plan import BatchStage, plan_batches
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ResolvedTraining:
+    """A run's resolved config, before any array is placed.
+
+    Attributes:
+        config: as written, with what its checkpoint adds.
+        written: the keys that the user wrote.
+        origin: the checkpoint that it begins from; None for none.
+        model: the architecture, with the choices for this platform made.
+        vocab: ids that there are.
+        precision: the dtype policy.
+        tokenizer: None if it is not available here.
+        validation: the sets that are scored; None for none.
+        resolved: mesh and mappings.
+        batches: the stages of the batch size, by first step.
+        transformation: the optimizer's.
+        compiler: options for XLA.
+        checks: those made so far.
+    """
+
+    config: TrainLmConfig
+    written: ExplicitKeys
+    origin: Origin | None
+    model: LmConfig
+    vocab: int
+    precision: Precision
+    tokenizer: Tokenizer | None
+    validation: EvaluationData | None
+    resolved: ResolvedMesh
+    batches: tuple[BatchStage, ...]
+    transformation: optax.GradientTransformation
+    compiler: CompilerChoice
+    checks: tuple[Check, ...]
+
+
+def settle(config: TrainLmConfig, target: Target, written: ExplicitKeys) -> ResolvedTraining:
+    """Resolves model, vocabulary, data, mesh, batch and optimizer; raises all their problems together."""
+    origin = beginning(config, written)
+    config = completed(config, origin, written)
+    trainer = config.trainer
+    precision = Precision.parse(trainer.mp)
+    checks = [*(() if origin is None else origin.checks), *not_carried(config, written)]
+    checks += [] if config.takes_architecture else default_notes(config.model, written.below("model"))
+    architecture = config.model if origin is None else origin.architecture
+    kernels_at = len(checks)
+    checks += body_checks(architecture)
+    checks.append(Check(name="precision", status="ok", message=str(precision)))
+    vocab, tokenizer, vocab_checks = _vocabulary(config, architecture)
+    formats = formats_of(config)
+    checks += data_checks(config.data, tokenizer, vocab_size=vocab, formats=formats)
+    validation, validation_checks = find_validation(config.data, formats)
+    known = {check.message for check in checks}
+    checks += [check for check in validation_checks if check.message not in known]
+    problems: list[ValueError] = []
+    resolved = attempted(problems, lambda: _resolved(config, architecture, vocab, target))
+    batches = attempted(problems, lambda: () if resolved is None else _batches(config, resolved))
+    transformation = attempted(problems, lambda: config.optimizer.build_for(trainer.num_train_steps, target.platform))
+    attempted(problems, lambda: check_averaging(trainer.model_averaging, precision))
+    refuse_all(checks, problems)
+    assert resolved is not None and batches is not None and transformation is not None
+    model, reasons = architecture.for_platform(
+        target.platform, compute_dtype=precision.compute, length=config.positions, parts=resolved.query_ways
+    )
+    refuse_kernels(config.optimizer, model)
+    checks += exchange_checks(model, resolved, positions=config.positions)
+    scores = validation is not None or config.eval_harness is not None
+    works: tuple[Work, ...] = ("train", "score") if scores else ("train",)
+    compiler = choose_compiler(trainer, target, resolved, works=works)
+    checks += compiler.checks
+    checks[kernels_at:kernels_at] = [Check(name="kernels", status="ok", message=reason) for reason in reasons]
+    checks += [
+        Check(name="schedule", status="note", message=line)
+        for line in config.optimizer.adjusted(trainer.num_train_steps)
+    ]
+    return ResolvedTraining(
+        config=config,
+        written=written,
+        origin=origin,
+        model=model,
+        vocab=vocab,
+        precision=precision,
+        tokenizer=tokenizer,
+        validation=validation,
+        resolved=resolved,
+        batches=batches,
+        transformation=transformation,
+        compiler=compiler,
+        checks=(*checks, *vocab_checks),
+    )
+
+
+def _resolved(config: TrainLmConfig, model: LmConfig, vocab: int, target: Target) -> ResolvedMesh:
+    """The mesh and the mappings."""
+    precision = Precision.parse(config.trainer.mp)
+    sizes = {"vocab": vocab, "positions": config.positions}
+    return resolved_on(target, config.trainer.mesh, model, **sizes, precision=precision, backward=True)
+
+
+def _batches(config: TrainLmConfig, resolved: ResolvedMesh) -> tuple[BatchStage, ...]:
+    """How each batch is divided."""
+    return plan_batches(
+        config.trainer.train_batch_size,
+        per_device=config.trainer.per_device_parallelism,
+        ways=resolved.batch_ways,
+        positions=config.positions,
+        allow_padding=config.trainer.allow_nondivisible_batch_size,
+        mesh=str(resolved.spec),
+    )
+
+
+def _vocabulary(config: TrainLmConfig, model: LmConfig) -> tuple[int, Tokenizer | None, tuple[Check, ...]]:
+    """How many ids there are, the tokenizer if it is available, and the check that tells how this is known."""
+    name = config.data.tokenizer
+    if model.vocab_size is None and config.data.vocab_size is not None:
+        model = replace(model, vocab_size=config.data.vocab_size)
+    found, tokenizer = find_tokenizer(name, origin=None, size=model.vocab_size)
+    size, how = vocabulary(model, tokenizer=found, names=(name, model.tokenizer))
+    return size, found, (tokenizer, Check(name="vocabulary", status="ok", message=f"{size} ids, {how}"))

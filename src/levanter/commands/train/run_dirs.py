@@ -1,0 +1,232 @@
+"""The folders of a training run: what it resumes from, and where it may write.
+
+All of them are checked before text is read or anything is computed.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from levanter.checkpoint import CheckpointRef, SaveWatch, checkpoint_at, latest
+from levanter.commands.train.config import TrainLmConfig
+from levanter.compat.hf.export import ExportPathError
+from levanter.compat.hf.export_dir import exports_in, is_whole
+from levanter.distributed.process_group import meeting
+from levanter.io import Lease, Output, is_remote, join, leased
+from levanter.io.paths import base_name, check_writable, filesystem
+from levanter.trainer.config_blocks import CheckpointDebugConfig
+
+logger = logging.getLogger(__name__)
+
+EXPORT_KEYS = ("hf_save_path", "peft_save_path", "merged_hf_save_path")
+"""What names the folders of exports."""
+
+LEASE_SECONDS = 600.0
+"""How long the others wait for process 0, which may watch a minute for signs of life of an earlier run."""
+
+
+class MissingResumeError(ValueError):
+    """A run was told to resume, and there is nothing to resume from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunDirs:
+    """The folders of one run.
+
+    Attributes:
+        checkpoints: of its checkpoints.
+        temporary: of temporary checkpoints, if they have a folder of their own.
+        exports: of its Hugging Face exports, or of its adapters as peft reads them; None for none.
+        merged: of merged models, where adapters are saved too; None for none.
+    """
+
+    checkpoints: str
+    temporary: str | None
+    exports: str | None
+    merged: str | None = None
+
+    @classmethod
+    def of(cls, config: TrainLmConfig, run_id: str) -> "RunDirs":
+        """The folders of a configuration."""
+        written = config.trainer.checkpointer
+        own = (run_id,) if written.append_run_id_to_base_path else ()
+        return cls(
+            checkpoints=join(written.base_path, *own),
+            temporary=None if written.temporary_base_path is None else join(written.temporary_base_path, *own),
+            exports=None if config.exports is None else join(config.exports, run_id),
+            merged=None if config.merged is None else join(config.merged, run_id),
+        )
+
+    @property
+    def bases(self) -> tuple[str, ...]:
+        """The folders that are searched for checkpoints."""
+        return (self.checkpoints,) if self.temporary is None else (self.checkpoints, self.temporary)
+
+    def own(self, ref: CheckpointRef) -> bool:
+        """Whether a checkpoint is one of this run's."""
+        return any(ref.path == join(base, base_name(ref.path)) for base in self.bases)
+
+    def newest(self) -> CheckpointRef | None:
+        """The last complete checkpoint.
+
+        Raises:
+            UnreadableCheckpointError: it is damaged.
+        """
+        return latest(*self.bases)
+
+    def export(self, taken: int) -> str:
+        """The folder of the export after a number of steps."""
+        assert self.exports is not None
+        return join(self.exports, f"step-{taken}")
+
+    def lacks_export(self, taken: int) -> bool:
+        """Whether there is no export after a number of steps."""
+        return not all(is_whole(join(folder, f"step-{taken}")) for folder in self.exported)
+
+    @property
+    def exported(self) -> tuple[str, ...]:
+        """The folders of everything that is exported."""
+        return tuple(folder for folder in (self.exports, self.merged) if folder is not None)
+
+
+@contextmanager
+def held_places(places: RunDirs, run_id: str) -> Iterator[tuple[Lease, ...]]:
+    """Holds the leases of the checkpoint folders; process 0 takes them, the others wait for it.
+
+    Exports have leases of their own, held while one is written.
+
+    Raises:
+        LeaseTakenError: another process writes there.
+        LeaseError: the folder is not writable.
+    """
+    with ExitStack() as stack:
+        held: list[Lease] = []
+
+        def take() -> str:
+            for base in dict.fromkeys(places.bases):
+                advice = "give this run its own folder (trainer.id, trainer.checkpointer.base_path)"
+                held.append(stack.enter_context(leased(base, what=f"training run {run_id}", advice=advice)))
+            return "held"
+
+        meeting().follow("the lease of the checkpoints", take, seconds=LEASE_SECONDS)
+        yield tuple(held)
+
+
+def find_resume(config: TrainLmConfig, places: RunDirs) -> CheckpointRef | None:
+    """The checkpoint that the run resumes from; None if it begins.
+
+    Its own comes first, then `trainer.load_checkpoint_path`, then `trainer.initialize_from`. With
+    `trainer.load_checkpoint: false` only the last counts.
+
+    Raises:
+        MissingResumeError: `trainer.load_checkpoint: true`, and there is none.
+        ValueError: a given path has none, or a checkpoint is damaged.
+    """
+    trainer = config.trainer
+    found = places.newest()
+    if trainer.load_checkpoint is False:
+        if found is not None:
+            logger.warning(
+                "trainer.load_checkpoint is false: the run starts over, in a folder that has the %s; without this "
+                "key, the "
+                "next start resumes from the highest step in it",
+                found,
+            )
+    elif found is not None:
+        return found
+    elif trainer.load_checkpoint_path is not None:
+        return checkpoint_at(trainer.load_checkpoint_path)
+    if trainer.initialize_from is not None:
+        return checkpoint_at(trainer.initialize_from)
+    if trainer.load_checkpoint:
+        raise MissingResumeError(
+            f"trainer.load_checkpoint is true, but there is no complete checkpoint in {' or '.join(places.bases)}; "
+            "set trainer.load_checkpoint_path, or the trainer.id of the run to resume"
+        )
+    return None
+
+
+def refuse_taken_exports(places: RunDirs, resumed: CheckpointRef | None) -> None:
+    """Checks where exports will go, before anything is computed.
+
+    A run that resumes from a checkpoint of its own replaces what its earlier attempt exported. An export implies a
+    checkpoint (which is saved first); an export that was killed midway counts for nothing.
+
+    Raises:
+        ExportPathError: a new run would write to a folder that exists.
+        ValueError: no installed package handles the URL's scheme.
+    """
+    begins = resumed is None or not places.own(resumed)
+    for folder in places.exported:
+        if begins and exports_in(folder):
+            raise ExportPathError(
+                folder,
+                "contains exports of another run",
+                suggestion="set another hf_save_path or trainer.id, or move the folder away",
+            )
+
+
+def check_exports_writable(places: RunDirs) -> None:
+    """Writes and deletes a small file where exports will go, if that is elsewhere; one process does.
+
+    Raises:
+        ValueError: the folder is not writable.
+    """
+    for folder in filter(is_remote, places.exported):
+        try:
+            filesystem(folder)
+            check_writable(folder)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"hf_save_path: {folder}: cannot be written ({error})") from error
+
+
+def places_written(config: TrainLmConfig, run_id: str) -> tuple[Output, ...]:
+    """Every folder that a run writes: for checkpoints (by all processes), exports, logs and profiles."""
+    places = RunDirs.of(config, run_id)
+    found = [
+        Output(key="trainer.log_dir", path=join(str(config.trainer.log_dir), run_id), kind="folder", everywhere=True),
+        Output(key="trainer.checkpointer.base_path", path=places.checkpoints, kind="folder", everywhere=True),
+    ]
+    if places.temporary is not None:
+        key = "trainer.checkpointer.temporary_base_path"
+        found.append(Output(key=key, path=places.temporary, kind="folder", everywhere=True))
+    if places.exports is not None:
+        key = next(key for key in EXPORT_KEYS if getattr(config, key) is not None)
+        found.append(Output(key=key, path=places.exports, kind="folder"))
+    if places.merged is not None:
+        found.append(Output(key="merged_hf_save_path", path=places.merged, kind="folder"))
+    return tuple(found)
+
+
+def what_is_left(config: TrainLmConfig, run_id: str) -> str:
+    """What an interrupted run can resume from, in a line."""
+    places = RunDirs.of(config, run_id)
+    try:
+        ref = places.newest()
+    except (OSError, ValueError) as error:
+        return f"its checkpoints cannot be listed ({error})"
+    if ref is None:
+        return f"no checkpoint was saved in {' or '.join(places.bases)}"
+    return f"the last checkpoint is of step {ref.step} ({ref.path}); trainer.id={run_id} resumes from it"
+
+
+def checkpoint_watch(debug: CheckpointDebugConfig) -> SaveWatch | None:
+    """What saves report about themselves, according to `trainer.checkpointer.debug`.
+
+    Raises:
+        ValueError: an interval or a number in it is invalid.
+    """
+    if not debug.enabled:
+        return None
+    try:
+        return SaveWatch(
+            interval=debug.log_interval,
+            stacks_after=debug.dump_stacks_after,
+            frames=debug.tracemalloc_frames,
+            top=debug.top_allocations,
+            collect=debug.force_gc_before_serialize,
+            flush=debug.flush_logs,
+        )
+    except ValueError as error:
+        raise ValueError(f"trainer.checkpointer.debug: {error}") from error

@@ -1,0 +1,179 @@
+"""What a training run keeps of its states: checkpoints, and exports after them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import Mesh
+
+from haliax_ext.replica_slices import PARTS
+from levanter.checkpoint import Checkpointer, CheckpointRef, used_shapes
+from levanter.commands.model.saved_model import model_metadata
+from levanter.commands.train.adapters import save_adapters
+from levanter.commands.train.run_dirs import RunDirs, checkpoint_watch
+from levanter.commands.train.work import TrainPlan, TrainWork
+from levanter.compat.hf.export import ExportExtras, export
+from levanter.compat.hf.tokenizer import FastTokenizer
+from levanter.config import plain
+from levanter.data import TrainingData
+from levanter.distributed.barrier import ONE_FOR_ALL_SECONDS, agreed, barrier
+from levanter.distributed.compile_barrier import jit_together
+from levanter.io import Lease, Progress
+from levanter.models.base import LmHeadModel
+from levanter.runplan import Session
+from levanter.trainer.frozen_identity import FrozenPart
+from levanter.trainer.hooks import Every, SaveCheckpoint
+from levanter.trainer.loop import Ended, Pause
+from levanter.trainer.state import TrainState
+from levanter.trainer.trainable import bind
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PreparedRun:
+    """What is known before a weight is read.
+
+    Attributes:
+        places: the run's folders.
+        resumed: the checkpoint it resumes from; None if it begins.
+        data: its training data.
+        stop: the step after its last.
+    """
+
+    places: RunDirs
+    resumed: CheckpointRef | None
+    data: TrainingData
+    stop: int
+
+    @property
+    def first(self) -> int:
+        """The first step that is taken."""
+        return 0 if self.resumed is None else self.resumed.step
+
+    def tokens(self, step: int) -> int:
+        """Tokens of all steps before one."""
+        return self.data.schedule.first_draw(step) * self.data.positions
+
+
+class Saver:
+    """What a run saves of its states: checkpoints, and exports after them."""
+
+    def __init__(
+        self,
+        *,
+        plan: TrainPlan,
+        session: Session,
+        prepared: PreparedRun,
+        mesh: Mesh,
+        checkpointer: Checkpointer,
+        frozen: LmHeadModel | None,
+        part: FrozenPart | None,
+    ):
+        self._work, self._show, self._frozen = plan.work, session.show, frozen
+        self._prepared, self._checkpointer = prepared, checkpointer
+        config = plan.work.config
+        parts = next((each for each in plan.saving if each.name == PARTS), None)
+        self._save = SaveCheckpoint(
+            checkpointer=checkpointer,
+            parts=None if parts is None else jit_together(parts, mesh),
+            parted=frozenset() if parts is None else frozenset(parts.input("arrays").value),
+            metadata=lambda taken: {
+                "run_id": session.run_id,
+                "rows_drawn": prepared.data.schedule.first_draw(taken),
+                "config": plain(config),
+                "jax": jax.__version__,
+                **model_metadata(plan.work.model, tokenizer=config.data.tokenizer),
+                **({} if part is None else part.metadata),
+            },
+        )
+        self._exports = None
+        if prepared.places.exports is not None:
+            self._exports = Every(steps=config.hf_save_steps, action=self._save_and_export, until=prepared.stop)
+
+    @property
+    def pauses(self) -> list[Pause]:
+        """What happens between two steps."""
+        return [self._save] if self._exports is None else [self._save, self._exports]
+
+    def make_up_export(self, state: TrainState) -> None:
+        """Exports the state that the run resumes from, if the earlier attempt should have and did not.
+
+        It may have been killed after the checkpoint and before its export was complete. Process 0 writes exports,
+        perhaps to a local disk: it decides whether one is missing.
+        """
+        first = self._prepared.first
+        if self._exports is None or not first or not self._exports.due(first):
+            return
+        if agreed("its export", str(self._prepared.places.lacks_export(first))) == "True":
+            self._export(first, state)
+
+    def the_end(self, ended: Ended) -> str | None:
+        """Saves the last state and exports it; returns the export's path, None for none."""
+        if ended.taken > self._prepared.first or self._prepared.resumed is None:
+            self._save.save(ended.taken, ended.state, force=not ended.preempted)
+            self._checkpointer.wait()
+        if self._exports is None or ended.preempted:
+            return None
+        return self._export(ended.taken, ended.state)
+
+    def _save_and_export(self, taken: int, state: TrainState) -> None:
+        # An export takes a while. The run is saved first, so that an attempt that is killed meanwhile resumes here, and
+        # so that an export always implies a checkpoint.
+        self._save.save(taken, state)
+        self._checkpointer.wait()
+        self._export(taken, state)
+
+    def _export(self, taken: int, state: TrainState) -> str:
+        if self._work.peft is not None:
+            return save_adapters(self._work, state, self._prepared.places, taken, show=self._show)
+        model = bind(state.judged, self._frozen)
+        return _export(self._work, model, self._prepared.places.export(taken), show=self._show)
+
+
+def checkpointer_of(plan: TrainPlan, places: RunDirs, leases: Sequence[Lease]) -> Checkpointer:
+    """What writes the run's checkpoints, as often as its configuration says, in folders whose leases it holds."""
+    work: TrainWork = plan.work
+    written, vocab = work.config.trainer.checkpointer, work.model.vocab_size
+    assert vocab is not None
+    return Checkpointer(
+        places.checkpoints,
+        keep=[(interval.every, interval.until) for interval in written.keep],
+        save_interval_seconds=None if written.save_interval is None else written.save_interval.total_seconds(),
+        keep_last_temporary=written.keep_last_temporary_checkpoints,
+        temporary_base=places.temporary,
+        delete_old_temporary=written.delete_old_temp_checkpoints,
+        used=used_shapes((each.leaf for each in work.state_plan.whole.leaves), {"vocab": vocab}),
+        watch=checkpoint_watch(written.debug),
+        leases=leases,
+    )
+
+
+def last_checkpoint(checkpointer: Checkpointer, resumed: CheckpointRef | None) -> str:
+    """What a failed run can resume from."""
+    checkpointer.wait()
+    ref = checkpointer.newest or resumed
+    return (
+        "no checkpoint was saved before" if ref is None else f"the last checkpoint is of step {ref.step} ({ref.path})"
+    )
+
+
+def _export(work: TrainWork, model: LmHeadModel, folder: str, *, show: bool) -> str:
+    tokenizer = work.tokenizer if isinstance(work.tokenizer, FastTokenizer) else None
+    barrier("exporting")
+    with Progress(f"exporting to {folder}", total=None, unit="bytes", show=show) as progress:
+
+        def tell(done: int, total: int) -> None:
+            progress.meter.total = total
+            progress.advance_to(done)
+
+        export(
+            model,
+            work.model,
+            folder,
+            beside=ExportExtras(tokenizer=tokenizer, eos_ids=tuple(work.config.hf_generation_eos_token_ids or ())),
+            dtype=work.config.hf_save_dtype,
+            overwrite=True,
+            progress=tell,
+        )
+    # Process 0 was still writing when the others had nothing left to send.
+    barrier("exported", seconds=ONE_FOR_ALL_SECONDS)
+    return folder

@@ -1,0 +1,159 @@
+"""Configuration files: reading them, and what they say about one another.
+
+A document may begin with `extends: base.yaml` (or a list): the bases are merged in order and the document over them.
+Anywhere in it `!include other.yaml` stands for the contents of that file. Both paths are relative to the file that
+names them. A path may be a URL (`gs://…`) wherever it may be a file.
+"""
+
+import os
+import posixpath
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, cast
+
+import fsspec
+
+from levanter.base.input_limits import DOCUMENT_BYTES, DOCUMENT_FILES, OutOfBoundsError, read_bounded
+from levanter.config.errors import Mark, Problem, nearest
+from levanter.config.yaml_nodes import ListNode, MapNode, Node, Scalar, compose, merged
+
+EXTENDS = "extends"
+SUFFIXES = ("", ".yaml", ".yml")
+
+
+class Files:
+    """Reads documents with everything they extend and include; collects what is wrong in `problems`."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+        self._open: list[str] = []
+        self._read = 0
+
+    def document(self, path: str, asked_at: Mark | None = None) -> MapNode | None:
+        """The document of a file, its bases merged under it; None where it cannot be read.
+
+        Args:
+            path: a file or a URL; `.yaml` or `.yml` may be left out.
+            asked_at: where the file is named, for messages.
+        """
+        node = self._file(path, asked_at)
+        if node is None or isinstance(node, MapNode):
+            return node
+        message = f"{path} must contain a mapping (`key: value` lines)"
+        self.problems.append(Problem(message=message, mark=node.mark))
+        return None
+
+    def _file(self, path: str, asked_at: Mark | None) -> Node | None:
+        found = _locate(path)
+        if found in self._open:
+            chain = " → ".join([*self._open[self._open.index(found) :], found])
+            self.problems.append(Problem(message=f"circular !include: {chain}", mark=asked_at))
+            return None
+        self._read += 1
+        if self._read > DOCUMENT_FILES:
+            if self._read == DOCUMENT_FILES + 1:
+                message = f"more than {DOCUMENT_FILES} files are extended and included, the limit"
+                self.problems.append(Problem(message=message, mark=asked_at))
+            return None
+        text = self._text(found, asked_at)
+        if text is None:
+            return None
+        self._open.append(found)
+        try:
+            node = compose(text, found, self.problems, lambda name, mark: self._file(_beside(found, name), mark))
+            if node is None:
+                return MapNode(entries=(), mark=Mark(source=found))
+            return self._extended(node, found) if isinstance(node, MapNode) and EXTENDS in node else node
+        finally:
+            self._open.pop()
+
+    def _extended(self, node: MapNode, path: str) -> Node:
+        entry = node.entry(EXTENDS)
+        assert entry is not None
+        names = entry.node.items if isinstance(entry.node, ListNode) else (entry.node,)
+        result: Node | None = None
+        for name in names:
+            if not isinstance(name, Scalar) or not isinstance(name.value, str):
+                message = "expected a file name or a list of file names"
+                self.problems.append(Problem(message=message, mark=name.mark, key=EXTENDS))
+                continue
+            base = self.document(_beside(path, name.text), name.mark)
+            if base is not None:
+                result = base if result is None else merged(result, base)
+        own = node.without(EXTENDS)
+        return own if result is None else merged(result, own)
+
+    def _text(self, found: str, asked_at: Mark | None) -> str | None:
+        try:
+            if _is_url(found):
+                with fsspec.open(found, "rb") as stream:
+                    return read_bounded(cast(IO[bytes], stream), DOCUMENT_BYTES, where=found).decode("utf-8")
+            with Path(found).open("rb") as stream:
+                return read_bounded(stream, DOCUMENT_BYTES, where=found).decode("utf-8")
+        except FileNotFoundError:
+            message = f"no such file: {found}{_instead(found)}"
+            if asked_at is not None:
+                message += " (paths are relative to the file that names them)"
+        except OutOfBoundsError as error:
+            message = str(error)
+        except UnicodeDecodeError as error:
+            message = f"{found} is not UTF-8 text: {error.reason} at byte {error.start}"
+        except (OSError, ImportError, ValueError) as error:
+            message = f"cannot read {found}: {error}"
+        self.problems.append(Problem(message=message, mark=asked_at))
+        return None
+
+
+def read_documents(paths: Sequence[str], problems: list[Problem]) -> MapNode:
+    """Merges the documents of several files, later ones over earlier ones."""
+    files = Files()
+    result: Node = MapNode(entries=(), mark=Mark(source=paths[0] if paths else "(no file)"))
+    for path in paths:
+        document = files.document(path)
+        if document is not None:
+            result = merged(result, document)
+    problems += files.problems
+    assert isinstance(result, MapNode)
+    return result
+
+
+def _is_url(path: str) -> bool:
+    return "://" in path
+
+
+def _locate(path: str) -> str:
+    if _is_url(path):
+        return path
+    path = os.path.normpath(os.path.expanduser(path))
+    return next((path + end for end in SUFFIXES if os.path.isfile(path + end)), path)
+
+
+def _instead(path: str) -> str:
+    """What may be meant by a file that is not there: documents of the same folder with nearly its name."""
+    folder, name = os.path.split(path)
+    if _is_url(path):
+        return ""
+    if not os.path.isdir(folder or "."):
+        return f"; nor is there a folder {folder}"
+    try:
+        names = os.listdir(folder or ".")
+    except OSError:  # a folder that may not be listed; that the file is not there is said in any case
+        return ""
+    # Suffixes are alike for all of them and say nothing.
+    there = {_stem(other): other for other in names if other.endswith(SUFFIXES[1:])}
+    close = [os.path.join(folder, there[stem]) for stem in nearest(_stem(name), there)]
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def _stem(name: str) -> str:
+    return next((name.removesuffix(end) for end in SUFFIXES[1:] if name.endswith(end)), name)
+
+
+def _beside(path: str, name: str) -> str:
+    """The path `name`, as written in the file `path`."""
+    if _is_url(name) or os.path.isabs(name) or name.startswith("~"):
+        return name
+    if _is_url(path):
+        scheme, rest = path.split("://", 1)
+        return f"{scheme}://{posixpath.normpath(posixpath.join(posixpath.dirname(rest), name))}"
+    return os.path.join(os.path.dirname(path), name)

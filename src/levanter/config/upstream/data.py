@@ -1,0 +1,241 @@
+"""Old shapes of `data:`: one source at the top, or `configs:`; both become `components:`.
+
+The old generation had three shapes: files (`train_urls`, `validation_urls`), one data set of the Hub (`id`), and a
+mixture (`configs:` with weights). The new one has components, each with a source and a format. Old shapes did not
+shuffle unless told to; the new one does, so `shuffle: false` is spelled out.
+"""
+
+from levanter.config.errors import did_you_mean
+from levanter.config.upstream.changes import Change, Draft, Keys, OldKey, inline
+from levanter.config.yaml_nodes import Entry, MapNode, Node, Scalar, from_plain
+
+DATA: Keys = ("data",)
+SINGLE = "train"
+"""The name of the component that a single source becomes."""
+
+_URL_KEYS = ("train_urls", "validation_urls")
+_HF_KEYS = ("id", "name", "stream", "splits")
+_OWN_KEYS = ("tags", "format")
+_BESIDE = ("pack", "split", "flat_cache", "type")
+"""Keys of today's components, which an old source may have as well."""
+_FLAT = (*_URL_KEYS, *_HF_KEYS, *_OWN_KEYS, "configs", "tokenizer", "vocab_size", "cache_dir", "cache_options")
+_FLAT += ("enforce_eos", "chat_template", "ignore_token_id", "shuffle", "permutation_type")
+_FLAT += ("train_weights", "stop_strategy", "mixture_block_size", "max_train_batches", "num_validation_sequences")
+_FLAT += ("target_budget", "experiment_budget")
+_ONE_SOURCE = "a single source is one component"
+
+
+def _row(name: str, new: str, why: str, default: str = "") -> OldKey:
+    return OldKey(block="data", name=name, new=new, why=why, default=default)
+
+
+DATA_KEYS = (
+    *(_row(name, f"components.{SINGLE}.source.{name}", _ONE_SOURCE) for name in (*_URL_KEYS, *_HF_KEYS)),
+    *(_row(name, f"components.{SINGLE}.{name}", _ONE_SOURCE) for name in _OWN_KEYS),
+    _row("configs", "components, each with a source", "data sets are components, each with a source and a format"),
+    _row("shuffle", "shuffle: false where absent", "the old layouts did not shuffle by default", "false"),
+)
+FORMAT_KEYS = (
+    OldKey(
+        block="data.components.*.format",
+        name="input_field",
+        new="input_key",
+        why="the keys of supervised records were renamed",
+        default="prompt",
+    ),
+    OldKey(
+        block="data.components.*.format",
+        name="output_field",
+        new="target_key",
+        why="the keys of supervised records were renamed",
+        default="response",
+    ),
+)
+
+
+FLAT_KEY = OldKey(
+    block="",
+    name="train_urls",
+    new="data.train_urls (and likewise every key of a data set)",
+    why="cache_dataset used to take the keys of a data set at the top level",
+)
+FLAT_TRACKER = OldKey(
+    block="", name="tracker", new="trainer.tracker", why="cache_dataset used to take its tracker at the top level"
+)
+_NO_RAY = "jobs do not run on Ray; the process you start builds the token store"
+FLAT_RAY = tuple(
+    OldKey(block="", name=name, new="", why=_NO_RAY)
+    for name in ("ray", "address", "start_workers", "auto_start_cluster")
+)
+FLAT_KEYS = (FLAT_KEY, FLAT_TRACKER, *FLAT_RAY)
+
+
+def _flat(draft: Draft) -> None:
+    """Moves a data set that is the whole document under `data:`, and what stood beside it to its place."""
+    document = draft.document
+    hub = "id" in document and ("tokenizer" in document or "cache_dir" in document)
+    if "data" in document or not (hub or any(key in document for key in (*_URL_KEYS, "configs"))):
+        return
+    for row in FLAT_RAY:
+        if (entry := document.entry(row.name)) is not None:
+            draft.ignore(row, entry, ())
+    tracker = document.entry(FLAT_TRACKER.name)
+    if tracker is not None:
+        draft.move(FLAT_TRACKER, tracker, (), [(("trainer", "tracker"), tracker.node)])
+    for key in [key for key in _FLAT if key in document]:
+        entry = document.entry(key)
+        assert entry is not None
+        draft.remove((key,))
+        draft.set((*DATA, key), entry.node, old=key, mark=entry.mark)
+        text = inline(entry.node)
+        change = Change(key=key, was=text, now=f"data.{key}: {text}", why=FLAT_KEY.why, mark=entry.mark)
+        draft.changes.append(change)
+
+
+def translate_data(draft: Draft) -> None:
+    """Translates the shape of `data:`, whichever of the three old ones it has."""
+    _flat(draft)
+    block = draft.block(DATA)
+    if block is None:
+        return
+    single = [key for key in (*_URL_KEYS, "id") if key in block]
+    old = block.entry("configs")
+    if "components" in block:
+        for key in [*single, *(["configs"] if old else [])]:
+            entry, new = block.entry(key), block.entry("components")
+            assert entry is not None and new is not None
+            message = (
+                f"contradicts `data.components` ({new.mark}): a document may have only one of them; keep "
+                "data.components"
+            )
+            draft.wrong(entry, f"data.{key}", message)
+            draft.remove((*DATA, key))
+        _renamed_formats(draft)
+        return
+    if old is not None and single:
+        entry = block.entry(single[0])
+        assert entry is not None
+        message = f"contradicts `data.configs` ({old.mark}): the sources of a mixture belong under `configs` only"
+        draft.wrong(entry, f"data.{single[0]}", message)
+        draft.remove((*DATA, single[0]))
+    elif old is not None:
+        _mixture(draft, old)
+    elif single:
+        _single(draft, block)
+    else:
+        return
+    if not draft.problems and "shuffle" not in block:
+        _set_shuffle(draft, block)
+
+
+def _single(draft: Draft, block: MapNode) -> None:
+    is_hf = "id" in block
+    keys = [key for key in (*_URL_KEYS, *_HF_KEYS, *_OWN_KEYS) if key in block]
+    moved = MapNode(entries=tuple(entry for entry in block if entry.key in keys), mark=block.mark)
+    cache = block.entry("cache_dir")
+    if cache is not None:
+        moved = moved.with_entry(cache)
+    rows = {row.name: row for row in DATA_KEYS}
+    component = _component(draft, moved, (*DATA, "components", SINGLE))
+    for key in keys:
+        entry = block.entry(key)
+        assert entry is not None
+        if is_hf and key in _URL_KEYS:
+            draft.wrong(entry, f"data.{key}", "contradicts `data.id`: a source is either files or a Hub data set")
+        home = ".".join((*DATA, "components", SINGLE, *(() if key in _OWN_KEYS else ("source",)), key))
+        draft.remove((*DATA, key))
+        text = inline(entry.node)
+        change = Change(key=f"data.{key}", was=text, now=f"{home}: {text}", why=rows[key].why, mark=entry.mark)
+        draft.changes.append(change)
+    draft.set((*DATA, "components", SINGLE), component, old=f"data.{keys[0]}", mark=moved.entries[0].mark)
+
+
+def _mixture(draft: Draft, old: Entry) -> None:
+    if not isinstance(old.node, MapNode):
+        draft.wrong(old, "data.configs", f"expected a mapping of named sources, got {inline(old.node)}")
+        return
+    components = []
+    for entry in old.node:
+        path = (*DATA, "components", entry.key)
+        if isinstance(entry.node, MapNode):
+            node = _known(draft, entry.node, f"data.configs.{entry.key}")
+            components.append(Entry(key=entry.key, node=_component(draft, node, path), mark=entry.mark))
+        else:
+            draft.wrong(entry, f"data.configs.{entry.key}", f"expected a mapping, got {inline(entry.node)}")
+    draft.remove((*DATA, "configs"))
+    new = MapNode(entries=tuple(components), mark=old.mark)
+    draft.set((*DATA, "components"), new, old="data.configs", mark=old.mark)
+    names = ", ".join(entry.key for entry in components)
+    row = next(row for row in DATA_KEYS if row.name == "configs")
+    change = Change(
+        key="data.configs", was=f"{{{names}}}", now=f"data.components: {{{names}}}", why=row.why, mark=old.mark
+    )
+    draft.changes.append(change)
+
+
+def _known(draft: Draft, source: MapNode, where: str) -> MapNode:
+    """An old source without the keys that sources did not have; each of them is a problem."""
+    keys = (*_URL_KEYS, *_HF_KEYS, *_OWN_KEYS, "cache_dir")
+    for entry in source:
+        if entry.key not in (*keys, *_BESIDE):
+            hint = did_you_mean(entry.key, keys) or f"; valid keys here are {', '.join(keys)}"
+            draft.wrong(entry, f"{where}.{entry.key}", f"unknown key{hint}")
+            source = source.without(entry.key)
+    return source
+
+
+def _component(draft: Draft, source: MapNode, path: Keys) -> MapNode:
+    """An old source as a component: its own keys under `source`, the rest beside it."""
+    inner = [entry for entry in source if entry.key in (*_URL_KEYS, *_HF_KEYS)]
+    if "id" in source:
+        kind = Entry(key="type", node=from_plain("hf", source.mark), mark=source.mark)
+        inner = [kind, *inner]
+    beside = [entry for entry in source if entry not in inner]
+    beside = [_format(draft, entry, path) if entry.key == "format" else entry for entry in beside]
+    if not inner:
+        return MapNode(entries=tuple(beside), mark=source.mark)  # what was tokenized before, and nothing else
+    node = MapNode(entries=tuple(inner), mark=source.mark)
+    return MapNode(entries=(Entry(key="source", node=node, mark=source.mark), *beside), mark=source.mark)
+
+
+def _format(draft: Draft, entry: Entry, path: Keys) -> Entry:
+    """The format of an old source; a supervised one had other key names and other defaults."""
+    node = entry.node
+    if not isinstance(node, MapNode):
+        return entry
+    kind = node.get("type")
+    if not isinstance(kind, Scalar) or kind.text != "supervised":
+        return entry
+    for row in FORMAT_KEYS:
+        given = node.entry(row.name)
+        if row.new in node:
+            if given is not None:
+                message = f"contradicts `{row.new}` beside it: they are one key, renamed"
+                draft.wrong(given, ".".join((*path, "format", row.name)), message)
+            continue
+        value: Node = from_plain(row.default, entry.mark) if given is None else given.node
+        mark = entry.mark if given is None else given.mark
+        node = node.without(row.name).with_entry(Entry(key=row.new, node=value, mark=mark))
+        key = ".".join((*path, "format", row.name))
+        was = f"(absent, {row.default})" if given is None else inline(value)
+        change = Change(key=key, was=was, now=f"{row.new}: {inline(value)}", why=row.why, mark=given and given.mark)
+        draft.changes.append(change)
+    return Entry(key=entry.key, node=node, mark=entry.mark)
+
+
+def _renamed_formats(draft: Draft) -> None:
+    """Renames the keys of supervised formats in components that were written as components."""
+    components = draft.block((*DATA, "components"))
+    for name in components.keys if components is not None else ():
+        block: Keys = (*DATA, "components", name, "format")
+        for row in FORMAT_KEYS:
+            entry = draft.entry((*block, row.name))
+            if entry is not None:
+                draft.move(row, entry, block, [((*block, row.new), entry.node)])
+
+
+def _set_shuffle(draft: Draft, block: MapNode) -> None:
+    row = next(row for row in DATA_KEYS if row.name == "shuffle")
+    draft.set((*DATA, "shuffle"), False, old="data.shuffle", mark=block.mark)
+    change = Change(key="data.shuffle", was="(absent, false)", now="data.shuffle: false", why=row.why)
+    draft.changes.append(change)

@@ -1,0 +1,132 @@
+"""Upstream's options that are read and not carried: asking for one is refused, or said to have no effect.
+
+No configuration class has these keys. They are taken out of a document before it is decoded, so documents of either
+generation keep working; what a document *asks for* this way (anything but null, false or `none`) travels beside the
+configuration, in `levanter.config.Written`, and becomes a check of the run's plan. To carry one of them, give it to
+its class and take its row away.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from levanter.config.upstream.changes import Keys, removed
+from levanter.config.yaml_nodes import MapNode, to_plain
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotCarried:
+    """A key that is read and not carried.
+
+    Attributes:
+        block: the mapping it stands in; "" for the document.
+        name: the key.
+        why: the reason, or what there is instead.
+        refused: whether asking for it is an error; otherwise it has no effect, and that is said.
+        beside: keys of the entry points that had it, at the top: one of them is enough to tell.
+    """
+
+    block: str
+    name: str
+    why: str
+    refused: bool = True
+    beside: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """The key with the block it stands in, dotted."""
+        return f"{self.block}.{self.name}".lstrip(".")
+
+    @property
+    def path(self) -> Keys:
+        """Where it stands in a document."""
+        return (*filter(None, (self.block,)), self.name)
+
+    @property
+    def message(self) -> str:
+        """What is said where a run asks for it."""
+        return f"{self.key}: {self.why}" if self.refused else f"{self.key}: no effect; {self.why}"
+
+    def is_of(self, takes: Collection[str]) -> bool:
+        """Whether it was a key of the class that has the keys `takes`, and is not one again."""
+        return self.name not in takes and (not self.beside or any(name in takes for name in self.beside))
+
+
+_HLO = "`levanter.main.plan … --keep_hlo FOLDER` writes the programs"
+_LATER = "not supported yet; set it to false"
+_TRAIN, _EVAL, _SERVE = "z_loss_weight", "max_eval_length", "drain_seconds"
+
+NOT_CARRIED: tuple[NotCarried, ...] = (
+    NotCarried(block="", name="log_entropy", why=_LATER, beside=(_TRAIN, _EVAL)),
+    NotCarried(block="", name="log_top2_gap", why=_LATER, beside=(_EVAL,)),
+    NotCarried(block="", name="log_param_stats", why=_LATER, beside=(_EVAL,)),
+    NotCarried(
+        block="",
+        name="hf_upload",
+        why="exports are written but not uploaded; leave it out and run `hf upload` on the folder",
+        beside=(_TRAIN,),
+    ),
+    NotCarried(
+        block="",
+        name="pad_tokenizer_to_match_model",
+        why="not needed: a tokenizer may have fewer ids than the model's vocabulary; leave it out",
+        beside=(_TRAIN,),
+    ),
+    NotCarried(
+        block="",
+        name="quantize",
+        why="training updates its weights, and 8-bit integers take no updates; leave it out, and quantize what was "
+        "trained: eval_lm, viz_logprobs, eval_careless_lm, eval_sliding_lm, generate and sample_lm have this key",
+        beside=(_TRAIN,),
+    ),
+    NotCarried(
+        block="",
+        name="batch_timeout",
+        why="nothing waits for other requests: a prompt is begun as soon as a row is free; leave it out",
+        beside=(_SERVE,),
+    ),
+    NotCarried(
+        block="trainer",
+        name="quantization",
+        why="not supported yet, and it would change the results; set it to null",
+    ),
+    NotCarried(
+        block="trainer", name="use_explicit_mesh_axes", why="not supported; mesh axes are of JAX's automatic type"
+    ),
+    NotCarried(
+        block="trainer",
+        name="shutdown_at_exit",
+        why="not supported: a run does not shut down its machine; do that after the command",
+    ),
+    NotCarried(block="trainer", name="log_jaxprs", why=_HLO, refused=False),
+    NotCarried(block="trainer", name="log_xla_hlo", why=_HLO, refused=False),
+)
+"""Every such key, in the order in which they are reported."""
+
+
+def rows_of(path: Keys, takes: Collection[str]) -> Mapping[str, NotCarried]:
+    """The rows of the mapping at `path` by name, for a document whose class takes the keys `takes` at the top."""
+    found = (row for row in NOT_CARRIED if row.path[:-1] == path)
+    return {row.name: row for row in found if path or row.is_of(takes)}
+
+
+def asks(value: object) -> bool:
+    """Whether a value asks for something."""
+    return value not in (None, False, "none", "")
+
+
+def take_out(document: MapNode, takes: Collection[str]) -> tuple[MapNode, tuple[NotCarried, ...]]:
+    """A document without these keys, and the rows of those that ask for something.
+
+    Args:
+        document: in today's spelling otherwise.
+        takes: the keys that its class takes at the top.
+    """
+    asked = []
+    for row in (*rows_of((), takes).values(), *rows_of(("trainer",), takes).values()):
+        entry = document.at(row.path)
+        if entry is None:
+            continue
+        if asks(to_plain(entry.node)):
+            asked.append(row)
+        document = removed(document, row.path)
+    return document, tuple(asked)

@@ -1,0 +1,378 @@
+"""Sequences for evaluation: every token behind a document's first is scored exactly once.
+
+The documents of a set are tokenized (with BOS and EOS as configured) and laid end to end in one *stream*. Rows of
+`max_length` tokens are cut from it so that neighbours share one token:
+
+    stream   d₀ d₀ d₀ d₀ d₀ d₁ d₁ …
+    row 0    d₀ d₀ d₀ d₀                  scores stream tokens 1, 2, 3
+    row 1             d₀ d₀ d₁ d₁         scores 4 (given 3 only), and 6; not 5, which begins a document
+
+The log-probability at position t of a row belongs to the row's token t+1, so a row of L tokens scores up to L−1, and
+the shared token is context in the later row and scored in the earlier one. *Segment ids* number the documents of a row:
+no token sees another document. What a row does not show is that a document split at a row border continues without the
+context on the other side: longer rows, better numbers. Sets do not share rows; a set's last row is padded, and masked.
+
+Rows are arithmetic on the stream: any row, and any batch, is made when asked for, the same on every process.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from levanter.data.errors import DataError
+from levanter.data.eval_sets import EvaluationSet
+from levanter.data.readers import Document
+from levanter.data.targets import next_tokens
+from levanter.data.tokenizer import Tokenizer
+
+PADDING_SEGMENT = -1
+CHUNK_CHARS = 1_000_000
+"""Characters handed to the tokenizer at once, which keeps progress smooth and memory flat."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetSpan:
+    """Where a set lies in the stream and among the rows.
+
+    Attributes:
+        name, tags: as in the `EvaluationSet`.
+        documents: documents with at least one token.
+        start, stop: its part of the stream.
+        first_row, rows: its rows.
+        skipped: empty documents, which are left out.
+        chars: characters read.
+        stride: tokens from one row's beginning to the next one's; None for one less than a row has, so that neighbours
+            share one. Rows that are given as rows share none.
+    """
+
+    name: str
+    tags: tuple[str, ...]
+    documents: int
+    start: int
+    stop: int
+    first_row: int
+    rows: int
+    skipped: int
+    chars: int
+    stride: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the set, those that begin a document included."""
+        return self.stop - self.start
+
+    @property
+    def scored_tokens(self) -> int:
+        """Tokens that are predicted: all but the first of each document."""
+        return self.tokens - self.documents
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EvalRows:
+    """Some rows as arrays; `position` is the row's length, `max_length`.
+
+    Attributes:
+        rows: int64 `[batch]`, the index of each row among all; −1 for a padding row.
+        tokens: int32 `[batch, position]`; 0 where padded.
+        targets: int32 `[batch, position]`, the token behind each position, see `next_tokens`.
+        loss_mask: bool `[batch, position]`; whether the token *behind* this position is scored here.
+        segment_ids: int32 `[batch, position]`, numbering the documents of each row from 0; −1 where padded.
+        scored_tokens: int64 `[batch]`, how many tokens the row scores.
+        scored_bytes: int64 `[batch]`, the UTF-8 bytes that these stand for.
+    """
+
+    rows: np.ndarray
+    tokens: np.ndarray
+    targets: np.ndarray
+    loss_mask: np.ndarray
+    segment_ids: np.ndarray
+    scored_tokens: np.ndarray
+    scored_bytes: np.ndarray
+
+    @property
+    def inputs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What a Program that scores them takes beside the model: tokens, targets, segments."""
+        return self.tokens, self.targets, self.segment_ids
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EvalSequences:
+    """The sets of an evaluation as one stream and its rows.
+
+    Attributes:
+        max_length: tokens in a row.
+        sets: the sets in order.
+        stream: int32 `[tokens]`, all sets end to end.
+        document_starts: int64 `[documents]`, ascending: where each document begins in the stream.
+        byte_lengths: int32 `[vocab]`.
+        separate_documents: whether documents get segments of their own.
+        counts: bool `[tokens]`, whether a token is scored where it is predicted; None for all.
+        real: bool `[tokens]`, false where a row that is given as a row is padded; None where none is.
+    """
+
+    max_length: int
+    sets: tuple[SetSpan, ...]
+    stream: np.ndarray
+    document_starts: np.ndarray
+    byte_lengths: np.ndarray
+    separate_documents: bool = True
+    counts: np.ndarray | None = None
+    real: np.ndarray | None = None
+
+    @property
+    def token_count(self) -> int:
+        """Tokens of all sets, padding left out."""
+        return len(self.stream) if self.real is None else int(self.real.sum())
+
+    @property
+    def row_count(self) -> int:
+        """Rows of all sets together."""
+        return sum(span.rows for span in self.sets)
+
+    def selected_rows(self, max_rows_per_set: int | None = None) -> np.ndarray:
+        """The row indices to evaluate: all, or the first so many of each set."""
+        return np.concatenate(
+            [
+                np.arange(span.first_row, span.first_row + _at_most(span.rows, max_rows_per_set), dtype=np.int64)
+                for span in self.sets
+            ]
+        )
+
+    def set_of(self, rows: np.ndarray) -> np.ndarray:
+        """The index of the set that each row belongs to."""
+        first_rows = np.array([span.first_row for span in self.sets], np.int64)
+        return np.searchsorted(first_rows, rows, side="right") - 1
+
+    def places(self, rows: np.ndarray) -> np.ndarray:
+        """int64 `[rows, position]`: where in the stream each position of these rows is, beyond its end where padded."""
+        set_index = self.set_of(np.maximum(rows, 0))
+        first_row = np.array([span.first_row for span in self.sets], np.int64)[set_index]
+        start = np.array([span.start for span in self.sets], np.int64)[set_index]
+        strides = [self.max_length - 1 if span.stride is None else span.stride for span in self.sets]
+        begin = start + (rows - first_row) * np.array(strides, np.int64)[set_index]
+        return begin[:, None] + np.arange(self.max_length)[None, :]
+
+    def take(self, rows: np.ndarray) -> EvalRows:
+        """The rows with these indices as arrays; −1 makes a padding row, which scores nothing."""
+        rows = np.asarray(rows, np.int64)
+        assert rows.ndim == 1 and (rows < self.row_count).all() and (rows >= -1).all(), rows
+        set_index = self.set_of(np.maximum(rows, 0))
+        stop = np.array([span.stop for span in self.sets], np.int64)[set_index]
+        places = self.places(rows)
+        real = (places < stop[:, None]) & (rows >= 0)[:, None]
+        places = np.clip(places, 0, len(self.stream) - 1)
+        if self.real is not None:
+            real &= self.real[places]
+        tokens = np.where(real, self.stream[places], np.int32(0))
+        document = np.searchsorted(self.document_starts, places, side="right") - 1
+        mask = np.zeros_like(real)
+        mask[:, :-1] = real[:, 1:] & (document[:, 1:] == document[:, :-1])
+        if self.counts is not None:
+            mask[:, :-1] &= self.counts[places[:, 1:]]
+        segments = document - document[:, :1] if self.separate_documents else np.zeros_like(document)
+        segment_ids = np.where(real, segments, PADDING_SEGMENT).astype(np.int32)
+        target_bytes = np.zeros(tokens.shape, np.int64)
+        target_bytes[:, :-1] = self.byte_lengths[tokens[:, 1:]]
+        return EvalRows(
+            rows=rows,
+            tokens=tokens,
+            targets=next_tokens(tokens, segment_ids),
+            loss_mask=mask,
+            segment_ids=segment_ids,
+            scored_tokens=mask.sum(axis=1, dtype=np.int64),
+            scored_bytes=np.where(mask, target_bytes, 0).sum(axis=1),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EvalBatches:
+    """The rows of an evaluation in batches of one size; the last one is filled up with padding rows.
+
+    `batches[step]` is a pure function of the step. Every process makes the same global batches and hands its devices
+    their part.
+    """
+
+    sequences: EvalSequences
+    batch_size: int
+    max_rows_per_set: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"the evaluation batch size must be at least 1, got {self.batch_size}")
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """The rows that are evaluated, in order."""
+        return self.sequences.selected_rows(self.max_rows_per_set)
+
+    def __len__(self) -> int:
+        return -(-len(self.rows) // self.batch_size)
+
+    def __getitem__(self, step: int) -> EvalRows:
+        if not 0 <= step < len(self):
+            raise IndexError(step)
+        rows = np.full(self.batch_size, -1, np.int64)
+        chosen = self.rows[step * self.batch_size : (step + 1) * self.batch_size]
+        rows[: len(chosen)] = chosen
+        return self.sequences.take(rows)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenizedText:
+    """A set of text as ids.
+
+    Attributes:
+        ids: int32 `[tokens]`, its documents end to end.
+        lengths: int64 `[documents]`, the tokens of each.
+        skipped: empty documents, which are left out.
+        chars: characters that were read.
+    """
+
+    ids: np.ndarray
+    lengths: np.ndarray
+    skipped: int
+    chars: int
+
+
+def build_sequences(
+    sets: Sequence[EvaluationSet],
+    tokenizer: Tokenizer,
+    *,
+    max_length: int,
+    enforce_bos: bool = True,
+    enforce_eos: bool = True,
+    separate_documents: bool = True,
+    vocab_size: int | None = None,
+    on_progress: Callable[[int], None] | None = None,
+    stored: "Callable[[EvaluationSet], TokenizedText | None]" = lambda _: None,
+) -> EvalSequences:
+    """Reads and tokenizes sets into rows of `max_length` tokens.
+
+    Args:
+        sets: what to read.
+        tokenizer: text to ids.
+        max_length: tokens in a row, at least 2.
+        enforce_bos: whether documents begin with BOS, if the tokenizer has one. With it every token of the text is
+            scored; without it a document's first token is context only.
+        enforce_eos: whether documents end with EOS, if the tokenizer has one; it is scored and stands for no bytes.
+        separate_documents: whether a token sees only its own document (`block_cross_document_attention`). Which tokens
+            are scored does not depend on it.
+        vocab_size: the model's vocabulary; ids beyond it are an error.
+        on_progress: told the characters tokenized so far.
+        stored: a set's text where it is tokenized already.
+
+    Raises:
+        DataError: a set without a token to score; an id outside the vocabulary; and whatever is wrong in a file.
+        MissingFileError: a file is gone.
+    """
+    if max_length < 2:
+        raise ValueError(f"max_eval_length must be at least 2 (a token and the next), got {max_length}")
+    if not sets:
+        raise DataError("no data set to evaluate")
+    byte_lengths = np.asarray(tokenizer.byte_lengths(), np.int32)
+    assert byte_lengths.shape == (tokenizer.vocab_size,), byte_lengths.shape
+    bos = tokenizer.bos_id if enforce_bos else None
+    eos = tokenizer.eos_id if enforce_eos else None
+    pieces: list[np.ndarray] = []
+    lengths: list[np.ndarray] = []
+    spans: list[SetSpan] = []
+    start = first_row = chars = 0
+    for one in sets:
+        text = stored(one) or _tokenize(
+            one,
+            tokenizer,
+            bos=bos,
+            eos=eos,
+            limit=tokenizer.vocab_size if vocab_size is None else vocab_size,
+            on_progress=None if on_progress is None else _shifted(on_progress, chars),
+        )
+        chars += text.chars
+        tokens, documents = len(text.ids), int(np.count_nonzero(text.lengths))
+        if tokens - documents < 1:
+            what = "no text" if documents == 0 else "no document with at least two tokens"
+            raise DataError(f"data set {one.name!r} is empty: {what} in {'; '.join(map(str, one.parts))}")
+        rows = -(-(tokens - 1) // (max_length - 1))
+        spans.append(
+            SetSpan(
+                name=one.name,
+                tags=one.tags,
+                documents=documents,
+                start=start,
+                stop=start + tokens,
+                first_row=first_row,
+                rows=rows,
+                skipped=text.skipped,
+                chars=text.chars,
+            )
+        )
+        pieces.append(text.ids)
+        lengths.append(text.lengths[text.lengths > 0])
+        start += tokens
+        first_row += rows
+    all_lengths = np.concatenate(lengths)
+    return EvalSequences(
+        max_length=max_length,
+        sets=tuple(spans),
+        stream=np.concatenate(pieces),
+        document_starts=np.concatenate([[0], np.cumsum(all_lengths)[:-1]]).astype(np.int64),
+        byte_lengths=byte_lengths,
+        separate_documents=separate_documents,
+    )
+
+
+def _tokenize(
+    one: EvaluationSet,
+    tokenizer: Tokenizer,
+    *,
+    bos: int | None,
+    eos: int | None,
+    limit: int,
+    on_progress: Callable[[int], None] | None,
+) -> TokenizedText:
+    before = np.array([] if bos is None else [bos], np.int32)
+    after = np.array([] if eos is None else [eos], np.int32)
+    pieces: list[np.ndarray] = []
+    lengths: list[int] = []
+    waiting: list[Document] = []
+    waiting_chars = chars = skipped = 0
+
+    def flush() -> None:
+        nonlocal waiting_chars, chars
+        for document, ids in zip(waiting, tokenizer.encode_batch([d.text for d in waiting]), strict=True):
+            ids = np.concatenate([before, np.asarray(ids, np.int32), after])
+            outside = ids[(ids < 0) | (ids >= limit)]
+            if len(outside):
+                raise DataError(
+                    f"{document.origin}: token id {outside[0]} is outside the model's vocabulary of {limit}; "
+                    f"tokenizer {tokenizer.name} ({tokenizer.vocab_size} ids) and model do not match"
+                )
+            pieces.append(ids)
+            lengths.append(len(ids))
+        chars += waiting_chars
+        waiting.clear()
+        waiting_chars = 0
+        if on_progress is not None:
+            on_progress(chars)
+
+    for document in one.documents():
+        if not document.text:
+            skipped += 1
+            continue
+        waiting.append(document)
+        waiting_chars += len(document.text)
+        if waiting_chars >= CHUNK_CHARS:
+            flush()
+    if waiting:
+        flush()
+    stream = np.concatenate(pieces) if pieces else np.array([], np.int32)
+    return TokenizedText(ids=stream, lengths=np.array(lengths, np.int64), skipped=skipped, chars=chars)
+
+
+def _shifted(on_progress: Callable[[int], None], base: int) -> Callable[[int], None]:
+    return lambda done: on_progress(base + done)
+
+
+def _at_most(count: int, limit: int | None) -> int:
+    return count if limit is None else min(count, limit)

@@ -1,0 +1,97 @@
+"""The texts on which models are compared byte by byte: the first documents of each set, cut to so many bytes.
+
+A pair of input and target is one text, of which only the bytes of the target count.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from levanter.data.documents import FileDocuments
+from levanter.data.errors import DataError
+from levanter.data.eval_sets import EvaluationSet
+from levanter.data.formats import LmDatasetFormatBase, SupervisedLmDatasetFormat, TextLmDatasetFormat, format_name
+from levanter.data.readers import read_documents, read_records
+from levanter.data.record_values import record_value
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedText:
+    """A document as it is compared.
+
+    Attributes:
+        name: of its set.
+        tags: those under which the set's numbers are aggregated, its own name last.
+        shard: the file that it is in.
+        row: its number in that file, from 0.
+        text: what models see.
+        begin: the byte from which on it counts.
+    """
+
+    name: str
+    tags: tuple[str, ...]
+    shard: str
+    row: int
+    text: str
+    begin: int = 0
+
+
+def compared_texts(
+    sets: Sequence[EvaluationSet], *, max_documents: int | None, max_bytes: int | None
+) -> tuple[ComparedText, ...]:
+    """Reads the documents of sets, in their order.
+
+    Args:
+        sets: what to read: texts, or pairs of input and target.
+        max_documents: of each set; None for all.
+        max_bytes: of a document, cut at a character; None for all.
+
+    Raises:
+        DataError: a set of another format, or without a document that counts; whatever is wrong in a file.
+        MissingFileError: a file is gone.
+    """
+    found = []
+    for one in sets:
+        before = len(found)
+        for document in _documents(one):
+            if max_documents is not None and len(found) - before >= max_documents:
+                break
+            text = document.text if max_bytes is None else cut(document.text, max_bytes)
+            if len(text.encode()) > document.begin:
+                found.append(ComparedText(**{**vars(document), "text": text}))
+        if len(found) == before:
+            raise DataError(f"data set {one.name!r} is empty: no text in {'; '.join(map(str, one.parts))}")
+    return tuple(found)
+
+
+def cut(text: str, max_bytes: int) -> str:
+    """As many whole characters of the beginning as fit into so many bytes."""
+    content = text.encode()
+    return text if len(content) <= max_bytes else content[:max_bytes].decode(errors="ignore")
+
+
+def _documents(one: EvaluationSet) -> Iterator[ComparedText]:
+    for part in one.parts:
+        if not isinstance(part, FileDocuments):
+            for row, document in enumerate(part):
+                yield ComparedText(name=one.name, tags=one.tags, shard=str(part), row=row, text=document.text)
+            continue
+        for path in part.paths:
+            for row, (text, begin) in enumerate(_of_file(one.name, path, part.format)):
+                yield ComparedText(name=one.name, tags=one.tags, shard=path, row=row, text=text, begin=begin)
+
+
+def _of_file(name: str, path: str, format: LmDatasetFormatBase) -> Iterator[tuple[str, int]]:
+    if isinstance(format, TextLmDatasetFormat):
+        for document in read_documents(path, format):
+            yield document.text, 0
+        return
+    if not isinstance(format, SupervisedLmDatasetFormat):
+        raise DataError(
+            f"data set {name!r}: texts and pairs of input and target (`text`, `supervised`) are compared byte by byte; "
+            f"`{format_name(format)}` is not"
+        )
+    if isinstance(format.separate_with, int):
+        raise DataError(f"data set {name!r}: format.separate_with: a token's id has no text; name the text itself")
+    for record, origin in read_records(path):
+        given = record_value(record, format.input_key, str, origin) + (format.separate_with or "")
+        yield given + record_value(record, format.target_key, str, origin), len(given.encode())

@@ -1,0 +1,182 @@
+"""The sandbox that chat templates run in: a template is data, and must take neither the machine's memory nor its time.
+
+Jinja's own sandbox keeps a template from Python's inside. It does not keep it from `"a" * 10**12`, from a list that
+doubles itself, or from loops in loops. Here every operation that makes something larger than its operands is looked at
+before it is done, every text is bounded (`levanter.base.input_limits`), and a template that still runs after its time
+is stopped.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.visitor import NodeTransformer
+
+from levanter.base.input_limits import TEMPLATE_CHARACTERS, TEMPLATE_ITEMS, TEMPLATE_SECONDS
+from levanter.base.time_limit import TookTooLong, time_limit
+
+_LARGEST_POWER = 10_000
+"""Bits of a number that a template may raise to."""
+_WIDTH = re.compile(r"\d{7,}|\*")
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox with bounds on what templates make."""
+
+    intercepted_binops = frozenset(("*", "**", "+", "%"))
+
+    def __init__(self, extensions: Sequence[str | type[Extension]] = ()):
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+        self.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+        self.filters = {name: _bounded(name, each) for name, each in self.filters.items()}
+        self.globals["raise_exception"] = _refuse
+        self.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+        self.globals.pop("lipsum", None)
+
+    def concat(self, pieces: Iterable[str]) -> str:  # type: ignore[override]
+        """What the compiled template joins its output with."""
+        kept, size = [], 0
+        for piece in pieces:
+            size += len(piece)
+            _require(size, "its text has")
+            kept.append(piece)
+        return "".join(kept)
+
+    def joined(self, *parts: object) -> str:
+        """`a ~ b`."""
+        return self.concat(map(str, parts))
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        return _Concatenations(self).visit(super()._parse(source, name, filename))
+
+    def call_binop(self, context: Context, operator: str, left: object, right: object) -> object:
+        """An operation, unless its result is out of bounds."""
+        if operator == "**":
+            if not isinstance(left, int | float) or not isinstance(right, int | float):
+                raise SecurityError("a power of something that is not a number")
+            if abs(right) * math.log2(abs(left) + 2) > _LARGEST_POWER:
+                raise SecurityError(f"a number of more than {_LARGEST_POWER:,} bits")
+        elif operator == "*":
+            for value, times in ((left, right), (right, left)):
+                if isinstance(times, int) and isinstance(value, str | list | tuple):
+                    _require_of(value, len(value) * times)
+                if isinstance(value, int) and value.bit_length() > _LARGEST_POWER:
+                    raise SecurityError(f"a number of more than {_LARGEST_POWER:,} bits")
+        elif operator == "+" and isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
+            _require_of(left, len(left) + len(right))
+        elif operator == "%" and isinstance(left, str):
+            _check_format(left)
+            _require(len(left) + _characters(right), "a text has")
+        return super().call_binop(context, operator, left, right)
+
+    def call(self, __context: Context, __obj: object, *args: object, **kwargs: object) -> object:
+        """A call, unless its result is out of bounds."""
+        # Jinja wraps `str.format` in a function of its own.
+        own = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
+        if isinstance(own, str):
+            _check(getattr(__obj, "__name__", ""), (own, *args), kwargs)
+        return super().call(__context, __obj, *args, **kwargs)
+
+
+class _Concatenations(NodeTransformer):
+    """Puts a call of `Sandbox.joined` in the place of each `~`, which Jinja does not let a sandbox look at."""
+
+    def __init__(self, environment: Sandbox):
+        self._environment = environment
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        node = self.generic_visit(node)  # type: ignore[assignment]
+        call = nodes.Call(nodes.EnvironmentAttribute("joined"), list(node.nodes), [], None, None)
+        return call.set_lineno(node.lineno).set_environment(self._environment)
+
+
+def run(render: Callable[[], str]) -> str:
+    """What a template makes, within its time.
+
+    Raises:
+        TemplateError: it takes too long, goes too deep, or makes too much.
+    """
+    try:
+        with time_limit(TEMPLATE_SECONDS):
+            return render()
+    except TookTooLong:
+        raise SecurityError(f"it takes more than {TEMPLATE_SECONDS:g} s for one conversation") from None
+    except RecursionError:
+        raise SecurityError("it recurses endlessly") from None
+    except (OverflowError, MemoryError) as error:
+        raise SecurityError(f"it produces something too large ({error})") from None
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _bounded(name: str, made: Callable[..., object]) -> Callable[..., object]:
+    """A filter that looks at what it is given first."""
+
+    def checked(*args: object, **kwargs: object) -> object:
+        _check(name, args, kwargs)
+        return made(*args, **kwargs)
+
+    for mark in ("jinja_pass_arg", "jinja_async_variant"):
+        if hasattr(made, mark):
+            setattr(checked, mark, getattr(made, mark))
+    return checked
+
+
+def _check(name: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+    """Refuses a call of a filter or a method of text whose result could be out of bounds."""
+    given = [*args, *kwargs.values()]
+    for value in given:
+        if isinstance(value, int) and not isinstance(value, bool) and abs(value) > TEMPLATE_ITEMS:
+            raise SecurityError(f"{name}: {value:.3g} is more than {TEMPLATE_ITEMS:,}, the limit for a template")
+    texts = [value for value in given if isinstance(value, str)]
+    if name in ("format", "format_map") and texts:
+        _check_format(texts[0])
+    largest = max([0, *(value for value in given if isinstance(value, int))])
+    for value in given:
+        if isinstance(value, list | tuple):
+            longest = max(map(len, texts), default=0)
+            _require(_characters(value) + longest * len(value), "a text has")
+    if name == "replace" and len(texts) >= 3:
+        text, old, new = texts[0], texts[1], texts[2]
+        times = text.count(old) if old else len(text) + 1
+        _require(len(text) + times * max(0, len(new) - len(old)), "a text has")
+    elif name in ("indent", "expandtabs", "wordwrap", "urlize") and texts:
+        most = max([largest, *map(len, texts[1:])], default=0) or 8
+        lines = texts[0].count("\n") + texts[0].count("\t") + 1
+        _require(len(texts[0]) + lines * most, "a text has")
+    elif len(texts) > 1 and name in ("join", "translate"):
+        _require(math.prod(len(text) + 1 for text in texts), "a text has")
+
+
+def _check_format(text: str) -> None:
+    if _WIDTH.search(text):
+        raise SecurityError("a width in a format is longer than a template's text may be")
+
+
+def _characters(value: object) -> int:
+    """How many characters a value has at most when it is written, texts in lists included."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, list | tuple):
+        return sum(len(each) if isinstance(each, str) else 24 for each in value)
+    return 24
+
+
+def _require_of(value: str | list | tuple, size: int) -> None:
+    if isinstance(value, str):
+        _require(size, "a text has")
+    elif size > TEMPLATE_ITEMS:
+        raise SecurityError(f"a list of more than {TEMPLATE_ITEMS:,} items, the limit for a template")
+
+
+def _require(size: int, what: str) -> None:
+    if size > TEMPLATE_CHARACTERS:
+        raise SecurityError(f"{what} more than {TEMPLATE_CHARACTERS:,} characters, the limit for a template")

@@ -1,0 +1,413 @@
+"""Building training data: resolve, tokenize what is missing, lay documents into rows, mix.
+
+The order of things is chosen so that what is wrong is said early: names first, then token stores that were made from
+something else, and only then is anything tokenized.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from levanter.data.cache_staleness import refuse_stale
+from levanter.data.component_formats import FORMATS
+from levanter.data.config import BlockShuffleConfig, LmDataConfig
+from levanter.data.conversations import ChatEncoder, chat_template, described
+from levanter.data.documents import Formats
+from levanter.data.encoders import PrebuiltEncoder, SupervisedEncoder, TextEncoder
+from levanter.data.errors import DataError, raise_problems
+from levanter.data.formats import (
+    ChatLmDatasetFormat,
+    PrebuiltLmDatasetFormat,
+    PreferenceChatLmDatasetFormat,
+    SupervisedLmDatasetFormat,
+    TextLmDatasetFormat,
+)
+from levanter.data.manifest import StoreError, StoreIdentity, compare
+from levanter.data.mixture import plan_mixture
+from levanter.data.pairs import SIDES, pair_rows
+from levanter.data.preference import PairDocuments, PairEncoder, described_pairs, pair_template
+from levanter.data.preview import marked_sample
+from levanter.data.rows import ConcatenatedRows, Overlength, Rows, TrainRows, packed_rows
+from levanter.data.shuffle import Identity, Permutation, permutation, subkey
+from levanter.data.store import Tokens, open_store
+from levanter.data.store_build import BuildProgress, Encoder, build_store, tokenize_in_memory
+from levanter.data.tokenizer import Tokenizer
+from levanter.data.train_dataset import BatchSchedule, SetRows, TrainingData
+from levanter.data.train_sets import TrainingSet, TrainingSets, resolve_training
+
+
+def build_training(
+    config: LmDataConfig,
+    tokenizer: Tokenizer,
+    *,
+    positions: int,
+    batch_sizes: Sequence[tuple[int, int]],
+    seed: int,
+    vocab_size: int | None = None,
+    on_progress: Callable[[BuildProgress], None] | None = None,
+    formats: Formats = FORMATS,
+    last_held_out: float = 0.0,
+) -> TrainingData:
+    """Tokenizes what is not tokenized yet, and opens the rows of a training run.
+
+    Args:
+        config: the `data:` block.
+        tokenizer: text to ids.
+        positions: tokens in a row, at least 2.
+        batch_sizes: (first step, rows), ascending from step 0.
+        seed: of every order.
+        vocab_size: the model's ids; the tokenizer's by default.
+        on_progress: told how far tokenization is, over all sets.
+        formats: of records that are trained on.
+        last_held_out: the share of each set's rows, the last ones, that is kept for validation.
+
+    Raises:
+        DataError: what `resolve_training` finds; token stores that were made from something else or are damaged; sets
+            without text; ids outside the model's vocabulary. Everything of one kind at once.
+    """
+    if positions < 2:
+        raise ValueError(f"train_seq_len must be at least 2 (a token and the next), got {positions}")
+    resolved = resolve_training(config, formats=formats)
+    tokens = build_tokens(config, resolved.sets, tokenizer, on_progress)
+    limit = tokenizer.vocab_size if vocab_size is None else vocab_size
+    raise_problems(list(token_problems(resolved.sets, tokens, limit)))
+    schedule = BatchSchedule.of(batch_sizes)
+    sets, lines_of_sets, problems, samples = [], [], [], []
+    for one, its in zip(resolved.sets, tokens, strict=True):
+        try:
+            rows = lay_rows(config, one, its, positions)
+            share = last_held_out
+            sets.append(_set_rows(config, one.name, rows, first_batch=schedule.sizes[0], seed=seed, share=share))
+        except DataError as error:
+            problems.append(str(error))
+            continue
+        lines_of_sets.append(_described(one, its, sets[-1], tokenizer))
+        if isinstance(one.format, ChatLmDatasetFormat):
+            samples.append(marked_sample(one.name, its, tokenizer))
+        elif isinstance(one.format, PreferenceChatLmDatasetFormat):
+            what = [f"the first pair, {side}" for side in SIDES]
+            samples += [marked_sample(one.name, its, tokenizer, number=n, what=each) for n, each in enumerate(what)]
+    raise_problems(problems)
+    mixture = plan_mixture(
+        [(schedule.first_draw(step), weights) for step, weights in resolved.stages],
+        [one.name for one in sets],
+        block=config.mixture_block_size,
+        seed=seed,
+    )
+    mixed = [line for line in resolved.describe() if line.startswith("mixture")]
+    lines = (
+        *lines_of_sets,
+        *mixed,
+        f"order: {_shuffle_line(config)}, seed {seed}; stop_strategy {config.stop_strategy}",
+    )
+    ignored = config.ignore_token_id
+    return TrainingData(
+        positions=positions,
+        sets=tuple(sets),
+        mixture=mixture,
+        schedule=schedule,
+        ignored=ignored if ignored is not None and ignored >= 0 else None,
+        draws=mixture.end([one.used for one in sets], config.stop_strategy),
+        described=lines,
+        notes=resolved.notes,
+        samples=tuple(samples),
+    )
+
+
+def _shuffle_line(config: LmDataConfig) -> str:
+    shuffle, kind = config.shuffle, config.permutation_type or "feistel"
+    if isinstance(shuffle, BlockShuffleConfig):
+        block, window = shuffle.io_block_size, shuffle.window_blocks
+        return f"blocks of {block} rows shuffled, then rows within {window} blocks ({shuffle.perm_type})"
+    if shuffle is True:
+        return f"all rows shuffled ({kind})"
+    return f"rows shuffled within eras of {shuffle} ({kind})" if shuffle else "rows in document order"
+
+
+def build_tokens(
+    config: LmDataConfig,
+    sets: Sequence[TrainingSet],
+    tokenizer: Tokenizer,
+    on_progress: Callable[[BuildProgress], None] | None = None,
+) -> list[Tokens]:
+    """The tokens of each set: out of its store, which is built where it is missing, or in memory.
+
+    Raises:
+        StoreError: stores that were made from something else, all of them, before any is built.
+        DataError: a document cannot be read or tokenized.
+    """
+    identities, problems = _identities(config, sets, tokenizer)
+    if problems:
+        raise StoreError("\n".join(problems))
+    sizes = [
+        0 if one.built is not None and one.built.shards is not None else sum(source.size for source in identity.sources)
+        for one, identity in zip(sets, identities, strict=True)
+    ]
+    found: list[Tokens] = []
+    total, before, tokens = max(sum(sizes), 1), 0, 0
+    for one, identity, size in zip(sets, identities, sizes, strict=True):
+
+        def tell(progress: BuildProgress, size: int = size, before: int = before, tokens: int = tokens) -> None:
+            if on_progress is not None:
+                fraction = (before + progress.fraction * size) / total
+                on_progress(BuildProgress(tokens=tokens + progress.tokens, fraction=fraction))
+
+        manifest = one.built
+        if one.folder is not None and (manifest is None or manifest.shards is None):
+            manifest = build_store(one.folder, identity, one.sources(), _encoder(one, identity, tokenizer), tell)
+        if one.folder is not None and manifest is not None:
+            found.append(open_store(one.folder, manifest))
+        else:
+            found.append(tokenize_in_memory(identity, one.sources(), _encoder(one, identity, tokenizer), tell))
+        before += size
+        tokens += int(found[-1].starts[-1]) if size else 0
+    return found
+
+
+def compare_stores(
+    config: LmDataConfig, sets: Sequence[TrainingSet], tokenizer: Tokenizer, *, vocab_size: int
+) -> list[str]:
+    """What is wrong with the token stores that there are already, without reading a token of them.
+
+    Args:
+        config: the `data:` block.
+        sets: from `resolve_training`.
+        tokenizer: the run's.
+        vocab_size: ids that the model tells apart.
+    """
+    _, problems = _identities(config, sets, tokenizer)
+    for one in sets:
+        if one.built is not None and one.built.shards is not None and one.built.largest_id >= vocab_size:
+            problems.append(foreign_ids(one, one.built.largest_id, vocab_size))
+    return problems
+
+
+def template_lines(sets: Sequence[TrainingSet], tokenizer: Tokenizer) -> list[str]:
+    """For each set of conversations its template, and how what counts is found.
+
+    Raises:
+        DataError: a set has no template.
+    """
+    chats = [(one.name, one.format) for one in sets if isinstance(one.format, ChatLmDatasetFormat)]
+    pairs = [(one.name, one.format) for one in sets if isinstance(one.format, PreferenceChatLmDatasetFormat)]
+    return [
+        *(f"{name}: {described(format, tokenizer)}" for name, format in chats),
+        *(f"{name}: pairs; {described_pairs(format, tokenizer)}" for name, format in pairs),
+    ]
+
+
+def _identities(
+    config: LmDataConfig, sets: Sequence[TrainingSet], tokenizer: Tokenizer
+) -> tuple[list[StoreIdentity], list[str]]:
+    """What each set's token store is to be made from, and which stores were made from something else."""
+    identities, problems = [], []
+    for one in sets:
+        try:
+            identity = store_identity(config, one, tokenizer)
+        except StoreError:
+            raise
+        except DataError as error:
+            problems.append(f"data set {one.name!r}: {error}")
+            continue
+        identities.append(identity)
+        if one.built is not None and one.folder is not None:
+            try:
+                compare(one.folder, one.built.identity, identity, sources=one.parts is not None)
+                if one.parts is not None:
+                    refuse_stale(one.folder, one.built, identity)
+            except StoreError as error:
+                problems.append(str(error))
+    return identities, problems
+
+
+def store_identity(config: LmDataConfig, one: TrainingSet, tokenizer: Tokenizer) -> StoreIdentity:
+    """What a set's token store is made from, by the configuration."""
+    around = isinstance(one.format, TextLmDatasetFormat | SupervisedLmDatasetFormat | PreferenceChatLmDatasetFormat)
+    return StoreIdentity(
+        tokenizer=tokenizer.hash,
+        tokenizer_name=tokenizer.name,
+        vocab_size=tokenizer.vocab_size,
+        bos=tokenizer.bos_id if around and config.enforce_bos else None,
+        eos=tokenizer.eos_id if around and config.enforce_eos else None,
+        format=one.format_json(tokenizer),
+        weighted=not isinstance(one.format, TextLmDatasetFormat),
+        sources=tuple(source.describe() for source in one.sources()),
+        groups=config.cache_options.num_shard_groups or 128,
+    )
+
+
+def _encoder(one: TrainingSet, identity: StoreIdentity, tokenizer: Tokenizer) -> Encoder:
+    format = one.format
+    if isinstance(format, PrebuiltLmDatasetFormat):
+        return PrebuiltEncoder(format=format, vocab_size=tokenizer.vocab_size)
+    if isinstance(format, SupervisedLmDatasetFormat):
+        return SupervisedEncoder(format=format, tokenizer=tokenizer, bos=identity.bos, eos=identity.eos)
+    if isinstance(format, ChatLmDatasetFormat):
+        return ChatEncoder(format=format, template=chat_template(format, tokenizer), tokenizer=tokenizer)
+    if isinstance(format, PreferenceChatLmDatasetFormat):
+        template = pair_template(format, tokenizer)
+        pairs = PairEncoder(format=format, template=template, tokenizer=tokenizer, bos=identity.bos, eos=identity.eos)
+        return PairDocuments(pairs=pairs)
+    return TextEncoder(tokenizer=tokenizer, bos=identity.bos, eos=identity.eos, vocab_size=tokenizer.vocab_size)
+
+
+def token_problems(sets: Sequence[TrainingSet], tokens: Sequence[Tokens], vocab_size: int) -> Iterator[str]:
+    """What makes sets useless: no text, ids that the model does not have, nothing that counts in the loss."""
+    for one, its in zip(sets, tokens, strict=True):
+        where = one.folder if one.parts is None else "; ".join(map(str, one.parts))
+        if its.starts[-1] - (len(its.starts) - 1) < 1:
+            what = "no text" if its.starts[-1] == 0 else "no document with at least two tokens"
+            if isinstance(one.format, ChatLmDatasetFormat):
+                what = "no conversation in which the assistant says something"
+            yield f"data set {one.name!r} is empty: {what} in {where}"
+        elif its.largest_id >= vocab_size:
+            yield foreign_ids(one, its.largest_id, vocab_size)
+        elif its.weighted and not counted_tokens(its)[0]:
+            why = _UNCOUNTED[type(one.format)]
+            yield f"data set {one.name!r}: none of its {its.starts[-1]:,} tokens counts in the loss; {why}"
+
+
+_UNCOUNTED: dict[type, str] = {
+    ChatLmDatasetFormat: "nothing that the template rendered is within {% generation %}: do the messages have the "
+    "role that it expects of the assistant?",
+    SupervisedLmDatasetFormat: "all targets are empty",
+    PreferenceChatLmDatasetFormat: "nothing that the assistant says is counted: do the messages have the role that "
+    "the template expects of it?",
+    PrebuiltLmDatasetFormat: "all weights are 0 (format.loss_weights_key)",
+}
+_COUNTED_AT_ONCE = 1 << 22
+
+
+def counted_tokens(tokens: Tokens) -> tuple[int, int]:
+    """How many tokens count in the loss, and of how many: the first of them, more only where none of these counts.
+
+    Args:
+        tokens: documents with weights.
+    """
+    total = int(tokens.starts[-1])
+    counted = stop = 0
+    while stop < total and not counted:
+        begin, stop = stop, min(stop + _COUNTED_AT_ONCE, total)
+        first, behind = np.searchsorted(tokens.starts, [begin, stop], side="right")
+        ends = tokens.starts[first:behind] - 1
+        _, weights = tokens.read(np.array([begin]), np.array([stop - begin]))
+        assert weights is not None
+        # From a document's last token nothing is predicted, whatever its weight.
+        counted += int(np.count_nonzero(weights > 0)) - int(np.count_nonzero(weights[ends - begin] > 0))
+    return counted, stop
+
+
+def foreign_ids(one: TrainingSet, largest: int, vocab_size: int) -> str:
+    """What is said of a set with ids that the model does not have."""
+    where = one.folder if one.parts is None else "; ".join(map(str, one.parts))
+    return (
+        f"data set {one.name!r}: token id {largest} is outside the model's vocabulary of {vocab_size}; "
+        f"{where} and model do not match"
+    )
+
+
+def lay_rows(config: LmDataConfig, one: TrainingSet, tokens: Tokens, positions: int) -> Rows:
+    """How a set's documents lie in rows: `pack` of the component, or what its format says."""
+    if isinstance(one.format, PreferenceChatLmDatasetFormat):
+        try:
+            return pair_rows(tokens, half=positions, slices=one.format.slice_strategy)
+        except DataError as error:
+            raise DataError(f"data set {one.name!r}: {error}") from error
+    separate = config.block_cross_document_attention
+    pack = one.pack
+    overlength: Overlength = "cut"
+    if isinstance(one.format, ChatLmDatasetFormat):
+        overlength = one.format.overlength
+    if pack is None or pack is False:
+        if isinstance(one.format, TextLmDatasetFormat):
+            return ConcatenatedRows(tokens=tokens, positions=positions, separate=separate)
+        pack = True if pack is None else "pad"
+    most = None if pack is True else 1 if pack == "pad" else int(pack)
+    try:
+        return packed_rows(tokens, positions=positions, separate=separate, most=most, overlength=overlength)
+    except DataError as error:
+        raise DataError(f"data set {one.name!r}: {error}") from error
+
+
+def _set_rows(
+    config: LmDataConfig, name: str, rows: Rows, *, first_batch: int, seed: int, share: float = 0.0
+) -> SetRows:
+    total = len(rows)
+    held_out = (config.num_validation_sequences or {}).get(name, 0)
+    if share and total > 1:
+        # At least one, and never all of them, as upstream.
+        held_out = min(max(int(total * share), 1), total - 1)
+    used = total - held_out
+    if used < 1:
+        raise DataError(
+            f"data.num_validation_sequences.{name}: {held_out:,} rows are held out of {total:,} with "
+            f"{rows.positions} tokens each; nothing is left to train on"
+        )
+    if config.target_budget is not None and config.experiment_budget is not None:
+        used = max(int(used * (config.experiment_budget / config.target_budget)), 1)
+    most = (config.max_train_batches or {}).get(name)
+    if most is not None:
+        if most < 1 or most * first_batch > used:
+            raise DataError(
+                f"data.max_train_batches.{name}: {most} batches of {first_batch} rows each; there are {used:,} rows, "
+                f"{used // first_batch} batches"
+            )
+        used = most * first_batch
+    key = subkey(seed, "set", name)
+    divided = held_out > 0 or most is not None
+    split: Permutation = Identity(total)
+    if divided and config.shuffle_before_trainval_split and not share:
+        # Not keyed by the seed: what is held out stays held out when another seed goes on with the same model.
+        split = permutation("feistel", total, subkey(0, "split", name))
+    return SetRows(
+        name=name,
+        rows=rows,
+        used=used,
+        held_out=held_out,
+        split=split,
+        shuffle=config.shuffle,
+        kind=config.permutation_type,
+        key=key,
+    )
+
+
+def _described(one: TrainingSet, tokens: Tokens, rows: SetRows, tokenizer: Tokenizer) -> str:
+    documents = len(tokens.starts) - 1
+    counted = ""
+    if tokens.weighted:
+        some, of = counted_tokens(tokens)
+        counted = f", {some / of:.1%} of them count" + ("" if of == tokens.starts[-1] else f" (of the first {of:,})")
+    parts = [
+        f"{one.name}: {int(tokens.starts[-1]):,} tokens{counted} in {documents:,} documents",
+        f"{len(rows.rows):,} rows of {rows.rows.positions} ({rows.rows.describe()})",
+    ]
+    if isinstance(one.format, PreferenceChatLmDatasetFormat):
+        parts.append(described_pairs(one.format, tokenizer))
+    if isinstance(one.format, ChatLmDatasetFormat):
+        parts.append(described(one.format, tokenizer))
+        if tokens.skipped:
+            parts.append(f"{tokens.skipped:,} conversations in which the assistant says nothing left out")
+    if rows.held_out:
+        parts.append(f"{rows.held_out:,} rows held out")
+    if rows.used + rows.held_out < len(rows.rows):
+        parts.append(f"{rows.used:,} rows used")
+    parts.append("in memory" if one.folder is None else f"token store {one.folder}")
+    if one.note:
+        parts.append(one.note)
+    return "; ".join(parts)
+
+
+__all__ = [
+    "BatchSchedule",
+    "SetRows",
+    "TrainRows",
+    "TrainingData",
+    "TrainingSet",
+    "TrainingSets",
+    "build_tokens",
+    "build_training",
+    "compare_stores",
+    "resolve_training",
+    "store_identity",
+    "template_lines",
+]

@@ -1,0 +1,168 @@
+"""Barriers of the run that this process is part of, for code that does not hold its `Peers`.
+
+    barrier("loading")                        everybody is here, or an error that lists who is missing
+    id_ = agreed("run id", random_id())       what process 0 has
+    require_same("the text", digest)          everybody has the same, or an error that lists who differs
+
+With one process they return at once. All processes must pass the same barriers in the same order.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from levanter.distributed.peers import Peers, PeersDifferError
+
+ONE_FOR_ALL_SECONDS = 24 * 3600.0
+"""How long processes wait for one that works for all of them: tokenizes, exports to a bucket. If it is lost, they learn
+so within seconds."""
+
+_SHOWN_VALUES = 3
+
+
+@dataclass
+class _Current:
+    peers: Peers | None = None
+
+
+_current = _Current()
+
+
+def set_peers(peers: Peers | None) -> None:
+    """Makes `peers` those of this process."""
+    _current.peers = peers
+
+
+def current_peers() -> Peers | None:
+    """The peers of this process; None where it is alone."""
+    return _current.peers
+
+
+def is_process_0() -> bool:
+    """Whether this process is the first of its run, or alone: the one that prints."""
+    return _current.peers is None or _current.peers.process == 0
+
+
+def barrier(name: str, *, seconds: float | None = None) -> None:
+    """Waits until every process is here.
+
+    Args:
+        name: what everybody is about to do, in two or three words.
+        seconds: how long to wait; None for the run's `barrier_timeout`.
+
+    Raises:
+        PeerLostError: somebody did not come; lists who, and where they were last seen.
+    """
+    if _current.peers is not None:
+        _current.peers.meet(name, seconds=seconds)
+
+
+def agreed(name: str, value: str) -> str:
+    """Process 0's value, on every process.
+
+    Raises:
+        PeerLostError: somebody did not come.
+    """
+    return value if _current.peers is None else _current.peers.meet(name, value=value)[0]
+
+
+def require_same(name: str, value: str, *, advice: str, seconds: float | None = None) -> None:
+    """Refuses a run whose processes have different values.
+
+    Args:
+        name: what it is.
+        value: this process's, short enough to be shown.
+        advice: what to do where they differ.
+        seconds: how long to wait for the others; None for the run's `barrier_timeout`.
+
+    Raises:
+        PeersDifferError: on every process; lists who differs.
+        PeerLostError: somebody did not come.
+    """
+    if _current.peers is None:
+        return
+    first, others = _current.peers.meet(name, value=value, seconds=seconds)
+    if others:
+        lines = [f"  {_current.peers.roster[n]}: {text}" for n, text in others.items()]
+        more = [f"  and {len(lines) - 4} more"] if len(lines) > 4 else []
+        raise PeersDifferError(
+            "\n".join(
+                [
+                    f"{name} differs between processes:",
+                    f"  {_current.peers.roster[0]}: {first}",
+                    *lines[:4],
+                    *more,
+                    f"  → {advice}",
+                ]
+            )
+        )
+
+
+def require_same_values(name: str, values: Mapping[str, str], *, advice: str) -> None:
+    """Refuses a run whose processes have different values of many; says which differ, and where.
+
+    Args:
+        name: what they are.
+        values: this process's.
+        advice: what to do where they differ.
+
+    Raises:
+        PeersDifferError: on every process; lists who differs, and in what.
+        PeerLostError: somebody did not come.
+    """
+    if _current.peers is None:
+        return
+    text = json.dumps(values, sort_keys=True)
+    _, others = _current.peers.meet(name, value=hashlib.sha256(text.encode()).hexdigest())
+    if not others:
+        return
+    wanted = json.loads(agreed(name, text))
+    wrong = [
+        f"{key} {values.get(key, 'absent')} (process 0: {wanted.get(key, 'absent')})"
+        for key in sorted({*values, *wanted})
+        if values.get(key) != wanted.get(key)
+    ]
+    more = f", and {len(wrong) - _SHOWN_VALUES} more" if len(wrong) > _SHOWN_VALUES else ""
+    mine = "; ".join(wrong[:_SHOWN_VALUES]) + more
+    require_same(name, mine or f"{len(values)} values", advice=advice)
+
+
+def agreed_stop(told: Callable[[], bool]) -> Callable[[], bool]:
+    """Whether the run is to stop, asked by all processes after every step: the same answer on all of them.
+
+    One process that was told to stop is enough; all stop behind the same step.
+
+    Args:
+        told: whether this process was told.
+    """
+    peers = _current.peers
+    if peers is None:
+        return told
+
+    def stop() -> bool:
+        if told():
+            peers.ask_stop()
+        return peers.follow("stop", lambda: str(int(peers.stop_asked or told()))) == "1"
+
+    return stop
+
+
+@contextmanager
+def process_0_first(name: str, *, seconds: float) -> Iterator[None]:
+    """Runs a block on process 0, then on all others: what it leaves on a shared disk is there for them.
+
+    Args:
+        name: what is done.
+        seconds: how long the others wait for it.
+
+    Raises:
+        PeerLostError: process 0 did not finish it in time.
+    """
+    peers = _current.peers
+    if peers is not None and peers.process != 0:
+        peers.meet(name, seconds=seconds)
+    yield
+    if peers is not None and peers.process == 0:
+        peers.meet(name, seconds=seconds)

@@ -1,0 +1,299 @@
+"""How a process finds its place among the processes of its run, and joins them.
+
+A place is written in `trainer.distributed`, or set by our launchers in the environment (`LEVANTER_COORDINATOR`,
+`LEVANTER_NUM_PROCESSES`, `LEVANTER_PROCESS_ID`; local, Ray and Slurm scripts do), or known from Slurm or from the
+machines of a TPU pod, in this order. What is written wins field by field over what is found.
+
+`join` calls the roll. `start_jax` then starts `jax.distributed`, whose own errors abort a process with a C++ stack
+trace: its patience is set far beyond ours, so that an error that names who is missing comes first.
+"""
+
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+from levanter.config.validators import Count, PositiveDuration, PositiveInt, Ranged
+from levanter.distributed.peers import Peers, Timeouts
+from levanter.distributed.rendezvous import Place, call_roll
+
+COORDINATOR, PROCESSES, PROCESS = "LEVANTER_COORDINATOR", "LEVANTER_NUM_PROCESSES", "LEVANTER_PROCESS_ID"
+LOCAL_DEVICES = "LEVANTER_LOCAL_DEVICE_IDS"
+_JAX_PATIENCE = 3
+"""`jax.distributed` waits this many times as long as we do."""
+
+
+class PlaceError(ValueError):
+    """A process cannot tell its place in the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributedConfig(Ranged):
+    """How the processes of one job find each other; on TPU pods, under Slurm and our launchers it is detected.
+
+    Attributes:
+        coordinator_address: `host:port` of process 0.
+        num_processes: how many processes the job has.
+        process_id: the index of this one.
+        local_device_ids: the devices this process may use; null for all.
+        initialize_jax_distributed: whether the processes are joined at all.
+        init_timeout: how long processes wait for each other at the start.
+        barrier_timeout: how long a process waits for the others before loading, saving, the first step, the end.
+        heartbeat_timeout: how long a process may be silent before it counts as gone.
+    """
+
+    coordinator_address: str | None = None
+    num_processes: PositiveInt | None = None
+    process_id: Count | None = None
+    local_device_ids: Count | list[Count] | None = None
+    initialize_jax_distributed: bool = True
+    init_timeout: PositiveDuration = timedelta(minutes=5)
+    barrier_timeout: PositiveDuration = timedelta(minutes=30)
+    heartbeat_timeout: PositiveDuration = timedelta(seconds=100)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        problems = list(self._problems())
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    def _problems(self) -> Iterable[str]:
+        if self.process_id is not None and self.num_processes is None:
+            yield "process_id: needs num_processes beside it"
+        elif self.process_id is not None and self.num_processes is not None and self.process_id >= self.num_processes:
+            yield f"process_id: must be from 0 to {self.num_processes - 1}, got {self.process_id}"
+        if self.coordinator_address is not None and not _is_address(self.coordinator_address):
+            yield f"coordinator_address: must be host:port, got {self.coordinator_address!r}"
+        for name in ("init_timeout", "barrier_timeout", "heartbeat_timeout"):
+            if getattr(self, name) < timedelta(seconds=1):
+                yield f"{name}: must be at least 1s, got {getattr(self, name)}"
+
+    @property
+    def timeouts(self) -> Timeouts:
+        """The timeouts in seconds."""
+        return Timeouts(
+            roll=self.init_timeout.total_seconds(),
+            barrier=self.barrier_timeout.total_seconds(),
+            heartbeat=self.heartbeat_timeout.total_seconds(),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hints:
+    """What is known of a process's place from one side; None for what that side does not say."""
+
+    found: str
+    coordinator: str | None = None
+    processes: int | None = None
+    process: int | None = None
+    local_devices: tuple[int, ...] | None = None
+
+
+def find_place(
+    config: DistributedConfig, environment: Mapping[str, str], pod: Callable[[], Hints | None] = lambda: None
+) -> Place | None:
+    """The place of this process; None where it is alone.
+
+    Args:
+        config: what is written.
+        environment: what launchers and schedulers set.
+        pod: asks the machine whether it is part of a TPU pod; called only where nothing else is known.
+
+    Raises:
+        PlaceError: a part of it is known and a part is not, or something senseless is set.
+    """
+    if not config.initialize_jax_distributed:
+        return None
+    given = config.local_device_ids
+    written = Hints(
+        found="trainer.distributed",
+        coordinator=config.coordinator_address,
+        processes=config.num_processes,
+        process=config.process_id,
+        local_devices=None if given is None else (given,) if isinstance(given, int) else tuple(given),
+    )
+    sides = [written]
+    if written.processes != 1 and None in (written.coordinator, written.processes, written.process):
+        sides += [each for each in (launched(environment) or on_slurm(environment) or pod(),) if each is not None]
+    coordinator = next((each.coordinator for each in sides if each.coordinator is not None), None)
+    processes = next((each.processes for each in sides if each.processes is not None), None)
+    process = next((each.process for each in sides if each.process is not None), None)
+    if processes == 1 or (coordinator is None and processes is None and process is None):
+        return None
+    if coordinator is None or processes is None or process is None:
+        lacking = {
+            "coordinator_address": coordinator is None,
+            "num_processes": processes is None,
+            "process_id": process is None,
+        }
+        missing = ", ".join(f"trainer.distributed.{name}" for name, absent in lacking.items() if absent)
+        raise PlaceError(
+            f"several processes were requested, but {missing} is not known: give it, or start every process "
+            f"with {COORDINATOR}, {PROCESSES} and {PROCESS} set (docs/multihost.md), with srun, or on a TPU pod"
+        )
+    if not 0 <= process < processes:
+        raise PlaceError(f"process number {process} of {processes} processes: numbers go from 0 to {processes - 1}")
+    return Place(
+        coordinator=coordinator,
+        processes=processes,
+        process=process,
+        local_devices=next((each.local_devices for each in sides if each.local_devices is not None), None),
+        found=sides[-1].found,
+    )
+
+
+def launched(environment: Mapping[str, str]) -> Hints | None:
+    """What our launchers set.
+
+    Raises:
+        PlaceError: a part of it, or not numbers.
+    """
+    names = (COORDINATOR, PROCESSES, PROCESS)
+    there = [name for name in names if environment.get(name)]
+    if not there:
+        return None
+    if len(there) < len(names):
+        absent = ", ".join(name for name in names if name not in there)
+        raise PlaceError(f"{', '.join(there)} is set, but {absent} is not; a launcher sets all three")
+    if not _is_address(environment[COORDINATOR]):
+        raise PlaceError(f"{COORDINATOR}: must be host:port, got {environment[COORDINATOR]!r}")
+    devices = environment.get(LOCAL_DEVICES)
+    return Hints(
+        found="the environment",
+        coordinator=environment[COORDINATOR],
+        processes=_number(environment, PROCESSES),
+        process=_number(environment, PROCESS),
+        local_devices=tuple(_integer(LOCAL_DEVICES, each) for each in devices.split(",")) if devices else None,
+    )
+
+
+def on_slurm(environment: Mapping[str, str]) -> Hints | None:
+    """What `srun` says of this task; None outside of a step, or in one of a single task."""
+    names = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID")
+    count = next((n for n in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if environment.get(n)), None)
+    if count is None or not all(environment.get(name) for name in names):
+        return None
+    tasks = _number(environment, count)
+    if tasks == 1:
+        return None
+    # All tasks of a job know its number, so all choose the same port; two jobs on a node rarely choose one port.
+    port = 61440 + _number(environment, "SLURM_JOB_ID") % 4096
+    return Hints(
+        found="Slurm",
+        coordinator=f"{first_host(environment['SLURM_STEP_NODELIST'])}:{port}",
+        processes=tasks,
+        process=_number(environment, "SLURM_PROCID"),
+        local_devices=_share_of_gpus(environment),
+    )
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a Slurm node list, such as `node[003-007,9],login`."""
+    found = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
+    if found is None:
+        raise PlaceError(f"SLURM_STEP_NODELIST: no host in {nodes!r}")
+    prefix, number, suffix = found.groups()
+    return prefix + (number or "") + (suffix or "")
+
+
+def _share_of_gpus(environment: Mapping[str, str]) -> tuple[int, ...] | None:
+    """This task's GPUs where several tasks of a node see the same ones; None leaves it to Slurm's own binding."""
+    visible = [each for each in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
+    local = environment.get("SLURM_LOCALID")
+    # `4` or `4(x2),3`: tasks on each node, this one's being the first where all are alike.
+    tasks = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", "")))
+    if not visible or local is None or tasks is None:
+        return None
+    count = int(tasks[0])
+    share = len(visible) // count
+    if count < 2 or share < 1 or len(visible) % count:
+        return None
+    first = _integer("SLURM_LOCALID", local) * share
+    return tuple(range(first, first + share))
+
+
+def platforms() -> str:
+    """`JAX_PLATFORMS`, or what was set in its place."""
+    import jax
+
+    return getattr(jax.config, "jax_platforms", None) or ""
+
+
+def on_tpu_pod(wanted: str) -> Hints | None:
+    """What the machine says of the TPU pod that it is part of; None where it is none, or has one host only.
+
+    Args:
+        wanted: as `platforms`; without TPUs in it, one host of a pod may work alone.
+    """
+    if wanted and "tpu" not in wanted.split(","):
+        return None
+    # JAX knows the metadata of Google's machines; it has no public door to it that does not join at once.
+    from jax._src.clusters.cloud_tpu_cluster import GceTpuCluster, GkeTpuCluster
+
+    for cluster in (GkeTpuCluster, GceTpuCluster):
+        if cluster.is_env_present():
+            count = cluster.get_process_count()
+            if count == 1:
+                return None
+            return Hints(
+                found="the TPU pod",
+                coordinator=cluster.get_coordinator_address(timeout_secs=300, override_coordinator_port=None),
+                processes=count,
+                process=cluster.get_process_id(),
+            )
+    return None
+
+
+def join(config: DistributedConfig, place: Place) -> Peers:
+    """Waits for all processes of the run; `start_jax` comes next.
+
+    Raises:
+        RollCallError: not all processes came in time.
+    """
+    return call_roll(place, versions=versions(), timeouts=config.timeouts)
+
+
+def start_jax(config: DistributedConfig, place: Place) -> None:
+    """Starts `jax.distributed` among processes that are all there; call it before anything asks JAX for devices."""
+    import jax
+
+    seconds = [math.ceil(_JAX_PATIENCE * each) for each in vars(config.timeouts).values()]
+    # Preemption is agreed by us (`Peers.ask_stop`); JAX's service would swallow SIGTERM in runs that do not ask it.
+    jax.config.update("jax_enable_preemption_service", False)
+    if platforms() in ("", "cpu"):
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        place.coordinator,
+        place.processes,
+        place.process,
+        local_device_ids=place.local_devices,
+        cluster_detection_method="deactivate",
+        initialization_timeout=seconds[0],
+        heartbeat_timeout_seconds=seconds[2],
+        shutdown_timeout_seconds=60,
+    )
+
+
+def versions() -> dict[str, str]:
+    """What must be the same on all processes."""
+    import jax
+
+    return {"Python": f"{sys.version_info[0]}.{sys.version_info[1]}", "jax": jax.__version__}
+
+
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdigit() and 0 < int(port) < 65536
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    return _integer(name, environment[name])
+
+
+def _integer(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise PlaceError(f"{name}: expected a whole number, got {text!r}") from None

@@ -1,0 +1,331 @@
+"""The processes of a run, as each of them sees the others: barriers with names, and who is gone.
+
+All processes of a run take the same steps. Before a phase in which they need each other (loading, the first step, a
+save, an export, the end) they *meet* at a **barrier**, which has a name and a timeout; who waits in vain is told who
+did not come, and where the missing ones were last seen. Between barriers a process may be stuck in a collective that
+one of its peers has left: then only a thread can notice. It does, within seconds where a process was killed and within
+the heartbeat timeout where a host vanished, and calls what `on_lost` was given.
+
+With one process nothing is started, and every barrier is open.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from levanter.distributed.connection import Message, Wire
+from levanter.distributed.coordinator import shown
+
+logger = logging.getLogger(__name__)
+
+PEER_LOST = 5
+"""The exit code of a process whose peers are missing."""
+SECOND_THOUGHTS = 1.0
+"""Seconds between the first lost peer and the report, so that it names all that were lost together."""
+OWN_ERROR_SECONDS = 10.0
+"""Seconds that a process has to hit the error itself that another one has ended with: all may share it."""
+WHO_SECONDS = 10.0
+"""How often a waiting process asks which processes it is waiting for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """How long the processes of a run wait for each other, in seconds.
+
+    Attributes:
+        roll: at the start, until all are there.
+        barrier: in a barrier that has no timeout of its own.
+        heartbeat: how long a process may be silent before it counts as gone.
+    """
+
+    roll: float = 300.0
+    barrier: float = 1800.0
+    heartbeat: float = 100.0
+
+
+class PeerLostError(ConnectionError):
+    """A process of the run is gone, or did not come to a barrier in time."""
+
+    exit_code = PEER_LOST
+
+
+class PeersDifferError(ValueError):
+    """The processes of a run were started with different things."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A process of the run.
+
+    Attributes:
+        process: its number.
+        host: the host it runs on.
+        pid: its number on that host.
+    """
+
+    process: int
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"process {self.process} ({self.host}, pid {self.pid})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Departure:
+    """A process that is gone.
+
+    Attributes:
+        member: which.
+        why: how that is known.
+        where: the barrier it waited in or had passed last.
+        code: its exit code, where it said goodbye.
+    """
+
+    member: Member
+    why: str
+    where: str
+    code: int | None
+
+    def __str__(self) -> str:
+        how = f"ended with exit code {self.code}: {self.why}" if self.code is not None else f"was lost: {self.why}"
+        return f"{self.member} {how}; last seen {self.where}"
+
+
+class Peers:
+    """The processes of this run; `call_roll` makes it.
+
+    Args:
+        wire: to the hub.
+        process: this one's number.
+        roster: all of them, in order.
+        timeouts: how long they wait for each other.
+    """
+
+    def __init__(self, wire: Wire, *, process: int, roster: tuple[Member, ...], timeouts: Timeouts):
+        self.process = process
+        self.roster = roster
+        self._wire = wire
+        self._timeouts = timeouts
+        self._changed = threading.Condition()
+        self._opened: dict[str, Message] = {}
+        self._missing: dict[str, Message] = {}
+        self._met: dict[str, int] = {}
+        self._decided: dict[str, str] = {}
+        self._where = "at the start"
+        self._departed: list[Departure] = []
+        self._leaving = self._left = False
+        self._stop = False
+
+    @property
+    def count(self) -> int:
+        """How many processes there are."""
+        return len(self.roster)
+
+    @property
+    def stop_asked(self) -> bool:
+        """Whether any process was told to stop."""
+        return self._stop
+
+    def ask_stop(self) -> None:
+        """Tells process 0 (and all others) that this one was told to stop."""
+        if not self._stop:
+            self._wire.send("stop")
+
+    def meet(self, name: str, *, value: str = "", seconds: float | None = None) -> tuple[str, Mapping[int, str]]:
+        """Waits until every process is in the barrier of this name; the nth meeting of a name is one of its own.
+
+        Args:
+            name: of the barrier.
+            value: what this process shows the others.
+            seconds: how long it waits for the others.
+
+        Returns:
+            What process 0 showed, and what those showed who showed something else.
+
+        Raises:
+            PeerLostError: a process did not come in time, or is gone; says which, and where it was last seen.
+        """
+        limit = self._timeouts.barrier if seconds is None else seconds
+        with self._changed:
+            number = self._met[name] = self._met.get(name, 0) + 1
+            key = name if number == 1 else f"{name} ({number})"
+            self._where = f"in barrier {key!r}"
+        began = asked = time.monotonic()
+        shown_at = began
+        self._wire.send("at", barrier=key, value=value)
+        with self._changed:
+            while key not in self._opened:
+                if self._departed:
+                    self._changed.wait_for(lambda: False, SECOND_THOUGHTS)
+                    raise self.lost(f"in barrier {key!r}")
+                now = time.monotonic()
+                if now - began >= limit:
+                    raise PeerLostError(self._late(key, limit))
+                if now - asked >= min(WHO_SECONDS, limit / 3):
+                    asked = now
+                    self._wire.send("who", barrier=key)
+                if now - shown_at >= 3 * WHO_SECONDS and key in self._missing:
+                    shown_at = now
+                    logger.info("%s", self._waiting(key, now - began))
+                self._changed.wait(min(1.0, limit / 10))
+            found = self._opened.pop(key)
+            self._missing.pop(key, None)
+            self._where = f"after barrier {key!r}"
+        return found["first"], {int(n): text for n, text in found["others"].items()}
+
+    def follow(self, question: str, decide: Callable[[], str], *, seconds: float | None = None) -> str:
+        """What process 0 decides; it does not wait for the others, who wait for it.
+
+        Args:
+            question: the nth time that one is asked is a question of its own.
+            decide: called on process 0 only.
+            seconds: how long the others wait.
+
+        Raises:
+            PeerLostError: process 0 does not answer in time, or somebody is gone.
+        """
+        limit = self._timeouts.barrier if seconds is None else seconds
+        with self._changed:
+            number = self._met[question] = self._met.get(question, 0) + 1
+        key = f"{question} ({number})"
+        if self.process == 0:
+            answer = decide()
+            self._wire.send("decided", question=key, answer=answer)
+            return answer
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._decided or self._departed, limit):
+                raise PeerLostError(
+                    f"process {self.process} of {self.count} waited {limit:g} s for process 0 to decide {key!r}; "
+                    f"{self.roster[0]} does not answer"
+                )
+            if key not in self._decided:
+                self._changed.wait_for(lambda: False, SECOND_THOUGHTS)
+                raise self.lost(f"waiting for {key!r}")
+            return self._decided.pop(key)
+
+    def _waiting(self, key: str, seconds: float) -> str:
+        found = self._missing[key]
+        return f"{seconds:.0f} s in barrier {key!r}, waiting for process {shown(found['processes'])} of {self.count}"
+
+    def _late(self, key: str, limit: float) -> str:
+        found = self._missing.get(key)
+        start = f"process {self.process} of {self.count} waited {limit:g} s in barrier {key!r}"
+        if found is None:
+            return f"{start}, and process 0 did not say which processes are missing"
+        lines = [f"  {self.roster[n]}: last seen {found['where'][str(n)]}" for n in found["processes"]]
+        here = sorted(set(range(self.count)) - set(found["processes"]))
+        return "\n".join([f"{start}; missing:", *lines, f"  here: {shown(here)}"])
+
+    def lost(self, where: str | None = None) -> PeerLostError:
+        """The error that names who is gone."""
+        causes = [each for each in self._departed if each.code != PEER_LOST] or self._departed
+        gone = {each.member.process for each in causes}
+        here = sorted(set(range(self.count)) - gone)
+        plural = "process" if len(gone) == 1 else "processes"
+        return PeerLostError(
+            "\n".join(
+                [
+                    f"{plural} {shown(gone)} of {self.count} {'is' if len(gone) == 1 else 'are'} missing; "
+                    f"noticed by process {self.process} {where or self._where}",
+                    *(f"  {each}" for each in causes),
+                    f"  here: {shown(here)}",
+                ]
+            )
+        )
+
+    def wait_lost(self, seconds: float) -> bool:
+        """Whether somebody is gone, or is within so many seconds."""
+        with self._changed:
+            if self._changed.wait_for(lambda: bool(self._departed), seconds):
+                self._changed.wait_for(lambda: False, SECOND_THOUGHTS)
+                return True
+        return False
+
+    def on_lost(self, end: Callable[[PeerLostError], None]) -> None:
+        """Has `end` called from a thread when somebody is gone, unless this process is leaving by then."""
+
+        def watch() -> None:
+            while not self.wait_lost(3600.0):
+                pass
+            # Who ended with an error of its own may only have been the first to find it.
+            if any(each.code not in (None, PEER_LOST) for each in self._departed):
+                time.sleep(OWN_ERROR_SECONDS)
+            if not self._leaving:
+                end(self.lost())
+
+        threading.Thread(target=watch, name="peers-watch", daemon=True).start()
+
+    def said_by(self, process: int, seconds: float) -> str | None:
+        """What a process said when it ended with an error, if it does so within so many seconds."""
+
+        def found() -> list[str]:
+            return [each.why for each in self._departed if each.member.process == process and each.code is not None]
+
+        with self._changed:
+            self._changed.wait_for(lambda: bool(found()), seconds)
+            return found()[0] if found() else None
+
+    def part(self) -> None:
+        """Everything is done, here and elsewhere: processes may exit now without being missed."""
+        self._leaving = True
+
+    def leave(self, code: int, said: str = "") -> None:
+        """Says goodbye: this process will end now, and why. Nobody is called any more."""
+        with self._changed:
+            if self._left:
+                return
+            self._leaving = self._left = True
+        self._wire.send("bye", code=code, said=said[:4000])
+
+    def start(self) -> None:
+        """Starts the threads that listen to the hub."""
+        threading.Thread(target=self._beat, name="peers-beat", daemon=True).start()
+
+    def heard(self, message: Message) -> None:
+        """Takes in what the hub says."""
+        kind = message["kind"]
+        with self._changed:
+            if kind == "open":
+                self._opened[message["barrier"]] = message
+            elif kind == "missing":
+                self._missing[message["barrier"]] = message
+            elif kind == "decided" and self.process != 0:
+                self._decided[message["question"]] = message["answer"]
+            elif kind == "stop":
+                self._stop = True
+            elif kind == "gone" and message["process"] != self.process:
+                self._departed.append(
+                    Departure(
+                        member=self.roster[message["process"]],
+                        why=message["why"],
+                        where=message["where"],
+                        code=message["code"],
+                    )
+                )
+            self._changed.notify_all()
+
+    def hub_closed(self, why: str = "its connection closed without notice: it or its host was killed") -> None:
+        """Takes in that the hub, and process 0 with it, is gone."""
+        with self._changed:
+            if any(each.member.process == 0 for each in self._departed):
+                return
+            where = f"when process {self.process} was {self._where}"
+            self._departed.append(Departure(member=self.roster[0], why=why, where=where, code=None))
+            self._changed.notify_all()
+
+    def _beat(self) -> None:
+        every = self._timeouts.heartbeat / 5
+        last = time.monotonic()
+        while not self._leaving:
+            time.sleep(every)
+            now = time.monotonic()
+            if now - last > 2 * every:
+                self._wire.heard = now
+            last = now
+            self._wire.send("beat")
+            if self.process != 0 and now - self._wire.heard > self._timeouts.heartbeat:
+                self.hub_closed(f"no heartbeat for {self._timeouts.heartbeat:.0f} s")
+                return

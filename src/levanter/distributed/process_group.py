@@ -1,0 +1,157 @@
+"""How the processes of a program meet and agree, whoever carries it: one interface, two carriers.
+
+A run that levanter started has `Peers`: connections of our own, which know within seconds who is gone. A program that
+joined its processes itself, by `jax.distributed.initialize`, has the service that JAX runs. `meeting()` chooses between
+them, in this one place; whoever needs all processes at a point, or process 0's word, asks it and not a carrier. No
+device takes part, so nothing waits for the step that is under way. All processes must ask the same things in the same
+order.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import jax
+from jax._src import distributed
+
+from levanter.distributed.barrier import current_peers
+from levanter.distributed.peers import PeerLostError, Peers
+
+_LIVES = 200
+"""This many answers are kept to be read; older ones are deleted. No process lags behind by that many questions."""
+
+
+class Meeting(Protocol):
+    """The processes of a program."""
+
+    @property
+    def decides(self) -> bool:
+        """Whether this is the process that decides: the first."""
+        ...
+
+    def follow(self, question: str, decide: Callable[[], str], *, seconds: float) -> str:
+        """What process 0's `decide` returns, on every process; the others' is not called.
+
+        Args:
+            question: the nth time that one is asked is a question of its own.
+            decide: called on process 0 only.
+            seconds: how long the others wait.
+
+        Raises:
+            PeerLostError: process 0 does not answer in time.
+        """
+        ...
+
+    def wait(self, point: str, *, seconds: float) -> None:
+        """Waits until every process is here; may be called from any thread.
+
+        Args:
+            point: new each time.
+            seconds: how long to wait for the other processes.
+
+        Raises:
+            PeerLostError: a process does not come in time.
+        """
+        ...
+
+
+class SingleProcess:
+    """A program of one process."""
+
+    decides = True
+
+    def follow(self, question: str, decide: Callable[[], str], *, seconds: float) -> str:
+        """What `decide` returns."""
+        del question, seconds
+        return decide()
+
+    def wait(self, point: str, *, seconds: float) -> None:
+        """Returns at once."""
+        del point, seconds
+
+
+class PeerGroup:
+    """A run that has `Peers`."""
+
+    def __init__(self, peers: Peers):
+        self._peers = peers
+
+    @property
+    def decides(self) -> bool:
+        """Whether this is process 0."""
+        return self._peers.process == 0
+
+    def follow(self, question: str, decide: Callable[[], str], *, seconds: float) -> str:
+        """See `Meeting`."""
+        return self._peers.follow(question, decide, seconds=seconds)
+
+    def wait(self, point: str, *, seconds: float) -> None:
+        """See `Meeting`."""
+        self._peers.meet(point, seconds=seconds)
+
+
+class JaxGroup:
+    """A program that joined its processes by `jax.distributed.initialize`."""
+
+    def __init__(self) -> None:
+        # The store of keys and the barriers have no public door; Orbax uses the same one.
+        client = distributed.global_state.client
+        assert client is not None, "several processes without jax.distributed"
+        self._client = client
+        self._lock = threading.Lock()
+        self._asked: dict[str, int] = {}
+        self._answered: deque[str] = deque()
+
+    @property
+    def decides(self) -> bool:
+        """Whether this is process 0."""
+        return jax.process_index() == 0
+
+    def follow(self, question: str, decide: Callable[[], str], *, seconds: float) -> str:
+        """See `Meeting`."""
+        with self._lock:
+            number = self._asked[question] = self._asked.get(question, 0) + 1
+        key = f"levanter/{question}/{number}"
+        if self.decides:
+            answer = decide()
+            self._client.key_value_set(key, answer)
+            with self._lock:
+                self._answered.append(key)
+                old = self._answered.popleft() if len(self._answered) > _LIVES else None
+            if old is not None:
+                self._client.key_value_delete(old)
+            return answer
+        try:
+            return self._client.blocking_key_value_get(key, int(seconds * 1000))
+        except jax.errors.JaxRuntimeError as error:
+            raise self._late(question, seconds, error) from error
+
+    def wait(self, point: str, *, seconds: float) -> None:
+        """See `Meeting`."""
+        try:
+            self._client.wait_at_barrier(f"levanter/{point}", int(seconds * 1000))
+        except jax.errors.JaxRuntimeError as error:
+            raise self._late(point, seconds, error) from error
+
+    def _late(self, point: str, seconds: float, error: Exception) -> PeerLostError:
+        first = str(error).splitlines()[0]
+        return PeerLostError(
+            f"process {jax.process_index()} of {jax.process_count()} waited {seconds:g} s at {point!r} for the other "
+            "processes "
+            f"({first})"
+        )
+
+
+_service: dict[int, JaxGroup] = {}
+
+
+def meeting() -> Meeting:
+    """The processes of this program, by whichever carrier it has."""
+    peers = current_peers()
+    if peers is not None:
+        return PeerGroup(peers)
+    if jax.process_count() == 1:
+        return SingleProcess()
+    # One for each client: a program may leave its processes and join others.
+    return _service.setdefault(id(distributed.global_state.client), JaxGroup())

@@ -1,0 +1,165 @@
+"""The roll call: how the processes of a run come together, and what is said while some are missing.
+
+Process 0 listens on the coordinator's port; the others knock until it answers, and everybody says who they are. Each
+process logs how many are there. When all are, the port is free again and each holds a `Peers`.
+"""
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from levanter.distributed.connection import Message, Wire
+from levanter.distributed.coordinator import Hub, RollCallError, listen, shown
+from levanter.distributed.peers import WHO_SECONDS, Member, Peers, Timeouts
+
+logger = logging.getLogger(__name__)
+
+RETRY_SECONDS = 0.5
+KNOCK_SECONDS = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A process's place in a run.
+
+    Attributes:
+        coordinator: `host:port` of process 0.
+        processes: how many there are.
+        process: the number of this one.
+        local_devices: the devices it may use; None for all.
+        found: where this is known from.
+    """
+
+    coordinator: str
+    processes: int
+    process: int
+    local_devices: tuple[int, ...] | None = None
+    found: str = "trainer.distributed"
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """The coordinator's host and port."""
+        host, _, port = self.coordinator.rpartition(":")
+        return host.strip("[]"), int(port)
+
+
+def call_roll(place: Place, *, versions: Mapping[str, str], timeouts: Timeouts) -> Peers:
+    """Waits until all processes of the run are there; says meanwhile how many are.
+
+    Args:
+        place: this process's.
+        versions: what must be the same on all of them.
+        timeouts: how long they wait for each other.
+
+    Raises:
+        RollCallError: not all came in time, or they were told different things; lists who is missing.
+    """
+    if place.process == 0:
+        hub = Hub(
+            listen(place.address[1]),
+            processes=place.processes,
+            versions=versions,
+            roll_seconds=timeouts.roll,
+            heartbeat_seconds=timeouts.heartbeat,
+        )
+        peers = _Arrival(Wire(hub.start()), place, versions, timeouts).peers()
+        assert peers is not None, "the hub closed its own process's connection"
+        return peers
+    told = began = time.monotonic()
+    while True:
+        why = "it closed the connection"
+        try:
+            connection = socket.create_connection(place.address, timeout=KNOCK_SECONDS)
+        except OSError as error:
+            why = error.strerror or str(error)
+        else:
+            connection.settimeout(None)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            peers = _Arrival(Wire(connection), place, versions, timeouts).peers()
+            if peers is not None:
+                return peers
+        now = time.monotonic()
+        if now - began >= timeouts.roll:
+            raise RollCallError(
+                f"process {place.process} of {place.processes}: process 0 does not answer at {place.coordinator} "
+                f"({why}) after {timeouts.roll:.0f} s: it did not start, it started elsewhere, or a firewall blocks "
+                "the connection"
+            )
+        if now - told >= WHO_SECONDS:
+            told = now
+            logger.warning(
+                "process %d of %d: waiting for process 0 at %s (%s)",
+                place.process,
+                place.processes,
+                place.coordinator,
+                why,
+            )
+        time.sleep(RETRY_SECONDS)
+
+
+class _Arrival:
+    """One process's hello, and what comes back; its thread keeps receiving for the entire run."""
+
+    def __init__(self, wire: Wire, place: Place, versions: Mapping[str, str], timeouts: Timeouts):
+        self._wire, self._place, self._timeouts = wire, place, timeouts
+        self._peers: Peers | None = None
+        self._refused: str | None = None
+        self._answered = threading.Event()
+        wire.send(
+            "hello",
+            process=place.process,
+            processes=place.processes,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            versions=dict(versions),
+        )
+        threading.Thread(target=self._receive, name="peers-receive", daemon=True).start()
+
+    def peers(self) -> Peers | None:
+        """The peers, once the roll is complete; None where process 0 hung up before.
+
+        Raises:
+            RollCallError: it will not be complete.
+        """
+        # The hub says when time is up; a little more is for one that hangs.
+        self._answered.wait(self._timeouts.roll + WHO_SECONDS)
+        if self._peers is not None:
+            self._peers.start()
+            return self._peers
+        self._wire.close()
+        if self._refused is not None:
+            raise RollCallError(self._refused)
+        return None
+
+    def _receive(self) -> None:
+        for message in self._wire.messages():
+            if self._peers is not None:
+                self._peers.heard(message)
+            elif message["kind"] == "present":
+                self._log(message)
+            elif message["kind"] == "refused":
+                self._refused = message["why"]
+                break
+            elif message["kind"] == "go":
+                roster = tuple(Member(**each) for each in message["roster"])
+                self._peers = Peers(self._wire, process=self._place.process, roster=roster, timeouts=self._timeouts)
+                self._answered.set()
+        if self._peers is not None:
+            self._peers.hub_closed()
+        self._answered.set()
+
+    def _log(self, message: Message) -> None:
+        here, count = message["processes"], self._place.processes
+        missing = set(range(count)) - set(here)
+        if missing and message["seconds"] > 0 and self._place.process == 0:
+            logger.warning(
+                "%d of %d processes have joined after %d s; missing: %s",
+                len(here),
+                count,
+                message["seconds"],
+                shown(missing),
+            )

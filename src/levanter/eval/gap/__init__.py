@@ -1,0 +1,1 @@
+"""Two models on the same bytes: where their log-probabilities differ."""

@@ -1,0 +1,396 @@
+"""What a run that generates text holds of a device and moves through it, by arithmetic: rows that fit, and floors.
+
+A *floor* is a time that no program can beat: every weight that multiplies a token is read once a step, every position
+of the cache that a query sees is read once, and the products are done at the chip's peak. Which of them is the longest
+is what *binds*. Bytes are those of the shards, as the plan places them; a TPU's tiles may pad what is small.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from haliax_ext.placement import LeafPlan
+from haliax_ext.planner import ShardingPlan
+from levanter.inference.kv_cache import CachePlan
+from levanter.models.decoder.config import DecoderConfig
+from levanter.models.param_groups import EMBEDDING, HEAD, parameter_group
+
+CONTEXTS: Mapping[str, int] = {"2K": 2048, "8K": 8192, "32K": 32_768, "128K": 131_072}
+"""Lengths of rows of which a plan says how many fit."""
+LOADS = (1, 8, 32)
+"""Running rows of which a plan says how fast they are, beside all of them."""
+ROOM = 256 << 20
+"""What Programs are taken to make beside their inputs where no compiler was asked: more than any decode step has
+(tests/aot/test_generation.py)."""
+MOST_ROWS = 256
+"""Rows that `max_rows: auto` takes at most."""
+MOST_ROWS_ON_CPUS = 32
+"""The same on CPUs, where products bind from a few rows on: more rows give hardly more tokens a second, and each
+of them gets its tokens later (docs/log/2026-11.md, 2026-11-22)."""
+SCALE_BYTES = 2
+"""Bytes of the scale of an int8 key or value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightBytes:
+    """Bytes of the parameters on a device.
+
+    Attributes:
+        integers: of int8 projections.
+        scales: theirs.
+        table: embeddings of which a step looks up rows, and multiplies by none.
+        others: all other parameters.
+        width: bytes of an element of a projection.
+        experts: of all of those, what belongs to experts.
+        replicated: of all of those, what every device has whole.
+    """
+
+    integers: int = 0
+    scales: int = 0
+    table: int = 0
+    others: int = 0
+    width: int = 2
+    experts: int = 0
+    replicated: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.integers + self.scales + self.table + self.others
+
+    @staticmethod
+    def of(sharding: ShardingPlan) -> "WeightBytes":
+        """Those of a model."""
+        kinds: dict[str, int] = dict.fromkeys(("integers", "scales", "table", "others"), 0)
+        has_head = any(parameter_group(each.leaf) == HEAD for each in sharding.leaves)
+        for each in sharding.leaves:
+            kinds[_kind(each, has_head=has_head)] += each.bytes_per_device
+        return WeightBytes(
+            **kinds,
+            width=max((x.leaf.dtype.itemsize for x in sharding.leaves if len(x.leaf.axes) > 1), default=1),
+            experts=sum(x.bytes_per_device for x in sharding.leaves if "expert" in x.leaf.names),
+            replicated=sum(x.bytes_per_device for x in sharding.leaves if x.bytes_per_device == x.leaf.nbytes),
+        )
+
+
+def _kind(plan: LeafPlan, *, has_head: bool) -> str:
+    leaf = plan.leaf
+    if leaf.dtype == np.int8:
+        return "integers"
+    if leaf.path.rpartition(".")[2] == "scale":
+        return "scales"
+    return "table" if has_head and parameter_group(leaf) == EMBEDDING else "others"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Floor:
+    """The least seconds of a call on every device, by what takes them.
+
+    Attributes:
+        weights: reading parameters.
+        cache: reading keys and values.
+        flops: the products at peak.
+        links: communication, where it is known.
+    """
+
+    weights: float
+    cache: float
+    flops: float
+    links: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """The longest: weights and cache come over the same wires."""
+        return max(self.weights + self.cache, self.flops, self.links)
+
+    @property
+    def binds(self) -> str:
+        """What that is: `weights`, `cache`, `FLOPs` or `links`."""
+        if self.weights + self.cache >= max(self.flops, self.links):
+            return "weights" if self.weights >= self.cache else "cache"
+        return "FLOPs" if self.flops >= self.links else "links"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeCost:
+    """A model, its rows and its calls.
+
+    Attributes:
+        devices: of the mesh.
+        rows: that run at once, over all devices.
+        context: positions that a row may have.
+        shards: of the rows.
+        dtype: of keys and values.
+        automatic: whether the number of rows follows from memory.
+        room: bytes that are taken for what Programs make where no compiler was asked.
+        page: positions in a page.
+        pages: over all shards.
+        cache_bytes: what the cache takes of a device.
+        state_bytes: what a row takes of a device beside its keys and values.
+        steps: tokens of a row in a call.
+        decode: by rows that may run, the Program that gives them their next tokens.
+        prefill: by Program, the rows and the tokens of a call for prompts.
+        weights: bytes of the parameters on a device.
+        kv_heads: of a layer.
+        kv_ways: over how many devices they are sharded.
+        repeated: how many devices hold the same keys and values.
+        query_groups: query heads of each of them.
+        head_size: of a key.
+        embed: features of the residual stream.
+        compute_bytes: of an element in the compute dtype.
+        windows: how many layers see so many positions (None: all before them).
+        weight_flops: of a token, in products with weights, over all devices.
+        attention_features: over how many features a token's attention sums, over all layers of one window.
+        expert_count: experts of a layer, and how many a token goes to; None where there are none.
+        vocab_ways: over how many devices the vocabulary is sharded.
+        chip_hour_price: of a chip; None where nobody said.
+    """
+
+    devices: int
+    rows: int
+    context: int
+    shards: int
+    dtype: str
+    automatic: bool = False
+    room: int = ROOM
+    page: int
+    pages: int
+    cache_bytes: int
+    state_bytes: int
+    steps: int
+    decode: Mapping[int, str]
+    prefill: Mapping[str, tuple[int, int]]
+    weights: WeightBytes
+    kv_heads: int
+    kv_ways: int
+    repeated: int
+    query_groups: int
+    head_size: int
+    embed: int
+    compute_bytes: int = 2
+    windows: tuple[tuple[int | None, int], ...]
+    weight_flops: float
+    attention_features: tuple[tuple[int | None, float], ...]
+    expert_count: tuple[int, int] | None = None
+    chip_hour_price: float | None = None
+
+    def bytes_of_row(self, context: int, dtype: str | None = None, *, seen: bool = False) -> int:
+        """What a row's keys and values take of a device.
+
+        Args:
+            context: positions in it.
+            dtype: of keys and values; the run's own by default.
+            seen: only those that a query at its end sees.
+        """
+        each = bytes_of_position(self.kv_heads // self.kv_ways, self.head_size, dtype or self.dtype)
+        positions = sum(
+            count * (min(context, window or context) if seen else context) for window, count in self.windows
+        )
+        return each * positions
+
+    def fitting(self, limit: int, context: int, dtype: str | None = None, *, room: int = 0) -> int:
+        """How many rows of a length fit on the devices, each of them as long as it may get.
+
+        Args:
+            limit: bytes of a device.
+            context: positions in a row.
+            dtype: of keys and values; the run's own by default.
+            room: bytes of a device that Programs take beside their inputs.
+        """
+        free = limit - self.weights.total - room
+        return max(0, free // (self.bytes_of_row(context, dtype) + self.state_bytes)) * self.shards
+
+    def laid_out(self, *, shards: int, kv_ways: int, group: int, dtype: str | None = None) -> "DecodeCost":
+        """The same model on other axes of as many devices or more: what it holds, by arithmetic.
+
+        Parameters that are sharded stay sharded, over all devices that share the rows of a shard.
+
+        Args:
+            shards: of the rows.
+            kv_ways: over how many devices heads of keys and values are sharded.
+            group: over how many more the query heads of each are.
+            dtype: of keys and values; the run's own by default.
+        """
+        held, before, now = self.weights, self.devices // self.shards, kv_ways * group
+        kinds = {name: getattr(held, name) for name in ("integers", "scales", "table", "others", "experts")}
+        kinds = {name: -(-nbytes * before // now) for name, nbytes in kinds.items()}
+        kinds["integers" if held.integers else "others"] += self.repeated_weights(kv_ways=kv_ways, group=group)
+        return replace(
+            self,
+            devices=shards * now,
+            shards=shards,
+            kv_ways=kv_ways,
+            repeated=group,
+            dtype=dtype or self.dtype,
+            weights=replace(held, **kinds),
+            state_bytes=self.state_bytes * before * shards // self.shards // now,
+        )
+
+    def repeated_weights(self, *, kv_ways: int, group: int) -> int:
+        """Bytes of a device in projections to keys and values that are there since these are not sharded over a group.
+
+        Args:
+            kv_ways: over how many devices heads of keys and values are sharded.
+            group: over how many more the query heads of each are.
+        """
+        width = 1 if self.weights.integers else self.weights.width
+        layers = sum(count for _, count in self.windows)
+        whole = 2 * layers * self.embed * self.kv_heads * self.head_size * width
+        return whole // kv_ways - whole // (kv_ways * group)
+
+    def decode_floor(self, rows: int, context: int, *, bandwidth: float, peak: float, links: float = 0.0) -> Floor:
+        """The floor of one token for every row.
+
+        Args:
+            rows: that run, over all devices.
+            context: positions before the token.
+            bandwidth: bytes/s of a device's memory.
+            peak: its FLOP/s.
+            links: seconds that links are busy.
+        """
+        here = -(-rows // self.shards)
+        return Floor(
+            weights=self._read(rows) / bandwidth,
+            cache=here * self.bytes_of_row(context, seen=True) / bandwidth,
+            flops=rows * (self.weight_flops + self._attention_flops(context)) / self.devices / peak,
+            links=links,
+        )
+
+    def prefill_floor(self, rows: int, tokens: int, *, bandwidth: float, peak: float, links: float = 0.0) -> Floor:
+        """The floor of a call for the first parts of prompts.
+
+        Args:
+            rows: prompts, over all devices.
+            tokens: of each.
+            bandwidth, peak, links: see `decode_floor`.
+        """
+        flops = rows * tokens * (self.weight_flops + self._attention_flops((tokens + 1) / 2))
+        return Floor(
+            weights=self._read(rows * tokens) / bandwidth, cache=0.0, flops=flops / self.devices / peak, links=links
+        )
+
+    def calls_of_prompt(self, tokens: int) -> tuple[str, ...]:
+        """The calls for a prompt that comes alone, in order; cut as `Schedule.bucket_for` cuts it."""
+        names = {size: name for name, (_, size) in self.prefill.items()}
+        calls = []
+        while tokens > 0:
+            below, above = ([s for s in names if s <= tokens], [s for s in names if s >= tokens])
+            fills = above and (2 * tokens > min(above) or not below)
+            size = min(above) if fills else max(below)
+            calls.append(names[size])
+            tokens -= size
+        return tuple(calls)
+
+    def decoding(self, rows: int) -> str:
+        """The Program that gives so many running rows their next tokens."""
+        return self.decode[min((most for most in self.decode if most >= rows), default=max(self.decode))]
+
+    def compute_bound_rows(self, *, bandwidth: float, peak: float) -> int:
+        """Rows from which products take longer than reading the weights for them."""
+        return math.ceil(self._read(MOST_ROWS * 8) / bandwidth * peak * self.devices / self.weight_flops)
+
+    def _read(self, tokens: int) -> float:
+        """Bytes of parameters that a call reads; of experts those that its tokens go to, if they go anywhere alike."""
+        whole = self.weights.total - self.weights.table
+        if self.expert_count is None:
+            return whole
+        count, chosen = self.expert_count
+        return whole - self.weights.experts * (1 - chosen / count) ** tokens
+
+    def _attention_flops(self, context: float) -> float:
+        return sum(4.0 * features * min(context, window or context) for window, features in self.attention_features)
+
+
+def bytes_of_position(kv_heads: int, head_size: int, dtype: str) -> int:
+    """What keys and values of a position take in one layer.
+
+    Args:
+        kv_heads: on a device.
+        head_size: of each.
+        dtype: in which they are kept; int8 has a scale for each key and each value.
+    """
+    width = 1 if dtype == "int8" else np.dtype(dtype if dtype != "bfloat16" else "float16").itemsize
+    return 2 * kv_heads * (head_size * width + (SCALE_BYTES if dtype == "int8" else 0))
+
+
+def windows_of(config: DecoderConfig) -> tuple[tuple[int | None, int], ...]:
+    """How many layers of a model see so many positions."""
+    found: dict[int | None, int] = {}
+    for layer in range(config.num_layers):
+        window = config.window(layer)
+        found[window] = found.get(window, 0) + 1
+    return tuple(found.items())
+
+
+def features_of(config: DecoderConfig) -> tuple[tuple[int | None, float], ...]:
+    """Over how many features attention sums, by the positions that are seen."""
+    found: dict[int | None, float] = {}
+    for group in config.attention_groups:
+        found[group.window] = found.get(group.window, 0.0) + group.features
+    return tuple(found.items())
+
+
+def served(
+    config: DecoderConfig,
+    sharding: ShardingPlan,
+    cache: CachePlan,
+    *,
+    vocab_size: int,
+    devices: int,
+    steps: int,
+    decode: Mapping[int, str],
+    prefill: Mapping[str, tuple[int, int]],
+    counts_tokens: bool,
+    automatic: bool = False,
+    room: int = ROOM,
+    chip_hour_price: float | None = None,
+) -> DecodeCost:
+    """The value for a described run.
+
+    Args:
+        config: the architecture.
+        sharding: where its parameters lie.
+        cache: where keys and values lie.
+        vocab_size: entries of the head.
+        devices, steps, decode, prefill, automatic, room, chip_hour_price: see `DecodeCost`.
+        counts_tokens: whether each row counts its tokens.
+    """
+    compute, mesh = cache.mappings.compute, sharding.mesh
+    flops = config.flops(vocab_size=vocab_size, context_length=1, attention="full")
+    vocab_ways = mesh.ways(compute.mesh_axes("vocab"))
+    return DecodeCost(
+        devices=devices,
+        rows=cache.rows,
+        context=cache.max_seq_len,
+        shards=cache.shards,
+        dtype=np.dtype(cache.abstract.pages[0].dtype).name,
+        automatic=automatic,
+        room=room,
+        page=cache.slots,
+        pages=cache.pages,
+        cache_bytes=cache.bytes_per_device,
+        state_bytes=4 * vocab_size // vocab_ways * cache.shards if counts_tokens else 0,
+        steps=steps,
+        decode=decode,
+        prefill=prefill,
+        weights=WeightBytes.of(sharding),
+        kv_heads=config.KVHead.size,
+        kv_ways=mesh.ways(compute.mesh_axes("kv_head")),
+        repeated=cache.repeated,
+        query_groups=config.num_heads // config.KVHead.size,
+        head_size=config.HeadSize.size,
+        embed=config.hidden_dim,
+        compute_bytes=max((x.leaf.dtype.itemsize for x in sharding.leaves if x.leaf.dtype != np.int8), default=2),
+        windows=windows_of(config),
+        weight_flops=flops.weights,
+        attention_features=features_of(config),
+        expert_count=_experts(config),
+        chip_hour_price=chip_hour_price,
+    )
+
+
+def _experts(config: DecoderConfig) -> tuple[int, int] | None:
+    count, chosen = getattr(config, "experts", None), getattr(config, "num_experts_per_tok", None)
+    return (count, chosen) if count and chosen else None

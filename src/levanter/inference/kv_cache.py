@@ -1,0 +1,167 @@
+"""How the cache of keys and values is cut into pages, and where they lie: by arithmetic, before there is a device.
+
+*Fixed*: every row owns one page, as long as a row may get; nothing is gathered and nothing shared. *Paged*: rows take
+short pages from a pool as they grow, by tables. Rows are sharded like the batch, and every shard has a pool of its own:
+tables number the pages of their own shard.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from haliax_ext.abstract import abstract, leaves
+from haliax_ext.mapping import Mappings
+from haliax_ext.meshspec import MeshSpec
+from haliax_ext.planner import ShardingPlan, plan_sharding
+from levanter.inference.config import Allocation
+from levanter.models.decoder.config import DecoderConfig
+from levanter.models.decoder.decode import KvCache
+
+PAGE_SIZE = 128
+"""Positions in a page of a paged cache."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CachePlan:
+    """A cache as a run will hold it.
+
+    Attributes:
+        rows: that can run at once, over all shards.
+        max_seq_len: positions that a row may have.
+        allocation: whether a row owns one page or takes pages as it grows.
+        slots: positions in a page.
+        pages: over all shards.
+        shards: of the rows, and of the pages.
+        abstract: the cache without memory.
+        mappings: the run's, with rows (`batch`) and pages sharded like its batch.
+        sharding: where it lies.
+        repeated: how many devices hold the same keys and values, where query heads are sharded further than those.
+    """
+
+    rows: int
+    max_seq_len: int
+    allocation: Allocation
+    slots: int
+    pages: int
+    shards: int
+    abstract: KvCache
+    mappings: Mappings
+    sharding: ShardingPlan
+    repeated: int
+
+    @property
+    def pages_of_row(self) -> int:
+        """How many pages the longest row has."""
+        return -(-self.max_seq_len // self.slots)
+
+    @property
+    def rows_of_shard(self) -> int:
+        """How many rows a shard has."""
+        return self.rows // self.shards
+
+    @property
+    def bytes_per_device(self) -> int:
+        """What it takes of a device."""
+        return self.sharding.bytes_per_device
+
+    @cached_property
+    def bytes_of_row(self) -> int:
+        """What a row of full length takes of each device that holds it."""
+        return self.bytes_per_device * self.shards // self.pages * self.pages_of_row
+
+    def __str__(self) -> str:
+        how = (
+            f"a page of {self.slots:,} positions each"
+            if self.allocation == "fixed"
+            else f"{self.pages:,} pages of {self.slots} positions"
+        )
+        shards = f" in {self.shards} shards" if self.shards > 1 else ""
+        twice = f"; each key and value is on {self.repeated} devices" if self.repeated > 1 else ""
+        dtype = np.dtype(self.abstract.pages[0].dtype).name
+        scaled = f" with a {np.dtype(self.abstract.scales[0].dtype).name} scale each" if self.abstract.scales else ""
+        return (
+            f"{self.rows} rows of {self.max_seq_len:,} positions{shards}, {self.allocation}: {how}, {dtype}{scaled}, "
+            f"{self.bytes_of_row / 2**20:,.1f} MiB a row and {self.bytes_per_device / 2**30:,.3f} GiB a device{twice}"
+        )
+
+
+def plan_cache(
+    config: DecoderConfig,
+    mappings: Mappings,
+    mesh: MeshSpec,
+    *,
+    batch_axis: str,
+    rows: int,
+    max_seq_len: int,
+    dtype: np.dtype,
+    allocation: Allocation = "fixed",
+    page_size: int = PAGE_SIZE,
+    pages: int | None = None,
+    hbm_bytes: int | None = None,
+) -> CachePlan:
+    """Plans a cache.
+
+    Args:
+        config: the architecture.
+        mappings: of the run.
+        mesh: mesh axis names and sizes.
+        batch_axis: the logical name of the batch axis.
+        rows: that can run at once, over all shards.
+        max_seq_len: positions that a row may have.
+        dtype: of keys and values; int8 for integers with scales.
+        allocation: whether a row owns one page or takes pages as it grows.
+        page_size: positions in a page of a paged cache.
+        pages: of a paged cache, over all shards; None for as many as all rows need at full length.
+        hbm_bytes: memory of one device; without it replication is reported, never an error.
+
+    Raises:
+        ValueError: rows or pages are not a multiple of the batch's shards, no row of full length fits the pages, or the
+            model has layers whose state is not keys and values.
+    """
+    over = mappings.compute.mesh_axes(batch_axis)
+    compute = mappings.compute.merged({"batch": over or None, "page": over or None})
+    shards = mesh.ways(over)
+    slots = max_seq_len if allocation == "fixed" else page_size
+    of_row = -(-max_seq_len // slots)
+    wanted = rows if allocation == "fixed" else rows * of_row if pages is None else pages
+    problems = [
+        f"{what} {count} is not a multiple of the {shards} shards of the batch; the nearest above is "
+        f"{-(-count // shards) * shards}"
+        for what, count in (("max_rows", rows), ("pages", wanted))
+        if count % shards and (what == "max_rows" or allocation == "paged")
+    ]
+    if not problems and wanted // shards < of_row:
+        problems.append(
+            f"pages {wanted}: a row of {max_seq_len} positions has {of_row} pages of {slots}, and each of {shards} "
+            f"shards would have {wanted // shards}; at least {of_row * shards} are needed"
+        )
+    if problems:
+        raise ValueError("\n".join(problems))
+    cache = abstract(lambda: KvCache.zeros(config, pages=wanted, slots=slots, dtype=dtype))
+    sharding = plan_sharding(leaves(cache), replace(mappings, params=compute, overrides=()), mesh, hbm_bytes=hbm_bytes)
+    return CachePlan(
+        rows=rows,
+        max_seq_len=max_seq_len,
+        allocation=allocation,
+        slots=slots,
+        pages=wanted,
+        shards=shards,
+        abstract=cache,
+        mappings=replace(mappings, compute=compute),
+        sharding=sharding,
+        repeated=mesh.ways(compute.mesh_axes("q_heads_per_group")),
+    )
+
+
+def rows_by_context(plan: CachePlan, free_bytes: int, contexts: Mapping[str, int]) -> dict[str, int]:
+    """How many rows of some lengths a device's free memory holds, over all shards.
+
+    Args:
+        plan: of any cache of the model on the mesh, for what a position takes.
+        free_bytes: of each device, the cache's own included.
+        contexts: positions in a row, by name.
+    """
+    each = plan.bytes_of_row / (plan.pages_of_row * plan.slots)
+    return {name: int(free_bytes // (each * length)) * plan.shards for name, length in contexts.items()}

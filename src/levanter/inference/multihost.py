@@ -1,0 +1,189 @@
+"""One engine on several processes: process 0 decides what is called, and all of them call it.
+
+Process 0 reads requests, plans steps and makes text; the others have no requests and no tokenizer. Before process 0
+dispatches a call it tells them what the call is (`LeaderRunner`), and they dispatch the same one (`follow`). What is
+told is small: parameters of rows and their tables only where they changed (`levanter.distributed.broadcast`).
+
+The messages go over the connections that the processes of a run have anyway (`levanter.distributed`), so that one of
+them that is killed is missed as everywhere else.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from levanter.distributed.broadcast import Heard, Told, hear, tell
+from levanter.inference.generation import GenerationPrograms
+from levanter.inference.params import SamplingParams
+from levanter.inference.prompt_logprobs import PromptScores, ScoresPrompts
+from levanter.inference.requests import ChoiceId
+from levanter.inference.runner import Masks, Runner, SampledArrays
+from levanter.inference.sampling_arrays import RowSampling
+from levanter.inference.step_plan import DecodeRow, PrefillPart
+
+BEHIND = 2
+"""Calls that a following process has in flight."""
+_NOBODY = ChoiceId("", 0)
+"""Following processes do not know whose rows they are."""
+
+
+@dataclass(eq=False)
+class _Changes:
+    """What of rows and their tables has been told already."""
+
+    tables: np.ndarray | None = None
+    sampling: list[RowSampling | None] = field(default_factory=list)
+
+    def of(self, tables: np.ndarray, sampling: Sequence[RowSampling | None]) -> dict[str, Any]:
+        """What is new since the last call."""
+        before = [None] * len(sampling) if not self.sampling else self.sampling
+        changed = [n for n, one in enumerate(sampling) if one is not before[n] and one != before[n]]
+        moved = range(len(tables)) if self.tables is None else np.flatnonzero((tables != self.tables).any(axis=1))
+        self.tables, self.sampling = tables.copy(), list(sampling)
+        return {
+            "shape": list(tables.shape),
+            "tables": {str(n): tables[n].tolist() for n in moved},
+            "sampling": {str(n): _plain_sampling(sampling[n]) for n in changed},
+        }
+
+    def taken(self, told: Mapping[str, Any]) -> tuple[np.ndarray, list[RowSampling | None]]:
+        """Tables and sampling of a call, of what was told now and before."""
+        tables = np.zeros(told["shape"], np.int32) if self.tables is None else self.tables.copy()
+        sampling = list(self.sampling) or [None] * len(tables)
+        for n, row in told["tables"].items():
+            tables[int(n)] = row
+        for n, one in told["sampling"].items():
+            sampling[int(n)] = _sampling_of(one)
+        self.tables, self.sampling = tables, sampling
+        return tables, sampling
+
+
+def _plain_sampling(sampling: RowSampling | None) -> dict[str, Any] | None:
+    return None if sampling is None else asdict(sampling)
+
+
+def _sampling_of(plain: Mapping[str, Any] | None) -> RowSampling | None:
+    if plain is None:
+        return None
+    params: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in plain["params"].items()
+    }
+    params["logit_bias"] = {int(id): bias for id, bias in params["logit_bias"].items()}
+    own: dict[str, Any] = {**plain, "params": SamplingParams(**params), "stop_ids": tuple(plain["stop_ids"])}
+    return RowSampling(**own)
+
+
+def _plain_masks(masks: Masks | None) -> dict[str, list[int]]:
+    return {str(n): mask.tolist() for n, mask in (masks or {}).items()}
+
+
+def _masks_of(plain: Mapping[str, list[int]]) -> dict[int, np.ndarray]:
+    return {int(n): np.asarray(mask, np.uint32) for n, mask in plain.items()}
+
+
+class LeaderRunner:
+    """The rows of process 0: each call is told to the others before it is dispatched.
+
+    Args:
+        rows: its own.
+        told: how.
+        scorer: scores prompts, where that is asked for.
+    """
+
+    def __init__(self, rows: Runner, told: Told, scorer: ScoresPrompts | None = None):
+        self._rows, self._told, self._scorer = rows, told, scorer
+        self._changes = _Changes()
+
+    @property
+    def programs(self) -> GenerationPrograms:
+        """What is run."""
+        return self._rows.programs
+
+    def prefill(
+        self,
+        bucket: tuple[int, int],
+        parts: Sequence[PrefillPart],
+        tables: np.ndarray,
+        sampling: Sequence[RowSampling | None],
+        masks: Masks | None = None,
+    ) -> SampledArrays:
+        """See `DeviceRows.prefill`."""
+        told = [[p.place, p.lane, p.start, list(p.tokens), p.fresh, p.ends, p.left] for p in parts]
+        self._tell("prefill", tables, sampling, masks, bucket=list(bucket), parts=told)
+        return self._rows.prefill(bucket, parts, tables, sampling, masks)
+
+    def decode(
+        self,
+        rows: Sequence[DecodeRow],
+        tables: np.ndarray,
+        sampling: Sequence[RowSampling | None],
+        masks: Masks | None = None,
+    ) -> SampledArrays:
+        """See `DeviceRows.decode`."""
+        self._tell("decode", tables, sampling, masks, rows=[[row.place, row.start, row.tokens] for row in rows])
+        return self._rows.decode(rows, tables, sampling, masks)
+
+    def score(self, tokens: Sequence[int], top: int) -> PromptScores:
+        """Scores a prompt; see `PromptScorer`."""
+        assert self._scorer is not None
+        tell({"call": "score", "tokens": list(tokens), "top": top}, self._told)
+        return self._scorer(tokens, top)
+
+    def end(self) -> None:
+        """Lets the others go: no more calls come."""
+        tell({"call": "end"}, self._told)
+
+    def _tell(
+        self,
+        call: str,
+        tables: np.ndarray,
+        sampling: Sequence[RowSampling | None],
+        masks: Masks | None,
+        **fields: object,
+    ) -> None:
+        changes = self._changes.of(tables, sampling)
+        tell({"call": call, **changes, "masks": _plain_masks(masks), **fields}, self._told)
+
+
+def follow(rows: Runner, heard: Heard, scorer: ScoresPrompts | None = None) -> int:
+    """Calls what process 0 calls, until it calls nothing more.
+
+    Args:
+        rows: this process's part of them.
+        heard: what process 0 tells.
+        scorer: scores prompts, where that is asked for.
+
+    Returns:
+        How many calls there were.
+    """
+    changes, count = _Changes(), 0
+    flying: deque[SampledArrays] = deque()
+    while (told := hear(heard))["call"] != "end":
+        count += 1
+        if told["call"] == "score":
+            assert scorer is not None
+            scorer(told["tokens"], told["top"])
+            continue
+        tables, sampling = changes.taken(told)
+        masks = _masks_of(told["masks"])
+        if told["call"] == "decode":
+            chosen = [DecodeRow(id=_NOBODY, place=p, start=start, tokens=n) for p, start, n in told["rows"]]
+            flying.append(rows.decode(chosen, tables, sampling, masks))
+        else:
+            size, length = told["bucket"]
+            flying.append(rows.prefill((size, length), [_part(one) for one in told["parts"]], tables, sampling, masks))
+        if len(flying) > BEHIND:
+            jax.block_until_ready(flying.popleft())
+    jax.block_until_ready(list(flying))
+    return count
+
+
+def _part(told: Sequence[Any]) -> PrefillPart:
+    place, lane, start, tokens, fresh, ends, left = told
+    return PrefillPart(
+        id=_NOBODY, place=place, lane=lane, start=start, tokens=tuple(tokens), fresh=fresh, ends=ends, left=left
+    )

@@ -1,0 +1,245 @@
+"""Answers in the order of the requests, in a file that is complete or not there, whatever is killed when.
+
+Answers come in any order and are written in that of their requests. While a run goes on they are in *parts*, each a
+file with a run of lines that appears complete or not at all, in a folder beside the output; the next run with the same
+*identity* (input, model, parameters) goes on behind them. At the end the parts become the output, in one step, and are
+removed. As each answer depends on its request alone, what an interrupted run and its successors write is, byte for
+byte, what one run would have written.
+"""
+
+import json
+import logging
+import time
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from levanter.base.json_types import Json
+from levanter.inference.jsonl import BrokenLine
+from levanter.inference.prompt_logprobs import PromptScores
+from levanter.inference.requests import ChoiceId, Request
+from levanter.io import Lease, OtherRunError, PartFolder, atomic_write, exists, open_read
+from levanter.io.atomic import remove_left_behind
+from levanter.io.resumable import remove
+
+logger = logging.getLogger(__name__)
+
+PART_LINES = 256
+"""Answers in a part, at most."""
+PART_SECONDS = 15.0
+"""How long an answer waits for others before it is stored, at most."""
+LOGPROB_DIGITS = 5
+"""Behind the point: the last bits of a float32 depend on which rows were computed together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What became of one choice.
+
+    Attributes:
+        of: which.
+        text: its text.
+        tokens: its ids, one that ended it included.
+        reason: `stop` or `length`.
+        logprobs: of its tokens; None if nobody asked.
+        top: the likeliest tokens at each, as pairs of id and log-probability.
+    """
+
+    of: ChoiceId
+    text: str
+    tokens: tuple[int, ...]
+    reason: str
+    logprobs: tuple[float, ...] | None = None
+    top: tuple[tuple[tuple[int, float], ...], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Echo:
+    """The prompt as part of its answer.
+
+    Attributes:
+        text: its text.
+        scores: how likely its tokens were; None if nobody asked.
+    """
+
+    text: str
+    scores: PromptScores | None = None
+
+
+def answer_line(request: Request, choices: Sequence[Choice], *, echo: Echo | None = None) -> bytes:
+    """The answer to a request, with its prompt if that is to be part of it."""
+    return _line(
+        {
+            "id": request.id,
+            "seed": request.seed,
+            "prompt_tokens": len(request.tokens),
+            **({} if echo is None else _echoed(request, echo)),
+            "choices": [_choice(one) for one in sorted(choices, key=lambda one: one.of.choice)],
+        }
+    )
+
+
+def _echoed(request: Request, echo: Echo) -> dict[str, Json]:
+    found: dict[str, Json] = {"prompt": echo.text, "prompt_ids": list(request.tokens)}
+    if echo.scores is not None:
+        found["prompt_logprobs"] = [None, *(round(one, LOGPROB_DIGITS) for one in echo.scores.logprobs)]
+        if request.params.logprobs:
+            found["prompt_top_logprobs"] = [None, *(_pairs(one) for one in echo.scores.top)]
+    return found
+
+
+def _pairs(top: Sequence[tuple[int, float]]) -> list[Json]:
+    return [[id, round(value, LOGPROB_DIGITS)] for id, value in top]
+
+
+def _choice(choice: Choice) -> dict[str, Json]:
+    found: dict[str, Json] = {
+        "index": choice.of.choice,
+        "text": choice.text,
+        "tokens": list(choice.tokens),
+        "finish_reason": choice.reason,
+    }
+    if choice.logprobs is not None:
+        found["logprobs"] = [round(one, LOGPROB_DIGITS) for one in choice.logprobs]
+    if choice.top:
+        found["top_logprobs"] = [_pairs(one) for one in choice.top]
+    return found
+
+
+def error_line(broken: BrokenLine) -> bytes:
+    """The answer to a line that is no request, or to a request that failed."""
+    # The error may quote what no text has.
+    error = broken.error.encode("utf-8", "backslashreplace").decode()
+    return _line({"id": broken.id, "line": broken.line, "error": error})
+
+
+def _line(value: Mapping[str, Json]) -> bytes:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+
+
+class Answers:
+    """The answers of one run on their way into its output.
+
+    Args:
+        path: of the output, local or a URL.
+        identity: everything that the answers depend on, as JSON.
+        lease: of the folder of parts, in a process that is not alone.
+    """
+
+    def __init__(self, path: str, identity: Mapping[str, Json], *, lease: Lease | None = None):
+        self.path = path
+        self._folder = PartFolder(
+            path=f"{path}.parts",
+            identity=identity,
+            digits=9,
+            ending=".jsonl",
+            writer="generate",
+            advice="name another output, or remove the folder",
+            lease=lease,
+        )
+        self._waiting: dict[int, bytes] = {}
+        self._ready: list[bytes] = []
+        self._stored = self._taken = 0
+        self._since = time.monotonic()
+
+    @property
+    def folder(self) -> str:
+        """Where the parts are."""
+        return self._folder.path
+
+    @property
+    def done(self) -> int:
+        """How many answers have come, from the first one on without a gap."""
+        return self._taken
+
+    def begin(self) -> int:
+        """Finds what earlier runs have stored.
+
+        Returns:
+            How many requests, from the first one on, have their answers.
+
+        Raises:
+            OtherRunError: they are another run's, or the output is there already.
+        """
+        self._folder.check_lease()
+        if not self._folder.has_begun(f"{self.folder} has answers of"):
+            if exists(self.path):
+                raise OtherRunError(f"{self.path} is there already; remove it, or name another output")
+            self._folder.begin()
+        self._stored = self._taken = sum(len(part) for part in self._parts())
+        for first, path in self._folder.numbered().items():
+            if first >= self._stored:  # behind a damaged one
+                remove(path)
+        return self._taken
+
+    def add(self, index: int, line: bytes) -> None:
+        """Takes the answer to a request.
+
+        Args:
+            index: of the request, from 0; each once.
+            line: its answer.
+        """
+        assert index >= self._taken and index not in self._waiting, f"request {index} is answered twice"
+        assert line.endswith(b"\n") and line.count(b"\n") == 1
+        self._waiting[index] = line
+        while self._taken in self._waiting:
+            self._ready.append(self._waiting.pop(self._taken))
+            self._taken += 1
+        if len(self._ready) >= PART_LINES or (self._ready and time.monotonic() - self._since >= PART_SECONDS):
+            self.store()
+
+    def store(self) -> None:
+        """Stores what is ready: it survives whatever happens to this process."""
+        if not self._ready:
+            return
+        self._folder.check_lease()
+        body = b"".join(self._ready)
+        head = {"first": self._stored, "lines": len(self._ready), "crc32": zlib.crc32(body)}
+        with atomic_write(self._folder.at(self._stored)) as file:
+            file.write(json.dumps(head).encode() + b"\n" + body)
+        self._stored += len(self._ready)
+        self._ready = []
+        self._since = time.monotonic()
+
+    def finish(self) -> int:
+        """Makes the output of the parts, and removes them.
+
+        Returns:
+            How many answers it has.
+        """
+        assert not self._waiting, f"request {self._taken} has no answer"
+        self.store()
+        self._folder.check_lease()
+        # A run that was killed while it wrote the output has left what it had.
+        parent, slash, name = self.path.rpartition("/")
+        remove_left_behind(parent or slash or ".", of=name)
+        count = 0
+        with atomic_write(self.path) as file:
+            for part in self._parts():
+                file.write(b"".join(part))
+                count += len(part)
+        assert count == self._taken, f"{count} answers are stored, {self._taken} came"
+        self._folder.remove()
+        return count
+
+    def _parts(self) -> Iterable[list[bytes]]:
+        """The stored parts, up to the first that is missing or damaged."""
+        paths, first = self._folder.numbered(), 0
+        while first in paths:
+            part = _read_part(paths[first], first)
+            if part is None:
+                logger.warning("%s is damaged; its requests are answered again", paths[first])
+                return
+            yield part
+            first += len(part)
+
+
+def _read_part(path: str, first: int) -> list[bytes] | None:
+    with open_read(path) as file:
+        head, _, body = file.read().partition(b"\n")
+    lines = body.splitlines(keepends=True)
+    expected = {"first": first, "lines": len(lines), "crc32": zlib.crc32(body)}
+    try:
+        return lines if lines and json.loads(head) == expected else None
+    except ValueError:
+        return None

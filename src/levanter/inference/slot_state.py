@@ -1,0 +1,196 @@
+"""`RowState`: what the device knows of every running sequence between two calls.
+
+Rows come and go by array updates: a prefill writes the rows it has finished (`begun`), a decode step moves all of them
+on (`advanced`), and the host releases rows by a mask. No request ever compiles anything.
+
+A row's *last token* has been chosen but not been read by the model: its key and value are written by the next step, at
+`position`.
+"""
+
+from typing import cast
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+
+from levanter.inference.sampling import GENERATED, IN_PROMPT, Sampled
+from levanter.inference.sampling_arrays import RowParams, Word
+
+
+class RowState(eqx.Module):
+    """The state of all rows.
+
+    Attributes:
+        last_token: int32 `[batch]`, the token that is read next.
+        position: int32 `[batch]`, its place in the row's sequence.
+        left: int32 `[batch]`, how many tokens may still be sampled.
+        done: boolean `[batch]`; a row that is done, or empty, samples nothing.
+        noise: uint32 `[batch, seed_word]`, the key of the row's noise.
+        counts: int32 `[batch, vocab]`, which tokens were there; None where penalties are not configured.
+    """
+
+    last_token: NamedArray
+    position: NamedArray
+    left: NamedArray
+    done: NamedArray
+    noise: NamedArray
+    counts: NamedArray | None
+
+    @staticmethod
+    def empty(Batch: Axis, Vocab: Axis | None = None) -> "RowState":
+        """Rows that nobody uses.
+
+        Args:
+            Batch: how many there are.
+            Vocab: the vocabulary, if tokens are counted for penalties.
+        """
+        numbers = hax.zeros(Batch, dtype=jnp.int32)
+        return RowState(
+            last_token=numbers,
+            position=numbers,
+            left=numbers,
+            done=hax.ones(Batch, dtype=jnp.bool_),
+            noise=hax.zeros((Batch, Word), dtype=jnp.uint32),
+            counts=None if Vocab is None else hax.zeros((Batch, Vocab), dtype=jnp.int32),
+        )
+
+    @property
+    def Batch(self) -> Axis:
+        """The axis of rows."""
+        return self.done.resolve_axis("batch")
+
+    def taken(self, rows: NamedArray) -> "RowState":
+        """Some of the rows as a state of their own.
+
+        Args:
+            rows: int32, indices over a `batch` axis of its own; one behind the last row gives an arbitrary one.
+        """
+        (Part,) = rows.axes
+        places = jnp.clip(rows.array, 0, self.Batch.size - 1)
+        state = jax.tree.map(
+            lambda x: hax.named(x.array[places], (Part, *x.axes[1:])), self, is_leaf=lambda x: isinstance(x, NamedArray)
+        )
+        inside = hax.named((rows.array >= 0) & (rows.array < self.Batch.size), rows.axes)
+        return eqx.tree_at(lambda s: s.done, state, state.done | ~inside)
+
+    def replaced(self, rows: NamedArray, part: "RowState") -> "RowState":
+        """The state with some of its rows from another one.
+
+        Args:
+            rows: int32, indices over `part`'s `batch`, each once; one behind the last row drops what is there.
+            part: what `taken(rows)` became.
+        """
+        places = self._places(rows)
+
+        def put(x: NamedArray, new: NamedArray) -> NamedArray:
+            new = new.rearrange((rows.axes[0].name, *(axis.name for axis in x.axes[1:])))
+            return hax.named(x.array.at[places].set(new.array, mode="drop"), x.axes)
+
+        return jax.tree.map(put, self, part, is_leaf=lambda x: isinstance(x, NamedArray))
+
+    def begun(
+        self,
+        rows: NamedArray,
+        sampled: Sampled,
+        params: RowParams,
+        *,
+        noise: NamedArray,
+        position: NamedArray,
+        left: NamedArray,
+    ) -> "RowState":
+        """The state after the end of some rows' prompts, with their first tokens.
+
+        Args:
+            rows: int32 over the `batch` of the prefill: where in the state each of its rows goes. One behind the last
+                row is for prompts that are not at their end, and for lanes that nobody uses.
+            sampled: the first tokens.
+            params: of the rows that were prefilled.
+            noise: the keys of their noise, see `sampling.row_noise`.
+            position: int32, where in its sequence each first token is.
+            left: int32, how many tokens each may have, this first one included.
+        """
+        (Part,) = rows.axes
+        fresh = RowState(
+            last_token=sampled.tokens,
+            position=position - 1,
+            left=left,
+            done=hax.zeros(Part, dtype=jnp.bool_),
+            noise=noise,
+            counts=None if self.counts is None else self.taken(rows).counts,
+        )
+        return self.replaced(rows, fresh.advanced(sampled, params))
+
+    def advanced(self, sampled: Sampled, params: RowParams) -> "RowState":
+        """The state after one more token of every row that is not done.
+
+        A row is done when it samples one of its stop ids, has no tokens left, or has nothing that it could sample.
+        """
+        running = ~self.done
+        left = self.left - running.astype(jnp.int32)
+        is_stop = cast(NamedArray, params.stop_ids == sampled.tokens)
+        counts = self.counts
+        if counts is not None:
+            Vocab = counts.resolve_axis("vocab")
+            ids = hax.arange(Vocab, dtype=jnp.int32).broadcast_to(counts.axes)
+            is_token = (ids == sampled.tokens) & running
+            counts = (counts + GENERATED * is_token.astype(jnp.int32)).rearrange(counts.axes)
+        return RowState(
+            last_token=hax.where(running, sampled.tokens, self.last_token),
+            position=self.position + running.astype(jnp.int32),
+            left=left,
+            done=self.done | ~sampled.ok | (left <= 0) | hax.any(is_stop, "stop_id"),
+            noise=self.noise,
+            counts=counts,
+        )
+
+    def released(self, rows: NamedArray) -> "RowState":
+        """The state without the rows where the mask `[batch]` is true."""
+        return eqx.tree_at(lambda s: s.done, self, self.done | rows)
+
+    def counted(
+        self,
+        rows: NamedArray,
+        tokens: NamedArray,
+        *,
+        starts: NamedArray,
+        lengths: NamedArray,
+        prompts: NamedArray,
+        fresh: NamedArray,
+    ) -> "RowState":
+        """The state with the tokens of a prefill counted; the state itself where tokens are not counted.
+
+        Args:
+            rows: int32 over the `batch` of the prefill, where in the state each of its rows is.
+            tokens: int32 `[batch, position]`.
+            starts: int32, the place of each row's first token in its sequence.
+            lengths: int32, how many tokens each row has.
+            prompts: int32, the length of the request's prompt. What comes behind it was generated before the row had to
+                give way to others.
+            fresh: whether this is a row's first part: nothing is counted yet.
+        """
+        if self.counts is None:
+            return self
+        (Part,), Pos = rows.axes, tokens.resolve_axis("position")
+        Vocab = self.counts.resolve_axis("vocab")
+        place = hax.arange(Pos, dtype=jnp.int32).broadcast_to((Part, Pos))
+        there = place < lengths
+        in_prompt = place + starts < prompts
+        ids = tokens.rearrange((Part, Pos)).array
+        lanes = jnp.arange(Part.size)[:, None]
+
+        def where(mask: NamedArray) -> tuple:
+            return lanes, jnp.where(mask.rearrange((Part, Pos)).array, ids, Vocab.size)
+
+        before = self.taken(rows).counts
+        assert before is not None
+        counts = hax.where(fresh, 0, before).rearrange((Part, Vocab)).array
+        counts = counts.at[where(there & in_prompt)].max(IN_PROMPT, mode="drop")
+        counts = counts.at[where(there & ~in_prompt)].add(GENERATED, mode="drop")
+        all_rows = self.counts.rearrange((self.Batch, Vocab)).array.at[self._places(rows)].set(counts, mode="drop")
+        return eqx.tree_at(lambda s: s.counts, self, hax.auto_sharded(hax.named(all_rows, (self.Batch, Vocab))))
+
+    def _places(self, rows: NamedArray) -> jax.Array:
+        """Indices for a scatter that drops what is outside; JAX would count negative ones from the end."""
+        return jnp.where(rows.array < 0, self.Batch.size, rows.array)

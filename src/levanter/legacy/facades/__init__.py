@@ -1,4 +1,0 @@
-"""Calls of scripts of earlier generations that have another shape today: thin facades over today's code.
-
-Nothing in the project uses them; `levanter.legacy.imports` points to them.
-"""

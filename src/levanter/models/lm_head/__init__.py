@@ -1,0 +1,1 @@
+"""The language-model head: scores, losses and log-probabilities in chunks of the vocabulary."""

@@ -1,0 +1,142 @@
+"""Weighted sums of a head's scores, whose gradient is made in the loop that makes them.
+
+What a step minimizes is a sum over tokens with weights that are known before the forward pass:
+
+    −Σ weight · log p[target]  +  z_weight · Σ weight · log-normalizer²
+
+So the cotangent of each token's scores is known as soon as they are, and the loop over chunks makes a chunk's logits
+and multiplies their gradient by the head and by the activations at once: three products, and no logits are kept or made
+twice. The gradients wait for the cotangent of the sum, a scalar, which is 1 in a train step. Where nothing is
+differentiated, none is made.
+"""
+
+import functools
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+from jax.custom_derivatives import SymbolicZero
+
+from levanter.layers.linear import Linear
+from levanter.models.lm_head.chunks import Chunked, HeadScoring, Scores, gathered_once, scores, scores_and_gradients
+
+
+class LossSums(eqx.Module):
+    """Float32 scalars.
+
+    Attributes:
+        minimized: `loss + z_weight · squared_normalizers`; the only one that can be differentiated, in activations and
+            head.
+        loss: −Σ weight · log p[target].
+        squared_normalizers: Σ weight · log-normalizer²; None where its weight is 0.
+    """
+
+    minimized: jax.Array
+    loss: jax.Array
+    squared_normalizers: jax.Array | None
+
+
+def weighted_loss(
+    activations: NamedArray,
+    head: Linear,
+    targets: NamedArray,
+    weights: NamedArray,
+    *,
+    chunk: int,
+    vocab_size: int | None = None,
+    soft_cap: float | None = None,
+    z_weight: float = 0.0,
+) -> LossSums:
+    """The weighted sums of `targets`' scores at the activations.
+
+    Args:
+        activations: `[…, position, embed]`.
+        head: from `embed` to `vocab`, in the dtype of the activations.
+        targets: ids, `[…, position]`.
+        weights: float32, of each target, over its axes; where one is 0, its target means nothing.
+        chunk: positions at a time.
+        vocab_size: entries of `vocab` that count; None for all.
+        soft_cap: bound of the logits; see `head_logits`.
+        z_weight: of the squared log-normalizers in what is minimized; 0 for none.
+    """
+    chunked = Chunked.of(targets.resolve_axis("position"), chunk)
+    how = HeadScoring(vocab_size=vocab_size, soft_cap=soft_cap, normalizers=z_weight != 0)
+    weights = weights.rearrange(targets.axes)
+    with jax.named_scope("lm_head"):
+        cut = chunked.cut(activations), head, chunked.cut(targets), chunked.cut(weights)
+        return _sums(*cut, chunked.Chunks, how, z_weight)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _sums(
+    x: NamedArray,
+    head: Linear,
+    targets: NamedArray,
+    weights: NamedArray,
+    Chunks: Axis,
+    how: HeadScoring,
+    z_weight: float,
+) -> LossSums:
+    """The sums alone: what runs where nothing is differentiated."""
+    return _summed(scores(x, head, targets, Chunks, how), weights, z_weight)
+
+
+class _Gradients(eqx.Module):
+    """Of what is minimized, for a cotangent of 1.
+
+    Attributes:
+        of_x: of the activations; None where nobody asks.
+        of_head: of the head; None where nobody asks, and for arrays in it that nobody asks for.
+    """
+
+    of_x: NamedArray | None
+    of_head: Linear | None
+
+
+def _sums_forward(x, head, targets, weights, Chunks, how, z_weight):
+    # JAX says of each input whether it is differentiated.
+    asked, learned = x.array.perturbed, tuple(bool(each.perturbed) for each in jax.tree.leaves(head))
+    assert not weights.array.perturbed, "the sums are not differentiated by their weights"
+    x, head, targets, weights = jax.tree.map(lambda each: each.value, (x, head, targets, weights))
+    # What nothing is added up for is gathered once, where it is cut, and not for each chunk.
+    head = gathered_once(head, learned)
+    given = functools.partial(_cotangents, z_weight=z_weight)
+    found = scores_and_gradients(x, head, targets, (weights,), given, Chunks=Chunks, how=how, learned=learned)
+    kept = _Gradients(of_x=found.of_x if asked else None, of_head=found.of_head)
+    return _summed(found.scores, weights, z_weight), kept
+
+
+def _sums_backward(*fixed_kept_and_cotangent):
+    *_, kept, cotangent = fixed_kept_and_cotangent
+    shown = (cotangent.loss, cotangent.squared_normalizers)
+    assert all(each is None or isinstance(each, SymbolicZero) for each in shown), (
+        "of these sums only `minimized` can be differentiated; token_scores gives scores of which any function can"
+    )
+    factor = cotangent.minimized
+    if isinstance(factor, SymbolicZero):
+        factor = jnp.float32(0)
+    scaled = jax.tree.map(lambda a: (a.astype(jnp.float32) * factor).astype(a.dtype), kept)
+    return scaled.of_x, scaled.of_head, None, None
+
+
+_sums.defvjp(_sums_forward, _sums_backward, symbolic_zeros=True)
+
+
+def _summed(found: Scores, weights: NamedArray, z_weight: float) -> LossSums:
+    def counted(values: NamedArray) -> jax.Array:
+        # A position that does not count must not spoil the sum, whatever its value is.
+        return hax.sum(hax.where(weights != 0, values, 0.0) * weights).scalar()
+
+    loss = -counted(found[0])
+    if z_weight == 0:
+        return LossSums(minimized=loss, loss=loss, squared_normalizers=None)
+    squared = counted(found[1] * found[1])
+    return LossSums(minimized=loss + z_weight * squared, loss=loss, squared_normalizers=squared)
+
+
+def _cotangents(found: Scores, beside: Scores, *, z_weight: float) -> Scores:
+    """Of a chunk's scores, where what is minimized has a cotangent of 1; beside them are the weights."""
+    (weights,) = beside
+    return (-weights,) if z_weight == 0 else (-weights, 2 * z_weight * weights * found[1])

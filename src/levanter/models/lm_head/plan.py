@@ -1,0 +1,178 @@
+"""How many positions a head scores at a time, what that takes, and why.
+
+Logits are made a *chunk* of positions at a time (`models.head_chunks`), and no more of them exist. A chunk costs a
+reading of the head, and while training a reading and a writing of its gradient, so few large chunks are fast where
+memory is far from what computes. On CPUs logits that stay in the cache are worth more than that, down to a few hundred
+tokens a chunk, below which the head is all that moves.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+
+from haliax_ext.errors import gib
+from haliax_ext.mapping import AxisMapping
+from haliax_ext.meshspec import MeshSpec
+from levanter.models.lm_head.chunks import chunking
+from levanter.models.registry import LmConfig
+
+LOGITS_BYTES = 256 << 20
+"""How many bytes of logits may exist on a device at a time."""
+
+CPU_LOGITS_BYTES = 32 << 20
+"""How many of them a CPU device makes at a time while training, unless that is less than `CPU_TOKENS`."""
+
+CPU_TOKENS = 512
+"""Tokens that a CPU device scores at a time while training, if `LOGITS_BYTES` allow it."""
+
+
+def default_chunk(*, rows: int, vocab: int, parts: int = 1) -> int:
+    """Positions scored at a time, where nobody says: as many as `LOGITS_BYTES` of logits hold.
+
+    Each chunk reads the whole head, and in the backward pass reads and writes its whole gradient. With few tokens a
+    chunk, that and not the products is the time it takes: Llama 3.1 8B on v6e-128 has one sequence a device, and spent
+    27 % of its step on chunks of 128 tokens.
+
+    Args:
+        rows: sequences on a device.
+        vocab: entries of the head on a device.
+        parts: shards of the positions of a sequence.
+    """
+    return max(1, LOGITS_BYTES // (4 * rows * vocab)) * parts
+
+
+def planned_chunk(config: LmConfig, *, batch: tuple[str, int], vocab: int, mapping: AxisMapping, mesh: MeshSpec) -> int:
+    """The chunk that `token_logprobs` takes by itself under a compute mapping and a mesh that are not in scope.
+
+    Args:
+        config: the model's.
+        batch: the batch axis, name and size.
+        vocab: entries of the head.
+        mapping: of activations.
+        mesh: what it maps to.
+    """
+    if config.cross_entropy_block_size is not None:
+        return config.cross_entropy_block_size
+
+    def ways(name: str) -> int:
+        return mesh.ways(mapping.mesh_axes(name))
+
+    rows, entries = -(-batch[1] // ways(batch[0])), -(-vocab // ways("vocab"))
+    return default_chunk(rows=rows, vocab=entries, parts=ways("position"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadPlan:
+    """How a train step goes through its head.
+
+    Attributes:
+        chunk: positions at a time, at most.
+        chunks: how many chunks there are.
+        positions: how many positions each of them holds, over all shards.
+        logits_bytes: a chunk's float32 logits on a device.
+        all_bytes: those of all positions.
+        products: of the logits' size, forward and backward.
+        kept_bytes: gradients that wait for the backward pass on a device: of the activations, and the head's sums.
+        in_loop: whether the gradients are made with the logits; otherwise the logits are made again for them.
+        why: why this chunk.
+    """
+
+    chunk: int
+    chunks: int
+    positions: int
+    logits_bytes: int
+    all_bytes: int
+    products: int
+    kept_bytes: int
+    in_loop: bool
+    why: str
+
+    def __str__(self) -> str:
+        if self.chunks == 1:
+            how = f"all {self.positions:,} positions at once"
+        else:
+            how = f"{self.chunks:,} chunks of {self.positions:,} positions"
+        made = f"{how}, {gib(self.logits_bytes)} of float32 logits on a device at a time: {self.why}"
+        if not self.in_loop:
+            return (
+                f"{made}; {self.products} products of the logits' size, since this objective's gradient is known only "
+                "after all scores and the logits are made again for it"
+            )
+        spared = f" ({gib(self.all_bytes)} for all positions, which would spare no product)" if self.chunks > 1 else ""
+        return (
+            f"{made}; {self.products} products of the logits' size, and no logits are kept for the backward "
+            f"pass{spared}, only gradients: {gib(self.kept_bytes)}"
+        )
+
+
+def plan_head(
+    config: LmConfig,
+    *,
+    batch: tuple[str, int],
+    positions: int,
+    vocab: int,
+    mapping: AxisMapping,
+    mesh: MeshSpec,
+    dtype: np.dtype,
+    platform: str,
+    asked: int | None = None,
+    in_loop: bool = True,
+    learned: Collection[str] = ("head", "activations"),
+) -> HeadPlan:
+    """Chooses the chunk of a train step.
+
+    Args:
+        config: the model's; its `cross_entropy_block_size` decides where it is given.
+        batch: the batch axis, name and size of a microbatch.
+        positions: tokens in a sequence.
+        vocab: entries of the head.
+        mapping: of activations.
+        mesh: what it maps to.
+        dtype: of activations.
+        platform: `cpu`, `gpu` or `tpu`.
+        asked: the chunk that an objective asks for, before all others.
+        in_loop: whether the objective's gradient is made with the logits; see `models.head_loss`.
+        learned: what is differentiated: `head`, `activations`.
+    """
+
+    def on_device(name: str, size: int) -> int:
+        return -(-size // mesh.ways(mapping.mesh_axes(name)))
+
+    parts = mesh.ways(mapping.mesh_axes("position"))
+    rows, entries, embed = on_device(*batch), on_device("vocab", vocab), on_device("embed", config.Embed.size)
+    chunk = asked or planned_chunk(config, batch=batch, vocab=vocab, mapping=mapping, mesh=mesh)
+    is_free = asked is None and config.cross_entropy_block_size is None
+    if is_free and platform == "cpu":
+        tokens = max(CPU_TOKENS, CPU_LOGITS_BYTES // (4 * entries))
+        chunk = min(chunk, max(1, -(-tokens // rows)) * parts)
+    chunks, size = chunking(positions, chunk)
+    if asked is not None:
+        why = f"the objective asks for {asked:,}"
+    elif config.cross_entropy_block_size is not None:
+        why = f"model.cross_entropy_block_size is {chunk:,}"
+    elif chunks == 1:
+        why = "they are few enough"
+    elif platform == "cpu" and chunk < planned_chunk(config, batch=batch, vocab=vocab, mapping=mapping, mesh=mesh):
+        why = (
+            f"on CPUs {gib(CPU_LOGITS_BYTES)} or {CPU_TOKENS} tokens, whichever is more, since logits that stay in the "
+            "cache are faster"
+        )
+    else:
+        why = (
+            f"as many as {gib(LOGITS_BYTES)} hold, since each chunk reads the head and reads and writes its "
+            f"gradient ({gib(4 * entries * embed)})"
+        )
+    of_x = rows * -(-positions // parts) * embed * dtype.itemsize if "activations" in learned else 0
+    of_head = 4 * entries * embed if "head" in learned else 0
+    return HeadPlan(
+        chunk=chunk,
+        chunks=chunks,
+        positions=size,
+        logits_bytes=4 * rows * -(-size // parts) * entries,
+        all_bytes=4 * rows * -(-positions // parts) * entries,
+        products=(1 if in_loop else 2) + len(set(learned)),
+        kept_bytes=of_x + of_head,
+        in_loop=in_loop,
+        why=why,
+    )

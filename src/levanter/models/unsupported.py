@@ -1,0 +1,180 @@
+"""Families that upstream has and this project does not have yet: their `model:` blocks are read, then refused by name.
+
+A document of upstream's users may name any of upstream's families. Its keys are checked like every other block's (a
+misspelt one gets a suggestion, old spellings are translated), so that `migrate` can write it anew; what cannot be done
+is to build the model. Importing this module registers them; `models.registry` does so when names are asked for.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from levanter.config.schema import Annotation
+from levanter.config.validators import AnyFloat, AnyInt
+from levanter.layers.rotary import DefaultRotaryConfig, Llama3RotaryConfig, RotaryConfig
+from levanter.models.registry import LmConfig, family_names
+
+
+@dataclass(frozen=True, kw_only=True)
+class AbsentHyenaConfig:
+    """The `hyena:` block of `gpt2_hyena`: long convolutions in the place of attention."""
+
+    max_seq_len: AnyInt = 1024
+    hidden_dim: AnyInt = 768
+    num_heads: AnyInt = 1
+    order: AnyInt = 2
+    filter_order: AnyInt = 16
+    short_filter_order: AnyInt = 3
+    outer_mixing: bool = False
+    activation: str = "gelu_new"
+    num_blocks: AnyInt = 1
+    num_hidden_layers_filter_mlp: AnyInt = 2
+    filter_emb_dim: AnyInt = 3
+    filter_dropout: AnyFloat = 0.0
+    fast_decay_pct: AnyFloat = 0.3
+    slow_decay_pct: AnyFloat = 1.5
+    target: AnyFloat = 1e-2
+    modulate: bool = True
+    shift: AnyFloat = 0.0
+    resid_pdrop: AnyFloat = 0.0
+    use_bias: bool = True
+
+
+_RUNNING = {
+    "gradient_checkpointing": True,
+    "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-5,
+    "upcast_attn": False,
+    "use_flash_attention": None,
+    "attn_backend": None,
+    "flash_attention_block_size": None,
+}
+_DECODER = {
+    **_RUNNING,
+    "hidden_dim": 4096,
+    "intermediate_dim": 11008,
+    "num_layers": 32,
+    "num_heads": 32,
+    "num_kv_heads": 32,
+    "head_dim": None,
+    "activation_function": "silu",
+    "tie_word_embeddings": False,
+    "hybrid_norm": False,
+    "use_qk_norm": False,
+    "input_embedding_norm": False,
+    "scan_layers": True,
+    "use_bias": False,
+    "use_layer_norm_weight": True,
+    "rope": DefaultRotaryConfig(),
+}
+
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "gpt2_hyena": {
+        "max_seq_len": 1024,
+        "num_layers": 12,
+        "mlp_scale": 4,
+        "embed_pdrop": 0.0,
+        "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-5,
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_block_size": 5,
+        "hyena": AbsentHyenaConfig(),
+    },
+    "whisper": {
+        **_RUNNING,
+        "max_seq_len": 448,
+        "vocab_size": 51865,
+        "num_mel_bins": 80,
+        "encoder_layers": 4,
+        "encoder_attention_heads": 6,
+        "encoder_ffn_dim": 1536,
+        "decoder_layers": 4,
+        "decoder_attention_heads": 6,
+        "decoder_ffn_dim": 1536,
+        "d_model": 384,
+        "max_source_positions": 1500,
+        "max_length": 448,
+        "activation_function": "gelu",
+        "use_bias": True,
+        "upcast_attn": True,
+        "use_flash_attention": False,
+    },
+    "apertus": {
+        "reference_checkpoint": "swiss-ai/Apertus-8B-2509",
+        **_DECODER,
+        "max_seq_len": 65536,
+        "activation_function": "xielu",
+        "use_qk_norm": True,
+        "rope": Llama3RotaryConfig(theta=12_000_000.0),
+    },
+}
+"""Upstream's families: the keys of each with upstream's defaults."""
+
+
+class AbsentFamilyError(ValueError):
+    """The model belongs to a family that is not implemented yet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AbsentModelConfig(LmConfig):
+    """The `model:` block of a family that is not implemented yet. It can be read and written, not built."""
+
+
+def _refuse(config: AbsentModelConfig, *_: object, **__: object) -> NoReturn:
+    """What every question that a family answers is answered with."""
+    own = LmConfig.get_choice_name(type(config))
+    known = LmConfig.get_known_choices()
+    absent = {name for name, cls in known.items() if issubclass(cls, AbsentModelConfig)}
+    here = [name for name in LmConfig.choice_names() if name not in absent]
+    raise AbsentFamilyError(
+        f"model.type: {own} is an upstream family that this project does not have yet; it has: "
+        f"{', '.join(sorted(here))}"
+    )
+
+
+_ASKED = (*LmConfig.__abstractmethods__, "build", "weight_rules", "flops")  # pyright: ignore[reportAttributeAccessIssue]
+"""What a refused family answers when its properties are read."""
+
+
+def register_absent() -> None:
+    """Registers a config class for each of upstream's families that nobody has registered."""
+    for name, keys in FAMILIES.items():
+        if name not in family_names() and name not in LmConfig.get_known_choices():
+            LmConfig.register_subclass(name, _config_class(name, keys))
+
+
+def _config_class(name: str, keys: Mapping[str, Any]) -> type[LmConfig]:
+    fields = [
+        (key, _annotation(key, value), dataclasses.field(default=value, hash=False)) for key, value in keys.items()
+    ]
+    made = dataclasses.make_dataclass(
+        f"Absent{name.title().replace('_', '')}Config",
+        fields,
+        bases=(AbsentModelConfig,),
+        frozen=True,
+        kw_only=True,
+        namespace={
+            "__module__": __name__,
+            **{
+                asked: property(_refuse) if isinstance(getattr(LmConfig, asked), property) else _refuse
+                for asked in _ASKED
+            },
+        },
+    )
+    made.__doc__ = f"The `model:` block of upstream's {name}, which is not implemented yet."
+    return made
+
+
+def _annotation(key: str, default: object) -> Annotation:
+    """What a key takes: what its default is, where that says something."""
+    if key == "gradient_checkpointing":
+        return bool | str | dict[str, Any]
+    if key == "rope":
+        return RotaryConfig
+    if isinstance(default, int | float) and not isinstance(default, bool):
+        return AnyInt if isinstance(default, int) else AnyFloat
+    return type(default) if isinstance(default, bool | str | AbsentHyenaConfig) else Any
+
+
+register_absent()

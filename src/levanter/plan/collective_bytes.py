@@ -1,0 +1,143 @@
+"""Bytes that a device receives in a train step, by what they are for and by network: arithmetic from the plan alone.
+
+Counted is what the mathematics cannot do without. A parameter that is cut over mesh axes which do not cut what is
+computed is gathered over them, in the compute dtype: once in the forward pass and once in the backward pass, of each
+microbatch; the table of embeddings in the forward pass alone. A gradient is float32, summed over the mesh axes that cut
+the batch, once a microbatch, and ends in its parameter's shards. What is frozen has none. With `V` the bytes of a whole
+array on `n` devices, each receives
+
+    all-gather, reduce-scatter    V · (n−1)/n
+    all-reduce                    twice that
+
+Where a group covers devices of several slices, each device brings its share across the data-center network, and the
+devices of a slice exchange what they brought: `V / inside · (n−1)/n` over DCN and the rest over ICI.
+
+Not counted: what tensor parallelism sums (activations), norms, metrics; collectives that a compiler adds of its own.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from haliax_ext.hlo import AxisSpan, Collective
+from haliax_ext.meshspec import MeshSpec
+from haliax_ext.placement import LeafPlan
+from levanter.layers.low_rank import RANK
+from levanter.models.param_groups import EMBEDDING, parameter_group
+from levanter.runplan import RunPlan, Searchable
+from levanter.trainer.state import FROZEN, GRADIENT_BYTES, MODEL
+
+FROZEN_GATHERED, GATHERED = "frozen weights, gathered", "weights, gathered"
+ADAPTERS_GATHERED, GRADIENTS = "adapters, gathered", "gradients, summed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveBytes:
+    """Bytes that one device receives.
+
+    Attributes:
+        ici: inside a slice.
+        dcn: between slices.
+    """
+
+    ici: float = 0.0
+    dcn: float = 0.0
+
+    def __add__(self, other: "CollectiveBytes") -> "CollectiveBytes":
+        return CollectiveBytes(ici=self.ici + other.ici, dcn=self.dcn + other.dcn)
+
+    def __mul__(self, times: float) -> "CollectiveBytes":
+        return CollectiveBytes(ici=self.ici * times, dcn=self.dcn * times)
+
+
+def received_in_step(plan: RunPlan) -> Mapping[str, CollectiveBytes]:
+    """What a device receives in one train step, by what it is for; empty for runs that do not train.
+
+    Args:
+        plan: a training run.
+    """
+    searchable = plan.searchable
+    if not isinstance(searchable, Searchable) or not searchable.training:
+        return {}
+    compute = plan.sharding.mappings.compute
+    batch = tuple(axis for axis in compute.mesh_axes(searchable.batch_axis) if plan.mesh.shape[axis] > 1)
+    times = _microbatches(plan, searchable)
+    found: dict[str, CollectiveBytes] = {}
+    for what, leaf in _parameters(plan):
+        cut = {axis for axes in leaf.mesh_axes for axis in axes if plan.mesh.shape[axis] > 1}
+        computed = {axis for name in leaf.leaf.names for axis in compute.mesh_axes(name)}
+        kept, gathered = cut & computed, tuple(a for a in plan.mesh.names if a in cut - computed)
+        elements = math.prod(leaf.leaf.shape) // plan.mesh.ways(tuple(kept))
+        narrow = elements * min(leaf.leaf.dtype.itemsize, searchable.compute_bytes)
+        is_table = parameter_group(leaf.leaf) == EMBEDDING and RANK not in leaf.leaf.names
+        passes = 1 if is_table else 2
+        one = collective(plan.mesh, "all-gather", narrow, gathered) * (passes * times)
+        found[what] = found.get(what, CollectiveBytes()) + one
+        if what != FROZEN_GATHERED:
+            summed = _summed(plan.mesh, elements * GRADIENT_BYTES, batch, gathered) * times
+            found[GRADIENTS] = found.get(GRADIENTS, CollectiveBytes()) + summed
+    return {what: one for what, one in found.items() if one.ici or one.dcn}
+
+
+def compiled_received(mesh: MeshSpec, collectives: tuple[Collective, ...]) -> CollectiveBytes:
+    """What a device receives in one execution of a compiled Program; collectives over unknown groups count nothing."""
+    total = CollectiveBytes()
+    for each in collectives:
+        if each.spans is not None:
+            total = total + over_spans(mesh, each.kind, each.total_bytes, each.spans)
+    return total
+
+
+def collective(mesh: MeshSpec, kind: str, nbytes: float, axes: tuple[str, ...]) -> CollectiveBytes:
+    """What a device receives in one collective over whole mesh axes.
+
+    Args:
+        mesh: says which axes leave a slice.
+        kind: as the compiler calls it.
+        nbytes: of the whole array; of one device's for `all-to-all` and `collective-permute`.
+        axes: of a group.
+    """
+    return over_spans(mesh, kind, nbytes, [AxisSpan(axis, mesh.shape[axis], mesh.shape[axis]) for axis in axes])
+
+
+def over_spans(
+    mesh: MeshSpec, kind: str, nbytes: float, spans: "tuple[AxisSpan, ...] | list[AxisSpan]"
+) -> CollectiveBytes:
+    """The same over parts of mesh axes."""
+    inside = math.prod(span.extent for span in spans if span.axis not in mesh.dcn)
+    slices = math.prod(span.extent for span in spans if span.axis in mesh.dcn)
+    if inside * slices == 1:
+        return CollectiveBytes()
+    if kind in ("all-gather", "reduce-scatter", "all-reduce"):
+        twice = 2 if kind == "all-reduce" else 1
+        return CollectiveBytes(
+            ici=twice * nbytes * (inside - 1) / inside, dcn=twice * nbytes / inside * (slices - 1) / slices
+        )
+    if kind == "collective-permute":
+        return CollectiveBytes(dcn=nbytes) if slices > 1 else CollectiveBytes(ici=nbytes)
+    # Each device keeps its own share of what it has.
+    members = inside * slices
+    return CollectiveBytes(ici=nbytes * (inside - 1) / members, dcn=nbytes * (members - inside) / members)
+
+
+def _summed(mesh: MeshSpec, nbytes: float, batch: tuple[str, ...], stored: tuple[str, ...]) -> CollectiveBytes:
+    """A gradient's sum over the devices that share the batch: scattered where its parameter is cut, whole elsewhere."""
+    scattered = tuple(axis for axis in batch if axis in stored)
+    rest = tuple(axis for axis in batch if axis not in stored)
+    first = collective(mesh, "reduce-scatter", nbytes, scattered)
+    return first + collective(mesh, "all-reduce", nbytes / mesh.ways(scattered), rest)
+
+
+def _parameters(plan: RunPlan) -> Iterator[tuple[str, LeafPlan]]:
+    for each in plan.sharding.leaves:
+        if each.leaf.path.startswith(f"{FROZEN}."):
+            yield FROZEN_GATHERED, each
+        elif each.leaf.path.startswith(f"{MODEL}."):
+            yield (ADAPTERS_GATHERED if RANK in each.leaf.names else GATHERED), each
+
+
+def _microbatches(plan: RunPlan, searchable: Searchable) -> int:
+    """Into how many parts a step takes its batch, one after another."""
+    rows = [dict(each.leaf.axes).get(searchable.batch_axis, 0) for each in plan.activations.leaves]
+    largest = max(rows, default=0)
+    return max(1, -(-(searchable.global_batch or 1) // largest)) if largest else 1

@@ -1,0 +1,284 @@
+"""Starting compile workers, hearing what they report, and leaving nothing of them behind.
+
+A *worker* is a process that compiles (`levanter.plan.compile_worker`). Several may serve one request: each describes
+the run by itself, and takes the next Program that none has taken. How many is decided by processors and by memory.
+"""
+
+import json
+import os
+import re
+import secrets
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from haliax_ext.meshspec import MeshSpec
+from levanter.hardware import Accelerator
+from levanter.hardware.memory import free_memory
+
+# Where libtpu says that it is in use; a killed process leaves it behind.
+LOCK_FILE = Path("/tmp/libtpu_lockfile")
+WORKER_BYTES = 5 << 30
+"""What a worker takes at most, as far as seen: the compiler's own memory grows with the Program's text."""
+
+Heard = Callable[[Mapping[str, Any]], None]
+
+
+class WorkerBadInput(ValueError):
+    """Describing the run failed on its input, in the worker; `kind` is the name of the error there."""
+
+    def __init__(self, kind: str, message: str):
+        self.kind = kind
+        super().__init__(message)
+
+
+class CompileCrash(RuntimeError):
+    """The compiler died; `last_lines` is the end of what it printed."""
+
+    exit_code = 4
+
+    def __init__(
+        self, target: str, program: str | None, how: str, last_lines: Sequence[str], *, out_of_memory: bool = False
+    ):
+        self.program = program
+        self.last_lines = tuple(last_lines)
+        self.out_of_memory = out_of_memory
+        what = f"program {program}" if program else "before any program"
+        super().__init__(f"the compiler for {target} {how} ({what}):\n" + "\n".join(f"  {x}" for x in last_lines))
+
+
+def side_by_side(programs: int) -> int:
+    """How many workers a machine like this has room for.
+
+    Args:
+        programs: how many there are to compile.
+    """
+    free = free_memory()
+    room = programs if free is None else free // WORKER_BYTES
+    return max(1, min(programs, len(os.sched_getaffinity(0)), room))
+
+
+def worker_environment(pod: Accelerator | None) -> dict[str, str]:
+    """Our environment and import path, and for a pod what libtpu must be told before it is loaded."""
+    # The worker imports what we import, however we came to it.
+    environment = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    if pod is None:
+        return environment
+    return environment | {
+        # No metadata server is asked what machine this is.
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": pod.libtpu_accelerator_type,
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        # Several plans at once, and no lock file.
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "TPU_LOG_DIR": "disabled",
+        "TPU_MIN_LOG_LEVEL": "3",
+        "TPU_STDERR_LOG_LEVEL": "3",
+        # Whatever is installed here, nothing of it is to be used.
+        "JAX_PLATFORMS": "cpu",
+    }
+
+
+def spec_of_mesh(mesh: MeshSpec) -> dict[str, Any]:
+    """A mesh as plain values."""
+    return {"axes": [list(axis) for axis in mesh.axes], "dcn": list(mesh.dcn), "granule": mesh.granule}
+
+
+def run_workers(
+    request: Mapping[str, Any],
+    *,
+    environment: Mapping[str, str],
+    scratch: Path,
+    workers: int = 1,
+    on_event: Heard | None = None,
+) -> list[dict[str, Any]]:
+    """Runs workers of one request to their end and returns their events, in the order in which they came.
+
+    Args:
+        request: what they are to do; `programs` in the order in which they are taken.
+        environment: theirs.
+        scratch: a folder of this request's own.
+        workers: how many.
+        on_event: told each event as it comes; what all of them say at their beginning once.
+
+    Raises:
+        WorkerBadInput: a worker reports bad input.
+        CompileCrash: one ended in any other way than by saying that it is done.
+    """
+    events: list[dict[str, Any]] = []
+    said: set[str] = set()
+
+    def hear(event: Mapping[str, Any]) -> None:
+        once = event["event"] in ("devices", "described", "done")
+        if once and event["event"] in said:
+            return
+        said.add(event["event"])
+        events.append(dict(event))
+        if on_event is not None:
+            on_event(event)
+
+    request = _with_claims(request, scratch)
+    with ExitStack() as stack, selectors.DefaultSelector() as selector:
+        stack.callback(_remove_lock, LOCK_FILE.exists())
+        for number in range(workers):
+            started = _Worker(request, environment=environment, scratch=scratch, number=number, hear=hear)
+            stack.callback(started.end)
+            selector.register(started.reports, selectors.EVENT_READ, started)
+        while selector.get_map():
+            for key, _ in selector.select():
+                one: _Worker = key.data
+                if not one.read():
+                    selector.unregister(one.reports)
+                    one.conclude(request["target"])
+    return events
+
+
+def run_each(
+    requests: Sequence[Mapping[str, Any]],
+    *,
+    environment: Mapping[str, str],
+    scratch: Path,
+    workers: int,
+    on_event: Heard | None = None,
+) -> list[WorkerBadInput | CompileCrash | None]:
+    """Runs one worker for each of several requests, and returns what went wrong with each of them.
+
+    Args:
+        requests: what the workers are to do, in the order in which they are started.
+        environment: theirs.
+        scratch: a folder of these requests' own.
+        workers: how many run at a time.
+        on_event: told each event of each of them as it comes.
+    """
+    waiting = list(enumerate(requests))
+    wrong: list[WorkerBadInput | CompileCrash | None] = [None] * len(waiting)
+    with ExitStack() as stack, selectors.DefaultSelector() as selector:
+        stack.callback(_remove_lock, LOCK_FILE.exists())
+        while waiting or selector.get_map():
+            while waiting and len(selector.get_map()) < workers:
+                number, request = waiting.pop(0)
+                started = _Worker(
+                    _with_claims(request, scratch),
+                    environment=environment,
+                    scratch=scratch,
+                    number=number,
+                    hear=on_event or (lambda _: None),
+                )
+                stack.callback(started.end)
+                selector.register(started.reports, selectors.EVENT_READ, (number, started))
+            for key, _ in selector.select():
+                number, one = key.data
+                if not one.read():
+                    selector.unregister(one.reports)
+                    try:
+                        one.conclude(requests[number]["target"])
+                    except (WorkerBadInput, CompileCrash) as error:
+                        wrong[number] = error
+    return wrong
+
+
+def _with_claims(request: Mapping[str, Any], scratch: Path) -> dict[str, Any]:
+    """A request with a folder in which its workers say which Program is whose."""
+    claims = scratch / f"claims-{secrets.token_hex(4)}"
+    claims.mkdir()
+    return {**request, "claims": str(claims)}
+
+
+class _Worker:
+    """One process, and what it has said so far."""
+
+    def __init__(
+        self, request: Mapping[str, Any], *, environment: Mapping[str, str], scratch: Path, number: int, hear: Heard
+    ):
+        self._hear = hear
+        self._rest = b""
+        self._last: dict[str, Any] = {}
+        self._compiling: str | None = None
+        self._errors = scratch / f"stderr-{number}.txt"
+        self.reports, write_end = os.pipe()
+        request_file = scratch / f"request-{number}.json"
+        request_file.write_text(json.dumps({**request, "events_fd": write_end}))
+        with self._errors.open("wb") as errors:
+            # Its own session: Ctrl-C reaches us alone, and we end the worker with whatever it started.
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "levanter.plan.compile_worker", str(request_file)],
+                env=dict(environment),
+                stdout=errors,
+                stderr=errors,
+                pass_fds=(write_end,),
+                start_new_session=True,
+            )
+        os.close(write_end)
+
+    def read(self) -> bool:
+        """Hears what has been said; False at its end."""
+        data = os.read(self.reports, 1 << 16)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            self._last = json.loads(line)
+            if self._last["event"] == "compiling":
+                self._compiling = self._last["program"]
+            self._hear(self._last)
+        return bool(data)
+
+    def conclude(self, target: str) -> None:
+        """Waits for the end and judges it.
+
+        Raises:
+            WorkerBadInput: it said so.
+            CompileCrash: it did not say that it was done.
+        """
+        status = self._process.wait()
+        if self._last.get("event") == "bad_input":
+            raise WorkerBadInput(self._last["kind"], self._last["message"])
+        if status != 0 or self._last.get("event") != "done":
+            killed = status == -signal.SIGKILL
+            raise CompileCrash(
+                target, self._compiling, _how_it_ended(status), _tail(self._errors), out_of_memory=killed
+            )
+
+    def end(self) -> None:
+        """Leaves nothing of it behind, whatever happened."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        os.close(self.reports)
+
+
+def _remove_lock(was_there: bool) -> None:
+    if not was_there:
+        LOCK_FILE.unlink(missing_ok=True)
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A folder of our own that is gone afterwards.
+
+    `tempfile` names it only once it is there: an interrupt in between would leave it behind. This one is named first.
+    """
+    folder = Path(tempfile.gettempdir()) / f"levanter-plan-{secrets.token_hex(8)}"
+    try:
+        folder.mkdir(mode=0o700)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _how_it_ended(status: int) -> str:
+    if status >= 0:
+        return f"failed with exit code {status}"
+    name = signal.Signals(-status).name
+    return f"was killed by {name}" + (" (out of host memory?)" if name == "SIGKILL" else "")
+
+
+def _tail(path: Path, lines: int = 15) -> list[str]:
+    """The end of what was printed, without addresses of machine code."""
+    noise = re.compile(r"\s*(@ |PC: @|https?://symbolize)|\s*$")
+    return [line for line in path.read_text(errors="replace").splitlines() if not noise.match(line)][-lines:]

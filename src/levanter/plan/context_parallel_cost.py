@@ -1,0 +1,194 @@
+"""What chips wait for in attention where positions are cut over them: seconds, by arithmetic.
+
+With `n` chips along a sequence, and keys and values of one layer taking `V` bytes, all of them together:
+
+    gather         an all-gather of V a pass, and a reduce-scatter of their gradients; nothing hides them, and what is
+                   gathered is laid out anew in HBM
+    ring           n hops of V / n; backward they bring their gradients along, in float32, or queries travel, with the
+                   gradients of the result and their own, if these are fewer bytes. Kernels hide what they have time
+                   for; every hop's part is added to the sum of the others in HBM
+    heads          an all-to-all of queries, keys, values and results; backward of their gradients
+    ring × heads   both, each over its own mesh axes
+
+A search prices layouts with it, and `attention_mapping: auto` is the exchange that is waited for least
+(`exchange_prices`). Beside compiled steps: a Llama of 0.78 B with 65,536 positions over 8 chips of v6e takes 7.6 ms
+longer for a layer and row by gathers than in a ring, by this arithmetic 1.0 ms; Llama 3.1 8B with 131,072 takes 3.9 ms
+longer in a ring than by heads, by this arithmetic 1.3 ms.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from haliax_ext.mapping import Mappings
+from haliax_ext.meshspec import MeshSpec
+from levanter.hardware import Accelerator, accelerator_of
+from levanter.layers.attention import ring_splash
+from levanter.layers.attention.splash import LANES
+from levanter.mesh.context_parallel import exchange_of
+from levanter.models.registry import LmConfig
+from levanter.plan.calibration import kernel_efficiency
+from levanter.plan.comms import Network, spans_of
+from levanter.runplan import Target
+
+LAID_OUT = 5.0
+"""How often gathered keys and values cross HBM for each time that they are gathered: parted, turned and joined for the
+kernels in zigzag order, and its inverse (compiled: 3.9 ms for three times 0.375 GiB on v6e)."""
+
+ADDED_BYTES = 28
+"""Bytes that cross HBM for an element of a ring's sums, each hop: float32 read twice and written once, and what lays
+kernels' results out for it. Compiled: 28 with 256 MiB a sum (Llama 3.1 8B, 131,072 positions over 8 chips of v6e), 12
+with 48 MiB, which stay in vector memory."""
+
+HOP_SECONDS = 50e-6
+"""What a hop takes beside products, links and sums: of what published rings of 64 chips (v5p, 1,024 and 4,096 positions
+a chip) take longer than gathers a hop, what is left when these are counted."""
+
+BACKWARD_PRODUCTS = 3.5
+"""Products of attention's backward pass over those of its forward pass, in two kernels."""
+
+
+def exchange_seconds(
+    sizes: Mapping[str, int],
+    mappings: Mappings,
+    network: Network,
+    *,
+    rows: int,
+    forward: int,
+    backward: bool,
+    itemsize: int,
+    attended: float = 0.5,
+) -> float:
+    """Seconds that one layer of attention waits, over rows that a device has a part of; 0 where positions are whole.
+
+    Args:
+        sizes: of the model's axes.
+        mappings: of the layout.
+        network: of its mesh.
+        rows: of the batch, on each of the ways it is cut.
+        forward: how often a layer is gone through forward.
+        backward: whether it is gone through backward too.
+        itemsize: bytes of an activation's element.
+        attended: the share of all pairs of positions that its mask shows.
+    """
+    mesh, pod = network.mesh, network.accelerator
+    compute, inside = mappings.compute, mappings.inside_attention
+    exchange = exchange_of(mappings.attention, compute, mesh)
+    if exchange is None or "kv_head" not in sizes:
+        return 0.0
+    positions = sizes["position"]
+    keys = rows * positions * sizes["kv_head"] * sizes["head_size"] // mesh.ways(compute.mesh_axes("kv_head"))
+    queries = keys * sizes.get("q_heads_per_group", 1) // mesh.ways(compute.mesh_axes("q_heads_per_group"))
+    along = _cut(compute.mesh_axes("position"), mesh)
+    ways = mesh.ways(along)
+    if exchange == "gather":
+        nbytes = 2 * keys * itemsize
+        once = network.seconds("all-gather", nbytes, spans_of(mesh, *along)) or 0.0
+        return (once + LAID_OUT * nbytes / pod.hbm_bandwidth) * (forward + 2 * backward)
+    around = _cut(inside.mesh_axes("key_position"), mesh)
+    to_heads = tuple(axis for axis in along if axis not in around)
+    seconds = 0.0
+    if around:
+        hops, key_part, query_part = mesh.ways(around), keys // ways, queries // ways
+        speed = pod.peak_flops() * kernel_efficiency(sizes["head_size"])
+        products = 4 * positions * attended * query_part / speed / hops
+
+        def hop(nbytes: int, hidden: float, added: int) -> float:
+            """Of the bytes that travel, the products meanwhile, and the elements of float32 sums."""
+            travel = network.seconds("collective-permute", nbytes, spans_of(mesh, *around)) or 0.0
+            return max(0.0, travel - hidden) + ADDED_BYTES * added / pod.hbm_bandwidth + HOP_SECONDS
+
+        seconds += hops * forward * hop(2 * key_part * itemsize, products, query_part)
+        if backward:
+            # Keys and values with their gradients in float32, or queries with two kinds of gradients.
+            nbytes = min(2 * key_part * (itemsize + 4), query_part * (2 * itemsize + 4))
+            seconds += hops * hop(nbytes, BACKWARD_PRODUCTS * products, query_part + 2 * key_part)
+    if to_heads:
+        everything = 2 * (keys + queries) * itemsize // ways
+        once = network.seconds("all-to-all", everything, spans_of(mesh, *to_heads)) or 0.0
+        seconds += once * (forward + 2 * backward)
+    return seconds
+
+
+def shown_share(windows: Sequence[tuple[int | None, int]], positions: int) -> float:
+    """The share of all pairs of positions that causal masks show, over all layers.
+
+    Args:
+        windows: how far layers see, None for everything, and the features of their queries; none for no windows.
+        positions: in a sequence.
+    """
+
+    def share(window: int | None) -> float:
+        reach = min(window or positions, positions) / positions
+        return reach - reach**2 / 2
+
+    layers = windows or [(None, 1)]
+    return sum(share(window) * features for window, features in layers) / sum(features for _, features in layers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangePrices:
+    """What a layer waits for, by exchange, on one accelerator; see `mesh.exchange.Prices`.
+
+    A layer is gone through forward once: what attention is stays for the backward pass, as it should for sequences that
+    are worth cutting.
+
+    Attributes:
+        accelerator: the pod.
+        backward: whether a layer is gone through backward too.
+        itemsize: bytes of an activation's element.
+        attended: see `exchange_seconds`.
+        rings: whether kernels of this JAX and this model's backend can run in a ring.
+    """
+
+    accelerator: Accelerator
+    backward: bool
+    itemsize: int
+    attended: float
+    rings: bool = True
+
+    def __call__(self, sizes: Mapping[str, int], mappings: Mappings, mesh: MeshSpec) -> float | None:
+        """Seconds of one layer and sequence; None where that cannot run or is not known."""
+        hops = mesh.ways(mappings.inside_attention.mesh_axes("key_position"))
+        # In a ring each of a device's two runs is whole blocks.
+        lacking = hops > 1 and not (self.rings and sizes["position"] % (2 * hops * LANES) == 0)
+        if lacking or mesh.size != self.accelerator.devices or "kv_head" not in sizes:
+            return None
+        return exchange_seconds(
+            sizes,
+            mappings,
+            Network.of(mesh, self.accelerator),
+            rows=1,
+            forward=1,
+            backward=self.backward,
+            itemsize=self.itemsize,
+            attended=self.attended,
+        )
+
+
+def exchange_prices(
+    model: LmConfig, target: Target, *, positions: int, itemsize: int, backward: bool
+) -> ExchangePrices | None:
+    """The prices on a run's devices, by their kind and number alone, so that a plan and the run choose alike.
+
+    Args:
+        model: whose layers they are.
+        target: the devices; None comes out where they are no TPUs, or not as many as are made.
+        positions: in a sequence.
+        itemsize: bytes of an activation's element.
+        backward: whether a layer is gone through backward too.
+    """
+    pod = accelerator_of(target.kind, target.devices, slices=target.granules) if target.platform == "tpu" else None
+    if pod is None:
+        return None
+    backend = getattr(model, "attn_backend", None)
+    return ExchangePrices(
+        accelerator=pod,
+        backward=backward,
+        itemsize=itemsize,
+        attended=shown_share([(g.window, g.features) for g in model.attention_groups], positions),
+        rings=backend not in ("jax_native", "cudnn") and ring_splash.obstacle() is None,
+    )
+
+
+def _cut(axes: tuple[str, ...], mesh: MeshSpec) -> tuple[str, ...]:
+    return tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1)

@@ -1,0 +1,87 @@
+"""Frozen weights that are gathered between slices, and the mapping that avoids it.
+
+What makes adapters cheap over the data-center network is that their gradients are small. A frozen weight that is cut
+over a mesh axis between slices is gathered there twice in a step: that costs a run with adapters as much as full
+fine-tuning, and many times what its gradients cost. Cut inside a slice alone, no byte of it leaves the slice.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from haliax_ext.errors import gib
+from haliax_ext.mapping import AxisMapping
+from haliax_ext.placement import LeafPlan, show_axes
+from levanter.plan.collective_bytes import FROZEN_GATHERED, GRADIENTS, CollectiveBytes, received_in_step
+from levanter.plan.hbm_lower_bound import HbmLowerBound, known_under
+from levanter.plan.layout_memory import Layout, LayoutSubject, figures_of
+from levanter.runplan import RunPlan
+from levanter.trainer.state import FROZEN
+
+_GB = 1e9
+
+
+def note_between_slices(plan: RunPlan) -> str | None:
+    """What a run's plan says of frozen weights that are cut between slices; None where there are none.
+
+    Nor where they would not fit otherwise: then the network is the price of having them.
+
+    Args:
+        plan: a training run, without errors.
+    """
+    limit = plan.target.hbm_bytes
+    cut = [each for each in plan.sharding.leaves if each.leaf.path.startswith(f"{FROZEN}.") and _dcn_axes(plan, each)]
+    if not cut or limit is None or plan.errors or not plan.workloads:
+        return None
+    subject = LayoutSubject(plan=plan, program=plan.program(plan.workloads[0].program), hbm_bytes=limit)
+    inside, changed = _inside(plan, subject.now)
+    figures = figures_of(subject, inside)
+    known: HbmLowerBound = known_under(subject, inside, figures)
+    if figures.errors or known.total > limit:
+        return None
+    now = known_under(subject, subject.now, figures_of(subject, subject.now))
+    received = received_in_step(plan)
+    nothing = CollectiveBytes()
+    weights, gradients = received.get(FROZEN_GATHERED, nothing).dcn, received.get(GRADIENTS, nothing).dcn
+    over = sorted({axis for each in cut for axis in _dcn_axes(plan, each)})
+    return (
+        f"frozen weights cut over {', '.join(over)} are gathered between slices: {weights / _GB:.3g} GB a step come to "
+        f"each chip over DCN, beside {gradients / _GB:.3g} GB of gradients. Gradients of adapters are small; gathering "
+        f"what is frozen costs as much as in full fine-tuning. Cut inside the slices alone, it stays there, and a chip "
+        f"needs at least {gib(known.total)} of {gib(limit)} (now {gib(now.total)}): {changed}"
+    )
+
+
+def _dcn_axes(plan: RunPlan, each: LeafPlan) -> tuple[str, ...]:
+    """The mesh axes between slices that an array is cut over."""
+    found = (axis for axes in each.mesh_axes for axis in axes)
+    return tuple(axis for axis in found if axis in plan.mesh.dcn and plan.mesh.shape[axis] > 1)
+
+
+def _inside(plan: RunPlan, now: Layout) -> tuple[Layout, str]:
+    """The layout whose parameter rules leave out what is between slices, and what to write for it."""
+    mappings = now.mappings
+
+    def without(mapping: AxisMapping) -> dict[str, tuple[str, ...] | None]:
+        return {
+            name: tuple(axis for axis in mapping.mesh_axes(name) if axis not in plan.mesh.dcn) or None
+            for name in mapping
+            if any(axis in plan.mesh.dcn for axis in mapping.mesh_axes(name))
+        }
+
+    params = without(mappings.params)
+    overrides = {pattern: found for pattern, rules in mappings.overrides if (found := without(rules))}
+    written = [f"trainer.mesh.param_mapping: {_shown(params)}"] if params else []
+    written += [f"trainer.mesh.overrides: {{{pattern}: {_shown(rules)}}}" for pattern, rules in overrides.items()]
+    changed = replace(
+        mappings,
+        params=mappings.params.merged(params),
+        overrides=tuple(
+            (pattern, rules.merged(overrides[pattern]) if pattern in overrides else rules)
+            for pattern, rules in mappings.overrides
+        ),
+    )
+    return replace(now, mappings=changed), ", ".join(written)
+
+
+def _shown(rules: Mapping[str, tuple[str, ...] | None]) -> str:
+    return "{" + ", ".join(f"{name}: {show_axes(axes) if axes else 'null'}" for name, axes in rules.items()) + "}"

@@ -1,0 +1,288 @@
+"""What a verdict says of a run that generates text: bytes, rows that fit, time to the first token, and rates by load.
+
+Bytes and floors are arithmetic of the run's own plan (`inference.served`); times are those of its compiled Programs,
+and absent where no compiler was asked. Every load has its *floor*, its *share* (floor over time), and what binds.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from levanter.hardware import Accelerator
+from levanter.inference.capacity import CONTEXTS, LOADS, DecodeCost, Floor
+from levanter.plan.aot import Compiled
+from levanter.plan.row_advice import serving_of
+from levanter.plan.step_time_model import StepTime
+from levanter.plan.verdict import ProgramVerdict, Verdict
+
+SHOWN_DTYPES = ("bfloat16", "int8")
+"""Of keys and values, in the table of rows that fit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldBytes:
+    """Bytes on a device.
+
+    Attributes:
+        parts: by what they are for.
+        room: what the Program takes that makes most beside its inputs.
+        compiled: whether a compiler said so.
+        limit: what a device has; None where that is not known.
+        page: positions of a page, and what it takes of a device.
+        repeated: of the cache, what devices hold that others have too.
+    """
+
+    parts: dict[str, int]
+    room: int
+    compiled: bool
+    limit: int | None
+    page: tuple[int, int]
+    repeated: int
+
+    @property
+    def used(self) -> int:
+        """All of it."""
+        return sum(self.parts.values()) + self.room
+
+    @property
+    def free(self) -> int | None:
+        """What is left; negative where it is too much."""
+        return None if self.limit is None else self.limit - self.used
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A call for prompts, or several for one prompt.
+
+    Attributes:
+        name: the Program's, or what is prefilled.
+        rows: prompts.
+        tokens: of each.
+        calls: how many of each Program.
+        time: seconds, low, expected, high; None where no compiler was asked.
+        floor: of them; None without a chip.
+    """
+
+    name: str
+    rows: int
+    tokens: int
+    calls: dict[str, int]
+    time: tuple[float, float, float] | None
+    floor: Floor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """So many running rows.
+
+    Attributes:
+        rows: over all devices.
+        program: which gives them their next tokens.
+        time: seconds a token of each row, low, expected, high; None where no compiler was asked.
+        floor: of them.
+        chips: that share the work.
+        chip_hour_price: dollars; None where nobody said.
+    """
+
+    rows: int
+    program: str
+    time: tuple[float, float, float] | None
+    floor: Floor
+    chips: int
+    chip_hour_price: float | None
+
+    @property
+    def seconds(self) -> float:
+        """Expected, or the floor where nothing is known."""
+        return self.floor.seconds if self.time is None else self.time[1]
+
+    @property
+    def share(self) -> float | None:
+        """Of the time, what the floor is."""
+        return None if self.time is None else self.floor.seconds / self.time[1]
+
+    @property
+    def rate(self) -> float:
+        """Tokens/s/chip."""
+        return self.rows / self.seconds / self.chips
+
+    @property
+    def dollars(self) -> float | None:
+        """What a million tokens cost."""
+        return None if self.chip_hour_price is None else self.chip_hour_price / 3600 / self.rate * 1e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What comes before the first token.
+
+    Attributes:
+        source_bytes: of weights in storage; None where nothing is read.
+        seconds: modelled, of reading them.
+        compiled: by Program, the seconds that tracing and compiling took here; those of an earlier time are left out.
+        programs: how many Programs of the work there are.
+    """
+
+    source_bytes: int | None
+    seconds: float | None
+    compiled: dict[str, float]
+    programs: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingReport:
+    """All of it.
+
+    Attributes:
+        served: the model, its rows and its calls.
+        held: bytes on a device.
+        contexts: by dtype, how many rows of the lengths of `CONTEXTS` fit; empty where memory is not known.
+        buckets: the calls for prompts.
+        prompts: prompts that come alone.
+        loads: running rows.
+        start: before the first token.
+        compute_bound: rows from which products take longer than reading the weights; None without a chip.
+        repeated_window: bytes of a device that rings of pages would save in layers with windows.
+    """
+
+    served: DecodeCost
+    held: HeldBytes
+    contexts: dict[str, dict[str, int]]
+    buckets: tuple[Call, ...]
+    prompts: tuple[Call, ...]
+    loads: tuple[Load, ...]
+    start: Start
+    compute_bound: int | None
+    repeated_window: int
+
+
+def serving_report(verdict: Verdict) -> ServingReport | None:
+    """What a verdict says of serving; None for runs that generate no text."""
+    served = serving_of(verdict.plan)
+    if served is None:
+        return None
+    held, pod = _held(verdict, served), verdict.accelerator
+    prompts = sorted({min(tokens, served.context) for tokens in (128, 2048, served.context)})
+    loads = sorted({min(rows, served.rows) for rows in (*LOADS, served.rows)})
+    window = served.bytes_of_row(served.context) - served.bytes_of_row(served.context, seen=True)
+    return ServingReport(
+        served=served,
+        held=held,
+        contexts={} if held.limit is None else _contexts(served, held.limit, held.room),
+        buckets=tuple(_bucket(verdict, served, name) for name in served.prefill),
+        prompts=tuple(_prompt(verdict, served, tokens) for tokens in prompts),
+        loads=() if pod is None else tuple(_load(verdict, served, rows, pod) for rows in loads),
+        start=_start(verdict, served),
+        compute_bound=None if pod is None else served.compute_bound_rows(**_chip(pod)),
+        repeated_window=window * -(-served.rows // served.shards),
+    )
+
+
+def _chip(pod: Accelerator) -> dict[str, float]:
+    return {"bandwidth": pod.hbm_bandwidth, "peak": pod.peak_flops()}
+
+
+def _program(verdict: Verdict, name: str) -> ProgramVerdict | None:
+    return next((each for each in verdict.programs if each.name == name), None)
+
+
+def _held(verdict: Verdict, served: DecodeCost) -> HeldBytes:
+    assert verdict.plan is not None
+    weights, plan = served.weights, verdict.plan
+    # What makes the empty cache has it for a result, and runs once.
+    own = {*served.decode.values(), *served.prefill}
+    outcomes = [each.outcome for each in verdict.programs if each.name in own]
+    made = [max(0, each.peak_bytes - each.memory.argument) for each in outcomes if isinstance(each, Compiled)]
+    parts = {
+        "int8 weights": weights.integers,
+        "scales": weights.scales,
+        "other weights": weights.others,
+        "embedding table": weights.table,
+        "cache": served.cache_bytes,
+        "rows' state": served.state_bytes * -(-served.rows // served.shards),
+    }
+    limit = verdict.budget.hbm_bytes if verdict.budget is not None else None
+    return HeldBytes(
+        parts={name: nbytes for name, nbytes in parts.items() if nbytes},
+        room=max(made) if made else served.room,
+        compiled=bool(made),
+        limit=plan.target.limit_bytes if limit is None else limit,
+        page=(served.page, served.cache_bytes * served.shards // served.pages),
+        repeated=served.cache_bytes - served.cache_bytes // served.repeated,
+    )
+
+
+def _contexts(served: DecodeCost, limit: int, room: int) -> dict[str, dict[str, int]]:
+    dtypes = dict.fromkeys((*SHOWN_DTYPES, served.dtype))
+    return {
+        dtype: {name: served.fitting(limit, length, dtype, room=room) for name, length in CONTEXTS.items()}
+        for dtype in dtypes
+    }
+
+
+def _time(found: ProgramVerdict | None) -> StepTime | None:
+    return None if found is None else found.time
+
+
+def _ends(time: StepTime | None) -> tuple[float, float, float] | None:
+    return None if time is None else (time.low, time.expected, time.high)
+
+
+def _busy(time: StepTime | None) -> float:
+    return 0.0 if time is None else max((link.busy for link in time.links), default=0.0)
+
+
+def _bucket(verdict: Verdict, served: DecodeCost, name: str) -> Call:
+    rows, tokens = served.prefill[name]
+    time, pod = _time(_program(verdict, name)), verdict.accelerator
+    floor = None if pod is None else served.prefill_floor(rows, tokens, links=_busy(time), **_chip(pod))
+    return Call(name=name, rows=rows, tokens=tokens, calls={name: 1}, time=_ends(time), floor=floor)
+
+
+def _prompt(verdict: Verdict, served: DecodeCost, tokens: int) -> Call:
+    """A prompt that comes alone, from its first call to its first token."""
+    calls, pod = Counter(served.calls_of_prompt(tokens)), verdict.accelerator
+    times = {name: _time(_program(verdict, name)) for name in calls}
+    found = {name: ends for name, time in times.items() if (ends := _ends(time)) is not None}
+    time = None
+    if len(found) == len(calls):
+        low, expected, high = (sum(found[name][n] * count for name, count in calls.items()) for n in range(3))
+        time = (low, expected, high)
+    floor = None
+    if pod is not None:
+        links = sum(_busy(times[name]) * count for name, count in calls.items())
+        floor = served.prefill_floor(1, tokens, links=links, **_chip(pod))
+        floor = replace(floor, weights=floor.weights * calls.total())
+    return Call(name=f"{tokens:,} tokens", rows=1, tokens=tokens, calls=dict(calls), time=time, floor=floor)
+
+
+def _load(verdict: Verdict, served: DecodeCost, rows: int, pod: Accelerator) -> Load:
+    name = served.decoding(rows)
+    time = _time(_program(verdict, name))
+    ends = _ends(time)
+    # Tokens of a call come out of a loop that may end early, whose count the compiler does not state: one is counted.
+    if time is not None and ends is not None and not any("trip count" in said for said in time.unknown):
+        ends = (ends[0] / served.steps, ends[1] / served.steps, ends[2] / served.steps)
+    return Load(
+        rows=rows,
+        program=name,
+        time=ends,
+        floor=served.decode_floor(rows, served.context, links=_busy(time), **_chip(pod)),
+        chips=pod.chips,
+        chip_hour_price=served.chip_hour_price,
+    )
+
+
+def _start(verdict: Verdict, served: DecodeCost) -> Start:
+    own = {*served.decode.values(), *served.prefill}
+    compiled = {
+        each.name: each.outcome.lower_seconds + each.outcome.compile_seconds
+        for each in verdict.programs
+        if each.outcome is not None and each.name in own
+    }
+    load = verdict.load
+    return Start(
+        source_bytes=None if load is None else load.source_bytes,
+        seconds=None if load is None else load.seconds,
+        compiled=compiled,
+        programs=len(own) + 1,
+    )

@@ -1,0 +1,289 @@
+"""Layouts, and what they come to on a chip.
+
+A *layout* is what decides bytes on a chip: mesh sizes, mappings, rows of a batch. `figures_of` lets the planner place
+everything that a Program takes under a layout, and everything that it names on the way. A layout that came from another
+one by *changes* can be written down as the YAML of these changes.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from haliax_ext.abstract import Leaf, leaves
+from haliax_ext.activations import Activation, plan_activations
+from haliax_ext.mapping import AxisMapping, Mappings
+from haliax_ext.meshspec import MeshSpec
+from haliax_ext.placement import LeafPlan, place
+from haliax_ext.planner import ShardingPlan, plan_sharding
+from haliax_ext.program import Input, Program
+from levanter.models.activations import RESIDUAL, constrained_by, kept_by_name
+from levanter.models.registry import LmConfig
+from levanter.models.stack import checkpoint_policy
+from levanter.runplan import RunPlan
+from levanter.trainer.state import GRADIENT_BYTES, MODEL, TrainState, plan_state
+
+AXES, ROWS, BLOCKS = "trainer.mesh.axes", "trainer", "model"
+"""Sections of the YAML: mesh sizes, the batch, and what of the blocks is kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutChange:
+    """One line of YAML: `section` (keys joined by dots) and its entries."""
+
+    section: str
+    entries: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What decides bytes on a chip.
+
+    Attributes:
+        mesh: mesh axis names and sizes.
+        mappings: of parameters and activations.
+        rows: rows that a device takes at once, as a share of what they are.
+        recompute: whether blocks are recomputed of which the run keeps everything.
+        changes: what was changed to come here.
+    """
+
+    mesh: MeshSpec
+    mappings: Mappings
+    rows: float = 1.0
+    recompute: bool = False
+    changes: tuple[LayoutChange, ...] = ()
+
+    @property
+    def distance(self) -> tuple[int, bool, int]:
+        """How many mesh sizes were changed, whether blocks are recomputed, and how many batches were changed."""
+        sections = [change.section for change in self.changes]
+        return sections.count(AXES), self.recompute, sections.count(ROWS)
+
+    @property
+    def yaml(self) -> str:
+        """The changes as one line of YAML."""
+        tree: dict[str, Any] = {}
+        for change in self.changes:
+            node = tree
+            for key in change.section.split("."):
+                node = node.setdefault(key, {})
+            node.update(change.entries)
+        return _flow(tree)[1:-1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What a layout comes to on a chip.
+
+    Attributes:
+        arguments: bytes of the Program's inputs.
+        made: bytes of what it makes on the way, as far as arithmetic names it: gradients and activations.
+        gradients: those of the gradients among them.
+        errors: why a run would refuse it.
+        residents: where parameters and optimizer state lie.
+        hopeless: whether it is wrong in a way that further sharding cannot fix (collisions, sizes that do not divide).
+    """
+
+    arguments: int
+    made: int
+    gradients: int
+    errors: tuple[str, ...]
+    residents: tuple[LeafPlan, ...]
+    hopeless: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutSubject:
+    """One Program of a plan, and the room there is.
+
+    Attributes:
+        plan: what it is part of.
+        program: the Program.
+        hbm_bytes: memory of a chip.
+        made: bytes that the compiler wants beyond the inputs; `None` where it was not asked.
+    """
+
+    plan: RunPlan
+    program: Program
+    hbm_bytes: int
+    made: int | None = None
+
+    @property
+    def now(self) -> Layout:
+        """The layout that the plan has."""
+        return Layout(mesh=self.plan.mesh, mappings=self.plan.sharding.mappings)
+
+    @property
+    def training(self) -> bool:
+        """Whether the Program trains: a train state is among its inputs."""
+        return any(isinstance(argument.value, TrainState) for argument in self.program.inputs)
+
+    @property
+    def batch_axis(self) -> str | None:
+        """The logical name of the batch axis: the outermost one of activations."""
+        return next((plan.leaf.axes[0][0] for plan in self.plan.activations.leaves), None)
+
+    def ways(self, layout: Layout) -> int:
+        """How many shards a batch has."""
+        return 1 if self.batch_axis is None else layout.mesh.ways(layout.mappings.compute.mesh_axes(self.batch_axis))
+
+    @property
+    def rows(self) -> int:
+        """Rows of a microbatch as it is."""
+        return next((plan.leaf.axes[0][1] for plan in self.plan.activations.leaves), 1)
+
+    @property
+    def positions(self) -> int:
+        """Positions of a row; 1 where activations have none."""
+        return max((dict(plan.leaf.axes).get("position", 1) for plan in self.plan.activations.leaves), default=1)
+
+    def total(self, figures: Figures, base: Figures) -> int | None:
+        """Bytes on a chip, estimated; `None` where the compiler was not asked."""
+        if self.made is None:
+            return None
+        unnamed = self.made - base.made
+        if 2 * unnamed < self.made:
+            # Most of it has a name; the rest is taken to stay.
+            return figures.arguments + max(unnamed, 0) + figures.made
+        return figures.arguments + round(self.made * figures.made / max(base.made, 1))
+
+
+def least_bytes(subject: LayoutSubject) -> int:
+    """What the Program's inputs take on a chip if every chip holds an equal share of each: no layout takes less."""
+    total = sum(leaf.nbytes for argument in subject.program.inputs for leaf in leaves(argument.value))
+    return -(-total // subject.plan.mesh.size)
+
+
+def figures_of(subject: LayoutSubject, layout: Layout) -> Figures:
+    """Places everything under a layout."""
+    scale = layout.rows * subject.ways(layout) / subject.ways(subject.now)
+    placed: list[LeafPlan] = []
+    errors: list[str] = []
+    hopeless = False
+    gradients = 0
+    for argument in subject.program.inputs:
+        plan = _placed(subject, argument, layout, 1.0 if subject.training else scale)
+        placed += plan.leaves
+        errors += [str(error) for error in plan.errors]
+        hopeless |= any(f.error is not None and f.kind != "replicated" for f in plan.findings)
+        if isinstance(argument.value, TrainState):
+            inside = (p for p in plan.leaves if p.leaf.path.startswith(f"{MODEL}."))
+            gradients += sum(math.prod(p.shard_shape) for p in inside) * GRADIENT_BYTES
+    activations = activations_of(subject, layout, scale)
+    errors += [str(error) for error in activations.errors]
+    return Figures(
+        arguments=sum(plan.bytes_per_device for plan in placed),
+        gradients=gradients,
+        made=gradients + sum(a.bytes_per_device * kept_times(subject, a, layout) for a in activations.leaves),
+        errors=tuple(errors),
+        residents=tuple(placed),
+        hopeless=hopeless or bool(activations.errors) or not _whole_rows(subject, scale),
+    )
+
+
+def keeps_everything(subject: LayoutSubject, layout: Layout) -> bool:
+    """Whether a backward pass has all that the blocks made, and recomputes none of them."""
+    if not subject.training or layout.recompute:
+        return False
+    policy = checkpoint_policy(getattr(model_of(subject), "gradient_checkpointing", True))
+    return policy.disable or policy.save_block_internals is True
+
+
+def kept_times(subject: LayoutSubject, activation: LeafPlan, layout: Layout) -> int:
+    """How many of an activation are alive at a time.
+
+    For a backward pass the residual stream is kept of each layer, and so is what the model's gradient checkpointing
+    keeps by name; where it keeps everything, all that a layer names.
+    """
+    if not subject.training:
+        return 1
+    if activation.leaf.path != RESIDUAL:
+        if (model := model_of(subject)) is not None and keeps_everything(subject, layout):
+            return max(1, sum(activation.leaf.path in layer.activations for layer in model.layers))
+        return max(1, sum(kept_names(subject, activation).values()))
+    if (model := model_of(subject)) is not None:
+        return len(model.layers)
+    stacks = (dict(plan.leaf.axes).get("layers", 1) for plan in subject.plan.sharding.leaves)
+    return max(1, max(stacks, default=1))
+
+
+def kept_names(subject: LayoutSubject, activation: LeafPlan) -> Mapping[str, int]:
+    """The names by which gradient checkpointing keeps arrays laid out like `activation` on the device, and of how many
+    layers each."""
+    model = model_of(subject)
+    if model is None or activation.leaf.path == RESIDUAL:
+        return {}
+    kept = checkpoint_policy(getattr(model, "gradient_checkpointing", True)).save_block_internals
+    inner = {name: size for name, size in activation.leaf.axes if name not in (subject.batch_axis, "position")}
+    return kept_by_name(model, inner, kept if isinstance(kept, list | tuple) else ())
+
+
+def model_of(subject: LayoutSubject) -> LmConfig | None:
+    """The model that is trained."""
+    return getattr(subject.plan.work, "model", None)
+
+
+def _whole_rows(subject: LayoutSubject, scale: float) -> bool:
+    """Whether the batch still comes out whole."""
+    rows = subject.rows * scale
+    if rows != int(rows) or rows < 1:
+        return False
+    batches = [
+        size
+        for argument in subject.program.inputs
+        if not isinstance(argument.value, TrainState)
+        for leaf in leaves(argument.value)
+        for name, size in leaf.axes
+        if name == subject.batch_axis
+    ]
+    return not subject.training or all(size % rows == 0 for size in batches)
+
+
+def _placed(subject: LayoutSubject, argument: Input, layout: Layout, scale: float) -> ShardingPlan:
+    """An input of the Program under a layout."""
+    mappings, mesh, hbm = layout.mappings, layout.mesh, subject.hbm_bytes
+    if isinstance(argument.value, TrainState):
+        return plan_state(argument.value, mappings, mesh, hbm_bytes=hbm).whole
+    if isinstance(argument.placement, ShardingPlan):
+        # Arrays that are handed over by path (those to be saved) have no names of their own, but where they lie has.
+        named = argument.placement.by_path
+        found = [replace(leaf, axes=named[leaf.path].leaf.axes) for leaf in leaves(argument.value)]
+        return plan_sharding(found, mappings, mesh, hbm_bytes=hbm)
+    placement = argument.placement
+    if placement == subject.program.mappings.compute:
+        placement = mappings.compute
+    found, findings = [], []
+    for leaf in leaves(argument.value):
+        mapping = placement.params_at(leaf.path) if isinstance(placement, Mappings) else AxisMapping(placement)
+        plan, wrong = place(_scaled(leaf, subject.batch_axis, scale), mapping, mesh)
+        found.append(plan)
+        findings += wrong
+    return ShardingPlan(mesh=mesh, mappings=mappings, leaves=tuple(found), findings=tuple(findings))
+
+
+def activations_of(subject: LayoutSubject, layout: Layout, scale: float = 1.0) -> ShardingPlan:
+    """The named activations under a layout, of `scale` times as many rows."""
+    scaled = [_scaled(plan.leaf, subject.batch_axis, scale) for plan in subject.plan.activations.leaves]
+    return plan_activations(
+        [
+            Activation(
+                name=leaf.path,
+                axes=leaf.axes,
+                mapping=constrained_by(leaf.path),
+                dtype=leaf.dtype,
+            )
+            for leaf in scaled
+        ],
+        layout.mappings,
+        layout.mesh,
+    )
+
+
+def _scaled(leaf: Leaf, batch_axis: str | None, scale: float) -> Leaf:
+    axes = tuple((name, max(int(size * scale), 1) if name == batch_axis else size) for name, size in leaf.axes)
+    return replace(leaf, axes=axes)
+
+
+def _flow(tree: Mapping) -> str:
+    inner = ", ".join(f"{key}: {_flow(value) if isinstance(value, Mapping) else value}" for key, value in tree.items())
+    return "{" + inner + "}"

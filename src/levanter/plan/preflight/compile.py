@@ -1,0 +1,152 @@
+"""The fourth stage of an inquiry: what the target's own compiler says of the run's own Programs."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from haliax_ext.errors import gib
+from levanter.hardware import Accelerator
+from levanter.plan.aot import CompileCrash, Compiled, LibtpuMissing, Outcome, Refused, WorkerBadInput, compile_programs
+from levanter.plan.compile_selection import beyond_room, bounded_of, chosen_of, largest, too_much
+from levanter.plan.hbm_budget import Budget
+from levanter.plan.hbm_lower_bound import HbmLowerBound, known_of
+from levanter.plan.preflight.state import LOCAL, Inquiry, Scope, first_line, of_limit
+from levanter.plan.report.format import seconds_text
+from levanter.plan.row_advice import too_many_rows
+from levanter.plan.verdict import StageStatus
+from levanter.runplan import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, NOT_DECIDED, OK, RunPlan
+
+_FEW = 3
+"""Programs without a time are named up to so many, and counted where they are more."""
+
+
+def compile_stage(inquiry: Inquiry, plan: RunPlan, pod: Accelerator | None, budget: Budget) -> Mapping[str, Outcome]:
+    """What the compiler says of each Program that it is asked about; tells the inquiry.
+
+    Empty if it was not asked.
+    """
+    question = inquiry.question
+    chosen = chosen_of(plan, question.scope)
+    target = LOCAL if pod is None else pod.name
+    inquiry.begin()
+    if not chosen and plan.missing:
+        message = "undecided: what runs on the devices is known once every input is available"
+        inquiry.end("compile", message, code=NOT_DECIDED, status="unchecked")
+        return {}
+    if not chosen:
+        inquiry.end("compile", "the run computes nothing on the devices", status="skipped")
+        return {}
+    name, most = largest(budget)
+    if budget.hbm_bytes is not None and most > budget.hbm_bytes:
+        inquiry.end("compile", f"not needed: the inputs of {name} alone do not fit", status="skipped")
+        return {}
+    if not question.compile:
+        _without_compiler(inquiry, plan, chosen, "not requested (--no-compile)", pod=pod, status="skipped")
+        return {}
+    if pod is not None and not pod.can_compile:
+        why = f"no compiler for {pod.generation.name} runs without one"
+        _without_compiler(inquiry, plan, chosen, why, pod=pod, status="unchecked")
+        return {}
+
+    inquiry.begin(f"starting the compiler of {target} for {', '.join(chosen)}")
+
+    def heard(event: Mapping[str, Any]) -> None:
+        if event["event"] == "compiling":
+            inquiry.progress(f"compiling {event['program']} for {target}")
+
+    try:
+        outcomes = compile_programs(
+            question.provider,
+            question.payload,
+            target=LOCAL if pod is None else pod,
+            programs=chosen,
+            keep_text=question.keep_text,
+            on_event=heard,
+            kept=question.kept,
+            plan=plan,
+        )
+    except (LibtpuMissing, WorkerBadInput) as error:
+        inquiry.end("compile", first_line([str(error)]), findings=[str(error)], code=BAD_INPUT)
+        return {}
+    except CompileCrash as error:
+        if plan.errors:
+            # What the earlier stages refuse need not go through the compiler.
+            said = error.last_lines[-1] if error.last_lines else str(error)
+            inquiry.end("compile", f"not possible given the problems above:  {said}", status="skipped")
+            return {}
+        message = str(error).splitlines()[0].removesuffix(":")
+        inquiry.end("compile", message, findings=error.last_lines, code=COMPILER_CRASH)
+        return {}
+    refused = [o for o in outcomes if isinstance(o, Refused)]
+    beyond = [o for o in outcomes if beyond_room(plan, o)]
+    findings = [f"{o.name} does not fit: {o.refusal}" for o in refused]
+    findings += [too_much(plan, o) for o in beyond if isinstance(o, Compiled)]
+    findings += too_many_rows(plan, pod) if findings else []
+    fitting = [o.name for o in outcomes if o not in refused and o not in beyond]
+    compiled = [f"{_named(plan, fitting)} compiled"] if fitting else []
+    message = "; ".join([*findings, *compiled, *_arithmetic(plan, question.scope), *_ages(outcomes)])
+    inquiry.end("compile", message, findings=findings, code=DOES_NOT_FIT if findings else OK)
+    return {outcome.name: outcome for outcome in outcomes}
+
+
+def _arithmetic(plan: RunPlan, scope: Scope) -> list[str]:
+    """What is said of Programs that arithmetic answers for."""
+    most = {name: gib(drawn.total) for name, drawn in bounded_of(plan, scope).items()}
+    return [f"{name} by arithmetic, at most {size} (--all_programs compiles it)" for name, size in most.items()]
+
+
+def _named(plan: RunPlan, names: Sequence[str]) -> str:
+    """Programs by name, those that the job's time is made of first; of many others the number."""
+    timed = {workload.program for workload in plan.workloads}
+    first = [name for name in names if name in timed]
+    others = [name for name in names if name not in timed]
+    if first and len(others) > _FEW:
+        return f"{', '.join(first)} and {len(others)} others"
+    return ", ".join([*first, *others])
+
+
+def _ages(outcomes: Sequence[Outcome]) -> list[str]:
+    """How old those answers are that were kept."""
+    kept = {o.name: time.time() - o.kept_since for o in outcomes if o.kept_since is not None}
+    if not kept:
+        return []
+    oldest = seconds_text(max(kept.values()))
+    which = "all" if len(kept) == len(outcomes) else ", ".join(kept)
+    return [f"{which} from kept answers, {oldest} old{' at most' if len(kept) > 1 else ''} (--no_cache compiles anew)"]
+
+
+def _without_compiler(
+    inquiry: Inquiry,
+    plan: RunPlan,
+    chosen: Sequence[str],
+    why: str,
+    *,
+    pod: Accelerator | None,
+    status: StageStatus,
+) -> None:
+    """Judges by what is known of the Programs' bytes; says so where that decides nothing."""
+    limit = plan.target.hbm_bytes
+    if plan.errors:
+        inquiry.end("compile", why, status=status)
+        return
+    if limit is None:
+        message = f"{why}; nothing is decided: what a device of {plan.target.name} has is not known"
+        inquiry.end("compile", message, code=NOT_DECIDED, status="unchecked")
+        return
+    inquiry.known = name, known = _neediest(plan, chosen, limit)
+    lacking = f"not in it: {known.lacking}"
+    if known.total > limit:
+        finding = f"{name} needs at least {gib(known.total)} > {gib(limit)}: {known}; {lacking}"
+        found = [finding, *too_many_rows(plan, pod)]
+        inquiry.end("compile", f"{why}, nor needed", findings=found, code=DOES_NOT_FIT)
+        return
+    inquiry.end(
+        "compile", f"{why}; {name} needs at least {of_limit(known.total, limit)} ({known}); {lacking}", status=status
+    )
+
+
+def _neediest(plan: RunPlan, names: Sequence[str], limit: int) -> tuple[str, HbmLowerBound]:
+    """The Program with most known bytes on a chip."""
+    found = {name: known_of(plan, name, hbm_bytes=limit) for name in names}
+    name = max(found, key=lambda each: found[each].total)
+    return name, found[name]

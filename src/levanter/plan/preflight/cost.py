@@ -1,0 +1,162 @@
+"""The fifth stage of an inquiry: how long the run's Programs take, and why those that do not fit do not."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from haliax_ext.hlo import OutOfMemory
+from levanter.hardware import Accelerator
+from levanter.hardware.compiler import LAYOUTS, as_values, tuned_options
+from levanter.plan.aot import Compiled, Outcome, Refused
+from levanter.plan.attention_blocks import attended_share
+from levanter.plan.calibration import GENERATING_SCALE, of_generating, scale_with_options, with_other_options
+from levanter.plan.comms import Network
+from levanter.plan.compile_selection import beside_of, beyond_room, bounded_of
+from levanter.plan.hbm_budget import Budget
+from levanter.plan.offload import offloaded
+from levanter.plan.oom_report import why_not
+from levanter.plan.preflight.state import Inquiry
+from levanter.plan.report.format import span_text
+from levanter.plan.roofline import estimated_time
+from levanter.plan.row_advice import serving_of
+from levanter.plan.step_time_model import StepTime, mfu, step_time
+from levanter.plan.verdict import ProgramVerdict
+from levanter.runplan import RunPlan, Workload
+
+
+def cost_stage(
+    inquiry: Inquiry,
+    plan: RunPlan,
+    pod: Accelerator | None,
+    budget: Budget,
+    outcomes: Mapping[str, Outcome],
+) -> tuple[ProgramVerdict, ...]:
+    """A verdict for each Program that was asked about, with its time where one follows; tells the inquiry."""
+    inquiry.begin()
+    workloads = {workload.program: workload for workload in plan.workloads}
+    beside = beside_of(plan)
+    bounded = bounded_of(plan, inquiry.question.scope) if outcomes else {}
+    verdicts = []
+    for program in plan.programs:
+        outcome = outcomes.get(program.name)
+        if outcome is None and program not in plan.computing and program.name not in bounded:
+            continue
+        workload, held = workloads.get(program.name), beside.get(program.name, 0)
+        drawn = bounded.get(program.name)
+        bound = None if drawn is None else drawn.total
+        sent = None if pod is None or plan.errors else offloaded(plan, program.name, pod=pod)
+        verdict = ProgramVerdict(
+            name=program.name, outcome=outcome, bound=bound, beside=held, workload=workload, offloaded=sent
+        )
+        if isinstance(outcome, Refused):
+            verdict = replace(verdict, why_not=why_not(outcome, plan, budget))
+        elif outcome is None:
+            verdict = replace(verdict, why_not=why_not(None, plan, budget, program=program.name))
+            if pod is not None and not pod.can_compile and not plan.errors:
+                verdict = _estimated(verdict, plan, pod)
+        else:
+            # A compiler that refuses nothing itself (CPU, GPU) says how much it needs, and not of what.
+            if beyond_room(plan, outcome):
+                limit, most = plan.target.limit_bytes or 0, outcome.peak_bytes + held
+                needed = OutOfMemory(needed=most, available=limit, allocations=(), message="")
+                verdict = replace(verdict, why_not=why_not(needed, plan, budget, program=program.name))
+            # What runs once takes no time to speak of.
+            if pod is not None and (workload is not None or not workloads):
+                verdict = _timed(verdict, outcome, pod, plan)
+        verdicts.append(verdict)
+    timed = [f"{v.name} {span_text(v.time.low, v.time.high)}" for v in verdicts if v.time is not None]
+    if timed:
+        inquiry.end("cost", f"{', '.join(timed)} ({basis_of(verdicts)})")
+    else:
+        why = _why_no_time(outcomes)
+        inquiry.end("cost", why, status="skipped")
+    return tuple(verdicts)
+
+
+def basis_of(programs: Sequence[ProgramVerdict]) -> str:
+    """What the times of Programs rest on, in three words."""
+    found = [program.time.calibration for program in programs if program.time is not None]
+    if any(each.estimate for each in found):
+        return "an estimate, not measured"
+    return "modelled, not calibrated" if any(each.said for each in found) else "modelled, not measured"
+
+
+def _why_no_time(outcomes: Mapping[str, Outcome]) -> str:
+    if not outcomes:
+        return "nothing was compiled"
+    if not any(isinstance(outcome, Compiled) for outcome in outcomes.values()):
+        return "no program compiled, so there is nothing to time"
+    return "no cycles are known for this target"
+
+
+def _parameters(plan: RunPlan) -> float | None:
+    """How many parameters the model has; None where there is none to lay out."""
+    if isinstance(plan.searchable, str):
+        return None
+    return float(sum(math.prod(leaf.shape) for leaf in plan.searchable.parameters))
+
+
+def _timed(verdict: ProgramVerdict, outcome: Compiled, pod: Accelerator, plan: RunPlan) -> ProgramVerdict:
+    """The verdict with the time of one execution and what it says of the chips' use."""
+    if outcome.figures is None:
+        return verdict
+    workload: Workload | None = verdict.workload
+    network = Network.of(outcome.mesh, pod, outcome.coordinates)
+    flops = 0.0 if workload is None else workload.flops_causal
+    experts = max((dict(each.leaf.axes).get("expert", 0) for each in plan.sharding.leaves), default=0)
+    time_ = step_time(
+        outcome.figures,
+        network,
+        model_flops=flops,
+        parameters=_parameters(plan),
+        experts=experts or None,
+        attended=attended_share(plan),
+    )
+    if time_ is not None:
+        time_ = calibrated(time_, plan, verdict.name, pod.generation.name)
+    if time_ is not None and verdict.offloaded is not None and verdict.offloaded.seconds is not None:
+        time_ = replace(time_, transfers=verdict.offloaded.seconds)
+    return replace(verdict, time=time_) if time_ is None or workload is None else _used(verdict, time_, workload, pod)
+
+
+def calibrated(time: StepTime, plan: RunPlan, program: str, generation: str) -> StepTime:
+    """The time of a Program with the scale and the range of what it does and of what it is compiled with.
+
+    Args:
+        time: with those of a train step.
+        plan: the run.
+        program: the Program's name.
+        generation: the chips', by name.
+    """
+    if serving_of(plan) is not None and generation in GENERATING_SCALE:
+        rests_on = of_generating(time.calibration, generation)
+        return replace(time, calibration=rests_on, cycle_scale=GENERATING_SCALE[generation])
+    if not _other_options(plan, program):
+        return time
+    scale = scale_with_options(time.cycle_scale, generation, plan.program(program).compiler_options)
+    return replace(time, calibration=with_other_options(time.calibration, generation), cycle_scale=scale)
+
+
+def _other_options(plan: RunPlan, name: str) -> bool:
+    """Whether a Program is compiled with options that no train step of a published run has here."""
+    where = (plan.target.platform, plan.target.kind)
+    fitted = [as_values(tuned_options(*where, work="train", layout=layout)) for layout in LAYOUTS]
+    return dict(plan.program(name).compiler_options) not in fitted
+
+
+def _estimated(verdict: ProgramVerdict, plan: RunPlan, pod: Accelerator) -> ProgramVerdict:
+    """The verdict with an estimate of the time where no compiler can be asked."""
+    if verdict.workload is None or (time_ := estimated_time(plan, verdict.workload, pod)) is None:
+        return verdict
+    return _used(verdict, time_, verdict.workload, pod)
+
+
+def _used(verdict: ProgramVerdict, time_: StepTime, workload: Workload, pod: Accelerator) -> ProgramVerdict:
+    """The verdict with a time and the share of the chips' peak that it comes to."""
+
+    def use(flops: float) -> tuple[float, float]:
+        return (mfu(flops, accelerator=pod, seconds=time_.high), mfu(flops, accelerator=pod, seconds=time_.low))
+
+    full = use(workload.flops_full)
+    # Kernels skip the pairs that a causal mask hides; where that is most of the work, counting them says nothing.
+    return replace(verdict, time=time_, mfu=use(workload.flops_causal), mfu_full=full if full[1] <= 1 else None)

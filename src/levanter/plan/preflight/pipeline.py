@@ -1,0 +1,212 @@
+"""`preflight`: one run on one target, asked five questions in order; the answers are a `Verdict`.
+
+    config ─► sharding ─► loading ─► compile ─► cost
+
+*config*: are the configuration and the checkpoint's metadata sound, and what is unavailable here? *sharding*: where
+does every array go, and do the Programs' inputs alone fit? *loading*: what do the weights take on the way in?
+*compile*: what does the target's own compiler say of the run's own Programs? *cost*: how long do they take?
+
+A stage that says no does not end the inquiry: what can still be computed is, and every finding is in the verdict. The
+compiler is not asked where arithmetic already answers (inputs beyond the memory of a chip).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from haliax_ext.errors import gib
+from levanter.hardware import Accelerator, parse_accelerator
+from levanter.plan.aot import CompileCrash, Compiled, Refused
+from levanter.plan.compile_selection import beyond_room, largest
+from levanter.plan.dcn_gathers import note_between_slices
+from levanter.plan.error_origin import raised_in_library
+from levanter.plan.hbm_budget import Budget, budget_of
+from levanter.plan.load_budget import LoadBudget, load_budget
+from levanter.plan.load_ceilings import load_ceilings
+from levanter.plan.local_hbm_check import shortage
+from levanter.plan.offload import offloaded
+from levanter.plan.preflight.compile import compile_stage
+from levanter.plan.preflight.cost import basis_of, cost_stage
+from levanter.plan.preflight.state import LOCAL, Inquiry, Progress, Question, first_line, of_limit
+from levanter.plan.report.format import span_text
+from levanter.plan.row_advice import too_many_rows
+from levanter.plan.target_from_name import target_of_pod
+from levanter.plan.verdict import ProgramVerdict, Verdict
+from levanter.runplan import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, NOT_DECIDED, OK, RunPlan
+
+
+def preflight(question: Question, *, progress: Progress = lambda _: None) -> Verdict:
+    """Answers one question.
+
+    Args:
+        question: which run on which target.
+        progress: told what is being done, and what came of it.
+
+    Raises:
+        AcceleratorError: an unknown target.
+    """
+    pod = None if question.target == LOCAL else parse_accelerator(question.target)
+    inquiry = Inquiry(question=question, progress=progress)
+    plan = _config(inquiry, pod)
+    if plan is None:
+        headline = f"cannot be planned: {first_line(inquiry.stages[-1].findings)}"
+        return _verdict(inquiry, None, pod, None, None, (), headline)
+    if (short := shortage(plan)) is not None:
+        plan = short[0]
+    budget = _sharding(inquiry, plan, pod)
+    load = _loading(inquiry, plan, pod)
+    outcomes = compile_stage(inquiry, plan, pod, budget)
+    if any(beyond_room(plan, o) for o in outcomes.values()):
+        budget = replace(budget, hbm_bytes=plan.target.limit_bytes)
+    programs = cost_stage(inquiry, plan, pod, budget, outcomes)
+    headline = _headline(inquiry, budget, load, programs)
+    return _verdict(inquiry, plan, pod, budget, load, programs, headline)
+
+
+def _verdict(
+    inquiry: Inquiry,
+    plan: RunPlan | None,
+    pod: Accelerator | None,
+    budget: Budget | None,
+    load: LoadBudget | None,
+    programs: tuple[ProgramVerdict, ...],
+    headline: str,
+) -> Verdict:
+    return Verdict(
+        plan=plan,
+        target=inquiry.question.target if pod is None else pod.name,
+        accelerator=pod,
+        budget=budget,
+        load=load,
+        programs=programs,
+        stages=tuple(inquiry.stages),
+        exit_code=inquiry.exit_code,
+        headline=headline,
+        notes=() if plan is None else (*plan.notes, *filter(None, [note_between_slices(plan)])),
+    )
+
+
+def _config(inquiry: Inquiry, pod: Accelerator | None) -> RunPlan | None:
+    question = inquiry.question
+    inquiry.begin("describing the run")
+    try:
+        if pod is not None:
+            target = target_of_pod(pod)
+        else:
+            assert question.local is not None, "the target `local` needs a way to count the local devices"
+            target = question.local()
+        plan = question.describe(target)
+    except ValueError as error:
+        if raised_in_library(error):
+            raise
+        inquiry.end("config", "the run cannot be described", findings=[str(error)], code=BAD_INPUT)
+        return None
+    except CompileCrash as error:
+        inquiry.end("config", "no devices were found here", findings=[str(error)], code=COMPILER_CRASH)
+        return None
+    wrong = [f"{c.name}: {c.message}" for c in plan.checks if c.status == "error"]
+    absent = [f"{c.name}: not checked here: {c.message}" for c in plan.checks if c.status == "unchecked"]
+    missing = len(plan.missing) if question.require_inputs else 0
+    if wrong or missing:
+        parts = [f"{len(wrong)} wrong"] if wrong else []
+        parts += [f"{missing} not available (--require_inputs)"] if missing else []
+        inquiry.end("config", ", ".join(parts), findings=[*wrong, *absent], code=BAD_INPUT)
+    elif absent:
+        inquiry.end("config", f"sound; {len(absent)} not checked here", findings=absent, status="unchecked")
+    else:
+        inquiry.end("config", "sound, every input is available")
+    return plan
+
+
+def _sharding(inquiry: Inquiry, plan: RunPlan, pod: Accelerator | None) -> Budget:
+    inquiry.begin()
+    budget = budget_of(plan)
+    replicated = any(f.kind == "replicated" and f.error is not None for f in plan.sharding.findings)
+    errors = [str(error) for error in (*plan.sharding.errors, *plan.activations.errors)]
+    name, most = largest(budget)
+    limit = budget.hbm_bytes
+    message = (
+        f"inputs of {name} take {of_limit(most, limit)}" if name else "no program, because an input is not available"
+    )
+    message += f"; mesh {plan.mesh}"
+    if limit is not None and most > limit:
+        code = DOES_NOT_FIT
+        message = f"inputs of {name} alone do not fit: {gib(most)} > {gib(limit)}; mesh {plan.mesh}"
+        errors += too_many_rows(plan, pod)
+    else:
+        code = DOES_NOT_FIT if replicated else BAD_INPUT if errors else OK
+    if not errors and pod is not None and plan.workloads:
+        sent = offloaded(plan, plan.workloads[0].program, pod=pod)
+        if sent is not None and not sent.fits:
+            errors, code = [f"host memory: {sent}: more than it has"], DOES_NOT_FIT
+    inquiry.end("sharding", message, findings=errors, code=code)
+    return budget
+
+
+def _loading(inquiry: Inquiry, plan: RunPlan, pod: Accelerator | None) -> LoadBudget | None:
+    inquiry.begin()
+    if plan.load is None:
+        errors = any(f.error is not None for f in plan.sharding.findings)
+        why = "not planned: the sharding has errors" if errors else "nothing is read: weights are initialized"
+        inquiry.end("loading", why, status="skipped")
+        return None
+    budget = load_budget(plan.load, ceilings=() if pod is None else load_ceilings(pod))
+    limit, peak = plan.target.hbm_bytes, budget.device_peak
+    rate = f"{span_text(budget.seconds, budget.seconds)} at {budget.gigabytes_per_second:g} GB/s a host"
+    if limit is not None and peak > limit:
+        leaf, extra = budget.device_transient
+        inquiry.end(
+            "loading",
+            f"does not fit while loading: {gib(peak)} > {gib(limit)}",
+            findings=[f"{leaf}: {gib(extra)} more than its own shard"] if leaf else [],
+            code=DOES_NOT_FIT,
+        )
+    else:
+        assumed = " (as if it had the names and dtype expected)" if _expected(plan) else ""
+        read = f"{gib(budget.source_bytes)}{assumed} read {budget.amplification:.2f}×, {rate}"
+        inquiry.end("loading", f"{read}; at most {gib(peak)} on a device, {gib(budget.host_peak)} on a host")
+    return budget
+
+
+def _expected(plan: RunPlan) -> bool:
+    """Whether the weights are planned without being there."""
+    return any(check.name == "weights" and check.status == "unchecked" for check in plan.checks)
+
+
+def _headline(
+    inquiry: Inquiry,
+    budget: Budget,
+    load: LoadBudget | None,
+    programs: Sequence[ProgramVerdict],
+) -> str:
+    limit = budget.hbm_bytes
+    name, most = largest(budget)
+    refused = [p for p in programs if isinstance(p.outcome, Refused)]
+    if limit is not None and most > limit:
+        return f"does not fit: {gib(most)} > {gib(limit)} (inputs of {name} alone)"
+    if refused:
+        assert isinstance(refused[0].outcome, Refused)
+        return f"does not fit: {refused[0].outcome.refusal} ({refused[0].name})"
+    beyond = [p for p in programs if isinstance(p.outcome, Compiled) and limit and (p.peak_bytes or 0) > limit]
+    if beyond and limit is not None:
+        return f"does not fit: {gib(beyond[0].peak_bytes or 0)} > {gib(limit)} ({beyond[0].name})"
+    if load is not None and limit is not None and load.device_peak > limit:
+        return f"does not fit while loading: {gib(load.device_peak)} > {gib(limit)}"
+    compiled = [p for p in programs if p.fits is not None]
+    times = [f"{p.name} {span_text(p.time.low, p.time.high)}" for p in programs if p.time is not None]
+    modelled = f"; {', '.join(times)} ({basis_of(programs)})" if times else ""
+    if compiled:
+        size = of_limit(max(p.peak_bytes or 0 for p in compiled), limit)
+    elif inquiry.known is not None and limit is not None:
+        program, known = inquiry.known
+        if known.total > limit:
+            return f"does not fit: at least {gib(known.total)} > {gib(limit)} ({program}; not compiled)"
+        size = f"at least {of_limit(known.total, limit)}"
+    else:
+        size = f"{of_limit(most, limit)} for inputs alone"
+    if inquiry.exit_code == NOT_DECIDED:
+        return f"not decided: {size}{modelled}"
+    if inquiry.exit_code == OK:
+        return f"{'fits' if compiled else 'not compiled'}: {size}{modelled}"
+    problem = next(stage for stage in inquiry.stages if stage.status in ("refused", "crashed"))
+    what = first_line(problem.findings or [problem.message])
+    return f"refused ({problem.name}): {what}; {size}{modelled}"

@@ -1,0 +1,122 @@
+"""A comparison with full fine-tuning, shown: a table for people, values for `--json`."""
+
+from collections.abc import Callable, Iterator, Mapping
+
+from levanter.plan.collective_bytes import CollectiveBytes
+from levanter.plan.compare import ComparedRun, Comparison
+from levanter.plan.report import timing, view
+from levanter.plan.report.format import gib, percent, seconds_text, three_digits
+from levanter.plan.report.text_table import paragraph, table
+
+_NONE = "–"
+_GB = 1e9
+Row = tuple[str, ...]
+
+
+def compared_text(found: Comparison) -> str:
+    """The comparison as text."""
+    lines = paragraph(
+        f"beside full fine-tuning on {found.target}: the same run without its adapters, every weight trained", indent=0
+    )
+    if found.other is None:
+        return "\n".join([*lines, *paragraph(f"which cannot be planned: {found.problem}")]) + "\n"
+    header = ("", "this run", "full", "full / this")
+    rows = [*_bytes(found.own, found.other), *_received(found.own, found.other), *_step(found.own, found.other)]
+    lines += table(rows, align=("left", "right", "right", "right"), header=header)
+    said = (
+        "received: bytes that a chip takes in from others in one step; by arithmetic, weights are gathered in the "
+        "compute dtype in the forward and in the backward pass, and gradients are summed in float32; as compiled, all "
+        f"collectives of the step. Times are {view.MODELLED}"
+    )
+    return "\n".join([*lines, *paragraph(said)]) + "\n"
+
+
+def compared_values(found: Comparison) -> dict[str, object]:
+    """The comparison as plain values."""
+    return {
+        "target": found.target,
+        "this": _values(found.own),
+        "full": None if found.other is None else _values(found.other),
+        "problem": found.problem or None,
+    }
+
+
+def _bytes(own: ComparedRun, other: ComparedRun) -> Iterator[Row]:
+    names = [*own.groups, *(name for name in other.groups if name not in own.groups)]
+    for name in names:
+        yield _row(name, own.groups.get(name), other.groups.get(name), gib)
+    yield _row("together, without activations", sum(own.groups.values()), sum(other.groups.values()), gib)
+    most = [view.most_bytes(side.verdict) if _is_whole(side) else None for side in (own, other)]
+    yield ("at its peak, compiled", *(_NONE if each is None else gib(each) for each in most), "")
+    yield ("verdict", view.state(own.verdict), view.state(other.verdict), "")
+
+
+def _is_whole(side: ComparedRun) -> bool:
+    return side.verdict.fits is not None
+
+
+def _received(own: ComparedRun, other: ComparedRun) -> Iterator[Row]:
+    for network in ("ici", "dcn"):
+        mine, its = getattr(own.total_received, network), getattr(other.total_received, network)
+        if not mine and not its:
+            continue
+        yield _row(f"received over {network.upper()}", mine, its, _size)
+        for what in dict.fromkeys((*own.received, *other.received)):
+            one, two = (getattr(side.received.get(what, CollectiveBytes()), network) or None for side in (own, other))
+            if one or two:
+                yield _row(f"  {what}", one, two, _size)
+        if own.compiled is not None:
+            its = None if other.compiled is None else getattr(other.compiled, network)
+            yield _row(f"  as compiled, {network.upper()}", getattr(own.compiled, network), its, _size)
+
+
+def _step(own: ComparedRun, other: ComparedRun) -> Iterator[Row]:
+    sides = (own, other)
+    times = [None if side.step is None else side.step.time for side in sides]
+    mine, its = (None if time is None else time.expected for time in times)
+    if mine is None:
+        return
+    yield _row("a step", mine, its, seconds_text)
+    exposed = [None if time is None else timing.exposed_share(time) for time in times]
+    yield ("  of it exposed communication", *(_NONE if each is None else percent(each) for each in exposed), "")
+    yield _row("tokens/s/chip", _rate(own), _rate(other), three_digits)
+    used = [_utilization(side) for side in sides]
+    yield ("MFU", *(_NONE if each is None else percent(each) for each in used), "")
+
+
+def _rate(side: ComparedRun) -> float | None:
+    speed = None if side.step is None else timing.rate(side.verdict, side.step)
+    return None if speed is None else speed.expected
+
+
+def _utilization(side: ComparedRun) -> float | None:
+    return None if side.step is None else timing.utilization(side.step, side.step.mfu)
+
+
+def _row(name: str, own: float | None, other: float | None, show: Callable[[float], str]) -> Row:
+    ratio = f"{other / own:.2f}" if own and other else ""
+    return (name, _NONE if own is None else show(own), _NONE if other is None else show(other), ratio)
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / _GB:,.3g} GB" if nbytes < 1000 * _GB else f"{nbytes / _GB:,.0f} GB"
+
+
+def _values(side: ComparedRun) -> dict[str, object]:
+    time = None if side.step is None else side.step.time
+
+    def network(received: CollectiveBytes | None) -> Mapping[str, float] | None:
+        return None if received is None else {"ici_bytes": received.ici, "dcn_bytes": received.dcn}
+
+    return {
+        "entry_point": None if side.verdict.plan is None else side.verdict.plan.entry_point,
+        "state": view.state(side.verdict),
+        "headline": side.verdict.headline,
+        "peak_bytes": view.most_bytes(side.verdict) if _is_whole(side) else None,
+        "resident_bytes": dict(side.groups),
+        "received": {what: network(each) for what, each in side.received.items()},
+        "received_compiled": network(side.compiled),
+        "step_seconds": None if time is None else time.expected,
+        "tokens_per_second_per_chip": _rate(side),
+        "mfu": _utilization(side),
+    }

@@ -1,0 +1,118 @@
+"""Plain text: tables whose columns line up, bars of block characters, paragraphs. At most `WIDTH` columns wide."""
+
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+from levanter.plan.report.format import columns, visible
+
+WIDTH = 110
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+# A number and its unit are one word.
+_WORD = re.compile(r" *[^ ]*\d (?:GiB|MiB|KiB|B|GB/s|days|h|min|s|ms|µs|%)(?=[ ,;:.)]|$)[,;:.)]*| *[^ ]+")
+Align = Literal["left", "right"]
+
+
+def table(
+    rows: Sequence[Sequence[str]],
+    *,
+    align: Sequence[Align],
+    header: Sequence[str] = (),
+    indent: int = 2,
+    gap: int = 2,
+) -> list[str]:
+    """Rows whose columns line up; the widest left-aligned column is cut where the line would be too long."""
+    if not rows:
+        return []
+    cells = [[visible(cell).replace("\n", " ") for cell in row] for row in ([header, *rows] if header else rows)]
+    widths = [max(columns(row[n]) for row in cells) for n in range(len(align))]
+    excess = indent + sum(widths) + gap * (len(widths) - 1) - WIDTH
+    if excess > 0:
+        widest = max((n for n, side in enumerate(align) if side == "left"), key=lambda n: widths[n], default=None)
+        if widest is not None:
+            widths[widest] = max(8, widths[widest] - excess)
+    lines = []
+    for row in cells:
+        padded = [_pad(cut(cell, width), width, side) for cell, width, side in zip(row, widths, align, strict=True)]
+        lines.append((" " * indent + (" " * gap).join(padded)).rstrip())
+    return lines
+
+
+def cut(text: str, width: int) -> str:
+    """The text in at most `width` columns; what is left out is in front, because paths differ at their ends."""
+    if columns(text) <= width:
+        return text
+    kept = text
+    while columns(kept) > width - 1:
+        kept = kept[1:]
+    return "…" + kept
+
+
+def _pad(text: str, width: int, side: Align) -> str:
+    spaces = " " * max(0, width - columns(text))
+    return text + spaces if side == "left" else spaces + text
+
+
+def paragraph(text: str, *, indent: int = 2, hanging: int = 2, mark: str = "") -> list[str]:
+    """Text wrapped to the width; its own line breaks stay, and so does the indentation behind them.
+
+    Args:
+        text: what is said.
+        indent: of every line.
+        hanging: of the lines that continue one, beyond `indent`.
+        mark: in front of the first line, such as `• `.
+    """
+    lines: list[str] = []
+    for number, line in enumerate(visible(text).split("\n")):
+        first = " " * indent + (mark if number == 0 else " " * len(mark))
+        inner = len(line) - len(line.lstrip())
+        later = " " * (indent + max(hanging, len(mark)) + inner)
+        lines += _wrapped(line.strip(), first + " " * inner, later)
+    return lines
+
+
+def _wrapped(text: str, first: str, later: str) -> list[str]:
+    """Words one after another while they fit; a word that fits no line is broken."""
+    lines, line, empty = [], first, True
+    # Runs of spaces stay where a line does not end in them: columns inside a text line up.
+    for word in _WORD.findall(text):
+        if not empty and columns(line) + columns(word) > WIDTH:
+            lines.append(line)
+            line, empty = later, True
+        rest = word.lstrip(" ") if empty and line == later else word
+        while columns(line) + columns(rest) > WIDTH:
+            room = WIDTH - columns(line)
+            taken = next(n for n in range(len(rest), 0, -1) if columns(rest[:n]) <= room or n == 1)
+            lines.append(line + rest[:taken])
+            line, rest = later, rest[taken:]
+        line, empty = line + rest, False
+    return [*lines, line] if not empty else lines
+
+
+def bar(begin: float, length: float, *, width: int, mark: float | None = None) -> str:
+    """A piece of a bar on a scale from 0 to 1: `begin` of it empty, `length` of it full, to an eighth of a column.
+
+    Args:
+        begin: where the piece starts.
+        length: how long it is; anything above nothing shows at least a sliver.
+        width: columns of the whole scale.
+        mark: a place on the scale that is marked with a line where nothing covers it.
+    """
+    first, last = round(begin * width * 8), round((begin + length) * width * 8)
+    if length > 0:
+        last = max(last, first + 1)
+        overhang = max(0, last - width * 8)
+        first, last = first - overhang, last - overhang
+    cells = [" "] * width
+    for column in range(width):
+        filled_to = min(last - 8 * column, 8)
+        filled_from = max(first - 8 * column, 0)
+        if filled_to <= filled_from:
+            continue
+        # Blocks grow from the left only; one that begins inside a column is shown from its left edge.
+        cells[column] = "▐" if filled_from >= 4 and filled_to == 8 else _EIGHTHS[filled_to]
+    if mark is not None:
+        column = min(width - 1, max(0, round(mark * width) - 1))
+        if cells[column] == " ":
+            cells[column] = "┊"
+    return "".join(cells)

@@ -1,0 +1,264 @@
+"""What a verdict says, worked out once for every form it is shown in: terminal, page, JSON.
+
+*Occupancy*: what a chip holds while the program with the largest inputs runs: its inputs by group, padding of their
+layout, what is made on the way, and what stays free. What is said of one Program is in `timing`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from haliax_ext.errors import gib
+from haliax_ext.hlo import CompiledFigures
+from levanter.plan.aot import Compiled, Refused
+from levanter.plan.hbm_budget import Resident
+from levanter.plan.load_budget import LoadBudget
+from levanter.plan.report.format import seconds_text, three_digits
+from levanter.plan.verdict import ProgramVerdict, Verdict
+from levanter.runplan import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, NOT_DECIDED, OK, Workload
+
+SCHEMA = "levanter.plan/1"
+MODELLED = "modelled, not measured"
+ESTIMATE = "an estimate, not measured"
+PADDING, GRADIENTS, TEMPORARIES = "layout padding", "gradients", "temporaries"
+
+State = Literal["fits", "not compiled", "does not fit", "not decided", "bad input", "compiler crash", "failed"]
+
+
+def state(verdict: Verdict) -> State:
+    """The verdict in a word or three."""
+    if verdict.exit_code == OK:
+        return "fits" if verdict.fits else "not compiled"
+    named: dict[int, State] = {
+        BAD_INPUT: "bad input",
+        DOES_NOT_FIT: "does not fit",
+        NOT_DECIDED: "not decided",
+        COMPILER_CRASH: "compiler crash",
+    }
+    return named.get(verdict.exit_code, "failed")
+
+
+def headline(verdict: Verdict) -> str:
+    """The headline without the state it may begin with, beside which it is shown."""
+    start = f"{state(verdict)}:"
+    found = verdict.headline
+    return found[len(start) :].strip() if found.lower().startswith(start) else found
+
+
+def place(verdict: Verdict) -> str:
+    """The pod in words: `v4-256 (4×4×8: 128 chips, 32 hosts)`."""
+    if verdict.accelerator is not None:
+        return str(verdict.accelerator)
+    if verdict.plan is None:
+        return verdict.target
+    target = verdict.plan.target
+    return f"{verdict.target} ({target.devices} × {target.kind})"
+
+
+def chips(verdict: Verdict) -> int | None:
+    """How many chips the target has; devices, where chips are not told apart from them."""
+    if verdict.accelerator is not None:
+        return verdict.accelerator.chips
+    return verdict.plan.target.devices if verdict.plan is not None else None
+
+
+def holder(verdict: Verdict) -> str:
+    """What has a memory of its own: a `chip`, or a `device` where a chip is several or none is known."""
+    pod = verdict.accelerator
+    return "chip" if pod is not None and pod.devices == pod.chips else "device"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Bytes on a chip of one group."""
+
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Occupancy:
+    """What a chip holds.
+
+    Attributes:
+        program: while which Program runs.
+        source: `compiled` or `refused` (the compiler's figures), or `arithmetic` (inputs alone).
+        segments: what takes the room, in the order it is stacked.
+        limit: what there is; `None` where that is not limited.
+    """
+
+    program: str
+    source: Literal["compiled", "refused", "arithmetic"]
+    segments: tuple[Segment, ...]
+    limit: int | None
+
+    @property
+    def used(self) -> int:
+        """Bytes of all segments together."""
+        return sum(segment.nbytes for segment in self.segments)
+
+    @property
+    def free(self) -> int | None:
+        """Bytes left; negative where it does not fit."""
+        return None if self.limit is None else self.limit - self.used
+
+    @property
+    def scale(self) -> int:
+        """The length of a bar that shows all of it and the limit."""
+        return max(self.used, self.limit or 0, 1)
+
+
+def occupancy(verdict: Verdict) -> Occupancy | None:
+    """The bytes of the Program with the largest inputs, whose groups the budget has."""
+    budget = verdict.budget
+    if budget is None or not budget.arguments:
+        return None
+    name = budget.largest or max(budget.arguments, key=lambda n: budget.arguments[n])
+    inputs = budget.arguments[name]
+    segments = [Segment(name=group, nbytes=nbytes) for group, nbytes in budget.groups.items() if nbytes]
+    outcome = next((p.outcome for p in verdict.programs if p.name == name), None)
+    if isinstance(outcome, Compiled):
+        padding = max(0, outcome.memory.argument - inputs)
+        peak = outcome.peak_bytes
+    elif isinstance(outcome, Refused):
+        padding, peak = 0, outcome.refusal.needed
+    else:
+        padding, peak = 0, inputs
+    made = max(0, peak - inputs - padding)
+    gradients = min(budget.gradients, made)
+    extra = {PADDING: padding, GRADIENTS: gradients, TEMPORARIES: made - gradients}
+    segments += [Segment(name=group, nbytes=nbytes) for group, nbytes in extra.items() if nbytes]
+    source = "arithmetic"
+    if outcome is not None:
+        source = "compiled" if isinstance(outcome, Compiled) else "refused"
+    return Occupancy(program=name, source=source, segments=tuple(segments), limit=budget.hbm_bytes)
+
+
+def most_bytes(verdict: Verdict) -> int | None:
+    """The most bytes that a chip holds in any Program, as far as it is known."""
+    known = [p.peak_bytes for p in verdict.programs if p.peak_bytes is not None]
+    if verdict.budget is not None:
+        known += verdict.budget.arguments.values()
+    return max(known, default=None)
+
+
+def figures(program: ProgramVerdict) -> CompiledFigures | None:
+    """What the compiler's text says of a Program, where there is one."""
+    return program.outcome.figures if isinstance(program.outcome, Compiled) else None
+
+
+def basis_of_all(verdict: Verdict) -> str:
+    """What the times of a verdict's Programs rest on."""
+    return ESTIMATE if any(p.time is not None and p.time.calibration.estimate for p in verdict.programs) else MODELLED
+
+
+def offloading(verdict: Verdict) -> tuple[str, ...]:
+    """Sentences about what Programs send to host memory."""
+    found = [program.offloaded for program in verdict.programs if program.offloaded is not None]
+    return tuple(
+        f"{each}" + (f"; {seconds_text(each.seconds)} a step over each chip's link to it" if each.seconds else "")
+        for each in found
+    )
+
+
+def main_and_others(verdict: Verdict) -> tuple[tuple[ProgramVerdict, ...], tuple[ProgramVerdict, ...]]:
+    """The Programs to show one by one; and those of loading and saving that fit, which are many and small."""
+    if verdict.plan is None:
+        return verdict.programs, ()
+    moving = {program.name for program in (*verdict.plan.loading, *verdict.plan.saving)}
+    limit = verdict.plan.target.limit_bytes if verdict.budget is None else verdict.budget.hbm_bytes
+
+    def is_small(program: ProgramVerdict) -> bool:
+        fits = program.fits or program.bound is not None
+        return program.name in moving and bool(fits) and (limit is None or (program.peak_bytes or 0) <= limit)
+
+    others = tuple(program for program in verdict.programs if is_small(program))
+    return tuple(program for program in verdict.programs if program not in others), others
+
+
+def main_program(verdict: Verdict) -> ProgramVerdict | None:
+    """The Program that the job's time is made of: of those with a workload the one that takes longest."""
+    working = [p for p in verdict.programs if p.workload is not None]
+    timed = [p for p in working if p.time is not None]
+
+    def length(p: ProgramVerdict) -> float:
+        return p.job_seconds[1] if p.job_seconds else p.time.high if p.time else 0.0
+
+    candidates: Sequence[ProgramVerdict] = timed or working or verdict.programs
+    return max(candidates, key=length, default=None)
+
+
+def job_seconds(verdict: Verdict) -> tuple[float, float] | None:
+    """All Programs of the job, low and high; `None` where one of them has no time."""
+    working: list[tuple[ProgramVerdict, Workload]] = [(p, p.workload) for p in verdict.programs if p.workload]
+    times = [p.job_seconds for p, _ in working]
+    if not times or any(t is None for t in times):
+        return None
+    return sum(t[0] for t in times if t), sum(t[1] for t in times if t)
+
+
+def chip_hours(verdict: Verdict) -> tuple[float, float] | None:
+    """What the job takes of a pod that is paid by the chip, low and high; `None` where its time is not known."""
+    times, number = job_seconds(verdict), chips(verdict)
+    if times is None or number is None or verdict.accelerator is None:
+        return None
+    return times[0] * number / 3600, times[1] * number / 3600
+
+
+def unknown(verdict: Verdict) -> tuple[str, ...]:
+    """Everything that the model of time leaves out, each once."""
+    found = [line for p in verdict.programs if p.time is not None for line in p.time.unknown]
+    for program in verdict.programs:
+        if isinstance(program.outcome, Compiled) and program.outcome.text_error:
+            found.append(f"{program.name}: the compiler's text is not available ({program.outcome.text_error})")
+    return tuple(dict.fromkeys(found))
+
+
+def unchecked(verdict: Verdict) -> tuple[str, ...]:
+    """The inputs that were not looked at here."""
+    checks = verdict.plan.checks if verdict.plan is not None else ()
+    return tuple(f"{check.name}: {check.message}" for check in checks if check.status == "unchecked")
+
+
+def notes(verdict: Verdict) -> tuple[str, ...]:
+    """Every decision that the user did not write, and facts worth knowing."""
+    found = list(verdict.notes)
+    if verdict.plan is not None:
+        found += [f"{check.name}: {check.message}" for check in verdict.plan.checks if check.status == "note"]
+        found += verdict.plan.notes
+    return tuple(dict.fromkeys(found))
+
+
+def findings(verdict: Verdict) -> tuple[str, ...]:
+    """Everything that is wrong, in the order it was found, each once; what was merely not looked at is no fault."""
+    refused = [stage for stage in verdict.stages if stage.status in ("refused", "crashed")]
+    lines = dict.fromkeys(line for stage in refused for line in stage.findings or (stage.message,))
+    checks = verdict.plan.checks if verdict.plan is not None else ()
+    absent = {check.message for check in checks if check.status == "unchecked"}
+    return tuple(line for line in lines if not any(line.endswith(message) for message in absent))
+
+
+def reasons(verdict: Verdict) -> tuple[str, ...]:
+    """Why a Program does not fit, and what would."""
+    return tuple(dict.fromkeys(line for program in verdict.programs for line in program.why_not))
+
+
+def largest(residents: Sequence[Resident], count: int) -> list[Resident]:
+    """The residents that take the most room on a chip."""
+    return sorted(residents, key=lambda resident: -resident.nbytes)[:count]
+
+
+def host_memory(load: LoadBudget) -> str:
+    """What a host holds while it loads."""
+    said = "buffers; the shards are on the devices"
+    if load.host_unit is None:
+        return said
+    path, nbytes = load.host_unit
+    return f"{said}; {path} is read {gib(nbytes)} at a time, above the memory budget"
+
+
+def load_ceilings(load: LoadBudget) -> str:
+    """What binds loading from an object store, and what would bind it next, in GB/s of a host."""
+    first, *others = load.ceilings
+    said = ", ".join(f"{each} {three_digits(each.gigabytes_per_second)}" for each in others[:2])
+    return f"bound by the {first}, {three_digits(first.gigabytes_per_second)} GB/s a host; {said}"

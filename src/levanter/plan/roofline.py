@@ -1,0 +1,82 @@
+"""A time for devices whose compiler runs nowhere else: an estimate from FLOPs, bytes and links. Nothing is compiled.
+
+Of GPUs there is no schedule to read. What a step must compute, move through HBM and send over links is counted
+(`search.estimate`), and each is taken at a stated share of what the data sheet promises (`FLOPS`, `HBM`, `LINKS`). What
+is not the longest of the three hides behind it for the most part, as for candidates of a search; the sums of tensor
+parallelism do not hide. The low end of the range is everything at its full rate and overlapped, the high end `SPREAD`
+times the estimate.
+"""
+
+from collections.abc import Mapping
+
+from levanter.hardware import Accelerator
+from levanter.models.stack import checkpoint_policy
+from levanter.plan.calibration import TimeCalibration
+from levanter.plan.search.estimate import HIDDEN, MATMUL_EFFICIENCY, price, subject_of
+from levanter.plan.step_time_model import LinkUse, StepTime
+from levanter.runplan import RunPlan, Workload
+
+FLOPS: Mapping[str, float] = {"a100": 0.7, "h100": 0.55, "h200": 0.55}
+"""The share of peak that what a step computes reaches, recomputation included: read off what dense models of 7 to 70 B
+parameters under PyTorch FSDP are published with, 0.65 to 0.77 on A100 and 0.46 to 0.58 on H100 (llm-foundry)."""
+HBM, LINKS = 0.8, 0.8
+"""The shares of their stated bandwidths that memory and links reach."""
+SPREAD = 1.5
+"""How many times the estimate the high end is."""
+TENSOR = "tensor parallelism"
+
+
+def estimated_time(plan: RunPlan, workload: Workload, pod: Accelerator) -> StepTime | None:
+    """The time of one execution of a run's main Program; None for other Programs, and where nothing can be laid out.
+
+    Args:
+        plan: the run.
+        workload: of the Program.
+        pod: what it runs on.
+    """
+    if isinstance(plan.searchable, str) or workload is not plan.workloads[0] or pod.generation.name not in FLOPS:
+        return None
+    subject = subject_of(plan)
+    ways = plan.mesh.ways(plan.sharding.mappings.compute.mesh_axes(subject.batch_axis))
+    rows = max(dict(each.leaf.axes)[subject.batch_axis] for each in plan.activations.leaves) // ways
+    rows = max(rows, 1)
+    policy = checkpoint_policy(getattr(getattr(plan.work, "model", None), "gradient_checkpointing", True))
+    recomputed = not (policy.disable or policy.save_block_internals is True)
+    found = price(subject, pod, mesh=plan.mesh, mappings=plan.sharding.mappings, rows=rows, remat=recomputed)
+    if found.problem:
+        return None
+    share = FLOPS[pod.generation.name]
+    at_peak = found.compute * MATMUL_EFFICIENCY
+    hiding = {
+        "compute": at_peak / share,
+        "HBM": found.memory / HBM,
+        "parameters": found.gathers / LINKS,
+        "gradients": found.gradients / LINKS,
+    }
+    sent = hiding["parameters"] + hiding["gradients"]
+    longest = max(hiding["compute"], hiding["HBM"], sent)
+    whole = longest + (1 - HIDDEN) * (sum(hiding.values()) - longest)
+    device = hiding["compute"] + hiding["HBM"]
+    # What shows is shared out by how long each of them is; the order in which it shows is not known.
+    shown = {name: whole * seconds / (device + sent) for name, seconds in hiding.items()}
+    shown[TENSOR] = found.tensor / LINKS
+    busy = {"parameters": found.gathers, "gradients": found.gradients, TENSOR: found.tensor}
+    return StepTime(
+        cycles=0.0,
+        kernels_at_peak=at_peak,
+        kernels_expected=shown["compute"] + shown["HBM"],
+        memory=found.memory,
+        links=tuple(
+            LinkUse(over=name, network="links", busy=seconds, exposed=shown[name], total_bytes=0)
+            for name, seconds in busy.items()
+            if seconds
+        ),
+        peak=workload.flops_causal / (pod.devices * pod.peak_flops()),
+        calibration=TimeCalibration(
+            said=f"an estimate by arithmetic, no compiler was asked: what is computed at {share:.0%} of peak, HBM at "
+            f"{HBM:.0%} and links at {LINKS:.0%} of their stated bandwidths, {HIDDEN:.0%} of what is not the longest "
+            f"hidden behind it; the range goes from all at its full rate, overlapped, to {SPREAD:g} times the estimate",
+            spread=(1.0, SPREAD),
+            estimate=True,
+        ),
+    )

@@ -1,0 +1,258 @@
+"""What `plan --search` varies in a run's configuration, and what it must know about the run to cost a layout.
+
+A searched layout replaces all of `trainer.mesh`, and sets the number of rows that a device handles at a time; for a
+training run also `gradient_checkpointing`. Everything else stays as the user wrote it.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from levanter.hardware import Accelerator, parse_accelerator
+from levanter.mesh import MeshConfig
+from levanter.plan.aot import CompileRequest, compile_ahead
+from levanter.plan.compile_cache import KeptAnswers
+from levanter.plan.compile_pool import scratch_folder
+from levanter.plan.decode_roofline import Load, serving_report
+from levanter.plan.preflight.pipeline import preflight
+from levanter.plan.preflight.state import Question
+from levanter.plan.report.format import seconds_text
+from levanter.plan.row_advice import serving_of
+from levanter.plan.search.candidates import Candidate
+from levanter.plan.search.decode import RowsLayout, render_rows, rows_values, search_rows
+from levanter.plan.search.estimate import NothingToSearch, subject_of
+from levanter.plan.search.render import render, values
+from levanter.plan.search.search import SearchResult, search
+from levanter.plan.target_from_name import target_of_pod
+from levanter.plan.verdict import ProgramVerdict, Verdict
+from levanter.runplan import OK, RunPlan, Searchable, Target
+
+
+def keys_of(plan: RunPlan[Any], candidate: Candidate) -> dict[str, Any]:
+    """The keys besides `trainer.mesh` that a layout sets, by dotted name."""
+    searchable = plan.searchable
+    assert isinstance(searchable, Searchable), searchable
+    keys: dict[str, Any] = dict(searchable.keys(candidate.rows, candidate.batch_ways))
+    if searchable.remat_key is not None:
+        keys[searchable.remat_key] = candidate.remat
+    return keys
+
+
+def vary(config: Any, candidate: Candidate, keys: Mapping[str, Any]) -> Any:
+    """The configuration with the layout of a candidate, and the keys from `keys_of`."""
+    mesh: MeshConfig = config.trainer.mesh
+    options = candidate.mesh_options(mesh.overrides)
+    laid_out = MeshConfig(
+        batch_axis_name=mesh.batch_axis_name,
+        dcn_axes=mesh.dcn_axes,
+        granule=mesh.granule,
+        allow_dcn=mesh.allow_dcn,
+        allow_replicated=mesh.allow_replicated,
+        hbm_gib=mesh.hbm_gib,
+        **options,
+    )
+    config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, mesh=laid_out))
+    for dotted, value in keys.items():
+        config = _with(config, dotted.split("."), value)
+    return config
+
+
+def _with(config: Any, path: list[str], value: Any) -> Any:
+    head, *rest = path
+    return dataclasses.replace(config, **{head: _with(getattr(config, head), rest, value) if rest else value})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutCompiler:
+    """Compiles a run's main Program in other layouts.
+
+    Attributes:
+        question: the one about the run itself.
+        config: of the run.
+        describe: the entry point's.
+        plan: the run as configured.
+        say: receives progress messages.
+    """
+
+    question: Question
+    config: Any
+    describe: Callable[[Any, Target], RunPlan]
+    plan: RunPlan
+    say: Callable[[str], None]
+
+    @property
+    def program(self) -> str:
+        """The Program's name."""
+        return self.plan.workloads[0].program
+
+    def __call__(self, candidate: Candidate) -> ProgramVerdict:
+        """What comes of a layout."""
+        verdict = preflight(self.asked(candidate), progress=self._heard)
+        found = next((p for p in verdict.programs if p.name == self.program), None)
+        return found or ProgramVerdict(name=self.program, outcome=None, why_not=(verdict.headline,))
+
+    def ahead(self, candidates: Sequence[Candidate]) -> None:
+        """Compiles layouts side by side that will be asked for, if answers are kept and there is room."""
+        pod = parse_accelerator(self.question.target)
+        if self.question.kept is None or len(candidates) < 2:
+            return
+        runs = []
+        for asked in map(self.asked, candidates):
+            try:
+                plan = asked.describe(target_of_pod(pod))
+            except ValueError:
+                # It will be said when this one is asked for.
+                continue
+            if not plan.errors:
+                runs.append(CompileRequest(payload=asked.payload, plan=plan))
+        compile_ahead(
+            self.question.provider,
+            runs,
+            target=pod,
+            programs=(self.program,),
+            kept=self.question.kept,
+            on_event=lambda event: self._heard(f"{event['event']} {event.get('program')} for {pod}"),
+        )
+
+    def asked(self, candidate: Candidate) -> Question:
+        """The question about a layout."""
+        keys = keys_of(self.plan, candidate)
+        varied = vary(self.config, candidate, keys)
+        given = {"candidate": dataclasses.asdict(candidate), "candidate_keys": keys}
+        return dataclasses.replace(
+            self.question,
+            describe=lambda target: self.describe(varied, target),
+            payload={**self.question.payload, **given},
+            require_inputs=False,
+            scope="timed",
+        )
+
+    def _heard(self, text: str) -> None:
+        # The slow part of a candidate's preflight.
+        if text.startswith("compil"):
+            self.say(f"  {text}")
+
+
+def search_layouts(
+    question: Question,
+    *,
+    config: Any,
+    describe: Callable[[Any, Target], RunPlan],
+    plan: RunPlan,
+    pod: Accelerator,
+    own: ProgramVerdict | None = None,
+    say: Callable[[str], None],
+) -> SearchResult:
+    """Searches the layouts of a run on a pod, with the run's own Programs.
+
+    Args:
+        question: as asked for the run itself.
+        config: of the run.
+        describe: the entry point's.
+        plan: the run as it is configured.
+        pod: on what.
+        own: what came of the run's main Program in its own layout, where it was compiled.
+        say: told what is being done.
+    """
+    subject = subject_of(plan)
+    with scratch_folder() as scratch:
+        # Where nothing is to be kept, answers of candidates that are compiled side by side are kept for the search.
+        kept = question.kept or KeptAnswers(folder=scratch)
+        asked = dataclasses.replace(question, kept=kept)
+        compiler = LayoutCompiler(question=asked, config=config, describe=describe, plan=plan, say=say)
+        return search(subject, pod, compile_candidate=compiler, ahead=compiler.ahead, own=own, on_event=say)
+
+
+def _loads(verdict: Verdict) -> tuple[Load, ...]:
+    found = serving_report(verdict)
+    return () if found is None else found.loads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Searched:
+    """What a search found, as it is shown.
+
+    Attributes:
+        text: for people.
+        values: for `--json`.
+    """
+
+    text: str
+    values: Mapping[str, object]
+
+
+def found_layouts(asked: LayoutCompiler, pod: Accelerator, *, own: ProgramVerdict | None) -> Searched:
+    """`search_layouts`, as it is shown.
+
+    Args:
+        asked: the run.
+        pod, own: see `search_layouts`.
+    """
+    result = search_layouts(
+        asked.question,
+        config=asked.config,
+        describe=asked.describe,
+        plan=asked.plan,
+        pod=pod,
+        own=own,
+        say=asked.say,
+    )
+    best = result.best or result.closest
+    keys = {} if best is None else keys_of(asked.plan, best.candidate)
+    return Searched(text=render(result, target=pod.name, keys=keys), values=values(result, target=pod.name, keys=keys))
+
+
+def found_rows(asked: LayoutCompiler, pod: Accelerator) -> Searched:
+    """The best rows, mesh and cache of a run that generates text, compiled as the run would have them.
+
+    Args:
+        asked: the run.
+        pod: on what.
+
+    Raises:
+        NothingToSearch: the run's keys are another project's, or no memory is known.
+    """
+    plan, question = asked.plan, asked.question
+    served, limit = serving_of(plan), plan.target.limit_bytes
+    assert served is not None
+    if not hasattr(asked.config, "inference"):
+        raise NothingToSearch(f"{plan.entry_point}: rows are searched with the keys of `generate`")
+    if limit is None:
+        raise NothingToSearch(f"{plan.entry_point}: what a device has is not known")
+
+    def compiled(layout: RowsLayout) -> tuple[bool, str]:
+        asked.say(f"compiling {layout}")
+        given = {"candidate": dataclasses.asdict(layout.candidate), "candidate_keys": layout.keys}
+        varied = vary(asked.config, layout.candidate, layout.keys)
+        one = dataclasses.replace(
+            question,
+            describe=lambda target: asked.describe(varied, target),
+            payload={**question.payload, **given},
+            require_inputs=False,
+            scope="timed",
+        )
+        verdict = preflight(one)
+        steps = [load for load in _loads(verdict) if load.rows == layout.rows]
+        took = f"; {seconds_text(steps[-1].time[1])} a token" if steps and steps[-1].time is not None else ""
+        return verdict.exit_code == OK, f"{verdict.headline.partition(';')[0]}{took}"
+
+    goal = asked.config.plan.goal
+    result = search_rows(
+        served,
+        pod,
+        goal,
+        limit=limit,
+        compile_layout=compiled if question.compile else None,
+        overrides=asked.config.trainer.mesh.overrides,
+    )
+    return Searched(text=render_rows(result, target=pod.name), values=rows_values(result, target=pod.name))
+
+
+def with_candidate(config: Any, payload: Mapping[str, Any]) -> Any:
+    """The configuration of a worker's payload: varied if it names a candidate."""
+    given = payload.get("candidate")
+    if given is None:
+        return config
+    # It arrived as JSON, which has no tuples.
+    return vary(config, Candidate(**{**given, "cut": tuple(given["cut"])}), payload["candidate_keys"])

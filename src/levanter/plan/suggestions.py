@@ -1,0 +1,279 @@
+"""The nearest mapping that fits: single changes of a layout, tried out by arithmetic, few at a time.
+
+A *change* is one line of YAML that makes another layout of one. Changes are tried in this order, first alone, then on
+top of those that saved most:
+
+    parameters   an axis of a replicated array is sharded over mesh axes that do not shard it yet
+    residual     the residual stream is sharded between blocks too
+    rows         half the rows that a device takes at once
+    blocks       a train step that keeps all that its blocks make recomputes them
+    mesh         a mesh axis takes a factor of another one
+
+The planner itself places every array under each of them, so only layouts that a run would accept are proposed. Bytes of
+inputs are exact. What a Program makes on the way is scaled from the compiler's figure by the named activations and the
+gradients, an estimate that says so, and never less than what is known (`known`). Where the compiler has said nothing,
+or has kept everything and blocks are to be recomputed, the known bytes are all there is: a layout is proposed as one
+that would fit if it leaves `ROOM` for what has no name, and for a train step that with all of one layer beside what is
+known; else as one that might. None is compiled before it is printed, and the line says what its sum lacks.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from haliax_ext.errors import gib
+from haliax_ext.meshspec import MeshSpec
+from haliax_ext.placement import LeafPlan, show_axes
+from levanter.mesh.heads import GROUP_AXIS, KV_HEAD, Q_PER_GROUP, declared_by_groups, distribute
+from levanter.models.activations import RESIDUAL
+from levanter.plan.hbm_lower_bound import HbmLowerBound, known_under
+from levanter.plan.layout_memory import (
+    AXES,
+    BLOCKS,
+    ROWS,
+    Figures,
+    Layout,
+    LayoutChange,
+    LayoutSubject,
+    activations_of,
+    figures_of,
+    keeps_everything,
+)
+from levanter.runplan import Searchable
+
+MOST_CHANGES = 3
+ROOM = 0.8
+"""The share of a chip that known bytes may take where the compiler has said nothing: in the train steps that were
+compiled, what has no name took up to 16 % of one."""
+BEAM = 4
+"""Layouts to which further changes are applied."""
+HEADS, VOCAB = "heads", "vocab"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suggestion:
+    """A layout that fits.
+
+    Attributes:
+        yaml: what to write, as one line.
+        known: bytes that are needed on a chip at the least.
+        total: with what is made on the way, estimated; `None` where the compiler has said nothing to estimate it by.
+        roomy: whether what has no name fits too, as far as experience goes.
+    """
+
+    yaml: str
+    known: HbmLowerBound
+    total: int | None
+    roomy: bool
+
+    def __str__(self) -> str:
+        line = f"{'would' if self.roomy else 'might'} fit: {self.yaml}  # {gib(self.known.inputs)} of inputs on a chip"
+        if self.total is not None:
+            return f"{line}, about {gib(self.total)} in all (estimated, not compiled)"
+        return f"{line}, at least {gib(self.known.total)} in all (not compiled: without {self.known.lacking})"
+
+
+def nearest_that_fits(subject: LayoutSubject) -> Suggestion | None:
+    """The layout that a run would accept and that fits, by the fewest changes.
+
+    Among as many changes, new rules are nearer than a smaller batch, that is nearer than recomputed blocks, and those
+    are nearer than other mesh sizes.
+    """
+    base = figures_of(subject, subject.now)
+    beam = [(subject.now, base)]
+    tight: Suggestion | None = None
+    seen: set[frozenset[LayoutChange]] = set()
+    for _ in range(MOST_CHANGES):
+        tried: list[tuple[Layout, Figures]] = []
+        fitting: list[tuple[Layout, Suggestion]] = []
+        for layout, figures in beam:
+            for candidate in changed(subject, layout, figures):
+                if frozenset(candidate.changes) in seen:
+                    continue
+                seen.add(frozenset(candidate.changes))
+                found = figures_of(subject, candidate)
+                if not found.hopeless:
+                    tried.append((candidate, found))
+                    one = _judged(subject, candidate, found, base)
+                    if one is not None:
+                        fitting.append((candidate, one))
+        roomy = [pair for pair in fitting if pair[1].roomy]
+        if roomy:
+            return min(roomy, key=lambda pair: pair[0].distance)[1]
+        if tight is None and fitting:
+            tight = min(fitting, key=lambda pair: pair[1].known.total)[1]
+        beam = sorted(tried, key=lambda pair: pair[1].arguments + pair[1].made)[:BEAM]
+    return tight
+
+
+def _judged(subject: LayoutSubject, layout: Layout, figures: Figures, base: Figures) -> Suggestion | None:
+    """A layout as a proposal; None where it is refused or needs more than a chip has."""
+    if figures.errors:
+        return None
+    known = known_under(subject, layout, figures)
+    # What the compiler asked for to keep everything says nothing about blocks that are recomputed.
+    total = None if layout.recompute else subject.total(figures, base)
+    if total is not None:
+        total = max(total, known.total)
+    if (known.total if total is None else total) > subject.hbm_bytes:
+        return None
+    roomy = total is not None or (known.recomputed and known.likely <= ROOM * subject.hbm_bytes)
+    return Suggestion(yaml=layout.yaml, known=known, total=total, roomy=roomy)
+
+
+def changed(subject: LayoutSubject, layout: Layout, figures: Figures) -> Iterator[Layout]:
+    """Layouts one change away, in the order in which they are preferred."""
+    yield from _cut_parameters(subject, layout, figures)
+    if subject.made is not None or subject.training:
+        yield from _cut_residual(subject, layout)
+        yield from _fewer_rows(subject, layout)
+        yield from _recomputed(subject, layout)
+    for sizes in _other_sizes(layout):
+        yield _with_rows(subject, layout, sizes) if subject.training else sizes
+
+
+def _cut_parameters(subject: LayoutSubject, layout: Layout, figures: Figures) -> Iterator[Layout]:
+    """Shards the most replicated arrays over mesh axes that do not shard them yet."""
+    mesh, mappings = layout.mesh, layout.mappings
+    batch = mappings.compute.mesh_axes(subject.batch_axis) if subject.batch_axis else ()
+
+    def repeated(plan: LeafPlan) -> int:
+        return plan.bytes_per_device - plan.bytes_per_device // mesh.ways(plan.replicated_over)
+
+    tensor = tensor_axes(subject)
+    worst = sorted((p for p in figures.residents if p.replicated_over), key=repeated, reverse=True)
+    for plan in worst[:BEAM]:
+        free = tuple(axis for axis in plan.replicated_over if axis not in mesh.dcn)
+        subsets = [free, *((axis,) for axis in free)] if len(free) > 1 else [free] if free else []
+        for over in subsets:
+            # Mesh axes that shard the batch can shard parameters, but no other axis of activations.
+            shared = not set(over) & set(batch)
+            for name in _axes_to_cut(plan, tensor, shared=shared):
+                rules = _rules(plan, name, over, mesh)
+                if rules is not None:
+                    yield _with_rules(layout, name, over, rules, shared=shared and name in tensor)
+
+
+def tensor_axes(subject: LayoutSubject) -> tuple[str, ...]:
+    """Axes that are sharded for parameters and activations alike: those that the model's layers name, and `vocab`."""
+    searchable = subject.plan.searchable
+    model = searchable if isinstance(searchable, Searchable) else getattr(subject.plan.work, "model", None)
+    cuts: tuple[tuple[str, ...], ...] = getattr(model, "tensor_axes", ())
+    names = [HEADS if KV_HEAD in axes else axes[0] for axes in cuts]
+    return tuple(dict.fromkeys((*(name for name in names if name == HEADS), VOCAB, *names)))
+
+
+def _axes_to_cut(plan: LeafPlan, tensor: tuple[str, ...], *, shared: bool) -> list[str]:
+    """The axes of a leaf worth sharding, those first that are usually sharded; `heads` stands for both of its axes."""
+    names = [name for name in plan.leaf.names if name != "layers" and not name.startswith("_")]
+    if Q_PER_GROUP in names or KV_HEAD in names:
+        names = [HEADS, *(name for name in names if name not in (KV_HEAD, Q_PER_GROUP))]
+    order = (*tensor, "embed") if shared else ("embed", *tensor)
+    return sorted(names, key=lambda name: order.index(name) if name in order else len(order))
+
+
+def _rules(
+    plan: LeafPlan, name: str, over: tuple[str, ...], mesh: MeshSpec
+) -> Mapping[str, tuple[str, ...] | None] | None:
+    """Rules that cut axis `name` of a leaf over more mesh axes; `None` where sizes do not divide."""
+    cuts = dict(zip(plan.leaf.names, plan.mesh_axes, strict=True))
+    sizes = dict(plan.leaf.axes)
+    if name != HEADS:
+        axes = (*(a for a in cuts[name] if mesh.shape[a] > 1), *over)
+        return {name: axes} if sizes[name] % mesh.ways(axes) == 0 else None
+    if any(cuts.get(axis) for axis in (KV_HEAD, Q_PER_GROUP)) or KV_HEAD not in sizes:
+        return None
+    done = distribute(over, kv_heads=sizes[KV_HEAD], q_per_group=sizes.get(Q_PER_GROUP, 1), mesh=mesh)
+    return None if done is None else {KV_HEAD: done.kv_head or None, Q_PER_GROUP: done.q_heads_per_group or None}
+
+
+def _with_rules(
+    layout: Layout,
+    name: str,
+    over: tuple[str, ...],
+    rules: Mapping[str, tuple[str, ...] | None],
+    *,
+    shared: bool,
+) -> Layout:
+    mappings = layout.mappings
+    groups = rules.get(Q_PER_GROUP) if name == HEADS else None
+    declared = declared_by_groups(groups or ())
+    written = over if name == HEADS else rules[name]
+    section = "trainer.mesh.shared_mapping" if shared else "trainer.mesh.param_mapping"
+    return replace(
+        layout,
+        mappings=replace(
+            mappings,
+            params=mappings.params.merged(rules),
+            compute=mappings.compute.merged(rules) if shared else mappings.compute,
+            declared=(*mappings.declared, *(d for d in declared if d not in mappings.declared)),
+        ),
+        changes=(*layout.changes, LayoutChange(section=section, entries=((name, show_axes(written or ())),))),
+    )
+
+
+def _cut_residual(subject: LayoutSubject, layout: Layout) -> Iterator[Layout]:
+    """Shards the residual stream between blocks over a mesh axis that does not shard the batch."""
+    found = next((p for p in activations_of(subject, layout).leaves if p.leaf.path == RESIDUAL), None)
+    batch = layout.mappings.compute.mesh_axes(subject.batch_axis) if subject.batch_axis else ()
+    if found is None:
+        return
+    for over in found.replicated_over:
+        for name in ("embed", "position"):
+            if over in batch or name not in found.leaf.names or layout.mappings.residual_stream.mesh_axes(name):
+                continue
+            yield replace(
+                layout,
+                mappings=replace(layout.mappings, residual=layout.mappings.residual.merged({name: over})),
+                changes=(
+                    *layout.changes,
+                    LayoutChange(section="trainer.mesh.residual_mapping", entries=((name, over),)),
+                ),
+            )
+
+
+def _fewer_rows(subject: LayoutSubject, layout: Layout) -> Iterator[Layout]:
+    per_device = subject.rows * layout.rows / subject.ways(subject.now)
+    key = "per_device_parallelism" if subject.training else "per_device_eval_parallelism"
+    if per_device == int(per_device) and per_device % 2 == 0:
+        change = LayoutChange(section=ROWS, entries=((key, str(int(per_device) // 2)),))
+        yield replace(layout, rows=layout.rows / 2, changes=(*layout.changes, change))
+
+
+def _recomputed(subject: LayoutSubject, layout: Layout) -> Iterator[Layout]:
+    """Recomputes the blocks of a train step that keeps all that they make."""
+    if keeps_everything(subject, layout):
+        change = LayoutChange(section=BLOCKS, entries=(("gradient_checkpointing", "true"),))
+        yield replace(layout, recompute=True, changes=(*layout.changes, change))
+
+
+def _with_rows(subject: LayoutSubject, before: Layout, layout: Layout) -> Layout:
+    """The rows that a device takes at once, written down where a batch is cut another number of times.
+
+    A run whose file does not say takes all rows at once: with fewer cuts more of them, which nobody has added up.
+    """
+    per_device, ways = subject.rows * before.rows / subject.ways(subject.now), subject.ways(layout)
+    fewer = min(per_device, per_device * subject.ways(before) / ways)
+    if ways == subject.ways(before) or per_device != int(per_device):
+        return layout
+    if fewer != int(fewer):
+        return layout
+    change = LayoutChange(section=ROWS, entries=(("per_device_parallelism", str(int(fewer))),))
+    return replace(layout, rows=layout.rows * fewer / per_device, changes=(*layout.changes, change))
+
+
+def _other_sizes(layout: Layout) -> Iterator[Layout]:
+    """Gives a factor of one mesh axis to another one that rules speak of, small factors first."""
+    mesh = layout.mesh
+    spoken_of = layout.mappings.params.used_mesh_axes
+    for to in (axis for axis in mesh.names if axis in spoken_of and axis not in mesh.dcn and axis != GROUP_AXIS):
+        for giver, size in mesh.axes:
+            if giver == to or giver in mesh.dcn or size == 1:
+                continue
+            for factor in (n for n in range(2, size + 1) if size % n == 0):
+                sizes = {**mesh.shape, to: mesh.shape[to] * factor, giver: size // factor}
+                entries = tuple((axis, str(sizes[axis])) for axis in (to, giver))
+                yield replace(
+                    layout,
+                    mesh=replace(mesh, axes=tuple((axis, sizes[axis]) for axis in mesh.names)),
+                    changes=(*layout.changes, LayoutChange(section=AXES, entries=entries)),
+                )

@@ -1,0 +1,57 @@
+"""A run's `Target` from a pod's name, or from available devices."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from levanter.hardware import Accelerator, parse_accelerator
+from levanter.hardware.memory import host_memory
+from levanter.plan.device_order import pod_hosts
+from levanter.runplan import Target
+
+
+def target_of_pod(accelerator: Accelerator | str) -> Target:
+    """The `Target` of a pod that is only named.
+
+    Raises:
+        AcceleratorError: the name stands for nothing.
+    """
+    pod = parse_accelerator(accelerator) if isinstance(accelerator, str) else accelerator
+    return Target(
+        name=pod.name,
+        platform=pod.generation.platform,
+        kind=pod.generation.device_kind,
+        devices=pod.devices,
+        granules=pod.slices,
+        hosts=pod.hosts,
+        hbm_bytes=pod.hbm_bytes,
+        hosts_on=functools.partial(pod_hosts, accelerator=pod) if pod.can_compile else None,
+    )
+
+
+def target_of_devices(devices: Sequence[Any]) -> Target:
+    """The `Target` of real devices; their memory limit is what the runtime states, if it states one."""
+    first = devices[0]
+    limit = None
+    if first.platform != "cpu":
+        limit = (first.memory_stats() or {}).get("bytes_limit")
+    slices = {getattr(device, "slice_index", None) or 0 for device in devices}
+    return Target(
+        name="local",
+        platform=first.platform,
+        kind=first.device_kind,
+        devices=len(devices),
+        granules=len(slices),
+        hosts=len({device.process_index for device in devices}),
+        hosts_on=lambda mesh: _process_of(mesh.build(devices).devices),
+        hbm_bytes=limit,
+        host_bytes=host_memory() if first.platform == "cpu" else None,
+    )
+
+
+def _process_of(devices: np.ndarray) -> np.ndarray:
+    """Host index of each device, hosts numbered from 0 in the order of their process ids."""
+    processes = np.vectorize(lambda device: device.process_index, otypes=[int])(devices)
+    return np.unique(processes, return_inverse=True)[1].reshape(devices.shape)

@@ -1,0 +1,124 @@
+"""`/tokenize`, `/detokenize`, `/tokenizer_info` and upstream's `/v1/tokens`: what the tokenizer makes of texts."""
+
+from collections.abc import Mapping
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from levanter.base.json_types import Json
+from levanter.compat.hf.tokenizer import FastTokenizer
+from levanter.serving.chat_messages import messages_of, template_fields
+from levanter.serving.errors import JsonAnswer, invalid
+from levanter.serving.protocol import ProtocolError, decode
+from levanter.serving.request_parsing import fields_in, of_this_model, read_body
+from levanter.serving.request_schema import DetokenizeBody, TokenizeBody, TokensBody
+from levanter.serving.service import Service
+from levanter.serving.token_strings import TokenTexts
+
+
+def tokenized(raw: bytes, service: Service, texts: TokenTexts) -> Mapping[str, Json]:
+    """The tokens of a text, or of a conversation.
+
+    Raises:
+        ApiError: the body is neither.
+    """
+    reader = service.reader
+    try:
+        body = decode(TokenizeBody, fields_in(raw))
+        of_this_model(body.model, service.names)
+        if (body.prompt is None) == (body.messages is None):
+            raise ProtocolError(["prompt: expected one of `prompt` and `messages`"])
+        if body.prompt is not None:
+            begins = body.add_special_tokens and reader.rules.enforce_bos
+            ids = reader.beginning_with_bos(body.prompt) if begins else reader.encode(body.prompt)
+        else:
+            more = dict(template_fields(body.chat_template_kwargs, body.tools))
+            more["add_generation_prompt"] = body.add_generation_prompt
+            ids = reader.conversation(messages_of(body.messages or ()), more)
+    except ValueError as error:
+        raise invalid(str(error)) from None
+    tokens: list[Json] = list(ids)
+    found: dict[str, Json] = {"count": len(ids), "max_model_len": service.context, "tokens": tokens}
+    if body.return_token_strs:
+        found["token_strs"] = [texts.text(id) for id in ids]
+    return found
+
+
+def detokenized(raw: bytes, service: Service) -> Mapping[str, Json]:
+    """The text of tokens.
+
+    Raises:
+        ApiError: the body has none.
+    """
+    try:
+        body = decode(DetokenizeBody, fields_in(raw))
+        of_this_model(body.model, service.names)
+        size = service.reader.rules.vocab_size
+        wrong = [f"tokens[{n}]: id {id}" for n, id in enumerate(body.tokens) if not 0 <= id < size]
+        if wrong:
+            raise ProtocolError([f"{wrong[0]} is not one of the model's {size} ids (0 to {size - 1})"])
+    except ValueError as error:
+        raise invalid(str(error)) from None
+    return {"prompt": service.reader.tokenizer.decode(body.tokens)}
+
+
+def of_conversations(raw: bytes, service: Service) -> Mapping[str, Json]:
+    """The tokens of conversations.
+
+    Raises:
+        ApiError: the body has none, or the template refuses one.
+    """
+    try:
+        body = decode(TokensBody, fields_in(raw))
+        of_this_model(body.model, service.names)
+        found: list[Json] = []
+        for messages in body.message_list:
+            ids: list[Json] = list(service.reader.conversation(messages_of(messages)))
+            found.append({"tokens": ids})
+    except ValueError as error:
+        raise invalid(str(error)) from None
+    return {"results": found}
+
+
+async def tokenize(request: Request) -> Response:
+    """Answers `POST /tokenize`."""
+    service: Service = request.app.state.service
+    raw, texts = await read_body(request), request.app.state.texts
+    return JsonAnswer(await service.off_loop(lambda: tokenized(raw, service, texts)))
+
+
+async def detokenize(request: Request) -> Response:
+    """Answers `POST /detokenize`."""
+    service: Service = request.app.state.service
+    raw = await read_body(request)
+    return JsonAnswer(await service.off_loop(lambda: detokenized(raw, service)))
+
+
+async def tokens(request: Request) -> Response:
+    """Answers `POST /v1/tokens`."""
+    service: Service = request.app.state.service
+    raw = await read_body(request)
+    return JsonAnswer(await service.off_loop(lambda: of_conversations(raw, service)))
+
+
+async def tokenizer_info(request: Request) -> Response:
+    """Answers `GET /tokenizer_info`: what clients that make tokens themselves want to know."""
+    service: Service = request.app.state.service
+    reader = service.reader
+    files = reader.tokenizer if isinstance(reader.tokenizer, FastTokenizer) else None
+
+    def written(id: int | None) -> str | None:
+        return None if id is None or files is None else files.token(id)
+
+    return JsonAnswer(
+        {
+            "tokenizer_class": type(reader.tokenizer).__name__,
+            "vocab_size": reader.tokenizer.vocab_size,
+            "model_max_length": service.context,
+            "add_bos_token": reader.rules.enforce_bos and reader.tokenizer.bos_id is not None,
+            "bos_token": written(reader.tokenizer.bos_id),
+            "eos_token": written(reader.tokenizer.eos_id),
+            "pad_token": written(reader.tokenizer.pad_id),
+            "chat_template": None if reader.template is None else reader.template.text,
+        }
+    )

@@ -1,0 +1,64 @@
+"""`draccus.parse(TrainerConfig, …)`, as upstream's scripts and their own configurations around ours call it.
+
+For its help text draccus looks for the docstring after each field. Our classes have theirs in the `Attributes:` of the
+class, whose lines draccus takes for fields: after the last one it reads past the end of the class (IndexError, draccus
+0.11). So it is given what the section says about a field; for other classes it finds what it always found, or nothing
+where it fails.
+
+Documents of entry points are read by our own reader: their keys may be those of any generation, and draccus, which
+knows only today's fields, would refuse the others.
+"""
+
+import sys
+from functools import wraps
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+MODULE = "draccus.wrappers.docstring"
+"""The module of draccus that reads docstrings."""
+
+
+def teach(module: ModuleType) -> None:
+    """Makes `module` read our docstrings; a second call changes nothing."""
+    theirs = module.get_attribute_docstring
+    if getattr(theirs, "of_attributes_sections", False):
+        return
+
+    @wraps(theirs)
+    def get_attribute_docstring(some_dataclass: type, field_name: str) -> Any:
+        documented = import_module("levanter.config.help").attribute_docs(some_dataclass)
+        if field_name in documented:
+            # `%` is argparse's.
+            return module.AttributeDocString(docstring_below=documented[field_name].replace("%", "%%"))
+        try:
+            return theirs(some_dataclass, field_name)
+        except IndexError:
+            return module.AttributeDocString()
+
+    vars(get_attribute_docstring)["of_attributes_sections"] = True
+    vars(module)["get_attribute_docstring"] = get_attribute_docstring
+
+
+PARSER = "draccus.argparsing"
+"""The module of draccus that reads documents and command lines."""
+
+
+def teach_parsing(module: ModuleType) -> None:
+    """Makes draccus's `parse` read the documents of entry points, whose old keys mean something here; once."""
+    theirs = module.parse
+    if getattr(theirs, "of_entry_points", False):
+        return
+
+    @wraps(theirs)
+    def parse(config_class: type, config_path: object = None, args: object = None, **keys: object) -> object:
+        ours = config_class.__module__.startswith("levanter.commands.")
+        if not ours or keys or config_path is None:
+            return theirs(config_class, config_path, args, **keys)
+        argv = sys.argv[1:] if args is None else list(args)  # pyright: ignore[reportArgumentType]
+        return import_module("levanter.config").load(config_class, ["--config_path", str(config_path), *argv])
+
+    vars(parse)["of_entry_points"] = True
+    for holder in (module, sys.modules.get("draccus")):
+        if holder is not None and vars(holder).get("parse") is theirs:
+            vars(holder)["parse"] = parse

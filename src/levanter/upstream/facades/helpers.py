@@ -1,0 +1,59 @@
+"""Small helpers that scripts of earlier generations import from `levanter.utils`."""
+
+import itertools
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from levanter.distributed.barrier import barrier
+
+AXES = ("data", "replica", "model")
+
+
+def use_cpu_device() -> AbstractContextManager[Any]:
+    """Arrays that are created inside it are on the host."""
+    return jax.default_device(jax.local_devices(backend="cpu")[0])
+
+
+@contextmanager
+def local_cpu_mesh() -> Iterator[Mesh]:
+    """A mesh of one device of the host, in scope."""
+    one = np.array(jax.local_devices(backend="cpu")[:1]).reshape([1] * len(AXES))
+    mesh = Mesh(one, AXES)
+    with use_cpu_device(), jax.set_mesh(mesh):
+        yield mesh
+
+
+def is_inexact_arrayish(value: object) -> bool:
+    """Whether a value has a floating-point or complex dtype."""
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def key_iterator(key: jax.Array | int) -> Iterator[jax.Array]:
+    """An endless stream of distinct random keys."""
+    key = jax.random.PRNGKey(key) if isinstance(key, int) else key
+    while True:
+        key, one = jax.random.split(key)
+        yield one
+
+
+def non_caching_cycle(items: Iterable[Any]) -> Iterator[Any]:
+    """The items repeated endlessly, iterated anew each time."""
+    return itertools.chain.from_iterable(itertools.repeat(items))
+
+
+def logical_cpu_core_count() -> int:
+    """How many processors the operating system reports."""
+    return os.cpu_count() or 1
+
+
+def barrier_sync(timeout: float = 200) -> None:
+    """Waits until every process of the run is here."""
+    barrier("a script's barrier", seconds=timeout)

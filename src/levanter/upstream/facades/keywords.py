@@ -1,0 +1,73 @@
+"""Keywords that configuration classes had in earlier generations, as those of today.
+
+    TrainerConfig(tensor_parallel_axes=["mlp", "heads"], model_axis_size=2)      # today: mesh=MeshConfig(…)
+    LlamaConfig(seq_len=2048)                                                   # today: max_seq_len=2048
+
+The translation is the one that documents get (`levanter.config.upstream`); contradictions and unknown keywords stay
+errors.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import yaml
+
+from levanter.config import ConfigError, parse_text, plain
+from levanter.config.upstream import old_keys, translate_plain
+from levanter.config.upstream.unsupported import asks, rows_of
+from levanter.models.registry import LmConfig
+from levanter.trainer.config import TrainerConfig
+from levanter.upstream.imports import warn_once
+
+
+def of_today(cls: type, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of `cls` that earlier ones stand for.
+
+    Raises:
+        ConfigError: a value cannot be understood, or contradicts another one.
+        ValueError: what is asked for is not carried over, or two keywords set the same thing.
+    """
+    block = "model" if issubclass(cls, LmConfig) else "trainer" if issubclass(cls, TrainerConfig) else ""
+    keys = _carried(cls, block, keys)
+    if not block:
+        return dict(keys)
+    earlier = {name: value for name, value in keys.items() if name in old_keys((block,)) and name not in _known(cls)}
+    if not earlier:
+        return dict(keys)  # a misspelt one is the class's own error
+    written = {name: plain(value) if is_dataclass(value) else value for name, value in earlier.items()}
+    document, translation = translate_plain({block: written}, source=f"{cls.__name__}(…)")
+    if translation.problems:
+        raise ConfigError(translation.problems)
+    for change in translation.changes:
+        warn_once(f"{cls.__name__}: {change.key}", f"{cls.__name__}: {change}", stacklevel=4)
+    new: dict[str, Any] = document[block]
+    if block == "trainer":
+        read = parse_text(TrainerConfig, yaml.safe_dump(new), source=f"{cls.__name__}(…)")
+        new = {name: getattr(read, name) for name in new}
+    today = {name: value for name, value in keys.items() if name not in earlier}
+    if both := sorted(set(today) & set(new)):
+        raise ValueError(
+            f"{cls.__name__}: {', '.join(both)} and {', '.join(sorted(earlier))} set the same thing; keep one"
+        )
+    return {**today, **new}
+
+
+def _carried(cls: type, block: str, keys: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The keywords without those that no class has anymore.
+
+    Raises:
+        ValueError: one of them asks for something that is not carried over.
+    """
+    known = _known(cls)
+    rows = {name: row for name, row in rows_of((block,) if block else (), known).items() if name in keys}
+    asked = [row for name, row in rows.items() if name not in known and asks(keys[name])]
+    if refused := [row.message for row in asked if row.refused]:
+        raise ValueError("\n".join(f"{cls.__name__}(…): {message}" for message in refused))
+    for row in asked:
+        warn_once(f"{cls.__name__}: {row.key}", f"{cls.__name__}(…): {row.message}", stacklevel=5)
+    return {name: value for name, value in keys.items() if name not in rows or name in known}
+
+
+def _known(cls: type) -> set[str]:
+    return {one.name for one in fields(cls)}

@@ -1,0 +1,372 @@
+"""Loaders of earlier generations: the examples of a script's data set as batches on the devices.
+
+    loader = DataLoader(dataset, 32, mesh=trainer.device_mesh, axis_resources=trainer.compute_axis_mapping)
+    for batch in loader.iter_from_step(1000): …
+
+Examples are pytrees of arrays, named or plain; a batch is such a tree whose arrays have the batch axis in front.
+Every process makes the rows that its own devices hold. A thread prefetches batches while the current one is used.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import chain, count, islice, repeat
+from typing import Any
+
+import haliax as hax
+import jax
+import numpy as np
+from haliax import Axis, NamedArray
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from haliax_ext.mapping import AxisMapping, compute_mapping_in_scope
+from haliax_ext.meshspec import MeshSpec, mesh_in_scope
+from haliax_ext.pytree import PyTree, is_named
+from levanter.trainer.config_blocks import BatchSizeStage
+from levanter.upstream.facades.datasets import AsyncDataset, IterableDataset, ShardableDataset, SyncDataset, wait_for
+from levanter.upstream.facades.schedules import OldBatchSchedule
+
+Resources = Mapping[str, Any]
+
+
+class BackgroundIterable:
+    """The items of an iterator, made in a background thread; every iteration calls the producer anew.
+
+    Args:
+        producer_fn: gives an iterator.
+        max_capacity: how many are kept ready; None for as many as there are.
+    """
+
+    def __init__(self, producer_fn: Callable[[], Iterator[Any]], max_capacity: int | None = None):
+        self.producer_fn, self.max_capacity = producer_fn, max_capacity
+        self._stopped = threading.Event()
+
+    def __iter__(self) -> "BackgroundIterator":
+        return BackgroundIterator(self.producer_fn, self.max_capacity, self._stopped)
+
+    def stop(self) -> None:
+        """Stops all its iterators."""
+        self._stopped.set()
+
+
+_END = object()
+
+
+class BackgroundIterator:
+    """One pass over what a `BackgroundIterable` gives.
+
+    Raises:
+        Exception: making the requested item failed.
+    """
+
+    def __init__(
+        self,
+        producer_fn: Callable[[], Iterator[Any]],
+        max_capacity: int | None = None,
+        stopped: threading.Event | None = None,
+    ):
+        self._ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(max(max_capacity or 0, 0))
+        self._stopped, self._own = stopped or threading.Event(), threading.Event()
+        # The thread holds no reference to the iterator, so that dropping the last reference ends the thread.
+        given = (self._ready, (self._stopped, self._own), producer_fn)
+        threading.Thread(target=_make_items, args=given, name="make-items", daemon=True).start()
+
+    def _over(self) -> bool:
+        return self._stopped.is_set() or self._own.is_set()
+
+    def __iter__(self) -> "BackgroundIterator":
+        return self
+
+    def __next__(self) -> PyTree:
+        while not self._over():
+            try:
+                item, error = self._ready.get(timeout=0.1)
+            except queue.Empty:
+                continue
+            if item is not _END:
+                return item
+            self._own.set()
+            if error is not None:
+                raise error
+        raise StopIteration
+
+    def stop(self) -> None:
+        """Stops it."""
+        self._own.set()
+
+    def qsize(self) -> int:
+        """How many are ready."""
+        return self._ready.qsize()
+
+    def __del__(self) -> None:
+        self._own.set()
+
+
+def _make_items(
+    ready: "queue.Queue[tuple[PyTree, BaseException | None]]",
+    stops: tuple[threading.Event, ...],
+    producer_fn: Callable[[], Iterator[PyTree]],
+) -> None:
+    """Makes items until there are no more, or one of the events is set."""
+
+    def put(item: PyTree, error: BaseException | None = None) -> bool:
+        while not any(stop.is_set() for stop in stops):
+            with suppress(queue.Full):
+                ready.put((item, error), timeout=0.1)
+                return True
+        return False
+
+    try:
+        for item in producer_fn():
+            if not put(item):
+                return
+        put(_END)
+    except BaseException as error:  # noqa: BLE001 - re-raised where the item is requested
+        put(_END, error)
+
+
+def place_examples(
+    exemplar: PyTree,
+    take: Callable[[Sequence[int]], Sequence[Any]],
+    Batch: Axis,
+    mesh: Mesh,
+    mapping: AxisMapping,
+) -> PyTree:
+    """A batch on the devices.
+
+    Args:
+        exemplar: an example, for its tree.
+        take: rows of the batch → their examples; it is asked for each row that this process's devices hold, once.
+        Batch: the axis of rows.
+        mesh: the devices.
+        mapping: how axes lie on it.
+    """
+    flat, tree = jax.tree.flatten(exemplar, is_leaf=is_named)
+    first = NamedSharding(mesh, mapping.spec([Batch.name])).addressable_devices_indices_map((Batch.size,)).values()
+    here = sorted({row for index in first if index is not None for row in range(*index[0].indices(Batch.size))})
+    place_of = {row: n for n, row in enumerate(here)}
+    examples = [jax.tree.leaves(example, is_leaf=is_named) for example in take(here)]
+
+    def whole(n: int, leaf: PyTree) -> PyTree:
+        rows = np.stack([np.asarray(example[n].array if is_named(leaf) else example[n]) for example in examples])
+        axes = (Batch, *leaf.axes) if is_named(leaf) else None
+        names = [Batch.name, *([""] * (rows.ndim - 1))] if axes is None else [axis.name for axis in axes]
+        sharding = NamedSharding(mesh, mapping.spec(names))
+
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
+            asked = [place_of[row] for row in range(*index[0].indices(Batch.size))]
+            return rows[asked][(slice(None), *index[1:])]
+
+        array = jax.make_array_from_callback((Batch.size, *rows.shape[1:]), sharding, part)
+        return array if axes is None else NamedArray(array, axes)
+
+    return jax.tree.unflatten(tree, [whole(n, leaf) for n, leaf in enumerate(flat)])
+
+
+def _placement(mesh: Mesh | None, resources: Resources | None) -> tuple[Mesh, AxisMapping]:
+    """The mesh and the mapping that are given, or in scope.
+
+    Raises:
+        ValueError: there is no mesh with devices.
+    """
+    found = mesh_in_scope() if mesh is None else mesh
+    if found is None or isinstance(found, AbstractMesh):
+        raise ValueError(
+            "a loader places batches on devices: pass it a mesh, or create it inside `with trainer.device_mesh`"
+        )
+    mapping = compute_mapping_in_scope() if resources is None else AxisMapping(resources)
+    known = {name: tuple(a for a in mapping.mesh_axes(name) if a in found.shape) for name in mapping}
+    return found, AxisMapping(known)
+
+
+class DataLoader:
+    """The batches of a data set whose examples are asked for by number.
+
+    Args:
+        data: the examples.
+        batch_size: rows of a batch, a schedule of them, or their axis.
+        batch_axis_name: what the axis of rows is called; `batch` by default.
+        max_buffered_batches: batches kept ready; 0 or less makes them when they are asked for.
+        mesh: the devices; those in scope by default.
+        axis_resources: how axes lie on them; the mapping in scope by default.
+        prefetch_size: upstream's; batches are made one at a time.
+        pad_final_batch: whether a short last batch is padded with zeros; it is dropped otherwise.
+        allow_nondivisible_batch_size: whether a batch that does not divide over the devices is padded likewise.
+
+    Raises:
+        ValueError: there is no example, or a batch does not divide over the devices.
+    """
+
+    def __init__(
+        self,
+        data: AsyncDataset[Any] | SyncDataset[Any],
+        batch_size: int | Sequence[BatchSizeStage] | Axis,
+        *,
+        batch_axis_name: str | None = None,
+        max_buffered_batches: int | None = 64,
+        mesh: Mesh | None = None,
+        axis_resources: Resources | None = None,
+        prefetch_size: int = 32,
+        pad_final_batch: bool = True,
+        allow_nondivisible_batch_size: bool = False,
+    ):
+        del prefetch_size
+        self.data_store = data.as_async_dataset()
+        if isinstance(batch_size, Axis):
+            batch_axis_name, batch_size = batch_size.name, batch_size.size
+        self.batch_axis_name = batch_axis_name or "batch"
+        self.scheduler = OldBatchSchedule(batch_size)
+        self.max_buffered_batches, self.pad_final_batch = max_buffered_batches, pad_final_batch
+        self.mesh, self.mapping = _placement(mesh, axis_resources)
+        ways = MeshSpec.from_mesh(self.mesh).ways(self.mapping.get(self.batch_axis_name))
+        self._ways = ways
+        bad = sorted(size for size in self.scheduler.unique_batch_sizes() if size % ways)
+        if bad and not allow_nondivisible_batch_size:
+            raise ValueError(
+                f"a batch of {bad[0]} rows is not divisible by {ways}, the shards of {self.batch_axis_name}; "
+                f"{bad[0] // ways * ways or ways} and {-(-bad[0] // ways) * ways} are"
+            )
+        if self.data_store.is_finite() and wait_for(self.data_store.async_len()) < 1:
+            raise ValueError("the data set has no examples")
+        self._exemplar = wait_for(self.data_store.getitem_async(0))
+
+    def has_len(self) -> bool:
+        """Whether the batches end."""
+        return self.data_store.is_finite()
+
+    def __len__(self) -> int:
+        """How many batches there are.
+
+        Raises:
+            ValueError: they do not end.
+        """
+        if not self.has_len():
+            raise ValueError("the data set is infinite")
+        length = wait_for(self.data_store.async_len())
+        last = self.scheduler.find_step_containing_offset(length - 1)
+        whole = self.scheduler.global_data_offset_by_step(last + 1) <= length
+        return last + 1 if whole or self.pad_final_batch else last
+
+    def batch_axis_at_step(self, step: int) -> Axis:
+        """The axis of a batch's rows, padding included."""
+        size = self.scheduler.batch_size_at_step(step)
+        return Axis(self.batch_axis_name, -(-size // self._ways) * self._ways)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.iter_from_step(None)
+
+    def iter_from_step(self, start_from_batch: int | jax.Array | None = None) -> Iterator[Any]:
+        """The batches from one on."""
+        first = 0 if start_from_batch is None else int(start_from_batch)
+        if (self.max_buffered_batches or 0) < 0 or self.max_buffered_batches == 0:
+            return self._batches(first)
+        return iter(BackgroundIterable(lambda: self._batches(first), self.max_buffered_batches))
+
+    def _batches(self, first: int) -> Iterator[Any]:
+        steps = range(first, len(self)) if self.has_len() else count(first)
+        length = wait_for(self.data_store.async_len()) if self.has_len() else None
+        zeros = jax.tree.map(np.zeros_like, self._exemplar)
+        for step in steps:
+            begin, size = self.scheduler.global_data_offset_by_step(step), self.scheduler.batch_size_at_step(step)
+            stop = begin + size if length is None else min(begin + size, length)
+
+            def take(rows: Sequence[int], begin: int = begin, stop: int = stop) -> Sequence[Any]:
+                there = [begin + row for row in rows if begin + row < stop]
+                found = list(wait_for(self.data_store.get_batch(there))) if there else []
+                return [*found, *([zeros] * (len(rows) - len(found)))]
+
+            yield place_examples(self._exemplar, take, self.batch_axis_at_step(step), self.mesh, self.mapping)
+
+
+class IterableLoader:
+    """What the loaders of early 2024 have in common: examples come one after the other.
+
+    Args:
+        item_dataset: the examples.
+        mesh: the devices.
+        Batch: the axis of a batch's rows.
+        axis_resources: how axes lie on the devices; the mapping in scope where the batches are asked for, by default.
+        max_capacity: batches kept ready; below 0 they are made when they are asked for.
+    """
+
+    def __init__(
+        self,
+        item_dataset: IterableDataset[Any],
+        mesh: Mesh,
+        Batch: Axis,
+        axis_resources: Resources | None = None,
+        max_capacity: int | None = 10,
+    ):
+        self.item_dataset, self.mesh, self.Batch = item_dataset, mesh, Batch
+        self.axis_resources, self.max_capacity = axis_resources, max_capacity
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of a batch, over all devices."""
+        return self.Batch.size
+
+    def examples(self) -> Iterator[Any]:
+        """The examples, one after the other."""
+        return iter(self.item_dataset)
+
+    def __iter__(self) -> Iterator[Any]:
+        _, mapping = _placement(self.mesh, self.axis_resources)
+        if self.max_capacity is not None and self.max_capacity < 0:
+            return self._batches(mapping)
+        return iter(BackgroundIterable(lambda: self._batches(mapping), self.max_capacity))
+
+    def _batches(self, mapping: AxisMapping) -> Iterator[Any]:
+        examples = self.examples()
+        while len(rows := list(islice(examples, self.Batch.size))) == self.Batch.size:
+            yield place_examples(
+                rows[0], lambda asked, rows=rows: [rows[n] for n in asked], self.Batch, self.mesh, mapping
+            )
+
+
+class ReplicatedBatchLoader(IterableLoader):
+    """Every process reads all examples, once; a short last batch is dropped."""
+
+
+class ShardedBatchLoader(IterableLoader):
+    """The examples, repeated endlessly; every process reads them all and keeps what its devices hold."""
+
+    def __init__(self, local_dataset: ShardableDataset[Any], mesh: Mesh, Batch: Axis, *more: PyTree, **keys: PyTree):
+        super().__init__(local_dataset, mesh, Batch, *more, **keys)
+
+    def examples(self) -> Iterator[Any]:
+        return chain.from_iterable(repeat(self.item_dataset))
+
+
+def stack_tree(batch_name: str, individual_datums: Iterable[Any]) -> PyTree:
+    """Examples stacked into one tree, with their axis in front."""
+
+    def stacked(*leaves: PyTree) -> PyTree:
+        return hax.stack(batch_name, leaves) if is_named(leaves[0]) else jax.numpy.stack(leaves)
+
+    return jax.tree.map(stacked, *individual_datums, is_leaf=is_named)
+
+
+def check_sharded_consistency(tree: PyTree, check_disjoint_indices_are_different: bool = False) -> None:
+    """Compares the shards of arrays with each other.
+
+    Args:
+        tree: the arrays.
+        check_disjoint_indices_are_different: whether shards of different slices must not be equal.
+
+    Raises:
+        ValueError: copies of a shard differ, or shards are equal that must not be.
+    """
+    for array in jax.tree.leaves(tree):
+        seen: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
+        for shard in array.addressable_shards:
+            where = tuple(part.indices(size)[:2] for part, size in zip(shard.index, array.shape, strict=True))
+            mine = np.asarray(shard.data)
+            if not np.array_equal(seen.setdefault(where, mine), mine, equal_nan=mine.dtype.kind == "f"):
+                raise ValueError(f"the copy of {where} on {shard.device} differs from another device's")
+        values = list(seen.items())
+        for n, (where, mine) in enumerate(values if check_disjoint_indices_are_different else ()):
+            for other, theirs in values[:n]:
+                if mine.shape == theirs.shape and np.array_equal(mine, theirs):
+                    raise ValueError(f"the shards of {where} and {other} are equal")

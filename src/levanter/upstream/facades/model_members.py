@@ -1,0 +1,101 @@
+"""Members of configurations that scripts of earlier generations read, derived from today's.
+
+config.Heads, config.KVHeads                     # axes of attention
+Gpt2Config.default_hf_checkpoint_converter       # of the family's reference checkpoint
+data.id, data.train_urls                         # of the one set that there is
+trainer.tensor_parallel_axes, trainer.fsdp_axis  # of the mesh
+"""
+
+from typing import Any
+
+from haliax import Axis
+
+from levanter.compat.hf.converter import HFCheckpointConverter
+from levanter.data import DatasetComponent, HfDatasetSource, LmDataConfig, UrlDatasetSource
+from levanter.models.registry import LmConfig
+from levanter.tracker import WandbConfig
+from levanter.trainer.config import TrainerConfig
+from levanter.upstream.facades import mesh
+from levanter.upstream.facades.schedules import OldBatchSchedule
+
+
+def Heads(config: LmConfig) -> Axis:
+    """The query heads as one axis; models here keep them in groups that share keys."""
+    return Axis("heads", _number(config, "num_heads"))
+
+
+def KVHeads(config: LmConfig) -> Axis:
+    """The heads of keys and values."""
+    shared = getattr(config, "num_kv_heads", None)
+    return Axis("kv_head", _number(config, "num_heads") if shared is None else shared)
+
+
+def _number(config: LmConfig, name: str) -> int:
+    found = getattr(config, name, None)
+    if found is None:
+        raise AttributeError(f"{type(config).__name__} has no {name}")
+    return found
+
+
+def default_converter(cls: type[LmConfig]) -> HFCheckpointConverter:
+    """`Gpt2Config.default_hf_checkpoint_converter`: a converter with the family's reference checkpoint."""
+    return HFCheckpointConverter.of(cls())
+
+
+# --- of `data` ---
+
+
+def _sources(data: LmDataConfig) -> list[Any]:
+    found = [each.source for each in data.components.values() if isinstance(each, DatasetComponent)]
+    return [source for source in found if source is not None]
+
+
+def id(data: LmDataConfig) -> str | None:
+    """`data.id`: the Hub data set that is read; None for files or several sets."""
+    hub = [source.id for source in _sources(data) if isinstance(source, HfDatasetSource)]
+    return hub[0] if len(hub) == 1 else None
+
+
+def train_urls(data: LmDataConfig) -> list[str]:
+    """`data.train_urls`: the files that are trained on, of all sets."""
+    return [url for source in _sources(data) if isinstance(source, UrlDatasetSource) for url in source.train_urls]
+
+
+def validation_urls(data: LmDataConfig) -> list[str]:
+    """`data.validation_urls`: the files that are evaluated, of all sets."""
+    return [url for source in _sources(data) if isinstance(source, UrlDatasetSource) for url in source.validation_urls]
+
+
+# --- of `trainer` ---
+
+
+def tensor_parallel_axes(trainer: TrainerConfig) -> list[str]:
+    """`trainer.tensor_parallel_axes`: the axes of activations that the `model` mesh axis shards."""
+    mapping = mesh.compute_mapping(trainer.mesh)
+    return [name for name, axes in mapping.items() if "model" in ((axes,) if isinstance(axes, str) else axes)]
+
+
+def fsdp_axis(trainer: TrainerConfig) -> str | list[str] | None:
+    """`trainer.fsdp_axis`: the axes of parameters that the `data` mesh axis shards."""
+    mapping = mesh.parameter_mapping(trainer.mesh)
+    found = [name for name, axes in mapping.items() if "data" in ((axes,) if isinstance(axes, str) else axes)]
+    return found[0] if len(found) == 1 else found or None
+
+
+def batch_schedule(trainer: TrainerConfig) -> OldBatchSchedule:
+    """`trainer.batch_schedule`: the rows of each step."""
+    size = trainer.train_batch_size
+    return OldBatchSchedule(mesh_rows(trainer) if size == -1 else size)
+
+
+def mesh_rows(trainer: TrainerConfig) -> int:
+    """Rows of a batch that is derived from what a device takes."""
+    ways = mesh.sizes(trainer.mesh).ways(
+        mesh.compute_mapping(trainer.mesh).get(trainer.mesh.batch_axis_name or "batch")
+    )
+    return trainer.per_device_parallelism * ways
+
+
+def wandb(trainer: TrainerConfig) -> WandbConfig | None:
+    """`trainer.wandb`: the tracker of that kind; None where there is none."""
+    return next((each for each in trainer.trackers if isinstance(each, WandbConfig)), None)

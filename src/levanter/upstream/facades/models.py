@@ -1,0 +1,270 @@
+"""Examples, losses and members of models as scripts of earlier generations use them.
+
+    example = LmExample.causal(tokens, eos_id=2)          # tokens: NamedArray [position]
+    loss = compute_next_token_loss(model, example)        # a number
+
+Upstream's models returned logits when called; here they return activations, and `model.logits(activations)` does the
+rest. `compute_next_token_loss` is the same in both.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+from jax.typing import DTypeLike
+
+from haliax_ext.abstract import abstract, leaves
+from levanter.compat.hf.converter import HFCheckpointConverter
+from levanter.layers.attention import AttentionMask
+from levanter.layers.linear import Dense
+from levanter.models.base import LmHeadModel
+from levanter.models.registry import LmConfig
+from levanter.models.scoring import has_target, loss_sums, next_tokens, token_logprobs
+from levanter.upstream.facades.calls import as_mask
+
+
+class LmExample(eqx.Module):
+    """A sequence, the weight of each of its positions, and the attention mask.
+
+    Attributes:
+        tokens: ids, `[…, position]`.
+        loss_weight: float32, of the tokens' shape; entry t weighs the prediction of token t + 1.
+        attn_mask: causal by default.
+    """
+
+    tokens: NamedArray
+    loss_weight: NamedArray
+    attn_mask: AttentionMask = AttentionMask.causal()
+
+    def __init__(
+        self,
+        tokens: NamedArray,
+        loss_weight: NamedArray | None = None,
+        attn_mask: AttentionMask | NamedArray | None = None,
+        *,
+        loss_mask: NamedArray | None = None,
+    ):
+        weight = loss_weight if loss_weight is not None else loss_mask
+        if weight is None or (loss_weight is not None and loss_mask is not None):
+            raise ValueError("LmExample: pass either loss_weight or loss_mask, its 2025 name")
+        self.tokens, self.loss_weight = tokens, weight
+        self.attn_mask = as_mask(attn_mask) or AttentionMask.causal()
+
+    @property
+    def loss_mask(self) -> NamedArray:
+        """The 2025 generation's name of `loss_weight`."""
+        return self.loss_weight
+
+    @staticmethod
+    def causal(
+        tokens: NamedArray,
+        *,
+        loss_weight: NamedArray | None = None,
+        loss_mask: NamedArray | None = None,
+        ignore_id: int | None = None,
+        eos_id: int | None = None,
+        segment_ids: NamedArray | None = None,
+        sliding_window: int | None = None,
+        block_cross_document_attention: bool = True,
+    ) -> "LmExample":
+        """A sequence in which every token but the first is predicted.
+
+        Args:
+            tokens: ids, `[position]`.
+            loss_weight, loss_mask: further weights, under either generation's name.
+            ignore_id: predictions of this token do not count.
+            eos_id: this token ends a document; attention does not cross it.
+            segment_ids: documents, if they are known already.
+            sliding_window: how many keys a query sees.
+            block_cross_document_attention: whether documents are kept apart.
+
+        Raises:
+            ValueError: more than one axis, both names of the weights, or ids that are not integers.
+        """
+        if tokens.ndim != 1 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise ValueError(f"tokens must be integers with one axis, got {tokens.dtype} {tokens.axes}")
+        if loss_weight is not None and loss_mask is not None:
+            raise ValueError("loss_weight and loss_mask are the same argument; pass only one")
+        (Pos,) = tokens.axes
+        weight = LmExample.causal_loss_mask(Pos)
+        given = loss_weight if loss_weight is not None else loss_mask
+        if given is not None:
+            weight = weight * given.astype(jnp.float32)
+        if ignore_id is not None:
+            weight = weight * _is_not_next(tokens, Pos, ignore_id)
+        mask = AttentionMask.causal(sliding_window=sliding_window)
+        if block_cross_document_attention:
+            if segment_ids is None and eos_id is not None:
+                begins = (hax.roll(tokens, 1, Pos).array == eos_id).at[0].set(False)
+                segment_ids = hax.named(jnp.cumsum(begins.astype(jnp.int32)), Pos)
+            if segment_ids is not None:
+                mask = mask.with_segment_ids(segment_ids)
+        return LmExample(tokens=tokens, loss_weight=weight, attn_mask=mask)
+
+    @staticmethod
+    def from_prompt_and_completion(
+        Pos: Axis, tokens: NamedArray, prompt_length: int, *, ignore_id: int | None = None, all_causal: bool = True
+    ) -> "LmExample":
+        """A sequence in which only the completion after the prompt is predicted."""
+        if not all_causal:
+            raise ValueError("all_causal=False: bidirectional attention within the prompt is not supported")
+        weight = LmExample.causal_loss_mask(Pos, prompt_length=prompt_length)
+        if ignore_id is not None:
+            weight = weight * _is_not_next(tokens, Pos, ignore_id)
+        return LmExample(tokens=tokens, loss_weight=weight, attn_mask=AttentionMask.causal())
+
+    @staticmethod
+    def causal_loss_mask(Pos: Axis, prompt_length: int | None = None) -> NamedArray:
+        """1 at each position whose next token is predicted, else 0."""
+        index = hax.arange(Pos)
+        counts = index < Pos.size - 1
+        if prompt_length is not None:
+            counts = counts & (index >= prompt_length - 1)
+        return counts.astype(jnp.float32)
+
+
+def _is_not_next(tokens: NamedArray, Pos: Axis, token: int) -> NamedArray:
+    """1 where the next token is a different one, else 0."""
+    return hax.named((hax.roll(tokens, -1, Pos).array != token).astype(jnp.float32), Pos)
+
+
+def compute_next_token_loss(
+    model: LmHeadModel,
+    example: LmExample,
+    *,
+    key: object = None,
+    reduction: Callable[..., Any] | None = hax.mean,
+    reduction_axis: hax.AxisSelection | None = None,
+    logsumexp_weight: float | None = None,
+    loss_dtype: DTypeLike | None = None,
+) -> NamedArray | jax.Array:
+    """The cross-entropy of each next token, weighted by `example.loss_weight`.
+
+    Args:
+        model: its weights in the compute dtype.
+        example: what is predicted.
+        key: upstream's; nothing is random here.
+        reduction: `hax.mean` is the mean by weight; another function is applied to the weighted losses; None returns
+            them, `[…, position]`.
+        reduction_axis: the axes that are reduced; None for all.
+        logsumexp_weight: refused unless 0: it is `train_lm`'s `z_loss_weight`.
+        loss_dtype: of the result; float32 by default.
+    """
+    del key
+    if logsumexp_weight:
+        raise ValueError("logsumexp_weight: not supported here; use train_lm's z_loss_weight")
+    weight = example.loss_weight
+    targets = next_tokens(example.tokens)
+    if reduction is hax.mean and reduction_axis is None:
+        # The loss of a training script: its gradient takes a product of the logits' size less than that of scores.
+        activations = model(example.tokens, attn_mask=example.attn_mask).activations
+        counts = hax.where(has_target(targets), weight.broadcast_to(targets.axes), 0.0)
+        total = loss_sums(model, targets, counts, activations=activations).minimized
+        mean = total / hax.sum(weight.broadcast_to(targets.axes)).scalar()
+        return mean if loss_dtype is None else mean.astype(loss_dtype)
+    losses = -token_logprobs(model, example.tokens, targets, attn_mask=example.attn_mask) * weight
+    if reduction is hax.mean:
+        total = hax.sum(losses, axis=reduction_axis)
+        result = total / hax.sum(weight.broadcast_to(losses.axes), axis=reduction_axis)
+    else:
+        result = losses if reduction is None else reduction(losses, axis=reduction_axis)
+    if loss_dtype is not None:
+        result = result.astype(loss_dtype)
+    return result.scalar() if isinstance(result, NamedArray) and not result.axes else result
+
+
+def Pos(config: LmConfig) -> Axis:
+    """The axis of positions at full length, by its 2025 name."""
+    return config.max_Pos
+
+
+def seq_len(config: LmConfig) -> int:
+    """The longest sequence, by its 2025 name."""
+    return config.max_seq_len
+
+
+def KeyPos(config: LmConfig) -> Axis:
+    """The axis of key positions."""
+    return config.max_Pos.alias("key_position")
+
+
+def model_type(config: LmConfig) -> type[LmHeadModel]:
+    """The class of every model; `load_pretrained` accepts it and goes by the config."""
+    del config
+    return LmHeadModel
+
+
+def flops_per_token(config: LmConfig) -> Callable[..., float]:
+    """`config.flops_per_token(vocab_size, context_length)`, of a forward pass."""
+
+    def of_sizes(vocab_size: int, context_length: int | None = None) -> float:
+        length = config.max_seq_len if context_length is None else context_length
+        return config.flops(vocab_size=vocab_size, context_length=length, attention="full").scoring
+
+    return of_sizes
+
+
+def total_trainable_params(config: LmConfig) -> Callable[[int], int]:
+    """`config.total_trainable_params(vocab_size)`: the number of parameters."""
+
+    def of_size(vocab_size: int) -> int:
+        model = abstract(lambda: config.build(Axis("vocab", vocab_size), key=jax.random.PRNGKey(0)))
+        return sum(math.prod(leaf.shape) for leaf in leaves(model))
+
+    return of_size
+
+
+def positions_of(model: LmHeadModel) -> Axis:
+    """`model.Pos`: the axis of positions at full length."""
+    return model.config.max_Pos
+
+
+def vocab_size_of(model: LmHeadModel) -> int:
+    """`model.vocab_size`: rows of the head."""
+    return model.Vocab.size
+
+
+def hf_checkpoint_converter(config: LmConfig) -> Callable[..., HFCheckpointConverter]:
+    """A converter for the config's family."""
+    return lambda ref=None: HFCheckpointConverter.of(config, ref)
+
+
+def loss_of(model: LmHeadModel) -> Callable[..., Any]:
+    """`model.compute_next_token_loss(example, …)`."""
+    return lambda example, **keys: compute_next_token_loss(model, example, **keys)
+
+
+def head_of(model: LmHeadModel) -> Callable[[], NamedArray]:
+    """`model.get_lm_head()`: the head's matrix, if it is stored as one."""
+
+    def head() -> NamedArray:
+        operand = model.head.operand
+        if not isinstance(operand, Dense):
+            raise TypeError(
+                f"the output head is stored as {type(operand).__name__}, not as a matrix: multiply with model.head "
+                f"instead"
+            )
+        return operand.array
+
+    return head
+
+
+def activations_of(model: LmHeadModel) -> Callable[..., NamedArray]:
+    """`model.activations(tokens, attn_mask, …)`."""
+
+    def activations(
+        tokens: NamedArray,
+        attn_mask: AttentionMask | None = None,
+        *,
+        key: object = None,
+        pos_ids: NamedArray | None = None,
+    ) -> NamedArray:
+        del key
+        return model(tokens, attn_mask=attn_mask, positions=pos_ids).activations
+
+    return activations

@@ -1,0 +1,320 @@
+"""Checkpoints of any pytree of arrays, with the calls of earlier generations.
+
+    save_checkpoint(model, training_state, 10, "checkpoints/step-10")        # early 2024
+    save_checkpoint(state, 10, "checkpoints/step-10")                        # since
+    model, training_state, step = load_checkpoint(model, training_state, "checkpoints")
+    state = load_checkpoint(state, "checkpoints")
+
+The result is a checkpoint of ours in the given folder, which `eval_lm`, exports and resumed runs read; checkpoints of
+upstream's trainer are refused by name. Leaves that are not arrays (functions, strings) are not saved but taken from the
+tree that is loaded into. A save returns when the checkpoint is complete.
+"""
+
+import dataclasses
+import datetime
+import os
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+
+from haliax_ext.mapping import AxisMapping
+from haliax_ext.meshspec import mesh_in_scope
+from haliax_ext.pytree import PyTree, is_named, leaves_with_paths, map_with_paths
+from levanter.checkpoint import Checkpointer, CheckpointRef, RestoreTarget, checkpoint_at, restore
+from levanter.checkpoint.checkpointer import CHUNK_BYTES
+from levanter.checkpoint.discovery import read_ref, write_ref
+from levanter.checkpoint.errors import MissingCheckpointError
+from levanter.checkpoint.refs import ARRAYS_PREFIX, METADATA, now
+from levanter.checkpoint.restore_specs import saved_leaf
+from levanter.commands.model.saved_model import model_metadata
+from levanter.io.paths import filesystem, is_remote
+from levanter.mesh import MeshConfig, local_devices
+from levanter.models.base import LmHeadModel
+from levanter.models.registry import LmConfig
+
+SAVE_SECONDS = 1200.0
+Place = str | os.PathLike[str]
+
+
+def save_checkpoint(*given: PyTree, **keys: PyTree) -> str:
+    """Writes a checkpoint of `(model, training_state, step, path)`, or of `(tree, step, path)`.
+
+    Args:
+        given: as above.
+        keys: the same by name (`model`, `training_state`, or `tree`; `step`, `checkpoint_path`); and `exist_ok`,
+            `manager`, `commit_callback` (called without arguments on completion) and `is_temporary`, as upstream's.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: there are no arrays to save, or arguments are missing.
+    """
+    old = keys.keys() & {"model", "training_state"} or (len(given) > 1 and not _is_number(given[1]))
+    names = ("model", "training_state", "step", "checkpoint_path") if old else ("tree", "step", "checkpoint_path")
+    asked = {**dict(zip((*names, "manager") if not old else names, given, strict=False)), **keys}
+    if missing := [name for name in names if name not in asked]:
+        raise ValueError(f"save_checkpoint: missing {', '.join(missing)}")
+    tree = {name: asked[name] for name in names[:2]} if old else asked["tree"]
+    path = os.fspath(asked["checkpoint_path"])
+    _write(tree, int(asked["step"]), path, kind="temporary" if asked.get("is_temporary") else "kept")
+    if (told := asked.get("commit_callback")) is not None:
+        told()
+    return path
+
+
+def load_checkpoint(*given: PyTree, **keys: PyTree) -> PyTree:
+    """Reads a checkpoint; `load_checkpoint(model, training_state, path)`, or `load_checkpoint(tree, path)`.
+
+    Args:
+        given: as above; the trees say which arrays there are, and where they lie.
+        keys: the same by name; `discover_latest`: whether the path is a folder of checkpoints whose newest is meant
+            (one that is a checkpoint is meant itself); `subpath`: the part of the checkpoint that the tree is;
+            `axis_mapping` and `mesh`: where arrays with names go; `allow_partial`: whether arrays that the checkpoint
+            lacks stay as they are.
+
+    Returns:
+        (model, training_state, step), or the tree.
+
+    Raises:
+        MissingCheckpointError: there is none.
+        CheckpointMismatchError: it is of another tree; lists every difference.
+    """
+    old = keys.keys() & {"model", "training_state"} or (len(given) > 1 and not isinstance(given[1], str | os.PathLike))
+    names = ("model", "training_state", "checkpoint_path") if old else ("tree", "checkpoint_path")
+    asked = {**dict(zip(names, given, strict=False)), **keys}
+    path = os.fspath(asked["checkpoint_path"])
+    ref = checkpoint_at(path) if asked.get("discover_latest", True) else _exactly(path)
+    how = {
+        "mesh": asked.get("mesh"),
+        "mapping": asked.get("axis_mapping"),
+        "partial": bool(asked.get("allow_partial", False)),
+    }
+    if not old:
+        return _read(ref, asked["tree"], prefix=asked.get("subpath"), **how)
+    model = _read(ref, asked["model"], prefix="model", **how)
+    if (state := asked["training_state"]) is not None:
+        state = _read(ref, state, prefix="training_state", **how)
+    return model, state, ref.step
+
+
+def load_metadata(checkpoint_path: Place, fs: object = None) -> dict[str, Any]:
+    """The metadata of a checkpoint: `step`, `timestamp`, `is_temporary`, and what its run saved with them.
+
+    Raises:
+        MissingCheckpointError: there is none.
+    """
+    del fs
+    ref = _exactly(os.fspath(checkpoint_path))
+    when = datetime.datetime.fromtimestamp(ref.saved_at, datetime.UTC).isoformat()
+    return {**ref.metadata, "step": ref.step, "timestamp": when, "is_temporary": ref.kind == "temporary"}
+
+
+def tree_serialize_leaves_tensorstore(checkpoint_dir: Place, pytree: PyTree, *_: object, **__: object) -> None:
+    """Writes the arrays of a tree to a folder, as a checkpoint of step 0."""
+    _write(pytree, 0, os.fspath(checkpoint_dir), kind="kept")
+
+
+def tree_deserialize_leaves_tensorstore(
+    checkpoint_dir: Place,
+    pytree: PyTree,
+    axis_mapping: Mapping[str, Any] | None = None,
+    mesh: Mesh | None = None,
+    manager: object = None,
+    *,
+    allow_missing: bool = False,
+) -> PyTree:
+    """Reads the arrays of a tree from a folder, with the shardings of the tree's."""
+    del manager
+    ref = _exactly(os.fspath(checkpoint_dir))
+    return _read(ref, pytree, mesh=mesh, mapping=axis_mapping, partial=allow_missing)
+
+
+def fs_and_plain_path(path: str, fs: PyTree = None) -> tuple[Any, str]:
+    """A file system and a path in it."""
+    found, plain = filesystem(path)
+    return (found if fs is None else fs), plain
+
+
+# --- members of `Checkpointer` ---
+
+
+def new_checkpointer(
+    own: Callable[..., None],
+    checkpointer: Checkpointer,
+    base_path: str,
+    save_interval: datetime.timedelta | None = None,
+    step_policies: Sequence[Any] = (),
+    *,
+    temporary_base_path: str | None = None,
+    dt_now_injection: Callable[[], datetime.datetime] | None = None,
+    delete_old_temp_checkpoints: bool = True,
+    **ours: PyTree,
+) -> None:
+    """`Checkpointer(base, interval, policies)`: deletes temporary checkpoints once a newer one is complete."""
+    if dt_now_injection is not None:
+        ours["clock"] = lambda: dt_now_injection().timestamp()
+    own(
+        checkpointer,
+        base_path,
+        keep=[(policy.every, policy.until) for policy in step_policies],
+        save_interval_seconds=None if save_interval is None else save_interval.total_seconds(),
+        keep_last_temporary=0,
+        temporary_base=temporary_base_path,
+        delete_old_temporary=delete_old_temp_checkpoints,
+        **ours,
+    )
+
+
+def on_step(checkpointer: Checkpointer) -> Callable[..., None]:
+    """`checkpointer.on_step(info)`, or `on_step(tree=…, step=…)`: saves if it is time, and waits for it."""
+
+    def save_where_due(
+        info: PyTree = None, *, tree: PyTree = None, step: int | None = None, force: bool = False
+    ) -> None:
+        now_at = int(info.step if step is None else step)
+        if not force and (now_at == 0 or not checkpointer.due(now_at)):
+            return
+        arrays = _arrays(info.state if tree is None else tree)
+        checkpointer.save(now_at, arrays, {}, force=force)
+        checkpointer.wait()
+
+    return save_where_due
+
+
+def load_of(checkpointer: Checkpointer) -> Callable[..., Any]:
+    """`checkpointer.load_checkpoint(tree, path)`: the newest, where no path is given."""
+
+    def load(tree: PyTree, path: Place | None = None, **keys: PyTree) -> PyTree:
+        newest = checkpointer.newest
+        if path is None and newest is None:
+            raise MissingCheckpointError("load_checkpoint: this object has saved nothing; pass a path")
+        return load_checkpoint(tree, newest.path if path is None and newest is not None else path, **keys)
+
+    return load
+
+
+def wait_until_finished(checkpointer: Checkpointer) -> Callable[[], None]:
+    """`checkpointer.wait_until_finished()`."""
+    return checkpointer.wait
+
+
+# --- trees ---
+
+
+def _is_number(value: PyTree) -> bool:
+    return isinstance(value, int | np.integer) or (isinstance(value, jax.Array | np.ndarray) and value.ndim == 0)
+
+
+def _exactly(path: str) -> CheckpointRef:
+    found = read_ref(path)
+    if found is None:
+        raise MissingCheckpointError(f"{path}: no complete checkpoint ({METADATA}) in this folder")
+    return found
+
+
+def _array(leaf: PyTree) -> jax.Array | None:
+    """A leaf as what is saved of it; None for nothing."""
+    value = leaf.array if is_named(leaf) else leaf
+    if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(value)
+    if isinstance(value, bool | int | float | complex | np.ndarray | np.generic):
+        value = jnp.asarray(value)
+    return value if isinstance(value, jax.Array) and value.size else None
+
+
+def _arrays(tree: PyTree) -> dict[str, jax.Array]:
+    found = {path or "value": _array(leaf) for path, leaf in leaves_with_paths(tree)}
+    return {path: array for path, array in found.items() if array is not None}
+
+
+def _write(tree: PyTree, step: int, path: str, *, kind: PyTree) -> None:
+    # Orbax takes half a second to import.
+    from levanter.checkpoint.orbax_io import ArrayWriter
+
+    arrays = _arrays(tree)
+    if not arrays:
+        raise ValueError(f"{path}: no arrays to save")
+    model = tree.get("model") if isinstance(tree, dict) else getattr(tree, "model", None)
+    if not is_remote(path):
+        Path(filesystem(path)[1]).mkdir(parents=True, exist_ok=True)
+    ref = CheckpointRef(
+        path=path,
+        step=step,
+        kind=kind,
+        metadata=MappingProxyType(_metadata(model)),
+        leaves=MappingProxyType({name: saved_leaf(array.shape, array.dtype) for name, array in arrays.items()}),
+        arrays=ARRAYS_PREFIX + secrets.token_hex(4),
+        saved_at=now(),
+    )
+    writer = ArrayWriter(timeout_seconds=SAVE_SECONDS, chunk_bytes=CHUNK_BYTES)
+    try:
+        writer.start(ref.arrays_path, arrays)
+        digests = writer.wait()
+    finally:
+        writer.close()
+    if jax.process_count() == 1:
+        # `Checkpointer` collects the digests of several processes; without them, reading reports "unverified".
+        ref = dataclasses.replace(ref, digests=MappingProxyType(digests))
+    if jax.process_index() == 0:
+        write_ref(ref)
+
+
+def _metadata(model: PyTree) -> dict[str, Any]:
+    """What is saved about a model beside its arrays, so that it can be read without a configuration."""
+    if not (isinstance(model, LmHeadModel) and isinstance(model.config, LmConfig)):
+        return {}
+    return model_metadata(dataclasses.replace(model.config, vocab_size=model.Vocab.size), tokenizer=None)
+
+
+def _read(
+    ref: CheckpointRef,
+    tree: PyTree,
+    *,
+    prefix: str | None = None,
+    mesh: Mesh | None,
+    mapping: Mapping[str, Any] | None,
+    partial: bool,
+) -> PyTree:
+    """The arrays of a checkpoint in the places of a tree's."""
+    found_mesh = mesh_in_scope() if mesh is None else mesh
+
+    def where(leaf: PyTree, value: PyTree) -> jax.sharding.Sharding:
+        if mapping is not None and isinstance(found_mesh, Mesh) and is_named(leaf):
+            return NamedSharding(found_mesh, AxisMapping(mapping).spec(axis.name for axis in leaf.axes))
+        given = getattr(value, "sharding", None)
+        return SingleDeviceSharding(local_devices(MeshConfig()).devices[0]) if given is None else given
+
+    def inside(path: str) -> str:
+        return ".".join(part for part in (prefix, path) if part) or "value"
+
+    targets: dict[str, RestoreTarget] = {}
+    for path, leaf in leaves_with_paths(tree):
+        value = leaf.array if is_named(leaf) else leaf
+        value = value if isinstance(value, jax.ShapeDtypeStruct) else _array(leaf)
+        if value is not None and not (partial and inside(path) not in ref.leaves):
+            targets[inside(path)] = RestoreTarget(
+                shape=value.shape, dtype=np.dtype(value.dtype), sharding=where(leaf, value)
+            )
+    arrays = restore(ref, targets, unexpected="skip")
+
+    def put(path: str, leaf: PyTree) -> PyTree:
+        array = arrays.get(inside(path))
+        if array is None:
+            return leaf
+        if is_named(leaf):
+            return type(leaf)(array, leaf.axes)
+        if isinstance(leaf, bool | int | float | complex):
+            return type(leaf)(array.item())
+        if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf))
+        return np.asarray(array) if isinstance(leaf, np.ndarray) else array
+
+    return map_with_paths(put, tree)

@@ -1,0 +1,141 @@
+"""Names that scripts of earlier generations import, and where each is now: the hook that reads the table of them.
+
+Nothing in the project uses this module. `levanter.upstream.install` asks it for names it does not find, so scripts need
+no change; the new place of each such name is reported once, as a `DeprecationWarning`. A name that is not carried over
+is an error that says what to use instead. The tables are in `levanter.upstream.names`.
+"""
+
+import types
+import warnings
+from collections.abc import Callable
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+from levanter.upstream.names import NAMES
+from levanter.upstream.unsupported.entry_points import ABSENT
+from levanter.upstream.unsupported.names import GONE, GONE_IN, GONE_MODULES
+
+
+class GoneError(ImportError):
+    """A name of an earlier generation that is not carried over."""
+
+
+class GoneMemberError(AttributeError):
+    """A member of a class of an earlier generation that is not carried over."""
+
+
+def look_up(at: str, name: str, *instance: object, stacklevel: int = 4) -> Any:
+    """What a name of an earlier generation stands for.
+
+    Args:
+        at: the module that was asked, or its class as `module:Class`.
+        name: what it was asked for.
+        instance: for a class, the object whose member is wanted.
+        stacklevel: of the warning: who asked.
+
+    Raises:
+        GoneError, GoneMemberError: it is not carried over.
+        AttributeError: it was never there.
+    """
+    old = f"{at.replace(':', '.')}.{name}"
+    if old in GONE:
+        raise (GoneMemberError if instance else GoneError)(_refusal(old, GONE[old]))
+    target = NAMES.get(at, {}).get(name)
+    if target is None:
+        raise AttributeError(f"{at.replace(':', '.')} has no attribute {name!r}")
+    module, _, attribute = target.partition(":")
+    if not attribute:
+        return import_module(module)
+    found = getattr(import_module(module), attribute)
+    if instance:
+        warn_once(old, f"{old} is kept for older scripts ({module}.{attribute})", stacklevel)
+        return found(*instance)
+    warn_once(old, f"{old} is {module}.{attribute} now", stacklevel)
+    return found
+
+
+def _refusal(old: str, why: str) -> str:
+    return f"{old} is not carried over: {why} (docs/migrating.md)"
+
+
+_told: set[str] = set()
+
+
+def warn_once(old: str, message: str, stacklevel: int) -> None:
+    """Warns about an earlier name, the first time it is used."""
+    if old not in _told:
+        _told.add(old)
+        warnings.warn(message, DeprecationWarning, stacklevel=stacklevel + 1)
+
+
+_DOORS = "levanter.main."
+"""What the module of an entry point is called, before its own name."""
+
+
+def find_spec(name: str) -> ModuleSpec | None:
+    """A module of an earlier generation, made from the tables; None if they have none."""
+    if name.removeprefix(_DOORS) in ABSENT and name.startswith(_DOORS):
+        # runpy makes the origin the program's name.
+        return ModuleSpec(name, _Absent(), origin=name)  # pyright: ignore[reportArgumentType]
+    if (why := gone_module(name)) is not None:
+        return ModuleSpec(name, _Refused(why), is_package=True)  # pyright: ignore[reportArgumentType]
+    made = {key for key in (*NAMES, *GONE_IN) if ":" not in key}
+    inside = any(module.startswith(f"{name}.") for module in (*made, *GONE_MODULES))
+    if name not in made and not inside:
+        return None
+    return ModuleSpec(name, _OfTable(), is_package=inside)  # pyright: ignore[reportArgumentType]
+
+
+def gone_module(name: str) -> str | None:
+    """Why there is no such module, if it or a parent of it is not carried over."""
+    parts = name.split(".")
+    return next((why for n in range(len(parts), 1, -1) if (why := GONE_MODULES.get(".".join(parts[:n])))), None)
+
+
+class _Refused:
+    """A module whose import fails and says why."""
+
+    def __init__(self, why: str):
+        self.why = why
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType | None:
+        del spec
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        raise GoneError(_refusal(module.__name__, self.why))
+
+    def get_code(self, name: str) -> types.CodeType:
+        raise GoneError(_refusal(name, self.why))
+
+
+class _OfTable:
+    """Makes a module whose names are those of the table."""
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType | None:
+        del spec
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        name = module.__name__
+        module.__doc__ = f"{name} of an earlier generation; see docs/migrating.md."
+        look: Callable[[str], Any] = lambda attribute: look_up(name, attribute, stacklevel=3)  # noqa: E731
+        vars(module)["__getattr__"] = look
+
+    def get_code(self, name: str) -> types.CodeType:
+        """`python -m` of an old name runs the module that is there now."""
+        targets = {"levanter.eval_harness": f"{_DOORS}eval_harness"}
+        now = targets.get(name) or next(iter(NAMES[name].values())).partition(":")[0]
+        return compile(f"import runpy; runpy.run_module({now!r}, run_name='__main__', alter_sys=True)", name, "exec")
+
+
+class _Absent(_OfTable):
+    """Makes the module of an entry point that is not implemented yet."""
+
+    def get_code(self, name: str) -> types.CodeType:
+        """`python -m` of it reads its document, then refuses it."""
+        entry_point = name.removeprefix(_DOORS)
+        source = (
+            "import sys\nfrom levanter.upstream.unsupported.refusal import run_absent\n"
+            f"sys.exit(run_absent({entry_point!r}))"
+        )
+        return compile(source, name, "exec")

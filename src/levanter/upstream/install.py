@@ -1,0 +1,248 @@
+"""Puts the names of earlier generations where scripts look for them: `levanter/__init__.py` calls `install`, once.
+
+The project's modules do not know the names such scripts use; if a name is missing, and only then,
+`levanter.upstream.imports` looks it up in a table and reports, once, where it is now. This file is what `import
+levanter` costs, so it imports only the standard library: two finders among Python's own, and the attributes of
+`levanter` itself.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from importlib import import_module
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import ModuleType
+from typing import Any
+
+from levanter.upstream.draccus_help import MODULE as DRACCUS
+from levanter.upstream.draccus_help import PARSER, teach, teach_parsing
+
+EARLIER_NAMES: dict[str, tuple[str, ...]] = {
+    "levanter.checkpoint": (),
+    "levanter.checkpoint.checkpointer": ("Checkpointer",),
+    "levanter.compat.hf.converter": ("HFCheckpointConverter",),
+    "levanter.compat.hf.tokenizer": ("FastTokenizer",),
+    "levanter.config": (),
+    "levanter.data": (),
+    "levanter.data.config": ("LmDataConfig",),
+    "levanter.data.loader": (),
+    "levanter.data.mixture": (),
+    "levanter.data.packing": (),
+    "levanter.eval": (),
+    "levanter.inference.engine": (),
+    "levanter.layers": (),
+    "levanter.layers.attention": (),
+    "levanter.layers.attention.mask": ("AttentionMask",),
+    "levanter.layers.outputs": ("Outputs",),
+    "levanter.layers.rotary": (),
+    "levanter.main.inference_repl": (),
+    "levanter.main.lora_dpo": (),
+    "levanter.main.lora_lm": (),
+    "levanter.main.perplexity_gap": (),
+    "levanter.main.sft": (),
+    "levanter.main.sft_mixture": (),
+    "levanter.main.train_dpo": (),
+    "levanter.mesh": (),
+    "levanter.mesh.config": ("MeshConfig",),
+    "levanter.models.base": ("LmHeadModel",),
+    "levanter.models.gemma": (),
+    "levanter.models.gpt2": (),
+    "levanter.models.llama": (),
+    "levanter.models.mistral": (),
+    "levanter.models.mixtral": (),
+    "levanter.models.olmo": (),
+    "levanter.models.precision": ("PolicyText",),
+    "levanter.models.qwen": (),
+    "levanter.models.registry": ("LmConfig",),
+    "levanter.optim": (),
+    "levanter.optim.config": ("OptimizerConfig",),
+    "levanter.optim.muon": (),
+    "levanter.tracker": (),
+    "levanter.tracker.trackio": (),
+    "levanter.tracker.wandb": (),
+    "levanter.trainer": (),
+    "levanter.trainer.config": ("TrainerConfig",),
+    "levanter.trainer.config_blocks": ("CheckpointerConfig",),
+}
+"""Modules that exist and had other names in them, and their classes that had other members."""
+
+
+EARLIER_CLASS_MEMBERS: dict[str, dict[str, tuple[str, ...]]] = {
+    "levanter.models.registry": {"LmConfig": ("from_hf_config", "default_hf_checkpoint_converter")}
+}
+"""Of those classes, members that are read from the class itself."""
+
+
+EARLIER_KEYWORDS: dict[str, tuple[str, ...]] = {
+    "levanter.commands.evaluate.eval_lm": ("EvalLmConfig",),
+    "levanter.commands.train.config": ("TrainLmConfig",),
+    "levanter.models.gemma.config": ("GemmaConfig", "Gemma2Config", "Gemma3Config"),
+    "levanter.models.gpt2.config": ("Gpt2Config",),
+    "levanter.models.llama.config": ("LlamaConfig",),
+    "levanter.models.mistral.config": ("MistralConfig",),
+    "levanter.models.mixtral.config": ("MixtralConfig", "Qwen3MoeConfig"),
+    "levanter.models.olmo.config": ("Olmo2Config", "Olmo3Config"),
+    "levanter.models.qwen.config": ("QwenConfig", "Qwen3Config"),
+    "levanter.trainer.config": ("TrainerConfig",),
+}
+"""Modules with configuration classes that took other keywords."""
+
+
+EARLIER_CALLS: dict[str, dict[str, tuple[str, int, tuple[str, ...]]]] = {
+    "levanter.layers.attention.mask": {"AttentionMask.materialize": ("materialize", 2, ("q_slice", "k_slice"))},
+    "levanter.models.decoder.model": {"DecoderLmHeadModel.__call__": ("logits", 1, ("key", "pos_ids"))},
+    "levanter.checkpoint.checkpointer": {
+        "Checkpointer.__init__": ("new_checkpointer", 1, ("save_interval", "step_policies", "dt_now_injection"))
+    },
+}
+"""Methods with an earlier signature: its function in `levanter.upstream.facades.calls`, how many positional arguments
+the method takes today, and keywords that it no longer has."""
+
+
+class _EarlierModules:
+    """Finds modules of earlier generations, if there is no module of that name."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        del path, target
+        if not name.startswith("levanter."):
+            return None
+        return import_module("levanter.upstream.imports").find_spec(name)
+
+
+class _EarlierNamesIn(SourceFileLoader):
+    """Loads a module as usual; names it lacks are then looked up among those it had."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        name = module.__name__
+        vars(module)["__getattr__"] = _first(vars(module).get("__getattr__"), name)
+        for cls in EARLIER_NAMES.get(name, ()):
+            at = f"{name}:{cls}"
+            vars(module)[cls].__getattr__ = lambda self, attribute, at=at: _earlier(at, attribute, self)
+        for cls, members in EARLIER_CLASS_MEMBERS.get(name, {}).items():
+            for member in members:
+                setattr(vars(module)[cls], member, _OfClass(f"{name}:{cls}", member))
+        for cls in EARLIER_KEYWORDS.get(name, ()):
+            _accept_earlier_keywords(vars(module)[cls])
+        for method, call in EARLIER_CALLS.get(name, {}).items():
+            cls, _, member = method.partition(".")
+            _accept_earlier_calls(vars(module)[cls], member, *call)
+
+
+class _OfClass:
+    """A member that a class had, such as `LlamaConfig.from_hf_config`."""
+
+    def __init__(self, at: str, name: str):
+        self.at, self.name = at, name
+
+    def __get__(self, instance: object, owner: type) -> object:
+        return _earlier(self.at, self.name, owner)
+
+
+class _TaughtDraccus(SourceFileLoader):
+    """Loads draccus's readers of docstrings and of documents, which then read ours too."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        (teach if module.__name__ == DRACCUS else teach_parsing)(module)
+
+
+class _ModulesWithEarlierNames:
+    """Finds the modules of the two tables for `_EarlierNamesIn`, and the one of draccus."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if not any(name in known for known in (EARLIER_NAMES, EARLIER_KEYWORDS, EARLIER_CALLS, {DRACCUS, PARSER})):
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and type(spec.loader) is SourceFileLoader:
+            loader = _TaughtDraccus if name in (DRACCUS, PARSER) else _EarlierNamesIn
+            spec.loader = loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+def _first(own: Callable[[str], Any] | None, name: str) -> Callable[[str], Any]:
+    """A name that a module lacks: its own lazy attribute if there is one, else an earlier name."""
+
+    def found(attribute: str) -> Any:
+        if own is None:
+            return _earlier(name, attribute)
+        try:
+            return own(attribute)
+        except AttributeError:
+            return _earlier(name, attribute)
+
+    return found
+
+
+PRIVATE = {
+    "_apply_rotary_pos_emb",
+    "_convert_to_jnp",
+    "_get_fs_and_plain_path",
+    "_rotate_half",
+    "_stack_batch_encodings",
+}
+"""Upstream's names with a leading underscore that its tests import; no others are looked up."""
+
+
+def _earlier(at: str, name: str, *instance: object) -> Any:
+    if name.startswith("_") and name not in PRIVATE:
+        raise AttributeError(f"{at} has no attribute {name!r}")
+    return import_module("levanter.upstream.imports").look_up(at, name, *instance)
+
+
+def _accept_earlier_keywords(cls: type) -> None:
+    """Makes a configuration class accept the keywords it had: `LlamaConfig(seq_len=…)`."""
+    init = cls.__init__
+    known = set(cls.__dataclass_fields__)  # pyright: ignore[reportAttributeAccessIssue]
+
+    @wraps(init)
+    def __init__(self: Any, *args: Any, **keys: Any) -> None:
+        if not keys.keys() <= known:
+            keys = import_module("levanter.upstream.facades.keywords").of_today(type(self), keys)
+        init(self, *args, **keys)
+
+    cls.__init__ = __init__
+
+
+def _accept_earlier_calls(cls: type, member: str, facade: str, positional: int, keywords: tuple[str, ...]) -> None:
+    """Makes a method accept the calls it had: `model(ids, mask, key=key)`."""
+    own = vars(cls)[member]
+
+    @wraps(own)
+    def method(self: object, *args: object, **keys: object) -> object:
+        by_name = any(name in keys for name in keywords) or type(keys.get("attn_mask")).__name__ == "NamedArray"
+        if len(args) <= positional and not by_name:
+            return own(self, *args, **keys)
+        return getattr(import_module("levanter.upstream.facades.calls"), facade)(own, self, *args, **keys)
+
+    setattr(cls, member, method)
+
+
+def _part(name: str) -> Any:
+    """`levanter.trainer` after `import levanter` alone, as scripts of earlier generations have it."""
+    if name == "__version__":
+        return import_module("levanter.io.package_version").version()
+    if name.startswith("_"):
+        raise AttributeError(f"module 'levanter' has no attribute {name!r}")
+    try:
+        return import_module(f"levanter.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"levanter.{name}":
+            raise
+    return _earlier("levanter", name)
+
+
+def install() -> None:
+    """Puts the two finders among Python's own, and lets `levanter` find its parts. A second call adds no finders."""
+    # Hidden from type checkers, so that they still report misspelt names.
+    vars(sys.modules["levanter"])["__getattr__"] = _part
+    if _EarlierModules in sys.meta_path:
+        return
+    sys.meta_path.insert(0, _ModulesWithEarlierNames)  # pyright: ignore[reportArgumentType]
+    sys.meta_path.append(_EarlierModules)  # pyright: ignore[reportArgumentType]
+    if DRACCUS in sys.modules:
+        teach(sys.modules[DRACCUS])
+    if PARSER in sys.modules:
+        teach_parsing(sys.modules[PARSER])

@@ -1,0 +1,400 @@
+"""Names of earlier generations that are not carried over, and what to use instead.
+
+    GONE_IN["levanter.trainer"]["Trainer TrainerHooks"]    names of a module (or class, `module:Class`), and why
+    GONE_MODULES["levanter.lora"]                          a module with all that is in it and below it, and why
+
+`levanter.upstream.imports` refuses them with the reason, `levanter.upstream.migration_tables` lists them in
+`docs/migrating.md`.
+"""
+
+from collections.abc import Mapping
+
+_HARNESS = "`eval_harness` is the command; in Python, `describe` and `execute` of levanter.main.eval_harness"
+_FAMILY = "a family that is not implemented yet; its config blocks are read, then refused by name"
+_LORA = "`adapter:` of `train_lm` trains low-rank adapters; in Python, `levanter.models.adapters`"
+_HISTOGRAM = "`levanter.memorization.plots` draws it, and every run writes one"
+_STEP = "a step returns what is to be logged; nothing is logged from inside it"
+_EVALUATES = "train_lm evaluates at every trainer.steps_per_eval"
+_EVAL_LM = "levanter.main.eval_lm.describe and execute evaluate; levanter.eval aggregates"
+_OPTIMIZER = "an optimizer that is not implemented; its config blocks are read, then refused by name"
+_DESCRIBED = "a run is described, then executed: levanter.main.train_lm.describe and execute"
+_HOOKS = "train_lm does what hooks did (evaluation, exports, statistics, profiles), set by keys in `trainer`"
+_ROWS = "levanter.data.build_training builds the rows of a run"
+_PREFERENCES = "`train_dpo` trains on preferences; levanter.data.preference reads pairs"
+_STORE = "tokens live in token stores: levanter.data.build_tokens writes and reads them"
+_SPEECH = "this project trains on text only"
+_SAMPLING = "text is generated otherwise here: `generate`, `sample_lm`, levanter.inference"
+_SERVING = "`python -m levanter.main.serve` serves a model by its configuration, and reads the keys of this server"
+_LAYERS = "models are one decoder built from specs: levanter.models.decoder, levanter.layers"
+_OPTIMIZERS = "the config builds the optax transformation: `OptimizerConfig.build(steps)`"
+_LAUNCH = "levanter.infra.launch starts runs on TPU VMs, under Slurm and Ray"
+_PARTS = "JAX provides it, or a run does it automatically"
+_EXAMPLE = "rows are `levanter.upstream.facades.models.LmExample` for scripts; levanter.data builds those of a run"
+
+GONE_IN: Mapping[str, Mapping[str, str]] = {
+    "levanter": {"analysis": "`viz_logprobs` and `plan` write pages", "grug": "array-first models are not here"},
+    "levanter.trainer": {
+        "TrainerHooks TrainStepResult WrappedLossFunction": _HOOKS,
+        "AllConfig initialize DEFAULT_JAX_CONFIG": "`levanter.initialize(config)` sets up a script",
+    },
+    "levanter.trainer.config:TrainerConfig": {
+        "batch_axis_at_step": "trainer.train_batch_size is a number, or a list of {start, value}",
+        "checkpoint_search_paths": "levanter.checkpoint.latest(base, …) searches several folders",
+        "mesh_axis_specs": "trainer.mesh is the config, trainer.device_mesh the mesh",
+    },
+    "levanter.trainer.config_blocks:CheckpointerConfig": {
+        "create": "Checkpointer(base, …).save(step, arrays, metadata)",
+        "expanded_path": "base_path, followed by the run's id if append_run_id_to_base_path",
+    },
+    "levanter.data.config:LmDataConfig": {
+        "build_caches build_token_datasets cache_dir_for train_grug_sets train_set train_sets": _ROWS,
+        "tagged_eval_sets validation_grug_sets validation_set validation_sets": "levanter.data.resolve_evaluation "
+        "finds the sets, build_sequences makes their rows",
+    },
+    "levanter.trainer_state": {
+        "InsideJitInfo cast_params_by_trainability init_optimizer_for_trainables make_floating_point_trainable_filter "
+        "saveable_training_mask take_train_step trainables_only": "trainer.trainable selects what is trained; "
+        + _DESCRIBED,
+    },
+    "levanter.checkpoint": {
+        "save_metadata tree_deserialise_leaves tree_serialise_leaves": "save_checkpoint and load_checkpoint do both",
+        "load_checkpoint_or_initialize": "train_lm resumes automatically; restore(…) for the rest",
+        "CheckpointDebugConfig CheckpointDebugStateProvider register_debug_checkpointer_state_provider "
+        "unregister_debug_checkpointer_state_provider": "save times are always logged",
+        "CheckpointCandidate discover_checkpoint_candidates": "levanter.checkpoint.find_checkpoints",
+    },
+    "levanter.checkpoint.checkpointer:Checkpointer": {
+        "load_model": "load_checkpoint(model, path, subpath='model')",
+    },
+    "levanter.compat.torch_serialization": {
+        "StateDictSerializationMixin apply_prefix default_eqx_module_from_state_dict default_eqx_module_to_state_dict "
+        "default_update_state_dict_with_eqx_module save_state_dict stack_state_dict to_numpy_state_dict "
+        "unstack_state_dict update_state_dict_with_jax_tree": "model.to_state_dict() gives tensors by Hugging Face's "
+        "names; haliax.state_dict is for modules of Haliax's",
+    },
+    "levanter.compat.hf_checkpoints": {
+        "KEYS_TO_COPY_FROM_BASE_CONFIG LevConfig MConfig": "levanter.compat.hf.config_bridge: config.json",
+        "PYTORCH_MODEL PYTORCH_WEIGHTS_INDEX_NAME": "pickled checkpoints are not read: convert them to safetensors",
+        "save_hf_checkpoint_callback": "train_lm exports at every hf_save_steps",
+        "upload_to_hub": "exports are written but not uploaded; run `hf upload` on the folder",
+        "build_generation_config GenerationConfigDict": "train_lm writes generation_config.json "
+        "(hf_generation_eos_token_ids)",
+        "ASRWithHfSerializationMixin load_processor": _SPEECH,
+    },
+    "levanter.compat.hf.converter:HFCheckpointConverter": {
+        "with_tokenizer_padded_to_match_model": "not needed: a tokenizer may have fewer ids than the model has rows",
+    },
+    "levanter.layers.outputs:Outputs": {
+        "array axes axis_size astype mean ndim resolve_axis shape": "a call returns activations and the auxiliary "
+        "sums of the layers: model.logits(outputs.activations), or the earlier call model(ids, mask, key=None), gives "
+        "logits",
+    },
+    "levanter.models.base:LmHeadModel": {
+        "from_state_dict": "HFCheckpointConverter.load_pretrained reads files into final shards",
+        "resize_vocab": "the vocabulary is neither padded nor truncated; rows beyond the tokenizer's ids are harmless",
+    },
+    "levanter.eval": {
+        "TaggedEvaluator eval_model": _EVAL_LM,
+        "cb_tagged_evaluate cb_tagged_lm_evaluate": _EVALUATES,
+        "BatchedTagArray DomainTaggedDataset LabeledEvalResult LabeledEvaluator LabeledLossFnOutput "
+        "LmEvalExample LossFnOutput TagArray construct_labeled_log_dict construct_log_dict "
+        "eval_labeled_model": _EVAL_LM,
+    },
+    "levanter.eval_harness": {
+        "run_lm_eval_harness LevanterHarnessLM lm_eval_harness log_report_to_tracker "
+        "run_eval_harness_main get_padding_count_from_batch get_segment_ids_from_batch": _HARNESS,
+    },
+    "levanter.callbacks": {
+        "LossFunctionWithMetrics fold_metric unwrap_metrics": "objectives name their terms: levanter.trainer.objective",
+        "compute_and_visualize_log_probs": "`viz_logprobs` writes the page",
+        "log_memory_usage log_to_wandb save_xla_dumps_to_wandb": "levanter.tracker logs to every configured tracker",
+        "pbar_logger": "levanter.io.Progress",
+        "log_performance_stats log_step_info": "train_lm logs throughput already",
+        "compute_validation_loss": _EVALUATES,
+        "eval_loss_loop": _EVAL_LM,
+        "profile profile_ctx start_profiler stop_profiler_and_maybe_wait": "trainer.profiler says which steps are "
+        "profiled",
+        "wandb_xla_logger": "`levanter.main.plan … --keep_hlo FOLDER` writes the programs",
+        "CBInfo Callback CallbackStateView JitCallback LambdaCallback StateCallbackRunner": _HOOKS,
+    },
+    "levanter.callbacks.watch": {"Target VALID_WATCH_TARGETS": "levanter.trainer.WatchConfig checks them"}
+    | {"WatchCallback compute_watch_stats": "trainer.watch selects what is watched"},
+    "levanter.callbacks.profiler": {"AdvancedProfileOptionValue": "levanter.trainer.ProfileOptionsConfig"}
+    | {"ProfileOptionsConfig profile": "trainer.profiler says which steps are profiled"},
+    "levanter.tracker": {
+        "jit_log defer_tracker_for_jit": _STEP,
+        "BackgroundTracker LoggableValue": "levanter.tracker.Tracker is the protocol",
+        "capture_time": "time.perf_counter",
+        "log_optimizer_hyperparams": "train_lm logs the learning rate already",
+    },
+    "levanter.tracker.tracker": {"DictTracker": "levanter.tracker.Tracker is a protocol of five methods"},
+    "levanter.tracker.tracker_fns": {"jit_log defer_tracker_for_jit LoggableValue": _STEP},
+    "levanter.tracker.wandb": {"WandbRun is_wandb_available truncate_wandb_run_name": "levanter.tracker.WandbConfig"},
+    "levanter.data": {
+        "BlockShufflingDataset ConcatDataset EraShufflingDataset MixtureDataset StopStrategy": _ROWS,
+        "BatchLoader build_cache dataset_from_hf dataset_from_jsonl": _STORE,
+        "ShardedDataSource datasource_from_hf datasource_from_json datasource_from_jsonl "
+        "datasource_from_parquet batched": "data.components list what is read; levanter.data.read_records reads a file",
+    },
+    "levanter.data.text": {
+        "BatchEncodingDataset LEDGER_FILE TokenizedDocumentCache concatenate_and_group_texts": _STORE,
+        "CausalLmDataset ChatDataset EpochDataset MultiturnChatDataset NamedLmDataset TokenSeqDataset TokenSeqDict "
+        "TraceChatDataset mk_chat_sft_dataset mk_supervised_dataset dataset_for_component "
+        "dataset_for_trace_chat_format DEFAULT_LM_DATA_SHUFFLE": _ROWS,
+        "BatchTokenizer ChatProcessor SupervisedProcessor SupervisedTextProcessor PrebuiltCacheProcessor "
+        "ProcessedChatDict ProcessedTraceChatDict TraceChatProcessor preprocessor_for_format "
+        "build_lm_dataset_cache build_trace_chat_dataset_cache cached_token_count count_corpus_sizes "
+        "load_lm_dataset_cache": _STORE,
+        "ChatUrlDataSourceConfig SupervisedHfSourceConfig SupervisedSourceConfig SupervisedUrlSourceConfig": "a "
+        "DatasetComponent with format ChatLmDatasetFormat or SupervisedLmDatasetFormat",
+        "DpoExample PreferenceChatProcessor PreferenceLmDataConfig PreferencePairDataset "
+        "ProcessedPreferenceChatDict dataset_for_preference_format "
+        "preprocessor_for_preference_format": _PREFERENCES,
+        "GrugAttentionMask GrugLmExample LabeledLmExample LmExample LossLabelSpan LossLabelSpec LOSS_IGNORE_LABEL "
+        "grug_attention_mask_from_named grug_lm_example_from_named loss_label_spec_for_trace_tags "
+        "loss_labels_from_spans named_attention_mask_from_grug named_lm_example_from_grug "
+        "named_lm_example_from_labeled TraceChatEvaluationFormat": _EXAMPLE,
+    },
+    "levanter.data.dataset": {"BlockShufflingDataset DatasetBase MapFunction": _ROWS},
+    "levanter.data._preprocessor": {
+        "BatchResult IdentityProcessor as_record_batch canonicalize_batch dict_from_record_batch": _STORE,
+    },
+    "levanter.data.sharded_dataset": {
+        "JsonDataset JsonlDataset TextDataset TextUrlDataset WrappedHFDataset dataset_from_hf "
+        "dataset_from_jsonl": "levanter.data.read_records reads a file",
+    },
+    "levanter.data.loader": {
+        "stack_batches": "levanter.upstream.facades.loaders.stack_tree makes one tree of examples"
+    },
+    "levanter.data.mixture": {"ConcatDataset MixtureDataset rescale_mixture_schedule_for_batch_schedule": _ROWS},
+    "levanter.data.packing": {
+        "GreedyPrepackedDataset PromptCompletion SequencePacker greedy_pack_prompt_completions pack_documents "
+        "pack_prompt_completions per_segment_correct per_segment_loss": "packing is a key of a component: `pack: …`",
+    },
+    "levanter.distributed": {
+        "auto_ray_cluster": _LAUNCH,
+        "LevanterSlurmCluster": "Slurm is detected automatically; " + _LAUNCH,
+    },
+    "levanter.logging": {
+        "capture_time init_logger is_wandb_available jittable_wandb_log log_optimizer_hyperparams log_time_to_wandb "
+        "save_xla_dumps_to_wandb silence_transformer_nag": "levanter.tracker records metrics, "
+        "levanter.io.setup_logging sets up logging",
+    },
+    "levanter.mesh": {
+        "local_device_grid_positions process_mesh_position process_mesh_size": "every array knows where its shards are",
+    },
+    "levanter.schedule": {"BIG_INT BatchSegment": "levanter.data.train_dataset.BatchSchedule"},
+    "levanter.tensorstore_serialization": {
+        "build_kvstore_spec load_array_from_tensorstore save_array_to_tensorstore": "checkpoints are complete trees",
+    },
+    "levanter.utils.activation": {
+        "ActivationFunction JaxActivationFunction TO_FN TO_JAX_FN": "levanter.layers.activation.ACTIVATIONS",
+    },
+    "levanter.config": {"register_codecs JsonAtom DEFAULT_CONFIG_DIR": "levanter.config decodes the types it knows"},
+    "levanter.inference.engine": {
+        "DecodeResult GenState GenerationResult InferenceEngine InferenceEngineConfig PrefillWork "
+        "TokenSequenceLogprobs score_token_sequence_logprobs": "levanter.inference is written anew: `Request` and "
+        "`SamplingParams` say what is wanted, `Schedule` who runs, `RowState` what the device knows",
+    },
+    "levanter.layers": {
+        "Attention AttentionWithSink GatedAttention LayerNormConfig LayerNormConfigBase RmsNormConfig": _LAYERS,
+    },
+    "levanter.layers.attention": {
+        "Attention AttentionWithSink GatedAttention MultiHeadLatentAttention MultiHeadLatentAttentionConfig "
+        "default_ragged_paged_attention dot_product_attention_with_sink ragged_paged_attention "
+        "simple_attention_with_dropout": _LAYERS,
+        "KvPageCache PageBatchInfo PageTable PageTableSpec": _SAMPLING,
+    },
+    "levanter.layers.rotary": {
+        "DefaultRotaryEmbeddings Llama3RotaryEmbeddings RotaryEmbeddings YarnRotaryEmbeddings apply_rotary_pos_emb "
+        "rotary_pos_emb rotate_half": "levanter.layers.rotary.apply_rotary and RotaryConfig.tables",
+    },
+    "levanter.models.lm_model": {"LmConfigT LmT": "type variables of upstream's own"},
+    "levanter.models.loss": {
+        "next_token_loss maybe_fused_next_token_loss": "levanter.models.scoring.token_logprobs",
+        "cross_entropy_and_logsumexp_penalty fused_cross_entropy_loss_and_logsumexp_penalty DEFAULT_REDUCTION": "the "
+        "loss never materializes [batch, position, vocab]: levanter.models.scoring",
+    },
+    "levanter.models.attention": {
+        "Attention simple_attention_with_dropout": _LAYERS,
+    },
+    "levanter.models.gemma": {
+        "Gemma2DecoderLayer Gemma2Transformer GemmaDecoderLayer GemmaNormConfig GemmaRMSNorm GemmaTransformer": _LAYERS,
+    },
+    "levanter.models.gpt2": {"Gpt2Attention Gpt2Block Gpt2Embeddings Gpt2Mlp Gpt2Transformer": _LAYERS},
+    "levanter.models.llama": {
+        "LlamaEmbedding LlamaMlp LlamaTransformer": _LAYERS,
+    },
+    "levanter.models.mixtral": {
+        "MixtralDecoderLayer MixtralMoEMlp MixtralSparseMoeBlock MixtralTransformer": _LAYERS,
+    },
+    "levanter.models.olmo": {"Olmo2Attention Olmo2DecoderLayer Olmo2Embedding Olmo2Transformer": _LAYERS},
+    "levanter.models.olmo3": {"Olmo3DecoderLayer Olmo3Transformer": _LAYERS},
+    "levanter.models.qwen": {"QwenDecoderLayer QwenTransformer": _LAYERS},
+    "levanter.models.qwen3_moe": {
+        "Qwen3MoeDecoderLayer Qwen3MoeExperts Qwen3MoeSparseMoeBlock Qwen3MoeTransformer": _LAYERS,
+    },
+    "levanter.optim": {
+        "AdamHConfig AdoptConfig CautiousConfig GrugMuonConfig KronConfig MarsConfig MiniConfig MuonHConfig NamoConfig "
+        "NamoDConfig ScionConfig SoapConfig": _OPTIMIZER,
+        "ScaleByAdoptState ScaleByMarsState ScaleByMiniState ScaleByMuonState ScaleByRMSPropMomState "
+        "ScaleByScionState": _OPTIMIZERS,
+    },
+    "levanter.optim.model_averaging": {
+        "EmaDecaySqrtModelAveraging EmaModelAveraging ModelAveraging": "the train step maintains it: "
+        "levanter.trainer.averaging",
+    },
+    "levanter.optim.config": {
+        "ConstantLrSchedule CosineLrSchedule InvLrSchedule InvSqrtDecayLrSchedule InvSqrtLrSchedule LinearLrSchedule "
+        "LrScheduleContext PolynomialLrSchedule PowerLrSchedule": "`lr_schedule` takes a name or {type: …}; "
+        "`OptimizerConfig.schedule(steps)` is the function",
+        "HessianOptConfig": _OPTIMIZER,
+    },
+    "levanter.optim.muon": {"ScaleByMuonState scale_with_muon": _OPTIMIZERS},
+    "levanter.optim.clip_update_norm": {"ClipUpdateNormState clip_update_by_historical_norm": _OPTIMIZERS},
+    "levanter.optim.skipstep": {"SkipStepState": _OPTIMIZERS},
+    "levanter.optim.rmsprop": {"ScaleByRMSPropMomState scale_by_rmsprop_momentum": _OPTIMIZERS},
+    "levanter.tokenizers": {"TokenizerBackend": "tokenizer.json is read by the `tokenizers` library, always"},
+    "levanter.books.util": {
+        "create_pz_histogram create_pz_histogram_linear": _HISTOGRAM,
+        "sliding_lm_examples": "levanter.memorization.windows.build_windows makes one token matrix",
+        "token_sliding_lm_examples": "levanter.memorization.windows.build_windows makes one matrix",
+    },
+    "levanter.utils.mesh": {
+        "create_mesh_from_axis_specs": "trainer.device_mesh, or MeshSpec.of(…).build(devices)",
+        "DEFAULT_DCN_AXIS_SPEC DEFAULT_DP_AXES DEFAULT_ICI_AXIS_SPEC DEFAULT_SHARED_MAPPING": "they are the defaults "
+        "of levanter.mesh.MeshConfig",
+    },
+    "levanter.utils.jax_utils": {
+        "currently_allocated_array_memory dump_fwd_bwd_jaxprs format_currently_allocated_array_memory "
+        "ordered_tree_map pytree_partial recursive_checkpoint reduce set_hardware_rng_ops": _PARTS,
+        "sharded_tree_size estimated_free_device_memory": "`levanter.main.plan` reports the memory of each device",
+        "assert_equal axis_resource_is_explicit broadcast_one_to_all broadcast_shard flops_estimate is_inside_jit "
+        "is_in_jit jnp_to_python join_key leaf_key_paths move_tree_to_memory_kind multihost_broadcast_sync "
+        "sync_global_devices tree_broadcast_to zeros_like_tree": _PARTS,
+    },
+    "levanter.utils.fsspec_utils": {
+        "mkdirs": "levanter.io.atomic_write creates missing folders",
+        "expand_glob": "levanter.io.expand takes braces and wildcards",
+        "remove": "fsspec has it",
+    },
+    "levanter.utils.py_utils": {
+        "FailSafeJSONEncoder actual_sizeof cached_classproperty classproperty dataclass_with_default_init "
+        "set_global_rng_seeds": _PARTS,
+    },
+    "levanter.utils.tree_utils": {
+        "NonePolicy PackedLeaf key_path_to_str pack_pytree tree_flatten_one_level_with_keys unpack_pytree": _PARTS,
+    },
+    "levanter.main.export_hf_to_lm": {"main": "every entry point reads Hugging Face files directly"},
+    "levanter.main.inference_repl": {"repl_mode cli_mode ReplContext console": _SAMPLING},
+    "levanter.main.lora_lm": {"train": "`main` trains"},
+    "levanter.main.sft": {"train DatasetType add_special_tokens": "`train_lm` trains on conversations"},
+    "levanter.main.sft_mixture": {"train": "`train_lm` trains on conversations"},
+    "levanter.main.train_asr": {"main": _SPEECH},
+    "levanter.main.train_dpo": {
+        "AdapterBaseReferenceModelProvider": _PREFERENCES,
+    },
+}
+"""Module (or `module:Class`) → names there, space between them → what to use instead, or why there is nothing."""
+
+GONE_MODULES: Mapping[str, str] = {
+    "levanter.adaptor": _LORA,
+    "levanter.lora": _LORA,
+    "levanter.analysis": "`viz_logprobs`, `perplexity_gap` and `plan` write pages",
+    "levanter.visualization": "`viz_logprobs` writes the page",
+    "levanter.callbacks._core": _HOOKS,
+    "levanter.callbacks._metrics": _HOOKS,
+    "levanter.callbacks.labeled_eval": "evaluation by labels is not implemented yet; tags are evaluated one by one",
+    "levanter.callbacks.state_adapter": _HOOKS,
+    "levanter.callbacks.tensorstore_callbacks": "checkpoints are written by Orbax",
+    "levanter.compat.fsspec_safetensor": "levanter.compat.hf.index.open_weights reads safetensors by ranges",
+    "levanter.data._prp": _ROWS,
+    "levanter.data.audio": _SPEECH,
+    "levanter.data.metrics_monitor": _STORE,
+    "levanter.data.permutation": _ROWS,
+    "levanter.data.shard_cache": _STORE,
+    "levanter.data.sharded_datasource": "data.components say what is read; levanter.data.read_records reads a file",
+    "levanter.data.text.cache": _STORE,
+    "levanter.data.text.datasets": "levanter.data has the configurations; " + _ROWS,
+    "levanter.data.text.examples": _EXAMPLE,
+    "levanter.data.text.formats": "levanter.data has the formats",
+    "levanter.data.text.preference": _PREFERENCES,
+    "levanter.data.text.trace_chat": "evaluation of traces is not implemented yet",
+    "levanter.data.utils": _PARTS,
+    "levanter.dpo": _PREFERENCES,
+    "levanter.generator": _SAMPLING,
+    "levanter.grad_accum": "a step splits its batch into microbatches automatically: trainer.per_device_parallelism",
+    "levanter.grug": "array-first models are not here; every model has named axes",
+    "levanter.inference.jit_scheduler": "levanter.inference.scheduler plans on the host, levanter.inference.slot_state "
+    "is the state on the device",
+    "levanter.inference.openai": _SERVING,
+    "levanter.inference.openai_protocol": _SERVING,
+    "levanter.inference.page_table": "levanter.inference.page_allocator and levanter.inference.scheduler_state say who "
+    "has which page",
+    "levanter.inference.utils": _PARTS,
+    "levanter.infra.cli_helpers": _LAUNCH,
+    "levanter.infra.docker": _LAUNCH,
+    "levanter.infra.ray_tpu": _LAUNCH,
+    "levanter.infra.tpus": _LAUNCH,
+    "levanter.kernels": "kernels are chosen by `model.attn_backend`: levanter.layers.attention",
+    "levanter.layers.attention_mask": "levanter.layers.attention.AttentionMask",
+    "levanter.layers.gated_deltanet": _LAYERS,
+    "levanter.layers.kv_cache": _SAMPLING,
+    "levanter.layers.normalization": "levanter.layers.norm",
+    "levanter.layers.page_table": _SAMPLING,
+    "levanter.layers.sampler": "levanter.inference.sampling.sample samples a token for each row",
+    "levanter.megascale": _LAUNCH,
+    "levanter.metrics": "levanter.trainer.metrics",
+    "levanter.main.model_init": "levanter.commands.model.pretrained describes and loads models",
+    "levanter.models.apertus": _FAMILY,
+    "levanter.models.asr_model": _SPEECH,
+    "levanter.models.gpt2_hyena": _FAMILY,
+    "levanter.models.hyena": _FAMILY,
+    "levanter.models.linear": _LAYERS,
+    "levanter.models.whisper": _FAMILY,
+    "levanter.models.backpack": _FAMILY,
+    "levanter.models.longformer": _LAYERS,
+    "levanter.models.longformer_scale_test": _LAYERS,
+    "levanter.models.mpt": _FAMILY,
+    "levanter.newdata": _ROWS,
+    "levanter.optim.adam_mini": _OPTIMIZER,
+    "levanter.optim.adamh": _OPTIMIZER,
+    "levanter.optim.adopt": _OPTIMIZER,
+    "levanter.optim.cautious": _OPTIMIZER,
+    "levanter.optim.grugmuon": _OPTIMIZER,
+    "levanter.optim.kron": _OPTIMIZER,
+    "levanter.optim.mars": _OPTIMIZER,
+    "levanter.optim.muonh": _OPTIMIZER,
+    "levanter.optim.namo": _OPTIMIZER,
+    "levanter.optim.scion": _OPTIMIZER,
+    "levanter.optim.soap": _OPTIMIZER,
+    "levanter.optim.util": _OPTIMIZERS,
+    "levanter.shapes": _PARTS,
+    "levanter.store": _STORE,
+    "levanter.tracker.helpers": "levanter.tracker.Tracker is a protocol of five methods",
+    "levanter.tracker.histogram": "trainer.watch.include_histograms",
+    "levanter.utils.cloud_utils": _LAUNCH,
+    "levanter.utils.flop_utils": "levanter.models.flops",
+    "levanter.utils.hf_utils": "levanter.data.Tokenizer has byte_lengths()",
+    "levanter.utils.index": _PARTS,
+    "levanter.utils.json_utils": _PARTS,
+    "levanter.utils.logging": "levanter.io.setup_logging",
+    "levanter.utils.profile_dirs": "trainer.profiler selects the steps to profile, and a run prints where the "
+    "profiles are",
+    "levanter.utils.ray_utils": _LAUNCH,
+    "levanter.utils.stat_utils": _PARTS,
+    "levanter.utils.thread_utils": _PARTS,
+    "levanter.utils.token_init": "the vocabulary is neither padded nor truncated; rows beyond the tokenizer's ids are "
+    "harmless",
+    "levanter.types": _PARTS,
+    "levanter.utils.types": _PARTS,
+}
+"""A module → what to use instead of everything in and below it."""
+
+GONE: Mapping[str, str] = {
+    f"{at.replace(':', '.')}.{name}": why
+    for at, rows in GONE_IN.items()
+    for names, why in rows.items()
+    for name in names.split()
+}
+"""Each name of `GONE_IN` → why."""

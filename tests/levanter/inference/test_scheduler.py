@@ -1,0 +1,591 @@
+"""The schedule against a device that only remembers which token was written where.
+
+Random traces of requests, cancellations and early ends run through `Schedule` and a stand-in for the device. The
+stand-in writes tokens into pages as the plan says and, before anything reads a position, looks whether the page that
+the table names holds exactly the row's token of that position after exactly the row's tokens before it.
+"""
+
+import dataclasses
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from levanter.inference.page_allocator import OutOfPagesError, PagePool
+from levanter.inference.params import SamplingParams
+from levanter.inference.prefix_cache import known_pages, page_names
+from levanter.inference.requests import ChoiceId, Request
+from levanter.inference.scheduler import QueueFullError, RefusedError, Schedule
+from levanter.inference.scheduler_state import Row, changed
+
+LAST = 10_000
+"""A token that ends a row."""
+POISON = 20_000
+"""A token from which on nothing in a row is a number."""
+
+
+def request(id, tokens, *, n=1, max_tokens=4, **more):
+    params = SamplingParams(n=n, max_tokens=max_tokens, **more)
+    return Request(id=str(id), tokens=tuple(tokens), params=params, seed=0, stop_ids=(LAST,))
+
+
+@dataclass
+class Device:
+    """What is in the cache: (shard, page, slot) → the whole sequence up to there."""
+
+    schedule: Schedule
+    cache: dict[tuple[int, int, int], tuple[int, ...]] = field(default_factory=dict)
+
+    def at(self, plan, place, position):
+        page = int(plan.tables[place, position // self.schedule.page_size])
+        assert 0 <= page < self.schedule.pages, f"position {position} of place {place} has no page"
+        return place // self.schedule.places, page, position % self.schedule.page_size
+
+    def check_read(self, plan, place, tokens):
+        """Everything before the end of `tokens` must be there, written for this very sequence."""
+        for position in range(len(tokens)):
+            found = self.cache.get(self.at(plan, place, position))
+            assert found == tokens[: position + 1], f"place {place} reads another sequence at {position}"
+
+    def write(self, plan, place, tokens, start):
+        for position in range(start, len(tokens)):
+            self.cache[self.at(plan, place, position)] = tokens[: position + 1]
+
+
+@dataclass
+class Run:
+    """A schedule, a device, and whoever reads its tokens a step late."""
+
+    schedule: Schedule
+    lengths: dict[ChoiceId, int]
+    behind: int
+    standing: object = None
+    device: Device = None
+    unread: deque = field(default_factory=deque)
+    texts: dict[ChoiceId, tuple[int, ...]] = field(default_factory=dict)
+    finished: set = field(default_factory=set)
+    gave_way: int = 0
+    shared: int = 0
+    lost: set = field(default_factory=set)
+    done: dict[int, bool] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.standing = self.schedule.start()
+        self.device = Device(self.schedule)
+
+    def token(self, id, sequence):
+        """What the model says next: by the sequence and the choice, so that a row that gave way says the same again."""
+        made = len(sequence) - len(self.prompts[id.request])
+        return LAST if made + 1 == self.lengths.get(id) else 1 + (hash((sequence, id.choice)) % 3)
+
+    prompts: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    params: dict[str, SamplingParams] = field(default_factory=dict)
+
+    def offer(self, made):
+        self.prompts[made.id], self.params[made.id] = made.tokens, made.params
+        self.standing = self.schedule.offered(self.standing, made)
+        for n in range(made.params.n):
+            self.texts[ChoiceId(made.id, n)] = made.tokens
+
+    def step(self):
+        before, ran = snapshot(self.standing), {row.id for row in self.standing.rows if row is not None}
+        plan = self.schedule.step(self.standing)
+        assert snapshot(self.standing) == before, "a step has changed what it was given"
+        self.check_order(plan, ran)
+        for place in plan.released:
+            self.done[place] = True
+        produced, parts = {}, []
+        self.gave_way += len(plan.gave_way)
+        assert len({part.place for part in plan.prefill} | {row.place for row in plan.decode}) == len(
+            plan.prefill
+        ) + len(plan.decode), "a row is prefilled and decoded in one step"
+        ends = []
+        for part in plan.prefill:
+            rows, tokens = plan.bucket
+            assert 0 <= part.lane < rows and 0 < len(part.tokens) <= tokens
+            assert part.lane // (rows // self.schedule.shards) == part.place // self.schedule.places
+            sequence = self.texts[part.id]
+            assert sequence[part.start : part.start + len(part.tokens)] == part.tokens
+            self.device.check_read(plan, part.place, sequence[: part.start])
+            if part.fresh:
+                self.shared += part.start
+                params = self.params[part.id.request]
+                assert part.start == 0 or (params.repetition_penalty == 1 and not params.echo)
+                # Those that it made itself are counted as they are computed again.
+                assert not params.counts_tokens or part.start <= len(self.prompts[part.id.request])
+            ends.append((part, sequence[: part.start + len(part.tokens)]))
+        # The rows of one call run at the same time: none may depend on what another one writes.
+        for part, sequence in ends:
+            self.device.write(plan, part.place, sequence, part.start)
+        for part, sequence in ends:
+            self.device.check_read(plan, part.place, sequence)
+            parts.append((part.id, len(sequence), part.ends, POISON not in part.tokens))
+            if part.ends:
+                assert sequence == self.texts[part.id]
+                token = self.token(part.id, sequence)
+                self.texts[part.id] += (token,)
+                self.done[part.place] = token == LAST or part.left == 1
+                produced[part.id] = (token,)
+        for row in plan.decode:
+            assert self.done[row.place] or self.made(row.id) + row.tokens <= self.limits[row.id]
+            made = []
+            for _ in range(row.tokens):
+                if self.done[row.place]:
+                    break
+                sequence = self.texts[row.id]
+                self.device.check_read(plan, row.place, sequence[:-1])
+                self.device.write(plan, row.place, sequence, len(sequence) - 1)
+                token = self.token(row.id, sequence)
+                self.texts[row.id] += (token,)
+                made.append(token)
+                self.done[row.place] = token == LAST or self.made(row.id) == self.limits[row.id]
+            produced[row.id] = tuple(made)
+        self.unread.append((parts, produced))
+        self.standing = plan.after
+        while len(self.unread) > self.behind:
+            self.read()
+        self.check()
+        return plan
+
+    limits: dict[ChoiceId, int] = field(default_factory=dict)
+
+    def made(self, id):
+        return len(self.texts[id]) - len(self.prompts[id.request])
+
+    def check_order(self, plan, ran):
+        """Who came first is admitted first, but for choices that wait for another one of their request."""
+        running = {row.id.request for row in plan.after.rows if row is not None}
+        waiting = [row.order for row in plan.after.queue if row.id.request not in running]
+        admitted = [row.order for row in plan.after.rows if row is not None and row.id not in ran]
+        assert not waiting or not admitted or max(admitted) < min(waiting), "somebody was overtaken"
+
+    def read(self):
+        parts, produced = self.unread.popleft()
+        for id, end, ends, sound in parts:
+            if not sound and self.standing.find(id) is not None:
+                self.lost.add(id)
+                self.end(id)
+            elif not ends:
+                self.standing = self.standing.read_part(id, end)
+        for id, tokens in produced.items():
+            row = self.standing.find(id)
+            self.standing = self.standing.read(id, tokens)
+            if row is None:
+                continue
+            read = row.made + tokens
+            if (tokens and tokens[-1] == LAST) or len(read) == self.limits[id]:
+                self.end(id)
+
+    def end(self, id):
+        self.standing = self.schedule.ended(self.standing, id)
+        self.finished.add(id)
+
+    def check(self):
+        """No page is lost or held by other rows than those that have it."""
+        schedule, standing = self.schedule, self.standing
+        for shard, pool in enumerate(standing.pools):
+            pool.check()
+            for name, page in pool._page_of.items():
+                there = self.device.cache[shard, page, schedule.page_size - 1]
+                assert page_names(there, schedule.page_size)[-1] == name, "a page has another name than contents"
+                assert POISON not in there, "a row may begin with what is lost"
+            holders = {}
+            for place in range(shard * schedule.places, (shard + 1) * schedule.places):
+                row = standing.rows[place]
+                if row is not None:
+                    assert row.place == place and len(set(row.pages)) == len(row.pages)
+                    for page in row.pages:
+                        holders[page] = holders.get(page, 0) + 1
+            if not schedule.fixed:
+                assert {page: pool.holders(page) for page in range(pool.size) if pool.holders(page)} == holders
+            else:
+                assert all(count == 1 for count in holders.values())
+        assert [row.order for row in standing.queue] == sorted(row.order for row in standing.queue)
+
+    def drain(self, most):
+        """Steps until nobody is there; everybody must get there."""
+        for n in range(most):
+            if self.standing.idle:
+                while self.unread:
+                    self.read()
+                return n
+            plan = self.step()
+            if plan.empty and self.unread:
+                self.read()
+        raise AssertionError(f"after {most} steps there is still {self.standing}")
+
+
+def snapshot(standing):
+    return dataclasses.replace(standing, pools=()), [
+        (list(p._free), dict(p._holders), list(p._idle), dict(p._page_of), dict(p._name_of)) for p in standing.pools
+    ]
+
+
+@st.composite
+def traces(draw):
+    shards = draw(st.sampled_from([1, 1, 1, 2]))
+    page_size = draw(st.sampled_from([1, 2, 4]))
+    context = draw(st.integers(8, 40))
+    fixed = draw(st.integers(0, 7)) == 0
+    places = draw(st.integers(1, 4))
+    row_pages = -(-context // page_size)
+    pages = places * row_pages if fixed else draw(st.integers(max(2, row_pages // 2), 2 * row_pages))
+    schedule = Schedule(
+        rows=places * shards,
+        pages=pages,
+        page_size=page_size,
+        context=context,
+        buckets=draw(
+            st.sampled_from([((shards, 8), (2 * shards, 3)), ((shards, 2),), ((4 * shards, 16), (shards, 64))])
+        ),
+        steps=draw(st.sampled_from([1, 1, 3])),
+        max_queued_tokens=draw(st.sampled_from([10, 60, 1000])),
+        shards=shards,
+        fixed=fixed,
+        share_prefixes=draw(st.booleans()),
+    )
+    behind = draw(st.integers(0, 2))
+    likely = st.sampled_from([1, 2] * 10 + [POISON])
+    prefixes = draw(st.lists(st.lists(likely, min_size=0, max_size=12), min_size=1, max_size=3))
+    events = []
+    for n in range(draw(st.integers(1, 12))):
+        kind = draw(st.sampled_from(["offer", "offer", "step", "step", "cancel"]))
+        if kind == "offer":
+            tokens = draw(st.sampled_from(prefixes)) + draw(st.lists(st.integers(1, 3), min_size=1, max_size=6))
+            copies = draw(st.sampled_from([1, 1, 1, 3]))
+            new = draw(st.one_of(st.none(), st.integers(1, 12)))
+            penalty = draw(st.sampled_from([{}] * 4 + [{"repetition_penalty": 1.5}, {"frequency_penalty": 0.5}]))
+            events.append((kind, (str(n), tokens, copies, new, draw(st.integers(1, 12)), penalty)))
+        else:
+            events.append((kind, draw(st.integers(1, 4) if kind == "step" else st.integers(0, 50))))
+    return schedule, behind, events
+
+
+def play(trace):
+    schedule, behind, events = trace
+    run = Run(schedule, {}, behind)
+    offered = []
+    for kind, what in events:
+        if kind == "step":
+            for _ in range(what):
+                run.step()
+        elif kind == "cancel":
+            if offered:
+                run.end(offered[what % len(offered)])
+        else:
+            id, tokens, copies, new, ends, penalty = what
+            made = request(id, tokens, n=copies, max_tokens=new, **penalty)
+            before = run.standing.queued_tokens
+            try:
+                run.offer(made)
+            except RefusedError:
+                limit = schedule.context - len(tokens) if new is None else new
+                positions = len(tokens) + limit
+                pages = -(-(positions - 1) // schedule.page_size)
+                assert limit < 1 or positions > schedule.context or pages > schedule.pages
+                continue
+            except QueueFullError:
+                assert before and before + copies * len(tokens) > schedule.max_queued_tokens
+                continue
+            for c in range(copies):
+                one = ChoiceId(id, c)
+                offered.append(one)
+                run.lengths[one] = ends + c
+                run.limits[one] = made.new_tokens(schedule.context)
+            assert run.standing.queued_tokens <= max(schedule.max_queued_tokens, copies * len(tokens))
+    most = 50 + 4 * sum(schedule.context + run.limits[one] for one in offered) * (1 + behind)
+    run.drain(most)
+    assert run.finished == set(offered)
+    assert run.lost == {one for one in run.lost if POISON in run.prompts[one.request]}
+    for pool in run.standing.pools:
+        assert pool.held == 0 and pool.available == pool.size
+    return run
+
+
+@settings(max_examples=100)
+@given(traces())
+def test_traces(trace):
+    """No page is lost or shared wrongly, everybody finishes, and the queue is bounded."""
+    play(trace)
+
+
+@pytest.mark.slow
+@settings(max_examples=2000)
+@given(traces())
+def test_many_traces(trace):
+    play(trace)
+
+
+def small(**changes):
+    given = dict(rows=4, pages=8, page_size=4, context=32, buckets=((1, 8), (4, 4)))
+    return Schedule(**(given | changes))
+
+
+def started(schedule, *requests, ends=99, behind=0):
+    run = Run(schedule, {}, behind)
+    for one in requests:
+        run.offer(one)
+        for n in range(one.params.n):
+            run.lengths[ChoiceId(one.id, n)] = ends
+            run.limits[ChoiceId(one.id, n)] = one.new_tokens(schedule.context)
+    return run
+
+
+def test_prompts_are_computed_in_parts_beside_decoding():
+    run = started(small(), request("a", [1, 2], max_tokens=20))
+    assert [len(part.tokens) for part in run.step().prefill] == [2]
+    run.offer(request("b", range(1, 20), max_tokens=2))
+    run.lengths[ChoiceId("b", 0)], run.limits[ChoiceId("b", 0)] = 99, 2
+    plans = [run.step() for _ in range(3)]
+    assert [[(part.start, len(part.tokens), part.ends) for part in plan.prefill] for plan in plans] == [
+        [(0, 8, False)], [(8, 8, False)], [(16, 3, True)],
+    ]  # fmt: skip
+    assert all([row.id.request for row in plan.decode] == ["a"] for plan in plans)
+    assert [row.id.request for row in run.step().decode] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parts"),
+    [(1, [32]), (32, [32]), (33, [32, 32]), (64, [32, 32]), (65, [128]), (128, [128]), (130, [128, 32]),
+     (200, [128, 128]), (257, [512]), (1100, [512, 512, 128])],
+)  # fmt: skip
+def test_how_a_prompt_is_cut_depends_on_its_length_alone(tokens, parts):
+    schedule = small(rows=16, pages=1000, context=2000, buckets=((1, 512), (4, 128), (8, 32)))
+    left, found = tokens, []
+    while left:
+        rows, size = schedule.bucket_for(left)
+        assert rows * size in (256, 512)
+        found.append(size)
+        left -= min(left, size)
+    assert found == parts
+    # Among others of all lengths too, of which whoever came first is served first.
+    others = [request(n, [n] * (17 * n % 140 + 1)) for n in range(1, 9)]
+    run = started(schedule, *others[:4], request("own", [9] * tokens), *others[4:])
+    sizes: dict[str, list[int]] = {}
+    while not run.standing.idle:
+        plan = run.step()
+        for part in plan.prefill:
+            sizes.setdefault(part.id.request, []).append(plan.bucket[1])
+    assert sizes["own"] == parts
+
+
+def test_short_prompts_go_into_one_call():
+    run = started(small(), *(request(n, [n, n, n]) for n in range(1, 4)))
+    plan = run.step()
+    assert plan.bucket == (4, 4) and [part.lane for part in plan.prefill] == [0, 1, 2]
+    assert all(part.fresh and part.ends for part in plan.prefill)
+
+
+def test_a_prefix_is_computed_once():
+    """A second prompt starts behind the full pages it has in common with the first, as soon as those are read."""
+    schedule = small(pages=16)
+    run = started(schedule, request("a", range(1, 11), max_tokens=2))
+    run.step(), run.step()
+    run.offer(request("b", [*range(1, 9), 77, 78], max_tokens=2))
+    run.lengths[ChoiceId("b", 0)], run.limits[ChoiceId("b", 0)] = 99, 2
+    (part,) = run.step().prefill
+    assert (part.start, part.tokens, part.fresh, part.ends) == (8, (77, 78), True, True)
+    run.drain(20)
+    # Behind the end of both, too; but at least one token is always computed.
+    run.offer(request("c", range(1, 9), max_tokens=2))
+    run.lengths[ChoiceId("c", 0)], run.limits[ChoiceId("c", 0)] = 99, 2
+    (part,) = run.step().prefill
+    assert (part.start, part.tokens) == (4, (5, 6, 7, 8))
+
+
+def test_what_nobody_has_read_is_not_shared():
+    """Whether it is numbers is not known yet: a second prompt that cannot wait computes it too."""
+    run = started(small(pages=16), request("a", range(1, 11), max_tokens=2), behind=2)
+    run.step(), run.step()
+    run.offer(request("b", range(1, 11), max_tokens=2))
+    run.lengths[ChoiceId("b", 0)], run.limits[ChoiceId("b", 0)] = 99, 2
+    assert run.step().prefill[0].start == 0
+    run.drain(20)
+
+
+def test_a_row_that_is_lost_leaves_what_was_sound_before():
+    """The third page of `a` is lost, and with it whoever begins with it; the first two are there for `c`."""
+    poisoned = [*range(1, 9), 3, POISON, 5, 6, 7, 8]
+    run = started(small(pages=16), request("a", poisoned, max_tokens=2))
+    run.offer(request("b", poisoned, max_tokens=2))
+    run.lengths[ChoiceId("b", 0)], run.limits[ChoiceId("b", 0)] = 99, 2
+    run.drain(20)
+    assert run.lost == {ChoiceId("a", 0), ChoiceId("b", 0)}
+    run.offer(request("c", [*range(1, 9), 3, 4, 5, 6, 7], max_tokens=2))
+    run.lengths[ChoiceId("c", 0)], run.limits[ChoiceId("c", 0)] = 99, 2
+    assert run.step().prefill[0].start == 8
+    run.drain(20)
+    assert ChoiceId("c", 0) in run.finished - run.lost
+
+
+def test_what_a_row_made_is_counted_again_when_it_comes_back():
+    schedule = small(pages=16)
+    made = request("a", [1, 2, 3, 4, 5], max_tokens=20, frequency_penalty=0.5)
+    pool = schedule.start().pools[0]
+    known = (1, 2, 3, 4, 5, 6, 7, 8)
+    pages = pool.take(2)
+    for page, name in zip(pages, page_names(known, 4), strict=True):
+        pool.name(page, name)
+    pool.give_back(pages)
+    for penalty, start in ((0.5, 4), (0.0, 8)):
+        params = dataclasses.replace(made.params, frequency_penalty=penalty)
+        offered = schedule.offered(schedule.start(), dataclasses.replace(made, params=params))
+        waits = dataclasses.replace(offered.queue[0], made=(6, 7, 8, 9), gave_way=True)
+        (part,) = schedule.step(dataclasses.replace(offered, queue=(waits,), pools=(pool.copy(),))).prefill
+        assert (part.start, part.tokens) == (start, (*known, 9)[start:])
+
+
+@pytest.mark.parametrize("more", [{"repetition_penalty": 1.1}, {"echo": True}])
+def test_prompts_that_are_counted_or_scored_are_computed_whole(more):
+    run = started(small(pages=16), request("a", range(1, 11), max_tokens=2))
+    run.drain(20)
+    run.offer(request("b", range(1, 11), max_tokens=2, **more))
+    run.lengths[ChoiceId("b", 0)], run.limits[ChoiceId("b", 0)] = 99, 2
+    assert run.step().prefill[0].start == 0
+
+
+def test_choices_of_a_request_share_its_prompt():
+    run = started(small(pages=16), request("a", range(1, 14), n=3, max_tokens=9))
+    plans = [run.step() for _ in range(4)]
+    computed = [part for plan in plans for part in plan.prefill]
+    assert [(part.id.choice, part.start) for part in computed] == [(0, 0), (0, 8), (1, 12), (2, 12)]
+    assert run.standing.pools[0].held == 3 + 3
+
+
+def test_the_youngest_gives_way_and_says_the_same_later():
+    schedule = small(pages=6, rows=3, share_prefixes=False)
+    alone = {}
+    for n in range(3):
+        run = started(schedule, request(n, [n + 1] * 3, max_tokens=14))
+        run.drain(100)
+        alone[n] = run.texts[ChoiceId(str(n), 0)]
+    run = started(schedule, *(request(n, [n + 1] * 3, max_tokens=14) for n in range(3)), behind=1)
+    order = []
+    while not run.standing.idle or run.unread:
+        before = set(run.finished)
+        if run.step().empty:
+            run.read()
+        order += sorted(run.finished - before)
+    assert run.gave_way > 0
+    assert [id.request for id in order] == ["0", "1", "2"]
+    assert {int(id.request): text for id, text in run.texts.items()} == alone
+
+
+def test_who_gave_way_comes_back_when_its_tokens_are_known():
+    """The device has more tokens of it than were read; what it is prefilled with later has to have them all."""
+    schedule = small()
+    made = request("a", [1, 2, 3], max_tokens=9)
+    waits = schedule.offered(schedule.start(), made).queue[0]
+    waits = dataclasses.replace(waits, made=(5,), due=(2, 1), gave_way=True)
+    standing = dataclasses.replace(schedule.start(), queue=(waits,), arrived=1)
+    assert schedule.step(standing).empty
+    standing = standing.read(waits.id, (6, 7))
+    assert schedule.step(standing).empty
+    (part,) = schedule.step(standing.read(waits.id, (8,))).prefill
+    assert part.tokens == (1, 2, 3, 5, 6, 7, 8) and part.left == 5 and part.fresh and part.ends
+
+
+def test_what_could_never_finish_is_refused_at_the_door():
+    schedule = small()
+    for made, said in [
+        (request("a", [], max_tokens=1), "the prompt is empty"),
+        (request("a", [1] * 30, max_tokens=3), "prompt of 30 tokens and 3 new tokens .* the context of 32"),
+        (request("a", [1] * 32, max_tokens=None), "prompt of 32 tokens and one new token"),
+    ]:
+        with pytest.raises(RefusedError, match=said):
+            schedule.offered(schedule.start(), made)
+    with pytest.raises(RefusedError, match="take 8 pages of 4 positions, and the cache has 7"):
+        small(pages=7).check(request("a", [1] * 20, max_tokens=12))
+    small(pages=7).check(request("a", [1] * 20, max_tokens=9))  # the last token is not written
+    small(pages=8).check(request("a", [1] * 31, max_tokens=None))
+
+
+def test_the_queue_is_bounded_by_tokens():
+    schedule = small(max_queued_tokens=10)
+    standing = schedule.offered(schedule.start(), request("long", [1] * 20))
+    with pytest.raises(QueueFullError, match="20 tokens wait, 1 more would be over the 10"):
+        schedule.offered(standing, request("b", [1]))
+    plan = schedule.step(standing)
+    standing = schedule.offered(plan.after, request("c", [1] * 5, n=2))
+    assert standing.queued_tokens == 10
+    with pytest.raises(QueueFullError):
+        schedule.offered(standing, request("d", [1]))
+
+
+def test_a_cancelled_choice_leaves_at_once():
+    run = started(small(), request("a", range(1, 8)), request("b", [9]))
+    run.step()
+    held = run.standing.pools[0].held
+    run.end(ChoiceId("a", 0))
+    assert run.standing.pools[0].held == held - 2
+    plan = run.step()
+    assert plan.released == (0,)
+    run.end(ChoiceId("a", 0))
+    run.end(ChoiceId("nobody", 3))
+    run.drain(20)
+
+
+def test_tables_name_pages_of_the_rows_own_shard():
+    schedule = small(shards=2, buckets=((2, 8),))
+    run = started(schedule, *(request(n, [n + 1] * 5) for n in range(4)))
+    plan = run.step()
+    places = [row.place for row in run.standing.rows if row is not None]
+    assert places == [0, 1, 2, 3] and plan.tables.shape == (4, 8)
+    assert plan.tables.dtype == np.int32
+    # Each shard counts its pages from 0, and each has a lane of its own in a call.
+    assert set(plan.tables[:2, :2].ravel()) == set(plan.tables[2:, :2].ravel()) == {0, 1, 2, 3}
+    assert (plan.tables[:, 2:] == schedule.fill).all()
+    assert [(part.lane, part.place) for part in plan.prefill] == [(0, 0), (1, 2)]
+
+
+class TestPages:
+    def test_idle_pages_are_given_away_the_least_used_first(self):
+        pool = PagePool(4)
+        a, b = pool.take(2), pool.take(1)
+        names = page_names(range(3), 1)
+        for page, name in zip(a + b, names, strict=True):
+            pool.name(page, name)
+        pool.give_back(a)
+        pool.give_back(b)
+        assert known_pages(pool, names) == a + b and (pool.idle, pool.available) == (3, 4)
+        (first,) = pool.take(1)
+        assert first not in a + b
+        # Of the row that ended first the last page goes first: without the one before it, it would be of no use.
+        assert pool.take(1) == (a[1],) and known_pages(pool, names) == (a[0],)
+        pool.share([a[0]])
+        assert pool.take(1) == b
+        with pytest.raises(OutOfPagesError, match="1 pages wanted, 0 of 4 available"):
+            pool.take(1)
+        pool.check()
+
+    def test_equal_contents_are_known_once(self):
+        pool = PagePool(3)
+        (name,) = page_names([5], 1)
+        a, b = pool.take(1), pool.take(1)
+        pool.name(a[0], name)
+        pool.name(b[0], name)
+        pool.give_back(b)
+        assert pool.find(name) == a[0] and pool.idle == 0
+        pool.share(a)
+        pool.give_back(a)
+        assert pool.holders(a[0]) == 1
+        pool.check()
+
+    def test_names_depend_on_everything_before(self):
+        one, other = page_names([1, 2, 3, 4, 5], 2), page_names([9, 2, 3, 4, 5], 2)
+        assert len(one) == 2 and one[1] != other[1] and one[0] != other[0]
+        assert page_names([1, 2, 3, 4], 2, one[:1]) == one
+        assert page_names([2**31 - 1, 0], 1)[0] != page_names([0, 2**31 - 1], 1)[0]
+
+
+def test_a_changed_value_is_what_dataclasses_would_make():
+    request = Request(id="a", tokens=(1, 2), params=SamplingParams(), seed=0)
+    row = Row(id=ChoiceId("a", 0), request=request, order=3, limit=4, made=(7,), due=(1,))
+    new = changed(row, made=(7, 8), due=())
+    assert new == dataclasses.replace(row, made=(7, 8), due=())
+    assert row.made == (7,), "what is changed stays what it is"
+    with pytest.raises(AssertionError, match=r"Row has none of \['mde'\]"):
+        changed(row, mde=())
