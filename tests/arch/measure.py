@@ -1,7 +1,9 @@
-"""Measures the source: `python tests/arch/measure.py` prints every number in one table.
+"""Measures the source and the paths through it: `python tests/arch/measure.py` prints every number in one table.
 
     python tests/arch/measure.py --list words --package serving   # file:line:name of each forbidden name
     python tests/arch/measure.py --list functions                 # what another number counts
+    python tests/arch/measure.py --list "request files"           # the same of a path (half a minute)
+    python tests/arch/measure.py --source                         # without the paths
     python tests/arch/measure.py --lower                          # write the present values to ceilings.json
 
 `ceilings.json` holds the values that `test_house.py` allows. They only fall: `--lower` writes the present values where
@@ -19,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from arch import files, source, words
+from arch import files, paths, source, words
 
 CEILINGS = Path(__file__).with_name("ceilings.json")
 
@@ -104,12 +106,14 @@ def lowered(allowed: Mapping[str, Any]) -> dict[str, Any]:
     graph = {name: source.imports(module, modules) for name, module in modules.items()}
     counts = words.by_package(forbidden_names(modules))
     single = sorted(files.single_importers(modules, graph))
+    path_values = {name: value for name, (value, _) in paths.numbers().items() if name in allowed["paths"]}
     floor = int(20 * files.comment_density(modules.values())) / 20
     return {
         **allowed,
         "words": min(allowed["words"], dict(sorted(counts.items())), key=lambda by_package: sum(by_package.values())),
         "single": min(allowed["single"], single, key=len),
         "comments": max(allowed["comments"], floor),
+        "paths": {name: min(allowed["paths"][name], value) for name, value in path_values.items()},
     }
 
 
@@ -119,32 +123,53 @@ def _in_package(item: str, package: str | None) -> bool:
     return not folder or re.match(rf"{re.escape(folder)}(\W|$)", path) is not None
 
 
+def list_words(names: Sequence[words.ForbiddenName], package: str | None, word: str | None) -> None:
+    """Prints the forbidden names of a package, one a line."""
+    for name in names:
+        if (word or name.word) == name.word and _in_package(name.path, package):
+            print(f"{name}  ({name.word}{' in ' if name.scope else ''}{name.scope})")
+
+
+def source_numbers() -> list[Number]:
+    """Every number that is read from the source alone."""
+    modules = source.modules()
+    graph = {name: source.imports(module, modules) for name, module in modules.items()}
+    return size_numbers(modules, graph) + name_numbers(modules, graph)
+
+
+def path_numbers() -> list[Number]:
+    """Every number that real runs give."""
+    return [
+        Number(name=name, value=value, meaning="paths.py", items=items)
+        for name, (value, items) in paths.numbers().items()
+    ]
+
+
 def main() -> None:
     """Prints the numbers, or what one of them counts."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--list", metavar="NAME", help="what this number counts, one line each; `all`: of every number")
     parser.add_argument("--package", help="with --list: only this package or folder, e.g. serving, commands/train")
     parser.add_argument("--word", help="with --list words: only this word, e.g. found, '*_of'")
+    parser.add_argument("--source", action="store_true", help="only the numbers that are read from the source")
     parser.add_argument("--lower", action="store_true", help="write lower ceilings to ceilings.json")
     args = parser.parse_args()
     if args.lower:
         CEILINGS.write_text(json.dumps(lowered(ceilings()), indent=1) + "\n", encoding="utf-8")
         return
-    modules = source.modules()
     if args.list == "words":
-        for name in forbidden_names(modules):
-            if (args.word or name.word) == name.word and _in_package(name.path, args.package):
-                print(f"{name}  ({name.word}{' in ' if name.scope else ''}{name.scope})")
+        list_words(forbidden_names(source.modules()), args.package, args.word)
         return
-    graph = {name: source.imports(module, modules) for name, module in modules.items()}
-    for number in size_numbers(modules, graph) + name_numbers(modules, graph):
-        if args.list not in (None, "all", number.name):
-            continue
-        print(f"{number.name:12} {number.value:>8}  {number.meaning}")
-        if args.list:
+    shown = source_numbers()
+    if not args.source and args.list not in {number.name for number in shown}:
+        shown += path_numbers()
+    for number in shown:
+        if args.list in (None, "all", number.name):
+            print(f"{number.name:28} {number.value:>8}  {number.meaning}")
+        if args.list in ("all", number.name):
             print(*(f"    {item}" for item in number.items if _in_package(item, args.package)), sep="\n")
     if args.list is None:
-        forbidden = forbidden_names(modules)
+        forbidden = forbidden_names(source.modules())
         for title, counts in (("by word", words.by_word(forbidden)), ("by package", words.by_package(forbidden))):
             print(f"forbidden names {title}: " + ", ".join(f"{key} {n}" for key, n in counts.most_common()))
 

@@ -111,6 +111,8 @@ def functions(module: Module) -> Iterator[tuple[str, int]]:
 
     def walk(node: ast.AST, prefix: str) -> Iterator[tuple[str, int]]:
         for child in ast.iter_child_nodes(node):
+            if not isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+                continue
             inner = prefix
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 inner = f"{prefix}.{child.name}"
