@@ -1,7 +1,7 @@
-"""The glossary of logical axis names: every name a mapping may use, defined once.
+"""The glossary of logical axis names: every name that a mapping may use, defined once.
 
-`AXES.md` beside this file is rendered from here (a test keeps them equal). A model uses some of these names; a mapping
-that names one the model does not have is noted, one that names anything else is refused.
+`glossary()` renders `AXES.md` in this folder, and a test compares the two. A model uses some of these names. If a
+mapping has a name of the glossary that the model does not use, the plan has a note; any other name is an error.
 """
 
 from collections.abc import Mapping
@@ -12,22 +12,22 @@ from levanter.mesh import ModelAxes
 
 KNOWN_AXES: dict[str, str] = {
     "batch": "sequences of a batch",
-    "position": "positions in a sequence: those of queries and of the residual stream",
-    "key_position": "positions in a sequence: those of keys and values; only `attention_mapping` maps them",
-    "vocab": "entries of the vocabulary: rows of the embedding table and of the output head, and logits",
+    "position": "positions in a sequence, of queries and of the residual stream",
+    "key_position": "positions in a sequence, of keys and values; only `attention_mapping` maps them",
+    "vocab": "entries of the vocabulary: rows of the embedding table and of the output head; logits",
     "embed": "features of the residual stream",
     "mlp": "features inside the feed-forward part of a block",
     "kv_head": "attention heads that have their own keys and values",
     "q_heads_per_group": "query heads that share one key/value head",
     "head_size": "features of one attention head",
-    "layers": "blocks of the model, stacked",
+    "layers": "stacked blocks of the model",
     "expert": "experts of a mixture-of-experts block",
-    "top_experts": "experts chosen for a token, best first",
-    "low_rank": "the rank of an adapter: features between its two factors",
-    "token": "sequences and positions flattened together, as experts see them",
-    "microbatch": "parts of a batch whose gradients are accumulated one after another",
+    "top_experts": "experts selected for a token, best first",
+    "low_rank": "features between the two factors of an adapter (its rank)",
+    "token": "tokens: sequences and positions flattened together, for experts",
+    "microbatch": "microbatches of a batch, for gradient accumulation",
     "page": "pages of a key/value cache",
-    "kv": "the two of a key/value cache: key, then value",
+    "kv": "two entries of a key/value cache: key, value",
     "slot": "positions inside a page of a key/value cache",
 }
 """Axis name → what it counts."""
@@ -62,10 +62,17 @@ def glossary() -> str:
     lines = [
         "# Axis names",
         "",
-        "Every logical axis has one name, used by every model. Mappings (`trainer.mesh.*_mapping`) send these names to",
-        "mesh axes. Rendered from `axes.py`.",
+        "These are the names that you can use in a mapping (`trainer.mesh.*_mapping`), which sends logical",
+        "axes to mesh axes ([sharding](../../../docs/sharding.md)). All models use the same names. A plan shows the",
+        "mappings and the axes of the largest arrays:",
         "",
-        "| name | counts |",
+        "```",
+        "python -m levanter.main.plan eval_lm --config_path config/eval/demo.yaml --target v4-16 --no_compile",
+        "```",
+        "",
+        "`levanter.models.axes.glossary()` renders this page.",
+        "",
+        "| name | elements of the axis |",
         "|---|---|",
         *(f"| `{name}` | {meaning} |" for name, meaning in KNOWN_AXES.items()),
         "",
@@ -78,9 +85,9 @@ def glossary() -> str:
             for name, parts in COMPOSITES.items()
         ),
         "",
-        "## Other spellings that mappings accept",
+        "## Aliases",
         "",
-        *(f"- `{alias}` is `{name}`" for alias, name in ALIASES.items()),
+        *(f"- `{alias}` means `{name}`" for alias, name in ALIASES.items()),
         "",
     ]
     return "\n".join(lines)
