@@ -18,10 +18,11 @@ ELSEWHERE = {
     "axes.md": "src/levanter/models/AXES.md",
     "haliax_ext.md": "haliax_ext/README.md",
     "golden.md": "tests/golden/README.md",
+    "examples.md": "examples/README.md",
 }
 """Page of the site → file of the repository."""
-CONFIGS = "config"
-"""Configurations that pages link to are part of the site as they are."""
+LINKED = {"config": "*.yaml", "examples": "*.py"}
+"""Folder → files that pages link to; they are part of the site as they are."""
 _LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(\))")
 
 
@@ -31,9 +32,10 @@ def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
 
     for page, path in ELSEWHERE.items():
         files.append(File.generated(config, page, content=(ROOT / path).read_text(encoding="utf-8")))
-    for file in sorted((ROOT / CONFIGS).rglob("*.yaml")):
-        name = file.relative_to(ROOT).as_posix()
-        files.append(File.generated(config, name, content=file.read_text(encoding="utf-8")))
+    for folder, pattern in LINKED.items():
+        for file in sorted((ROOT / folder).rglob(pattern)):
+            name = file.relative_to(ROOT).as_posix()
+            files.append(File.generated(config, name, content=file.read_text(encoding="utf-8")))
     return files
 
 
@@ -56,7 +58,7 @@ def linked(markdown: str, page: str) -> str:
     def moved(found: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(own), found[2]))
         name = pages.get(target) or target.removeprefix("docs/")
-        if target not in pages and not target.startswith(("docs/", f"{CONFIGS}/")):
+        if target not in pages and not target.startswith(("docs/", *(f"{folder}/" for folder in LINKED))):
             return found[0]
         return f"{found[1]}{posixpath.relpath(name, posixpath.dirname(page) or '.')}{found[3] or ''}{found[4]}"
 
