@@ -19,6 +19,7 @@ ELSEWHERE = {
     "haliax_ext.md": "haliax_ext/README.md",
     "golden.md": "tests/golden/README.md",
     "examples.md": "examples/README.md",
+    "security.md": "SECURITY.md",
 }
 """Page of the site → file of the repository."""
 LINKED = {"config": "*.yaml", "examples": "*.py"}
