@@ -79,7 +79,7 @@ soak: $(BIN)/.dev  ## runs under signals, full and slow disks, damage, lost peer
 	cd tests && PYTHONPATH=$(CURDIR)/tests:$(CURDIR) $(abspath $(BIN))/python -m soak --minutes $(SOAK_MINUTES) --report $(CURDIR)/docs/reliability.md
 
 docs: $(BIN)/.docs  ## the documents as a site, in site/; a broken link or a page that nothing lists is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict --clean
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --clean
 
 lint: $(BIN)/.dev  ## ruff, pyright, import contracts
 	$(BIN)/ruff check .

@@ -97,6 +97,10 @@ def test_what_is_imported_is_declared(folders, may):
     assert not missing
 
 
+def test_examples_need_the_core_only():
+    assert {distribution(name) for name in imported(["examples"]) if name not in OURS} <= CORE
+
+
 def test_what_is_declared_is_imported():
     sources = {distribution(name) for name in imported(["src", "haliax_ext"])}
     assert sorted(CORE - sources) == []
