@@ -45,7 +45,7 @@ PAGES: Mapping[str, ApiPage] = {
     "api/haliax_ext.md": ApiPage(title="haliax_ext", modules=("haliax_ext",)),
     "api/commands.md": ApiPage(
         title="Commands",
-        modules=(*COMMANDS, "levanter.commands.shell.devices", "levanter.run"),
+        modules=(*COMMANDS, "levanter.commands.cli.devices", "levanter.runplan"),
         intro="A command from Python is its configuration class, `describe(config, target)`, which returns a plan, and "
         "`execute(plan, mesh)`, which returns the result ([examples](../python-api.md)).",
     ),
@@ -62,7 +62,12 @@ PAGES: Mapping[str, ApiPage] = {
     "api/layers.md": ApiPage(
         title="levanter.layers",
         modules=(
-            *("levanter.layers.part", "levanter.layers.layer", "levanter.layers.linear", "levanter.layers.outputs"),
+            *(
+                "levanter.layers.protocols",
+                "levanter.layers.layer",
+                "levanter.layers.linear",
+                "levanter.layers.outputs",
+            ),
             *("levanter.layers.norm", "levanter.layers.mlp", "levanter.layers.rotary", "levanter.layers.attention"),
         ),
         intro="[Kinds of layers](../extending/layer.md) explains how a mixer and a feed-forward part make a layer.",
@@ -85,7 +90,7 @@ PAGES: Mapping[str, ApiPage] = {
     ),
     "api/plan.md": ApiPage(
         title="levanter.plan",
-        modules=("levanter.plan", "levanter.plan.targets", "levanter.plan.preflight", "levanter.plan.search"),
+        modules=("levanter.plan", "levanter.plan.target_from_name", "levanter.plan.preflight", "levanter.plan.search"),
     ),
     "api/checkpoint.md": ApiPage(
         title="levanter.checkpoint, levanter.tracker", modules=("levanter.checkpoint", "levanter.tracker")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jax
 
-from levanter.commands.shell.devices import local_target
+from levanter.commands.cli.devices import local_target
 from levanter.config import parse_text
 from levanter.main import eval_lm, train_lm
 from levanter.mesh import local_devices

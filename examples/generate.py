@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jax
 
-from levanter.commands.shell.devices import local_target
+from levanter.commands.cli.devices import local_target
 from levanter.inference.config import InferenceConfig
 from levanter.inference.params import SamplingParams
 from levanter.main.generate import GenerateConfig, describe, execute

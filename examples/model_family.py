@@ -25,7 +25,7 @@ from levanter.models.family import Family
 from levanter.models.llama.config_json import write_llama
 from levanter.models.llama.weights import rules
 from levanter.models.registry import LmConfig
-from levanter.plan.targets import target_of_pod
+from levanter.plan import target_of_pod
 
 CLASS = "HeronForCausalLM"
 RUN = """

@@ -15,9 +15,9 @@ import yaml
 from levanter.config import parse
 from levanter.hardware import parse_accelerator
 from levanter.main.train_lm import TrainLmConfig, describe
+from levanter.plan import target_of_pod
 from levanter.plan.search import candidates, estimate, subject_of
-from levanter.plan.search.run_layouts import keys_of
-from levanter.plan.targets import target_of_pod
+from levanter.plan.search.space import keys_of
 
 CONFIG = Path(__file__).parents[1] / "config" / "train" / "llama2_7b_v4-32.yaml"
 SHOWN = 3

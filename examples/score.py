@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jax
 
-from levanter.commands.shell.devices import local_target
+from levanter.commands.cli.devices import local_target
 from levanter.data import DirectDatasetComponent, LmDataConfig
 from levanter.main.eval_lm import EvalLmConfig, describe, execute
 from levanter.mesh import MeshConfig, local_devices

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import haliax as hax
 import jax
 
-from levanter.commands.shell.devices import local_target
+from levanter.commands.cli.devices import local_target
 from levanter.config import parse_text
 from levanter.layers.outputs import Sums
 from levanter.main.train_lm import TrainLmConfig, describe, execute

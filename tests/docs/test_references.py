@@ -1,6 +1,6 @@
-"""What the documents refer to exists: files that they link to in the repository, and names of modules and files in code.
+"""Linked files exist in the repository, and so do the modules and files that documents name in code.
 
-`make docs` checks the rest: that every page is in the navigation and that the links of the site lead to pages and headings.
+`make docs` checks the rest: every page is in the navigation, and the links of the site lead to pages and headings.
 """
 
 import importlib.util
