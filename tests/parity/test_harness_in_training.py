@@ -208,6 +208,6 @@ def test_its_programs_are_in_the_plan(tmp_path):
     assert scores and len(scores) <= 6
     states = plan.work.state_plan
     beside = states.resident.bytes_per_device - states.parameters.bytes_per_device
-    assert {plan.beside[name] for name in scores} == {beside}
+    assert {plan.coresident_bytes[name] for name in scores} == {beside}
     runs = {each.program: each.executions for each in plan.workloads if each.program in scores}
     assert runs.keys() == set(scores) and sum(runs.values()) >= 2

@@ -43,8 +43,8 @@ def describe(payload: Mapping[str, Any], target: "Target") -> "RunPlan":
     loaded = load_written(entry_point.config, payload["argv"])
     set_jax_options(loaded.config.trainer)
     if payload.get("compare"):
-        assert entry_point.in_full is not None
-        return entry_point.in_full(loaded.config, target, written=loaded.written)
+        assert entry_point.describe_full_finetune is not None
+        return entry_point.describe_full_finetune(loaded.config, target, written=loaded.written)
     return entry_point.describe(with_candidate(loaded.config, payload), target, written=loaded.written)
 
 
@@ -109,7 +109,7 @@ def _planned(asked: PlanRequest) -> int:
             require_inputs=asked.require_inputs,
             kept=KeptAnswers.here() if asked.cache else None,
         )
-        if asked.compare and entry_point.in_full is None:
+        if asked.compare and entry_point.describe_full_finetune is None:
             raise PlanUsageError(f"--compare {FULL}: {name} trains no adapters, so there is nothing to compare")
         verdicts: list[Verdict] = []
         comparisons: list[Comparison] = []
@@ -139,12 +139,12 @@ def _compared(
     from levanter.plan.compare import compare
     from levanter.plan.preflight.pipeline import preflight
 
-    assert entry_point.in_full is not None
-    in_full = entry_point.in_full
+    assert entry_point.describe_full_finetune is not None
+    describe_full = entry_point.describe_full_finetune
     say(f"planning full fine-tuning for {question.target}")
     full = replace(
         question,
-        describe=lambda target: in_full(loaded.config, target, written=loaded.written),
+        describe=lambda target: describe_full(loaded.config, target, written=loaded.written),
         payload={**question.payload, "compare": FULL},
         scope="timed",
         keep_text=None if question.keep_text is None else question.keep_text / FULL,

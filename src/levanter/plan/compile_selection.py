@@ -1,4 +1,4 @@
-"""Which Programs a plan asks the compiler about, and what else is on a device while they run."""
+"""Selects the Programs that preflight compiles, and counts the memory that is co-resident with each of them."""
 
 from collections.abc import Mapping
 
@@ -6,31 +6,34 @@ from haliax_ext.errors import gib
 from levanter.plan.aot import Compiled, Outcome
 from levanter.plan.hbm_budget import Budget
 from levanter.plan.init_memory import InitMemory, drawn_in
-from levanter.plan.load_budget import beside_loading
+from levanter.plan.load_budget import loading_coresident_bytes
 from levanter.plan.preflight.state import Scope
 from levanter.runplan import RunPlan
 
 
-def bounded_of(plan: RunPlan, scope: Scope) -> Mapping[str, InitMemory]:
-    """The Programs that a compiler is not asked for, since arithmetic says that they fit."""
+def known_to_fit(plan: RunPlan, scope: Scope) -> Mapping[str, InitMemory]:
+    """Programs that are not compiled because an upper bound of their memory fits, with that bound."""
     limit = plan.target.limit_bytes
     if scope != "run" or limit is None:
         return {}
-    beside = beside_of(plan)
-    return {name: drawn for name, drawn in drawn_in(plan).items() if drawn.total + beside.get(name, 0) <= limit}
+    coresident = coresident_bytes(plan)
+    return {name: bound for name, bound in drawn_in(plan).items() if bound.total + coresident.get(name, 0) <= limit}
 
 
-def chosen_of(plan: RunPlan, scope: Scope) -> tuple[str, ...]:
-    """The Programs that are compiled: those that make up the job's time, or those of loading and saving too.
+def select_programs(plan: RunPlan, scope: Scope) -> tuple[str, ...]:
+    """The names of the Programs to compile, those that take the compiler longest first.
 
-    What takes the compiler longest comes first, so that others are compiled beside it.
+    Args:
+        plan: the run.
+        scope: `timed` for the Programs that have a workload, else those of loading and saving too.
     """
     timed = {workload.program for workload in plan.workloads}
     names = [program.name for program in plan.computing if not timed or program.name in timed]
     if scope != "timed":
         names += [program.name for program in (*plan.computing, *plan.loading, *plan.saving)]
-    answered = bounded_of(plan, scope)
-    return tuple(name for name in dict.fromkeys(names) if name not in answered)
+    decided = known_to_fit(plan, scope)
+    # The timed Programs are first: workers compile the others at the same time.
+    return tuple(name for name in dict.fromkeys(names) if name not in decided)
 
 
 def largest(budget: Budget) -> tuple[str, int]:
@@ -38,24 +41,26 @@ def largest(budget: Budget) -> tuple[str, int]:
     return budget.largest, budget.arguments.get(budget.largest, 0)
 
 
-def beyond_room(plan: RunPlan, outcome: Outcome) -> bool:
-    """Whether a program that was compiled still does not fit.
+def exceeds_hbm(plan: RunPlan, outcome: Outcome) -> bool:
+    """Whether a Program that compiled does not fit a device.
 
-    Only TPU compilers refuse by themselves, and they know nothing of what lies beside a Program's inputs.
+    Only TPU compilers refuse a Program, and they do not know of memory that is allocated outside of it.
     """
     limit = plan.target.limit_bytes
     if limit is None or not isinstance(outcome, Compiled):
         return False
-    return outcome.peak_bytes + beside_of(plan).get(outcome.name, 0) > limit
+    return outcome.peak_bytes + coresident_bytes(plan).get(outcome.name, 0) > limit
 
 
-def beside_of(plan: RunPlan) -> Mapping[str, int]:
-    """By Program, bytes on a device of what is there while it runs and is none of its inputs."""
-    return plan.beside if plan.load is None else {**beside_loading(plan.load), **plan.beside}
+def coresident_bytes(plan: RunPlan) -> Mapping[str, int]:
+    """By Program, bytes on a device that stay allocated while it runs and are not among its inputs."""
+    return (
+        plan.coresident_bytes if plan.load is None else {**loading_coresident_bytes(plan.load), **plan.coresident_bytes}
+    )
 
 
-def too_much(plan: RunPlan, outcome: Compiled) -> str:
-    """What is said of a Program that a compiler took and a device has no room for."""
-    beside = beside_of(plan).get(outcome.name, 0)
-    said = f"{outcome.name} does not fit: {gib(outcome.peak_bytes + beside)} > {gib(plan.target.limit_bytes or 0)}"
-    return said if not beside else f"{said} ({gib(outcome.peak_bytes)} as compiled, {gib(beside)} stay beside it)"
+def format_hbm_error(plan: RunPlan, outcome: Compiled) -> str:
+    """The message for a Program that compiled and does not fit a device."""
+    others = coresident_bytes(plan).get(outcome.name, 0)
+    message = f"{outcome.name} does not fit: {gib(outcome.peak_bytes + others)} > {gib(plan.target.limit_bytes or 0)}"
+    return f"{message} ({gib(outcome.peak_bytes)} as compiled, {gib(others)} of other arrays)" if others else message

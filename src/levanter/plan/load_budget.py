@@ -96,8 +96,8 @@ def load_budget(
     )
 
 
-def beside_loading(plan: LoadPlan) -> dict[str, int]:
-    """By Program of loading, the most that lies on a device already when it runs, beside what it takes."""
+def loading_coresident_bytes(plan: LoadPlan) -> dict[str, int]:
+    """By Program of loading, the most bytes on a device that are allocated while it runs and are none of its inputs."""
     found: dict[str, int] = {}
     there = plan.initial_bytes
     for step in plan.steps:

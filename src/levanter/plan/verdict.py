@@ -43,12 +43,12 @@ class ProgramVerdict:
 
     Attributes:
         name: the Program's.
-        outcome: what the compiler said; `None` where it was not asked.
-        bound: where the compiler was not asked because arithmetic answers, the most that it needs on a device.
-        beside: bytes on a device of what stays there while it runs and is none of its inputs.
-        why_not: for a refusal, what takes the room and what would fit, in axis names.
+        outcome: the compiler's result; None where the Program was not compiled.
+        bound: an upper bound of its bytes on a device, for a Program that is not compiled because arithmetic decides.
+        coresident_bytes: bytes on a device that stay allocated while it runs and are not among its inputs.
+        why_not: for a Program that does not fit, what takes the memory and what would fit, in axis names.
         time: of one execution; `None` where the compiler states no cycles.
-        workload: how much it does; `None` for Programs that run once and take no time to speak of.
+        workload: how much it does; None for Programs that run once and whose time is negligible.
         mfu: model FLOPs utilization (attention over the causal half) at the high and the low end of the time.
         mfu_full: the same with attention over every pair of positions counted; `None` where that would be more than
             the chips can do.
@@ -58,7 +58,7 @@ class ProgramVerdict:
     name: str
     outcome: Outcome | None
     bound: int | None = None
-    beside: int = 0
+    coresident_bytes: int = 0
     why_not: tuple[str, ...] = ()
     time: StepTime | None = None
     workload: Workload | None = None
@@ -73,12 +73,12 @@ class ProgramVerdict:
 
     @property
     def peak_bytes(self) -> int | None:
-        """Bytes on a device while it runs: what the compiler holds against HBM, and what stays beside it."""
+        """Bytes on a device while it runs: what the compiler holds against HBM, and the co-resident bytes."""
         if isinstance(self.outcome, Refused):
-            return self.outcome.refusal.needed + self.beside
+            return self.outcome.refusal.needed + self.coresident_bytes
         if isinstance(self.outcome, Compiled):
-            return self.outcome.peak_bytes + self.beside
-        return None if self.bound is None else self.bound + self.beside
+            return self.outcome.peak_bytes + self.coresident_bytes
+        return None if self.bound is None else self.bound + self.coresident_bytes
 
     @property
     def job_seconds(self) -> tuple[float, float] | None:

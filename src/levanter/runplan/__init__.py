@@ -1,10 +1,10 @@
-"""A run is a value before it is an action: `RunPlan` is what an entry point describes before it acts.
+"""The contract between commands, the command line and preflight: `EntryPoint`, `RunPlan`, `Target`, `Session`.
 
-An `EntryPoint` is a value: `config → describe(config, target) → RunPlan → execute(run_plan, mesh)`. A `Target` is what
-is known of the devices without holding one: the available devices described, or a pod named by the user. The plan holds
-the checks that need no device, where every parameter goes, which bytes are read by whom, and the Programs in the
-order they run; `execute` may run nothing that is not in it, and preflight compiles exactly these Programs. `commands/`
-has the entry points, `commands.shell` makes a process of one.
+A run is a value before it is an action: `config → describe(config, target) → RunPlan → execute(run_plan, mesh)`. A
+`Target` describes devices without holding one: those of this machine, or a pod that the user names. The plan has the
+checks that need no device, the sharding of every parameter, the bytes that each host reads, and the Programs in the
+order in which they run. `execute` may run nothing that is not in the plan, and preflight compiles exactly these
+Programs. The entry points are in `commands/`; `commands.cli` turns one of them into a process.
 """
 
 from levanter.base.exit_codes import BAD_INPUT as BAD_INPUT

@@ -18,15 +18,15 @@ R = TypeVar("R")
 
 
 class Describe(Protocol[C, W]):  # pyright: ignore[reportInvalidTypeVarUse]
-    """Describes a run without a device and without a weight."""
+    """Builds the plan of a run; uses no device and reads no weight."""
 
     def __call__(self, config: C, target: Target, *, written: ExplicitKeys | None = None) -> RunPlan[W]:
-        """The plan of `config` on `target`.
+        """Returns the plan of `config` on `target`.
 
         Args:
-            config: the entry point's.
-            target: the devices, counted.
-            written: the keys that the user wrote; None for a config made in Python.
+            config: the configuration of the entry point.
+            target: the devices, counted but not held.
+            written: the keys that the user wrote; None for a config that was made in Python.
         """
         ...
 
@@ -36,18 +36,18 @@ class EntryPoint(Generic[C, W, R]):
     """A command as a value.
 
     Attributes:
-        name: what users call it, a module of `levanter.main`.
+        name: the name of the command, which is a module of `levanter.main`.
         config: the class of its configuration.
         describe: config and target → plan.
-        execute: plan, mesh (None without devices) and session → what came of it; compiles nothing that the plan does
-            not have.
-        outputs: every place that a run writes, trackers' apart; folders are made and tried before a weight is read.
-        conclude: says what came of it (files, terminal, trackers) and gives the exit code.
-        facts: what trackers are told of a plan before it runs, beside its configuration.
-        uses_devices: whether devices are looked for; without, process 0 does the work, on no mesh.
-        tracked: whether the run's trackers are started.
-        left: what an interrupted run can go back to, in a line.
-        in_full: likewise `describe`, of the same run with the model's own weights trained where it trains adapters.
+        execute: plan, mesh (None without devices) and session → result; it compiles nothing that is not in the plan.
+        outputs: every file and folder that a run writes, apart from those of trackers. They are created and tested
+            for writing before a weight is read.
+        finish: prints the result, writes files and logs to trackers; returns the exit code.
+        facts: values of the plan that trackers record as hyperparameters in addition to the config.
+        uses_devices: whether the command needs devices; without them process 0 does the work, and the mesh is None.
+        tracked: whether the run starts its trackers.
+        interrupted_message: one line for an interrupted run that says what it can resume from.
+        describe_full_finetune: like `describe`, for the same run with every weight trained instead of adapters.
     """
 
     name: str
@@ -55,9 +55,9 @@ class EntryPoint(Generic[C, W, R]):
     describe: Describe[C, W]
     execute: Callable[[RunPlan[W], Mesh | None, Session], R]
     outputs: Callable[[RunPlan[W], Session], Sequence[Output]]
-    conclude: Callable[[RunPlan[W], R, Session], int]
+    finish: Callable[[RunPlan[W], R, Session], int]
     facts: Callable[[RunPlan[W]], Mapping[str, Any]] = lambda _: {}
     uses_devices: bool = True
     tracked: bool = True
-    left: Callable[[RunPlan[W], Session], str] | None = None
-    in_full: Describe[C, W] | None = None
+    interrupted_message: Callable[[RunPlan[W], Session], str] | None = None
+    describe_full_finetune: Describe[C, W] | None = None

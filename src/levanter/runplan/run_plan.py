@@ -1,4 +1,4 @@
-"""`RunPlan`: everything a run will do, described before any device is held or any weight is read."""
+"""`RunPlan`: everything that a run will do, described before it holds a device or reads a weight."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,14 +18,14 @@ W = TypeVar("W")
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """Something that was looked at before any device or weight: what, and what was found.
+    """The result of a check that needs no device and no weight.
 
     Attributes:
-        name: a few words (`tokenizer`, `text`).
-        status: `ok`; `note` (a fact to print); `unchecked` (absent or remote, not looked at here); `error`.
-        message: what was found.
-        error: the exception that a run raises, for status `error`; for `unchecked`, the one that it raises where the
-            input is needed (a run, a launch), which planning only lists.
+        name: what was checked, in a few words (`tokenizer`, `text`).
+        status: `ok`; `note` (a fact to print); `unchecked` (the input is absent or remote); `error`.
+        message: the result.
+        error: the exception that a run raises. For status `unchecked` a run or a launch raises it, because it needs the
+            input, and a plan only lists it.
     """
 
     name: str
@@ -36,18 +36,18 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """How much one Program does and how often it runs, for modelled times.
+    """The work of one execution of a Program and the number of executions, for modelled times.
 
     Attributes:
         program: the Program's name.
-        tokens: tokens one execution handles, over all devices, padding included.
-        unit: what is counted, for people (`tokens`, `windows`).
-        items: of that unit, how many one execution handles.
-        flops_full: model FLOPs of one execution over all devices, attention over every pair of positions; the
-            mathematics only, never what is recomputed.
+        tokens: tokens of one execution, over all devices, padding included.
+        unit: the unit of `items` in reports (`tokens`, `windows`).
+        items: items of one execution, in that unit.
+        flops_full: model FLOPs of one execution over all devices, with attention over every pair of positions and
+            without recomputation.
         flops_causal: the same with attention over the causal half of the pairs.
-        executions: how often it runs in the whole job; `None` where that is not known here.
-        reason: where `executions` comes from, or what would make it known.
+        executions: number of executions in the whole job; None if unknown.
+        reason: where `executions` comes from, or which input it needs.
     """
 
     program: str
@@ -61,7 +61,7 @@ class Workload:
 
 
 class RunRefused(ValueError):
-    """The plan has errors; the message lists every one of them."""
+    """The plan has errors; the message lists all of them."""
 
     def __init__(self, errors: Sequence[ValueError], *, exit_code: int):
         self.errors = tuple(errors)
@@ -74,7 +74,7 @@ class RunRefused(ValueError):
 
 
 class NonFiniteResultError(ValueError):
-    """What a run computed is not finite, from weights that were; says what was not first. The run ends with code 1."""
+    """A run computed NaN or infinity from finite weights; names the first such value. The run ends with code 1."""
 
     exit_code = INTERNAL_ERROR
 
@@ -87,23 +87,22 @@ class NonFiniteResultError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Searchable:
-    """What a search for a better layout must know of a run, and which keys it sets.
+    """The facts of a run that the search for a better layout needs, and the config keys that it sets.
 
     Attributes:
-        training: whether there is a backward pass, with gradients and an optimizer's state.
+        training: whether there is a backward pass, with gradients and optimizer state.
         parameters: the parameters.
-        statistics: the optimizer's, a step's counters left out.
-        frozen: the paths of those parameters that are not trained.
+        statistics: the optimizer state without step counters.
+        frozen: the paths of parameters that are not trained.
         sizes: the model's logical axes, `vocab` and `position` included.
-        tensor_axes: those that tensor parallelism shards in the layers; axes of one entry share the devices.
-        layers: how many there are.
-        windows: how far they see, None for everything, with the features of their queries.
-        summed: parts of all layers whose results are summed where tensor parallelism shards them.
+        tensor_axes: the axes that tensor parallelism shards in the layers; axes of one entry share the devices.
+        layers: the number of layers.
+        windows: for each layer its attention window (None for full attention) and the size of its queries.
+        summed: the number of sublayers whose outputs tensor parallelism sums over devices.
         batch_axis: the logical name of the batch axis.
         global_batch: rows of a batch where the run fixes them; None where a layout may choose.
         compute_bytes: bytes of an element in the compute dtype.
-        keys: the keys that set a layout's batch, by dotted name: rows that a device takes at once, and over all
-            devices.
+        keys: (rows of one device at a time, rows over all devices) → the config keys that set them.
         remat_key: the key that chooses what is kept for the backward pass; None where there is none.
         overrides: `trainer.mesh.overrides`, which a layout keeps where it can.
     """
@@ -129,26 +128,26 @@ class Searchable:
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan(Generic[W]):
-    """Everything a run will do.
+    """Everything that a run will do.
 
     Attributes:
         entry_point: the name of the entry point that described it.
-        target: the devices it is for.
+        target: the devices that it is for.
         mesh: their mesh.
-        checks: what was looked at.
-        sharding: where every parameter goes.
+        checks: the results of all checks.
+        sharding: the sharding of every parameter.
         activations: the named activations, planned under the compute mapping.
-        load: which bytes are read by whom; None where weights are made, not read.
-        load_beside: likewise of a second model that the first one is compared with; None for none.
-        computing: the Programs of the work itself, in order; those of loading are in `load`.
-        saving: the Programs that bring results to the hosts, behind or between those.
-        workloads: how much the Programs do, for those that make up the job's time.
+        load: the byte ranges that each host reads; None where weights are initialized, not read.
+        second_load: the same for a second model (a DPO reference, the model to compare with); None for none.
+        computing: the Programs of the work, in order; those of loading are in `load`.
+        saving: the Programs that gather results to the hosts, after or between those.
+        workloads: the work of the Programs that make up the job's time.
         notes: every decision that the user did not write.
-        work: what `execute` needs beside the Programs (batches, outputs), of the entry point's own type.
-        resident_bytes: what stays on a device from beginning to end, by kind; None for the parameters alone.
-        beside: by Program, bytes on a device of what is there while it runs and is none of its inputs; nothing for
-            those that are not named. Loading's follow from the LoadPlan.
-        searchable: what a search for a better layout goes by, or a line that says why there is nothing to search.
+        work: the other inputs of `execute` (batches, outputs), in a type of the entry point.
+        resident_bytes: bytes on a device that stay allocated for the whole run, by kind; None for the parameters alone.
+        coresident_bytes: Program → bytes on a device that stay allocated while it runs and are not among its inputs;
+            0 for Programs that are not named. Those of loading follow from the LoadPlan.
+        searchable: the input of the search for a better layout, or a line that says why there is nothing to search.
     """
 
     entry_point: str
@@ -164,49 +163,50 @@ class RunPlan(Generic[W]):
     notes: tuple[str, ...] = ()
     work: W = field(repr=False)
     resident_bytes: Mapping[str, int] | None = None
-    beside: Mapping[str, int] = field(default_factory=dict[str, int])
-    load_beside: LoadPlan | None = None
+    coresident_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
+    second_load: LoadPlan | None = None
     searchable: Searchable | str = "this run has no timed workload, so there is nothing to search"
 
     @property
     def loading(self) -> tuple[Program, ...]:
-        """The Programs that bring weights to where they belong."""
-        plans = [plan for plan in (self.load, self.load_beside) if plan is not None]
-        found = {program.name: program for plan in plans for program in plan.programs}
-        return tuple(found.values())
+        """The Programs that reshard weights after reading."""
+        plans = [plan for plan in (self.load, self.second_load) if plan is not None]
+        # Both models may be resharded by one Program: a name is one Program.
+        by_name = {program.name: program for plan in plans for program in plan.programs}
+        return tuple(by_name.values())
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """Every function that runs, in order: of loading, of the work, of saving."""
+        """Every Program in the order of the run: loading, the work, saving."""
         return (*self.loading, *self.computing, *self.saving)
 
     def program(self, name: str) -> Program:
-        """The Program called `name`."""
+        """Returns the Program called `name`."""
         return next(p for p in self.programs if p.name == name)
 
     @property
     def errors(self) -> tuple[ValueError, ...]:
-        """What is wrong with the plan wherever it runs."""
-        found = [check.error for check in self.checks if check.status == "error" and check.error is not None]
-        return (*found, *self.sharding.errors, *self.activations.errors)
+        """Errors that every run of this plan meets, with or without devices."""
+        failed = [check.error for check in self.checks if check.status == "error" and check.error is not None]
+        return (*failed, *self.sharding.errors, *self.activations.errors)
 
     @property
     def missing(self) -> tuple[ValueError, ...]:
-        """Inputs that were unavailable, each as the error that a run would raise."""
+        """For each input that is unavailable, the error that a run would raise."""
         return tuple(check.error for check in self.checks if check.status == "unchecked" and check.error is not None)
 
     @property
     def exit_code(self) -> int:
-        """0, or 2 for bad input, or 3 where a large replication is the trouble (3 wins)."""
+        """0, or 2 for bad input, or 3 if a large array is replicated (3 wins)."""
         if any(f.kind == "replicated" and f.error is not None for f in self.sharding.findings):
             return DOES_NOT_FIT
         return BAD_INPUT if self.errors else OK
 
     def check(self) -> "RunPlan[W]":
-        """Returns the plan, or raises `RunRefused` with everything that keeps it from running here."""
-        found = (*self.errors, *self.missing)
-        if found:
-            raise RunRefused(found, exit_code=self.exit_code or BAD_INPUT)
+        """Returns the plan, or raises `RunRefused` with every reason why it cannot run here."""
+        errors = (*self.errors, *self.missing)
+        if errors:
+            raise RunRefused(errors, exit_code=self.exit_code or BAD_INPUT)
         return self
 
     def report(self) -> str:
@@ -215,9 +215,9 @@ class RunPlan(Generic[W]):
         lines += ["", summarize(self.sharding)]
         if self.load is not None:
             lines += ["", self.load.summary]
-        if self.load_beside is not None:
-            lines += ["", f"{self.load_beside.name.removeprefix('load.')}: {self.load_beside.summary}"]
-        lines += ["", "runs: " + " → ".join(program.name for program in self.computing)]
+        if self.second_load is not None:
+            lines += ["", f"{self.second_load.name.removeprefix('load.')}: {self.second_load.summary}"]
+        lines += ["", "programs: " + " → ".join(program.name for program in self.computing)]
         for when, programs in (("before", self.loading), ("for saving", self.saving)):
             if programs:
                 lines.append(f"  {when}: {', '.join(program.name for program in programs)}")

@@ -1,4 +1,4 @@
-"""`Session`: what a process gives to a run besides its devices: a name, a tracker, a voice."""
+"""`Session`: what a process passes to a run in addition to its devices: run id, tracker, whether to print."""
 
 import secrets
 from collections.abc import Mapping
@@ -7,27 +7,27 @@ from typing import Any, Protocol
 
 
 class Recorder(Protocol):
-    """Where a run's numbers go: what `levanter.tracker` offers, as far as a run uses it."""
+    """Receives the metrics of a run: the part of the interface of `levanter.tracker` that runs use."""
 
     def log(self, metrics: Mapping[str, Any], *, step: int | None) -> None:
-        """Records numbers of a step."""
+        """Records the metrics of a step."""
         ...
 
     def log_summary(self, metrics: Mapping[str, Any]) -> None:
-        """Records single values of the whole run."""
+        """Records values of the whole run."""
         ...
 
     def log_hyperparameters(self, hparams: Mapping[str, Any]) -> None:
-        """Records what the run was made of."""
+        """Records the configuration of the run."""
         ...
 
     def log_artifact(self, path: str, *, name: str | None = None, type: str | None = None) -> None:
-        """Keeps a file."""
+        """Stores a file."""
         ...
 
 
 class _Unrecorded:
-    """A recorder that keeps nothing."""
+    """A recorder that discards everything."""
 
     def log(self, metrics: Mapping[str, Any], *, step: int | None) -> None:
         del metrics, step
@@ -44,12 +44,12 @@ class _Unrecorded:
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """What a process brings to a run beside its devices; one by itself for calls from Python.
+    """What a process passes to a run in addition to its devices. The default is for calls from Python.
 
     Attributes:
-        run_id: the run's name, the same on all processes.
-        tracker: where its numbers go.
-        show: whether this process talks to the user: process 0 does.
+        run_id: the id of the run, the same on all processes.
+        tracker: receives the metrics.
+        show: whether this process prints to the terminal; only process 0 does.
     """
 
     run_id: str = field(default_factory=lambda: secrets.token_hex(4))

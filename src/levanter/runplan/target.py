@@ -1,4 +1,4 @@
-"""`Target`: the devices that a run is for, counted but not held."""
+"""`Target`: the devices that a run is planned for, counted but not held."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,19 +10,19 @@ from haliax_ext.meshspec import MeshSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """The devices a run is for, counted but not held.
+    """The devices that a run is planned for, counted but not held.
 
     Attributes:
-        name: how the user calls it (`local`, `v4-256`).
-        platform: `cpu`, `gpu` or `tpu`: decides kernels.
+        name: the user's name for it (`local`, `v4-256`).
+        platform: `cpu`, `gpu` or `tpu`, which selects kernels.
         kind: the vendor's name of one device.
-        devices: how many.
-        granules: how many slices (or processes) they form.
-        hosts: how many processes hold them, equally.
+        devices: the number of devices.
+        granules: the number of slices (or processes) that they form.
+        hosts: the number of processes; each holds the same number of devices.
         hbm_bytes: usable memory of one device; None where it is not limited by the device (CPU).
-        host_bytes: memory of a host where its devices have none of their own and share it; None elsewhere.
-        hosts_on: mesh → host index of each device, in mesh shape; without it devices are numbered host by host in
-            mesh order.
+        host_bytes: memory of a host whose devices share it because they have none (CPU); None elsewhere.
+        hosts_on: mesh → host index of each device, in mesh shape; None if hosts hold consecutive devices in mesh
+            order.
     """
 
     name: str
@@ -37,13 +37,13 @@ class Target:
 
     @property
     def limit_bytes(self) -> int | None:
-        """What a device can hold at most: its own memory, or its share of its host's; None where neither is known."""
+        """Memory of a device: its HBM, or its share of its host's memory; None where neither is known."""
         if self.hbm_bytes is not None or self.host_bytes is None:
             return self.hbm_bytes
         return self.host_bytes * self.hosts // self.devices
 
     def host_layout(self, mesh: MeshSpec) -> np.ndarray:
-        """Host index of each device of `mesh`, in mesh shape."""
+        """Returns the host index of each device of `mesh`, in mesh shape."""
         if self.hosts_on is not None:
             return self.hosts_on(mesh)
         per_host = mesh.size // self.hosts

@@ -6,7 +6,7 @@ import pytest
 from helpers.plan_cases import CASES
 
 from levanter.plan import compile_selection
-from levanter.plan.compile_selection import beside_of, bounded_of, chosen_of
+from levanter.plan.compile_selection import coresident_bytes, known_to_fit, select_programs
 from levanter.plan.init_memory import drawn_in, tile_padding
 from levanter.plan.target_from_name import target_of_pod
 
@@ -50,18 +50,18 @@ def test_what_tiles_add(shape, times):
 
 
 def test_what_has_room_is_not_compiled(plan):
-    assert chosen_of(plan, "timed") == ("train_step",)
-    assert set(bounded_of(plan, "run")) == {"init_state"}
-    assert "init_state" not in chosen_of(plan, "run") and chosen_of(plan, "run")[0] == "train_step"
-    assert set(chosen_of(plan, "all")) == {program.name for program in plan.programs}
+    assert select_programs(plan, "timed") == ("train_step",)
+    assert set(known_to_fit(plan, "run")) == {"init_state"}
+    assert "init_state" not in select_programs(plan, "run") and select_programs(plan, "run")[0] == "train_step"
+    assert set(select_programs(plan, "all")) == {program.name for program in plan.programs}
 
 
 def test_where_it_does_not_obviously_fit_the_compiler_is_asked(plan, monkeypatch):
     limit = drawn_in(plan)["init_state"].total
     monkeypatch.setattr(
-        compile_selection, "beside_of", lambda plan: {"init_state": plan.target.limit_bytes - limit + 1}
+        compile_selection, "coresident_bytes", lambda plan: {"init_state": plan.target.limit_bytes - limit + 1}
     )
-    assert "init_state" in chosen_of(plan, "run")
+    assert "init_state" in select_programs(plan, "run")
 
 
 def test_scoring_draws_nothing():
@@ -69,7 +69,7 @@ def test_scoring_draws_nothing():
     plan = case.describe(target_of_pod(case.target))
     assert drawn_in(plan) == {}
     # What is loaded before stays while the next leaf is exchanged.
-    beside = beside_of(plan)
+    beside = coresident_bytes(plan)
     assert set(beside) == {program.name for program in plan.load.programs} - {"load.seconds"}
     order = [name for step in plan.load.steps for name in (p.name for p in plan.load.step_programs(step))]
     firsts = {name: order.index(name) for name in beside}

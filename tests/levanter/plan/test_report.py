@@ -301,7 +301,7 @@ def test_programs_of_saving_that_fit_are_one_line_and_one_that_does_not_is_shown
 
     def saved(name: str, peak: int) -> ProgramVerdict:
         held = replace(outcome, name=name, memory=replace(outcome.memory, peak=peak))
-        return ProgramVerdict(name=name, outcome=held, beside=20 * GIB)
+        return ProgramVerdict(name=name, outcome=held, coresident_bytes=20 * GIB)
 
     more = (saved(names[0], GIB), saved(names[1], 11 * GIB), saved(names[2], 2 * GIB))
     text = render([replace(verdict, plan=plan, programs=(*verdict.programs, *more))])

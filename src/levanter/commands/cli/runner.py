@@ -111,14 +111,14 @@ def perform(entry: EntryPoint[C, W, R], config: C, *, written: ExplicitKeys | No
             try_compiler_options(trainer, plan, mesh)
             result = entry.execute(plan, mesh, session)
         except KeyboardInterrupt as stop:
-            if entry.left is None:
+            if entry.interrupted_message is None:
                 raise
-            raise KeyboardInterrupt(entry.left(plan, session)) from stop
+            raise KeyboardInterrupt(entry.interrupted_message(plan, session)) from stop
         except (jax.errors.JaxRuntimeError, MemoryError) as error:
             if (beyond := ran_out(plan, error)) is None:
                 raise
             raise beyond from error
-        code = entry.conclude(plan, result, session)
+        code = entry.finish(plan, result, session)
     return RunResult(result=result, exit_code=code)
 
 
@@ -136,7 +136,7 @@ def _on_files(
     try_outputs(entry.outputs(plan, session), process=0)
     with printing_may_fail():
         result = entry.execute(plan, None, session)
-        return RunResult(result=result, exit_code=entry.conclude(plan, result, session))
+        return RunResult(result=result, exit_code=entry.finish(plan, result, session))
 
 
 def _show(plan: RunPlan[W], found: DeviceSet) -> None:

@@ -307,7 +307,7 @@ def tokenize(work: EvalWork, *, show: bool) -> EvalSequences:
         )
 
 
-def conclude(plan: RunPlan[EvalWork], done: Evaluation, session: Session) -> int:
+def finish(plan: RunPlan[EvalWork], done: Evaluation, session: Session) -> int:
     """Prints the results, then writes them: if writing fails, they have been shown."""
     try:
         if session.show:
@@ -348,7 +348,7 @@ ENTRY_POINT = EntryPoint(
     describe=describe,
     execute=execute,
     outputs=outputs,
-    conclude=conclude,
+    finish=finish,
 )
 
 

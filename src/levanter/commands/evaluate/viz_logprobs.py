@@ -117,7 +117,7 @@ def _scored(
     return ScoredText(name=span.name, place=place, ids=tokens[:real], logprobs=logprobs)
 
 
-def conclude(plan: RunPlan[VizWork], texts: list[ScoredText], session: Session) -> int:
+def finish(plan: RunPlan[VizWork], texts: list[ScoredText], session: Session) -> int:
     """Writes the page."""
     config, work = plan.work.config, plan.work.evaluation
     pretrained = work.pretrained
@@ -152,7 +152,7 @@ ENTRY_POINT = EntryPoint(
     describe=describe,
     execute=execute,
     outputs=outputs,
-    conclude=conclude,
+    finish=finish,
     tracked=False,
 )
 

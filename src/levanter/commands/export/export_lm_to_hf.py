@@ -242,7 +242,7 @@ def outputs(plan: RunPlan[ConvertWork], session: Session) -> tuple[Output, ...]:
     return (Output(key="output_dir", path=work.config.output_dir, kind="new folder", nbytes=work.files.nbytes),)
 
 
-def conclude(plan: RunPlan[ConvertWork], folder: str, session: Session) -> int:
+def finish(plan: RunPlan[ConvertWork], folder: str, session: Session) -> int:
     """Prints where the folder is."""
     del plan, session
     print(f"Hugging Face folder: {folder}")
@@ -255,7 +255,7 @@ ENTRY_POINT = EntryPoint(
     describe=describe,
     execute=execute,
     outputs=outputs,
-    conclude=conclude,
+    finish=finish,
     uses_devices=False,
 )
 

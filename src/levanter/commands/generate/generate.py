@@ -295,7 +295,7 @@ def _hand_over(run: _Run, answers: Answers) -> None:
     run.answered.clear()
 
 
-def conclude(plan: RunPlan[GenerateWork], done: GenerateResult, session: Session) -> int:
+def finish(plan: RunPlan[GenerateWork], done: GenerateResult, session: Session) -> int:
     """Says how it went; which lines are no requests, and which requests could not be finished."""
     rate = done.tokens / max(done.seconds, 1e-9)
     metrics = {"tokens": done.tokens, "seconds": done.seconds, "tokens_per_second": rate, "lines": done.lines}
@@ -324,7 +324,7 @@ def outputs(plan: RunPlan[GenerateWork], session: Session) -> tuple[Output, ...]
     return () if path is None else (Output(key="output_path", path=path, kind="file"),)
 
 
-def left(plan: RunPlan[GenerateWork], session: Session) -> str:
+def interrupted_message(plan: RunPlan[GenerateWork], session: Session) -> str:
     """Where an interrupted run goes on."""
     del session
     if plan.work.config.interactive:
@@ -338,8 +338,8 @@ ENTRY_POINT = EntryPoint(
     describe=describe,
     execute=execute,
     outputs=outputs,
-    conclude=conclude,
-    left=left,
+    finish=finish,
+    interrupted_message=interrupted_message,
 )
 
 

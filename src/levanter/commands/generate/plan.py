@@ -133,7 +133,7 @@ def describe(config: GenerateConfig, target: Target, *, written: ExplicitKeys | 
         notes=(*pretrained.notes, *notes),
         work=GenerateWork(config=config, pretrained=pretrained, programs=programs, serving=serving),
         resident_bytes={"parameters": parameters, "cache": cache.bytes_per_device},
-        beside={
+        coresident_bytes={
             programs.start.name: parameters,
             **{each.name: cache.bytes_per_device for each in programs.score.values()},
         },

@@ -191,7 +191,7 @@ class Repl:
         return listed
 
 
-def conclude(plan: RunPlan[ReplWork], done: SessionStats, session: Session) -> int:
+def finish(plan: RunPlan[ReplWork], done: SessionStats, session: Session) -> int:
     """Says how fast it went."""
     del plan
     if session.show:
@@ -211,7 +211,7 @@ ENTRY_POINT = EntryPoint(
     describe=describe,
     execute=execute,
     outputs=outputs,
-    conclude=conclude,
+    finish=finish,
     tracked=False,
 )
 

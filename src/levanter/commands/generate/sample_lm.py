@@ -177,7 +177,7 @@ def _round(work: SampleWork, engine: Engine, number: int, found: SampledTexts, *
             print(f"{prompt}{found.texts[-1]}")
 
 
-def conclude(plan: RunPlan[SampleWork], done: SampledTexts, session: Session) -> int:
+def finish(plan: RunPlan[SampleWork], done: SampledTexts, session: Session) -> int:
     """Says how fast it went, and what could not be finished."""
     del plan
     rate = done.tokens / max(done.seconds, 1e-9)
@@ -201,7 +201,7 @@ ENTRY_POINT = EntryPoint(
     describe=describe,
     execute=execute,
     outputs=outputs,
-    conclude=conclude,
+    finish=finish,
 )
 
 

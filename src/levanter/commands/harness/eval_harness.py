@@ -97,7 +97,7 @@ def _ask(
     return found, samples
 
 
-def conclude(plan: RunPlan[HarnessWork], done: HarnessResult, session: Session) -> int:
+def finish(plan: RunPlan[HarnessWork], done: HarnessResult, session: Session) -> int:
     """Prints the results, writes their files, tells trackers."""
     if not done.results:
         return OK
@@ -177,7 +177,7 @@ ENTRY_POINT = EntryPoint(
     describe=describe,
     execute=execute,
     outputs=outputs,
-    conclude=conclude,
+    finish=finish,
 )
 
 

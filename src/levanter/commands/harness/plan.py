@@ -92,11 +92,11 @@ def describe(config: EvalHarnessConfig, target: Target, *, written: ExplicitKeys
         generation = generating.describe(_generation(config, length), target, written=written)
         pretrained, texts = generation.work.pretrained, generation.work
         checks = [check for check in generation.checks if check.name not in ("input_path", "output_path", "rows")]
-        notes, beside, resident = generation.notes, dict(generation.beside), generation.resident_bytes
+        notes, coresident, resident = generation.notes, dict(generation.coresident_bytes), generation.resident_bytes
         more, more_work = generation.computing, tuple(generation.workloads)
     else:
         checks = [*pretrained.checks, *not_carried(config, written)]
-        notes, beside, resident, more, more_work = pretrained.notes, {}, None, (), ()
+        notes, coresident, resident, more, more_work = pretrained.notes, {}, None, (), ()
     shapes, reading = _shapes(config.trainer, target, pretrained, length)
     tokenizer = pretrained.found_tokenizer
     template, found = conversation_template(tokenizer, asked=config.harness.apply_chat_template)
@@ -152,7 +152,7 @@ def describe(config: EvalHarnessConfig, target: Target, *, written: ExplicitKeys
         notes=notes,
         work=work,
         resident_bytes=resident,
-        beside=beside,
+        coresident_bytes=coresident,
         searchable=pretrained.searchable(
             positions=length,
         )

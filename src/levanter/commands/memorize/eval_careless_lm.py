@@ -12,7 +12,7 @@ final shards; the windows are scored; tables, pictures and a report are written.
 from levanter.commands.cli.runner import perform
 from levanter.commands.memorize.config import Book, EvalCarelessLmConfig, books_of
 from levanter.commands.memorize.plan import BookJob, MemorizationWork, OpenJob, describe_jobs
-from levanter.commands.memorize.run import conclude, execute_jobs, outputs
+from levanter.commands.memorize.run import execute_jobs, finish, outputs
 from levanter.config import ExplicitKeys
 from levanter.data import Tokenizer
 from levanter.io.paths import MissingFileError, is_remote
@@ -128,7 +128,7 @@ ENTRY_POINT = EntryPoint(
     describe=describe,
     execute=execute_jobs,
     outputs=outputs,
-    conclude=conclude,
+    finish=finish,
 )
 
 

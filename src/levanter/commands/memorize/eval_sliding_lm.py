@@ -16,7 +16,7 @@ from levanter.commands.memorize.plan import (
     describe_jobs,
     model_block,
 )
-from levanter.commands.memorize.run import conclude, execute_jobs, outputs
+from levanter.commands.memorize.run import execute_jobs, finish, outputs
 from levanter.commands.memorize.sliding_config import EvalSlidingLmConfig
 from levanter.commands.model.saved_model import find_saved
 from levanter.commands.model.source import find_origin, find_tokenizer
@@ -145,7 +145,7 @@ ENTRY_POINT = EntryPoint(
     describe=describe,
     execute=execute_jobs,
     outputs=outputs,
-    conclude=conclude,
+    finish=finish,
 )
 
 

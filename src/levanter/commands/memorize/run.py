@@ -283,7 +283,7 @@ def outputs(plan: RunPlan[MemorizationWork], session: Session) -> tuple[Output, 
     return tuple(found)
 
 
-def conclude(plan: RunPlan[MemorizationWork], done: Sequence[FinishedJob], session: Session) -> int:
+def finish(plan: RunPlan[MemorizationWork], done: Sequence[FinishedJob], session: Session) -> int:
     """Prints the main results of the jobs of this run."""
     del plan, session
     for each in done:

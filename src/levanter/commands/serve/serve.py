@@ -317,7 +317,7 @@ def _termination(take: Callable[[], object]) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def conclude(plan: RunPlan[ServeWork], done: ServedRun, session: Session) -> int:
+def finish(plan: RunPlan[ServeWork], done: ServedRun, session: Session) -> int:
     """Says that it has ended."""
     del plan
     if session.show and done.address is not None:
@@ -337,7 +337,7 @@ ENTRY_POINT = EntryPoint(
     describe=describe,
     execute=execute,
     outputs=outputs,
-    conclude=conclude,
+    finish=finish,
 )
 
 

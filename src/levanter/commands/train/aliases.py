@@ -43,7 +43,7 @@ def by_other_keys(
         """
         return described(training(config), config, target, written)
 
-    def describe_in_full(config: C, target: Target, *, written: ExplicitKeys | None = None) -> TrainPlan:
+    def describe_full_finetune(config: C, target: Target, *, written: ExplicitKeys | None = None) -> TrainPlan:
         """Describes the same run without adapters, every weight trained; see `describe`."""
         return described(training(config).without_adapter, config, target, written)
 
@@ -53,8 +53,8 @@ def by_other_keys(
         describe=describe,
         execute=TRAINING.execute,
         outputs=TRAINING.outputs,
-        conclude=TRAINING.conclude,
+        finish=TRAINING.finish,
         facts=TRAINING.facts,
-        left=TRAINING.left,
-        in_full=describe_in_full,
+        interrupted_message=TRAINING.interrupted_message,
+        describe_full_finetune=describe_full_finetune,
     )

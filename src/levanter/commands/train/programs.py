@@ -101,7 +101,7 @@ class TrainedRun:
         return own if self.pairs is None else {**own, **self.pairs.resident_bytes}
 
     @property
-    def load_beside(self) -> LoadPlan | None:
+    def second_load(self) -> LoadPlan | None:
         """How a second model is loaded."""
         return None if self.pairs is None or self.pairs.model is None else self.pairs.model.load
 

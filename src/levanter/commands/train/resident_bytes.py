@@ -14,13 +14,13 @@ from levanter.commands.train.lm.evaluation import PROGRAM as EVALUATE
 from levanter.eval.harness.packing import SCORES
 from levanter.models.adapters.whole import paths_of
 from levanter.plan.hbm_budget import residents_of
-from levanter.plan.load_budget import beside_loading
+from levanter.plan.load_budget import loading_coresident_bytes
 from levanter.trainer.adapter_state import COPIED, INIT
 from levanter.trainer.frozen_identity import DIGEST
 from levanter.trainer.state import StatePlan
 
 
-def bytes_beside(
+def coresident_bytes(
     plan: StatePlan,
     computing: Iterable[Program],
     saving: Iterable[Program],
@@ -62,7 +62,7 @@ def bytes_beside(
         load, stays = pairs.model.load, pairs.resident is not None
         second = pairs.model.plan.bytes_per_device if stays else 0
         # Loaded last, where it stays; else before anything.
-        already = beside_loading(load)
+        already = loading_coresident_bytes(load)
         there = resident if stays else 0
         grows = (name for name in found if name in (EVALUATE, DIGEST) or name.startswith(SCORES))
         found |= {name: found[name] + second for name in grows}

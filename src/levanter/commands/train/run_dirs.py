@@ -199,7 +199,7 @@ def places_written(config: TrainLmConfig, run_id: str) -> tuple[Output, ...]:
     return tuple(found)
 
 
-def what_is_left(config: TrainLmConfig, run_id: str) -> str:
+def interrupted_message(config: TrainLmConfig, run_id: str) -> str:
     """What an interrupted run can resume from, in a line."""
     places = RunDirs.of(config, run_id)
     try:

@@ -7,7 +7,7 @@ from typing import Any
 from haliax_ext.errors import gib
 from levanter.hardware import Accelerator
 from levanter.plan.aot import CompileCrash, Compiled, LibtpuMissing, Outcome, Refused, WorkerBadInput, compile_programs
-from levanter.plan.compile_selection import beyond_room, bounded_of, chosen_of, largest, too_much
+from levanter.plan.compile_selection import exceeds_hbm, format_hbm_error, known_to_fit, largest, select_programs
 from levanter.plan.hbm_budget import Budget
 from levanter.plan.hbm_lower_bound import HbmLowerBound, known_of
 from levanter.plan.preflight.state import LOCAL, Inquiry, Scope, first_line, of_limit
@@ -26,7 +26,7 @@ def compile_stage(inquiry: Inquiry, plan: RunPlan, pod: Accelerator | None, budg
     Empty if it was not asked.
     """
     question = inquiry.question
-    chosen = chosen_of(plan, question.scope)
+    chosen = select_programs(plan, question.scope)
     target = LOCAL if pod is None else pod.name
     inquiry.begin()
     if not chosen and plan.missing:
@@ -78,9 +78,9 @@ def compile_stage(inquiry: Inquiry, plan: RunPlan, pod: Accelerator | None, budg
         inquiry.end("compile", message, findings=error.last_lines, code=COMPILER_CRASH)
         return {}
     refused = [o for o in outcomes if isinstance(o, Refused)]
-    beyond = [o for o in outcomes if beyond_room(plan, o)]
+    beyond = [o for o in outcomes if exceeds_hbm(plan, o)]
     findings = [f"{o.name} does not fit: {o.refusal}" for o in refused]
-    findings += [too_much(plan, o) for o in beyond if isinstance(o, Compiled)]
+    findings += [format_hbm_error(plan, o) for o in beyond if isinstance(o, Compiled)]
     findings += too_many_rows(plan, pod) if findings else []
     fitting = [o.name for o in outcomes if o not in refused and o not in beyond]
     compiled = [f"{_named(plan, fitting)} compiled"] if fitting else []
@@ -91,7 +91,7 @@ def compile_stage(inquiry: Inquiry, plan: RunPlan, pod: Accelerator | None, budg
 
 def _arithmetic(plan: RunPlan, scope: Scope) -> list[str]:
     """What is said of Programs that arithmetic answers for."""
-    most = {name: gib(drawn.total) for name, drawn in bounded_of(plan, scope).items()}
+    most = {name: gib(drawn.total) for name, drawn in known_to_fit(plan, scope).items()}
     return [f"{name} by arithmetic, at most {size} (--all_programs compiles it)" for name, size in most.items()]
 
 

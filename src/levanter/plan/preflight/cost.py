@@ -11,7 +11,7 @@ from levanter.plan.aot import Compiled, Outcome, Refused
 from levanter.plan.attention_blocks import attended_share
 from levanter.plan.calibration import GENERATING_SCALE, of_generating, scale_with_options, with_other_options
 from levanter.plan.comms import Network
-from levanter.plan.compile_selection import beside_of, beyond_room, bounded_of
+from levanter.plan.compile_selection import coresident_bytes, exceeds_hbm, known_to_fit
 from levanter.plan.hbm_budget import Budget
 from levanter.plan.offload import offloaded
 from levanter.plan.oom_report import why_not
@@ -34,19 +34,24 @@ def cost_stage(
     """A verdict for each Program that was asked about, with its time where one follows; tells the inquiry."""
     inquiry.begin()
     workloads = {workload.program: workload for workload in plan.workloads}
-    beside = beside_of(plan)
-    bounded = bounded_of(plan, inquiry.question.scope) if outcomes else {}
+    coresident = coresident_bytes(plan)
+    bounded = known_to_fit(plan, inquiry.question.scope) if outcomes else {}
     verdicts = []
     for program in plan.programs:
         outcome = outcomes.get(program.name)
         if outcome is None and program not in plan.computing and program.name not in bounded:
             continue
-        workload, held = workloads.get(program.name), beside.get(program.name, 0)
+        workload, others = workloads.get(program.name), coresident.get(program.name, 0)
         drawn = bounded.get(program.name)
         bound = None if drawn is None else drawn.total
         sent = None if pod is None or plan.errors else offloaded(plan, program.name, pod=pod)
         verdict = ProgramVerdict(
-            name=program.name, outcome=outcome, bound=bound, beside=held, workload=workload, offloaded=sent
+            name=program.name,
+            outcome=outcome,
+            bound=bound,
+            coresident_bytes=others,
+            workload=workload,
+            offloaded=sent,
         )
         if isinstance(outcome, Refused):
             verdict = replace(verdict, why_not=why_not(outcome, plan, budget))
@@ -56,8 +61,8 @@ def cost_stage(
                 verdict = _estimated(verdict, plan, pod)
         else:
             # A compiler that refuses nothing itself (CPU, GPU) says how much it needs, and not of what.
-            if beyond_room(plan, outcome):
-                limit, most = plan.target.limit_bytes or 0, outcome.peak_bytes + held
+            if exceeds_hbm(plan, outcome):
+                limit, most = plan.target.limit_bytes or 0, outcome.peak_bytes + others
                 needed = OutOfMemory(needed=most, available=limit, allocations=(), message="")
                 verdict = replace(verdict, why_not=why_not(needed, plan, budget, program=program.name))
             # What runs once takes no time to speak of.

@@ -16,7 +16,7 @@ from dataclasses import replace
 from haliax_ext.errors import gib
 from levanter.hardware import Accelerator, parse_accelerator
 from levanter.plan.aot import CompileCrash, Compiled, Refused
-from levanter.plan.compile_selection import beyond_room, largest
+from levanter.plan.compile_selection import exceeds_hbm, largest
 from levanter.plan.dcn_gathers import note_between_slices
 from levanter.plan.error_origin import raised_in_library
 from levanter.plan.hbm_budget import Budget, budget_of
@@ -55,7 +55,7 @@ def preflight(question: Question, *, progress: Progress = lambda _: None) -> Ver
     budget = _sharding(inquiry, plan, pod)
     load = _loading(inquiry, plan, pod)
     outcomes = compile_stage(inquiry, plan, pod, budget)
-    if any(beyond_room(plan, o) for o in outcomes.values()):
+    if any(exceeds_hbm(plan, o) for o in outcomes.values()):
         budget = replace(budget, hbm_bytes=plan.target.limit_bytes)
     programs = cost_stage(inquiry, plan, pod, budget, outcomes)
     headline = _headline(inquiry, budget, load, programs)

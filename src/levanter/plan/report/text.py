@@ -217,7 +217,7 @@ def _programs(verdict: Verdict) -> list[str]:
     rows = []
     shown, others = view.main_and_others(verdict)
     limit = verdict.budget.hbm_bytes if verdict.budget is not None else None
-    beside = any(program.beside for program in shown if program.outcome is not None)
+    beside = any(program.coresident_bytes for program in shown if program.outcome is not None)
     for program in shown:
         outcome = program.outcome
         if isinstance(outcome, Compiled):
@@ -227,7 +227,7 @@ def _programs(verdict: Verdict) -> list[str]:
                 memory.output - memory.alias,
                 memory.temp,
                 memory.generated_code,
-                *((program.beside,) if beside else ()),
+                *((program.coresident_bytes,) if beside else ()),
             )
             peak = gib(program.peak_bytes or 0)
             state = "does not fit" if limit is not None and (program.peak_bytes or 0) > limit else "fits"

@@ -120,7 +120,7 @@ def _program(verdict: Verdict, program: ProgramVerdict) -> dict[str, Any]:
         "name": program.name,
         "outcome": {Compiled: "fits", Refused: "refused"}.get(type(outcome), "not compiled"),
         "input_bytes": None if verdict.budget is None else verdict.budget.arguments.get(program.name),
-        "beside_bytes": program.beside,
+        "beside_bytes": program.coresident_bytes,
         "bound_bytes": program.bound,
         "peak_bytes": program.peak_bytes,
         "memory": None,

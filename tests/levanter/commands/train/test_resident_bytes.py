@@ -7,7 +7,7 @@ from helpers.plan_cases import CASES
 
 from haliax_ext.hlo import MemoryFigures
 from levanter.plan.aot import Compiled
-from levanter.plan.compile_selection import beyond_room, too_much
+from levanter.plan.compile_selection import exceeds_hbm, format_hbm_error
 from levanter.plan.target_from_name import target_of_pod
 
 GIB = 1 << 30
@@ -26,20 +26,22 @@ def plan():
 def test_moments_stay_while_parameters_are_evaluated(plan):
     state = plan.sharding.bytes_per_device
     # Parameters and two moments: two thirds are none of the evaluation's inputs.
-    assert plan.beside["evaluate"] == pytest.approx(state * 2 / 3, rel=1e-3)
-    assert "train_step" not in plan.beside and "init_state" not in plan.beside
+    assert plan.coresident_bytes["evaluate"] == pytest.approx(state * 2 / 3, rel=1e-3)
+    assert "train_step" not in plan.coresident_bytes and "init_state" not in plan.coresident_bytes
 
 
 def test_all_but_one_array_stays_while_it_is_exported(plan):
     state = plan.sharding.bytes_per_device
-    taken = [name for name in plan.beside if name.startswith("save.")]
+    taken = [name for name in plan.coresident_bytes if name.startswith("save.")]
     assert taken and {program.name for program in plan.saving} == set(taken)
     gate = 32 * 4096 * 11008 * 4 // 16
-    assert min(plan.beside[name] for name in taken if name != "save.parts") == pytest.approx(state - gate, rel=1e-4)
+    assert min(plan.coresident_bytes[name] for name in taken if name != "save.parts") == pytest.approx(
+        state - gate, rel=1e-4
+    )
 
 
 def test_a_program_that_fits_alone_and_not_beside_the_rest_is_refused(plan):
-    limit, beside = plan.target.limit_bytes, plan.beside["evaluate"]
+    limit, others = plan.target.limit_bytes, plan.coresident_bytes["evaluate"]
     sizes = {"argument": 0, "output": 0, "alias": 0, "temp": 0, "generated_code": 0}
 
     def outcome(peak: int) -> Compiled:
@@ -48,8 +50,8 @@ def test_a_program_that_fits_alone_and_not_beside_the_rest_is_refused(plan):
             coordinates=((0, 0, 0, 0),), lower_seconds=0.0, compile_seconds=0.0,
         )  # fmt: skip
 
-    assert not beyond_room(plan, outcome(limit - beside))
-    found = outcome(limit - beside + (1 << 20))
-    assert beyond_room(plan, found)
-    said = too_much(plan, found)
-    assert said.startswith("evaluate does not fit: 30.75 GiB > 30.75 GiB (") and "stay beside it" in said
+    assert not exceeds_hbm(plan, outcome(limit - others))
+    over = outcome(limit - others + (1 << 20))
+    assert exceeds_hbm(plan, over)
+    message = format_hbm_error(plan, over)
+    assert message.startswith("evaluate does not fit: 30.75 GiB > 30.75 GiB (")

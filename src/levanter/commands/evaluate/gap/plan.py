@@ -96,7 +96,7 @@ def describe(config: PerplexityGapConfig, target: Target, *, written: ExplicitKe
         programs.append(replace(program, name=name))
         workloads.append(replace(workload, program=name))
         halves.append(ModelHalf(key=key, program=name, work=plan.work))
-    beside = others[0].load if others else None
+    second_load = others[0].load if others else None
     return RunPlan(
         entry_point=NAME,
         target=target,
@@ -105,7 +105,7 @@ def describe(config: PerplexityGapConfig, target: Target, *, written: ExplicitKe
         sharding=first.sharding,
         activations=first.activations,
         load=first.load,
-        load_beside=None if beside is None else replace(beside, name=f"load.{by_size[1]}"),
+        second_load=None if second_load is None else replace(second_load, name=f"load.{by_size[1]}"),
         computing=tuple(programs),
         workloads=tuple(workloads),
         notes=tuple(dict.fromkeys(note for plan in plans.values() for note in plan.notes)),

@@ -124,7 +124,7 @@ def _by_document(
     assert at == len(sequences.stream), f"{at} tokens of {len(sequences.stream)}"
 
 
-def conclude(plan: RunPlan[GapWork], done: tuple[ModelLosses, ...], session: Session) -> int:
+def finish(plan: RunPlan[GapWork], done: tuple[ModelLosses, ...], session: Session) -> int:
     """Prints the comparison, writes its files, tells trackers."""
     work = plan.work
     if not session.show:
@@ -189,7 +189,7 @@ ENTRY_POINT = EntryPoint(
     describe=describe,
     execute=execute,
     outputs=outputs,
-    conclude=conclude,
+    finish=finish,
 )
 
 

@@ -184,7 +184,7 @@ def _identity(plan: RunPlan[NeedleWork], asked: dict[int, list[AskedNeedle]]) ->
     }
 
 
-def conclude(plan: RunPlan[NeedleWork], done: NeedlesResult, session: Session) -> int:
+def finish(plan: RunPlan[NeedleWork], done: NeedlesResult, session: Session) -> int:
     """Prints the table, writes the files, tells trackers."""
     if not is_process_0():
         return OK
@@ -245,7 +245,7 @@ ENTRY_POINT = EntryPoint(
     describe=describe,
     execute=execute,
     outputs=outputs,
-    conclude=conclude,
+    finish=finish,
 )
 
 

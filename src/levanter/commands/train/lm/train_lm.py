@@ -39,10 +39,10 @@ from levanter.commands.train.programs import (
     step_programs,
 )
 from levanter.commands.train.reinit_tokens import renewed_rows
-from levanter.commands.train.resident_bytes import bytes_beside
+from levanter.commands.train.resident_bytes import coresident_bytes
 from levanter.commands.train.resolved import ResolvedTraining, settle
 from levanter.commands.train.run import execute
-from levanter.commands.train.run_dirs import places_written, what_is_left
+from levanter.commands.train.run_dirs import interrupted_message, places_written
 from levanter.commands.train.work import TrainPlan, TrainWork
 from levanter.compat.hf.export import plan_export
 from levanter.compat.hf.peft import PeftPlan
@@ -133,8 +133,8 @@ def describe(
         workloads=(*_workloads(settled, run), *(() if harness is None else harness.workloads)),
         notes=resolved.notes,
         resident_bytes=run.resident_bytes,
-        beside=bytes_beside(state_plan, programs, saving, run.pairs),
-        load_beside=run.load_beside,
+        coresident_bytes=coresident_bytes(state_plan, programs, saving, run.pairs),
+        second_load=run.second_load,
         searchable=_searchable(run, state_plan, Vocab),
         work=TrainWork(
             config=config,
@@ -160,7 +160,7 @@ def describe(
     )
 
 
-def describe_in_full(config: TrainLmConfig, target: Target, *, written: ExplicitKeys | None = None) -> TrainPlan:
+def describe_full_finetune(config: TrainLmConfig, target: Target, *, written: ExplicitKeys | None = None) -> TrainPlan:
     """Describes the same run without its adapters, every weight trained; see `describe`."""
     written = ExplicitKeys.in_python(config) if written is None else written
     return describe(config.without_adapter, target, written=written)
@@ -308,7 +308,7 @@ def _searchable(run: TrainedRun, plan: StatePlan, Vocab: hax.Axis) -> Searchable
     )
 
 
-def conclude(plan: TrainPlan, done: Trained, session: Session) -> int:
+def finish(plan: TrainPlan, done: Trained, session: Session) -> int:
     """Prints how the run ended; returns 75 if it was told to stop before its end and saved itself."""
     del plan
     session.tracker.log_summary(done.summary)
@@ -330,10 +330,10 @@ ENTRY_POINT = EntryPoint(
     describe=describe,
     execute=execute,
     outputs=lambda plan, session: places_written(plan.work.config, session.run_id),
-    conclude=conclude,
+    finish=finish,
     facts=run_facts,
-    left=lambda plan, session: what_is_left(plan.work.config, session.run_id),
-    in_full=describe_in_full,
+    interrupted_message=lambda plan, session: interrupted_message(plan.work.config, session.run_id),
+    describe_full_finetune=describe_full_finetune,
 )
 
 

@@ -172,7 +172,7 @@ def test_it_is_planned_for_a_pod(folder, tmp_path):
     loaded = load_written(PerplexityGapConfig, ["--config_path", str(tmp_path / "gap.yaml")])
     plan = gap_run.describe(loaded.config, target_of_pod("v4-8"), written=loaded.written)
     assert not plan.errors and [program.name for program in plan.computing] == ["score_a", "score_b"]
-    assert plan.load is not None and plan.load_beside is not None
+    assert plan.load is not None and plan.second_load is not None
     # The larger one is what lies on a chip.
     assert plan.load is plan.work.halves[0].work.pretrained.load_plan
     assert {each.program: each.executions is not None for each in plan.workloads} == {"score_a": True, "score_b": True}

@@ -67,10 +67,10 @@ def test_the_plan_has_the_reference_where_there_is_one(separate, adapted):
     (plan, _, _), (lean, _, _) = separate, adapted
     (second,) = [model for model in [plan.work.pairs.resident] if model is not None]
     assert plan.resident_bytes["reference"] == second.plan.bytes_per_device > 0
-    assert "reference" not in lean.resident_bytes and lean.load_beside is None
-    assert plan.load_beside.source_bytes == plan.load.source_bytes
+    assert "reference" not in lean.resident_bytes and lean.second_load is None
+    assert plan.second_load.source_bytes == plan.load.source_bytes
     assert [p.name for p in plan.loading if p.name.startswith("load.reference")] == [
-        p.name for p in plan.load_beside.programs
+        p.name for p in plan.second_load.programs
     ]
     step = {each.name for each in plan.program("train_step").inputs}
     assert step == {"state", "frozen", "reference", "batch"}
