@@ -7,7 +7,7 @@ CPU8   := JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=8
 # A training step on CPU devices asks for the same memory as the last; the kernel need not clear it each time (glibc).
 KEEP   := MALLOC_ARENA_MAX=1 MALLOC_MMAP_THRESHOLD_=8589934592 MALLOC_TRIM_THRESHOLD_=17179869184
 
-.PHONY: help demo demo-memorization demo-generate demo-serve demo-sft demo-train demo-needle test test-all test-aot test-aot-ci golden golden-compiled docs lint clean soak fuzz
+.PHONY: help demo demo-memorization demo-generate demo-serve demo-sft demo-train demo-needle test test-all test-aot test-aot-ci golden golden-compiled docs lint lint-quick quick clean soak fuzz
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -51,6 +51,10 @@ demo-needle: $(BIN)/.core  ## a model that finds needles in 512 tokens learns to
 	rm -rf logs/demo_needle
 	$(KEEP) JAX_PLATFORMS=cpu $(BIN)/python -m levanter.main.demo_needle --config_path config/needles/demo.yaml
 
+QUICK = $$(grep -rlE 'mark\.quick' tests --include='test_*.py')
+quick: $(BIN)/.dev  ## tests marked `quick`, of every package (<= 90 CPU seconds)
+	$(BIN)/python -m pytest -q -m 'quick and not slow' $(QUICK)
+
 test: $(BIN)/.dev  ## everything that needs no accelerator (<= 20 minutes on 2 cores)
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m 'not slow and not aot'
 
@@ -86,6 +90,11 @@ lint: $(BIN)/.dev  ## ruff, pyright, import contracts
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+lint-quick: $(BIN)/.dev  ## ruff and import contracts, without pyright (<= 15 s)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache

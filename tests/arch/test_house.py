@@ -13,6 +13,8 @@ from pathlib import Path, PurePath
 import pytest
 from arch import files, measure, source, words
 
+from levanter.commands.catalog import ENTRY_POINTS
+
 MOST_ANY = 60
 """Lines that still annotate with a bare `Any`."""
 
@@ -132,6 +134,11 @@ class Told:
     assert {n.package for n in names} == {"io"}
     expected = "room *_of asked own said left given made found there held parts beside exchange"
     assert Counter(n.word for n in names if n.scope) == dict.fromkeys(expected.split(), 1)
+
+
+def test_modules_that_are_named_in_strings_exist(known):
+    named = {module for entry in ENTRY_POINTS.values() for module in (entry.module, entry.config_module)}
+    assert named <= known.keys()
 
 
 def test_what_measures_sees_a_circle_an_arrow_and_a_long_function(tmp_path):
