@@ -99,7 +99,7 @@ PAGES: Mapping[str, ApiPage] = {
 """Page of the site → what is on it."""
 
 
-INTERNAL = frozenset({"ENTRY_POINT", "main"})
+INTERNAL = frozenset({"main"})
 """Exports of commands that only the command line uses."""
 
 
@@ -124,12 +124,17 @@ def markdown(page: ApiPage, documented: set[str]) -> str:
     for module in page.modules:
         if len(page.modules) > 1:
             lines += [f"## {module}", ""]
-        names = [name for name in exports(module) if name.rpartition(".")[2] not in INTERNAL]
+        names = [name for name in exports(module) if is_shown(name.rpartition(".")[2])]
         lines += [f"::: {module}", *(["    options: {members: []}"] if names else []), ""]
         for name in (name for name in names if name not in documented):
             lines += [f"::: {name}", "    options: {show_root_heading: true}", ""]
         documented.update(names)
     return "\n".join(lines)
+
+
+def is_shown(name: str) -> bool:
+    """Whether a name is in the reference. Constants are not: their tables are in the guides."""
+    return name not in INTERNAL and not name.isupper()
 
 
 def exports(module: str) -> Iterator[str]:
