@@ -28,6 +28,7 @@ EARLIER_NAMES: dict[str, tuple[str, ...]] = {
     "levanter.data.loader": (),
     "levanter.data.mixture": (),
     "levanter.data.packing": (),
+    "levanter.distributed": (),
     "levanter.eval": (),
     "levanter.inference.engine": (),
     "levanter.layers": (),
