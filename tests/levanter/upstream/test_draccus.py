@@ -14,7 +14,19 @@ from levanter.models import LlamaConfig, LmConfig
 from levanter.optim import AdamConfig, OptimizerConfig
 from levanter.trainer import TrainerConfig
 
-ROOMS = ("config", "data", "optim", "trainer", "tracker", "mesh", "models", "commands", "layers", "infra", "distributed")
+ROOMS = (
+    "config",
+    "data",
+    "optim",
+    "trainer",
+    "tracker",
+    "mesh",
+    "models",
+    "commands",
+    "layers",
+    "infra",
+    "distributed",
+)
 ENDINGS = ("Config", "Options", "Format", "DatasetSource", "Component")
 NEEDED = {
     "HfDatasetSource": ["--id", "org/set"],
