@@ -122,7 +122,7 @@ def test_the_plan_of_the_demonstration_is_todays():
         plan = describe(config, Target(name="local", platform="cpu", kind="cpu", devices=8))
     except RunRefused as error:
         pytest.skip(f"the model cannot be had: {error}")
-    pasted = pair.output.text[pair.output.text.index("       ok  data:") :].partition("\nruns: ")[0]
+    pasted = pair.output.text[pair.output.text.index("       ok  data:") :].partition("\nprograms: ")[0]
     assert missing(pasted, plan.report()) == []
 
 

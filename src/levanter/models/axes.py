@@ -76,7 +76,7 @@ def glossary() -> str:
         "|---|---|",
         *(f"| `{name}` | {meaning} |" for name, meaning in KNOWN_AXES.items()),
         "",
-        "## Names that stand for several axes",
+        "## Names for several axes",
         "",
         *(
             f"- `{name}`: all attention heads, {' × '.join(f'`{part}`' for part in parts)}. `{name}: [A, B]` gives the "
