@@ -23,12 +23,12 @@ import jax
 import numpy as np
 
 from haliax_ext.abstract import abstract, leaves
-from haliax_ext.leaf_layout import box_size, to_slices
+from haliax_ext.leaf_layout import box_shape, box_size, distinct_boxes, to_slices
 from haliax_ext.loading import plan_loading
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import plan_sharding
-from haliax_ext.read_plan import distinct, flat_stack, reads
+from haliax_ext.read_plan import Block, plan_reads
 from haliax_ext.read_scheduler import byte_ranges
 from levanter.compat.hf.safetensors import SafetensorsSource
 from levanter.models.llama import weights
@@ -112,21 +112,21 @@ def read_share(plan, source: SafetensorsSource, host: int, folder: Path) -> int:
     local = threading.local()
 
     def one(job) -> int:
-        load, read = job
-        name = load.sources[flat_stack(load.layout, read.stack)]
-        shape = tuple(b - a for a, b in read.box)
+        load, request = job
         if not hasattr(local, "buffer"):
             local.buffer = np.empty(64 << 20, np.uint8)
-        nbytes = box_size(read.box) * load.source_dtype.itemsize
-        source.read(name, to_slices(read.box), local.buffer[:nbytes].view(load.source_dtype).reshape(shape))
+        nbytes = box_size(request.box) * load.source_dtype.itemsize
+        out = local.buffer[:nbytes].view(load.source_dtype).reshape(box_shape(request.box))
+        source.read(request.tensor, to_slices(request.box), out)
         return nbytes
 
     def jobs(step):
         for load in step.loads:
-            boxes, _ = distinct(load.device_boxes(plan.sharding.mesh, step.piece or (0, 0))[plan.devices_of(host)])
-            for unit in load.units(boxes):
-                for read in reads(load.layout, boxes, unit, chunk=load.chunk()):
-                    yield load, read
+            device_boxes = load.device_boxes(plan.sharding.mesh, step.piece or (0, 0))
+            boxes, _ = distinct_boxes(device_boxes[plan.host_devices(host)])
+            for read_plan in plan_reads(load, [Block(box=box) for box in boxes]):
+                for request in read_plan.requests():
+                    yield load, request
 
     total = 0
     with ThreadPoolExecutor(max_workers=max(2, os.cpu_count() or 2)) as pool:

@@ -265,22 +265,23 @@ def read_share(plan, source, budget: int) -> dict:
     """Reads what the first host reads, in the order and with the budget of `load`, and drops it."""
     from haliax_ext.host_reader import HostReader, Readers
     from haliax_ext.load_progress import MemoryWatch
-    from haliax_ext.read_scheduler import admissions, read_all
+    from haliax_ext.read_scheduler import read_all, read_batches
 
     begun = time.perf_counter()
     readers = Readers.of(source.remote, budget, threads=None, read_bytes=None)
     with MemoryWatch() as memory, HostReader(source, readers) as reader:
 
-        def drop(admission) -> None:
-            while not reader.wait(admission.arrivals, 0.2):
+        def drop(batch) -> None:
+            while not reader.wait(batch.futures, 0.2):
                 pass
-            for each in admission.arrivals:
-                each.blocks.clear()
-                each.futures.clear()
+            batch.futures.clear()
+            for read_plan in batch.plans:
+                for block in read_plan.blocks:
+                    block.memory = None
 
-        found = admissions(plan, plan.devices_of(0), together=True)
-        room, ahead = budget - readers.held_bytes, readers.ahead_bytes
-        read_all(found, reader, drop, budget=room, nbytes=plan.bytes_by_host[0], ahead=ahead)
+        batches = read_batches(plan, plan.host_devices(0), together=True)
+        budget, ahead = budget - readers.held_bytes, readers.ahead_bytes
+        read_all(batches, reader, drop, budget=budget, nbytes=plan.bytes_by_host[0], ahead=ahead)
         read = reader.bytes_done
     return {"seconds": time.perf_counter() - begun, "read": read, "arrays": 0, "peak": memory.peak_bytes}
 

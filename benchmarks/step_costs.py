@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from haliax_ext.hlo.op_metadata import UNNAMED, Scope, scope_of
+from haliax_ext.hlo.op_metadata import UNNAMED, Scope, parse_scope
 from haliax_ext.hlo.parser import Computation, Instruction, Module, parse_module
 from haliax_ext.hlo.trip_counts import trip_count
 
@@ -92,7 +92,7 @@ def _walk(module: Module, computation: Computation, times: int, trips: Mapping[i
 def _one(module: Module, instruction: Instruction, times: int) -> Spent:
     inside = list(_inside(module, instruction))
     names = [each.op_name for each in (instruction, *reversed(inside)) if "/" in each.op_name]
-    scope = scope_of(names[0] if names else "")
+    scope = parse_scope(names[0] if names else "")
     opcodes = {each.opcode for each in inside} - {"parameter", "constant", "bitcast"}
     result = re.sub(r"\{[^{}]*\}", "", instruction.result)
     return Spent(

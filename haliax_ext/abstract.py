@@ -61,7 +61,7 @@ def abstract(init: Callable[..., M], *args: Any, **kwargs: Any) -> M:
     return eval_shape(init, *args, **kwargs)
 
 
-def leaf_of(path: str, x: hax.NamedArray | Array) -> Leaf:
+def array_leaf(path: str, x: hax.NamedArray | Array) -> Leaf:
     """The `Leaf` of a `NamedArray` (abstract or not) or of a plain array."""
     if isinstance(x, hax.NamedArray):
         return Leaf(path, tuple((axis.name, axis.size) for axis in x.axes), np.dtype(x.array.dtype))
@@ -70,7 +70,7 @@ def leaf_of(path: str, x: hax.NamedArray | Array) -> Leaf:
 
 def leaves(module: PyTree) -> tuple[Leaf, ...]:
     """Every array of `module` (abstract or not), in tree order."""
-    return tuple(leaf_of(path, x) for path, x in leaves_with_paths(module) if _has_array(x))
+    return tuple(array_leaf(path, x) for path, x in leaves_with_paths(module) if _has_array(x))
 
 
 def _has_array(x: object) -> bool:
@@ -82,8 +82,8 @@ def map_arrays(fn: Callable[[Leaf, Any], Any], module: M) -> M:
 
     def visit(path: str, x: object) -> object:
         if is_named(x):
-            return hax.NamedArray(fn(leaf_of(path, x), x.array), x.axes) if is_arraylike(x.array) else x
-        return fn(leaf_of(path, x), x) if is_arraylike(x) else x
+            return hax.NamedArray(fn(array_leaf(path, x), x.array), x.axes) if is_arraylike(x.array) else x
+        return fn(array_leaf(path, x), x) if is_arraylike(x) else x
 
     return map_with_paths(visit, module)
 

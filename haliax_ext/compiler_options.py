@@ -1,7 +1,7 @@
 """What is said where a compiler does not take an option that a Program gives it.
 
 XLA judges the options of a compilation itself, in words of its own and as an internal error. They come from a
-configuration, so they are bad input: `refusing_options` makes a `CompilerOptionError` of what the compiler says.
+configuration, so they are bad input: `translate_option_errors` makes a `CompilerOptionError` of what the compiler says.
 """
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
@@ -10,7 +10,7 @@ import re
 from collections.abc import Generator, Mapping
 
 # XLA knows no option of a name; or cannot read an option's value.
-_SAID = re.compile(r"No such compile option|While setting option|Failed to parse .* into flag")
+_OPTION_ERROR = re.compile(r"No such compile option|While setting option|Failed to parse .* into flag")
 
 
 class CompilerOptionError(ValueError):
@@ -24,7 +24,7 @@ class CompilerOptionError(ValueError):
 
 
 @contextlib.contextmanager
-def refusing_options(program: str, options: Mapping[str, str]) -> Generator[None]:
+def translate_option_errors(program: str, options: Mapping[str, str]) -> Generator[None]:
     """Makes a `CompilerOptionError` of what a compiler says of options inside.
 
     Args:
@@ -39,6 +39,6 @@ def refusing_options(program: str, options: Mapping[str, str]) -> Generator[None
     except RuntimeError as error:
         # jax.errors.JaxRuntimeError is one, and nothing else that says such a thing.
         said = str(error).partition("\n")[0]
-        if not options or not _SAID.search(said):
+        if not options or not _OPTION_ERROR.search(said):
             raise
         raise CompilerOptionError(program, options, said) from error

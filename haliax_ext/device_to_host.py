@@ -25,8 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from haliax_ext.leaf_layout import Box, intersect, to_slices
 from haliax_ext.mapping import AxisMapping
 from haliax_ext.program import Input, Jit, Program
-from haliax_ext.reshard import TRANSIENT_LIMIT, Cuts, even_piece
-from haliax_ext.reshard_programs import all_gather, psum
+from haliax_ext.reshard import TRANSIENT_LIMIT, Cuts, all_gather, even_piece, psum
 
 MeshSizes = tuple[tuple[str, int], ...]
 """Mesh axes, major first, with their sizes."""
@@ -89,10 +88,10 @@ class HostGather:
     @property
     def transient_bytes(self) -> int:
         """The most on a device beside the array while a piece is taken."""
-        return _on_a_device(self, self.part)
+        return _piece_bytes(self, self.part)
 
 
-def plan_taking(
+def plan_host_gather(
     box: Box,
     *,
     shape: tuple[int, ...],
@@ -131,12 +130,14 @@ def plan_taking(
         owners.append(first if within else 0)
         starts.append(begin - first * shard if within else 0)
         local.append(end - begin if within else shard)
-    found = _cut_up(shape, np.dtype(dtype), cuts, sizes, tuple(owned), tuple(local), brought=brought, limit=limit)
+    found = _choose_pieces(
+        shape, np.dtype(dtype), cuts, sizes, tuple(owned), tuple(local), brought=brought, limit=limit
+    )
     return found, tuple(starts), tuple(owners)
 
 
 @functools.lru_cache(maxsize=4096)
-def _cut_up(
+def _choose_pieces(
     shape: tuple[int, ...],
     dtype: np.dtype,
     cuts: Cuts,
@@ -154,7 +155,7 @@ def _cut_up(
     part = list(local)
 
     def takes(axis: int, size: int) -> int:
-        return _on_a_device(found, (*part[:axis], size, *part[axis + 1 :]))
+        return _piece_bytes(found, (*part[:axis], size, *part[axis + 1 :]))
 
     for axis, size in enumerate(local):
         if takes(axis, size) <= limit:
@@ -172,7 +173,7 @@ def _cut_up(
     )
 
 
-def _on_a_device(taking: HostGather, part: tuple[int, ...]) -> int:
+def _piece_bytes(taking: HostGather, part: tuple[int, ...]) -> int:
     """Bytes on a device that a piece takes beside the array, with the padding of a TPU's tiles.
 
     What a device gives, beside a copy in the order that is sent; what it receives, as integers in the order in which it
@@ -195,7 +196,7 @@ def _padded(shape: tuple[int, ...], itemsize: int) -> int:
     return math.prod(outer) * tiled * itemsize
 
 
-def taken(
+def gather_to_host(
     array: jax.Array,
     box: Box,
     *,
@@ -214,29 +215,31 @@ def taken(
         limit: bytes on a device that a piece may take, beside the array.
         brought: whether the elements are brought from other processes; None for where these hold some of it.
     """
-    for taking, begin, part, owners, found in _pieces_of(array, box, jit, limit, brought):
-        yield from _parts_of(taking, found, begin, part, owners, box)
+    for taking, begin, part, owners, found in _gathered_pieces(array, box, jit, limit, brought):
+        yield from _piece_boxes(taking, found, begin, part, owners, box)
 
 
-def give(array: jax.Array, box: Box, *, jit: Jit = Program.jit, limit: int = TRANSIENT_LIMIT) -> None:
-    """Does a process's part of `taken` where another one wants the elements.
+def contribute(array: jax.Array, box: Box, *, jit: Jit = Program.jit, limit: int = TRANSIENT_LIMIT) -> None:
+    """Does a process's part of `gather_to_host` where another one wants the elements.
 
     Args:
-        array, box, jit, limit: as `taken` takes them.
+        array, box, jit, limit: as `gather_to_host` takes them.
     """
-    for *_, found in _pieces_of(array, box, jit, limit, None):
+    for *_, found in _gathered_pieces(array, box, jit, limit, None):
         # A piece must be gone before the next one comes.
         found.block_until_ready()
 
 
-_Part = tuple[HostGather, tuple[int, ...], tuple[int, ...], tuple[int, ...], jax.Array]
+_GatheredPiece = tuple[HostGather, tuple[int, ...], tuple[int, ...], tuple[int, ...], jax.Array]
 
 
-def _pieces_of(array: jax.Array, box: Box, jit: Jit, limit: int, brought: bool | None) -> Iterator[_Part]:
+def _gathered_pieces(
+    array: jax.Array, box: Box, jit: Jit, limit: int, brought: bool | None
+) -> Iterator[_GatheredPiece]:
     """Each piece as devices hold it, with where it begins, how long it is, and which shards own it."""
-    mesh, cuts = _lies(array)
+    mesh, cuts = _mesh_and_cuts(array)
     sizes = tuple((str(name), n) for name, n in mesh.shape.items())
-    taking, starts, owners = plan_taking(
+    taking, starts, owners = plan_host_gather(
         box,
         shape=array.shape,
         dtype=np.dtype(array.dtype),
@@ -252,7 +255,7 @@ def _pieces_of(array: jax.Array, box: Box, jit: Jit, limit: int, brought: bool |
         yield taking, begin, part, owners, jit(taking.program(part), mesh)(array, at)
 
 
-def _parts_of(
+def _piece_boxes(
     taking: HostGather,
     found: jax.Array,
     begin: tuple[int, ...],
@@ -265,13 +268,13 @@ def _parts_of(
     if taking.brought:
         whole = np.asarray(found.addressable_data(0))
         for shards, block in _blocks(taking, part, owners):
-            yield from _within(taking, begin, part, shards, box, lambda block=block: whole[block], written)
+            yield from _new_box(taking, begin, part, shards, box, lambda block=block: whole[block], written)
         return
     for each in found.addressable_shards:
         shards = tuple((s.start or 0) // n for s, n in zip(each.index, part, strict=True))
         spans = tuple((shard, shard + 1) for shard in shards)
         if all(not one or at == owner for one, at, owner in zip(taking.owned, shards, owners, strict=True)):
-            yield from _within(taking, begin, part, spans, box, lambda each=each: np.asarray(each.data), written)
+            yield from _new_box(taking, begin, part, spans, box, lambda each=each: np.asarray(each.data), written)
 
 
 Shards = tuple[tuple[int, int], ...]
@@ -294,7 +297,7 @@ def _blocks(
         yield tuple(shards for shards, _ in chosen), tuple(block for _, block in chosen)
 
 
-def _within(
+def _new_box(
     taking: HostGather,
     begin: tuple[int, ...],
     part: tuple[int, ...],
@@ -316,18 +319,18 @@ def _within(
     yield common, values()[(*to_slices(inside), ...)]
 
 
-def _lies(array: jax.Array) -> tuple[Mesh, Cuts]:
+def _mesh_and_cuts(array: jax.Array) -> tuple[Mesh, Cuts]:
     """The mesh that an array lies on, and how it cuts it; one of a single device is a mesh of that."""
     if isinstance(array.sharding, NamedSharding):
         assert isinstance(array.sharding.mesh, Mesh)
-        return array.sharding.mesh, cuts_of(array.sharding.spec, array.ndim)
+        return array.sharding.mesh, sharded_axes(array.sharding.spec, array.ndim)
     found = array.devices()
     assert len(found) == 1, f"an array on several devices must have a NamedSharding, not {array.sharding}"
     devices = np.asarray(list(found))
     return Mesh(devices, ("device",)), ((),) * array.ndim
 
 
-def cuts_of(spec: PartitionSpec, rank: int) -> Cuts:
+def sharded_axes(spec: PartitionSpec, rank: int) -> Cuts:
     """The mesh axes that cut each axis of an array."""
     entries = (*spec, *(None for _ in range(rank - len(spec))))
     return tuple(() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in entries)
@@ -346,7 +349,7 @@ def _from_bits(x: jax.Array, dtype: np.dtype) -> jax.Array:
     return x.astype(dtype) if dtype == np.bool_ else jax.lax.bitcast_convert_type(x, dtype)
 
 
-def _added(x: jax.Array, mine: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def _broadcast_bits(x: jax.Array, mine: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """The integers of the device whose `mine` holds, on all devices along `axes`."""
     given = x.astype(np.uint32)
     wide = jax.lax.select(mine, given, jax.lax.full_like(given, 0))
@@ -373,7 +376,7 @@ def _program(
         x = _as_bits(x)
         for n, axes in enumerate(cuts):
             if axes and owned[n]:
-                x = _added(x, jax.lax.axis_index(axes) == where[1, n], axes)
+                x = _broadcast_bits(x, jax.lax.axis_index(axes) == where[1, n], axes)
         for n, axes in enumerate(cuts):
             if axes and not owned[n]:
                 x = all_gather(x, axes, axis=n, tiled=True)

@@ -1,56 +1,130 @@
 """Worker threads that read boxes of source tensors into the blocks of this host's devices.
 
-Where a box lies in its block as it lies in the file, and the dtypes agree, it is read right into its place; otherwise
-into a buffer (`scratch`), and cast and copied from there. A source on another machine wants many threads, which wait
-for the network; `Readers` says how many, and which part of the memory budget is theirs.
+Where a box has the same order in its block as in the file, and the dtypes agree, it is read right into the block;
+otherwise into a buffer of a `BufferPool`, and cast and copied from there. A source on another machine needs many
+threads, which wait for the network; `Readers` says how many, and which part of the memory budget is theirs.
 """
 
 import itertools
+import math
 import os
+import queue
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import nullcontext
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 
-from haliax_ext.buffer_pool import SMALL, Scratch, aligned, aligned_zeros
-from haliax_ext.buffer_pool import aligned_empty as aligned_empty
 from haliax_ext.leaf_layout import box_shape, box_size, to_slices
 from haliax_ext.load_plan import LeafLoad
 from haliax_ext.nonfinite import NotFinite, all_finite, not_finite
-from haliax_ext.read_coalescing import InflightUnit as InflightUnit
-from haliax_ext.read_coalescing import LeafRead, ReadRequest, TensorSlice, portions
-from haliax_ext.sources import AdjacentSource, Index, RemoteAccess, RemoteReads, TensorSource, remote_of
+from haliax_ext.read_plan import ReadPlan, ReadRequest, Slice, merged_requests, slice_box, slice_bytes
+from haliax_ext.sources import AdjacentSource, Index, RemoteAccess, RemoteReads, TensorSource, remote_access
 
 READ_BYTES = 2 << 20
 """Bytes of one read: much more than a request to a local file costs, little enough for a core's cache."""
 LEAST_READ_BYTES = 1 << 20
 """Of one read from another machine, where memory is short or little is left to read."""
 LAST_READS = 128
-"""What is left is asked for in so many reads, where that makes them smaller."""
+"""The rest of a source is read in so many reads, where that makes them smaller."""
 AHEAD = 32
-"""Reads from another machine beside a block that is larger than the memory budget."""
+"""Reads from another machine beyond a block that is larger than the memory budget."""
 BUFFERS = 32
 """Reads from another machine that have a buffer, at least, if they must be smaller for it."""
-SCRATCH_SHARE = 8
-"""One part in so many of the memory budget is for buffers, where a source is on another machine: what they have the
-blocks have not, and while the last reads of one block are under way, the network lives off the room for the next."""
-MOST_SCRATCH_SHARE = 4
-"""The same where memory is so short that there would be fewer buffers than it takes."""
+BUFFER_SHARE = 8
+"""One part in so many of the memory budget is for buffers, where a source is on another machine: blocks cannot have
+that part, and while the last reads of one block are under way, the memory for the next keeps the network busy."""
+MAX_BUFFER_SHARE = 4
+"""The same where memory is so short that there would be fewer buffers than `BUFFERS`."""
+ALIGNMENT = 64
+"""Bytes to which XLA's CPU devices want memory to be aligned that they adopt instead of copying."""
+SMALL = 16
+"""A read of at most one part in so many of a buffer uses memory of its thread, and waits for no buffer."""
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Uninitialized memory that begins at a multiple of 64 bytes.
+
+    >>> aligned_empty((3, 5), np.dtype(np.float32)).ctypes.data % 64
+    0
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    raw = np.empty(nbytes + ALIGNMENT, dtype=np.uint8)
+    offset = -raw.ctypes.data % ALIGNMENT
+    return raw[offset : offset + nbytes].view(dtype).reshape(shape)
+
+
+def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Memory filled with zeros that begins at a multiple of 64 bytes; the system allocates pages on first access."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    raw = np.zeros(nbytes + ALIGNMENT, dtype=np.uint8)
+    offset = -raw.ctypes.data % ALIGNMENT
+    return raw[offset : offset + nbytes].view(dtype).reshape(shape)
+
+
+def aligned(nbytes: int) -> int:
+    """The next multiple of 64.
+
+    >>> aligned(65), aligned(128)
+    (128, 128)
+    """
+    return nbytes + -nbytes % ALIGNMENT
+
+
+class BufferPool:
+    """A fixed number of buffers, each allocated when it is first used.
+
+    A buffer of one read is small enough to stay in a core's cache. Threads that wait for a network are many more than
+    cores: those share a few buffers, so that memory is bounded by the buffers and not by the threads.
+
+    Args:
+        nbytes: of each buffer.
+        count: how many; one more thread waits for one of the others.
+    """
+
+    def __init__(self, nbytes: int, count: int):
+        self.nbytes, self.count = nbytes, count
+        # Last in, first out: the buffer that was used last is the one most likely to be in a cache.
+        self._free: queue.LifoQueue[np.ndarray | None] = queue.LifoQueue()
+        for _ in range(count):
+            self._free.put(None)
+        self._local = threading.local()
+
+    @contextmanager
+    def borrow(self, dtype: np.dtype, shape: tuple[int, ...]) -> Generator[np.ndarray]:
+        """A buffer as an uninitialized array, for as long as the context is open."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes <= self.nbytes // SMALL:
+            yield self._thread_memory(nbytes).view(dtype).reshape(shape)
+            return
+        buffer = self._free.get()
+        try:
+            # A read may be larger than planned for (one row of a very wide tensor); the buffer then stays that large.
+            if buffer is None or buffer.nbytes < nbytes:
+                buffer = aligned_empty((max(nbytes, self.nbytes),), np.dtype(np.uint8))
+            yield buffer[:nbytes].view(dtype).reshape(shape)
+        finally:
+            self._free.put(buffer)
+
+    def _thread_memory(self, nbytes: int) -> np.ndarray:
+        buffer = getattr(self._local, "buffer", None)
+        if buffer is None:
+            buffer = self._local.buffer = aligned_empty((self.nbytes // SMALL,), np.dtype(np.uint8))
+        return buffer[:nbytes]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Readers:
-    """Who reads, and in what portions.
+    """How many threads read, how much at a time, and the memory they need.
 
     Attributes:
-        threads: reading side by side.
+        threads: that read concurrently.
         read_bytes: of one read.
-        buffers: of `read_bytes` each, for what is not read into its place.
+        buffers: of `read_bytes` each, for what is not read right into a block.
         held_bytes: of the memory budget that blocks may not have.
-        ahead_bytes: of blocks that are read into beside one that is larger than the budget.
+        ahead_bytes: of blocks that are read into while one that is larger than the budget is under way.
     """
 
     threads: int
@@ -63,27 +137,27 @@ class Readers:
     def of(
         cls, remote: RemoteAccess | RemoteReads | None, budget: int, *, threads: int | None, read_bytes: int | None
     ) -> "Readers":
-        """Those that fit a source and a memory budget.
+        """The readers that fit a source and a memory budget.
 
         Args:
-            remote: how the source is reached; None where it is here.
+            remote: how the source is reached; None for one on this machine.
             budget: host memory beyond the arrays.
-            threads: so many, whatever the source.
-            read_bytes: so many, whatever the source.
+            threads: a number that overrides what suits the source.
+            read_bytes: a size that overrides what suits the source.
         """
         if remote is None:
             # A buffer for each core stays in its cache; they come on top of the budget, which is for blocks.
             cores = threads or min(16, max(2, os.cpu_count() or 2))
             return cls(threads=cores, read_bytes=read_bytes or READ_BYTES, buffers=cores)
         many = threads or remote.reads_at_once
-        room = budget // SCRATCH_SHARE // BUFFERS
-        each = read_bytes or min(remote.read_bytes, max(room, LEAST_READ_BYTES))
-        fewest = min(BUFFERS, budget // MOST_SCRATCH_SHARE // each)
-        buffers = max(1, min(many, max(fewest, budget // SCRATCH_SHARE // each)))
+        affordable = budget // BUFFER_SHARE // BUFFERS
+        size = read_bytes or min(remote.read_bytes, max(affordable, LEAST_READ_BYTES))
+        fewest = min(BUFFERS, budget // MAX_BUFFER_SHARE // size)
+        buffers = max(1, min(many, max(fewest, budget // BUFFER_SHARE // size)))
         # Small reads have memory of their threads, second requests for slow ranges have some of their own.
-        held = buffers * each + many * each // SMALL + remote.hedge_bytes
+        reserved = buffers * size + many * size // SMALL + remote.hedge_bytes
         return cls(
-            threads=many, read_bytes=each, buffers=buffers, held_bytes=min(held, budget), ahead_bytes=AHEAD * each
+            threads=many, read_bytes=size, buffers=buffers, held_bytes=min(reserved, budget), ahead_bytes=AHEAD * size
         )
 
 
@@ -92,19 +166,19 @@ class HostReader:
 
     Attributes:
         bytes_done: storage bytes read so far.
-        at: the leaf and the index along its stacked axis that were read last.
-        not_finite: what of the weights is not finite, by leaf and source tensor.
+        position: the leaf and the index along its stacked axis that were read last.
+        not_finite: weights that are not finite, by leaf and source tensor.
     """
 
     def __init__(self, source: TensorSource, readers: Readers):
         self.bytes_done = 0
-        self.at: tuple[str, int | None] = ("", None)
+        self.position: tuple[str, int | None] = ("", None)
         self.not_finite: dict[tuple[str, str], NotFinite] = {}
         self._source = source
-        self._remote = remote_of(source)
+        self._remote = remote_access(source)
         self._read_bytes = readers.read_bytes
         self._pool = ThreadPoolExecutor(max_workers=readers.threads, thread_name_prefix="load")
-        self._scratch = Scratch(readers.read_bytes, readers.buffers)
+        self._buffers = BufferPool(readers.read_bytes, readers.buffers)
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
 
@@ -113,44 +187,41 @@ class HostReader:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and self._remote is not None:
-            # Whoever pressed Ctrl-C, or is told of a damaged file, does not wait for a slow network.
+            # After Ctrl-C, or an error of a damaged file, nobody waits for a slow network.
             self._pool.shutdown(wait=False, cancel_futures=True)
             self._remote.interrupt()
         self._pool.shutdown(wait=kind is None or self._remote is None, cancel_futures=True)
 
-    def portions(self, arrivals: Sequence[InflightUnit], left: int | None = None) -> Iterator[ReadRequest]:
-        """What is read at a time for arrivals, in order.
+    def requests(self, plans: Sequence[ReadPlan], remaining: int | None = None) -> Iterator[tuple[Slice, ...]]:
+        """The reads of plans, in order, each as its slices.
 
         Args:
-            arrivals: that are read at one time.
-            left: storage bytes that are still to be asked for, these included; towards the end, reads get smaller, so
-                that the last of them end together.
+            plans: that are read at one time.
+            remaining: storage bytes that are still to be requested, these included; towards the end, reads get smaller,
+                so that the last of them end together.
         """
         size = self._read_bytes
-        if left is not None and self._remote is not None:
-            size = min(size, max(left // LAST_READS, LEAST_READ_BYTES))
-        return portions(arrivals, self._source, read_bytes=size, together=self._remote is not None)
+        if remaining is not None and self._remote is not None:
+            size = min(size, max(remaining // LAST_READS, LEAST_READ_BYTES))
+        return merged_requests(plans, self._source, read_bytes=size, together=self._remote is not None)
 
-    def start(self, arrival: InflightUnit) -> None:
-        """Takes memory for an arrival's blocks; nothing of it is used before something is read into it."""
-        for number in arrival.unit.members:
-            box = arrival.boxes[number]
-            taken = aligned_empty if arrival.load.layout.clipped(box) == box else aligned_zeros
-            arrival.blocks[number] = taken(box_shape(box), arrival.load.leaf.dtype)
+    def start(self, plan: ReadPlan) -> None:
+        """Allocates the blocks of a plan; no page of them is used before something is read into it."""
+        for block in plan.blocks:
+            # What the source lacks of a padded block must be zero.
+            allocate = aligned_empty if plan.load.layout.clipped(block.box) == block.box else aligned_zeros
+            block.memory = allocate(box_shape(block.box), plan.load.leaf.dtype)
 
-    def submit(self, portion: ReadRequest) -> None:
-        """Queues a read of arrivals that were started."""
-        future = self._pool.submit(self._read, portion)
-        for arrival in {id(share.arrival): share.arrival for share in portion.shares}.values():
-            arrival.futures.append(future)
+    def submit(self, slices: tuple[Slice, ...]) -> Future[None]:
+        """Queues a read into blocks of plans that were started."""
+        return self._pool.submit(self._read, slices)
 
-    def wait(self, arrivals: list[InflightUnit], seconds: float) -> bool:
-        """Waits at most so long for arrivals; whether they are complete.
+    def wait(self, futures: Sequence[Future[None]], seconds: float) -> bool:
+        """Waits at most so long for reads; whether they are complete.
 
         Raises:
-            Exception: what a read raised, of these arrivals or later ones: those waited for may take long.
+            Exception: what a read raised, one of these or a later one: those waited for may take long.
         """
-        futures = {future for arrival in arrivals for future in arrival.futures}
         done, pending = wait(futures, timeout=seconds, return_when=FIRST_EXCEPTION)
         for future in done:
             future.result()
@@ -158,29 +229,39 @@ class HostReader:
             raise self._failure
         return not pending
 
-    def _read(self, portion: ReadRequest) -> None:
+    def _read(self, slices: tuple[Slice, ...]) -> None:
         try:
-            self._read_all(portion.slices)
+            self._read_slices(slices)
         except BaseException as error:
             self._failure = self._failure or error
             raise
 
-    def _read_all(self, slices: tuple[TensorSlice, ...]) -> None:
-        there = [_in_place(each) for each in slices]
-        elsewhere = [each for each, memory in zip(slices, there, strict=True) if memory is None]
-        # Every one begins where its elements may begin.
-        places = list(itertools.accumulate((aligned(each.nbytes) for each in elsewhere), initial=0))
-        buffered = self._scratch.taken(np.dtype(np.uint8), (places[-1],)) if elsewhere else nullcontext(_NOTHING)
-        with buffered as buffer:
-            rooms = (
-                buffer[at : at + each.nbytes].view(each.dtype).reshape(box_shape(each.box))
-                for at, each in zip(places, elsewhere, strict=False)
+    def _read_slices(self, slices: tuple[Slice, ...]) -> None:
+        """Reads slices that are adjacent in a file, into their blocks where possible, the others into one buffer."""
+        block_views = [_block_view(requests) for requests in slices]
+        buffered = [requests for requests, view in zip(slices, block_views, strict=True) if view is None]
+        # Every slice begins at an aligned offset of the buffer, where elements of any dtype may begin.
+        offsets = list(itertools.accumulate((aligned(slice_bytes(requests)) for requests in buffered), initial=0))
+        context = (
+            self._buffers.borrow(np.dtype(np.uint8), (offsets[-1],)) if buffered else nullcontext(np.empty(0, np.uint8))
+        )
+        with context as buffer:
+            buffer_views = (
+                buffer[at : at + slice_bytes(requests)].view(requests[0].dtype).reshape(box_shape(slice_box(requests)))
+                for at, requests in zip(offsets, buffered, strict=False)
             )
-            filled = [next(rooms) if memory is None else memory for memory in there]
-            self._fetch([(each.name, to_slices(each.box), out) for each, out in zip(slices, filled, strict=True)])
-            for each, values, memory in zip(slices, filled, there, strict=True):
-                for share in each.shares:
-                    self._arrived(share, each.name, each.part(share, values), in_place=memory is not None)
+            outs = [next(buffer_views) if view is None else view for view in block_views]
+            self._fetch(
+                [
+                    (requests[0].tensor, to_slices(slice_box(requests)), out)
+                    for requests, out in zip(slices, outs, strict=True)
+                ]
+            )
+            for requests, out, view in zip(slices, outs, block_views, strict=True):
+                box = slice_box(requests)
+                for request in requests:
+                    values = out if len(requests) == 1 else _columns(request, out, box[-1][0])
+                    self._deliver(request, values, in_place=view is not None)
 
     def _fetch(self, wanted: list[tuple[str, Index, np.ndarray]]) -> None:
         if len(wanted) > 1 and isinstance(self._source, AdjacentSource):
@@ -189,40 +270,45 @@ class HostReader:
         for name, index, out in wanted:
             self._source.read(name, index, out)
 
-    def _arrived(self, share: LeafRead, name: str, values: np.ndarray, *, in_place: bool) -> None:
+    def _deliver(self, request: ReadRequest, values: np.ndarray, *, in_place: bool) -> None:
         """Copies what was read into its blocks, and counts it."""
-        arrival, read = share.arrival, share.read
-        load = arrival.load
+        load = request.plan.load
         if not in_place:
             # Infinities and NaNs among weights are passed on as they are; NumPy would warn about casting them.
             with np.errstate(invalid="ignore", over="ignore"):
-                for number, copy in read.copies:
-                    copy.scatter(values, arrival.blocks[number])
-        bad = _not_finite(values, load, name)
+                for block, copy in request.copies:
+                    assert block.memory is not None
+                    copy.scatter(values, block.memory)
+        bad = _not_finite(values, load, request.tensor)
         with self._lock:
             if bad is not None:
-                before = self.not_finite.get((load.path, name))
-                self.not_finite[load.path, name] = bad if before is None else before + bad
-            self.bytes_done += round(box_size(read.box) * load.bytes_per_element)
-            self.at = (load.path, read.stack[0] if read.stack else None)
+                key = (load.path, request.tensor)
+                before = self.not_finite.get(key)
+                self.not_finite[key] = bad if before is None else before + bad
+            self.bytes_done += round(box_size(request.box) * load.bytes_per_element)
+            self.position = (load.path, request.stack[0] if request.stack else None)
 
 
-_NOTHING = np.empty(0, np.uint8)
+def _columns(request: ReadRequest, values: np.ndarray, start: int) -> np.ndarray:
+    """The elements of one request of a slice whose last axis begins at `start`, contiguous."""
+    first, stop = request.box[-1]
+    return np.ascontiguousarray(values[..., first - start : stop - start])
 
 
-def _in_place(each: TensorSlice) -> np.ndarray | None:
-    """The memory of a block itself, where a slice lies there as it lies in the file; else `None`."""
-    if len(each.shares) > 1:
+def _block_view(requests: Slice) -> np.ndarray | None:
+    """The memory of a block itself, where a slice has the same order there as in the file; else `None`."""
+    if len(requests) > 1:
         return None
-    ((arrival, read),) = ((share.arrival, share.read) for share in each.shares)
-    if len(read.copies) != 1 or arrival.load.source_dtype != arrival.load.leaf.dtype:
+    (request,) = requests
+    if len(request.copies) != 1 or request.dtype != request.plan.load.leaf.dtype:
         return None
-    number, copy = read.copies[0]
-    return copy.in_place(arrival.blocks[number], box_shape(read.box))
+    ((block, copy),) = request.copies
+    assert block.memory is not None
+    return copy.in_place(block.memory, box_shape(request.box))
 
 
 def _not_finite(buffer: np.ndarray, load: LeafLoad, name: str) -> NotFinite | None:
-    """What is not finite in what was read; asked now, while the bytes are in the core's cache."""
+    """What is not finite in a buffer; checked at once, while the bytes are in the core's cache."""
     if all_finite(buffer, load.leaf.dtype):
         return None
     return not_finite(buffer, load.leaf.dtype, path=load.path, tensor=name)

@@ -40,7 +40,7 @@ class Constant:
 
     def __call__(self, leaf: Leaf, key: jax.Array) -> hax.NamedArray:
         del key
-        return hax.full(axes_of(leaf), self.value, dtype=leaf.dtype)
+        return hax.full(haliax_axes(leaf), self.value, dtype=leaf.dtype)
 
     def __str__(self) -> str:
         return f"{self.value:g} everywhere"
@@ -57,7 +57,7 @@ class Normal:
     std: float
 
     def __call__(self, leaf: Leaf, key: jax.Array) -> hax.NamedArray:
-        values = hax.random.normal(key, axes_of(leaf), dtype=jnp.float32) * np.float32(self.std)
+        values = hax.random.normal(key, haliax_axes(leaf), dtype=jnp.float32) * np.float32(self.std)
         return values.astype(leaf.dtype)
 
     def __str__(self) -> str:
@@ -108,7 +108,7 @@ class LeafInit:
         return f"{self.leaf}: {self.rule.values}"
 
 
-def axes_of(leaf: Leaf) -> tuple[hax.Axis, ...]:
+def haliax_axes(leaf: Leaf) -> tuple[hax.Axis, ...]:
     """The axes of a leaf as Haliax has them."""
     return tuple(hax.Axis(name, size) for name, size in leaf.axes)
 

@@ -28,28 +28,28 @@ def export_on_demand(package: str) -> None:
     module = sys.modules[package]
 
     def found(name: str) -> object:
-        if name not in (offers := offered(package)):
+        if name not in (offers := lazy_names(package)):
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(import_module(offers[name]), name)
         vars(module)[name] = value
         return value
 
     vars(module)["__getattr__"] = found  # unseen by type checkers, so that misspelt names are still errors to them
-    module.__class__ = _Offering
+    module.__class__ = _LazyPackage
 
 
-class _Offering(ModuleType):
+class _LazyPackage(ModuleType):
     """A module whose names are not taken by submodules that are called like them (`levanter.mesh.resolve`)."""
 
     def __setattr__(self, name: str, value: object) -> None:
         # Python's import system binds a submodule in its package once it is loaded.
         submodule = isinstance(value, ModuleType) and value.__name__ == f"{self.__name__}.{name}"
-        if not (submodule and name in offered(self.__name__)):
+        if not (submodule and name in lazy_names(self.__name__)):
             super().__setattr__(name, value)
 
 
 @cache
-def offered(package: str) -> dict[str, str]:
+def lazy_names(package: str) -> dict[str, str]:
     """The names that a module offers on demand → the module that each is imported from."""
     spec = find_spec(package)
     assert spec is not None and isinstance(spec.loader, InspectLoader), f"{package} has no source"

@@ -50,6 +50,14 @@ def intersect(a: Box, b: Box) -> Box | None:
     return both if all(start < stop for start, stop in both) else None
 
 
+def distinct_boxes(boxes: np.ndarray) -> tuple[list[Box], np.ndarray]:
+    """The distinct ones of `[n, axes, 2]` boxes, in order of first appearance, and the number of each row's."""
+    numbers: dict[Box, int] = {}
+    rows = [tuple((a, b) for a, b in box) for box in boxes.tolist()]
+    which = np.asarray([numbers.setdefault(row, len(numbers)) for row in rows], dtype=np.int64)
+    return list(numbers), which
+
+
 def runs(box: Box, sizes: Sequence[int]) -> tuple[np.ndarray, int]:
     """The contiguous ranges that a box covers when its axes are flattened, major first.
 

@@ -13,15 +13,15 @@ import numpy as np
 
 from haliax_ext.abstract import Leaf
 from haliax_ext.initializers import LeafInit
-from haliax_ext.leaf_layout import Box, Span
-from haliax_ext.load_plan import LeafLoad, LoadPlan, default_memory_bytes
+from haliax_ext.leaf_layout import Box, Span, box_size, distinct_boxes
+from haliax_ext.load_plan import LeafLoad, LoadPlan, default_memory_bytes, plan_steps
 from haliax_ext.load_transforms import LoadTransform
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import LeafPlan, ShardingPlan
-from haliax_ext.read_plan import distinct
-from haliax_ext.reshard import TRANSIENT_LIMIT, plan_exchange
+from haliax_ext.read_plan import Block, plan_reads
+from haliax_ext.reshard import TRANSIENT_LIMIT, plan_reshard
 from haliax_ext.rules import Match, WeightRules
-from haliax_ext.sources import RemoteReads, TensorSource, remote_of
+from haliax_ext.sources import RemoteReads, TensorSource, remote_access
 
 DIRECT_AMPLIFICATION = 1.25
 """A leaf that direct reading would read more often than this is exchanged."""
@@ -47,9 +47,9 @@ def plan_loading(
         source: what to read from; only its index is looked at.
         hosts: the host of each device, of the mesh's shape; None: one host.
         dtype: what floating-point leaves are loaded in; None: as in `plan`.
-        memory_bytes: the host-memory budget, which also bounds the pieces of an exchange; None: of a source on another
+        memory_bytes: the host-memory budget, which also bounds the pieces of a reshard; None: of a source on another
             machine, the one that `load` chooses, so that a piece is read while another one is exchanged.
-        transient_limit: what an exchange may hold on a device.
+        transient_limit: what a reshard may hold on a device.
 
     Raises:
         WeightMismatchError: the source is not what the model needs; everything is listed.
@@ -66,7 +66,7 @@ def plan_loading(
     matches = rules.match([leaf_plan.leaf for leaf_plan in plan.leaves], source.tensors)
     limit = transient_limit
     per_host = max(np.bincount(of_device).tolist())
-    remote = remote_of(source)
+    remote = remote_access(source)
     if memory_bytes is None and remote is not None:
         memory_bytes = default_memory_bytes(plan.bytes_per_device * per_host)
     if memory_bytes is not None:
@@ -79,13 +79,13 @@ def plan_loading(
         leaf_plan = plan.by_path[match.leaf.path if rule is None else rule.like]
         load = _direct(match, leaf_plan, source, of_device, mesh, dtype)
         if rule is not None:
-            load = _to_be_derived(
+            load = _with_transform(
                 load, LoadTransform(rule=rule, results=tuple(plan.by_path[path] for path in rule.targets))
             )
         if load.direct_amplification > DIRECT_AMPLIFICATION and load.layout.part_shape:
-            load = _exchanged(load, leaf_plan, of_device, mesh, limit)
+            load = _resharded(load, leaf_plan, of_device, mesh, limit)
         elif rule is not None:
-            load = _in_pieces(load, leaf_plan, of_device, mesh, limit)
+            load = _read_in_pieces(load, leaf_plan, of_device, mesh, limit)
         loads.append(load)
     total = sum(load.source_bytes for load in loads)
     # The worst first, until the job as a whole reads little enough.
@@ -95,17 +95,18 @@ def plan_loading(
         load = loads[number]
         if load.strategy == "direct" and load.layout.part_shape and load.amplification > 1:
             path = load.path if load.derived is None else load.derived.rule.like
-            loads[number] = _exchanged(load, plan.by_path[path], of_device, mesh, limit)
-    given = {leaf.path for load in loads for leaf, _ in load.results}
-    made = {rule.target: rule for rule in rules.initial}
-    absent = [leaf_plan.leaf for leaf_plan in plan.leaves if leaf_plan.leaf.path not in given]
+            loads[number] = _resharded(load, plan.by_path[path], of_device, mesh, limit)
+    loaded = {leaf.path for load in loads for leaf, _ in load.results}
+    initial = {rule.target: rule for rule in rules.initial}
+    absent = [leaf_plan.leaf for leaf_plan in plan.leaves if leaf_plan.leaf.path not in loaded]
     return LoadPlan(
         sharding=plan,
         loads=tuple(loads),
+        steps=plan_steps(loads),
         hosts=tuple(of_device.tolist()),
-        skipped=tuple(leaf.path for leaf in absent if leaf.path not in made),
+        skipped=tuple(leaf.path for leaf in absent if leaf.path not in initial),
         initial=tuple(
-            LeafInit(leaf=_in_dtype(leaf, dtype), rule=made[leaf.path]) for leaf in absent if leaf.path in made
+            LeafInit(leaf=_in_dtype(leaf, dtype), rule=initial[leaf.path]) for leaf in absent if leaf.path in initial
         ),
         remote=None
         if remote is None
@@ -121,7 +122,7 @@ def _in_dtype(leaf: Leaf, dtype: np.dtype | None) -> Leaf:
     return replace(leaf, dtype=np.dtype(dtype))
 
 
-def _to_be_derived(load: LeafLoad, derived: LoadTransform) -> LeafLoad:
+def _with_transform(load: LeafLoad, derived: LoadTransform) -> LeafLoad:
     """A leaf that is read and not kept arrives as it is stored; its results have the dtypes of the plan."""
     # JAX has no numbers of 64 bits here.
     dtype = np.dtype(np.float32) if load.source_dtype == np.float64 else load.source_dtype
@@ -148,7 +149,7 @@ def _direct(
         bytes_per_element=per_element,
         strategy="direct",
         spec=leaf_plan.spec,
-        exchange=None,
+        reshard=None,
         bytes_by_host=(),
         source_bytes=round(math.prod(match.layout.extents) * per_element),
         direct_amplification=1.0,
@@ -169,10 +170,10 @@ def _direct(
     )
 
 
-def _exchange(load: LeafLoad, leaf_plan: LeafPlan, mesh: MeshSpec, limit: int, *, still: bool) -> LeafLoad:
+def _with_reshard(load: LeafLoad, leaf_plan: LeafPlan, mesh: MeshSpec, limit: int, *, still: bool) -> LeafLoad:
     layout, derived = load.layout, load.derived
     # What a function holds of a piece is at most one and a half times what the piece itself takes.
-    exchange = plan_exchange(
+    reshard = plan_reshard(
         load.leaf,
         leaf_plan.mesh_axes,
         mesh,
@@ -182,24 +183,24 @@ def _exchange(load: LeafLoad, leaf_plan: LeafPlan, mesh: MeshSpec, limit: int, *
         along=None if derived is None else derived.along(load.leaf),
         still=still,
     )
-    working = 0 if derived is None else derived.working_bytes(exchange, mesh.ways(sum(leaf_plan.mesh_axes, ())))
-    return replace(load, exchange=exchange, transient_device_bytes=exchange.transient_device_bytes + working)
+    working = 0 if derived is None else derived.working_bytes(reshard, mesh.ways(sum(leaf_plan.mesh_axes, ())))
+    return replace(load, reshard=reshard, transient_device_bytes=reshard.transient_device_bytes + working)
 
 
-def _in_pieces(load: LeafLoad, leaf_plan: LeafPlan, hosts: np.ndarray, mesh: MeshSpec, limit: int) -> LeafLoad:
+def _read_in_pieces(load: LeafLoad, leaf_plan: LeafPlan, hosts: np.ndarray, mesh: MeshSpec, limit: int) -> LeafLoad:
     """Read directly, but so that no more than a piece of it is there at a time."""
-    changed = _exchange(load, leaf_plan, mesh, limit, still=True)
+    changed = _with_reshard(load, leaf_plan, mesh, limit, still=True)
     by_host, largest = _host_bytes(changed, hosts, mesh)
     amplification = sum(by_host) / max(load.source_bytes, 1)
     return replace(changed, bytes_by_host=by_host, amplification=amplification, transient_host_bytes=largest)
 
 
-def _exchanged(load: LeafLoad, leaf_plan: LeafPlan, hosts: np.ndarray, mesh: MeshSpec, limit: int) -> LeafLoad:
-    arrives = _exchange(load, leaf_plan, mesh, limit, still=False)
+def _resharded(load: LeafLoad, leaf_plan: LeafPlan, hosts: np.ndarray, mesh: MeshSpec, limit: int) -> LeafLoad:
+    arrives = _with_reshard(load, leaf_plan, mesh, limit, still=False)
     changed = replace(
         arrives,
         strategy="exchange",
-        reason=f"reading it directly would read it {load.direct_amplification:.2f}×; {arrives.exchange}",
+        reason=f"reading it directly would read it {load.direct_amplification:.2f}×; {arrives.reshard}",
     )
     by_host, largest = _host_bytes(changed, hosts, mesh)
     return replace(
@@ -218,20 +219,21 @@ def _host_bytes(load: LeafLoad, hosts: np.ndarray, mesh: MeshSpec) -> tuple[tupl
     known: dict[tuple[Box, ...], tuple[int, int]] = {}
     # Pieces of one length read alike, and so do hosts with the same blocks. Parts of shards do not, where the axis is
     # padded.
-    by_length = load.exchange is None or load.exchange.shards == 1
+    by_length = load.reshard is None or load.reshard.shards == 1
     alike: dict[Hashable, list[Span]] = {}
     for piece in load.pieces:
         alike.setdefault(piece[1] - piece[0] if by_length else piece, []).append(piece)
     for pieces in alike.values():
         device_boxes = load.device_boxes(mesh, pieces[0])
         for host in range(num_hosts):
-            boxes, _ = distinct(device_boxes[hosts == host])
+            boxes, _ = distinct_boxes(device_boxes[hosts == host])
             key = tuple(boxes)
             if key not in known:
-                found = load.units(boxes)
-                held = [sum(math.prod(b - a for a, b in boxes[n]) for n in unit.members) for unit in found]
-                together = sum(held) if load.exchange is not None else max(held, default=0)
-                known[key] = (sum(unit.elements for unit in found), together)
+                plans = plan_reads(load, [Block(box=box) for box in boxes])
+                filled = [sum(box_size(block.box) for block in plan.blocks) for plan in plans]
+                # All slabs of a piece are in memory at once; of a leaf that is read directly, one plan's blocks.
+                together = sum(filled) if load.reshard is not None else max(filled, default=0)
+                known[key] = (sum(plan.elements for plan in plans), together)
             elements[host] += known[key][0] * len(pieces)
             largest = max(largest, known[key][1] * load.leaf.dtype.itemsize)
     return tuple(round(count * load.bytes_per_element) for count in elements.tolist()), largest

@@ -19,14 +19,13 @@ import jax
 import numpy as np
 
 from haliax_ext.abstract import Leaf
-from haliax_ext.initializers import axes_of
+from haliax_ext.initializers import haliax_axes
 from haliax_ext.leaf_layout import Span
 from haliax_ext.mapping import AxisMapping
 from haliax_ext.placement import LeafPlan
 from haliax_ext.program import Input, Placement, Program
 from haliax_ext.pytree import eval_shape
-from haliax_ext.reshard import Exchange
-from haliax_ext.reshard_programs import exchanged
+from haliax_ext.reshard import Reshard, reshard_slabs
 
 WORKING_BYTES = 4
 """What a function may hold on a device of each element of a piece, beside the piece and the results: float32."""
@@ -86,15 +85,15 @@ class LoadTransform:
         """Positions of the axes of the read leaf that pieces may be cut along: those that all results have."""
         return tuple(n for n, name in enumerate(leaf.names) if all(name in r.leaf.names for r in self.results))
 
-    def working_bytes(self, exchange: Exchange, ways: int) -> int:
+    def working_bytes(self, reshard: Reshard, ways: int) -> int:
         """Bytes on a device that turning one piece takes, beside the piece itself.
 
         Args:
-            exchange: of the read leaf.
+            reshard: of the read leaf.
             ways: how many shards it has.
         """
-        leaf = exchange.leaf
-        share = 1.0 if exchange.cut is None else exchange.piece * exchange.shards / leaf.shape[exchange.cut]
+        leaf = reshard.leaf
+        share = 1.0 if reshard.cut is None else reshard.piece * reshard.shards / leaf.shape[reshard.cut]
         results = sum(r.leaf.dtype.itemsize * math.prod(r.shard_shape) for r in self.results)
         return math.ceil(share * (WORKING_BYTES * math.prod(leaf.shape) / ways + results))
 
@@ -102,16 +101,16 @@ class LoadTransform:
 def abstract_leaf(leaf: Leaf) -> hax.NamedArray:
     """A leaf as an abstract named array."""
     array: Any = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    return hax.NamedArray(array, axes_of(leaf))
+    return hax.NamedArray(array, haliax_axes(leaf))
 
 
-def derive_program(name: str, exchange: Exchange, derived: LoadTransform, placement: Placement) -> Program:
+def derive_program(name: str, reshard: Reshard, derived: LoadTransform, placement: Placement) -> Program:
     """The Program that turns a leaf that arrives at once: its slabs in, the results by path out."""
 
     def run(slab: hax.NamedArray) -> Mapping[str, hax.NamedArray]:
-        return _in_order(derived, exchanged(exchange, (0, 0), slab))
+        return _derive_results(derived, reshard_slabs(reshard, (0, 0), slab))
 
-    slabs = Input(name=exchange.leaf.path, value=exchange.slab_value((0, 0)), placement=exchange.read_mapping)
+    slabs = Input(name=reshard.leaf.path, value=reshard.slab_value((0, 0)), placement=reshard.read_mapping)
     return Program(name=name, function=run, inputs=(slabs,), out_placement=placement)
 
 
@@ -119,29 +118,29 @@ def begin_derived_program(name: str, results: Sequence[LeafPlan], placement: Pla
     """The Program that makes room for results that arrive in pieces."""
 
     def run() -> Mapping[str, hax.NamedArray]:
-        return {each.leaf.path: hax.zeros(axes_of(each.leaf), dtype=each.leaf.dtype) for each in results}
+        return {each.leaf.path: hax.zeros(haliax_axes(each.leaf), dtype=each.leaf.dtype) for each in results}
 
     return Program(name=name, function=run, inputs=(), out_placement=placement)
 
 
 def derive_piece_program(
-    name: str, exchange: Exchange, derived: LoadTransform, piece: Span, placement: Placement
+    name: str, reshard: Reshard, derived: LoadTransform, piece: Span, placement: Placement
 ) -> Program:
     """The Program that turns one piece and puts what comes of it into the results, in place.
 
     Its inputs: the results so far, the piece's slabs, and where the piece begins.
     """
-    assert exchange.cut is not None
-    along = exchange.leaf.names[exchange.cut]
+    assert reshard.cut is not None
+    along = reshard.leaf.names[reshard.cut]
 
     def run(
         so_far: Mapping[str, hax.NamedArray], slab: hax.NamedArray, start: jax.Array
     ) -> Mapping[str, hax.NamedArray]:
         found: dict[str, hax.NamedArray] = {}
-        for path, part in _in_order(derived, exchanged(exchange, piece, slab)).items():
+        for path, part in _derive_results(derived, reshard_slabs(reshard, piece, slab)).items():
             whole = so_far[path]
             axis = [a.name for a in whole.axes].index(along)
-            found[path] = hax.NamedArray(exchange.put(whole.array, part.array, axis, start), whole.axes)
+            found[path] = hax.NamedArray(reshard.put(whole.array, part.array, axis, start), whole.axes)
         return found
 
     return Program(
@@ -151,7 +150,7 @@ def derive_piece_program(
             Input(
                 name="results", value={r.leaf.path: abstract_leaf(r.leaf) for r in derived.results}, placement=placement
             ),
-            Input(name="slab", value=exchange.slab_value(piece), placement=exchange.read_mapping),
+            Input(name="slab", value=reshard.slab_value(piece), placement=reshard.read_mapping),
             Input(name="start", value=jax.ShapeDtypeStruct((), np.int32), placement=AxisMapping()),
         ),
         out_placement=placement,
@@ -159,7 +158,7 @@ def derive_piece_program(
     )
 
 
-def _in_order(derived: LoadTransform, x: hax.NamedArray) -> dict[str, hax.NamedArray]:
+def _derive_results(derived: LoadTransform, x: hax.NamedArray) -> dict[str, hax.NamedArray]:
     """What the function gives, in the order, with the axes and in the dtypes of the results."""
     found = derived.rule.derive(x)
     for result in derived.results:

@@ -1,9 +1,9 @@
 """`load`: a `LoadPlan` and a source → arrays in their final shards.
 
-`HostReader`'s threads fill blocks; the calling thread hands full blocks to the devices, in the order of the plan's
-steps, and runs the plan's exchange Programs, on all hosts in the same order. What was read into blocks that are not yet
-on a device stays within a budget, except that the oldest *unit* (blocks that are read together) always goes on
-(`admissions`).
+The path of a weight: `read_scheduler` groups what a host reads into `ReadBatch`es, each of `ReadPlan`s, each of
+`ReadRequest`s; `HostReader`'s threads carry out the requests and fill `Block`s; the calling thread hands full blocks to
+the devices, in the order of the plan's steps, and runs the plan's reshard Programs, on all hosts in the same order.
+Blocks that are not yet on a device stay within a memory budget, except that the oldest batch always makes progress.
 """
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from haliax_ext.host_reader import HostReader, InflightUnit, Readers
+from haliax_ext.host_reader import HostReader, Readers
 from haliax_ext.load_plan import LoadPlan, LoadStep
 from haliax_ext.load_plan import default_memory_bytes as default_memory_bytes
 from haliax_ext.load_progress import LoadProgress, LoadReport, MemoryWatch
@@ -27,9 +27,10 @@ from haliax_ext.meshspec import Device, MeshSpec
 from haliax_ext.nonfinite import NotFinite
 from haliax_ext.planner import ShardingPlan
 from haliax_ext.program import Jit, Program
-from haliax_ext.read_scheduler import ReadBatch, admissions, read_all
-from haliax_ext.reshard_programs import seconds_program
-from haliax_ext.sources import RemoteAccess, TensorSource, remote_of
+from haliax_ext.read_plan import ReadPlan
+from haliax_ext.read_scheduler import ReadBatch, read_all, read_batches
+from haliax_ext.reshard import seconds_program
+from haliax_ext.sources import RemoteAccess, TensorSource, remote_access
 
 PROGRESS_SECONDS = 0.2
 """How often progress is reported."""
@@ -52,7 +53,7 @@ class LoadedArrays(Mapping[str, jax.Array]):
         return len(self.arrays)
 
 
-def hosts_of(mesh: Mesh) -> np.ndarray:
+def device_hosts(mesh: Mesh) -> np.ndarray:
     """The host of each device of a mesh, of the mesh's shape: its processes, numbered from 0 without gaps."""
     processes = np.asarray([device.process_index for device in _flat_devices(mesh)], dtype=np.int64)
     return np.unique(processes, return_inverse=True)[1].reshape(mesh.devices.shape)
@@ -78,7 +79,7 @@ def load(
     """Reads every leaf of a plan into its final shards on `mesh`.
 
     Args:
-        load_plan: how; made for the hosts of `mesh` (`hosts_of`).
+        load_plan: how; made for the hosts of `mesh` (`device_hosts`).
         sharding_plan: where; the one that `load_plan` was made from.
         source: what the plan was made for.
         mesh: the devices.
@@ -99,7 +100,7 @@ def load(
     assert load_plan.sharding.leaves == sharding_plan.leaves, "the load plan was made from a different sharding plan"
     host = _this_host(load_plan, mesh)
     budget = default_memory_bytes(load_plan.local_bytes(host)) if memory_bytes is None else memory_bytes
-    remote = remote_of(source)
+    remote = remote_access(source)
     if remote is not None:
         remote.resume()
     readers = Readers.of(remote, budget, threads=threads, read_bytes=read_bytes)
@@ -111,42 +112,43 @@ def load(
         arrays = job.run(budget - readers.held_bytes, ahead=readers.ahead_bytes)
         if remote is not None:
             remote.settle()
-        read, found = reader.bytes_done, reader.not_finite
+        bytes_read, not_finite = reader.bytes_done, reader.not_finite
     seconds = time.perf_counter() - began
     report = LoadReport(
-        bytes_read=read,
+        bytes_read=bytes_read,
         seconds=seconds,
         peak_rss_bytes=memory.peak_bytes,
         bytes_per_device=load_plan.bytes_per_device,
         seconds_by_host=_seconds_by_host(load_plan, mesh, seconds, jit),
-        not_finite=_in_order(load_plan, found),
+        not_finite=_in_plan_order(load_plan, not_finite),
         network="" if remote is None else str(remote),
     )
     return LoadedArrays(arrays, report)
 
 
-def _in_order(plan: LoadPlan, found: Mapping[tuple[str, str], NotFinite]) -> tuple[NotFinite, ...]:
-    """What is not finite, as the plan has the leaves, and as each leaf has its source tensors."""
-    places = {load.path: (n, load.sources) for n, load in enumerate(load for step in plan.steps for load in step.loads)}
+def _in_plan_order(plan: LoadPlan, not_finite: Mapping[tuple[str, str], NotFinite]) -> tuple[NotFinite, ...]:
+    """The records of (leaf, tensor) in the order of the plan's leaves, and of each leaf's source tensors."""
+    loads = (load for step in plan.steps for load in step.loads)
+    numbered = {load.path: (number, load.sources) for number, load in enumerate(loads)}
 
-    def place(key: tuple[str, str]) -> tuple[int, int]:
-        number, sources = places[key[0]]
+    def position(key: tuple[str, str]) -> tuple[int, int]:
+        number, sources = numbered[key[0]]
         return number, list(sources).index(key[1])
 
-    return tuple(found[key] for key in sorted(found, key=place))
+    return tuple(not_finite[key] for key in sorted(not_finite, key=position))
 
 
 def _this_host(plan: LoadPlan, mesh: Mesh) -> int:
     if MeshSpec.from_mesh(mesh).axes != plan.sharding.mesh.axes:
         raise ValueError(f"the load plan is for mesh {plan.sharding.mesh}, not for {MeshSpec.from_mesh(mesh)}")
-    found = hosts_of(mesh).reshape(-1).tolist()
-    if found != list(plan.hosts):
+    hosts = device_hosts(mesh).reshape(-1).tolist()
+    if hosts != list(plan.hosts):
         raise ValueError(
             f"the load plan is for {plan.num_hosts} hosts, or for a different order of hosts: this mesh has "
-            f"{max(found) + 1}; make it with plan_loading(…, hosts=hosts_of(mesh))"
+            f"{max(hosts) + 1}; make it with plan_loading(…, hosts=device_hosts(mesh))"
         )
     here = jax.process_index()
-    mine = {n for n, device in zip(found, _flat_devices(mesh), strict=True) if device.process_index == here}
+    mine = {n for n, device in zip(hosts, _flat_devices(mesh), strict=True) if device.process_index == here}
     if len(mine) != 1:
         raise ValueError(f"process {here} has no device in mesh {MeshSpec.from_mesh(mesh)}")
     return mine.pop()
@@ -156,11 +158,11 @@ def _seconds_by_host(plan: LoadPlan, mesh: Mesh, seconds: float, jit: Jit) -> tu
     if plan.num_hosts == 1:
         return (seconds,)
     program = seconds_program(plan.sharding.mesh)
-    one_each = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    value = jax.make_array_from_callback((mesh.size,), one_each, lambda _: np.full(1, seconds, np.float32))
-    everyone = jit(program, mesh)(hax.NamedArray(value, (hax.Axis("device", mesh.size),)))
-    by_device = np.asarray(everyone.array.addressable_data(0))
-    return tuple(float(by_device[plan.devices_of(host)[0]]) for host in range(plan.num_hosts))
+    by_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    value = jax.make_array_from_callback((mesh.size,), by_device, lambda _: np.full(1, seconds, np.float32))
+    gathered = jit(program, mesh)(hax.NamedArray(value, (hax.Axis("device", mesh.size),)))
+    seconds_by_device = np.asarray(gathered.array.addressable_data(0))
+    return tuple(float(seconds_by_device[plan.host_devices(host)[0]]) for host in range(plan.num_hosts))
 
 
 class _Job:
@@ -180,109 +182,111 @@ class _Job:
     ):
         self._plan, self._mesh, self._reader, self._jit = plan, mesh, reader, jit
         self._remote = remote
-        self._progress, self._began, self._told = progress, began, -math.inf
+        self._progress, self._began, self._reported = progress, began, -math.inf
         self._bytes_total, self._job_bytes = plan.bytes_by_host[host], sum(plan.bytes_by_host)
-        self._local = plan.devices_of(host)
-        everyone = _flat_devices(mesh)
-        self._devices: list[Device] = [everyone[n] for n in self._local.tolist()]
+        self._local = plan.host_devices(host)
+        all_devices = _flat_devices(mesh)
+        self._devices: list[Device] = [all_devices[n] for n in self._local.tolist()]
         self._arrays: dict[str, jax.Array] = {}
         self._shards: dict[str, dict[int, jax.Array]] = {}
         self._arriving: dict[str, Mapping[str, hax.NamedArray]] = {}
 
     def run(self, budget: int, *, ahead: int) -> dict[str, jax.Array]:
         if self._plan.initial:
-            made = self._jit(self._plan.initialize_program, self._mesh)()
-            self._arrays |= {path: named.array for path, named in made.items()}
-        found = admissions(self._plan, self._local, together=self._remote is not None)
-        read_all(found, self._reader, self._finish, budget=budget, nbytes=self._bytes_total, ahead=ahead)
-        self._tell()
+            initial = self._jit(self._plan.initialize_program, self._mesh)()
+            self._arrays |= {path: named.array for path, named in initial.items()}
+        batches = read_batches(self._plan, self._local, together=self._remote is not None)
+        read_all(batches, self._reader, self._finish, budget=budget, nbytes=self._bytes_total, ahead=ahead)
+        self._report()
         in_order = [leaf_plan.leaf.path for leaf_plan in self._plan.sharding.leaves]
         return {path: self._arrays[path] for path in in_order if path in self._arrays}
 
-    def _finish(self, admission: ReadBatch) -> None:
-        """Waits for an admission and places it."""
-        while not self._reader.wait(admission.arrivals, PROGRESS_SECONDS):
-            self._tell_now_and_then()
-        self._tell_now_and_then()
-        if admission.is_exchange:
-            for step in admission.steps:
-                self._exchange(
-                    step, [each for each in admission.arrivals if any(each.load is load for load in step.loads)]
-                )
+    def _finish(self, batch: ReadBatch) -> None:
+        """Waits for a batch and hands its blocks to the devices."""
+        while not self._reader.wait(batch.futures, PROGRESS_SECONDS):
+            self._report_if_due()
+        self._report_if_due()
+        batch.futures.clear()
+        if batch.is_resharded:
+            for step in batch.steps:
+                self._reshard(step, batch.plans)
         else:
-            self._place(admission)
+            self._assemble_batch(batch)
 
-    def _put(self, arrivals: list[InflightUnit]) -> dict[int, jax.Array]:
+    def _put(self, plans: list[ReadPlan]) -> dict[int, jax.Array]:
         """Blocks → single-device arrays, by position among this host's devices."""
-        found: dict[int, jax.Array] = {}
-        for arrival in arrivals:
-            for position, number in enumerate(arrival.which.tolist()):
-                if number in arrival.blocks:
-                    found[position] = jax.device_put(arrival.blocks[number], self._devices[position])
-            arrival.blocks.clear()
-            arrival.futures.clear()
-        jax.block_until_ready(list(found.values()))
-        return found
+        shards: dict[int, jax.Array] = {}
+        for plan in plans:
+            for block in plan.blocks:
+                for position in block.devices:
+                    shards[position] = jax.device_put(block.memory, self._devices[position])
+                # The devices have copied the memory, or adopted it (CPU): in either case it is no longer ours.
+                block.memory = None
+        jax.block_until_ready(list(shards.values()))
+        return shards
 
     def _assemble(self, shape: tuple[int, ...], spec: PartitionSpec, shards: dict[int, jax.Array]) -> jax.Array:
         in_order = [shards[position] for position in range(len(self._devices))]
         return jax.make_array_from_single_device_arrays(shape, NamedSharding(self._mesh, spec), in_order)
 
-    def _place(self, admission: ReadBatch) -> None:
-        for arrival in admission.arrivals:
-            self._shards.setdefault(arrival.load.path, {}).update(self._put([arrival]))
-        if not admission.completes:
+    def _assemble_batch(self, batch: ReadBatch) -> None:
+        for plan in batch.plans:
+            self._shards.setdefault(plan.load.path, {}).update(self._put([plan]))
+        if not batch.completes:
             return
-        for load in (load for step in admission.steps for load in step.loads):
+        for load in (load for step in batch.steps for load in step.loads):
             shards = self._shards.pop(load.path)
             self._arrays[load.path] = self._assemble(load.leaf.shape, load.spec, shards)
 
-    def _exchange(self, step: LoadStep, arrivals: list[InflightUnit]) -> None:
+    def _reshard(self, step: LoadStep, plans: list[ReadPlan]) -> None:
+        """Runs a step's Programs: slabs in, arrays in their final shards out."""
         piece = step.piece or (0, 0)
         slabs: list[hax.NamedArray] = []
         for leaf_load in step.loads:
-            exchange = leaf_load.exchange
-            assert exchange is not None
-            shards = self._put([arrival for arrival in arrivals if arrival.load is leaf_load])
-            spec = exchange.read_mapping.spec(leaf_load.leaf.names)
-            array = self._assemble(exchange.slab_shape(piece), spec, shards)
-            slabs.append(hax.NamedArray(array, exchange.slab_value(piece).axes))
+            reshard = leaf_load.reshard
+            assert reshard is not None
+            shards = self._put([plan for plan in plans if plan.load is leaf_load])
+            spec = reshard.read_mapping.spec(leaf_load.leaf.names)
+            array = self._assemble(reshard.slab_shape(piece), spec, shards)
+            slabs.append(hax.NamedArray(array, reshard.slab_value(piece).axes))
+            # The Program's input must be the only reference, so that its buffer is free as soon as it was used.
             del shards, array
         programs = self._plan.step_programs(step)
         is_derived = step.loads[0].derived is not None
         if step.piece is None:
             (whole,) = programs
-            found = self._jit(whole, self._mesh)(*slabs)
-            own = {theirs.name: load.path for theirs, load in zip(whole.inputs, step.loads, strict=True)}
+            outputs = self._jit(whole, self._mesh)(*slabs)
+            paths = {declared.name: load.path for declared, load in zip(whole.inputs, step.loads, strict=True)}
         else:
             begin, put = programs
             path = step.loads[0].path
             so_far = self._arriving.pop(path, None) or self._jit(begin, self._mesh)()
-            everywhere = NamedSharding(self._mesh, PartitionSpec())
-            at = jax.make_array_from_callback((), everywhere, lambda _: np.asarray(piece[0], np.int32))
-            found = self._jit(put, self._mesh)(so_far, slabs[0], at)
+            replicated = NamedSharding(self._mesh, PartitionSpec())
+            start = jax.make_array_from_callback((), replicated, lambda _: np.asarray(piece[0], np.int32))
+            outputs = self._jit(put, self._mesh)(so_far, slabs[0], start)
             if step.piece != step.loads[0].pieces[-1]:
-                self._arriving[path] = found
-            own = dict.fromkeys(found, step.loads[0].path)
-        # A Program that another step's leaves share calls them by those leaves' paths; what is derived has its own.
-        named = found if is_derived else {own[path]: array for path, array in found.items()}
-        # One exchange at a time, so that no more than one transient is on the devices.
+                self._arriving[path] = outputs
+            paths = dict.fromkeys(outputs, step.loads[0].path)
+        # Steps of equal reshards share one Program, whose outputs have the paths of the first step's leaves; outputs of
+        # a load transform have their own paths.
+        named = outputs if is_derived else {paths[path]: array for path, array in outputs.items()}
+        # One reshard at a time, so that no more than one transient is on the devices.
         self._arrays |= {path: jax.block_until_ready(array.array) for path, array in named.items()}
 
-    def _tell_now_and_then(self) -> None:
-        if time.perf_counter() - self._told >= PROGRESS_SECONDS:
-            self._tell()
+    def _report_if_due(self) -> None:
+        if time.perf_counter() - self._reported >= PROGRESS_SECONDS:
+            self._report()
 
-    def _tell(self) -> None:
-        self._told = time.perf_counter()
+    def _report(self) -> None:
+        self._reported = time.perf_counter()
         if self._progress is not None:
-            path, layer = self._reader.at
+            path, layer = self._reader.position
             self._progress(
                 LoadProgress(
                     bytes_done=self._reader.bytes_done,
                     bytes_total=self._bytes_total,
                     job_bytes=self._job_bytes,
-                    seconds=self._told - self._began,
+                    seconds=self._reported - self._began,
                     path=path,
                     layer=layer,
                     network="" if self._remote is None else str(self._remote),

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from haliax_ext.abstract import Leaf
@@ -79,6 +80,32 @@ class LeafPlan:
 def flat(entry: MeshAxes | None) -> tuple[str, ...]:
     """An entry of a `PartitionSpec` as a tuple of mesh axes."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def shard_boxes(shape: Sequence[int], spec: PartitionSpec, mesh: MeshSpec) -> np.ndarray:
+    """The box of an array that each device of a mesh holds.
+
+    Args:
+        shape: the array's shape; mesh axes divide it.
+        spec: its sharding.
+        mesh: mesh axis names and sizes.
+
+    Returns:
+        Integers `[devices, axes, 2]`: start and stop, devices in the mesh's row-major order.
+    """
+    coordinates = dict(zip(mesh.names, np.indices([size for _, size in mesh.axes]), strict=True))
+    boxes = np.zeros((mesh.size, len(shape), 2), dtype=np.int64)
+    entries = (*spec, *(None,) * (len(shape) - len(spec)))
+    for axis, (size, entry) in enumerate(zip(shape, entries, strict=True)):
+        number = np.zeros(mesh.size, dtype=np.int64)
+        for name in flat(entry):
+            # Mesh axes of one entry are the digits, major first, of the number of the shard.
+            number = number * mesh.shape[name] + coordinates[name].reshape(-1)
+        length, rest = divmod(size, mesh.ways(flat(entry)))
+        assert rest == 0, f"{size} over {flat(entry)} of {mesh}"
+        boxes[:, axis, 0] = number * length
+        boxes[:, axis, 1] = (number + 1) * length
+    return boxes
 
 
 def show_axes(axes: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from haliax_ext.abstract import Leaf, leaves, map_arrays
-from haliax_ext.program import Input, Jit, Program, spec_of
+from haliax_ext.program import Input, Jit, Program, partition_spec
 from haliax_ext.pytree import Array, PyTree
 
 K = TypeVar("K")
@@ -29,7 +29,7 @@ def shardings(declared: Input, mesh: Mesh) -> dict[str, NamedSharding]:
     """
     placement = declared.placement
     assert placement is not None, f"input {declared.name} has no placement"
-    return {leaf.path: NamedSharding(mesh, spec_of(leaf, placement)) for leaf in leaves(declared.value)}
+    return {leaf.path: NamedSharding(mesh, partition_spec(leaf, placement)) for leaf in leaves(declared.value)}
 
 
 def place(declared: Input, values: np.ndarray | Mapping[str, np.ndarray], mesh: Mesh, *, first_row: int = 0) -> PyTree:

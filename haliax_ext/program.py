@@ -18,8 +18,8 @@ import haliax as hax
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from haliax_ext.abstract import Leaf, leaf_of
-from haliax_ext.compiler_options import refusing_options
+from haliax_ext.abstract import Leaf, array_leaf
+from haliax_ext.compiler_options import translate_option_errors
 from haliax_ext.hlo.memory import MemoryFigures, MemoryStats, memory_figures
 from haliax_ext.mapping import AxisMapping, Mappings, mapping_in_scope, mappings_in_scope
 from haliax_ext.meshspec import AnyMesh, mesh_in_scope
@@ -137,7 +137,7 @@ class Program:
 
         def call(*values: PyTree) -> PyTree:
             given = self._checked(values)
-            with self._scope(mesh), refusing_options(self.name, self.compiler_options):
+            with self._scope(mesh), translate_option_errors(self.name, self.compiler_options):
                 found = compiled.jitted(*given)
             flat = values and all(isinstance(value, Flat) for value in values)
             return Flat(found) if flat else compiled.rebuild(found)
@@ -151,7 +151,7 @@ class Program:
         """
         compiled = self._on(mesh)
         given = self._checked(values)
-        with self._scope(mesh), refusing_options(self.name, self.compiler_options):
+        with self._scope(mesh), translate_option_errors(self.name, self.compiler_options):
             # JAX finds this executable again when the jit is called with arrays of these shardings.
             executable = compiled.jitted.lower(*given).compile()
         compiled.prepared = True
@@ -257,7 +257,7 @@ def _fill(template: PyTree, arrays: Mapping[str, Any]) -> PyTree:
     return map_with_paths(visit, template)
 
 
-def spec_of(leaf: Leaf, placement: AxisMapping | Mappings | ShardingPlan) -> PartitionSpec:
+def partition_spec(leaf: Leaf, placement: AxisMapping | Mappings | ShardingPlan) -> PartitionSpec:
     """The `PartitionSpec` that a placement gives to a leaf; arrays without names are replicated."""
     if isinstance(placement, ShardingPlan):
         return placement.spec(leaf.path)
@@ -269,7 +269,7 @@ def _shardings(tree: PyTree, placement: Placement, mesh: AnyMesh) -> dict[str, N
     if placement is None:
         return None
     return {
-        path: NamedSharding(mesh, spec_of(leaf_of(path, x), placement))
+        path: NamedSharding(mesh, partition_spec(array_leaf(path, x), placement))
         for path, x in leaves_with_paths(tree)
         if is_array(x.array if is_named(x) else x)
     }
@@ -392,7 +392,7 @@ class NamedJit:
         in_scope = self._compute if self._compute is not None else mapping_in_scope()
         compute = AxisMapping() if in_scope is None else in_scope
         arrays, static = split_arrays((*args, *kwargs.values()))
-        shapes = jax.tree.map(_shape_of, arrays)
+        shapes = jax.tree.map(_abstract, arrays)
         key = (compute, tuple(kwargs), *_hashable(shapes), *_hashable(static))
         if key not in self._programs:
             names = [f"arg{n}" for n in range(len(args))] + list(kwargs)
@@ -421,7 +421,7 @@ def _with_keywords(fn: Callable[..., Any], positional: int, keywords: tuple[str,
     return fn(*values[:positional], **dict(zip(keywords, values[positional:], strict=True)))
 
 
-def _shape_of(x: Array) -> jax.ShapeDtypeStruct:
+def _abstract(x: Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 

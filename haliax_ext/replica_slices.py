@@ -16,46 +16,46 @@ from haliax_ext.meshspec import MeshAxes, MeshSpec
 from haliax_ext.planner import LeafPlan, ShardingPlan
 from haliax_ext.program import Input, Program
 
-PARTS = "save.parts"
-MIN_PART_BYTES = 64 << 10
+PROGRAM_NAME = "save.parts"
+MIN_SLICE_BYTES = 64 << 10
 """Smaller parts cost more in files' own records than a device wins by having less to write."""
 
 
-def parts_plan(plan: ShardingPlan, *, min_bytes: int = MIN_PART_BYTES) -> ShardingPlan:
+def replica_slices_plan(plan: ShardingPlan, *, min_bytes: int = MIN_SLICE_BYTES) -> ShardingPlan:
     """The leaves of a plan that several devices hold, each sharded further over as many of them as possible.
 
     Args:
         plan: where the leaves lie.
         min_bytes: no part is smaller.
     """
-    found = (_parted(each, plan.mesh, min_bytes) for each in plan.leaves)
+    found = (_sliced(each, plan.mesh, min_bytes) for each in plan.leaves)
     return replace(plan, leaves=tuple(each for each in found if each is not None), findings=())
 
 
-def parts_program(plan: ShardingPlan, *, min_bytes: int = MIN_PART_BYTES) -> Program | None:
-    """The Program from arrays by path to the same arrays, sharded by `parts_plan`; None if there is nothing to shard.
+def replica_slices_program(plan: ShardingPlan, *, min_bytes: int = MIN_SLICE_BYTES) -> Program | None:
+    """The Program from arrays by path to the same arrays, sharded by `replica_slices_plan`; None if none is.
 
     Args:
         plan: where the leaves lie.
         min_bytes: no part is smaller.
     """
-    parts = parts_plan(plan, min_bytes=min_bytes)
+    parts = replica_slices_plan(plan, min_bytes=min_bytes)
     if not parts.leaves:
         return None
     value = {each.leaf.path: jax.ShapeDtypeStruct(each.leaf.shape, each.leaf.dtype) for each in parts.leaves}
     return Program(
-        name=PARTS,
-        function=_same,
+        name=PROGRAM_NAME,
+        function=_identity,
         inputs=(Input(name="arrays", value=value, placement=plan),),
         out_placement=parts,
     )
 
 
-def _same(arrays: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
+def _identity(arrays: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
     return arrays
 
 
-def _parted(plan: LeafPlan, mesh: MeshSpec, min_bytes: int) -> LeafPlan | None:
+def _sliced(plan: LeafPlan, mesh: MeshSpec, min_bytes: int) -> LeafPlan | None:
     """The leaf sharded over the most devices that one of its axes can be divided among."""
     whole = plan.replicated_over
     # The most ways first; among equals, mesh axes that come first: those that cross hosts.

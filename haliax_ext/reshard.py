@@ -1,9 +1,9 @@
-"""Read once, then exchange: how a leaf gets from where it is cheap to read to where it belongs.
+"""Read once, then reshard: how a leaf gets from where it is cheap to read to where it belongs.
 
 Some leaves cannot be read straight into their final shards without reading bytes again and again: every host would
 need all of a replicated array, and a host whose shard is a range of an *inner* file axis needs a bit of every row.
 Such a leaf is first read into *slabs*: all mesh axes shard its outermost file axes, so each device holds long
-contiguous ranges and each byte is read by one host. Then the devices exchange. The moves are explicit collectives
+contiguous ranges and each byte is read by one host. Then the devices reshard. The moves are explicit collectives
 under `shard_map`, one mesh axis after another, innermost first:
 
 - `all_to_all`: the mesh axis stops sharding one axis of the leaf and starts sharding another;
@@ -17,27 +17,30 @@ also be the same part of every shard of a sharded axis, where what is read are p
 """
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
 import haliax as hax
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from haliax_ext.abstract import Leaf
 from haliax_ext.divisibility import divisors
 from haliax_ext.leaf_layout import Span
 from haliax_ext.mapping import AxisMapping
 from haliax_ext.meshspec import MeshSpec
-from haliax_ext.read_plan import shard_boxes
+from haliax_ext.placement import shard_boxes
+from haliax_ext.program import Input, Placement, Program
 
 Cuts = tuple[tuple[str, ...], ...]
 """For each axis of a leaf, the mesh axes that shard it, major first."""
 
 TRANSIENT_LIMIT = 448 << 20
-"""What one exchange may hold on a device: slab, result, and what is sent and received in between.
+"""What one reshard may hold on a device: slab, result, and what is sent and received in between.
 
 512 MiB are promised; an eighth of them is left for the tiles that a TPU pads.
 """
@@ -45,7 +48,7 @@ TRANSIENT_LIMIT = 448 << 20
 
 @dataclass(frozen=True)
 class Move:
-    """One step of an exchange.
+    """One step of a reshard.
 
     Attributes:
         kind: what happens.
@@ -61,7 +64,7 @@ class Move:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exchange:
+class Reshard:
     """How one leaf is exchanged.
 
     Attributes:
@@ -163,7 +166,7 @@ def choose_read(names: Sequence[str], shape: Sequence[int], final: Cuts, order: 
     """Chooses the mesh axes that shard each axis of the slabs: all of them, on the outermost file axes that divide.
 
     On each axis stand first the mesh axes that shard it in the end too, then those that shard nothing in the end, then
-    those that will shard another axis, so that the exchange can take them off one by one. An entry may be left out by
+    those that will shard another axis, so that the reshard can take them off one by one. An entry may be left out by
     divisibility; then all mesh axes go to one axis, which is padded.
 
     Args:
@@ -241,7 +244,7 @@ def plan_moves(read: Cuts, final: Cuts, padded: Sequence[bool]) -> tuple[Move, .
 def transient_elements(
     shape: Sequence[int], padded: Sequence[int], read: Cuts, moves: Sequence[Move], mesh: MeshSpec
 ) -> int:
-    """The most elements on one device during an exchange.
+    """The most elements on one device during a reshard.
 
     The slab is there to the end, and the operand of a move beside its result. What a collective receives is taken to
     come in another order than the result's, and is there twice; an all_to_all also packs what it sends. Compilers
@@ -269,7 +272,7 @@ def transient_elements(
     return most
 
 
-def plan_exchange(
+def plan_reshard(
     leaf: Leaf,
     final: Cuts,
     mesh: MeshSpec,
@@ -279,8 +282,8 @@ def plan_exchange(
     limit: int = TRANSIENT_LIMIT,
     along: Sequence[int] | None = None,
     still: bool = False,
-) -> Exchange:
-    """Plans the exchange of one leaf.
+) -> Reshard:
+    """Plans the reshard of one leaf.
 
     Args:
         leaf: path, axes and dtype it is loaded in.
@@ -288,22 +291,22 @@ def plan_exchange(
         mesh: mesh axis names and sizes.
         order: positions of its axes from the outermost in a source tensor inward.
         stacked: positions of its stacked axes, preferred for cutting into pieces.
-        limit: bytes on one device that the exchange of a piece may take (`transient_elements`).
+        limit: bytes on one device that the reshard of a piece may take (`transient_elements`).
         along: positions of the axes that pieces may be cut along, also where they are sharded; None: any that is not.
         still: whether every device reads what it holds in the end, so that nothing moves: for a leaf that is read
             directly, but in pieces.
     """
-    assert order, f"{leaf.path}: an exchange needs an axis that can be split into slabs"
+    assert order, f"{leaf.path}: a reshard needs an axis that can be split into slabs"
     # A mesh axis of size 1 shards nothing.
     final = tuple(tuple(axis for axis in axes if mesh.shape[axis] > 1) for axes in final)
 
-    def with_piece(cut: int | None, piece: int, shards: int = 1) -> Exchange:
+    def with_piece(cut: int | None, piece: int, shards: int = 1) -> Reshard:
         shape = [piece * shards if axis == cut else size for axis, size in enumerate(leaf.shape)]
         read = final if still else choose_read(leaf.names, shape, final, order, mesh)
         padded = [-(-size // mesh.ways(axes)) * mesh.ways(axes) for size, axes in zip(shape, read, strict=True)]
         moves = plan_moves(read, final, [p != s for p, s in zip(padded, shape, strict=True)])
         most = transient_elements(shape, padded, read, moves, mesh) * leaf.dtype.itemsize
-        return Exchange(
+        return Reshard(
             leaf=leaf,
             mesh=mesh,
             read=read,
@@ -349,3 +352,123 @@ def even_piece(size: int, unit: int, most_units: int) -> int:
     most = min(most_units, units)
     divisor = max(n for n in divisors(units) if n <= most)
     return (divisor if 2 * divisor > most else most) * unit
+
+
+ByPath = Mapping[str, hax.NamedArray]
+"""What a reshard's Program returns: leaves by path."""
+
+
+def _reshard_local(reshard: Reshard, piece: Span, x: jax.Array) -> jax.Array:
+    """The moves, as one device sees them."""
+    for move in reshard.moves:
+        if move.kind == "all_to_all":
+            x = jax.lax.all_to_all(x, move.mesh_axes, split_axis=move.to, concat_axis=move.axis, tiled=True)
+        elif move.kind == "all_gather":
+            x = all_gather(x, move.mesh_axes, axis=move.axis, tiled=True)
+        elif move.kind == "trim":
+            size = piece[1] - piece[0] if move.axis == reshard.cut else reshard.leaf.shape[move.axis]
+            x = jax.lax.slice_in_dim(x, 0, size, axis=move.axis)
+        else:
+            size = x.shape[move.axis] // reshard.mesh.ways(move.mesh_axes)
+            start = jax.lax.axis_index(move.mesh_axes) * np.int32(size)
+            x = jax.lax.dynamic_slice_in_dim(x, start, size, axis=move.axis)
+    return x
+
+
+all_gather = cast("Callable[..., jax.Array]", jax.lax.all_gather)
+psum = cast("Callable[..., jax.Array]", jax.lax.psum)
+
+
+def _spec(cuts: Cuts) -> PartitionSpec:
+    return PartitionSpec(*(axes if len(axes) > 1 else axes[0] if axes else None for axes in cuts))
+
+
+def reshard_slabs(reshard: Reshard, piece: Span, slab: hax.NamedArray) -> hax.NamedArray:
+    """A piece's slabs → the piece, cut as the leaf is in the end; call it inside `jit`, under the mesh."""
+
+    def local(x: jax.Array) -> jax.Array:
+        return _reshard_local(reshard, piece, x)
+
+    out = jax.shard_map(local, in_specs=_spec(reshard.read), out_specs=_spec(reshard.final), check_vma=False)(
+        slab.array
+    )
+    return hax.NamedArray(out, tuple(hax.Axis(a.name, n) for a, n in zip(slab.axes, out.shape, strict=True)))
+
+
+def whole_program(name: str, reshards: Sequence[Reshard], placement: Placement) -> Program:
+    """The Program that reshards several leaves at once: one input of slabs for each, a dictionary by path out."""
+
+    def run(*slabs: hax.NamedArray) -> ByPath:
+        def local(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+            return tuple(_reshard_local(e, (0, 0), x) for e, x in zip(reshards, arrays, strict=True))
+
+        out = jax.shard_map(
+            local,
+            in_specs=tuple(_spec(e.read) for e in reshards),
+            out_specs=tuple(_spec(e.final) for e in reshards),
+            check_vma=False,
+        )(*(slab.array for slab in slabs))
+        return {e.leaf.path: hax.NamedArray(x, e.final_value.axes) for e, x in zip(reshards, out, strict=True)}
+
+    inputs = [Input(name=e.leaf.path, value=e.slab_value((0, 0)), placement=e.read_mapping) for e in reshards]
+    return Program(name=name, function=run, inputs=tuple(inputs), out_placement=placement)
+
+
+def begin_program(name: str, reshard: Reshard, placement: Placement) -> Program:
+    """The Program that makes room for a leaf that arrives in pieces."""
+
+    def run() -> ByPath:
+        return {reshard.leaf.path: hax.zeros(reshard.final_value.axes, dtype=reshard.leaf.dtype)}
+
+    return Program(name=name, function=run, inputs=(), out_placement=placement)
+
+
+def piece_program(name: str, reshard: Reshard, piece: Span, placement: Placement) -> Program:
+    """The Program that reshards one piece and puts it into the leaf, in place.
+
+    Its inputs: the leaf so far, the piece's slabs, and where the piece begins.
+    """
+    cut = reshard.cut
+    assert cut is not None
+
+    def run(so_far: Mapping[str, hax.NamedArray], slab: hax.NamedArray, start: jax.Array) -> ByPath:
+        def local(whole: jax.Array, x: jax.Array, at: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_slice_in_dim(whole, _reshard_local(reshard, piece, x), at, axis=cut)
+
+        leaf = so_far[reshard.leaf.path]
+        out = jax.shard_map(
+            local,
+            in_specs=(_spec(reshard.final), _spec(reshard.read), PartitionSpec()),
+            out_specs=_spec(reshard.final),
+            check_vma=False,
+        )(leaf.array, slab.array, start)
+        return {reshard.leaf.path: hax.NamedArray(out, leaf.axes)}
+
+    return Program(
+        name=name,
+        function=run,
+        inputs=(
+            Input(name="leaf", value={reshard.leaf.path: reshard.final_value}, placement=placement),
+            Input(name="slab", value=reshard.slab_value(piece), placement=reshard.read_mapping),
+            Input(name="start", value=jax.ShapeDtypeStruct((), np.int32), placement=AxisMapping()),
+        ),
+        out_placement=placement,
+        donate=("leaf",),
+    )
+
+
+def _identity(seconds: hax.NamedArray) -> hax.NamedArray:
+    return seconds
+
+
+@functools.lru_cache(maxsize=64)
+def seconds_program(mesh: MeshSpec) -> Program:
+    """The Program that tells every host how long each took: one number for each device in, all of them out."""
+    axis = hax.Axis("device", mesh.size)
+    value = abstract_array((axis,), np.dtype(np.float32))
+    return Program(
+        name="load.seconds",
+        function=_identity,
+        inputs=(Input(name="seconds", value=value, placement=AxisMapping({"device": mesh.names})),),
+        out_placement=AxisMapping(),
+    )

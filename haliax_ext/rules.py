@@ -31,16 +31,34 @@ from haliax_ext.errors import named_shape, nearest
 from haliax_ext.initializers import InitialRule
 from haliax_ext.leaf_layout import Box, LeafLayout, to_slices
 from haliax_ext.load_transforms import LoadTransformRule
-from haliax_ext.mismatch import WeightMismatchError as WeightMismatchError
-from haliax_ext.mismatch import mismatch
 from haliax_ext.sources import TensorInfo
 
 _BRACES = re.compile(r"\{(?:(\d+)\*)?([^{}*+]*)(?:\+(\d+))?\}")
 """`{axis}`, or `{step*axis+first}`."""
 
 
+SHOWN = 20
+"""How many problems of one kind a message lists before it only counts them."""
+
+
 class WeightRuleError(ValueError):
     """A rule does not go with the leaf it names; the table is wrong, not the checkpoint."""
+
+
+class WeightMismatchError(ValueError):
+    """A checkpoint's tensors are not the ones a model needs.
+
+    Attributes:
+        missing: names of tensors the model needs and the source lacks.
+        unexpected: names of tensors the source has and no rule mentions.
+        misshaped: names of tensors whose shape or kind of number differs.
+    """
+
+    def __init__(self, message: str, *, missing: Sequence[str], unexpected: Sequence[str], misshaped: Sequence[str]):
+        super().__init__(message)
+        self.missing = tuple(missing)
+        self.unexpected = tuple(unexpected)
+        self.misshaped = tuple(misshaped)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -439,3 +457,51 @@ def _misfit(rule: WeightRule, leaf: Leaf, info: TensorInfo) -> str | None:
 def _kind(dtype: np.dtype) -> str:
     # The ml_dtypes types (bfloat16, float8…) are of NumPy kind "V".
     return {"f": "floating", "V": "floating", "i": "integer", "u": "integer"}.get(dtype.kind, dtype.kind)
+
+
+def mismatch(
+    missing: Sequence[tuple[str, str]],
+    unexpected: Sequence[str],
+    misshaped: Mapping[str, str],
+    tensors: Mapping[str, TensorInfo],
+) -> WeightMismatchError:
+    """The error of a checkpoint that does not fit, all of it with nearest names.
+
+    Args:
+        missing: pairs (tensor, path of the leaf that needs it).
+        unexpected: tensors that no rule mentions.
+        misshaped: tensor → what is wrong with it.
+        tensors: all that the source has.
+    """
+    lines = [
+        f"the checkpoint does not fit the model: {len(missing)} tensors missing, {len(unexpected)} unexpected, "
+        f"{len(misshaped)} of the wrong shape or dtype"
+    ]
+    # A missing tensor is most often one of the unexpected ones under another name.
+    candidates = unexpected or list(tensors)
+    if missing:
+        lines.append("missing:")
+        shown: list[str] = []
+        for name, path in missing[:SHOWN]:
+            close = nearest(name, candidates)
+            shown.append(f"  {name} (for {path})" + (f"; nearest: {', '.join(close)}" if close else ""))
+        lines += [*shown, *_more(len(missing))]
+    if unexpected:
+        lines.append("unexpected:")
+        names = [name for name, _ in missing]
+        shown = []
+        for name in unexpected[:SHOWN]:
+            close = nearest(name, names)
+            shown.append(f"  {name} {list(tensors[name].shape)}" + (f"; nearest: {', '.join(close)}" if close else ""))
+        lines += [*shown, *_more(len(unexpected))]
+    if misshaped:
+        lines.append("wrong shape or dtype:")
+        lines += [f"  {problem}" for problem in list(misshaped.values())[:SHOWN]]
+        lines += _more(len(misshaped))
+    return WeightMismatchError(
+        "\n".join(lines), missing=[name for name, _ in missing], unexpected=unexpected, misshaped=list(misshaped)
+    )
+
+
+def _more(count: int) -> list[str]:
+    return [f"  … and {count - SHOWN} more"] if count > SHOWN else []

@@ -1,8 +1,8 @@
 """Arrays on devices → tensors of a checkpoint, one at a time: the inverse of `loading`, by the same rules.
 
-`tensors_of` goes through the source tensors that a table of `WeightRules` names and assembles each from the shards that
-hold it. Only one tensor is in host memory at a time, in that of the process that writes. It comes from the devices
-piece by piece (`taking`), which bounds what they need. `saving_programs` knows the Programs of that beforehand.
+`gather_tensors` assembles each source tensor that a table of `WeightRules` names from the shards that hold it. Only one
+tensor is in host memory at a time, on the process that writes. It is copied from the devices piece by piece
+(`device_to_host`), which bounds their memory. `saving_programs` lists the Programs of that beforehand.
 """
 
 import math
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from haliax_ext.abstract import Leaf
-from haliax_ext.device_to_host import cuts_of, give, plan_taking, taken
+from haliax_ext.device_to_host import contribute, gather_to_host, plan_host_gather, sharded_axes
 from haliax_ext.leaf_layout import to_slices
 from haliax_ext.planner import ShardingPlan
 from haliax_ext.program import Jit, Program
@@ -83,14 +83,14 @@ def plan_saving(
     return tuple(found)
 
 
-def tensors_of(
+def gather_tensors(
     plan: Iterable[OutTensor],
     arrays: Mapping[str, jax.Array | Readable],
     *,
     jit: Jit = Program.jit,
     limit: int = TRANSIENT_LIMIT,
 ) -> Iterator[tuple[OutTensor, np.ndarray]]:
-    """Each tensor with its elements; with several processes, every one of them must go through all, or `bring` them.
+    """Each tensor with its elements. Every process must iterate over all of them, or over `contribute_tensors`.
 
     Args:
         plan: from `plan_saving`.
@@ -104,37 +104,37 @@ def tensors_of(
         for piece in tensor.pieces:
             array = arrays[piece.target]
             if isinstance(array, jax.Array):
-                for box, values in taken(array, piece.box, jit=jit, limit=limit):
+                for box, values in gather_to_host(array, piece.box, jit=jit, limit=limit):
                     piece.write(values, whole, box)
             else:
                 piece.write(np.asarray(array[to_slices(piece.box)]), whole)
         yield tensor, whole
 
 
-def bring(
+def contribute_tensors(
     plan: Iterable[OutTensor],
     arrays: Mapping[str, jax.Array | Readable],
     *,
     jit: Jit = Program.jit,
     limit: int = TRANSIENT_LIMIT,
 ) -> Iterator[OutTensor]:
-    """Does the part of a process that writes nothing while another one goes through `tensors_of`.
+    """Does the part of a process that writes nothing while another one goes through `gather_tensors`.
 
     Args:
-        plan, arrays, jit, limit: as `tensors_of` takes them.
+        plan, arrays, jit, limit: as `gather_tensors` takes them.
     """
     for tensor in plan:
         for piece in tensor.pieces:
             array = arrays[piece.target]
             if isinstance(array, jax.Array):
-                give(array, piece.box, jit=jit, limit=limit)
+                contribute(array, piece.box, jit=jit, limit=limit)
         yield tensor
 
 
 def saving_programs(
     plan: Iterable[OutTensor], sharding: ShardingPlan, *, hosts: int, limit: int = TRANSIENT_LIMIT
 ) -> tuple[Program, ...]:
-    """The Programs that `tensors_of` runs for arrays that lie as planned: one for each shape, cut and size of a piece.
+    """The Programs that `gather_tensors` runs for arrays sharded as planned: one for each shape, sharding and piece.
 
     Args:
         plan: from `plan_saving`.
@@ -147,9 +147,9 @@ def saving_programs(
     for tensor in plan:
         for piece in tensor.pieces:
             leaf = sharding.by_path[piece.target].leaf
-            cuts = cuts_of(sharding.spec(leaf.path), len(leaf.axes))
+            cuts = sharded_axes(sharding.spec(leaf.path), len(leaf.axes))
             ways = sharding.mesh.ways(tuple(axis for axes in cuts for axis in axes))
-            taking, _, _ = plan_taking(
+            taking, _, _ = plan_host_gather(
                 piece.box,
                 shape=leaf.shape,
                 dtype=leaf.dtype,

@@ -1,6 +1,6 @@
 """A tree of named arrays as arguments of `jax.shard_map`: cut by their axes' names, named again on each device.
 
-    parts = DeviceParts.of(module, mapping, ("mlp", "embed"))
+    parts = ShardMapArgs.of(module, mapping, ("mlp", "embed"))
     run = jax.shard_map(lambda arrays: f(parts.join(arrays)), in_specs=(parts.specs,), …)
     run(parts.arrays)
 
@@ -23,7 +23,7 @@ M = TypeVar("M")
 
 
 @dataclass(frozen=True)
-class DeviceParts(Generic[M]):
+class ShardMapArgs(Generic[M]):
     """The arrays of a tree, and how devices share them.
 
     Attributes:
@@ -37,7 +37,7 @@ class DeviceParts(Generic[M]):
     specs: tuple[PartitionSpec, ...]
 
     @staticmethod
-    def of(tree: M, mapping: AxisMapping, cut: Collection[str]) -> "DeviceParts[M]":
+    def of(tree: M, mapping: AxisMapping, cut: Collection[str]) -> "ShardMapArgs[M]":
         """The parts under a mapping.
 
         Args:
@@ -47,7 +47,7 @@ class DeviceParts(Generic[M]):
         """
         rules = AxisMapping({name: mapping.mesh_axes(name) for name in cut})
         found = [x for _, x in leaves_with_paths(tree)]
-        return DeviceParts(
+        return ShardMapArgs(
             tree=tree,
             arrays=tuple(x.array if is_named(x) else x for x in found),
             specs=tuple(rules.spec([a.name for a in x.axes] if is_named(x) else ()) for x in found),

@@ -143,6 +143,6 @@ class RemoteSource(Protocol):
         ...
 
 
-def remote_of(source: TensorSource) -> RemoteAccess | None:
+def remote_access(source: TensorSource) -> RemoteAccess | None:
     """How a source is reached over a network; None for one that is here."""
     return source.remote if isinstance(source, RemoteSource) else None

@@ -11,7 +11,7 @@ from haliax_ext.hlo.oom import Allocation as Allocation
 from haliax_ext.hlo.oom import OutOfMemory as OutOfMemory
 from haliax_ext.hlo.oom import read_out_of_memory as read_out_of_memory
 from haliax_ext.hlo.op_metadata import Scope as Scope
-from haliax_ext.hlo.op_metadata import scope_of as scope_of
+from haliax_ext.hlo.op_metadata import parse_scope as parse_scope
 from haliax_ext.hlo.parser import HloTextError as HloTextError
 from haliax_ext.hlo.parser import Shape as Shape
 from haliax_ext.hlo.replica_groups import AxisSpan as AxisSpan

@@ -9,7 +9,7 @@ and padding. Both are read; the sizes are the compiler's, in GiB although printe
 import re
 from dataclasses import dataclass
 
-from haliax_ext.hlo.op_metadata import Scope, scope_of
+from haliax_ext.hlo.op_metadata import Scope, parse_scope
 from haliax_ext.hlo.parser import Shape, parse_shapes
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -35,7 +35,7 @@ class Allocation:
     @property
     def scope(self) -> Scope:
         """The module and the pass that the allocation belongs to."""
-        return scope_of(self.op_name)
+        return parse_scope(self.op_name)
 
 
 @dataclass(frozen=True)

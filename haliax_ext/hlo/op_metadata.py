@@ -63,13 +63,13 @@ UNNAMED = "(unnamed)"
 _KERNEL_SCOPE = re.compile(r"(static|dynamic)_sparsity_splash|splash_m[hq]a_\w+")
 
 
-def scope_of(op_name: str) -> Scope:
+def parse_scope(op_name: str) -> Scope:
     """Module and pass of an instruction; module `(unnamed)` where the compiler kept no trace of it."""
     start = op_name.find("/(")
     if start >= 0 and op_name.endswith(")"):
         shared, several = op_name[:start], _alternatives(op_name[start + 2 : -1])
-        return _common([_scope_of_one(f"{shared}/{rest}") for rest in several])
-    return _scope_of_one(op_name)
+        return _common([_parse_single(f"{shared}/{rest}") for rest in several])
+    return _parse_single(op_name)
 
 
 def _alternatives(text: str) -> list[str]:
@@ -97,7 +97,7 @@ def _common(scopes: list[Scope]) -> Scope:
     )
 
 
-def _scope_of_one(op_name: str) -> Scope:
+def _parse_single(op_name: str) -> Scope:
     parts = op_name.split("/")
     if len(parts) < 2:
         return Scope(UNNAMED)

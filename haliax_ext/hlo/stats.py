@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from haliax_ext.hlo.memory import hbm_traffic
-from haliax_ext.hlo.op_metadata import Scope, scope_of
+from haliax_ext.hlo.op_metadata import Scope, parse_scope
 from haliax_ext.hlo.parser import Computation, Instruction, Module, Shape, parse_module
 from haliax_ext.hlo.replica_groups import (
     AxisSpan,
@@ -45,7 +45,7 @@ _FREE = frozenset(
 _KERNEL_TARGETS = ("tpu_custom_call", "__gpu$xla.gpu.triton")
 LARGE_COPY = 16 << 20
 """Bytes moved at once from which an instruction without an estimate counts as a copy of them, and not as nothing."""
-_OWN_KERNELS = frozenset(("ragged-dot", "sort"))
+_COMPILER_KERNELS = frozenset(("ragged-dot", "sort"))
 """Instructions that the compiler makes kernels of its own of, without an estimate: their shapes are kept."""
 
 
@@ -238,7 +238,7 @@ class _Reader:
         moved = hbm_traffic(self.module, computation, instruction)
         self.hbm_bytes += times * moved
         estimate = instruction.estimated_cycles
-        if estimate is None and opcode in _OWN_KERNELS:
+        if estimate is None and opcode in _COMPILER_KERNELS:
             self._kernel(computation, instruction, times)
             return 0
         if estimate is None:
@@ -276,12 +276,12 @@ class _Reader:
 
     def _scope(self, instruction: Instruction) -> Scope:
         """The instruction's own scope; for a fusion without one, that of what it fuses."""
-        scope = scope_of(instruction.op_name)
+        scope = parse_scope(instruction.op_name)
         if instruction.opcode != "fusion" or "/" in instruction.op_name:
             return scope
         inner = self.module.computations.get(instruction.attribute("calls") or "")
         names = [i.op_name for i in inner.instructions if "/" in i.op_name] if inner else []
-        return scope_of(names[-1]) if names else scope
+        return parse_scope(names[-1]) if names else scope
 
     def _carries(self, instruction: Instruction) -> bool:
         """Whether a fusion is there for a collective inside it."""
@@ -342,7 +342,7 @@ class _Reader:
             nbytes = sum(shape.nbytes for shape in flight.shapes)
             if net == "dcn" and not nbytes:
                 nbytes = flight.source.shapes[0].nbytes
-            scope = scope_of(flight.source.op_name)
+            scope = parse_scope(flight.source.op_name)
             self.collectives.append(
                 Collective(
                     flight.kind,

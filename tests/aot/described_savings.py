@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from haliax_ext.device_to_host import HostGather, plan_taking
+from haliax_ext.device_to_host import HostGather, plan_host_gather
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.program import Program
 from levanter.runplan import Target
@@ -35,7 +35,7 @@ def taking_of(payload: dict[str, Any]) -> HostGather:
     shape, cuts, box = ARRAYS[payload["array"]]
     there = tuple(tuple(axis for axis in axes if axis in payload["mesh"]) for axes in cuts)
     sizes = tuple(payload["mesh"].items())
-    return plan_taking(box, shape=shape, dtype=np.dtype(np.float32), cuts=there, sizes=sizes, brought=True)[0]
+    return plan_host_gather(box, shape=shape, dtype=np.dtype(np.float32), cuts=there, sizes=sizes, brought=True)[0]
 
 
 def savings(payload: dict[str, Any], target: Target) -> Described:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from haliax_ext.replica_slices import PARTS
+from haliax_ext.replica_slices import PROGRAM_NAME
 from levanter.commands.train.lm import train_lm
 from levanter.config import load_written
 from levanter.plan.aot import Compiled, compile_programs
@@ -57,7 +57,7 @@ def the_run(folder: Path) -> dict[str, Any]:
 
 def is_export(name: str) -> bool:
     """Whether a Program brings a piece of an array to the hosts."""
-    return name.startswith("save.") and name != PARTS
+    return name.startswith("save.") and name != PROGRAM_NAME
 
 
 def test_its_exports_fit_beside_the_state(tmp_path):

@@ -148,7 +148,7 @@ def weight() -> dict[str, Any]:
     from helpers.tiny_llama import tiny_leaves, tiny_rules, tiny_tensors
     from safetensors.numpy import save_file
 
-    from haliax_ext.loading import hosts_of, load, plan_loading
+    from haliax_ext.loading import device_hosts, load, plan_loading
     from haliax_ext.mapping import AxisMapping, Mappings
     from haliax_ext.meshspec import MeshSpec
     from haliax_ext.planner import plan_sharding
@@ -165,7 +165,7 @@ def weight() -> dict[str, Any]:
         sharding = plan_sharding(leaves, Mappings(params=mapping), spec)
         with recorder.installed(), recorder.recording():
             source = SafetensorsSource.from_files(path)
-            plan = plan_loading(sharding, rules, source, hosts=hosts_of(mesh))
+            plan = plan_loading(sharding, rules, source, hosts=device_hosts(mesh))
             recorder.constructed.clear()
             load(plan, sharding, source, mesh)
     nouns = sorted(name for name, count in recorder.constructed.items() if count >= len(leaves))

@@ -11,7 +11,7 @@ import pytest
 from helpers.attacks import Attack, judge, strike, table
 from jax.sharding import Mesh
 
-from haliax_ext.abstract import leaf_of
+from haliax_ext.abstract import array_leaf
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.program import Input, Program
 from levanter.distributed import memory_check
@@ -75,7 +75,7 @@ def test_a_program_is_compared_with_the_memory_once_it_is_compiled(monkeypatch):
         jit_together(program, mesh)(x)
     monkeypatch.undo()
     assert float(jit_together(program, mesh)(x)[0, 0]) == 64 * 64 + 1
-    assert leaf_of("x", value).nbytes == 64 * 64 * 4 <= program.memory(mesh).total
+    assert array_leaf("x", value).nbytes == 64 * 64 * 4 <= program.memory(mesh).total
 
 
 @pytest.mark.parametrize(

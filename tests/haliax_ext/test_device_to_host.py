@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from haliax_ext.device_to_host import plan_taking, taken
+from haliax_ext.device_to_host import gather_to_host, plan_host_gather
 from haliax_ext.leaf_layout import box_size, to_slices
 from haliax_ext.program import Program
 from haliax_ext.reshard import TRANSIENT_LIMIT
@@ -70,12 +70,12 @@ def test_every_element_once_bit_by_bit(devices, name, limit, brought):
     values = bits(shape, ml_dtypes.bfloat16)
     array = jax.device_put(values, NamedSharding(mesh_of(devices), spec))
     heard, times = Heard(), np.zeros(shape, int)
-    for part, found in taken(array, box, jit=heard.jit, limit=limit, brought=brought):
+    for part, found in gather_to_host(array, box, jit=heard.jit, limit=limit, brought=brought):
         times[to_slices(part)] += 1
         assert same_bits(found, values[to_slices(part)])
     assert (times[to_slices(box)] == 1).all() and times.sum() == box_size(box)
     # What was planned is what ran.
-    taking, _, _ = plan_taking(
+    taking, _, _ = plan_host_gather(
         box, shape=shape, dtype=values.dtype, cuts=tuple(_axes(spec, n) for n in range(len(shape))), sizes=SIZES,
         brought=brought, limit=limit,
     )  # fmt: skip
@@ -100,7 +100,7 @@ def test_dtypes_of_what_one_shard_owns(devices, dtype):
     shape, spec, box = CASES["one layer of a stack that is cut"]
     values = bits(shape, np.uint8) % 2 == 0 if dtype == np.bool_ else bits(shape, dtype)
     array = jax.device_put(values, NamedSharding(mesh_of(devices), spec))
-    for part, found in taken(array, box, brought=True):
+    for part, found in gather_to_host(array, box, brought=True):
         assert found.dtype == dtype and same_bits(found, values[to_slices(part)])
 
 
@@ -111,7 +111,7 @@ def test_an_executable_takes_no_more_than_planned(devices, name, brought):
     shape, box = tuple(4 * n for n in shape), tuple((4 * a, 4 * b) for a, b in box)
     if name == "one expert, both axes":
         box = ((11, 12), *box[1:])
-    taking, _, _ = plan_taking(
+    taking, _, _ = plan_host_gather(
         box, shape=shape, dtype=np.dtype(np.float32), cuts=tuple(_axes(spec, n) for n in range(len(shape))),
         sizes=SIZES, brought=brought, limit=100 << 10,
     )  # fmt: skip
@@ -135,7 +135,7 @@ EMBEDDINGS = {
 @pytest.mark.parametrize("brought", [False, True])
 def test_no_array_is_too_large_for_the_budget(name, brought):
     rows, width, itemsize, data, model = EMBEDDINGS[name]
-    taking, _, _ = plan_taking(
+    taking, _, _ = plan_host_gather(
         ((0, rows), (0, width)), shape=(rows, width), dtype=np.dtype(f"f{itemsize}"), cuts=(("model",), ("data",)),
         sizes=(("data", data), ("model", model)), brought=brought,
     )  # fmt: skip
@@ -149,7 +149,7 @@ def test_no_array_is_too_large_for_the_budget(name, brought):
 
 
 def test_pieces_cover_what_a_device_gives():
-    taking, starts, owners = plan_taking(
+    taking, starts, owners = plan_host_gather(
         ((5, 6), (0, 24), (0, 40)), shape=(8, 24, 40), dtype=np.dtype(np.float32),
         cuts=(("data",), (), ("model",)), sizes=SIZES, brought=True, limit=60_000,
     )  # fmt: skip

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from haliax_ext.hlo import AxisSpan, Scope, Shape, read_figures, scope_of
+from haliax_ext.hlo import AxisSpan, Scope, Shape, parse_scope, read_figures
 from haliax_ext.meshspec import MeshSpec
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hlo"
@@ -201,4 +201,4 @@ def test_unknown_loops_are_said():
     ],
 )
 def test_scopes(op_name, scope):
-    assert scope_of(op_name) == scope
+    assert parse_scope(op_name) == scope

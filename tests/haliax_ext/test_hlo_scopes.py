@@ -2,7 +2,7 @@
 
 import pytest
 
-from haliax_ext.hlo.op_metadata import UNNAMED, Scope, scope_of
+from haliax_ext.hlo.op_metadata import UNNAMED, Scope, parse_scope
 
 BACKWARD = "jit(step)/transpose(jvp(scan(layers)))/while/body/closed_call/checkpoint"
 
@@ -29,7 +29,7 @@ BACKWARD = "jit(step)/transpose(jvp(scan(layers)))/while/body/closed_call/checkp
     ],
 )
 def test_one_instruction(op_name, expected):
-    assert scope_of(op_name) == expected
+    assert parse_scope(op_name) == expected
 
 
 @pytest.mark.parametrize(
@@ -55,4 +55,4 @@ def test_one_instruction(op_name, expected):
     ],
 )
 def test_several_in_one(op_name, expected):
-    assert scope_of(op_name) == expected
+    assert parse_scope(op_name) == expected

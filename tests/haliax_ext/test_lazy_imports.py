@@ -6,7 +6,7 @@ from importlib import import_module
 
 import pytest
 
-from haliax_ext.lazy_imports import offered
+from haliax_ext.lazy_imports import lazy_names
 
 PACKAGES = (
     "haliax_ext",
@@ -24,7 +24,7 @@ def run(program: str) -> str:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_everything_offered_is_there(package):
-    offers = offered(package)
+    offers = lazy_names(package)
     assert offers
     for name, module in offers.items():
         assert getattr(import_module(package), name) is getattr(import_module(module), name)

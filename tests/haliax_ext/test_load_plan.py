@@ -7,13 +7,14 @@ from helpers.tiny_llama import assembled, tiny_leaves, tiny_rules, tiny_tensors
 from jax.sharding import PartitionSpec as P
 
 from haliax_ext.abstract import Leaf
-from haliax_ext.leaf_layout import box_shape, to_slices
+from haliax_ext.leaf_layout import box_shape, distinct_boxes, to_slices
 from haliax_ext.loading import plan_loading
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
+from haliax_ext.placement import shard_boxes
 from haliax_ext.planner import plan_sharding
-from haliax_ext.read_plan import distinct, flat_stack, reads, shard_boxes
-from haliax_ext.read_scheduler import admissions, byte_ranges
+from haliax_ext.read_plan import Block, plan_reads
+from haliax_ext.read_scheduler import byte_ranges, read_batches
 from haliax_ext.rules import FusedPart, WeightRule, WeightRules
 from haliax_ext.sources import TensorInfo
 
@@ -61,18 +62,17 @@ def test_all_hosts_together_read_each_byte_once(arrangement, mapping):
         before = source.bytes_read
         for load in plan.loads:
             for piece in load.pieces:
-                boxes, _ = distinct(load.device_boxes(MESH, piece)[plan.devices_of(host)])
-                for unit in load.units(boxes):
-                    blocks = {n: np.zeros(box_shape(boxes[n]), np.float32) for n in unit.members}
-                    for read in reads(load.layout, boxes, unit, chunk=50):
-                        name = load.sources[flat_stack(load.layout, read.stack)]
-                        buffer = source.read(name, to_slices(read.box))
-                        for n, copy in read.copies:
-                            copy.scatter(buffer, blocks[n])
-                    for n, block in blocks.items():
-                        expected = wanted[load.path][to_slices(boxes[n])]
-                        inside = tuple(slice(0, size) for size in expected.shape)
-                        np.testing.assert_array_equal(block[inside], expected)
+                boxes, _ = distinct_boxes(load.device_boxes(MESH, piece)[plan.host_devices(host)])
+                blocks = [Block(box=box, memory=np.zeros(box_shape(box), np.float32)) for box in boxes]
+                for read_plan in plan_reads(load, blocks):
+                    for request in read_plan.requests(200):
+                        buffer = source.read(request.tensor, to_slices(request.box))
+                        for block, copy in request.copies:
+                            copy.scatter(buffer, block.memory)
+                for block in blocks:
+                    expected = wanted[load.path][to_slices(block.box)]
+                    inside = tuple(slice(0, size) for size in expected.shape)
+                    np.testing.assert_array_equal(block.memory[inside], expected)
         assert source.bytes_read - before == plan.bytes_by_host[host]
     assert source.bytes_read <= 1.02 * source.nbytes
     assert plan.amplification <= 1.02
@@ -175,8 +175,8 @@ def test_leaves_of_the_same_tensors_arrive_piece_by_piece_together():
     pieces = plan.loads[0].pieces
     assert len(pieces) > 1 and arriving == [(name, piece) for piece in pieces for name in names]
     for host in range(8):
-        admitted = list(admissions(plan, plan.devices_of(host), together=True))
-        assert [len(each.steps) for each in admitted] == [3] * len(pieces)
+        batches = list(read_batches(plan, plan.host_devices(host), together=True))
+        assert [len(batch.steps) for batch in batches] == [3] * len(pieces)
         assert sum(r.nbytes for r in byte_ranges(plan, source, host)) == plan.bytes_by_host[host] == source.nbytes / 8
 
 

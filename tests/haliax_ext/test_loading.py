@@ -114,20 +114,20 @@ def test_reading_is_in_a_deterministic_order(devices):
 
 @pytest.mark.parametrize(("budget", "most"), [(1, 1), (1 << 30, 8)])
 def test_the_budget_bounds_what_is_in_flight(budget, most, devices, monkeypatch):
-    """With room for one byte, one unit at a time; with room enough, all leaves are begun before one is finished."""
+    """With room for one byte, one plan at a time; with room enough, all leaves are begun before one is finished."""
     source = MemorySource(tiny_tensors())
     sharding, plan = planned({"embed": "data"}, source)
     in_flight, seen = [0], []
     start, finish = HostReader.start, loading._Job._finish
 
-    def counted_start(self, arrival):
+    def counted_start(self, plan):
         in_flight[0] += 1
         seen.append(in_flight[0])
-        start(self, arrival)
+        start(self, plan)
 
-    def counted_finish(self, admission):
-        in_flight[0] -= len(admission.arrivals)
-        return finish(self, admission)
+    def counted_finish(self, batch):
+        in_flight[0] -= len(batch.plans)
+        return finish(self, batch)
 
     monkeypatch.setattr(HostReader, "start", counted_start)
     monkeypatch.setattr(loading._Job, "_finish", counted_finish)
@@ -187,7 +187,7 @@ def test_a_plan_for_other_hosts_or_another_mesh_is_refused(devices):
     sharding = plan_sharding(tiny_leaves(), Mappings(), MESH)
     hosts = np.arange(8).reshape(4, 2) // 4
     plan = plan_loading(sharding, tiny_rules(), source, hosts=hosts)
-    with pytest.raises(ValueError, match="hosts=hosts_of"):
+    with pytest.raises(ValueError, match="hosts=device_hosts"):
         load(plan, sharding, source, MESH.build(devices))
     _, plan = planned({}, source)
     with pytest.raises(ValueError, match="not for"):

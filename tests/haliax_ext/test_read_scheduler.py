@@ -8,14 +8,14 @@ from haliax_ext.read_scheduler import ReadBatch, read_all
 
 
 @dataclass(frozen=True)
-class Arrival:
+class Plan:
     number: int
     source_bytes: int = 0
 
 
 @dataclass(frozen=True)
-class Portion:
-    of: int
+class Request:
+    number: int
     filled_bytes: int
 
 
@@ -28,32 +28,33 @@ class Reader:
     events: list[str] = field(default_factory=list)
     peak: int = 0
 
-    def portions(self, arrivals, left):
-        (arrival,) = arrivals
-        return iter([Portion(arrival.number, size) for size in self.sizes[arrival.number]])
+    def requests(self, plans, remaining):
+        (plan,) = plans
+        return iter([((Request(plan.number, size),),) for size in self.sizes[plan.number]])
 
-    def start(self, arrival):
-        assert arrival.number not in self.held
-        self.held[arrival.number] = 0
-        self.events.append(f"start {arrival.number}")
+    def start(self, plan):
+        assert plan.number not in self.held
+        self.held[plan.number] = 0
+        self.events.append(f"start {plan.number}")
 
-    def submit(self, portion):
-        self.held[portion.of] += portion.filled_bytes
-        self.events.append(f"read {portion.of}")
+    def submit(self, slices):
+        (request,) = slices[0]
+        self.held[request.number] += request.filled_bytes
+        self.events.append(f"read {request.number}")
         self.peak = max(self.peak, sum(self.held.values()))
 
-    def finish(self, admission):
-        (arrival,) = admission.arrivals
-        assert arrival.number == next(iter(self.held)), "in order"
-        assert self.held[arrival.number] == sum(self.sizes[arrival.number]), "complete"
-        del self.held[arrival.number]
-        self.events.append(f"finish {arrival.number}")
+    def finish(self, batch):
+        (plan,) = batch.plans
+        assert plan.number == next(iter(self.held)), "in order"
+        assert self.held[plan.number] == sum(self.sizes[plan.number]), "complete"
+        del self.held[plan.number]
+        self.events.append(f"finish {plan.number}")
 
 
 def run(sizes: dict[int, list[int]], budget: int, ahead: int = 0) -> Reader:
     reader = Reader(sizes)
-    found = [ReadBatch(steps=(), arrivals=[Arrival(number)], completes=True) for number in sizes]
-    read_all(found, reader, reader.finish, budget=budget, nbytes=0, ahead=ahead)
+    batches = [ReadBatch(steps=(), plans=[Plan(number)], completes=True) for number in sizes]
+    read_all(batches, reader, reader.finish, budget=budget, nbytes=0, ahead=ahead)
     return reader
 
 

@@ -9,7 +9,7 @@ from haliax_ext.abstract import Leaf
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import plan_sharding
-from haliax_ext.replica_slices import parts_plan, parts_program
+from haliax_ext.replica_slices import replica_slices_plan, replica_slices_program
 
 F32 = np.dtype(np.float32)
 MESH = MeshSpec.of(replica=2, data=2, model=2)
@@ -29,7 +29,9 @@ def planned():
 
 
 def test_each_leaf_is_cut_over_as_many_devices_as_go():
-    found = {each.leaf.path: (each.spec, each.shard_shape) for each in parts_plan(planned(), min_bytes=4).leaves}
+    found = {
+        each.leaf.path: (each.spec, each.shard_shape) for each in replica_slices_plan(planned(), min_bytes=4).leaves
+    }
     assert found == {
         "whole": (PartitionSpec(None, ("replica", "data", "model")), (3, 2)),
         "cut": (PartitionSpec(("model", "replica", "data"), None), (1, 12)),
@@ -40,19 +42,19 @@ def test_each_leaf_is_cut_over_as_many_devices_as_go():
 
 @pytest.mark.parametrize(("least", "ways"), [(24, 8), (25, 4), (49, 2), (97, 1)])
 def test_no_part_is_smaller_than_asked(least, ways):
-    found = parts_plan(planned(), min_bytes=least).by_path
+    found = replica_slices_plan(planned(), min_bytes=least).by_path
     assert ("whole" in found) == (ways > 1)
     if ways > 1:
         assert found["whole"].shard_shape == (3, 16 // ways)
 
 
 def test_nothing_to_cut_is_no_program():
-    assert parts_program(plan_sharding(LEAVES[4:], Mappings(params=PARAMS), MESH)) is None
+    assert replica_slices_program(plan_sharding(LEAVES[4:], Mappings(params=PARAMS), MESH)) is None
 
 
 def test_every_device_gives_its_own_part_and_nothing_moves():
     plan = planned()
-    program = parts_program(plan, min_bytes=4)
+    program = replica_slices_program(plan, min_bytes=4)
     mesh = Mesh(np.asarray(jax.devices()[:8]).reshape(2, 2, 2), ("replica", "data", "model"))
     values = {leaf.path: np.arange(np.prod(leaf.shape), dtype=F32).reshape(leaf.shape) for leaf in LEAVES[:3]}
     given = {path: jax.device_put(x, NamedSharding(mesh, plan.spec(path))) for path, x in values.items()}

@@ -13,8 +13,7 @@ from haliax_ext.abstract import Leaf
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import plan_sharding
-from haliax_ext.reshard import Move, even_piece, plan_exchange, plan_moves
-from haliax_ext.reshard_programs import begin_program, piece_program, whole_program
+from haliax_ext.reshard import Move, begin_program, even_piece, piece_program, plan_moves, plan_reshard, whole_program
 
 MESH = MeshSpec.of(data=4, model=2)
 
@@ -26,7 +25,7 @@ def leaf_of(dtype=np.float32, **axes):
 def planned(leaf, mapping, *, order, stacked=(), limit=1 << 30, mesh=MESH):
     sharding = plan_sharding([leaf], Mappings(params=AxisMapping(mapping)), mesh).check()
     names = list(leaf.names)
-    exchange = plan_exchange(
+    reshard = plan_reshard(
         leaf,
         sharding.leaves[0].mesh_axes,
         mesh,
@@ -34,30 +33,30 @@ def planned(leaf, mapping, *, order, stacked=(), limit=1 << 30, mesh=MESH):
         stacked=[names.index(n) for n in stacked],
         limit=limit,
     )
-    return sharding, exchange
+    return sharding, reshard
 
 
-def slabs_of(exchange, piece, values, mesh):
+def slabs_of(reshard, piece, values, mesh):
     """A piece's slabs cut from the true values; padding is filled with a number that must not survive."""
-    shape = exchange.slab_shape(piece)
+    shape = reshard.slab_shape(piece)
     padded = np.full(shape, -1, values.dtype)
-    mine = values if exchange.cut is None else np.take(values, np.arange(*piece), axis=exchange.cut)
+    mine = values if reshard.cut is None else np.take(values, np.arange(*piece), axis=reshard.cut)
     padded[tuple(slice(0, n) for n in mine.shape)] = mine
-    sharding = NamedSharding(mesh, exchange.read_mapping.spec(exchange.leaf.names))
-    return hax.NamedArray(jax.device_put(padded, sharding), exchange.slab_value(piece).axes)
+    sharding = NamedSharding(mesh, reshard.read_mapping.spec(reshard.leaf.names))
+    return hax.NamedArray(jax.device_put(padded, sharding), reshard.slab_value(piece).axes)
 
 
-def run(sharding, exchange, values, mesh):
-    """Runs the exchange's Programs; returns the array and the compiled texts."""
-    if exchange.cut is None:
-        program = whole_program("exchange", [exchange], sharding)
-        found = program.jit(mesh)(slabs_of(exchange, (0, 0), values, mesh))
+def run(sharding, reshard, values, mesh):
+    """Runs the reshard's Programs; returns the array and the compiled texts."""
+    if reshard.cut is None:
+        program = whole_program("exchange", [reshard], sharding)
+        found = program.jit(mesh)(slabs_of(reshard, (0, 0), values, mesh))
         return found["w"].array, [program.lower(mesh).compile()]
-    so_far, compiled = begin_program("begin", exchange, sharding).jit(mesh)(), []
-    for piece in exchange.pieces:
-        program = piece_program("put", exchange, piece, sharding)
+    so_far, compiled = begin_program("begin", reshard, sharding).jit(mesh)(), []
+    for piece in reshard.pieces:
+        program = piece_program("put", reshard, piece, sharding)
         at = jax.device_put(np.int32(piece[0]), NamedSharding(mesh, jax.sharding.PartitionSpec()))
-        so_far = program.jit(mesh)(so_far, slabs_of(exchange, piece, values, mesh), at)
+        so_far = program.jit(mesh)(so_far, slabs_of(reshard, piece, values, mesh), at)
         compiled.append(program.lower(mesh).compile())
     return so_far["w"].array, compiled
 
@@ -94,8 +93,8 @@ def test_values_are_exact_in_the_final_sharding(name, devices):
     leaf = leaf_of(**axes)
     mesh = MESH.build(devices)
     values = np.random.default_rng(0).normal(size=leaf.shape).astype(np.float32)
-    sharding, exchange = planned(leaf, mapping, order=order, stacked=stacked)
-    array, _ = run(sharding, exchange, values, mesh)
+    sharding, reshard = planned(leaf, mapping, order=order, stacked=stacked)
+    array, _ = run(sharding, reshard, values, mesh)
     np.testing.assert_array_equal(np.asarray(array), values)
     assert array.sharding.is_equivalent_to(sharding.sharding("w", mesh), array.ndim)
 
@@ -105,11 +104,11 @@ def test_the_compiler_needs_no_more_than_planned(name, devices):
     axes, mapping, order, stacked = CASES[name]
     last = list(axes)[-1]
     leaf = leaf_of(**{**axes, last: axes[last] * 4096})
-    sharding, exchange = planned(leaf, mapping, order=order, stacked=stacked)
-    memory = whole_program("big", [exchange], sharding).lower(MESH.build(devices)).compile().memory_analysis()
+    sharding, reshard = planned(leaf, mapping, order=order, stacked=stacked)
+    memory = whole_program("big", [reshard], sharding).lower(MESH.build(devices)).compile().memory_analysis()
     slab = memory.argument_size_in_bytes
-    assert slab == np.prod(exchange.padded) * 4 // 8
-    assert slab + memory.temp_size_in_bytes + memory.output_size_in_bytes <= exchange.transient_device_bytes + 1024
+    assert slab == np.prod(reshard.padded) * 4 // 8
+    assert slab + memory.temp_size_in_bytes + memory.output_size_in_bytes <= reshard.transient_device_bytes + 1024
 
 
 @pytest.mark.parametrize("name", ["inner axis", "heads", "replicated", "layers are cut"])
@@ -120,11 +119,11 @@ def test_pieces_along_a_whole_axis(name, devices):
     values = np.random.default_rng(1).normal(size=leaf.shape).astype(np.float32)
     _, whole = planned(leaf, mapping, order=order, stacked=stacked)
     limit = whole.transient_device_bytes // 2
-    sharding, exchange = planned(leaf, mapping, order=order, stacked=stacked, limit=limit)
-    assert exchange.cut is not None and len(exchange.pieces) > 1
-    assert exchange.transient_device_bytes <= limit
-    assert mapping.get(leaf.names[exchange.cut]) is None, "a piece lies along an axis that stays whole"
-    array, _ = run(sharding, exchange, values, mesh)
+    sharding, reshard = planned(leaf, mapping, order=order, stacked=stacked, limit=limit)
+    assert reshard.cut is not None and len(reshard.pieces) > 1
+    assert reshard.transient_device_bytes <= limit
+    assert mapping.get(leaf.names[reshard.cut]) is None, "a piece lies along an axis that stays whole"
+    array, _ = run(sharding, reshard, values, mesh)
     np.testing.assert_array_equal(np.asarray(array), values)
 
 
@@ -132,38 +131,38 @@ def test_uneven_last_piece(devices):
     leaf = leaf_of(layers=7, mlp=16, embed=8)
     order = ["mlp", "embed"]
     sharding, whole = planned(leaf, {"embed": "data"}, order=order, stacked=["layers"])
-    _, exchange = planned(
+    _, reshard = planned(
         leaf, {"embed": "data"}, order=order, stacked=["layers"], limit=whole.transient_device_bytes * 4 // 7
     )
-    assert exchange.pieces == ((0, 4), (4, 7))
+    assert reshard.pieces == ((0, 4), (4, 7))
     values = np.random.default_rng(2).normal(size=leaf.shape).astype(np.float32)
-    array, _ = run(sharding, exchange, values, MESH.build(devices))
+    array, _ = run(sharding, reshard, values, MESH.build(devices))
     np.testing.assert_array_equal(np.asarray(array), values)
 
 
 def test_an_inner_axis_is_exchanged_without_gathering(devices):
     leaf = leaf_of(mlp=64, embed=32)
-    sharding, exchange = planned(leaf, {"mlp": "model", "embed": "data"}, order=["mlp", "embed"])
-    assert exchange.read == (("model", "data"), ())
-    assert exchange.moves == (Move("all_to_all", ("data",), 0, 1),)
-    _, (executable,) = run(sharding, exchange, np.zeros(leaf.shape, np.float32), MESH.build(devices))
+    sharding, reshard = planned(leaf, {"mlp": "model", "embed": "data"}, order=["mlp", "embed"])
+    assert reshard.read == (("model", "data"), ())
+    assert reshard.moves == (Move("all_to_all", ("data",), 0, 1),)
+    _, (executable,) = run(sharding, reshard, np.zeros(leaf.shape, np.float32), MESH.build(devices))
     text = executable.as_text()
     assert re.search(r"all-to-all", text) and not re.search(r"all-gather", text)
     # The slab, what is sent, what is received, and the result.
-    assert exchange.transient_device_bytes == 4 * leaf.nbytes // 8
+    assert reshard.transient_device_bytes == 4 * leaf.nbytes // 8
 
 
 def test_several_small_leaves_in_one_program(devices):
     mesh = MESH.build(devices)
     leaves = [Leaf(path, (("layers", 2), ("embed", 8 + n)), np.dtype(np.float32)) for n, path in enumerate("ab")]
     sharding = plan_sharding(leaves, Mappings(), MESH)
-    exchanges = [
-        plan_exchange(leaf, plan.mesh_axes, MESH, order=[1], stacked=[0])
+    reshards = [
+        plan_reshard(leaf, plan.mesh_axes, MESH, order=[1], stacked=[0])
         for leaf, plan in zip(leaves, sharding.leaves, strict=True)
     ]
     values = [np.arange(leaf.shape[0] * leaf.shape[1], dtype=np.float32).reshape(leaf.shape) for leaf in leaves]
-    program = whole_program("small", exchanges, sharding)
-    found = program.jit(mesh)(*[slabs_of(e, (0, 0), v, mesh) for e, v in zip(exchanges, values, strict=True)])
+    program = whole_program("small", reshards, sharding)
+    found = program.jit(mesh)(*[slabs_of(e, (0, 0), v, mesh) for e, v in zip(reshards, values, strict=True)])
     for leaf, value in zip(leaves, values, strict=True):
         np.testing.assert_array_equal(np.asarray(found[leaf.path].array), value)
 

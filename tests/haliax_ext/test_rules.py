@@ -13,7 +13,7 @@ from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import plan_sharding
 from haliax_ext.read_scheduler import byte_ranges
 from haliax_ext.rules import FusedPart, WeightMismatchError, WeightRule, WeightRuleError, WeightRules
-from haliax_ext.saving import plan_saving, tensors_of
+from haliax_ext.saving import gather_tensors, plan_saving
 from haliax_ext.sources import TensorInfo
 
 
@@ -182,7 +182,7 @@ def test_pieces_that_come_again_go_out_and_come_back(devices):
         for path, wanted in taken.items():
             np.testing.assert_array_equal(np.asarray(found[path]), wanted)
         assert source.bytes_read == source.nbytes
-        written = tensors_of(plan_saving(interleaved_leaves(), interleaved_rules()), found)
+        written = gather_tensors(plan_saving(interleaved_leaves(), interleaved_rules()), found)
         out = {tensor.name: array for tensor, array in written}
         assert set(out) == set(fused)
         for name, tensor in fused.items():

@@ -9,7 +9,7 @@ from haliax import Axis, NamedArray
 
 from haliax_ext.mapping import AxisMapping
 from haliax_ext.meshspec import MeshSpec
-from haliax_ext.shard_map_args import DeviceParts
+from haliax_ext.shard_map_args import ShardMapArgs
 
 Mlp, Embed, Rank = Axis("mlp", 8), Axis("embed", 4), Axis("rank", 2)
 
@@ -30,7 +30,7 @@ def test_named_axes_are_cut_and_the_module_is_whole_again(devices):
         scale=jnp.float32(3),
     )
     # `rank` is mapped, but not to be cut.
-    parts = DeviceParts.of(pair, AxisMapping({"mlp": "model", "embed": "data", "rank": "data"}), ("mlp", "embed"))
+    parts = ShardMapArgs.of(pair, AxisMapping({"mlp": "model", "embed": "data", "rank": "data"}), ("mlp", "embed"))
     assert parts.specs == (jax.P("model", None), jax.P(None, "data"), jax.P())
 
     def product(arrays):

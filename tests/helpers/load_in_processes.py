@@ -30,7 +30,7 @@ def main() -> None:
 
     from haliax_ext.abstract import Leaf
     from haliax_ext.initializers import InitialRule, Normal
-    from haliax_ext.loading import hosts_of, load, plan_loading
+    from haliax_ext.loading import device_hosts, load, plan_loading
     from haliax_ext.mapping import AxisMapping, Mappings
     from haliax_ext.meshspec import MeshSpec
     from haliax_ext.planner import plan_sharding
@@ -56,7 +56,7 @@ def main() -> None:
         leaves, rules = [*integer_llama.LEAVES, made], replace(integer_llama.RULES, initial=(rule,))
         wanted = {**integer_llama.expected(tensors), "made": np.asarray(jax.jit(lambda: rule.array(made).array)())}
     sharding = plan_sharding(leaves, Mappings(params=AxisMapping(given["mapping"])), spec)
-    plan = plan_loading(sharding, rules, source, hosts=hosts_of(mesh), transient_limit=given["limit"])
+    plan = plan_loading(sharding, rules, source, hosts=device_hosts(mesh), transient_limit=given["limit"])
     seen = []
     with compilations() as compiled:
         found = load(plan, sharding, source, mesh, progress=seen.append)

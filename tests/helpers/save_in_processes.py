@@ -23,7 +23,7 @@ def main() -> None:
 
     from helpers.family_arrays import SPEC, on_devices, planned
 
-    from haliax_ext.saving import bring, saving_programs, tensors_of
+    from haliax_ext.saving import contribute_tensors, gather_tensors, saving_programs
     from levanter.distributed.compile_barrier import jit_together
 
     plan, sharding, values = planned(family)
@@ -37,12 +37,12 @@ def main() -> None:
 
     compared = 0
     if number == 0:
-        expected = {tensor.name: whole for tensor, whole in tensors_of(plan.tensors, values)}
-        for tensor, whole in tensors_of(plan.tensors, arrays, jit=jit, limit=limit):
+        expected = {tensor.name: whole for tensor, whole in gather_tensors(plan.tensors, values)}
+        for tensor, whole in gather_tensors(plan.tensors, arrays, jit=jit, limit=limit):
             assert whole.tobytes() == expected[tensor.name].tobytes(), tensor.name
             compared += 1
     else:
-        for _ in bring(plan.tensors, arrays, jit=jit, limit=limit):
+        for _ in contribute_tensors(plan.tensors, arrays, jit=jit, limit=limit):
             compared += 1
     named = sorted(program.name for program in saving_programs(plan.tensors, sharding, hosts=2, limit=limit))
     report = {"ran": ran, "planned": named, "tensors": compared, "expected": len(plan.tensors)}

@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec
 
 from haliax_ext.errors import IndivisibleError, named_shape
 from haliax_ext.mapping import AxisMapping, compute_mapping_in_scope
-from haliax_ext.shard_map_args import DeviceParts
+from haliax_ext.shard_map_args import ShardMapArgs
 from levanter.layers.activation import ACTIVATIONS
 from levanter.layers.linear import Linear, Operand
 from levanter.layers.outputs import Outputs, Sums
@@ -156,7 +156,7 @@ class RoutedMlp(eqx.Module):
         layout = _Layout.of(x, operands[1].axes, mapping, mesh)
         # Every device routes its own tokens by the full table.
         cut = (("embed",), *3 * (("expert", "mlp", "embed"),))
-        each = [DeviceParts.of(operand, mapping, axes) for operand, axes in zip(operands, cut, strict=True)]
+        each = [ShardMapArgs.of(operand, mapping, axes) for operand, axes in zip(operands, cut, strict=True)]
         of_tokens = mapping.spec(axis.name for axis in x.axes)
 
         def of_device(x: jax.Array, *arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, _Tally]:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from haliax_ext.compiler_options import refusing_options
+from haliax_ext.compiler_options import translate_option_errors
 from haliax_ext.meshspec import MeshSpec
 from levanter.hardware import Accelerator, parse_accelerator
 from levanter.plan.compile_cache import Answer, KeptAnswers, compiler_here
@@ -180,7 +180,7 @@ class CompilerSession:
         own_options: Mapping[str, str] = getattr(program, "compiler_options", {})
         try:
             # The program's own options are in what was lowered; these come over them.
-            with refusing_options(program.name, {**own_options, **self.options}):
+            with translate_option_errors(program.name, {**own_options, **self.options}):
                 compiled = lowered.compile(compiler_options=dict(self.options) or None)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):

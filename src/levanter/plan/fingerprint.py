@@ -34,7 +34,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from haliax_ext.planner import ShardingPlan
-from haliax_ext.program import Program, spec_of
+from haliax_ext.program import Program, partition_spec
 from levanter.runplan import RunPlan
 
 _OWN = ("levanter", "haliax_ext")
@@ -234,7 +234,7 @@ class _Walk:
             # Which rule put a leaf where it lies, and what was found beside, changes no trace.
             yield from self._each(value.mesh, value.mappings, value.hbm_bytes)
             for each in value.leaves:
-                yield from self._each(each.leaf, spec_of(each.leaf, value))
+                yield from self._each(each.leaf, partition_spec(each.leaf, value))
         elif value is ...:
             yield b"..."
         elif isinstance(value, slice):

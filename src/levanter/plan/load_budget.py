@@ -2,7 +2,7 @@
 
 All of it follows from the `LoadPlan`, step by step in the order of loading. *Beyond the shards*: what a device holds of
 a leaf that is not the leaf's final shard. A leaf that is read directly has nothing there: its blocks are the shards. A
-leaf that is exchanged has slabs, and what the exchange makes of them.
+leaf that is exchanged has slabs, and what the reshard makes of them.
 """
 
 from dataclasses import dataclass
@@ -114,7 +114,7 @@ def beyond_shards(plan: LoadPlan, step: LoadStep) -> int:
     """Bytes on a device that a step needs beyond the final shards of its leaves, by arithmetic."""
     if step.piece is not None:
         return step.loads[0].transient_device_bytes
-    # The result of an exchange in one piece is the shard.
+    # The result of a reshard in one piece is the shard.
     return sum(max(load.transient_device_bytes - shard_bytes(plan, load), 0) for load in step.loads)
 
 
@@ -132,7 +132,7 @@ def _host_memory(plan: LoadPlan, host: int, memory_bytes: int | None) -> "_HostM
         held = sum(load.transient_host_bytes for load in step.loads)
         largest = max(largest, (step.loads[0].path, held), key=lambda one: one[1])
         on_a_device = sum(shard_bytes(plan, load) for load in step.loads)
-        everything += held if step.loads[0].exchange is not None else devices * on_a_device
+        everything += held if step.loads[0].reshard is not None else devices * on_a_device
     # A source on another machine is read by many, whose buffers are a part of the budget.
     own, ahead = 0, 0
     if plan.remote is not None:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haliax_ext.abstract import Leaf, leaf_of
+from haliax_ext.abstract import Leaf, array_leaf
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.program import Input, Program
 from haliax_ext.pytree import PyTree, is_named, path_string
@@ -175,7 +175,7 @@ def digest_program(frozen: PyTree, plan: StatePlan) -> Program:
 
     def digests(frozen: PyTree) -> dict[str, jax.Array]:
         flat = jax.tree_util.tree_flatten_with_path(frozen, is_leaf=is_named)[0]
-        found = ((leaf_of(path_string(keys), x), x.array if is_named(x) else x) for keys, x in flat)
+        found = ((array_leaf(path_string(keys), x), x.array if is_named(x) else x) for keys, x in flat)
         return {leaf.path: _digest(leaf, x) for leaf, x in found}
 
     return Program(

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import jax
 
-from haliax_ext.abstract import Leaf, leaf_of, leaves
+from haliax_ext.abstract import Leaf, array_leaf, leaves
 from haliax_ext.errors import nearest
 from haliax_ext.mapping import path_matches
 from haliax_ext.pytree import KeyPath, PyTree, is_named, path_string
@@ -72,7 +72,7 @@ class Partition:
 
     def _part(self, model: M, *, trained: bool) -> M:
         def visit(keys: KeyPath, x: PyTree) -> PyTree:
-            return x if self.trains(leaf_of(path_string(keys), x)) == trained else None
+            return x if self.trains(array_leaf(path_string(keys), x)) == trained else None
 
         return jax.tree_util.tree_map_with_path(visit, model, is_leaf=is_named)
 

@@ -14,7 +14,7 @@ from helpers.llama_on_mesh import VOCAB, abstract_model, mappings_for, program_f
 from helpers.losses import mean_loss
 
 from haliax_ext.abstract import leaves
-from haliax_ext.hlo.op_metadata import scope_of
+from haliax_ext.hlo.op_metadata import parse_scope
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
 from levanter.layers.attention import grouped
@@ -287,7 +287,7 @@ def test_a_compiled_program_speaks_of_the_models_parts(scan):
 
     program = program_for(gradient, config, VOCAB, (2, 24), Mappings())
     text = program.lower(MeshSpec.of(data=1).build(jax.devices()[:1])).compile().as_text()
-    scopes = {scope_of(name) for name in re.findall(r'op_name="([^"]*)"', text)}
+    scopes = {parse_scope(name) for name in re.findall(r'op_name="([^"]*)"', text)}
     for during in ("forward", "backward"):
         found = {scope.module for scope in scopes if scope.during == during}
         for name in ("q_proj", "k_proj", "v_proj", "qk_norm", "rope", "attention", "o_proj"):

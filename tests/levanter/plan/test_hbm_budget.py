@@ -10,10 +10,10 @@ import pytest
 from helpers.hf_folder import TEXTS, write_folder
 from jax.sharding import NamedSharding
 
-from haliax_ext.abstract import leaf_of, leaves
+from haliax_ext.abstract import array_leaf, leaves
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
-from haliax_ext.program import Input, Program, spec_of
+from haliax_ext.program import Input, Program, partition_spec
 from levanter.commands.evaluate import eval_lm
 from levanter.commands.train.lm import train_lm
 from levanter.config import parse
@@ -114,7 +114,7 @@ def test_every_array_against_jax_device_by_device(case, tmp_path, devices):
     count = 0
     for argument in program.inputs:
         for leaf in leaves(argument.value):
-            sharding = NamedSharding(jax_mesh, spec_of(leaf, argument.placement))
+            sharding = NamedSharding(jax_mesh, partition_spec(leaf, argument.placement))
             boxes = sharding.devices_indices_map(leaf.shape)
             sizes = set()
             for box in boxes.values():
@@ -203,4 +203,4 @@ def test_what_the_function_never_reads_is_held_all_the_same(devices):
     ]
     compiled = program.lower(spec.build(devices)).compile()
     assert compiled.memory_analysis().argument_size_in_bytes == 2 * 64
-    assert leaf_of("used", value).nbytes == residents[0].whole_bytes
+    assert array_leaf("used", value).nbytes == residents[0].whole_bytes

@@ -11,12 +11,14 @@ from helpers.llama_shapes import SHAPES, shape_leaves
 from helpers.memory_source import MemorySource
 from helpers.tiny_llama import tiny_leaves, tiny_rules, tiny_tensors
 
+from haliax_ext.leaf_layout import distinct_boxes
 from haliax_ext.load_plan import LoadPlan
 from haliax_ext.loading import default_memory_bytes, plan_loading
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
+from haliax_ext.placement import shard_boxes
 from haliax_ext.planner import plan_sharding
-from haliax_ext.read_plan import distinct, shard_boxes
+from haliax_ext.read_plan import Block, plan_reads
 from haliax_ext.read_scheduler import byte_ranges
 from haliax_ext.sources import RemoteReads, TensorInfo
 from levanter.models.llama import weights
@@ -38,7 +40,7 @@ HOSTS = {
     "each": np.arange(8).reshape(4, 2),
 }
 LIMIT = 1200
-"""Bytes on a device for one exchange, so that tiny leaves come in pieces."""
+"""Bytes on a device for one reshard, so that tiny leaves come in pieces."""
 
 
 def tiny_plan(mapping, hosts, **options) -> LoadPlan:
@@ -58,7 +60,7 @@ def final_bytes(load, device: int) -> int:
 @pytest.mark.parametrize("hosts", HOSTS)
 @pytest.mark.parametrize("mapping", MAPPINGS)
 def test_devices_one_by_one(mapping, hosts):
-    """Slab and result of every exchange are held at a time; what moves between can only be more."""
+    """Slab and result of every reshard are held at a time; what moves between can only be more."""
     plan = tiny_plan(MAPPINGS[mapping], HOSTS[hosts])
     budget = load_budget(plan)
     most_beyond = peak = 0
@@ -69,17 +71,17 @@ def test_devices_one_by_one(mapping, hosts):
             for load in step.loads:
                 item = load.leaf.dtype.itemsize
                 shards += final_bytes(load, device)
-                if load.exchange is not None:
+                if load.reshard is not None:
                     slabs += volume(load.device_boxes(MESH, step.piece or (0, 0))[device]) * item
                     share = (
                         1.0
                         if step.piece is None
-                        else (step.piece[1] - step.piece[0]) / load.leaf.shape[load.exchange.cut]
+                        else (step.piece[1] - step.piece[0]) / load.leaf.shape[load.reshard.cut]
                     )
                     results += round(final_bytes(load, device) * share)
-            # The result of a piece is beside the leaf; that of a whole exchange is the leaf.
+            # The result of a piece is beside the leaf; that of a whole reshard is the leaf.
             beyond = slabs + (results if step.piece is not None else 0)
-            assert beyond_shards(plan, step) >= beyond if step.loads[0].exchange else beyond_shards(plan, step) == 0
+            assert beyond_shards(plan, step) >= beyond if step.loads[0].reshard else beyond_shards(plan, step) == 0
             most_beyond = max(most_beyond, beyond)
             if step.piece is None or step.piece[0] == 0:
                 there += shards
@@ -103,10 +105,10 @@ def test_gathering_takes_slab_and_what_is_received_and_result():
     plan = tiny_plan(MAPPINGS["whole"], HOSTS["each"])
     gathered = 0
     for step in plan.steps:
-        exchange = step.loads[0].exchange
+        reshard = step.loads[0].reshard
         # The last piece may be shorter; room is for the longest.
-        if step.piece is not None and step.piece[0] == 0 and [move.kind for move in exchange.moves] == ["all_gather"]:
-            share = (step.piece[1] - step.piece[0]) / step.loads[0].leaf.shape[exchange.cut]
+        if step.piece is not None and step.piece[0] == 0 and [move.kind for move in reshard.moves] == ["all_gather"]:
+            share = (step.piece[1] - step.piece[0]) / step.loads[0].leaf.shape[reshard.cut]
             assert beyond_shards(plan, step) == step.loads[0].leaf.nbytes * share * (2 + 1 / 8)
             gathered += 1
     assert gathered > 3
@@ -134,7 +136,7 @@ def test_host_memory_is_what_the_queue_of_blocks_comes_to(mapping, memory):
     most = 0
     for host in range(plan.num_hosts):
         waiting, held = deque(), 0
-        for size in admissions(plan, host):
+        for size in batch_bytes(plan, host):
             while waiting and held + size > memory:
                 held -= waiting.popleft()
             waiting.append(size)
@@ -159,15 +161,14 @@ def test_buffers_of_those_who_read_from_another_machine_are_a_part_of_the_budget
     assert load_budget(plan, memory_bytes=256 * MIB).host_peak - (32 + 8 + 16) * MIB < MIB < everything
 
 
-def admissions(plan, host):
-    """Bytes of what is admitted at once: a unit of a leaf read directly, all slabs of an exchange."""
+def batch_bytes(plan, host):
+    """Bytes of each batch: of one read plan of a leaf that is read directly, of all slabs of a reshard."""
     for step in plan.steps:
         sizes = []
         for load in step.loads:
-            boxes, _ = distinct(load.device_boxes(MESH, step.piece or (0, 0))[plan.devices_of(host)])
-            for unit in load.units(boxes):
-                sizes.append(sum(volume(boxes[n]) for n in unit.members) * load.leaf.dtype.itemsize)
-        yield from [sum(sizes)] if step.loads[0].exchange is not None else sizes
+            boxes, _ = distinct_boxes(load.device_boxes(MESH, step.piece or (0, 0))[plan.host_devices(host)])
+            sizes += [reads.nbytes for reads in plan_reads(load, [Block(box=box) for box in boxes])]
+        yield from [sum(sizes)] if step.loads[0].reshard is not None else sizes
 
 
 class NoWeights:

@@ -2,7 +2,7 @@
 
 import jax
 
-from haliax_ext.loading import hosts_of
+from haliax_ext.loading import device_hosts
 from levanter.commands.cli.lifecycle import join_processes
 from levanter.hardware.memory import host_memory
 from levanter.mesh import DeviceSet
@@ -21,7 +21,7 @@ def local_target(found: DeviceSet) -> Target:
         hosts=found.hosts,
         hbm_bytes=found.hbm_bytes,
         host_bytes=host_memory() if found.platform == "cpu" else None,
-        hosts_on=lambda spec: hosts_of(spec.build(found.devices)),
+        hosts_on=lambda spec: device_hosts(spec.build(found.devices)),
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import Mesh
 
-from haliax_ext.replica_slices import PARTS
+from haliax_ext.replica_slices import PROGRAM_NAME
 from levanter.checkpoint import Checkpointer, CheckpointRef, used_shapes
 from levanter.commands.model.saved_model import model_metadata
 from levanter.commands.train.adapters import save_adapters
@@ -71,7 +71,7 @@ class Saver:
         self._work, self._show, self._frozen = plan.work, session.show, frozen
         self._prepared, self._checkpointer = prepared, checkpointer
         config = plan.work.config
-        parts = next((each for each in plan.saving if each.name == PARTS), None)
+        parts = next((each for each in plan.saving if each.name == PROGRAM_NAME), None)
         self._save = SaveCheckpoint(
             checkpointer=checkpointer,
             parts=None if parts is None else jit_together(parts, mesh),

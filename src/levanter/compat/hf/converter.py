@@ -29,7 +29,7 @@ from numpy.typing import DTypeLike
 from haliax_ext.abstract import abstract, cast, leaves, with_arrays
 from haliax_ext.best_effort import best_effort_sharding
 from haliax_ext.load_strategy import plan_loading
-from haliax_ext.loading import hosts_of, load
+from haliax_ext.loading import device_hosts, load
 from haliax_ext.mapping import Mappings, compute_mapping_in_scope
 from haliax_ext.meshspec import MeshSpec, mesh_in_scope
 from haliax_ext.planner import plan_sharding
@@ -238,7 +238,7 @@ class HFCheckpointConverter:
         module = cast(module, _stored(checkpoint) if dtype is None else np.dtype(dtype))
         spec = MeshSpec.from_mesh(mesh)
         sharding = plan_sharding(leaves(module), _mappings(architecture, Vocab, mapping, spec), spec)
-        plan = plan_loading(sharding, architecture.weight_rules(Vocab), checkpoint.source, hosts=hosts_of(mesh))
+        plan = plan_loading(sharding, architecture.weight_rules(Vocab), checkpoint.source, hosts=device_hosts(mesh))
         return with_arrays(module, load(plan, sharding, checkpoint.source, mesh).arrays)
 
     def save_pretrained(

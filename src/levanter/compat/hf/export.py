@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from haliax_ext.abstract import Leaf, leaves, map_arrays
-from haliax_ext.saving import OutTensor, Readable, bring, plan_saving, tensors_of
+from haliax_ext.saving import OutTensor, Readable, contribute_tensors, gather_tensors, plan_saving
 from levanter.compat.hf.compressed_tensors import FIELD
 from levanter.compat.hf.config_bridge import write_config
 from levanter.compat.hf.errors import CheckpointError
@@ -305,12 +305,12 @@ def _write_shard(place: ExportPlace | None, shard: Shard, arrays: Arrays) -> Ite
                         yield rows.nbytes
         return
     if place is None:
-        for tensor in bring(shard.tensors, arrays, jit=jit_together):
+        for tensor in contribute_tensors(shard.tensors, arrays, jit=jit_together):
             yield tensor.nbytes
         return
     with place.open(shard.file) as file:
         file.write(shard.header)
-        for tensor, values in tensors_of(shard.tensors, arrays, jit=jit_together):
+        for tensor, values in gather_tensors(shard.tensors, arrays, jit=jit_together):
             for each in encoded(tensor, values):
                 file.write(np.ascontiguousarray(each).view(np.uint8).data)
             yield tensor.nbytes

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import jax
 
-from haliax_ext.abstract import Leaf, leaf_of, leaves
+from haliax_ext.abstract import Leaf, array_leaf, leaves
 from haliax_ext.errors import nearest
 from haliax_ext.mapping import path_matches
 from haliax_ext.pytree import KeyPath, PyTree, is_named, path_string
@@ -106,4 +106,4 @@ def _hint(pattern: str, own: Sequence[Leaf], sources: dict[str, str]) -> str:
 
 def leaf_named(name: str) -> Leaf:
     """A leaf of which only the name of its module is known."""
-    return leaf_of(f"{name}.weight", jax.ShapeDtypeStruct((), "float32"))
+    return array_leaf(f"{name}.weight", jax.ShapeDtypeStruct((), "float32"))

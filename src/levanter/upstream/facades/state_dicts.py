@@ -20,7 +20,7 @@ from haliax import Axis
 
 from haliax_ext.abstract import leaves, map_arrays
 from haliax_ext.pytree import PyTree, path_string
-from haliax_ext.saving import tensors_of
+from haliax_ext.saving import gather_tensors
 from levanter.compat.hf.export import plan_export
 from levanter.models.base import LmHeadModel
 from levanter.models.registry import LmConfig
@@ -39,7 +39,7 @@ def to_state_dict(model: LmHeadModel) -> Callable[..., StateDict]:
         plan = plan_export(leaves(model), config, model.Vocab, vocab_size=model.Vocab.size)
         arrays: dict[str, Any] = {}
         map_arrays(lambda leaf, x: arrays.__setitem__(leaf.path, x) or x, model)
-        found = tensors_of(plan.tensors, arrays)
+        found = gather_tensors(plan.tensors, arrays)
         return {_under(prefix, tensor.name): values for tensor, values in found}
 
     return tensors

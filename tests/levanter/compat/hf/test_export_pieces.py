@@ -8,9 +8,9 @@ import pytest
 from helpers.family_arrays import SPEC, on_devices, planned
 from helpers.family_models import ESSENTIAL
 
-from haliax_ext.device_to_host import taken
+from haliax_ext.device_to_host import gather_to_host
 from haliax_ext.program import Program
-from haliax_ext.saving import saving_programs, tensors_of
+from haliax_ext.saving import gather_tensors, saving_programs
 
 LIMIT = 32 << 10
 """Less than most tensors of these models take."""
@@ -24,7 +24,7 @@ def same(a: np.ndarray, b: np.ndarray) -> bool:
                                     pytest.param(name, marks=pytest.mark.slow) for name in ESSENTIAL])  # fmt: skip
 def test_bytes_of_every_tensor(devices, family):
     plan, sharding, values = planned(family)
-    expected = {tensor.name: whole for tensor, whole in tensors_of(plan.tensors, values)}
+    expected = {tensor.name: whole for tensor, whole in gather_tensors(plan.tensors, values)}
     mesh = SPEC.build(devices)
     arrays, ran = on_devices(sharding, values, mesh), []
 
@@ -32,7 +32,7 @@ def test_bytes_of_every_tensor(devices, family):
         ran.append(program.name)
         return program.jit(mesh)
 
-    for tensor, whole in tensors_of(plan.tensors, arrays, jit=jit, limit=LIMIT):
+    for tensor, whole in gather_tensors(plan.tensors, arrays, jit=jit, limit=LIMIT):
         assert same(whole, expected.pop(tensor.name)), tensor.name
     assert not expected
     programs = saving_programs(plan.tensors, sharding, hosts=1, limit=LIMIT)
@@ -43,7 +43,7 @@ def test_bytes_of_every_tensor(devices, family):
 def test_as_from_other_processes_every_element_is_brought_once(devices, family):
     """The gathers of a run of several processes, on the devices of one."""
     plan, sharding, values = planned(family)
-    expected = {tensor.name: whole for tensor, whole in tensors_of(plan.tensors, values)}
+    expected = {tensor.name: whole for tensor, whole in gather_tensors(plan.tensors, values)}
     arrays, ran = on_devices(sharding, values, SPEC.build(devices)), {}
 
     def jit(program: Program, mesh):
@@ -61,7 +61,7 @@ def test_as_from_other_processes_every_element_is_brought_once(devices, family):
         brought, whole = [0], np.empty(tensor.shape, tensor.dtype)
         for piece in tensor.pieces:
             cut = any(sharding.spec(piece.target))
-            for box, found in taken(arrays[piece.target], piece.box, jit=jit, limit=LIMIT, brought=cut):
+            for box, found in gather_to_host(arrays[piece.target], piece.box, jit=jit, limit=LIMIT, brought=cut):
                 piece.write(found, whole, box)
         assert same(whole, expected[tensor.name]), tensor.name
         # Rows that only pad, and replicas that give alike, come too.

@@ -18,8 +18,7 @@ from safetensors.numpy import save_file
 
 from haliax_ext.abstract import abstract, leaves
 from haliax_ext.abstract_source import ExpectedSource
-from haliax_ext.buffer_pool import Scratch
-from haliax_ext.host_reader import Readers
+from haliax_ext.host_reader import BufferPool, Readers
 from haliax_ext.loading import load, plan_loading
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
@@ -173,11 +172,11 @@ def test_memory_of_readers_is_a_part_of_the_budget():
 
 
 def test_buffers_are_shared_and_a_thread_more_waits():
-    scratch, order = Scratch(1024, 2), []
+    pool, order = BufferPool(1024, 2), []
     inside, go = threading.Semaphore(0), threading.Event()
 
     def use(number: int) -> None:
-        with scratch.taken(np.dtype(np.uint8), (1000,)) as buffer:
+        with pool.borrow(np.dtype(np.uint8), (1000,)) as buffer:
             buffer[:] = number
             inside.release()
             go.wait(100)
@@ -190,7 +189,7 @@ def test_buffers_are_shared_and_a_thread_more_waits():
     for _ in range(2):
         assert inside.acquire(timeout=100)
     assert not inside.acquire(timeout=0.2), "a third"
-    with scratch.taken(np.dtype(np.uint8), (64,)) as small:
+    with pool.borrow(np.dtype(np.uint8), (64,)) as small:
         assert small.nbytes == 64, "a small one waits for nobody"
     go.set()
     for thread in threads:

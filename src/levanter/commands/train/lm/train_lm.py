@@ -18,7 +18,7 @@ import numpy as np
 
 from haliax_ext.abstract import abstract, cast
 from haliax_ext.program import Program
-from haliax_ext.replica_slices import parts_program
+from haliax_ext.replica_slices import replica_slices_program
 from haliax_ext.saving import saving_programs
 from levanter.commands.cli.runner import perform
 from levanter.commands.model.sharding import planned_loading, vocabulary_axis
@@ -268,7 +268,7 @@ def _saving(
     parameters = state.parameters
     if parameters.errors or state.whole.errors:
         return ()
-    parts = parts_program(state.whole)
+    parts = replica_slices_program(state.whole)
     programs = () if parts is None else (parts,)
     if peft is not None:
         return (*programs, *saving_programs(peft.tensors, parameters, hosts=target.hosts))

@@ -12,7 +12,7 @@ import numpy as np
 
 from haliax_ext.abstract import Leaf
 from haliax_ext.rules import SourcePiece, WeightRules
-from haliax_ext.saving import OutTensor, Readable, bring, plan_saving, tensors_of
+from haliax_ext.saving import OutTensor, Readable, contribute_tensors, gather_tensors, plan_saving
 from haliax_ext.sources import ByteRange, Index, TensorInfo
 from levanter.compat.hf.errors import CheckpointError
 from levanter.compat.hf.export import Shard
@@ -176,10 +176,10 @@ def gathered(plan: PeftPlan, arrays: Mapping[str, jax.Array | Readable], *, wher
         where: how messages call it.
     """
     if jax.process_index() != 0:
-        for _ in bring(plan.tensors, arrays, jit=jit_together):
+        for _ in contribute_tensors(plan.tensors, arrays, jit=jit_together):
             pass
         return PeftAdapter(where=where, config=plan.config, source=_Held({}))
-    found = {tensor.name: values for tensor, values in tensors_of(plan.tensors, arrays, jit=jit_together)}
+    found = {tensor.name: values for tensor, values in gather_tensors(plan.tensors, arrays, jit=jit_together)}
     return PeftAdapter(where=where, config=plan.config, source=_Held(found))
 
 
@@ -208,7 +208,7 @@ class _Planned:
 
     def read(self, name: str, index: Index, out: np.ndarray | None = None) -> np.ndarray:
         """See `TensorSource`."""
-        ((_, whole),) = tensors_of((self._plan[name],), self._arrays)
+        ((_, whole),) = gather_tensors((self._plan[name],), self._arrays)
         if out is None:
             return whole[index]
         out[...] = whole[index]
@@ -262,7 +262,7 @@ def write_peft(
         OSError: not writable, or the disk is full; what was there before on a disk stays.
     """
     if jax.process_index() != 0:
-        for _ in bring(plan.tensors, arrays, jit=jit_together):
+        for _ in contribute_tensors(plan.tensors, arrays, jit=jit_together):
             pass
         return folder
     place = place_of(folder)
@@ -273,7 +273,7 @@ def write_peft(
         place.begin()
         with place.open(WEIGHTS) as file:
             file.write(Shard(file=WEIGHTS, tensors=plan.tensors).header)
-            for _, values in tensors_of(plan.tensors, arrays, jit=jit_together):
+            for _, values in gather_tensors(plan.tensors, arrays, jit=jit_together):
                 file.write(np.ascontiguousarray(values).view(np.uint8).data)
         for name, document in (beside or {}).items():
             with place.open(name) as file:

@@ -1,4 +1,4 @@
-"""What lies side by side in a file of another machine is one request; nothing else is read, and values are NumPy's."""
+"""Requests that are adjacent in a remote file are merged; nothing else is read, and values are NumPy's."""
 
 import numpy as np
 import pytest
@@ -11,8 +11,8 @@ from haliax_ext.loading import load, plan_loading
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import plan_sharding
-from haliax_ext.read_coalescing import portions
-from haliax_ext.read_scheduler import admissions
+from haliax_ext.read_plan import filled_bytes, merged_requests, slice_box, slice_bytes
+from haliax_ext.read_scheduler import read_batches
 from haliax_ext.rules import FusedPart, WeightRule, WeightRules
 
 MESH = MeshSpec.of(data=4, model=2)
@@ -130,21 +130,21 @@ def test_every_byte_once_whatever_lies_side_by_side(mapping, read_bytes, devices
         np.testing.assert_array_equal(np.asarray(found[path]), values)
 
 
-def test_portions_are_no_larger_than_a_read_and_follow_the_file():
+def test_merged_requests_are_no_larger_than_a_read_and_follow_the_file():
     leaves, rules, tensors = fused("heads")
     source = MemorySource(tensors)
     sharding = plan_sharding(leaves, Mappings(), MESH).check()
-    (admission,) = admissions(plan_loading(sharding, rules, source), np.arange(8), together=True)
+    (batch,) = read_batches(plan_loading(sharding, rules, source), np.arange(8), together=True)
     row = 4 * EMBED
     for read_bytes in (SIZE * row * 3, 1 << 20):
-        made = list(portions(admission.arrivals, source, read_bytes=read_bytes, together=True))
-        starts = [source.byte_ranges(p.slices[0].name, spans(p.slices[0].box))[0].start for p in made]
+        merged = list(merged_requests(batch.plans, source, read_bytes=read_bytes, together=True))
+        starts = [source.byte_ranges(first[0].tensor, spans(slice_box(first)))[0].start for first, *_ in merged]
         assert starts == sorted(starts)
-        assert all(sum(each.nbytes for each in p.slices) <= read_bytes for p in made)
+        sizes = [sum(map(slice_bytes, slices)) for slices in merged]
+        assert max(sizes) <= read_bytes
         total = LAYERS * 3 * WIDTH * EMBED * 4
-        assert sum(each.nbytes for p in made for each in p.slices) == total
-        assert sum(p.filled_bytes for p in made) == total
-        assert len(made) == max(LAYERS, total // read_bytes)
+        assert sum(sizes) == sum(map(filled_bytes, merged)) == total
+        assert len(merged) == max(LAYERS, total // read_bytes)
 
 
 def test_reads_get_smaller_towards_the_end():
@@ -153,12 +153,12 @@ def test_reads_get_smaller_towards_the_end():
     rules = WeightRules(rules=(WeightRule(target="w", source="w", axes=(("rows",), ("columns",))),))
     source = FarSource({"w": np.broadcast_to(np.float32(0), (8 << 10, 1024))})
     sharding = plan_sharding([leaf], Mappings(), MESH).check()
-    (admission,) = admissions(plan_loading(sharding, rules, source), np.arange(8), together=True)
+    (batch,) = read_batches(plan_loading(sharding, rules, source), np.arange(8), together=True)
     mib = 1 << 20
     with HostReader(source, Readers.of(source.remote, 4096 * mib, threads=None, read_bytes=None)) as reader:
         sizes = {
-            left: max(p.filled_bytes for p in reader.portions(admission.arrivals, left))
-            for left in (4096 * mib, 256 * mib, 32 * mib)
+            remaining: max(map(filled_bytes, reader.requests(batch.plans, remaining)))
+            for remaining in (4096 * mib, 256 * mib, 32 * mib)
         }
     assert sizes == {4096 * mib: 4 * mib, 256 * mib: 2 * mib, 32 * mib: mib}
 
