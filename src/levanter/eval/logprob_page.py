@@ -8,12 +8,15 @@ Tokens may hold parts of a character (byte-level vocabularies): such tokens are 
 their surprises added up.
 """
 
-import html
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from levanter.html.charts import Axes, round_step
+from levanter.html.markup import Content, Html, escaped, tag, tiles
+from levanter.html.page import document, style_sheet
 
 STEPS = 10
 """Shades of the scale."""
@@ -71,45 +74,50 @@ def logprob_page(
     """The page.
 
     Args:
-        texts: what is shown, in order.
+        texts: the texts that are shown, in order.
         decode: tokens to text.
         title: its heading.
         facts: name → value, at the end.
     """
-    scored = np.concatenate([each.scored for each in texts]).astype(np.float64)
-    sections = "\n".join(_section(each, decode) for each in texts)
-    rows = "".join(f"<tr><th scope='row'>{_escaped(k)}</th><td>{_escaped(v)}</td></tr>" for k, v in facts.items())
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="generator" content="levanter">\n<link rel="icon" href="data:,">\n'
-        f"<title>{_escaped(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n"
-        f"<header><h1>{_escaped(title)}</h1>\n<p class='lead'>The darker a token, the more it surprised the model, "
-        "given the tokens before it. Hover over one for its numbers.</p></header>\n"
-        f"{_numbers(texts, scored)}\n{_legend()}\n"
-        f"<h2>Distribution of surprise</h2>\n<figure class='card'>{_histogram(scored)}</figure>\n"
-        f"<h2>The text</h2>\n{sections}\n"
-        f"<h2>How it was measured</h2>\n<div class='card scroll'><table>{rows}</table></div>\n"
-        "</main>\n</body>\n</html>\n"
+    scored = np.concatenate([text.scored for text in texts]).astype(np.float64)
+    lead = (
+        "The darker a token, the more it surprised the model, given the tokens before it. "
+        "Hover over one for its numbers."
     )
+    facts_table = tag(
+        "table", [tag("tr", tag("th", name, scope="row"), tag("td", value)) for name, value in facts.items()]
+    )
+    body: list[Content] = [
+        tag("header", tag("h1", title), tag("p", lead, class_="lead")),
+        _main_figures(texts, scored),
+        _legend(),
+        tag("h2", "Distribution of surprise"),
+        tag(
+            "figure", _histogram(scored), tag("figcaption", "Tokens by surprise, in nats", class_="note"), class_="card"
+        ),
+        tag("h2", "The text"),
+        [_section(text, decode) for text in texts],
+        tag("h2", "Settings"),
+        tag("div", facts_table, class_="card scroll"),
+    ]
+    return document(title=title, style="\n" + style_sheet(_STYLE), body=tag("main", [[part, "\n"] for part in body]))
 
 
-def _section(each: ScoredText, decode: Callable[[Sequence[int]], str]) -> str:
-    spans = []
-    for first, stop, text in pieces(each.ids.tolist(), decode):
-        part = each.logprobs[first:stop]
-        shown = _escaped(text).replace("\n", "<i>↵</i>\n")
-        if np.isnan(part).all():
-            spans.append(f"<b title='not scored'>{shown}</b>")
+def _section(scored_text: ScoredText, decode: Callable[[Sequence[int]], str]) -> Html:
+    spans: list[Content] = []
+    for first, stop, text in pieces(scored_text.ids.tolist(), decode):
+        logprobs = scored_text.logprobs[first:stop]
+        content = Html(escaped(text).replace("\n", "<i>↵</i>\n"))
+        if np.isnan(logprobs).all():
+            spans.append(tag("b", content, title="not scored"))
             continue
-        logprob = float(np.nansum(part))
-        of = f", {stop - first} tokens" if stop - first > 1 else ""
-        spans.append(f"<b class=s{shade(logprob)} title='{-logprob:.2f} nats, p {_share(logprob)}{of}'>{shown}</b>")
-    mean = -float(each.scored.mean()) if len(each.scored) else math.nan
-    return (
-        f"<section class='card'><p class='note'>{_escaped(each.name)}, {_escaped(each.place)}: "
-        f"{len(each.ids):,} tokens, {mean:.3f} nats per token</p><div class='text'>{''.join(spans)}</div></section>"
-    )
+        logprob = float(np.nansum(logprobs))
+        tokens = f", {stop - first} tokens" if stop - first > 1 else ""
+        hint = f"{-logprob:.2f} nats, p {_percent(logprob)}{tokens}"
+        spans.append(tag("b", content, class_=f"s{shade(logprob)}", title=hint))
+    mean = -float(scored_text.scored.mean()) if len(scored_text.scored) else math.nan
+    note = f"{scored_text.name}, {scored_text.place}: {len(scored_text.ids):,} tokens, {mean:.3f} nats per token"
+    return tag("section", tag("p", note, class_="note"), tag("div", spans, class_="text"), class_="card")
 
 
 def shade(logprob: float) -> int:
@@ -117,133 +125,74 @@ def shade(logprob: float) -> int:
     return min(STEPS, max(0, int(-logprob / NATS_A_STEP))) if logprob > -math.inf else STEPS
 
 
-def _share(logprob: float) -> str:
+def _percent(logprob: float) -> str:
     p = math.exp(min(logprob, 0.0))
     return f"{100 * p:.3g} %" if p >= 1e-4 else f"{p:.1e}"
 
 
-def _numbers(texts: Sequence[ScoredText], scored: np.ndarray) -> str:
+def _main_figures(texts: Sequence[ScoredText], scored: np.ndarray) -> Html:
     loss = -float(scored.mean())
-    sure, lost = float((scored > math.log(0.5)).mean()), float((scored < math.log(0.01)).mean())
-    cells = (
-        ("tokens scored", f"{len(scored):,}", f"in {len(texts)} pieces"),
-        ("loss", f"{loss:.4f}", "nats per token"),
-        ("perplexity", f"{math.exp(loss):,.2f}", ""),
-        ("sure", f"{100 * sure:.1f} %", "of tokens have p above one half"),
-        ("lost", f"{100 * lost:.1f} %", "of tokens have p below 1 %"),
-    )
-    return (
-        "<dl class='numbers'>"
-        + "".join(
-            f"<div class='card'><dt>{name}</dt><dd>{value}<small>{what}</small></dd></div>"
-            for name, value, what in cells
+    likely, unlikely = float((scored > math.log(0.5)).mean()), float((scored < math.log(0.01)).mean())
+    return tiles(
+        (
+            ("tokens scored", f"{len(scored):,}", f"in {len(texts)} pieces"),
+            ("loss", f"{loss:.4f}", "nats per token"),
+            ("perplexity", f"{math.exp(loss):,.2f}", ""),
+            ("likely", f"{100 * likely:.1f} %", "of tokens have p above one half"),
+            ("unlikely", f"{100 * unlikely:.1f} %", "of tokens have p below 1 %"),
         )
-        + "</dl>"
     )
 
 
-def _legend() -> str:
-    steps = "".join(
-        f"<b class=s{n}>{n * NATS_A_STEP:.1f}{' and more' if n == STEPS else ''}</b>" for n in range(STEPS + 1)
-    )
-    return f"<p class='legend'>nats: {steps} <b>not scored</b></p>"
+def _legend() -> Html:
+    steps = [
+        tag("b", f"{n * NATS_A_STEP:.1f}{' and more' if n == STEPS else ''}", class_=f"s{n}") for n in range(STEPS + 1)
+    ]
+    return tag("p", "nats: ", steps, " ", tag("b", "not scored"), class_="legend")
 
 
-def _histogram(scored: np.ndarray) -> str:
-    """Bars of how many tokens had which surprise, each as wide as half a step of the scale."""
-    width, height, wide = 640, 120, NATS_A_STEP / 2
-    which = np.minimum((-scored / wide).astype(np.int64).clip(0), BARS - 1)
-    counts = np.bincount(which, minlength=BARS)
-    bars = []
+def _histogram(scored: np.ndarray) -> Html:
+    """Bars of how many tokens had which surprise, two for each step of the scale."""
+    bar_nats = NATS_A_STEP / 2
+    axes = Axes(height=190)
+    # The last bar has all tokens beyond the scale.
+    indices = np.minimum((-scored / bar_nats).astype(np.int64).clip(0), BARS - 1)
+    counts = np.bincount(indices, minlength=BARS)
+    step = round_step(float(counts.max()))
+    top = max(step, math.ceil(counts.max() / step - 1e-9) * step)
+    width = axes.inner_width / BARS
+    parts = [
+        axes.rule(axes.baseline - axes.inner_height * n * step / top, f"{n * step:,.3g}")
+        for n in range(round(top / step) + 1)
+    ]
     for n, count in enumerate(counts.tolist()):
-        tall = height * count / max(1, int(counts.max()))
-        ends = f"{n * wide:.1f} to {(n + 1) * wide:.1f}" if n + 1 < BARS else f"{n * wide:.1f} and more"
-        bars.append(
-            f"<rect class=f{shade(-n * wide)} x='{n * width / BARS:.1f}' y='{height - tall:.1f}' "
-            f"width='{width / BARS - 2:.1f}' height='{tall:.1f}'><title>{ends} nats: {count:,} tokens</title></rect>"
-        )
-    ticks = "".join(
-        f"<text x='{n * width / BARS:.1f}' y='{height + 16}'>{n * wide:.1f}</text>" for n in range(0, BARS, 4)
-    )
-    return (
-        f"<svg viewBox='0 0 {width} {height + 22}' role='img' aria-label='Tokens by surprise in nats'>"
-        f"<line x1='0' y1='{height}' x2='{width}' y2='{height}'/>{''.join(bars)}{ticks}</svg>"
-        "<figcaption class='note'>Tokens by surprise, in nats</figcaption>"
-    )
-
-
-def _escaped(text: object) -> str:
-    return html.escape(str(text), quote=True)
-
-
-_LIGHT = (
-    "#ffffff",
-    "#ebf3fa",
-    "#cfe0f1",
-    "#afcde8",
-    "#8fbbdf",
-    "#6da5d3",
-    "#4a8fc6",
-    "#3577b6",
-    "#1f5fa5",
-    "#154786",
-    "#0b2f66",
-)
-_DARK = (
-    "#151a21",
-    "#162537",
-    "#16304d",
-    "#1b426a",
-    "#1f5487",
-    "#2d6da8",
-    "#3b86c8",
-    "#61a2da",
-    "#86bdec",
-    "#b5d8f6",
-    "#e3f2ff",
-)
-
-
-def _scale(shades: Sequence[str], light_from: int, light: str) -> str:
-    return "".join(
-        f" .s{n} {{ background: {color};{f' color: {light};' if n >= light_from else ''} }} .f{n} {{ fill: {color}; }}"
-        for n, color in enumerate(shades)
-    )
+        nats = f"{n * bar_nats:.1f} to {(n + 1) * bar_nats:.1f}" if n + 1 < BARS else f"{n * bar_nats:.1f} and more"
+        y = axes.baseline - axes.inner_height * count / top
+        title = f"{nats} nats: {count:,} tokens"
+        parts.append(axes.bar(axes.left + n * width, width - 2, y, css_class=f"f{shade(-n * bar_nats)}", title=title))
+    parts += [axes.tick(axes.left + n * width, f"{n * bar_nats:.1f}") for n in range(0, BARS, 4)]
+    return axes.svg(parts, title="Tokens by surprise in nats", x_name="surprise, nats", y_name="tokens")
 
 
 _STYLE = (
-    """
-:root { color-scheme: light dark; --page: #f6f7f9; --card: #ffffff; --text: #1c2430; --faint: #5b6673;
-  --line: #dde2e8; }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--page); color: var(--text);
-  font: 15px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif; }
-main { max-width: 1180px; margin: 0 auto; padding: 32px 24px 64px; }
-h1 { font-size: 27px; line-height: 1.2; margin: 0 0 4px; overflow-wrap: anywhere; }
-h2 { font-size: 20px; margin: 34px 0 10px; }
-.lead, .note, dt, small, figcaption { color: var(--faint); }
-.note { font-size: 13.5px; margin: 0 0 8px; }
-.card { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 16px 18px; margin: 0; }
-.card + .card { margin-top: 12px; }
-.numbers { display: grid; grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); gap: 12px; margin: 18px 0; }
-.numbers .card + .card { margin-top: 0; }
-.numbers dt { font-size: 13px; }
-.numbers dd { margin: 0; font-size: 25px; font-weight: 600; font-variant-numeric: tabular-nums; }
-.numbers small { display: block; font-size: 12.5px; font-weight: 400; }
+    """/* Tokens with the ink of their surprise: .s0 to .s10 behind text, .f0 to .f10 in the chart. */
+header .lead { max-width: none; }
+.note { margin: 0 0 8px; }
 .text { white-space: pre-wrap; overflow-wrap: anywhere; font: 14px/1.7 ui-monospace, "DejaVu Sans Mono", monospace; }
 .text b, .legend b { font-weight: 400; border-radius: 2px; }
-.text b:hover { outline: 2px solid #e08a2c; }
+.text b:hover { outline: 2px solid var(--minus); }
 .text b:not([class]), .legend b:not([class]) { color: var(--faint); }
 .text i { font-style: normal; opacity: .45; }
 .legend b { padding: 1px 7px; border: 1px solid var(--line); font-variant-numeric: tabular-nums; }
-svg { width: 100%; max-width: 720px; height: auto; } svg line { stroke: var(--line); }
-svg rect { stroke: var(--faint); stroke-width: .5; } svg text { fill: var(--faint); font-size: 11px; }
-table { border-collapse: collapse; font-size: 14px; }
-th, td { padding: 4px 16px 4px 0; text-align: left; vertical-align: top; }
-th { font-weight: 500; color: var(--faint); white-space: nowrap; } td { overflow-wrap: anywhere; }
-.scroll { overflow-x: auto; }
+figure { margin: 0; } svg.chart { max-width: 720px; } svg.chart rect { stroke: var(--faint); stroke-width: .5; }
+th { white-space: nowrap; } td { overflow-wrap: anywhere; }
+.s0 { background: var(--card); } .f0 { fill: var(--card); }
 """
-    + _scale(_LIGHT, 6, "#ffffff")
-    + "\n@media (prefers-color-scheme: dark) { :root { --page: #0e1116; --card: #151a21; --text: #dfe6ee;"
-    " --faint: #94a1b0; --line: #2a323d; }" + _scale(_DARK, 7, "#0b1220") + " }\n"
+    + "".join(
+        f".s{n} {{ background: var(--i{n});{' color: var(--on-ink);' if n >= 6 else ''} }} "
+        f".f{n} {{ fill: var(--i{n}); }}\n"
+        for n in range(1, STEPS + 1)
+    )
+    # In the dark palette the ramp becomes bright one step later.
+    + "@media (prefers-color-scheme: dark) { .s6 { color: var(--text); } }\n"
 )

@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 from helpers.book_results import book_of_bytes
 
+from levanter.html.format import exact_percent
 from levanter.memorization.measurement import measure
 from levanter.memorization.plots import heatmap_png, histogram_png
 from levanter.memorization.report import report_html
 from levanter.memorization.report.charts import histogram_svg, strip_svg
-from levanter.memorization.report.payload import levels
-from levanter.memorization.report.words import share
+from levanter.memorization.report.strips import levels
 
 TEXT = "abcdefghij" * 30
 
@@ -37,7 +37,7 @@ def test_what_was_not_scored_is_hatched_and_named():
     found = levels(run)
     assert (found[:4] == 255).all() and (found[105:] == 255).all() and (found[4:105] <= 100).all()
     page = report_html([run])
-    assert f"not scored: {share(199 / 300)} of the characters" in page and "66.33 %" in page
+    assert f"not scored: {exact_percent(199 / 300)} of the characters" in page and "66.33 %" in page
     still = strip_svg(run, "a")
     hatched = [
         int(x) for path in re.findall(r'class="unscored" d="([^"]*)"', still) for x in re.findall(r"M(\d+)", path)
@@ -63,8 +63,8 @@ def test_what_is_far_below_every_threshold_is_a_bar_and_not_nothing():
     assert "147 windows with p_z = 0" in histogram_svg(zero, "a")
     assert histogram_png(run) != histogram_png(zero)
     page = report_html([run])
-    assert "0.0000" not in page and "No window reaches the threshold. The likeliest below it:" in page
-    assert share(math.exp(-36.0)) in page and "2.3 × 10⁻¹⁶" in page
+    assert "0.0000" not in page and "No window reaches the threshold. The most likely below it:" in page
+    assert exact_percent(math.exp(-36.0)) in page and "2.3 × 10⁻¹⁶" in page
     passages = run.summary()["passages_below"]
     assert len(passages) == 20 and passages[0]["suffix"] == [4, 7] and run.passages() == ()
     assert page.count("covered around it") == 0 and page.count('<ol class="passages"') == 2
@@ -92,4 +92,4 @@ def test_passages_below_do_not_repeat_those_above():
     (above,) = run.passages()
     assert above.suffix == (24, 27)
     assert all(each.suffix[1] <= 24 or each.suffix[0] >= 27 for each in run.below())
-    assert "likeliest below the threshold" in report_html([run])
+    assert "most likely below the threshold" in report_html([run])

@@ -11,12 +11,12 @@ from helpers.seventy_rows import SEVENTY
 from helpers.verdicts import compiled, fitting_verdict, loading, tiny_budget, tiny_plan
 
 from levanter.hardware import parse_accelerator
+from levanter.html.format import columns
 from levanter.plan.aot import Compiled
 from levanter.plan.calibration import TimeCalibration, of_generating
 from levanter.plan.decode_roofline import serving_report
 from levanter.plan.preflight.cost import calibrated
 from levanter.plan.report import render, to_html, to_json
-from levanter.plan.report.format import columns
 from levanter.plan.report.serving import as_text, serving_sheets
 from levanter.plan.report.text_table import WIDTH
 from levanter.plan.row_advice import too_many_rows, what_fits

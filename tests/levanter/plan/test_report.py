@@ -22,8 +22,8 @@ from helpers.verdicts import (
 
 from haliax_ext.hlo import Scope
 from haliax_ext.program import Program
+from levanter.html.format import columns, percent_between, seconds_text, span_text, three_digits, visible
 from levanter.plan.report import render, timing, to_json, view
-from levanter.plan.report.format import columns, percent_between, seconds_text, span_text, three_digits, visible
 from levanter.plan.report.text_table import WIDTH, bar, paragraph, table
 from levanter.plan.verdict import ProgramVerdict
 

@@ -15,10 +15,10 @@ from helpers.verdicts import (
     tiny_plan,
 )
 
+from levanter.html.markup import Html, tag
 from levanter.plan.hbm_budget import Resident
 from levanter.plan.report import render, to_html
 from levanter.plan.report.charts import cells, treemap
-from levanter.plan.report.markup import Html, tag
 
 VOID = {"meta", "link", "br", "hr", "input", "img"}
 

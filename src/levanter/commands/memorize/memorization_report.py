@@ -17,6 +17,7 @@ from typing import get_args
 
 from levanter.commands.cli.errors import shell
 from levanter.commands.cli.outputs import write_or_keep, write_or_show
+from levanter.html.format import exact_percent, integer_text, probability_text
 from levanter.io import Output, exists, join, probe, setup_logging
 from levanter.io.paths import base_name, filesystem
 from levanter.memorization.calibration import Calibration, calibrate
@@ -26,7 +27,6 @@ from levanter.memorization.measurement import Measurement, measure, windows_bloc
 from levanter.memorization.outputs import REPORT
 from levanter.memorization.published import published_coverages
 from levanter.memorization.report import report_html
-from levanter.memorization.report.words import count, probability, share
 from levanter.memorization.results import WINDOWS, BookResult, Scheme
 from levanter.runplan import OK
 
@@ -191,10 +191,11 @@ def _calibrations(asked: ReportRequest, schemes: set[Scheme]) -> dict[Scheme, Ca
 
 def _line(name: str, run: Measurement) -> str:
     interval = run.coverage_interval
+    low, high = exact_percent(interval.low), exact_percent(interval.high)
     line = (
-        f"{name}: coverage {share(run.coverage)} ({share(interval.low)} – {share(interval.high)}) of "
-        f"{count(run.characters)} {run.unit}; {count(int(run.reached.sum()))} of {count(len(run.log_pz))} windows have "
-        f"p_z ≥ {probability(run.log_threshold)} (preset {run.book.preset}, scheme {run.scheme.name})"
+        f"{name}: coverage {exact_percent(run.coverage)} ({low} – {high}) of {integer_text(run.characters)} "
+        f"{run.unit}; {integer_text(int(run.reached.sum()))} of {integer_text(len(run.log_pz))} windows have "
+        f"p_z ≥ {probability_text(run.log_threshold)} (preset {run.book.preset}, scheme {run.scheme.name})"
     )
     known = published_coverages(run.book.title, model_name(run)) if model_name(run) else {}
     return line + "".join(f"; published for {model}: {value:.2f} %" for model, value in known.items())

@@ -12,7 +12,7 @@ import numpy as np
 
 from levanter.eval.gap.byte_losses import TokenLosses, cells
 from levanter.eval.gap.sums import BITS, ComparedDocument
-from levanter.eval.page import result_page
+from levanter.html.page import result_page
 
 _PAGE = Path(__file__).with_name("page.html")
 SHOWN_BYTES = 16384

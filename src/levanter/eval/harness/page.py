@@ -11,7 +11,7 @@ from typing import Any
 from levanter.eval.harness.results import numbers
 from levanter.eval.harness.samples import Sample
 from levanter.eval.harness.significance import Difference
-from levanter.eval.page import result_page
+from levanter.html.page import result_page
 
 _PAGE = Path(__file__).with_name("page.html")
 _SHARES = ("acc", "acc_norm", "exact_match", "f1")

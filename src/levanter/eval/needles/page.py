@@ -10,7 +10,7 @@ from typing import Any
 
 from levanter.eval.needles.results import Answered
 from levanter.eval.needles.tasks import TASKS
-from levanter.eval.page import result_page
+from levanter.html.page import result_page
 
 _PAGE = Path(__file__).with_name("page.html")
 SHOWN = 60

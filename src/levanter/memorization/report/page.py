@@ -1,22 +1,26 @@
-"""The page: sections of a report, from measurements to HTML.
+"""The report of memorization runs as one HTML page: a section for each text.
 
-One section for each text. In it: the numbers, the strips of all runs over that text with the text under them, the
-charts, the passages, and how it was measured. Without scripts, the HTML only lacks zooming; style and script are part
-of the file.
+A section has the main figures, the heat strips of all runs over that text with the text below them, charts, the most
+likely passages, and the settings of the measurement. Without scripts, the page only lacks zooming.
 """
 
 import json
 from collections.abc import Sequence
 from importlib import resources
 
+from levanter.html.format import exact_percent, integer_text, probability_text, sample_count_text
+from levanter.html.markup import Content, Html, escaped, table, tag
+from levanter.html.page import document, script_json, style_sheet
 from levanter.memorization.compare import by_text, cautions, labels, model_name, overlap
+from levanter.memorization.discoverability import log_required_n
 from levanter.memorization.measurement import Measurement
+from levanter.memorization.passages import Passage
 from levanter.memorization.report.charts import curves_svg, curves_table, histogram_svg, histogram_table
-from levanter.memorization.report.passage_list import passage_list
-from levanter.memorization.report.payload import as_script, book_payload
-from levanter.memorization.report.strips import strips
-from levanter.memorization.report.tables import facts, numbers, published_table, runs_table, schemes_table
-from levanter.memorization.report.words import escaped, share
+from levanter.memorization.report.strips import book_payload, strips
+from levanter.memorization.report.tables import facts, main_figures, published_table, runs_table, schemes_table
+
+VISIBLE_PASSAGES = 5
+"""Passages that are visible without opening the rest of the list."""
 
 
 def report_html(
@@ -26,9 +30,9 @@ def report_html(
 
     Args:
         runs: the measurements; runs over one text share a section, in which their strips line up.
-        with_text: whether the book's text may be in the file; without it there are positions and numbers only.
-        passages: the most passages to list per run.
-        names: of the runs; default by what distinguishes them.
+        with_text: whether the file contains the book's text; without it, passages are positions and numbers only.
+        passages: the largest number of passages listed per run.
+        names: of the runs; by default the settings in which they differ.
 
     Raises:
         ValueError: no runs.
@@ -39,120 +43,167 @@ def report_html(
     name_of = {id(run): name for run, name in zip(runs, names, strict=True)}
     groups = by_text(runs)
     title = groups[0][0].book.title if len(groups) == 1 else f"{len(groups)} books"
-    parts = [_head(runs, title)]
+    parts = [_header(runs, title)]
     if len(runs) > 1:
-        warnings = "".join(f"<p>{escaped(line)}</p>" for line in cautions(runs))
-        parts.append(f'<div class="caution" role="note">{warnings}</div>' if warnings else "")
-        parts.append(f'<div class="card scroll">{runs_table(runs, names)}</div>')
-    # The title of a single book is at the top of the page.
+        warnings = [tag("p", line) for line in cautions(runs)]
+        if warnings:
+            parts.append(tag("div", warnings, class_="caution", role="note"))
+        parts.append(tag("div", runs_table(runs, names), class_="card"))
+    # A single book has its title at the top of the page, so that its headings are one level higher.
     heading = "h2" if len(groups) == 1 else "h3"
     if len(groups) > 1:
-        links = "".join(
-            f'<li><a href="#book-{n}">{escaped(group[0].book.title)}</a></li>' for n, group in enumerate(groups, 1)
-        )
-        parts.append(f'<nav aria-label="Books"><ul>{links}</ul></nav>')
+        links = [tag("li", tag("a", group[0].book.title, href=f"#book-{n}")) for n, group in enumerate(groups, 1)]
+        parts.append(tag("nav", tag("ul", links), aria_label="Books"))
     for index, group in enumerate(groups, 1):
-        of = [name_of[id(run)] for run in group]
-        section = _section(group, of, heading=heading, with_text=with_text, passages=passages)
-        above = f"<h2>{escaped(group[0].book.title)}</h2>\n" if len(groups) > 1 else ""
-        parts.append(f'<section class="book" id="book-{index}">\n{above}{section}\n</section>')
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="generator" content="levanter">\n'
-        # An icon of its own, or browsers ask the server for one.
-        '<link rel="icon" href="data:,">\n'
-        f"<title>Memorization of {escaped(title)}</title>\n<style>\n{_asset('style.css')}</style>\n</head>\n"
-        "<body>\n<main>\n"
-        + "\n".join(parts)
-        + f"\n</main>\n<script>\n{_asset('script.js')}</script>\n</body>\n</html>\n"
+        group_names = [name_of[id(run)] for run in group]
+        content = _section(group, group_names, heading=heading, with_text=with_text, passages=passages)
+        title_tag = [tag("h2", group[0].book.title), "\n"] if len(groups) > 1 else ""
+        parts.append(tag("section", title_tag, content, class_="book", id=f"book-{index}"))
+    return document(
+        title=f"Memorization of {title}",
+        style="\n" + style_sheet(_asset("style.css")),
+        body=tag("main", "\n", [[part, "\n"] for part in parts]),
+        script="\n" + _asset("script.js"),
     )
 
 
-def _head(runs: Sequence[Measurement], title: str) -> str:
+def _header(runs: Sequence[Measurement], title: str) -> Html:
     models = dict.fromkeys(name for run in runs if (name := model_name(run)))
-    by = f" by {escaped(', '.join(models))}" if models else ""
+    by = f" by {', '.join(models)}" if models else ""
     presets = ", ".join(dict.fromkeys(f"{run.book.preset}, scheme {run.scheme.name}" for run in runs))
-    return (
-        f"<header><h1>Memorization of {escaped(title)}</h1>\n"
-        f'<p class="lead">How likely the text is to be continued word for word{by}. '
-        f"Preset {escaped(presets)}.</p></header>"
-    )
+    lead = f"How likely the text is to be continued word for word{by}. Preset {presets}."
+    return tag("header", tag("h1", f"Memorization of {title}"), "\n", tag("p", lead, class_="lead"))
 
 
-def _section(runs: Sequence[Measurement], names: Sequence[str], *, heading: str, with_text: bool, passages: int) -> str:
+def _section(
+    runs: Sequence[Measurement], names: Sequence[str], *, heading: str, with_text: bool, passages: int
+) -> Html:
     has_text = with_text and any(run.book.text is not None for run in runs)
-    several = len(runs) > 1
-    blocks = [("Heat strip", strips(runs, names, has_text=has_text))]
-    if several:
-        blocks.append(("What both cover", _overlaps(runs, names)))
+    blocks: list[tuple[str, Content]] = [("Heat strip", strips(runs, names, has_text=has_text))]
+    if len(runs) > 1:
+        blocks.append(("Overlap of the runs", _overlaps(runs, names)))
     blocks += [
         ("Distribution", _charts(runs, names)),
-        ("Top passages", _passages(runs, names, count=passages, with_text=has_text)),
-        ("How it was measured", _how_it_was_measured(runs, names)),
+        ("Most likely passages", _passages(runs, names, count=passages, with_text=has_text)),
+        ("Settings and methods", _settings(runs, names)),
     ]
-    data = as_script(book_payload(runs, names, with_text=has_text))
-    return (
-        ("" if several else numbers(runs[0]))
-        + "\n".join(f"<{heading}>{title}</{heading}>\n{block}" for title, block in blocks)
-        + f'\n<script type="application/json">{data}</script>'
+    payload = script_json(book_payload(runs, names, with_text=has_text))
+    return escaped(
+        [
+            "" if len(runs) > 1 else main_figures(runs[0]),
+            [[tag(heading, title), "\n", block, "\n"] for title, block in blocks],
+            tag("script", Html(payload), type="application/json"),
+        ]
     )
 
 
-def _overlaps(runs: Sequence[Measurement], names: Sequence[str]) -> str:
-    rows = []
+def _overlaps(runs: Sequence[Measurement], names: Sequence[str]) -> Html:
+    rows: list[list[Content]] = []
     for run, name in zip(runs[1:], names[1:], strict=True):
-        found = overlap(runs[0], run)
-        cells = "".join(
-            f"<td>{share(x)}</td>" for x in (found.both, found.first_only, found.second_only, found.neither)
-        )
-        rows.append(f"<tr><th scope='row'>{escaped(names[0])} and {escaped(name)}</th>{cells}</tr>")
-    return (
-        '<div class="card scroll"><table class="wide"><thead><tr><th scope="col">runs</th>'
-        '<th scope="col">both</th><th scope="col">only the first</th><th scope="col">only the second</th>'
-        f'<th scope="col">neither</th></tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
-    )
+        shares = overlap(runs[0], run)
+        values = (shares.both, shares.first_only, shares.second_only, shares.neither)
+        rows.append([f"{names[0]} and {name}", *map(exact_percent, values)])
+    header = ("runs", "both", "only the first", "only the second", "neither")
+    return tag("div", table(header, rows, numbers=range(1, 5)), class_="card")
 
 
-def _passages(runs: Sequence[Measurement], names: Sequence[str], *, count: int, with_text: bool) -> str:
-    cards = []
-    for n, (run, name) in enumerate(zip(runs, names, strict=True)):
-        listed = passage_list(run, n, count=count, with_text=with_text)
-        if len(runs) > 1:
-            opened = " open" if n == 0 else ""
-            listed = f"<details{opened}><summary>{escaped(name)}</summary>{listed}</details>"
-        cards.append(f'<div class="card passage-card" data-run="{n}">{listed}</div>')
-    return "".join(cards)
-
-
-def _charts(runs: Sequence[Measurement], names: Sequence[str]) -> str:
-    figures = []
+def _charts(runs: Sequence[Measurement], names: Sequence[str]) -> Html:
+    figures: list[Content] = []
     for run, name in zip(runs, names, strict=True):
-        of = f" · {escaped(name)}" if len(runs) > 1 else ""
-        figures.append(
-            f'<figure class="card histogram"><figcaption>Windows by p_z{of}</figcaption>{histogram_svg(run, name)}'
-            f"<details><summary>Numbers</summary>{histogram_table(run)}</details></figure>"
-        )
-        figures.append(
-            f'<figure class="card curves"><figcaption>Windows that n samples reveal with probability p{of}</figcaption>'
-            f"{curves_svg(run, name)}<details><summary>Numbers</summary>{curves_table(run)}</details></figure>"
-        )
-    return f'<div class="charts">{"".join(figures)}</div>'
+        suffix = f" · {name}" if len(runs) > 1 else ""
+        for css_class, caption, chart, numbers in (
+            ("histogram", "Windows by p_z", histogram_svg(run, name), histogram_table(run)),
+            ("curves", "Windows that n samples reveal with probability p", curves_svg(run, name), curves_table(run)),
+        ):
+            details = tag("details", tag("summary", "Numbers"), numbers)
+            figures.append(
+                tag("figure", tag("figcaption", caption + suffix), chart, details, class_=f"card {css_class}")
+            )
+    return tag("div", figures, class_="charts")
 
 
-def _how_it_was_measured(runs: Sequence[Measurement], names: Sequence[str]) -> str:
-    parts = []
-    published = published_table(runs[0]) if len(runs) == 1 else ""
-    if published:
-        parts.append(f'<div class="card scroll">{published}</div>')
+def _settings(runs: Sequence[Measurement], names: Sequence[str]) -> Html:
+    cards: list[Content] = []
+    if len(runs) == 1 and (published := published_table(runs[0])):
+        cards.append(tag("div", published, class_="card"))
     for run, name in zip(runs, names, strict=True):
         manifest = json.dumps(run.book.manifest, indent=2, sort_keys=True, ensure_ascii=False, default=str)
-        above = f"<p><b>{escaped(name)}</b></p>" if len(runs) > 1 else ""
-        parts.append(
-            f'<div class="card">{above}{facts(run)}<div class="scroll">{schemes_table(run)}</div>'
-            f"<details><summary>Manifest</summary><pre>{escaped(manifest)}</pre></details></div>"
-        )
-    return "".join(parts)
+        run_name = tag("p", tag("b", name)) if len(runs) > 1 else ""
+        details = tag("details", tag("summary", "Manifest"), tag("pre", manifest))
+        cards.append(tag("div", run_name, facts(run), schemes_table(run), details, class_="card"))
+    return escaped(cards)
+
+
+def _passages(runs: Sequence[Measurement], names: Sequence[str], *, count: int, with_text: bool) -> Html:
+    cards: list[Content] = []
+    for n, (run, name) in enumerate(zip(runs, names, strict=True)):
+        passages = passage_list(run, n, count=count, with_text=with_text)
+        if len(runs) > 1:
+            passages = tag("details", tag("summary", name), passages, open="" if n == 0 else None)
+        cards.append(tag("div", passages, class_="card passage-card", data_run=n))
+    return escaped(cards)
+
+
+def passage_list(run: Measurement, index: int, *, count: int, with_text: bool) -> Html:
+    """The most likely passages of a run, those that reach the threshold first.
+
+    Args:
+        run: the measurement.
+        index: the run's index in its section.
+        count: the largest number of passages.
+        with_text: whether prefix and suffix are shown.
+    """
+    above = run.passages(count)
+    text = run.book.text if with_text else None
+    below = run.below(max(count - len(above), 0))
+    items_below = _ordered_list(
+        [_passage(passage, n, index, text, run.unit, reached=False) for n, passage in enumerate(below, 1)]
+    )
+    if not above:
+        sentence = "No window reaches the threshold." + (" The most likely below it:" if below else "")
+        return escaped([tag("p", sentence, class_="lead"), items_below if below else ""])
+    items = _ordered_list([_passage(passage, n, index, text, run.unit) for n, passage in enumerate(above, 1)])
+    if below:
+        summary = tag("summary", f"{len(below)} most likely below the threshold")
+        return escaped([items, tag("details", summary, items_below)])
+    return items
+
+
+def _ordered_list(items: Sequence[Html]) -> Html:
+    visible = tag("ol", items[:VISIBLE_PASSAGES], class_="passages")
+    rest = items[VISIBLE_PASSAGES:]
+    if not rest:
+        return visible
+    more = tag("ol", rest, class_="passages", start=VISIBLE_PASSAGES + 1)
+    return escaped([visible, tag("details", tag("summary", f"{len(rest)} more"), more)])
+
+
+def _passage(passage: Passage, rank: int, index: int, text: str | None, unit: str, *, reached: bool = True) -> Html:
+    needed = sample_count_text(float(log_required_n(passage.log_pz, 0.5)))
+    start, stop = passage.suffix
+    remarks = [
+        f"{unit} {integer_text(start)} – {integer_text(stop)}",
+        f"{needed} {'sample' if needed == '1' else 'samples'} for an even chance",
+    ]
+    if reached:
+        remarks.append(f"covered around it: {integer_text(passage.run[1] - passage.run[0])}")
+    if passage.merged > 1:
+        remarks.append(f"{integer_text(passage.merged)} windows")
+    button = tag(
+        "button",
+        "Show in the strip",
+        type="button",
+        class_="script-only",
+        data_run=index,
+        data_start=start,
+        data_stop=stop,
+    )
+    head = [tag("b", probability_text(passage.log_pz)), [tag("span", remark) for remark in remarks], button]
+    quote: Content = ""
+    if text is not None:
+        prefix, suffix = text[slice(*passage.prefix)], text[slice(*passage.suffix)]
+        quote = tag("blockquote", tag("span", prefix, class_="prefix"), tag("span", suffix, class_="suffix"))
+    return tag("li", tag("div", head, class_="head"), quote, value=rank)
 
 
 def _asset(name: str) -> str:

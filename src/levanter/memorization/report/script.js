@@ -89,7 +89,7 @@
       [this.scale, this.link, this.reader, this.where] = ["canvas.scale", ".link path", ".reader", ".where"].map(one);
       [this.inkChoice, this.runChoice, this.first, this.second] =
         ["select.ink", "select.run", "select.first", "select.second"].map(one);
-      this.said = one(".said");
+      this.announcement = one(".announcement");
       this.navigator = one(".navigator");
     }
 
@@ -238,7 +238,7 @@
       const text = `${this.unit} ${number(a)} – ${number(b)} of ${number(this.characters)}`;
       this.where.textContent = text;
       clearTimeout(this.saying);
-      this.saying = setTimeout(() => { this.said.textContent = text; }, 400);
+      this.saying = setTimeout(() => { this.announcement.textContent = text; }, 400);
     }
 
     colour(run, [from, to]) {

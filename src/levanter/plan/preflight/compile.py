@@ -6,12 +6,12 @@ from typing import Any
 
 from haliax_ext.errors import gib
 from levanter.hardware import Accelerator
+from levanter.html.format import seconds_text
 from levanter.plan.aot import CompileCrash, Compiled, LibtpuMissing, Outcome, Refused, WorkerBadInput, compile_programs
 from levanter.plan.compile_selection import exceeds_hbm, format_hbm_error, known_to_fit, largest, select_programs
 from levanter.plan.hbm_budget import Budget
 from levanter.plan.hbm_lower_bound import HbmLowerBound, known_of
 from levanter.plan.preflight.state import LOCAL, Inquiry, Scope, first_line, of_limit
-from levanter.plan.report.format import seconds_text
 from levanter.plan.row_advice import too_many_rows
 from levanter.plan.verdict import StageStatus
 from levanter.runplan import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, NOT_DECIDED, OK, RunPlan

@@ -7,6 +7,7 @@ from dataclasses import replace
 from haliax_ext.hlo import OutOfMemory
 from levanter.hardware import Accelerator
 from levanter.hardware.compiler import LAYOUTS, as_values, tuned_options
+from levanter.html.format import span_text
 from levanter.plan.aot import Compiled, Outcome, Refused
 from levanter.plan.attention_blocks import attended_share
 from levanter.plan.calibration import GENERATING_SCALE, of_generating, scale_with_options, with_other_options
@@ -16,7 +17,6 @@ from levanter.plan.hbm_budget import Budget
 from levanter.plan.offload import offloaded
 from levanter.plan.oom_report import why_not
 from levanter.plan.preflight.state import Inquiry
-from levanter.plan.report.format import span_text
 from levanter.plan.roofline import estimated_time
 from levanter.plan.row_advice import serving_of
 from levanter.plan.step_time_model import StepTime, mfu, step_time

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from haliax_ext.errors import gib
 from levanter.hardware import Accelerator, parse_accelerator
+from levanter.html.format import span_text
 from levanter.plan.aot import CompileCrash, Compiled, Refused
 from levanter.plan.compile_selection import exceeds_hbm, largest
 from levanter.plan.dcn_gathers import note_between_slices
@@ -27,7 +28,6 @@ from levanter.plan.offload import offloaded
 from levanter.plan.preflight.compile import compile_stage
 from levanter.plan.preflight.cost import basis_of, cost_stage
 from levanter.plan.preflight.state import LOCAL, Inquiry, Progress, Question, first_line, of_limit
-from levanter.plan.report.format import span_text
 from levanter.plan.row_advice import too_many_rows
 from levanter.plan.target_from_name import target_of_pod
 from levanter.plan.verdict import ProgramVerdict, Verdict

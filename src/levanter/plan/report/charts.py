@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from haliax_ext.errors import named_shape
+from levanter.html.charts import BarPiece, css_percent, stacked_bar
+from levanter.html.format import gib, seconds_text
+from levanter.html.markup import Content, Html, tag
+from levanter.html.treemap import Rectangle, squarify
 from levanter.plan.hbm_budget import Resident
 from levanter.plan.report import view
-from levanter.plan.report.format import gib, seconds_text
-from levanter.plan.report.markup import Content, Html, tag
-from levanter.plan.report.treemap import Rectangle, squarify
 
 MODULE_COLORS = 5
 _GROUP_OF = {"embeddings": "embedding", "self_attn": "attention", "mlp": "mlp", "lm_head": "head", "norm": "norm"}
@@ -43,31 +44,24 @@ def swatch(name: str) -> Html:
     return tag("i", class_=f"swatch {group_class(name)}", aria_hidden="true")
 
 
-def _percent(value: float) -> str:
-    return f"{100 * value:.3f}%"
-
-
 def memory_bar(held: view.Occupancy, *, holder: str) -> Html:
     """The bytes of a chip, stacked, against what it has."""
-    boxes: list[Content] = [
-        tag(
-            "span",
-            class_=f"piece {group_class(segment.name)}",
-            style=f"width:{_percent(segment.nbytes / held.scale)}",
+    pieces = [
+        BarPiece(
+            css_class=group_class(segment.name),
+            share=segment.nbytes / held.scale,
             title=f"{segment.name}: {gib(segment.nbytes)}",
         )
         for segment in held.segments
     ]
-    said = f"{gib(held.used)} on a {holder}"
-    under: Content = ""
-    if held.limit is not None:
-        said += f" of {gib(held.limit)}"
-        at = held.limit / held.scale
-        boxes.append(tag("span", class_="limit", style=f"left:{_percent(at)}"))
-        # The text stands on the side of the line where there is room.
-        side = f"left:{_percent(at)}" if at < 0.5 else f"right:{_percent(1 - at)}"
-        under = tag("div", tag("span", f"{gib(held.limit)} of a {holder}", style=side), class_="under")
-    return tag("div", tag("div", boxes, class_="stack", role="img", aria_label=said), under)
+    label = f"{gib(held.used)} on a {holder}"
+    if held.limit is None:
+        return tag("div", stacked_bar(pieces, label=label))
+    at = held.limit / held.scale
+    # The text is placed on that side of the line where it fits.
+    side = f"left:{css_percent(at)}" if at < 0.5 else f"right:{css_percent(1 - at)}"
+    under = tag("div", tag("span", f"{gib(held.limit)} of a {holder}", style=side), class_="under")
+    return tag("div", stacked_bar(pieces, label=f"{label} of {gib(held.limit)}", marker=at), under)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,8 +160,8 @@ def _told_apart(shown: Sequence[Cell]) -> dict[str, str]:
 def _box(cell: Cell, at: Rectangle, name: str) -> Html:
     resident = cell.resident
     style = (
-        f"left:{_percent(at.left / _MAP.width)};top:{_percent(at.top / _MAP.height)};"
-        f"width:{_percent(at.width / _MAP.width)};height:{_percent(at.height / _MAP.height)}"
+        f"left:{css_percent(at.left / _MAP.width)};top:{css_percent(at.top / _MAP.height)};"
+        f"width:{css_percent(at.width / _MAP.width)};height:{css_percent(at.height / _MAP.height)}"
     )
     classes = f"cell {group_class(resident.group)}" + (" whole" if resident.replicated else "")
     # Text where there is room for some; the path's end is what tells arrays apart.
@@ -209,20 +203,13 @@ def time_bars(bars: Sequence[TimeBar]) -> Html:
         tag(
             "div",
             tag("span", bar.name, class_="name"),
-            tag(
-                "span",
+            stacked_bar(
                 [
-                    tag(
-                        "span",
-                        class_=f"piece {classes}",
-                        style=f"width:{_percent(seconds / scale)}",
-                        title=f"{name}: {seconds_text(seconds)}",
-                    )
+                    BarPiece(css_class=classes, share=seconds / scale, title=f"{name}: {seconds_text(seconds)}")
                     for name, seconds, classes in bar.pieces
                 ],
-                class_="stack thin",
-                role="img",
-                aria_label=f"{bar.name}: {seconds_text(bar.total)}",
+                label=f"{bar.name}: {seconds_text(bar.total)}",
+                thin=True,
             ),
             tag("span", seconds_text(bar.total), class_="total"),
             class_="line",

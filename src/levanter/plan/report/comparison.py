@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterator, Mapping
 
+from levanter.html.format import gib, percent, seconds_text, three_digits
 from levanter.plan.collective_bytes import CollectiveBytes
 from levanter.plan.compare import ComparedRun, Comparison
 from levanter.plan.report import timing, view
-from levanter.plan.report.format import gib, percent, seconds_text, three_digits
 from levanter.plan.report.text_table import paragraph, table
 
 _NONE = "–"

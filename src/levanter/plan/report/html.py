@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from importlib import resources
 
 from haliax_ext.errors import named_shape
-from levanter.plan.aot import Compiled, Refused
-from levanter.plan.report import charts, timing, view
-from levanter.plan.report.format import (
+from levanter.html.format import (
     between,
     count_text,
     gib,
@@ -21,7 +19,10 @@ from levanter.plan.report.format import (
     span_text,
     three_digits,
 )
-from levanter.plan.report.markup import Content, Html, escaped, listed, section, table, tag
+from levanter.html.markup import Content, Html, bullet_list, escaped, section, table, tag, tiles
+from levanter.html.page import document, style_sheet
+from levanter.plan.aot import Compiled, Refused
+from levanter.plan.report import charts, timing, view
 from levanter.plan.report.serving import ReportTable, serving_sheets
 from levanter.plan.verdict import ProgramVerdict, Verdict
 
@@ -53,18 +54,13 @@ def to_html(verdicts: Sequence[Verdict], *, more: Sequence[tuple[str, str]] = ()
     most = max(60, min(300, MOST_ARRAYS // max(len(verdicts), 1)))
     body += [_panel(verdict, id_, most) for verdict, id_ in zip(verdicts, ids, strict=True)]
     body += [section(heading, tag("pre", text)) for heading, text in more]
-    head: list[Content] = [
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        # An icon of its own, or browsers ask for one.
-        tag("link", rel="icon", href="data:,"),
-        tag("title", title),
-        Html(f"<style>\n{_part('page.css')}</style>"),
-    ]
-    script = Html(f"<script>\n{_part('page.js')}</script>")
-    page = tag("html", tag("head", head), "\n", tag("body", tag("main", body), script), lang="en")
-    return f"<!doctype html>\n{page}\n"
+    return document(
+        title=title,
+        style="\n" + style_sheet(_part("page.css")),
+        body=tag("main", body),
+        script="\n" + _part("page.js"),
+        policy=_POLICY,
+    )
 
 
 def _part(name: str) -> str:
@@ -129,9 +125,9 @@ def _panel(verdict: Verdict, id_: str, most: int) -> Html:
         _tiles(verdict),
     ]
     if verdict.exit_code and (wrong := view.findings(verdict)):
-        parts.append(section("What is wrong", listed(wrong)))
+        parts.append(section("What is wrong", bullet_list(wrong)))
     if reasons := view.reasons(verdict):
-        parts.append(section("Why it does not fit", listed(reasons)))
+        parts.append(section("Why it does not fit", bullet_list(reasons)))
     parts += [_serving(sheet) for sheet in serving_sheets(verdict)]
     parts += [_bytes(verdict), _arrays(verdict, most)]
     for program in view.main_and_others(verdict)[0]:
@@ -143,7 +139,7 @@ def _panel(verdict: Verdict, id_: str, most: int) -> Html:
         ("Notes", view.notes(verdict)),
     ):
         if entries:
-            parts.append(section(title, listed(entries)))
+            parts.append(section(title, bullet_list(entries)))
     return tag("div", parts, class_="panel", id=id_)
 
 
@@ -158,34 +154,30 @@ def _serving(sheet: ReportTable) -> Content:
 
 def _tiles(verdict: Verdict) -> Html:
     """The figures one looks for first."""
-    tiles: list[tuple[str, str, str]] = []
+    figures: list[tuple[str, str, str]] = []
     held, most = view.occupancy(verdict), view.most_bytes(verdict)
     if most is not None:
         limit = held.limit if held is not None else None
-        tiles.append((f"on a {view.holder(verdict)}", gib(most), f"of {gib(limit)}" if limit else ""))
+        figures.append((f"on a {view.holder(verdict)}", gib(most), f"of {gib(limit)}" if limit else ""))
     program = view.main_program(verdict)
     if program is not None and program.time is not None:
         time = program.time
         within = f"within {span_text(time.low, time.high)}, bound by {time.bound_by}"
-        tiles.append((f"one {program.name}", seconds_text(time.expected), within))
-        tiles.append(("exposed", seconds_text(time.exposed), f"{percent(timing.exposed_share(time))} of it"))
+        figures.append((f"one {program.name}", seconds_text(time.expected), within))
+        figures.append(("exposed", seconds_text(time.exposed), f"{percent(timing.exposed_share(time))} of it"))
         if (speed := timing.rate(verdict, program)) is not None:
             within = f"within {between(*speed.tokens_per_second_per_chip)}"
-            tiles.append(("tokens/s/chip", three_digits(speed.expected), within))
+            figures.append(("tokens/s/chip", three_digits(speed.expected), within))
         if (share := timing.utilization(program, program.mfu)) is not None and program.mfu is not None:
-            tiles.append(("MFU", percent(share), f"within {percent_between(*program.mfu)}"))
+            figures.append(("MFU", percent(share), f"within {percent_between(*program.mfu)}"))
     if (job := view.job_seconds(verdict)) is not None:
         hours = view.chip_hours(verdict)
         cost = "" if hours is None else f"{between(*hours)} chip-hours, "
-        tiles.append(("the whole job", span_text(*job), f"{cost}without loading"))
+        figures.append(("the whole job", span_text(*job), f"{cost}without loading"))
     if verdict.load is not None:
         rate = three_digits(verdict.load.gigabytes_per_second)
-        tiles.append(("loading", seconds_text(verdict.load.seconds), f"at {rate} GB/s a host"))
-    return tag(
-        "dl",
-        [tag("div", tag("dt", name), tag("dd", value, tag("small", under))) for name, value, under in tiles],
-        class_="tiles",
-    )
+        figures.append(("loading", seconds_text(verdict.load.seconds), f"at {rate} GB/s a host"))
+    return tiles(figures)
 
 
 def _bytes(verdict: Verdict) -> Content:

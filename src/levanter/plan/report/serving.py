@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from levanter.html.format import count_text, gib, percent, seconds_text, span_text, three_digits
 from levanter.inference.capacity import Floor
 from levanter.plan.decode_roofline import Call, Load, ServingReport, serving_report
 from levanter.plan.report import view
-from levanter.plan.report.format import count_text, gib, percent, seconds_text, span_text, three_digits
 from levanter.plan.report.text_table import Align, paragraph, table
 from levanter.plan.verdict import Verdict
 

@@ -8,10 +8,7 @@ details one asks for one target, or for the page.
 from collections.abc import Sequence
 
 from haliax_ext.errors import named_shape
-from levanter.plan.aot import Compiled, Refused
-from levanter.plan.load_budget import LoadBudget
-from levanter.plan.report import timing, view
-from levanter.plan.report.format import (
+from levanter.html.format import (
     between,
     count_text,
     gib,
@@ -21,6 +18,9 @@ from levanter.plan.report.format import (
     three_digits,
     visible,
 )
+from levanter.plan.aot import Compiled, Refused
+from levanter.plan.load_budget import LoadBudget
+from levanter.plan.report import timing, view
 from levanter.plan.report.serving import as_text, serving_sheets
 from levanter.plan.report.text_table import WIDTH, Align, bar, paragraph, table
 from levanter.plan.step_time_model import StepTime

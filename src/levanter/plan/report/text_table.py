@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-from levanter.plan.report.format import columns, visible
+from levanter.html.format import columns, visible
 
 WIDTH = 110
 _EIGHTHS = " ▏▎▍▌▋▊▉█"

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from haliax_ext.hlo import Scope
 from haliax_ext.hlo.op_metadata import UNNAMED
+from levanter.html.format import between, percent, percent_between, seconds_text, span_text, three_digits
 from levanter.plan.report import view
-from levanter.plan.report.format import between, percent, percent_between, seconds_text, span_text, three_digits
 from levanter.plan.step_time_model import StepTime
 from levanter.plan.verdict import ProgramVerdict, Verdict
 

@@ -10,10 +10,10 @@ from typing import Literal
 
 from haliax_ext.errors import gib
 from haliax_ext.hlo import CompiledFigures
+from levanter.html.format import seconds_text, three_digits
 from levanter.plan.aot import Compiled, Refused
 from levanter.plan.hbm_budget import Resident
 from levanter.plan.load_budget import LoadBudget
-from levanter.plan.report.format import seconds_text, three_digits
 from levanter.plan.verdict import ProgramVerdict, Verdict
 from levanter.runplan import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, NOT_DECIDED, OK, Workload
 

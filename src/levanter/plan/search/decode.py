@@ -18,10 +18,10 @@ from haliax_ext.errors import gib
 from haliax_ext.meshspec import MeshSpec
 from levanter.config.plan_options import Goal
 from levanter.hardware import Accelerator
+from levanter.html.format import seconds_text, three_digits
 from levanter.inference.capacity import MOST_ROWS, DecodeCost
 from levanter.inference.config import CACHE_DTYPES
 from levanter.plan.comms import Network, spans_of
-from levanter.plan.report.format import seconds_text, three_digits
 from levanter.plan.search.candidates import NO_OVERRIDES, Candidate, Overrides
 from levanter.plan.search.estimate import MATMUL_EFFICIENCY
 

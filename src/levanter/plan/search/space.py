@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from levanter.hardware import Accelerator, parse_accelerator
+from levanter.html.format import seconds_text
 from levanter.mesh import MeshConfig
 from levanter.plan.aot import CompileRequest, compile_ahead
 from levanter.plan.compile_cache import KeptAnswers
@@ -17,7 +18,6 @@ from levanter.plan.compile_pool import scratch_folder
 from levanter.plan.decode_roofline import Load, serving_report
 from levanter.plan.preflight.pipeline import preflight
 from levanter.plan.preflight.state import Question
-from levanter.plan.report.format import seconds_text
 from levanter.plan.row_advice import serving_of
 from levanter.plan.search.candidates import Candidate
 from levanter.plan.search.decode import RowsLayout, render_rows, rows_values, search_rows

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from levanter.html import document, style_sheet
 from levanter.serving.errors import JsonAnswer
 from levanter.serving.metrics import CONTENT_TYPE, Metrics
 from levanter.serving.service import Service
@@ -76,10 +77,9 @@ def page_routes(shown: Shown) -> Sequence[BaseRoute]:
 def page() -> tuple[str, Mapping[str, str]]:
     """The page, and the headers that bound what it may do."""
     folder = resources.files(__name__)
-    markup, style, script = (
-        (folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")
-    )
-    text = markup.replace("/*style*/", style).replace("/*script*/", script)
+    body, css, script = ((folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js"))
+    style = style_sheet(css)
+    text = document(title="Levanter", style=style, body=body, script=script)
     policy = (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; connect-src 'self'; "
         "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

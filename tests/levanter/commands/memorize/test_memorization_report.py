@@ -35,7 +35,7 @@ def test_a_folder_of_runs_is_compared(folder, capsys):
     options = ["--output", str(output), "--json", str(numbers), "--no_text", "--name", "first", "--name", "second"]
     assert run([str(folder / "runs"), *options]) == 0
     page = output.read_text()
-    assert "nobody knows" not in page and "What both cover" in page
+    assert "nobody knows" not in page and "Overlap of the runs" in page
     found = json.loads(numbers.read_text())
     assert list(found) == ["first", "second"] and found["first"]["coverage"] != found["second"]["coverage"]
     assert capsys.readouterr().out.startswith("first: coverage")

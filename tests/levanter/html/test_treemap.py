@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from levanter.plan.report.treemap import Rectangle, squarify
+from levanter.html.treemap import Rectangle, squarify
 
 AREA = Rectangle(10.0, 20.0, 600.0, 400.0)
 

@@ -1,11 +1,13 @@
-"""The shell of a page of results: its pieces in their places, and data that stays data."""
+"""Pages of results: the template's pieces in their places, and data that cannot become markup."""
 
 import json
 import re
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from levanter.eval.page import result_page
+from levanter.html.page import result_page, script_json
 
 _OWN = """<style>
 .mine { color: red; }
@@ -52,3 +54,12 @@ def test_a_text_stays_a_text(own, text):
 def test_a_number_that_is_none_is_refused(own):
     with pytest.raises(ValueError):
         result_page(own, {"score": float("nan")}, title="T", facts={})
+
+
+@settings(deadline=None)
+@given(st.text())
+def test_any_text_stays_data(text):
+    rendered = script_json({"text": text})
+    assert json.loads(rendered)["text"] == text
+    rendered.encode("utf-8")
+    assert not set("<>&\u2028\u2029") & set(rendered)
