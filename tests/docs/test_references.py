@@ -5,6 +5,7 @@
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,17 +20,18 @@ HISTORY = {"LOG.md", "changelog.md", "migrating.md"}
 """Pages about earlier versions, whose names and files may be gone; so are the pages of the log."""
 
 
-def load_hooks():
-    """The module that `mkdocs.yml` names as its hook."""
-    spec = importlib.util.spec_from_file_location("site_hooks", DOCS / "site.py")
+def load_hook(name: str):
+    """One of the modules that `mkdocs.yml` names as hooks."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look up the module of their class
     spec.loader.exec_module(module)
     return module
 
 
 PAGES = {str(path.relative_to(DOCS)): path for path in DOCS.rglob("*.md")}
-PAGES |= {page: ROOT / path for page, path in load_hooks().ELSEWHERE.items()}
+PAGES |= {page: ROOT / path for page, path in load_hook("site").ELSEWHERE.items()}
 
 
 @pytest.mark.parametrize("page", sorted(PAGES))
@@ -46,6 +48,14 @@ def test_names_in_code_exist(page: str):
     missing = [name for name in NAME.findall(text) if not is_defined(name) and not name.endswith("__")]
     missing += [file for file in FILE.findall(text) if not (ROOT / file).exists() and "<" not in file]
     assert not missing
+
+
+def test_the_api_reference_documents_modules_that_exist():
+    reference, documented = load_hook("api_reference"), set()
+    for page in reference.PAGES.values():
+        assert reference.markdown(page, documented).count("\n::: ") >= len(page.modules)
+    assert len(documented) > 200
+    assert not [name for name in documented if not is_defined(name)]
 
 
 def is_defined(name: str) -> bool:
