@@ -297,7 +297,7 @@ def _columns(request: ReadRequest, values: np.ndarray, start: int) -> np.ndarray
 
 def _block_view(requests: Slice) -> np.ndarray | None:
     """The memory of a block itself, where a slice has the same order there as in the file; else `None`."""
-    if len(requests) > 1:
+    if len(requests) != 1:
         return None
     (request,) = requests
     if len(request.copies) != 1 or request.dtype != request.plan.load.leaf.dtype:

@@ -14,7 +14,7 @@ from levanter.layers.attention import AttentionMask
 from levanter.layers.attention.ring import ring_attention
 from levanter.layers.attention.ring_splash import SplashPasses
 from levanter.layers.attention.splash import splash_attention
-from levanter.mesh.context_parallel import spelled
+from levanter.mesh.context_parallel import method_mapping
 from levanter.runplan import Target
 
 
@@ -78,7 +78,7 @@ def over_eight(payload: dict[str, Any], target: Target) -> Described:
     )
     exchange, compute = payload["exchange"], AxisMapping({"position": "context"})
     zigzag = () if exchange == "heads" else ("position",)
-    mappings = Mappings(compute=compute, attention=spelled(exchange, compute), zigzag=zigzag)
+    mappings = Mappings(compute=compute, attention=method_mapping(exchange, compute), zigzag=zigzag)
 
     def given(name: str, dtype: Any, *axes: hax.Axis) -> Input:
         array: Any = jax.ShapeDtypeStruct([axis.size for axis in axes], jnp.dtype(dtype))

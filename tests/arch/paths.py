@@ -174,8 +174,8 @@ def weight() -> dict[str, Any]:
 
 def resolve() -> dict[str, Any]:
     """A mesh config becomes mesh sizes and mappings."""
-    from levanter.mesh.config import MeshConfig
-    from levanter.mesh.resolve import ModelAxes, resolve
+    from levanter.mesh.config import MeshConfig, ModelAxes
+    from levanter.mesh.resolve import resolve
 
     config = MeshConfig(
         axes={"data": 2, "context": 2, "model": 2},

@@ -1,17 +1,18 @@
-"""What `trainer.mesh:` holds: mesh axes and mappings as the user wrote them, with the defaults beside them.
+"""The inputs of `resolve`: `MeshConfig`, the keys of `trainer.mesh:` with their defaults, and the axes of a model.
 
-A `MeshConfig` is text-like: sizes may be -1, mappings may use `heads` and the spellings users have. `resolve` in this
-room turns it into a `MeshSpec` and `Mappings` once the devices are counted and the model's axes are known.
+A `MeshConfig` holds what the user wrote: sizes may be -1, mappings may use `heads` and other spellings of axis names.
+`resolve` turns it into a `MeshSpec` and `Mappings` once the number of devices and the model's axes are known.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from haliax_ext.abstract import Leaf
 from levanter.config.validators import PositiveFloat, PositiveOrAll, Ranged
 
 Word = Literal["gather", "heads", "ring", "auto"]
-"""What `attention_mapping` may be in place of a mapping; see `mesh.exchange`."""
+"""Names that `attention_mapping` may have in place of a mapping; see `context_parallel`."""
 
 MappingValue = str | list[str] | None
 """A mesh axis, a list of mesh axes (major first), or null to remove a default."""
@@ -90,3 +91,36 @@ class MeshConfig(Ranged):
     def hbm_bytes(self, device_bytes: int | None) -> int | None:
         """The memory that replication is judged by: `hbm_gib`, else the device's own (None on CPU: not judged)."""
         return device_bytes if self.hbm_gib is None else int(self.hbm_gib * 2**30)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelAxes:
+    """The logical axes of a model, and the names that users may write for them.
+
+    Attributes:
+        sizes: every logical axis of its parameters and activations → size.
+        known: every axis name of the glossary.
+        aliases: other spellings → the name in the glossary.
+    """
+
+    sizes: Mapping[str, int]
+    known: Collection[str] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        leaves: Iterable[Leaf],
+        *,
+        known: Collection[str] = (),
+        aliases: Mapping[str, str] | None = None,
+        **activations: int,
+    ) -> "ModelAxes":
+        """The axes of a model's leaves, and of its activations by keyword.
+
+        >>> import numpy as np
+        >>> ModelAxes.of([Leaf("w", (("embed", 8), ("mlp", 32)), np.dtype("f4"))], position=16).sizes
+        {'embed': 8, 'mlp': 32, 'position': 16}
+        """
+        sizes = {name: size for leaf in leaves for name, size in leaf.axes if not name.startswith("_")}
+        return cls(sizes={**sizes, **activations}, known=known, aliases=aliases or {})

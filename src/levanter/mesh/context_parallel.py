@@ -1,15 +1,16 @@
-"""How positions that lie on several devices look at each other: the exchanges, and the choice between them.
+"""Context parallelism: how positions that are sharded over devices attend to each other, and the choice of a method.
 
-Where the compute mapping cuts `position`, each device has a part of every sequence, and attention needs all of it. What
-devices exchange for that is said by one more mapping, `trainer.mesh.attention_mapping`, laid over the compute mapping
-while positions look at each other; on an axis `context` that cuts positions:
+Where the compute mapping shards `position`, each device has a part of every sequence, and attention needs all of it.
+One more mapping, `trainer.mesh.attention_mapping`, merged over the compute mapping inside of attention, decides what
+devices exchange; on a mesh axis `context` that shards positions:
 
     gather          {}                                             every device has its queries and all keys and values
     heads           {position: null, kv_head: [model, context]}    every device has all positions of some heads
     ring            {key_position: context}                        keys and values travel from device to device
     ring × heads    {position: ring, key_position: ring, kv_head: [model, context]}, over position: [ring, context]
 
-The words `gather`, `heads` and `ring` stand for these spellings, and `auto` for the one that `choose` chooses.
+The words `gather` (all-gather of keys and values), `heads` (all-to-all of heads, as in Ulysses) and `ring` (ring
+attention) stand for these mappings, and `auto` for the one that `choose` returns.
 """
 
 from collections.abc import Mapping
@@ -21,42 +22,44 @@ from haliax_ext.errors import IndivisibleError, ShardingError
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.placement import show_axes
+from levanter.mesh.config import MeshConfig, ModelAxes
+from levanter.mesh.heads import KV_HEAD, MeshRules
 
-Exchange = Literal["gather", "heads", "ring", "ring × heads"]
+Method = Literal["gather", "heads", "ring", "ring × heads"]
 Order = Literal["natural", "zigzag"]
 
-POSITION, KEY_POSITION, KV_HEAD = "position", "key_position", "kv_head"
+POSITION, KEY_POSITION = "position", "key_position"
 
 GATHERED_SHARE = 0.05
-"""The share of a device's memory that keys and values of one sequence and layer may take before they travel."""
+"""Above this share of a device's memory for the keys and values of one sequence and layer, `auto` gathers none."""
 
 ALIKE = 0.05
-"""By how much less a layer must wait for one exchange than for another to be told from it by arithmetic."""
+"""Methods whose waiting times differ by less than this share count as equal."""
 
 _WHERE = "trainer.mesh: attention_mapping"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExchangeChoice:
-    """An exchange and the reason for it.
+class MethodChoice:
+    """A method and the reason for it.
 
     Attributes:
-        exchange: which.
-        reason: a clause that completes "`exchange`, because …".
+        method: the method.
+        reason: a clause that completes "`method`, because …".
     """
 
-    exchange: Exchange
+    method: Method
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.exchange}: {self.reason}"
+        return f"{self.method}: {self.reason}"
 
 
 class Prices(Protocol):
-    """What exchanges take on some devices."""
+    """Seconds of communication of the methods on some devices."""
 
     def __call__(self, sizes: Mapping[str, int], mappings: Mappings, mesh: MeshSpec) -> float | None:
-        """Seconds that one layer waits for what is exchanged for one sequence; None where it cannot be or is not known.
+        """Seconds that one layer waits for communication for one sequence; None where it is impossible or not known.
 
         Args:
             sizes: of the model's axes.
@@ -74,27 +77,32 @@ def choose(
     heads_ways: int,
     position_ways: int,
     hbm_bytes: int | None,
-    seconds: Mapping[Exchange, float] | None = None,
+    seconds: Mapping[Method, float] | None = None,
     between_slices: bool = False,
-) -> ExchangeChoice:
-    """Which exchange `auto` means. Arithmetic only.
+) -> MethodChoice:
+    """The method that `auto` means. Arithmetic only.
 
-    Of heads, if they divide, gathered keys, while they are a small share of a device's memory, and a ring, what a layer
-    waits for least; of what is alike (`ALIKE`), or not known, the first of these. Heads are balanced without an order,
-    and a device has an n-th of the keys.
+    Candidates are `heads`, if they divide, `gather`, while gathered keys and values are a small share of a device's
+    memory, and `ring`, in this order. The one that a layer waits for least is chosen; the first of those that differ by
+    less than `ALIKE`, or whose seconds are not known. (With `heads` the work of a causal mask is balanced without an
+    order of positions, and a device has an n-th of the keys.)
 
     Args:
-        kv_heads: heads with keys and values of their own.
+        kv_heads: number of K/V heads.
         head_size: features of one.
         positions: tokens in a sequence.
-        heads_ways: pieces that these heads are cut in already.
-        position_ways: pieces that positions are cut in.
+        heads_ways: shards of these heads in the compute mapping.
+        position_ways: shards of positions.
         hbm_bytes: memory of a device; None where it is not known.
-        seconds: that a layer waits for a sequence; without those that cannot be or are not known.
-        between_slices: whether positions are cut between slices.
+        seconds: that a layer waits for a sequence, by method; without those that are impossible or not known.
+        between_slices: whether positions are sharded over DCN.
+
+    >>> sizes = dict(head_size=128, positions=65536, heads_ways=1, position_ways=8, hbm_bytes=None)
+    >>> choose(kv_heads=8, **sizes).method, choose(kv_heads=4, **sizes).method
+    ('heads', 'gather')
     """
     if between_slices:
-        return ExchangeChoice(exchange="ring", reason="positions are cut between slices")
+        return MethodChoice(method="ring", reason="positions are cut between slices")
     ways = heads_ways * position_ways
     divides = kv_heads % ways == 0
     of_heads = f"{kv_heads} {KV_HEAD} divide by {ways}" if divides else f"{kv_heads} {KV_HEAD} do not divide by {ways}"
@@ -104,54 +112,68 @@ def choose(
     size = f"gathered keys and values of a sequence and layer are {gathered / 2**30:.3g} GiB"
     if hbm_bytes is not None:
         size += f", {'at most' if few else 'more than'} {GATHERED_SHARE:.0%} of {hbm_bytes / 2**30:.4g} GiB"
-    can_be: tuple[tuple[Exchange, bool], ...] = (("heads", divides), ("gather", few), ("ring", True))
-    legal: list[Exchange] = [each for each, can in can_be if can]
-    known: list[Exchange] = [each for each in legal if seconds and each in seconds]
+    candidates: tuple[tuple[Method, bool], ...] = (("heads", divides), ("gather", few), ("ring", True))
+    legal: list[Method] = [method for method, is_legal in candidates if is_legal]
+    known: list[Method] = [method for method in legal if seconds and method in seconds]
     if not known or seconds is None:
         reason = f"{of_heads}, so the work is balanced" if divides else f"{of_heads}, and {size}"
-        return ExchangeChoice(exchange=legal[0], reason=reason)
-    least = min(seconds[each] for each in known)
-    best: Exchange = next(each for each in known if seconds[each] <= (1 + ALIKE) * least)
-    beside = [f"{1e3 * seconds[each]:.3g} ms for {each}" for each in known if each != best]
-    waits = ", ".join((f"a layer waits {1e3 * seconds[best]:.3g} ms for a sequence by arithmetic", *beside))
+        return MethodChoice(method=legal[0], reason=reason)
+    least = min(seconds[method] for method in known)
+    best: Method = next(method for method in known if seconds[method] <= (1 + ALIKE) * least)
+    others = [f"{1e3 * seconds[method]:.3g} ms for {method}" for method in known if method != best]
+    waits = ", ".join((f"a layer waits {1e3 * seconds[best]:.3g} ms for a sequence by arithmetic", *others))
     why_not = [*([] if divides else [of_heads]), *([] if few else [size])]
-    return ExchangeChoice(exchange=best, reason="; ".join((waits, *why_not)))
+    return MethodChoice(method=best, reason="; ".join((waits, *why_not)))
 
 
 def gathered_bytes(*, kv_heads: int, head_size: int, positions: int, heads_ways: int) -> int:
-    """Bytes of all keys and values of one sequence in one layer on a device, in 16 bits."""
+    """Bytes of all keys and values of one sequence in one layer on a device, in 16 bits.
+
+    >>> gathered_bytes(kv_heads=8, head_size=128, positions=131072, heads_ways=1) / 2**30
+    0.5
+    """
     return 2 * 2 * positions * max(kv_heads // heads_ways, 1) * head_size
 
 
-def spelled(word: Exchange, compute: AxisMapping) -> AxisMapping:
-    """The mapping that an exchange is, under a compute mapping that cuts positions."""
+def method_mapping(word: Method, compute: AxisMapping) -> AxisMapping:
+    """The attention mapping of a method, under a compute mapping that shards positions.
+
+    >>> compute = AxisMapping({"position": "context", "kv_head": "model"})
+    >>> print(method_mapping("ring", compute), method_mapping("heads", compute))
+    {key_position: context} {kv_head: [model, context], position: null}
+    """
     position = compute.mesh_axes(POSITION)
     if word == "heads":
         return AxisMapping({POSITION: None, KV_HEAD: (*compute.mesh_axes(KV_HEAD), *position)})
     return AxisMapping({KEY_POSITION: position}) if word == "ring" else AxisMapping()
 
 
-def exchange_of(attention: AxisMapping, compute: AxisMapping, mesh: MeshSpec) -> Exchange | None:
-    """What a mapping spells; None where positions are on one device anyway.
+def method_from_mapping(attention: AxisMapping, compute: AxisMapping, mesh: MeshSpec) -> Method | None:
+    """The method that an attention mapping means; None where positions are not sharded.
 
     Args:
         attention: over the compute mapping.
         compute: the compute mapping.
         mesh: mesh axis sizes.
+
+    >>> compute, mesh = AxisMapping({"position": "context"}), MeshSpec.of(context=4)
+    >>> method_from_mapping(AxisMapping({"key_position": "context"}), compute, mesh)
+    'ring'
     """
     inside = compute.merged(attention)
-    before, now = (mesh.ways(each.mesh_axes(POSITION)) for each in (compute, inside))
-    if before == 1:
+    compute_ways = mesh.ways(compute.mesh_axes(POSITION))
+    query_ways = mesh.ways(inside.mesh_axes(POSITION))
+    if compute_ways == 1:
         return None
     if mesh.ways(inside.mesh_axes(KEY_POSITION)) > 1:
-        return "ring" if now == before else "ring × heads"
-    return "gather" if now == before else "heads"
+        return "ring" if query_ways == compute_ways else "ring × heads"
+    return "gather" if query_ways == compute_ways else "heads"
 
 
-def problems_of(
+def check_attention_mapping(
     attention: AxisMapping, compute: AxisMapping, mesh: MeshSpec, *, sizes: Mapping[str, int], order: Order
 ) -> list[ShardingError]:
-    """What is wrong with a mapping for the inside of attention, with the nearest thing that would be right.
+    """What is wrong with an attention mapping, each with a suggestion.
 
     Args:
         attention: over the compute mapping.
@@ -162,9 +184,9 @@ def problems_of(
     """
     inside = compute.merged(attention)
     keys, queries = inside.mesh_axes(KEY_POSITION), inside.mesh_axes(POSITION)
-    found: list[ShardingError] = []
+    problems: list[ShardingError] = []
     if compute.mesh_axes(KEY_POSITION):
-        found.append(
+        problems.append(
             ShardingError(
                 f"trainer.mesh: compute mapping: {KEY_POSITION} → {show_axes(compute.mesh_axes(KEY_POSITION))}: "
                 "keys are cut inside of attention only",
@@ -173,21 +195,19 @@ def problems_of(
         )
     elif keys and keys != queries:
         has = f"{POSITION} → {show_axes(queries)}" if queries else f"{POSITION} is not mapped"
-        found.append(
+        problems.append(
             ShardingError(
                 f"{_WHERE}: {KEY_POSITION} → {show_axes(keys)}, but {has}: in a ring both are cut alike",
                 suggestion=f"compute_mapping: {{{POSITION}: {show_axes(keys)}}}",
             )
         )
-    found += _heads_problems(inside, mesh, sizes)
-    found += _order_problems(mesh.ways(queries), sizes.get(POSITION), order)
-    return found
+    problems += _heads_problems(inside, mesh, sizes)
+    problems += _order_problems(mesh.ways(queries), sizes.get(POSITION), order)
+    return problems
 
 
-def across_slices(
-    attention: AxisMapping, compute: AxisMapping, mesh: MeshSpec, *, allowed: bool
-) -> list[ShardingError]:
-    """What is wrong with positions that are cut between slices: a ring alone may be, where it is allowed.
+def check_dcn(attention: AxisMapping, compute: AxisMapping, mesh: MeshSpec, *, allowed: bool) -> list[ShardingError]:
+    """What is wrong with positions that are sharded over DCN: only a ring may be, where it is allowed.
 
     Args:
         attention: over the compute mapping.
@@ -215,7 +235,7 @@ def across_slices(
                 "attention_mapping: ring",
             )
         ]
-    if exchange_of(attention, compute, mesh) in ("gather", "heads"):
+    if method_from_mapping(attention, compute, mesh) in ("gather", "heads"):
         return [
             ShardingError(
                 f"{_WHERE}: {crosses}, and between slices only a ring exchanges with its neighbour alone",
@@ -223,18 +243,6 @@ def across_slices(
             )
         ]
     return []
-
-
-def uncut_between_blocks(mappings: Mappings, mesh: MeshSpec) -> list[str]:
-    """A note where the residual stream has positions whole over a mesh axis that cuts them in the computation."""
-    inside, between = mappings.compute.mesh_axes(POSITION), mappings.residual.mesh_axes(POSITION)
-    left_out = [axis for axis in inside if axis not in between and mesh.shape[axis] > 1]
-    if not between or not left_out:
-        return []
-    return [
-        f"residual_mapping: {POSITION} → {show_axes(between)} leaves out {', '.join(left_out)}, which cuts it in the "
-        f"compute mapping: every block gathers over it; {show_axes((*inside, *between))} does not"
-    ]
 
 
 def _heads_problems(inside: AxisMapping, mesh: MeshSpec, sizes: Mapping[str, int]) -> list[ShardingError]:
@@ -265,14 +273,14 @@ def _heads_problems(inside: AxisMapping, mesh: MeshSpec, sizes: Mapping[str, int
     ]
 
 
-def _order_problems(parts: int, positions: int | None, order: Order) -> list[ShardingError]:
-    if positions is None or parts == 1:
+def _order_problems(shards: int, positions: int | None, order: Order) -> list[ShardingError]:
+    if positions is None or shards == 1:
         return []
-    unit = runs_of(parts, order)
+    unit = num_runs(shards, order)
     if positions % unit == 0:
         return []
     near = [n for n in (positions // unit * unit, -(-positions // unit) * unit) if n]
-    how = f"{parts} parts" + (f" of two runs each (position_order: {order})" if order == "zigzag" else "")
+    how = f"{shards} parts" + (f" of two runs each (position_order: {order})" if order == "zigzag" else "")
     return [
         IndivisibleError(
             f"trainer.mesh: {POSITION} is cut into {how}, and {positions} positions % {unit} = {positions % unit}",
@@ -281,24 +289,142 @@ def _order_problems(parts: int, positions: int | None, order: Order) -> list[Sha
     ]
 
 
-def runs_of(parts: int, order: Order) -> int:
-    """In how many runs of consecutive positions a sequence lies on its devices."""
-    return 2 * parts if order == "zigzag" and parts > 1 else parts
+def num_runs(shards: int, order: Order) -> int:
+    """The number of runs of consecutive positions that a sequence is cut into.
+
+    >>> num_runs(4, "natural"), num_runs(4, "zigzag")
+    (4, 8)
+    """
+    return 2 * shards if order == "zigzag" and shards > 1 else shards
 
 
-def busiest_share(parts: int, order: Order) -> float:
-    """What the busiest device has of a causal mask's pairs, over the mean: (2n − 1)/n in natural order."""
-    return 1.0 if order == "zigzag" or parts == 1 else (2 * parts - 1) / parts
+def busiest_share(shards: int, order: Order) -> float:
+    """The pairs of a causal mask on the busiest device, over the mean of all: (2n − 1)/n in natural order.
+
+    >>> busiest_share(8, "natural"), busiest_share(8, "zigzag")
+    (1.875, 1.0)
+    """
+    return 1.0 if order == "zigzag" or shards == 1 else (2 * shards - 1) / shards
 
 
-def default_order(exchange: Exchange | None, *, asked: Order | None, said: bool) -> Order:
-    """The order of positions: as asked; else zigzag where somebody said how they look at each other.
+def default_order(method: Method | None, *, configured: Order | None, has_mapping: bool) -> Order:
+    """The order of positions: as configured; else zigzag where there is an attention mapping.
 
     Args:
-        exchange: what devices exchange.
-        asked: `trainer.mesh.position_order`.
-        said: whether there is an attention mapping.
+        method: what devices exchange.
+        configured: `trainer.mesh.position_order`.
+        has_mapping: whether there is an attention mapping.
     """
-    if asked is not None:
-        return asked
-    return "zigzag" if said and exchange not in (None, "heads") else "natural"
+    if configured is not None:
+        return configured
+    # Devices that exchange heads have whole sequences inside of attention: no order balances them better.
+    return "zigzag" if has_mapping and method not in (None, "heads") else "natural"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextParallel:
+    """How positions that are sharded over devices attend to each other.
+
+    Attributes:
+        method: what devices exchange; None where each holds whole sequences.
+        order: how positions are laid out on the devices.
+        attention: the mapping inside of attention, over the compute mapping.
+        notes: a line for each decision the user did not write, and for what is slow.
+        problems: what is wrong with it.
+    """
+
+    method: Method | None
+    order: Order
+    attention: AxisMapping
+    notes: tuple[str, ...] = ()
+    problems: tuple[ShardingError, ...] = ()
+
+
+def plan_context_parallel(
+    config: MeshConfig,
+    model: ModelAxes,
+    rules: MeshRules,
+    *,
+    hbm_bytes: int | None = None,
+    prices: Prices | None = None,
+) -> ContextParallel:
+    """Third step of `resolve`: the mapping inside of attention, with `auto` decided, and the order of positions.
+
+    Args:
+        config: what the user wrote.
+        model: its axes.
+        rules: of all mappings, expanded.
+        hbm_bytes: memory of a device; None where it is not known.
+        prices: seconds of each method on these devices.
+    """
+    spec, compute = rules.spec, AxisMapping(dict(AxisMapping(rules.compute.rules)))
+    attention = AxisMapping(rules.attention.rules)
+    word = config.attention_mapping if isinstance(config.attention_mapping, str) else None
+    configured = word is not None or bool(config.attention_mapping)
+    notes: list[str] = []
+    if word is not None and spec.ways(compute.mesh_axes(POSITION)) > 1:
+        if word == "auto":
+            choice = _auto(compute, spec, model, hbm_bytes, prices)
+            notes.append(f"attention_mapping auto is {choice}")
+            word = choice.method
+        attention = method_mapping(word, compute)
+    method = method_from_mapping(attention, compute, spec)
+    order = default_order(method, configured=config.position_order, has_mapping=configured)
+    problems = check_dcn(attention, compute, spec, allowed=config.allow_dcn)
+    if configured or config.position_order is not None:
+        problems += check_attention_mapping(attention, compute, spec, sizes=model.sizes, order=order)
+        notes += _method_notes(method, order, attention, compute, spec)
+    return ContextParallel(
+        method=method, order=order, attention=attention, notes=tuple(notes), problems=tuple(problems)
+    )
+
+
+def _auto(
+    compute: AxisMapping, spec: MeshSpec, model: ModelAxes, hbm_bytes: int | None, prices: Prices | None
+) -> MethodChoice:
+    """The method that `auto` means for a model on a mesh."""
+    kv_heads, position = model.sizes.get(KV_HEAD, 1), compute.mesh_axes(POSITION)
+    heads_ways, position_ways = spec.ways(compute.mesh_axes(KV_HEAD)), spec.ways(position)
+    seconds: dict[Method, float] = {}
+    for method in ("gather", "heads", "ring"):
+        if prices is None or (method == "heads" and kv_heads % (heads_ways * position_ways)):
+            continue
+        mappings = Mappings(compute=compute, attention=method_mapping(method, compute))
+        if (price := prices(model.sizes, mappings, spec)) is not None:
+            seconds[method] = price
+    return choose(
+        kv_heads=kv_heads,
+        head_size=model.sizes.get("head_size", 1),
+        positions=model.sizes.get(POSITION, 1),
+        heads_ways=heads_ways,
+        position_ways=position_ways,
+        hbm_bytes=hbm_bytes,
+        seconds=seconds,
+        between_slices=any(axis in spec.dcn and spec.shape[axis] > 1 for axis in position),
+    )
+
+
+def _method_notes(
+    method: Method | None,
+    order: Order,
+    attention: AxisMapping,
+    compute: AxisMapping,
+    spec: MeshSpec,
+) -> list[str]:
+    """The method and the order of positions, and a warning where positions are sharded over DCN."""
+    if method is None:
+        return [
+            "attention_mapping and position_order have no effect: positions are not cut (compute_mapping: position)"
+        ]
+    ways = spec.ways(compute.merged(attention).mesh_axes(POSITION))
+    order_clause = "" if method == "heads" else f", positions in {order} order"
+    share = busiest_share(ways, order)
+    notes = [
+        f"attention exchanges by {method}{order_clause}: the busiest device has {share:.4g} × the mean of a causal mask"
+    ]
+    if across := [axis for axis in compute.mesh_axes(POSITION) if axis in spec.dcn and spec.shape[axis] > 1]:
+        notes.append(
+            f"positions are cut over {', '.join(across)}, between slices: every layer exchanges over DCN, at least an "
+            "order of magnitude slower than ICI (trainer.mesh.allow_dcn)"
+        )
+    return notes

@@ -1,25 +1,124 @@
-"""`heads` in a mapping means all attention heads, of q, k, v and o alike.
+"""Second step of `resolve`: the rules of every mapping in the model's own axes, with `heads` expanded.
 
-A model has `kv_head` groups of `q_heads_per_group` query heads. For `heads: [A, B, …]`, `kv_head` takes the leading
-mesh axes while they divide it and `q_heads_per_group` takes the rest; K and V then are replicated over that rest, which
-is declared. A single mesh axis larger than `kv_head` can be *factored* into two (`split_heads: auto`): itself, for
-`kv_head`, and `group`, for `q_heads_per_group`. That is the published "duplicate KV heads so that tensor parallelism
-can exceed them", without copying a weight.
+`heads` in a mapping means all attention heads, of q, k, v and o alike. A model has `kv_head` groups of
+`q_heads_per_group` query heads. For `heads: [A, B, …]`, `kv_head` takes the leading mesh axes while they divide it and
+`q_heads_per_group` takes the rest; K and V are then replicated over that rest, which is declared. A single mesh axis
+larger than `kv_head` can be *factored* into two (`split_heads: auto`): itself, for `kv_head`, and `group`, for
+`q_heads_per_group`. Other projects duplicate K/V heads so that tensor parallelism can exceed their number; this does
+the same without copying a weight.
 """
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from haliax_ext.divisibility import divisors
-from haliax_ext.errors import IndivisibleError
-from haliax_ext.mapping import DeclaredReplication
+from haliax_ext.divisibility import SizeVerdict, divisors, legal_sizes
+from haliax_ext.errors import IndivisibleError, ShardingError, UnknownAxisError
+from haliax_ext.mapping import DeclaredReplication, unknown_mesh_axes
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.placement import show_axes
+from levanter.mesh.config import DEFAULT_BATCH_AXES, DEFAULT_SHARED, MappingValue, MeshConfig, ModelAxes
 
+HEADS = "heads"
 GROUP_AXIS = "group"
 KV_HEAD, Q_PER_GROUP = "kv_head", "q_heads_per_group"
+
+Rules = dict[str, MappingValue]
+"""Logical axis → mesh axes, as written; the order decides under `on_conflict: first_wins`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpandedRules:
+    """The rules of one mapping in the model's own axes.
+
+    Attributes:
+        rules: the rules, with `heads` expanded.
+        declared: replication of K and V that they imply.
+        notes: a line for each decision the user did not write.
+        problem: why `heads` cannot be expanded; the rules are then without it.
+    """
+
+    rules: Rules
+    declared: tuple[DeclaredReplication, ...] = ()
+    notes: tuple[str, ...] = ()
+    problem: ShardingError | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshRules:
+    """The rules of all mappings of a run, and the mesh they are for.
+
+    Attributes:
+        spec: mesh axis sizes, after `split_heads`.
+        batch: logical name of the batch axis.
+        params, compute, residual, attention: rules by mapping, with defaults and the shared mapping merged.
+        overrides: pairs (path pattern, rules).
+        notes: about spellings and `split_heads`.
+        problems: contradictory spellings.
+    """
+
+    spec: MeshSpec
+    batch: str
+    params: ExpandedRules
+    compute: ExpandedRules
+    residual: ExpandedRules
+    attention: ExpandedRules
+    overrides: tuple[tuple[str, ExpandedRules], ...]
+    notes: tuple[str, ...]
+    problems: tuple[ShardingError, ...]
+
+
+def mesh_rules(config: MeshConfig, model: ModelAxes, spec: MeshSpec) -> MeshRules:
+    """Merges defaults, replaces aliases, splits a mesh axis for the heads where configured, and expands `heads`.
+
+    Args:
+        config: what the user wrote.
+        model: its axes.
+        spec: mesh axis sizes.
+    """
+    batch = config.batch_axis_name or "batch"
+    notes: list[str] = []
+    problems: list[ShardingError] = []
+
+    def named(rules: Mapping[str, MappingValue], key: str) -> Rules:
+        return _in_glossary_names(rules, model.aliases, notes, problems, f"trainer.mesh.{key}")
+
+    shared = {**DEFAULT_SHARED, **named(config.shared_mapping, "shared_mapping")}
+    params = {**shared, **named(config.param_mapping, "param_mapping")}
+    default_batch = {batch: list(DEFAULT_BATCH_AXES)} if config.batch_axis_name is not None else {}
+    compute = {**default_batch, **shared, **named(config.compute_mapping, "compute_mapping")}
+    residual = named(config.residual_mapping, "residual_mapping")
+    attention = named(
+        {} if isinstance(config.attention_mapping, str) else config.attention_mapping, "attention_mapping"
+    )
+    overrides = {pattern: named(rules, f"overrides[{pattern!r}]") for pattern, rules in config.overrides.items()}
+    every = [params, compute, residual, attention, *overrides.values()]
+    if config.split_heads == "auto":
+        spec, every = _split_heads(model, spec, every, notes)
+
+    def expanded(rules: Rules, where: str) -> ExpandedRules:
+        heads_notes: list[str] = []
+        try:
+            rules_by_axis, declared = _expanded(rules, model, spec, heads_notes, f"trainer.mesh: {where}")
+        except ShardingError as error:
+            return ExpandedRules(rules={name: value for name, value in rules.items() if name != HEADS}, problem=error)
+        return ExpandedRules(rules=rules_by_axis, declared=declared, notes=tuple(heads_notes))
+
+    return MeshRules(
+        spec=spec,
+        batch=batch,
+        params=expanded(every[0], "parameter mapping"),
+        compute=expanded(every[1], "compute mapping"),
+        residual=expanded(every[2], "residual_mapping"),
+        attention=expanded(every[3], "attention_mapping"),
+        overrides=tuple(
+            (pattern, expanded(rules, f"overrides[{pattern!r}]"))
+            for pattern, rules in zip(overrides, every[4:], strict=True)
+        ),
+        notes=tuple(notes),
+        problems=tuple(problems),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +140,7 @@ class HeadsMapping:
 
 
 def declared_by_groups(mesh_axes: Sequence[str]) -> tuple[DeclaredReplication, ...]:
-    """K and V have no axis of query heads, so they are replicated over the mesh axes that shard it."""
+    """The replication of K and V over mesh axes that shard query heads only: K and V have no such axis."""
     if not mesh_axes:
         return ()
     reason = "it shards query heads further than K/V heads can be sharded"
@@ -49,7 +148,12 @@ def declared_by_groups(mesh_axes: Sequence[str]) -> tuple[DeclaredReplication, .
 
 
 def distribute(mesh_axes: Sequence[str], *, kv_heads: int, q_per_group: int, mesh: MeshSpec) -> HeadsMapping | None:
-    """`kv_head` takes the leading mesh axes while they divide it, `q_heads_per_group` the rest; None if it cannot."""
+    """`kv_head` takes the leading mesh axes while they divide it, `q_heads_per_group` the rest; None if it cannot.
+
+    >>> mesh = MeshSpec.of(model=8, group=4)
+    >>> distribute(["model", "group"], kv_heads=8, q_per_group=16, mesh=mesh).rules
+    {'kv_head': ['model'], 'q_heads_per_group': ['group']}
+    """
     taken = 0
     while taken < len(mesh_axes) and kv_heads % mesh.ways(tuple(mesh_axes[: taken + 1])) == 0:
         taken += 1
@@ -79,14 +183,18 @@ def expand_heads(
     Raises:
         IndivisibleError: nothing divides; the message has the nearest factoring and a YAML fragment.
     """
-    done = distribute(mesh_axes, kv_heads=kv_heads, q_per_group=q_per_group, mesh=mesh)
-    if done is None:
-        raise _cannot(mesh_axes, kv_heads, q_per_group, mesh, sizes or {})
-    return done
+    split = distribute(mesh_axes, kv_heads=kv_heads, q_per_group=q_per_group, mesh=mesh)
+    if split is None:
+        raise _indivisible_heads(mesh_axes, kv_heads, q_per_group, mesh, sizes or {})
+    return split
 
 
 def factor(ways: int, *, kv_heads: int, q_per_group: int) -> tuple[int, int] | None:
-    """The factoring `ways = a × b` with `a` dividing the KV heads, as large as possible, and `b` the query groups."""
+    """The factoring `ways = a × b` with `a` dividing the KV heads, as large as possible, and `b` the query groups.
+
+    >>> factor(128, kv_heads=8, q_per_group=16)
+    (8, 16)
+    """
     for a in reversed(divisors(math.gcd(ways, kv_heads))):
         if q_per_group % (ways // a) == 0:
             return a, ways // a
@@ -94,11 +202,15 @@ def factor(ways: int, *, kv_heads: int, q_per_group: int) -> tuple[int, int] | N
 
 
 def legal_ways(kv_heads: int, q_per_group: int) -> tuple[int, ...]:
-    """Every number of pieces that the attention heads can be cut into."""
+    """Every number of shards that the attention heads can have.
+
+    >>> legal_ways(8, 3)
+    (1, 2, 3, 4, 6, 8, 12, 24)
+    """
     return tuple(sorted({a * b for a in divisors(kv_heads) for b in divisors(q_per_group)}))
 
 
-def _cannot(
+def _indivisible_heads(
     mesh_axes: Sequence[str], kv_heads: int, q_per_group: int, mesh: MeshSpec, sizes: Mapping[str, int]
 ) -> IndivisibleError:
     ways = mesh.ways(tuple(mesh_axes))
@@ -125,11 +237,11 @@ def _cannot(
             f"factor the mesh axis, {both[0]} for {KV_HEAD} and {both[1]} for {Q_PER_GROUP}:\n"
             f"      mesh:\n"
             f"        axes: {{{name}: {both[0]}, {GROUP_AXIS}: {both[1]}}}\n"
-            f"        shared_mapping: {{heads: {pair}, {_others(mesh_axes, pair, mesh, sizes)}}}"
+            f"        shared_mapping: {{heads: {pair}, {_other_rules(mesh_axes, pair, mesh, sizes)}}}"
         )
     else:
         legal = ", ".join(map(str, legal_ways(kv_heads, q_per_group)))
-        others = _others(mesh_axes, show_axes(mesh_axes), mesh, sizes)
+        others = _other_rules(mesh_axes, show_axes(mesh_axes), mesh, sizes)
         suggestion = (
             f"the heads of this model can be sharded {legal} ways; choose such a size, "
             f"or leave the heads unsharded and shard the rest:\n"
@@ -139,7 +251,7 @@ def _cannot(
     return IndivisibleError(problem, suggestion=suggestion)
 
 
-def _others(mesh_axes: Sequence[str], shown: str, mesh: MeshSpec, sizes: Mapping[str, int]) -> str:
+def _other_rules(mesh_axes: Sequence[str], shown: str, mesh: MeshSpec, sizes: Mapping[str, int]) -> str:
     """`mlp` and `vocab` mapped like the heads if they divide, else unsharded."""
     ways = mesh.ways(tuple(mesh_axes))
     return ", ".join(f"{name}: {shown if sizes.get(name, ways) % ways == 0 else 'null'}" for name in ("mlp", "vocab"))
@@ -148,7 +260,12 @@ def _others(mesh_axes: Sequence[str], shown: str, mesh: MeshSpec, sizes: Mapping
 def split_axis(
     mesh: MeshSpec, axis: str, *, kv_heads: int, q_per_group: int
 ) -> tuple[MeshSpec, tuple[int, int]] | None:
-    """`mesh` with `axis` factored into `axis` × `group`, or None where it divides already or cannot be factored."""
+    """`mesh` with `axis` factored into `axis` × `group`, or None where it divides already or cannot be factored.
+
+    >>> mesh, factors = split_axis(MeshSpec.of(data=2, model=16), "model", kv_heads=8, q_per_group=4)
+    >>> print(mesh, factors)
+    data 2 × model 8 × group 2 (8, 2)
+    """
     ways = mesh.shape[axis]
     both = factor(ways, kv_heads=kv_heads, q_per_group=q_per_group)
     if both is None or 1 in both or GROUP_AXIS in mesh.shape:
@@ -161,7 +278,11 @@ def split_axis(
 
 
 def with_group(rules: Mapping[str, str | Sequence[str] | None], axis: str) -> dict[str, str | list[str] | None]:
-    """The rules after `axis` was factored: whatever was mapped to it is mapped to it and `group`."""
+    """The rules after `axis` was factored: whatever was mapped to it is mapped to it and `group`.
+
+    >>> with_group({"mlp": "model", "kv_head": "model", "q_heads_per_group": "model"}, "model")
+    {'mlp': ['model', 'group'], 'kv_head': 'model', 'q_heads_per_group': ['group']}
+    """
     new: dict[str, str | list[str] | None] = {}
     for name, value in rules.items():
         axes = [value] if isinstance(value, str) else list(value or [])
@@ -173,3 +294,174 @@ def with_group(rules: Mapping[str, str | Sequence[str] | None], axis: str) -> di
             at = axes.index(axis)
             new[name] = [*axes[: at + 1], GROUP_AXIS, *axes[at + 1 :]]
     return new
+
+
+def model_sizes(
+    sizes: Mapping[str, int],
+    candidates: Iterable[int],
+    *,
+    mapped: Iterable[str] = ("heads", "mlp", "vocab"),
+    mesh_axis: str = "model",
+) -> tuple[SizeVerdict, ...]:
+    """Which candidate sizes of a mesh axis divide the axes of a model that it would shard.
+
+    Most axes need plain division. `heads` does not: a mesh axis of 16 divides 128 heads, but not 8 `kv_head`, and not 4
+    `q_heads_per_group`. So a size is legal for heads if `expand_heads` takes it; where it does not, the remark names
+    the factoring that it would take.
+
+    Args:
+        sizes: the model's axes.
+        candidates: sizes of the mesh axis.
+        mapped: the logical axes that go to it; `heads` stands for `kv_head` and `q_heads_per_group`.
+        mesh_axis: its name, for the remarks.
+
+    >>> [verdict.ok for verdict in model_sizes({"kv_head": 8, "q_heads_per_group": 16, "mlp": 64}, [8, 12, 16])]
+    [True, False, True]
+    """
+    mapped = tuple(mapped)
+    plain = [(name, sizes[name]) for name in mapped if name in sizes]
+    if "heads" not in mapped or KV_HEAD not in sizes:
+        return legal_sizes(plain, candidates)
+    kv, groups = sizes[KV_HEAD], sizes.get(Q_PER_GROUP, 1)
+    return tuple(_heads_verdict(verdict, kv, groups, mesh_axis) for verdict in legal_sizes(plain, candidates))
+
+
+def _heads_verdict(verdict: SizeVerdict, kv: int, groups: int, mesh_axis: str) -> SizeVerdict:
+    size = verdict.size
+    split = distribute([mesh_axis], kv_heads=kv, q_per_group=groups, mesh=MeshSpec.of(**{mesh_axis: size}))
+    both = factor(size, kv_heads=kv, q_per_group=groups)
+    if split is not None:
+        is_replicated = size > 1 and not split.kv_head
+        return SizeVerdict(
+            size=size, blockers=verdict.blockers, remark="K and V are replicated over it" if is_replicated else ""
+        )
+    if both is not None:
+        remark = f"heads divide as {mesh_axis} {both[0]} × {GROUP_AXIS} {both[1]}"
+        blockers = ((KV_HEAD, kv, kv % size), (Q_PER_GROUP, groups, groups % size))
+    else:
+        remark = ""
+        blockers = (("heads", kv * groups, kv * groups % size),)
+        if not blockers[0][2]:
+            blockers = ((KV_HEAD, kv, kv % size), (Q_PER_GROUP, groups, groups % size))
+    return SizeVerdict(size=size, blockers=(*blockers, *verdict.blockers), remark=remark)
+
+
+def _in_glossary_names(
+    rules: Mapping[str, MappingValue],
+    aliases: Mapping[str, str],
+    notes: list[str],
+    problems: list[ShardingError],
+    where: str,
+) -> Rules:
+    """The rules with every alias replaced by the name in the glossary."""
+    out: Rules = {}
+    written: dict[str, str] = {}
+    for name, value in rules.items():
+        target = aliases.get(name, name)
+        if target != name:
+            notes.append(f"{where}: {name!r} is the axis {target!r} here")
+        if target in out and _as_list(out[target]) != _as_list(value):
+            problems.append(
+                ShardingError(
+                    f"{where}: {written[target]!r} and {name!r} are the same axis but are mapped differently "
+                    f"({_shown(out[target])} and {_shown(value)})",
+                    suggestion=f"keep one of them, spelled {target!r}",
+                )
+            )
+        out[target] = value
+        written[target] = name
+    return out
+
+
+def _as_list(value: MappingValue) -> list[str]:
+    return [value] if isinstance(value, str) else list(value or [])
+
+
+def _shown(value: MappingValue) -> str:
+    return show_axes(_as_list(value)) if value else "null"
+
+
+def _expanded(
+    rules: Rules, model: ModelAxes, spec: MeshSpec, notes: list[str], where: str
+) -> tuple[Rules, tuple[DeclaredReplication, ...]]:
+    """Replaces `heads` by rules for the model's own head axes; rules written for those axes win over it."""
+    if HEADS in model.sizes:  # a model that has a plain `heads` axis (GPT-2)
+        return rules, ()
+    rest = {name: value for name, value in rules.items() if name != HEADS}
+    heads = _as_list(rules.get(HEADS))
+    if unknown := unknown_mesh_axes(where, HEADS, heads, spec):
+        raise UnknownAxisError("\n".join(unknown))
+    if KV_HEAD not in model.sizes:
+        return rest, ()
+    if HEADS in rules and not heads:
+        # `heads: null` un-maps both head axes where an outer mapping has expanded it.
+        rest = _replace_heads(rules, {KV_HEAD: None, Q_PER_GROUP: None})
+    elif heads and not {KV_HEAD, Q_PER_GROUP} <= rest.keys():
+        kv_heads, q_per_group = model.sizes[KV_HEAD], model.sizes.get(Q_PER_GROUP, 1)
+        expansion = expand_heads(heads, kv_heads=kv_heads, q_per_group=q_per_group, mesh=spec, sizes=model.sizes)
+        rest = _replace_heads(rules, expansion.rules)
+        notes += _better_factoring(heads, spec, kv_heads=kv_heads, q_per_group=q_per_group, mapped=rest)
+    # K and V have no axis of query heads: over mesh axes that shard only these, they are replicated.
+    kv_axes = _as_list(rest.get(KV_HEAD))
+    return rest, declared_by_groups([axis for axis in _as_list(rest.get(Q_PER_GROUP)) if axis not in kv_axes])
+
+
+def _replace_heads(rules: Rules, expansion: Mapping[str, MappingValue]) -> Rules:
+    """The rules with `heads` replaced at its position; rules written for `kv_head` or `q_heads_per_group` win."""
+    out: Rules = {}
+    for name, value in rules.items():
+        if name == HEADS:
+            out |= {axis: rules.get(axis, value) for axis, value in expansion.items()}
+        elif name not in out:
+            out[name] = value
+    return out
+
+
+def _better_factoring(heads: list[str], spec: MeshSpec, *, kv_heads: int, q_per_group: int, mapped: Rules) -> list[str]:
+    """A note where one mesh axis went to the query groups alone although a part of it could shard K and V too."""
+    if len(heads) != 1 or _as_list(mapped.get(KV_HEAD)) or _as_list(mapped.get(Q_PER_GROUP)) != heads:
+        return []
+    axis = heads[0]
+    both = factor(spec.shape[axis], kv_heads=kv_heads, q_per_group=q_per_group)
+    if both is None or 1 in both or GROUP_AXIS in spec.shape:
+        return []
+    return [
+        f"heads → {axis}: K and V are replicated over {axis} {spec.shape[axis]}, which does not divide {kv_heads} "
+        f"{KV_HEAD}; axes {{{axis}: {both[0]}, {GROUP_AXIS}: {both[1]}}} with heads: [{axis}, {GROUP_AXIS}] "
+        f"would shard them {both[0]} ways"
+    ]
+
+
+def _split_heads(
+    model: ModelAxes, spec: MeshSpec, every: list[Rules], notes: list[str]
+) -> tuple[MeshSpec, list[Rules]]:
+    """Factors the mesh axis that `heads` is mapped to where it exceeds the KV heads, and adds `vocab` to it."""
+    params, compute = every[:2]
+    kv_heads, q_per_group = model.sizes.get(KV_HEAD), model.sizes.get(Q_PER_GROUP, 1)
+    heads = _as_list(params.get(HEADS)) or _as_list(compute.get(HEADS))
+    if kv_heads is None or len(heads) != 1 or heads[0] not in spec.names:
+        return spec, every
+    axis = heads[0]
+    ways = spec.shape[axis]
+    vocab = model.sizes.get("vocab")
+    if ways > 1 and vocab is not None and "vocab" not in params and axis not in _as_list(params.get("embed")):
+        # Upstream's keys cannot map `vocab`; the plan would refuse replicated embeddings.
+        if vocab % ways == 0:
+            added = compute if "vocab" in compute else {**compute, "vocab": axis}
+            every = [{**params, "vocab": axis}, added, *every[2:]]
+            notes.append(
+                f"vocab → {axis} was added (split_heads: auto): otherwise embedding and head are replicated over it"
+            )
+        else:
+            notes.append(f"vocab {vocab} is replicated over {axis}: {vocab} % {ways} = {vocab % ways}")
+    if kv_heads % ways == 0:
+        return spec, every
+    split = split_axis(spec, axis, kv_heads=kv_heads, q_per_group=q_per_group)
+    if split is None:
+        return spec, every
+    new, (a, b) = split
+    notes.append(
+        f"mesh axis {axis} {ways} was factored into {axis} {a} × {GROUP_AXIS} {b} (split_heads: auto): "
+        f"this model has {kv_heads} {KV_HEAD} × {q_per_group} {Q_PER_GROUP}; K and V are replicated over {GROUP_AXIS}"
+    )
+    return new, [with_group(rules, axis) for rules in every]

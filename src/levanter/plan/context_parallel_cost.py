@@ -24,7 +24,7 @@ from haliax_ext.meshspec import MeshSpec
 from levanter.hardware import Accelerator, accelerator_of
 from levanter.layers.attention import ring_splash
 from levanter.layers.attention.splash import LANES
-from levanter.mesh.context_parallel import exchange_of
+from levanter.mesh.context_parallel import method_from_mapping
 from levanter.models.registry import LmConfig
 from levanter.plan.calibration import kernel_efficiency
 from levanter.plan.comms import Network, spans_of
@@ -72,7 +72,7 @@ def exchange_seconds(
     """
     mesh, pod = network.mesh, network.accelerator
     compute, inside = mappings.compute, mappings.inside_attention
-    exchange = exchange_of(mappings.attention, compute, mesh)
+    exchange = method_from_mapping(mappings.attention, compute, mesh)
     if exchange is None or "kv_head" not in sizes:
         return 0.0
     positions = sizes["position"]

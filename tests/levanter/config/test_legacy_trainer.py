@@ -11,8 +11,8 @@ from haliax_ext.errors import ShardingError
 from levanter.config.errors import Problem
 from levanter.config.upstream import TABLE, Translation, old_keys, translate, translate_plain
 from levanter.config.yaml_nodes import MapNode, compose, to_plain
+from levanter.mesh import ModelAxes, ResolvedMesh, resolve
 from levanter.mesh.config import MeshConfig
-from levanter.mesh.resolve import ModelAxes, ResolvedMesh, resolve
 
 SPANNING = {
     "dcn_axes": {"replica_dcn": 1, "data_dcn": -1},

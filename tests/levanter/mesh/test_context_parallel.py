@@ -9,7 +9,7 @@ from haliax_ext.mapping import AxisMapping
 from haliax_ext.meshspec import MeshSpec
 from levanter.config import parse_text
 from levanter.mesh import MeshConfig, ModelAxes, resolve
-from levanter.mesh.context_parallel import busiest_share, choose, exchange_of, gathered_bytes
+from levanter.mesh.context_parallel import busiest_share, choose, gathered_bytes, method_from_mapping
 
 GIB = 2**30
 SIZES = dict(
@@ -59,7 +59,7 @@ def test_what_auto_chooses(kv_heads, heads_ways, position_ways, positions, hbm, 
         position_ways=position_ways,
         hbm_bytes=None if hbm is None else int(hbm * GIB),
     )
-    assert found.exchange == exchange
+    assert found.method == exchange
     assert str(found).startswith(f"{exchange}: {kv_heads} kv_head ")
 
 
@@ -118,20 +118,20 @@ def test_prices_are_asked_for_what_can_be():
     found = resolve(config, MODEL, devices=8, prices=prices)
     heads = AxisMapping({"position": None, "kv_head": ["model", "context"]})
     assert asked == [(4, AxisMapping(), 4), (4, heads, 4), (4, AxisMapping({"key_position": "context"}), 4)]
-    assert found.exchange == "ring"
+    assert found.method == "ring"
     asked.clear()
-    assert resolve(replace(config, axes={"context": 8}), MODEL, devices=8, prices=prices).exchange == "gather"
+    assert resolve(replace(config, axes={"context": 8}), MODEL, devices=8, prices=prices).method == "gather"
     assert len(asked) == 2
     # Which is chosen is not asked where somebody said it.
     asked.clear()
-    assert resolve(replace(config, attention_mapping="gather"), MODEL, devices=8, prices=prices).exchange == "gather"
+    assert resolve(replace(config, attention_mapping="gather"), MODEL, devices=8, prices=prices).method == "gather"
     assert not asked
 
 
 def test_between_slices_auto_is_a_ring():
     config = MeshConfig(dcn_axes={"context": 2}, compute_mapping=CUT, attention_mapping="auto", allow_dcn=True)
     found = resolve(config, MODEL, devices=8, granules=2)
-    assert found.exchange == "ring"
+    assert found.method == "ring"
     assert "attention_mapping auto is ring: positions are cut between slices" in found.notes
 
 
@@ -148,7 +148,7 @@ def test_between_slices_auto_is_a_ring():
 )
 def test_words_are_mappings(written, exchange, mapping, zigzag):
     found = resolved(written)
-    assert found.exchange == exchange
+    assert found.method == exchange
     assert found.mappings.attention == AxisMapping(written if mapping is None else mapping)
     assert found.mappings.zigzag == (("position",) if zigzag else ())
     assert found.query_ways == (1 if exchange == "heads" else 4)
@@ -157,7 +157,7 @@ def test_words_are_mappings(written, exchange, mapping, zigzag):
 def test_a_ring_of_heads_is_two_mesh_axes():
     spelled = {"position": "ring", "key_position": "ring", "kv_head": ["model", "context"]}
     found = resolved(spelled, ring=2, data=1, compute={"position": ["ring", "context"]})
-    assert (found.exchange, found.position_ways, found.query_ways) == ("ring × heads", 8, 2)
+    assert (found.method, found.position_ways, found.query_ways) == ("ring × heads", 8, 2)
 
 
 def test_no_attention_mapping_is_as_before():
@@ -176,13 +176,13 @@ def test_natural_order_says_what_it_costs():
 
 def test_nothing_to_exchange_is_said():
     found = resolved("auto", compute={})
-    assert found.exchange is None
+    assert found.method is None
     assert any("positions are not cut" in note for note in found.notes)
 
 
-def test_exchange_of_whole_positions_is_none():
+def test_whole_positions_have_no_method():
     mesh = MeshSpec.of(data=8, context=1)
-    assert exchange_of(AxisMapping({"key_position": "context"}), AxisMapping(CUT), mesh) is None
+    assert method_from_mapping(AxisMapping({"key_position": "context"}), AxisMapping(CUT), mesh) is None
 
 
 @pytest.mark.parametrize(

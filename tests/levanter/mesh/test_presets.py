@@ -60,7 +60,7 @@ def test_the_default_is_the_built_in_one_with_vocab(tmp_path):
 @pytest.mark.parametrize(("context", "exchange"), [(4, "heads"), (8, "heads"), (16, "gather")])
 def test_the_one_for_long_sequences(context, exchange, tmp_path):
     found = resolve(preset("context", tmp_path, context=context), model_axes("llama3.1_8b"), devices=16)
-    assert (found.exchange, found.position_ways, found.batch_ways) == (exchange, context, 16 // context)
+    assert (found.method, found.position_ways, found.batch_ways) == (exchange, context, 16 // context)
     assert found.mappings.params.mesh_axes("embed") == ("data", "context")
     assert any(note.startswith(f"attention_mapping auto is {exchange}: 8 kv_head") for note in found.notes)
 

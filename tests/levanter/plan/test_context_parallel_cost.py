@@ -6,7 +6,7 @@ from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
 from levanter.hardware import parse_accelerator
 from levanter.layers.attention import ring_splash
-from levanter.mesh.context_parallel import choose, spelled
+from levanter.mesh.context_parallel import choose, method_mapping
 from levanter.models import LlamaConfig
 from levanter.plan.comms import Network, spans_of
 from levanter.plan.context_parallel_cost import (
@@ -35,7 +35,7 @@ def laid(pod, ways, model=1):
 
 
 def waited(word, sizes, network, **keys):
-    mappings = Mappings(compute=CUT, attention=spelled(word, CUT))
+    mappings = Mappings(compute=CUT, attention=method_mapping(word, CUT))
     given = dict(rows=1, forward=1, backward=True, itemsize=2) | keys
     return exchange_seconds(sizes, mappings, network, **given)
 
@@ -113,10 +113,10 @@ def test_auto_is_what_compiled_and_published_runs_say(sizes, pod, ways, exchange
     mesh, _ = laid(accelerator, ways)
     prices = ExchangePrices(accelerator=accelerator, backward=True, itemsize=2, attended=0.5)
     words = ["gather", *(["heads"] if sizes["kv_head"] % ways == 0 else []), "ring"]
-    found = {word: prices(sizes, Mappings(compute=CUT, attention=spelled(word, CUT)), mesh) for word in words}
+    found = {word: prices(sizes, Mappings(compute=CUT, attention=method_mapping(word, CUT)), mesh) for word in words}
     assert found == pytest.approx(seconds, rel=0.01)
     given = dict(kv_heads=sizes["kv_head"], head_size=128, positions=sizes["position"], heads_ways=1)
-    assert choose(**given, position_ways=ways, hbm_bytes=accelerator.hbm_bytes, seconds=found).exchange == exchange
+    assert choose(**given, position_ways=ways, hbm_bytes=accelerator.hbm_bytes, seconds=found).method == exchange
 
 
 def test_prices_are_of_the_devices_that_there_are(monkeypatch):
@@ -128,7 +128,7 @@ def test_prices_are_of_the_devices_that_there_are(monkeypatch):
     assert found is not None and found.accelerator == parse_accelerator("2xv5p-128")
     assert (found.attended, found.rings, found.backward) == (0.5, True, True)
     assert exchange_prices(model, target_of_pod("h100x8"), **given) is None
-    ring = Mappings(compute=CUT, attention=spelled("ring", CUT))
+    ring = Mappings(compute=CUT, attention=method_mapping("ring", CUT))
 
     def of_ring(pod, positions=131_072, **changes):
         prices = ExchangePrices(**(dict(accelerator=pod, backward=True, itemsize=2, attended=0.5) | changes))

@@ -3,7 +3,7 @@
 from haliax_ext.errors import IndivisibleError
 from levanter.layers.attention.splash import LANES
 from levanter.mesh import ResolvedMesh
-from levanter.mesh.context_parallel import runs_of
+from levanter.mesh.context_parallel import num_runs
 from levanter.models.registry import LmConfig
 from levanter.runplan import Check
 
@@ -35,15 +35,15 @@ def exchange_checks(model: LmConfig, resolved: ResolvedMesh, *, positions: int) 
     Raises:
         IndivisibleError: in a ring, runs of consecutive positions that are no whole blocks.
     """
-    ways, exchange = resolved.query_ways, resolved.exchange
-    if exchange in (None, "heads") or ways == 1 or getattr(model, "attn_backend", None) != "splash":
+    ways, method = resolved.query_ways, resolved.method
+    if method in (None, "heads") or ways == 1 or getattr(model, "attn_backend", None) != "splash":
         return ()
     part = positions // ways
-    if exchange == "gather":
+    if method == "gather":
         padded = -(-part // LANES) * LANES
         text = f"a device has {part} positions of a sequence, and the kernel computes {padded}: its blocks "
         return (Check(name="kernels", status="note", message=f"{text}are {LANES} at least"),) if part < LANES else ()
-    runs = runs_of(ways, "zigzag" if resolved.mappings.zigzag else "natural")
+    runs = num_runs(ways, "zigzag" if resolved.mappings.zigzag else "natural")
     if positions % (runs * LANES) == 0:
         return ()
     unit, run = runs * LANES, positions // runs

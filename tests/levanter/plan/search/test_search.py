@@ -397,7 +397,7 @@ def test_what_is_exchanged_is_that_of_the_mesh_it_writes(layout, exchange):
     prices = ExchangePrices(accelerator=pod, backward=True, itemsize=2, attended=0.5)
     options = MeshConfig(**candidate.mesh_options())
     found = resolve(options, subject.axes, devices=64, hbm_bytes=pod.hbm_bytes, prices=prices)
-    assert (found.exchange, found.position_ways) == (exchange, candidate.context)
+    assert (found.method, found.position_ways) == (exchange, candidate.context)
     once = exchange_seconds(
         subject.axes.sizes,
         found.mappings,
