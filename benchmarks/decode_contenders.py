@@ -56,8 +56,7 @@ def ours(folder: Path, streams: int, options: dict[str, str] | None = None) -> W
     from levanter.commands.generate.prompts import prompt_reader
     from levanter.config import parse
     from levanter.inference.engine import schedule_of
-    from levanter.inference.params import SamplingParams
-    from levanter.inference.requests import Request, Token
+    from levanter.inference.requests import Request, SamplingParams, Token
     from levanter.mesh import local_devices
 
     config = parse(

@@ -12,9 +12,8 @@ from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import plan_sharding
 from haliax_ext.program import Program
 from levanter.hardware.compiler import as_values, tuned_options
-from levanter.inference.generation import generation_programs
 from levanter.inference.kv_cache import plan_cache
-from levanter.inference.programs import ServedModel
+from levanter.inference.programs import ServedModel, generation_programs
 from levanter.layers.quantized import with_int8
 from levanter.mesh import resolve
 from levanter.mesh.config import MeshConfig

@@ -11,7 +11,7 @@ from helpers.browser import browser as browser
 from helpers.compile_once import compile_once
 from helpers.served import Listening, listening, loaded, model_folder
 
-from levanter.serving.events import ChoiceEnded, ServerEvent
+from levanter.serving.metrics import ChoiceEnded, ServerEvent
 from levanter.serving.ui import page as the_page
 
 pytestmark = needs_chromium

@@ -11,13 +11,10 @@ import numpy as np
 from haliax_ext.abstract import with_arrays
 from levanter.commands.model.pretrained import PretrainedModel, load_pretrained
 from levanter.inference.config import Allocation
-from levanter.inference.engine import Engine, schedule_of
-from levanter.inference.generation import GenerationPrograms, generation_programs
+from levanter.inference.engine import DeviceRunner, Engine, schedule_of
 from levanter.inference.kv_cache import plan_cache
-from levanter.inference.params import SamplingParams
-from levanter.inference.programs import ServedModel
-from levanter.inference.requests import Failed, Request, Token
-from levanter.inference.runner import DeviceRunner
+from levanter.inference.programs import GenerationPrograms, ServedModel, generation_programs
+from levanter.inference.requests import Failed, Request, SamplingParams, Token
 from levanter.models.decoder.config import DecoderConfig
 
 GAP = 1e-3

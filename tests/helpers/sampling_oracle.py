@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import mpmath
 import numpy as np
 
-from levanter.inference.params import SamplingParams
+from levanter.inference.requests import SamplingParams
 
 
 def changed(

@@ -18,8 +18,7 @@ from levanter.commands.generate.prompts import prompt_reader
 from levanter.commands.serve import serve
 from levanter.commands.serve.config import ServeConfig
 from levanter.config import load_written
-from levanter.inference.engine import Engine, schedule_of
-from levanter.inference.runner import DeviceRunner
+from levanter.inference.engine import DeviceRunner, Engine, schedule_of
 from levanter.runplan import RunPlan, Target
 from levanter.serving.server import HttpServer, bound
 from levanter.serving.service import Service

@@ -12,12 +12,10 @@ from helpers.llama_on_mesh import abstract_model, mappings_for, place, random_ar
 from haliax_ext.abstract import cast, leaves
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import plan_sharding
-from levanter.inference.engine import Engine, schedule_of
-from levanter.inference.generation import GenerationPrograms, generation_programs
+from levanter.inference.engine import DeviceRunner, Engine, schedule_of
 from levanter.inference.kv_cache import CachePlan, plan_cache
-from levanter.inference.programs import ServedModel
+from levanter.inference.programs import GenerationPrograms, ServedModel, generation_programs
 from levanter.inference.requests import ChoiceId, Failed, Request, Token
-from levanter.inference.runner import DeviceRunner
 from levanter.models.decoder import DecoderLmHeadModel
 
 GAP = 1e-3

@@ -192,11 +192,18 @@ def _look(annotation: Annotation) -> Look:
 
 
 def _look_at_one_of(members: tuple[tuple[Annotation, Look], ...]) -> Look:
+    # What a member's values are instances of is found once for each annotation: a server makes such values of every
+    # request.
+    kinds = tuple((_instance_types(kind), kind, look) for kind, look in members)
+
     def look(value: object) -> Iterable[tuple[str, str]]:
-        fitting = [of_member for kind, of_member in members if _is_of(value, kind)]
+        number = isinstance(value, bool)
+        fitting = [
+            of for types, kind, of in kinds if isinstance(value, types) and not (number and kind in (int, float))
+        ]
         if not fitting and _is_number(value):
             # A whole number where a float is meant.
-            fitting = [of_member for kind, of_member in members if kind is float]
+            fitting = [of for _, kind, of in kinds if kind is float]
         return fitting[0](value) if fitting else ()
 
     return look
@@ -233,14 +240,13 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _is_of(value: object, kind: Annotation) -> bool:
-    if kind in (int, float):
-        return isinstance(value, kind) and not isinstance(value, bool)
+def _instance_types(kind: Annotation) -> tuple[type, ...]:
+    """The classes whose instances are values of an annotation; none where no class says it."""
     if is_mapping(kind):
-        return isinstance(value, Mapping)
+        return (Mapping,)
     if list_origin(kind) is not None:
-        return isinstance(value, (list, tuple, Set))
-    return isinstance(kind, type) and isinstance(value, kind)
+        return (list, tuple, Set)
+    return (kind,) if isinstance(kind, type) else ()
 
 
 @dataclass(frozen=True, kw_only=True)

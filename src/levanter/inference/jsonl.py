@@ -18,46 +18,21 @@ null at the first token, which nothing predicts. A line that is no request has a
 none), `line` and `error`; it concerns no other line.
 """
 
-import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import IO
 
+from levanter.base.bounded_json import NotAnObjectError, lone_surrogate, object_in
 from levanter.base.input_limits import MIB, shown_bytes
-from levanter.inference import response_format
-from levanter.inference.params import ParamsError, SamplingParams, lone_surrogate, params_of, stop_ids_of
-from levanter.inference.requests import ConstraintSpec, Request
-from levanter.inference.strict_json import NotAnObjectError, object_in
+from levanter.inference.prompts import CONSTRAINT_FIELDS, AskedLine, parse_constraint
+from levanter.inference.requests import ParamsError, params_of
 
 LINE_BYTES = 32 * MIB
 """Of a request."""
 ID_CHARACTERS = 256
 """Of an id."""
 _PROMPTS = ("prompt", "tokens", "messages")
-_BESIDE = frozenset({"id", *_PROMPTS, *response_format.FIELDS})
-
-
-@dataclass(frozen=True, kw_only=True)
-class AskedLine:
-    """A line that is a request, as it is written.
-
-    Attributes:
-        line: its number in the file, from 1.
-        id: its own, or that number.
-        prompt: a text or ids; None where there are messages.
-        messages: a conversation.
-        template: what the chat template knows beside it, such as `tools`.
-        params: how it is sampled.
-        constraint: what its text conforms to.
-    """
-
-    line: int
-    id: str
-    prompt: str | tuple[int, ...] | None
-    messages: tuple[Mapping[str, object], ...] = ()
-    template: Mapping[str, object] = field(default_factory=dict[str, object])
-    params: SamplingParams
-    constraint: ConstraintSpec | None = None
+_BESIDE = frozenset({"id", *_PROMPTS, *CONSTRAINT_FIELDS})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +89,7 @@ def _read(number: int, line: bytes, defaults: Mapping[str, object]) -> AskedLine
         return BrokenLine(line=number, id=None, error=str(error))
     id = _id(value.get("id"), number, problems)
     prompt, messages = _prompt(value, problems)
-    constraint = response_format.constraint_of(value, problems)
+    constraint = parse_constraint(value, problems)
     params = None
     try:
         params = params_of({**defaults, **value}, beside=_BESIDE)
@@ -168,79 +143,3 @@ def _messages(given: object, problems: list[str]) -> tuple[Mapping[str, object],
     wrong = [n for n, one in enumerate(given) if not isinstance(one.get("role"), str)]
     problems += [f"messages[{n}]: expected a string as its `role`" for n in wrong[:3]]
     return tuple(given)
-
-
-def request_of(
-    asked: AskedLine,
-    *,
-    encode: Callable[[str], Sequence[int]],
-    chat: Callable[[Sequence[Mapping[str, object]]], Sequence[int]] | None,
-    vocab_size: int,
-    model_ends: Sequence[int],
-    seed: int,
-    special_tokens: Mapping[str, int] | None = None,
-) -> Request:
-    """A line as a request to the engine.
-
-    Args:
-        asked: the line.
-        encode: from a text to its ids, with what a text begins with (BOS).
-        chat: from a conversation to its ids, which have their own beginning; None for a model without a template.
-        vocab_size: ids of the model.
-        model_ends: the model's own ends of text.
-        seed: of the run; a request without one gets its own, from this and its id.
-        special_tokens: ids of the tokens that no text is made of, which a stop string may name.
-
-    Raises:
-        ValueError: lists what is wrong with it for this model.
-    """
-    problems: list[str] = []
-    if asked.prompt is None:
-        if chat is None:
-            raise ValueError("messages: this model has no chat template; write the text as `prompt`")
-        tokens = tuple(int(i) for i in chat(asked.messages))
-    elif isinstance(asked.prompt, str):
-        tokens = tuple(int(i) for i in encode(asked.prompt)) if asked.prompt else ()
-    else:
-        tokens = asked.prompt
-    if not tokens:
-        problems.append("prompt: empty; a text needs at least one token to begin with")
-    wrong = [f"prompt[{n}]: id {i}" for n, i in enumerate(tokens) if not 0 <= i < vocab_size]
-    if wrong:
-        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        problems.append(f"{wrong[0]} is not one of the model's {vocab_size} ids (0 to {vocab_size - 1}){more}")
-    stop_ids: tuple[int, ...] = ()
-    try:
-        asked.params.check_ids(vocab_size)
-        stop_ids = stop_ids_of(asked.params, model_ends, special_tokens=special_tokens or {})
-    except ValueError as error:
-        problems.append(str(error))
-    if asked.constraint is not None:
-        problems += _against_constraint(asked.params)
-    if problems:
-        raise ValueError("\n".join(problems))
-    own = asked.params.seed
-    return Request(
-        id=asked.id,
-        tokens=tokens,
-        params=asked.params,
-        seed=seed_of(seed, asked.id) if own is None else own,
-        stop_ids=stop_ids,
-        constraint=asked.constraint,
-    )
-
-
-def _against_constraint(params: SamplingParams) -> list[str]:
-    """What cannot be asked of a text that conforms to something: where it ends, says what it conforms to."""
-    problems = []
-    if params.ignore_eos:
-        problems.append("ignore_eos: a text that conforms to something ends where it is complete")
-    if params.min_tokens:
-        problems.append("min_tokens: a text that conforms to something may be complete before that")
-    return problems
-
-
-def seed_of(seed: int, id: str) -> int:
-    """The seed of a request that names none: the same in every run of the same file, whatever was done before."""
-    digest = hashlib.blake2b(f"{seed} {id}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1

@@ -17,13 +17,11 @@ import jax
 import numpy as np
 
 from levanter.distributed.broadcast import Heard, Told, hear, tell
-from levanter.inference.generation import GenerationPrograms
-from levanter.inference.params import SamplingParams
-from levanter.inference.prompt_logprobs import PromptScores, ScoresPrompts
-from levanter.inference.requests import ChoiceId
-from levanter.inference.runner import Masks, Runner, SampledArrays
-from levanter.inference.sampling_arrays import RowSampling
-from levanter.inference.step_plan import DecodeRow, PrefillPart
+from levanter.inference.engine import Masks, Runner, SampledArrays
+from levanter.inference.programs import GenerationPrograms, PromptScores, ScoresPrompts
+from levanter.inference.requests import ChoiceId, SamplingParams
+from levanter.inference.sampling import RowSampling
+from levanter.inference.scheduler_state import DecodeRow, PrefillPart
 
 BEHIND = 2
 """Calls that a following process has in flight."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from levanter.base.json_types import Json
 from levanter.inference.jsonl import BrokenLine
-from levanter.inference.prompt_logprobs import PromptScores
+from levanter.inference.programs import PromptScores
 from levanter.inference.requests import ChoiceId, Request
 from levanter.io import Lease, OtherRunError, PartFolder, atomic_write, exists, open_read
 from levanter.io.atomic import remove_left_behind

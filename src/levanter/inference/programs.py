@@ -5,9 +5,17 @@ next tokens. The cache and the state of the rows are donated and updated in plac
 asks for are small host arrays that come with every call, so that no request is ever a reason to compile.
 
 The cache is sharded; the state of the rows, a few integers each, is on every device.
+
+How likely a prompt is, token by token: what `echo` shows beside its text.
+
+`score_RxT` reads whole prompts, padded to T tokens, as scoring does everywhere else: by the model without a cache. Each
+token's log-probability and the likeliest tokens in its place are of one array of logits, so that the likeliest one of
+greedy text has exactly the largest.
+
+The Programs of a run that generates text, as one value.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -17,14 +25,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
+from jax.sharding import Mesh
 
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.planner import ShardingPlan
-from haliax_ext.program import Input, Program
+from haliax_ext.prefetch import place
+from haliax_ext.program import Input, Jit, Program
 from haliax_ext.pytree import PyTree, is_named
 from levanter.inference.kv_cache import CachePlan
-from levanter.inference.sampling import Sampled, row_noise, sample
-from levanter.inference.sampling_arrays import RowParams
+from levanter.inference.sampling import RowParams, Sampled, Top, likeliest, row_noise, sample
 from levanter.inference.slot_state import RowState
 from levanter.layers.attention.kv_cache import NewPositions
 from levanter.models.decoder.decode import KvCache, advance
@@ -279,4 +288,208 @@ def _program(
         donate=("cache", "state") if inputs else (),
         matmul_precision=model.matmul_precision,
         compiler_options=model.compiler_options,
+    )
+
+
+CHUNK = 16
+"""Positions of a prompt whose logits exist at a time."""
+
+
+class ScoredPositions(eqx.Module):
+    """What each position says of the token behind it.
+
+    Attributes:
+        logprobs: float32 `[batch, position]`.
+        top_ids: int32 `[batch, position, top]`, the likeliest tokens there, the likeliest first.
+        top_logprobs: float32 `[batch, position, top]`.
+    """
+
+    logprobs: NamedArray
+    top_ids: NamedArray
+    top_logprobs: NamedArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptScores:
+    """A prompt's log-probabilities.
+
+    Attributes:
+        logprobs: of each token but the first, given those before it.
+        top: ids and log-probabilities of the likeliest tokens in the place of each.
+    """
+
+    logprobs: tuple[float, ...]
+    top: tuple[tuple[tuple[int, float], ...], ...]
+
+
+def score_program(model: ServedModel, cache: CachePlan, *, tokens: int) -> Program:
+    """Scores a prompt of each shard of the batch.
+
+    Its inputs: the model; `tokens [batch, position]`, ids; `targets [batch, position]`, the ids behind them.
+
+    Args:
+        model: the model.
+        cache: the run's, for its mappings and the shards of its batch.
+        tokens: of a prompt.
+    """
+    size = min(CHUNK, tokens)
+    Batch, Pos = Axis("batch", cache.shards), Axis("position", tokens)
+    Chunks, Chunk = Axis("chunks", -(-tokens // size)), Axis("position", size)
+
+    def cut(x: NamedArray) -> NamedArray:
+        padded = hax.pad(x, {Pos: (0, Chunks.size * size - tokens)})
+        return padded.unflatten_axis("position", (Chunks, Chunk))
+
+    def score(net, ids: NamedArray, targets: NamedArray) -> ScoredPositions:
+        activations, config = net(ids).activations, net.config
+        head = hax.auto_sharded(net.head)
+
+        def some(_: None, x: NamedArray, target: NamedArray) -> tuple[None, ScoredPositions]:
+            flat = x.flatten_axes(("batch", "position"), "batch")
+            logits = head_logits(flat, head, vocab_size=config.vocab_size, soft_cap=config.logit_soft_cap)
+            return None, _scored(logits, target.flatten_axes(("batch", "position"), "batch"), (Batch, Chunk))
+
+        _, found = hax.scan(some, Chunks)(None, cut(activations), cut(targets))
+
+        def joined(x: NamedArray) -> NamedArray:
+            whole = Axis("position", Chunks.size * size)
+            others = tuple(axis for axis in x.axes if axis.name not in ("chunks", "batch", "position"))
+            flat = x.rearrange(("batch", "chunks", "position", *(a.name for a in others)))
+            return flat.flatten_axes(("chunks", "position"), whole)["position", 0:tokens]
+
+        return jax.tree.map(joined, found, is_leaf=lambda x: isinstance(x, NamedArray))
+
+    def integers(name: str) -> Input:
+        array = NamedArray(jax.ShapeDtypeStruct((Batch.size, Pos.size), np.dtype(np.int32)), (Batch, Pos))  # pyright: ignore
+        return Input(name=name, value=array, placement=AxisMapping())
+
+    return Program(
+        name=f"score_{Batch.size}x{tokens}",
+        function=score,
+        inputs=(
+            Input(name="model", value=model.abstract, placement=model.sharding),
+            integers("tokens"),
+            integers("targets"),
+        ),
+        mappings=cache.mappings,
+        out_placement=Mappings(params=AxisMapping()),
+        matmul_precision=model.matmul_precision,
+        compiler_options=model.compiler_options,
+    )
+
+
+def _scored(logits: NamedArray, targets: NamedArray, axes: tuple[Axis, Axis]) -> ScoredPositions:
+    """The scores of targets `[batch]` under logits `[batch, vocab]`, where `batch` holds the positions of prompts."""
+    Vocab = logits.resolve_axis("vocab")
+    logits = hax.auto_sharded(logits)
+    most = hax.max(logits, Vocab)
+    normalizer = hax.log(hax.sum(hax.exp(logits - most), Vocab)) + most
+    ids = hax.arange(Vocab, dtype=jnp.int32).broadcast_to(logits.axes)
+    of_target = hax.sum(hax.where(ids == targets, logits, 0.0), Vocab)
+    Found = Top.resize(min(Top.size, Vocab.size))
+    values, top_ids = likeliest(logits, Found)
+    found = ScoredPositions(logprobs=of_target - normalizer, top_ids=top_ids, top_logprobs=values - normalizer)
+    return jax.tree.map(
+        lambda x: hax.auto_sharded(x.unflatten_axis("batch", axes)), found, is_leaf=lambda x: isinstance(x, NamedArray)
+    )
+
+
+ScoresPrompts = Callable[[Sequence[int], int], PromptScores]
+"""The scores of a prompt's tokens, and how many of the likeliest ones are wanted in the place of each."""
+
+
+class PromptScorer:
+    """Scores prompts, one at a time.
+
+    Args:
+        programs: by the tokens that they take.
+        mesh: the devices.
+        model: the model on them.
+        jit: makes a Program callable.
+    """
+
+    def __init__(self, programs: Mapping[int, Program], mesh: Mesh, model: PyTree, *, jit: Jit = Program.jit):
+        self._programs, self._mesh, self._model, self._jit = dict(programs), mesh, model, jit
+        self._calls: dict[int, Callable[..., PyTree]] = {}
+
+    def __call__(self, tokens: Sequence[int], top: int) -> PromptScores:
+        """The scores of a prompt, whose tokens fit the longest Program.
+
+        Args:
+            tokens: its ids.
+            top: how many of the likeliest tokens are wanted in the place of each.
+        """
+        size = min(each for each in self._programs if each >= len(tokens))
+        program = self._programs[size]
+        ids = np.zeros((program.inputs[1].value.axes[0].size, size), np.int32)
+        targets = np.zeros_like(ids)
+        ids[:, : len(tokens)], targets[:, : len(tokens) - 1] = tokens, tokens[1:]
+        if size not in self._calls:
+            self._calls[size] = self._jit(program, self._mesh)
+        named = {"tokens": ids, "targets": targets}
+        values = [place(one, named[one.name], self._mesh) for one in program.inputs[1:]]
+        found = self._calls[size](self._model, *values)
+        count = len(tokens) - 1
+        logprobs, top_ids, top_logprobs = (
+            np.asarray(x.array.addressable_data(0))[0, :count]
+            for x in (found.logprobs, found.top_ids, found.top_logprobs)
+        )
+        likeliest_ = [
+            tuple(zip(ids[:top].tolist(), values[:top].tolist(), strict=True))
+            for ids, values in zip(top_ids, top_logprobs, strict=True)
+        ]
+        return PromptScores(logprobs=tuple(logprobs.tolist()), top=tuple(likeliest_))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GenerationPrograms:
+    """The Programs of a run that generates text.
+
+    Attributes:
+        cache: the cache that they share.
+        start: makes it, and the state of the rows.
+        prefill: takes parts of prompts, by (rows, tokens).
+        decode: gives rows their next tokens.
+        steps: how many, at most.
+        score: scores prompts, by the tokens that it takes; none where nobody may ask for that.
+    """
+
+    cache: CachePlan
+    start: Program
+    prefill: Mapping[tuple[int, int], Program]
+    decode: Program
+    steps: int
+    score: Mapping[int, Program] = field(default_factory=dict[int, Program])
+
+    @property
+    def all(self) -> tuple[Program, ...]:
+        """In the order in which they are first called."""
+        return (self.start, *self.prefill.values(), self.decode, *self.score.values())
+
+
+def generation_programs(
+    model: ServedModel,
+    cache: CachePlan,
+    *,
+    prefill: Sequence[tuple[int, int]],
+    steps: int = 1,
+    score: Sequence[int] = (),
+) -> GenerationPrograms:
+    """The Programs of a run.
+
+    Args:
+        model: the model.
+        cache: the cache.
+        prefill: of each call for prompts how many it takes of each shard, and tokens of each.
+        steps: tokens that a row gets in a call, at most.
+        score: tokens of prompts that are scored, of each call.
+    """
+    buckets = sorted({(rows * cache.shards, tokens) for rows, tokens in prefill}, key=lambda bucket: bucket[::-1])
+    return GenerationPrograms(
+        cache=cache,
+        start=start_program(model, cache),
+        prefill={(rows, tokens): prefill_program(model, cache, rows=rows, tokens=tokens) for rows, tokens in buckets},
+        decode=decode_program(model, cache, steps=steps),
+        steps=steps,
+        score={tokens: score_program(model, cache, tokens=tokens) for tokens in sorted(set(score))},
     )

@@ -1,21 +1,204 @@
-"""`PromptReader`: lines as requests to the engine. Text and conversations become ids; what cannot be answered is said.
+"""What a request asks its text to conform to, in the words of several interfaces, as one `ConstraintSpec`.
+
+`json_object`, `json_schema`, `regex` and `grammar` are ours; `response_format` is OpenAI's. All are checked for what
+they are made of here; whether a schema or a grammar means anything, says whoever follows it (`inference.constraint`).
+
+`PromptReader`: lines as requests to the engine. Text and conversations become ids; what cannot be answered is said.
 
 What a tokenizer's files say besides its vocabulary is used here: its chat template, every id that ends a text, and its
 special tokens, which a stop string may name.
 """
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from levanter.base.bounded_json import lone_surrogate
 from levanter.compat.hf.tokenizer import FastTokenizer
+from levanter.config.errors import did_you_mean
 from levanter.data import Tokenizer
 from levanter.data.chat import ChatTemplate
 from levanter.inference.constraint import Constraints
-from levanter.inference.jsonl import AskedLine, request_of
-from levanter.inference.params import SamplingParams, lone_surrogate
-from levanter.inference.requests import Request
+from levanter.inference.requests import ConstraintKind, ConstraintSpec, Request, SamplingParams, stop_ids_of
 from levanter.inference.scheduler import Schedule
+
+KINDS: tuple[ConstraintKind, ...] = ("json_object", "json_schema", "regex", "grammar")
+RESPONSE_FORMAT = "response_format"
+CONSTRAINT_FIELDS = (*KINDS, RESPONSE_FORMAT)
+"""The fields of a request that this is about."""
+_TYPES = ("text", "json_object", "json_schema")
+
+
+def parse_constraint(value: Mapping[str, object], problems: list[str]) -> ConstraintSpec | None:
+    """What the fields of a request ask for; None for nothing.
+
+    Args:
+        value: the request's fields.
+        problems: what is wrong with them is added here.
+    """
+    given: list[str] = [kind for kind in CONSTRAINT_FIELDS if value.get(kind) not in (None, False)]
+    if len(given) > 1:
+        problems.append(f"{' and '.join(given)}: a text can conform to one of them")
+    if len(given) != 1:
+        return None
+    if given[0] == RESPONSE_FORMAT:
+        return _response_format(value[RESPONSE_FORMAT], problems)
+    kind: ConstraintKind = next(each for each in KINDS if each == given[0])
+    wanted = value[kind]
+    if kind == "json_object":
+        if wanted is not True:
+            problems.append("json_object: expected true or false")
+        return ConstraintSpec(kind="json_object")
+    if kind == "json_schema":
+        return _schema(wanted, "json_schema", problems)
+    if not isinstance(wanted, str) or not wanted:
+        problems.append(f"{kind}: expected a string that is not empty")
+        return None
+    return ConstraintSpec(kind=kind, text=wanted)
+
+
+def _response_format(wanted: object, problems: list[str]) -> ConstraintSpec | None:
+    """OpenAI's `{"type": "json_schema", "json_schema": {"name": …, "schema": {…}}}`, or one of the simpler types."""
+    kind = wanted.get("type") if isinstance(wanted, dict) else None
+    if not isinstance(wanted, dict) or kind not in _TYPES:
+        problems.append(f"response_format: expected an object with `type`, one of {', '.join(_TYPES)}")
+        return None
+    beside = {"type", "json_schema"} if kind == "json_schema" else {"type"}
+    for name in sorted(set(wanted) - beside):
+        problems.append(f"response_format.{name}: not known{did_you_mean(name, sorted(beside))}")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return ConstraintSpec(kind="json_object")
+    inner = wanted.get("json_schema")
+    if not isinstance(inner, dict):
+        problems.append("response_format.json_schema: expected an object with `schema`")
+        return None
+    for name in sorted(set(inner) - _OF_SCHEMA):
+        problems.append(f"response_format.json_schema.{name}: not known{did_you_mean(name, sorted(_OF_SCHEMA))}")
+    for name, kind in _BESIDE_SCHEMA.items():
+        if not isinstance(inner.get(name), kind | None):
+            said = "a string" if kind is str else "true or false"
+            problems.append(f"response_format.json_schema.{name}: expected {said}")
+    return _schema(inner.get("schema"), "response_format.json_schema.schema", problems)
+
+
+_BESIDE_SCHEMA: Mapping[str, type] = {"name": str, "description": str, "strict": bool}
+"""What OpenAI's `json_schema` has beside the schema. Every schema is followed to the letter, so `strict` says nothing
+new."""
+_OF_SCHEMA = frozenset({"schema", *_BESIDE_SCHEMA})
+
+
+def _schema(wanted: object, where: str, problems: list[str]) -> ConstraintSpec | None:
+    if not isinstance(wanted, dict):
+        problems.append(f"{where}: expected an object")
+        return None
+    try:
+        return ConstraintSpec(kind="json_schema", text=json.dumps(wanted, allow_nan=False))
+    except ValueError:
+        problems.append(f"{where}: NaN and infinity are no JSON")
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedLine:
+    """A line that is a request, as it is written.
+
+    Attributes:
+        line: its number in the file, from 1.
+        id: its own, or that number.
+        prompt: a text or ids; None where there are messages.
+        messages: a conversation.
+        template: what the chat template knows beside it, such as `tools`.
+        params: how it is sampled.
+        constraint: what its text conforms to.
+    """
+
+    line: int
+    id: str
+    prompt: str | tuple[int, ...] | None
+    messages: tuple[Mapping[str, object], ...] = ()
+    template: Mapping[str, object] = field(default_factory=dict[str, object])
+    params: SamplingParams
+    constraint: ConstraintSpec | None = None
+
+
+def request_of(
+    asked: AskedLine,
+    *,
+    encode: Callable[[str], Sequence[int]],
+    chat: Callable[[Sequence[Mapping[str, object]]], Sequence[int]] | None,
+    vocab_size: int,
+    model_ends: Sequence[int],
+    seed: int,
+    special_tokens: Mapping[str, int] | None = None,
+) -> Request:
+    """A line as a request to the engine.
+
+    Args:
+        asked: the line.
+        encode: from a text to its ids, with what a text begins with (BOS).
+        chat: from a conversation to its ids, which have their own beginning; None for a model without a template.
+        vocab_size: ids of the model.
+        model_ends: the model's own ends of text.
+        seed: of the run; a request without one gets its own, from this and its id.
+        special_tokens: ids of the tokens that no text is made of, which a stop string may name.
+
+    Raises:
+        ValueError: lists what is wrong with it for this model.
+    """
+    problems: list[str] = []
+    if asked.prompt is None:
+        if chat is None:
+            raise ValueError("messages: this model has no chat template; write the text as `prompt`")
+        tokens = tuple(int(i) for i in chat(asked.messages))
+    elif isinstance(asked.prompt, str):
+        tokens = tuple(int(i) for i in encode(asked.prompt)) if asked.prompt else ()
+    else:
+        tokens = asked.prompt
+    if not tokens:
+        problems.append("prompt: empty; a text needs at least one token to begin with")
+    wrong = [f"prompt[{n}]: id {i}" for n, i in enumerate(tokens) if not 0 <= i < vocab_size]
+    if wrong:
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        problems.append(f"{wrong[0]} is not one of the model's {vocab_size} ids (0 to {vocab_size - 1}){more}")
+    stop_ids: tuple[int, ...] = ()
+    try:
+        asked.params.check_ids(vocab_size)
+        stop_ids = stop_ids_of(asked.params, model_ends, special_tokens=special_tokens or {})
+    except ValueError as error:
+        problems.append(str(error))
+    if asked.constraint is not None:
+        problems += _against_constraint(asked.params)
+    if problems:
+        raise ValueError("\n".join(problems))
+    own = asked.params.seed
+    return Request(
+        id=asked.id,
+        tokens=tokens,
+        params=asked.params,
+        seed=seed_of(seed, asked.id) if own is None else own,
+        stop_ids=stop_ids,
+        constraint=asked.constraint,
+    )
+
+
+def _against_constraint(params: SamplingParams) -> list[str]:
+    """What cannot be asked of a text that conforms to something: where it ends, says what it conforms to."""
+    problems = []
+    if params.ignore_eos:
+        problems.append("ignore_eos: a text that conforms to something ends where it is complete")
+    if params.min_tokens:
+        problems.append("min_tokens: a text that conforms to something may be complete before that")
+    return problems
+
+
+def seed_of(seed: int, id: str) -> int:
+    """The seed of a request that names none: the same in every run of the same file, whatever was done before."""
+    digest = hashlib.blake2b(f"{seed} {id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 def ends_of(tokenizer: Tokenizer) -> tuple[int, ...]:

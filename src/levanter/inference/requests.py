@@ -1,12 +1,345 @@
-"""`Request`: a prompt and how it is continued; `Event`: what happens to one of its choices.
+"""`SamplingParams`: how the tokens of one request are chosen and where its text ends.
+
+One value for every way in: a block of YAML, a line of JSONL, the body of an HTTP request. It is validated where it is
+made, once, and everything that is wrong is listed. Names and defaults are OpenAI's where OpenAI has the parameter;
+`top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos` and `stop_token_ids` are those of vLLM.
+
+`Request`: a prompt and how it is continued; `Event`: what happens to one of its choices.
 
 Neither knows of text: prompts come as tokens, tokens go out as ids, and `inference.text` makes text of them.
 """
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+import math
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Literal, NamedTuple, TypeAlias
 
-from levanter.inference.params import SamplingParams
+from levanter.base.bounded_json import lone_surrogate
+from levanter.config.errors import did_you_mean
+from levanter.config.validators import (
+    LARGEST_INT32,
+    LARGEST_INT64,
+    Count,
+    Fraction,
+    PositiveFraction,
+    Range,
+    Ranged,
+)
+
+MOST_TOP_LOGPROBS = 20
+"""Alternatives to a token that a request may ask for."""
+MOST_BIASES = 300
+"""Ids that `logit_bias` may name; OpenAI's limit."""
+MOST_STOP_IDS = 64
+"""Ids that end a row, the model's own end of text included."""
+LEAST_TEMPERATURE = 1e-6
+"""Below it noise is smaller than the rounding of logits, and a quotient by it may overflow."""
+MOST_STOPS = 64
+"""Stop strings of a request."""
+MOST_STOP_CHARACTERS = 1024
+"""Of a stop string. Text that may be its beginning is held back, so a long one delays what is streamed."""
+
+Temperature: TypeAlias = Annotated[float, Range(0, 100)]
+TopK: TypeAlias = Annotated[int, Range(0, LARGEST_INT32, also=(-1,))]
+SampleSeed: TypeAlias = Annotated[int, Range(0, LARGEST_INT64)]
+Bias: TypeAlias = Annotated[float, Range(-100, 100)]
+Penalty: TypeAlias = Annotated[float, Range(-2, 2)]
+RepetitionPenalty: TypeAlias = Annotated[float, Range(0.01, 100)]
+Choices: TypeAlias = Annotated[int, Range(1, 128)]
+TopLogprobs: TypeAlias = Annotated[int, Range(0, MOST_TOP_LOGPROBS)]
+TokenId: TypeAlias = Annotated[int, Range(0, LARGEST_INT32)]
+
+NEVER: Mapping[str, str] = {
+    "best_of": "sample `n` choices with `logprobs` and choose among them",
+    "use_beam_search": "sample `n` choices with `logprobs` and choose among them",
+    "num_beams": "sample `n` choices with `logprobs` and choose among them",
+    "beam_width": "sample `n` choices with `logprobs` and choose among them",
+    "length_penalty": "it belongs to beam search",
+    "early_stopping": "it belongs to beam search",
+    "suffix": "models here continue a text, they do not fill a gap in one",
+}
+"""Parameters of other servers that are refused, and what to do instead."""
+
+
+class ParamsError(ValueError):
+    """Parameters of a request that cannot be used; the message lists all of them."""
+
+    def __init__(self, problems: list[str]):
+        self.problems = tuple(problems)
+        super().__init__("\n".join(problems))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams(Ranged):
+    """How a request's tokens are chosen.
+
+    The distribution that is sampled: the model's logits, changed by `logit_bias` and the penalties, divided by the
+    temperature; of it the `top_k` likeliest tokens, of those the fewest that hold `top_p` of their probability, and of
+    all of them only those with `min_p` of the likeliest one's. Tokens as likely as the last one kept are kept too.
+
+    Attributes:
+        temperature: 0 takes the likeliest token, the lowest id of equal ones.
+        top_k: how many of the likeliest tokens may be sampled; 0 or -1 for all.
+        top_p: the probability that the sampled tokens hold together, at least.
+        min_p: the least probability of a sampled token, as a share of the likeliest one's.
+        seed: of the noise. Equal seeds give equal text, in any batch and on any mesh; None asks for a fresh one, which
+            the answer names.
+        logit_bias: id → what is added to its logit. ±100 as good as forces or forbids a token.
+        presence_penalty: subtracted from the logit of every token that was generated before.
+        frequency_penalty: subtracted for each time that it was generated.
+        repetition_penalty: logits of tokens in the prompt or the generated text are divided by it where they are
+            positive and multiplied where they are negative.
+        n: choices, each sampled with noise of its own.
+        min_tokens: tokens before which nothing ends a choice but `max_tokens`.
+        max_tokens: tokens of a choice; None for as many as the context has room for.
+        ignore_eos: the model's own end of text is a token like others.
+        stop: strings that end the text; they are not part of it.
+        stop_token_ids: tokens that end it, beside the model's own.
+        logprobs: how many of the likeliest tokens are given with each token, beside its own log-probability; None for
+            no log-probabilities. All are of the model's own distribution: before bias, penalties and temperature.
+        echo: the prompt is part of the answer, with log-probabilities if they are asked for.
+    """
+
+    temperature: Temperature = 1.0
+    top_k: TopK = 0
+    top_p: PositiveFraction = 1.0
+    min_p: Fraction = 0.0
+    seed: SampleSeed | None = None
+    logit_bias: Mapping[int, Bias] = field(default_factory=dict)
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    n: Choices = 1
+    min_tokens: Count = 0
+    max_tokens: Count | None = 16
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[TokenId, ...] = ()
+    logprobs: TopLogprobs | None = None
+    echo: bool = False
+
+    def __post_init__(self) -> None:
+        problems = []
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            problems += str(error).splitlines()
+        problems += self._relations()
+        if problems:
+            raise ParamsError(problems)
+
+    def _relations(self) -> list[str]:
+        problems = []
+        if 0 < self.temperature < LEAST_TEMPERATURE:
+            said = f"must be 0, which takes the likeliest token, or at least {LEAST_TEMPERATURE}"
+            problems.append(f"temperature: {said}, got {self.temperature}")
+        if self.max_tokens == 0 and not self.echo:
+            problems.append("max_tokens: must be positive, got 0 (0 is for `echo`, which scores the prompt)")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            problems.append(f"min_tokens: {self.min_tokens} is more than max_tokens {self.max_tokens}")
+        for name, most in (("logit_bias", MOST_BIASES), ("stop_token_ids", MOST_STOP_IDS), ("stop", MOST_STOPS)):
+            if (count := len(getattr(self, name))) > most:
+                problems.append(f"{name}: at most {most} entries, got {count}")
+        for i, stop in enumerate(self.stop):
+            if not stop:
+                problems.append(f"stop[{i}]: an empty string would end every text at its beginning")
+            elif len(stop) > MOST_STOP_CHARACTERS:
+                problems.append(f"stop[{i}]: at most {MOST_STOP_CHARACTERS} characters, got {len(stop)}")
+            elif (at := lone_surrogate(stop)) is not None:
+                problems.append(f"stop[{i}]: character {at} is half of a surrogate pair, which no text has")
+        return problems
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken."""
+        return self.temperature == 0
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether a penalty asks how often each token was there."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+    def check_ids(self, vocab_size: int) -> None:
+        """Compares the ids that are named with a model's.
+
+        Raises:
+            ParamsError: some are not among its `vocab_size` ids.
+        """
+        named = {"logit_bias": self.logit_bias, "stop_token_ids": self.stop_token_ids}
+        problems = [
+            f"{name}: id {one} is not one of the model's {vocab_size} ids (0 to {vocab_size - 1})"
+            for name, ids in named.items()
+            for one in ids
+            if not 0 <= one < vocab_size
+        ]
+        if problems:
+            raise ParamsError(problems)
+
+
+def params_of(fields: Mapping[str, object], *, beside: Set[str] = frozenset()) -> SamplingParams:
+    """The parameters in the fields of a JSON object.
+
+    `null` stands for the default, a single stop string for a list of one, and keys of `logit_bias` are ids in quotes,
+    as JSON wants them.
+
+    Args:
+        fields: name → JSON value.
+        beside: names of fields that may be there and are somebody else's.
+
+    Raises:
+        ParamsError: lists every field that is unknown, refused, of another type or out of range.
+    """
+    problems: list[str] = []
+    values = {}
+    for name, value in fields.items():
+        if name in beside:
+            continue
+        if name in NEVER:
+            if not _asks_for_nothing(name, value, fields):
+                problems.append(f"{name}: refused; {NEVER[name]}")
+        elif name not in _READERS:
+            problems.append(f"{name}: not a parameter{did_you_mean(name, {*_READERS, *beside})}")
+        elif value is not None:
+            try:
+                read = _READERS[name](value)
+            except _UnreadableError as error:
+                problems.append(f"{name}{error}")
+                continue
+            values[name] = read
+    try:
+        made = SamplingParams(**values)
+    except ParamsError as error:
+        problems += error.problems
+        made = None
+    if problems or made is None:
+        raise ParamsError(problems)
+    return made
+
+
+def fields_of(params: SamplingParams) -> dict[str, object]:
+    """Parameters as the fields of a JSON object: what `params_of` reads."""
+    values: dict[str, object] = asdict(params)
+    values["logit_bias"] = {str(id): bias for id, bias in params.logit_bias.items()}
+    return values
+
+
+def _asks_for_nothing(name: str, value: object, fields: Mapping[str, object]) -> bool:
+    """Whether a refused parameter has the value that clients send without meaning anything by it."""
+    if value is None or value is False:
+        return True
+    if name == "best_of":
+        return value == (fields.get("n") or 1) and not isinstance(value, bool)
+    if name == "suffix":
+        return value == ""
+    return name in ("num_beams", "beam_width") and value == 1 and not isinstance(value, bool)
+
+
+def stop_ids_of(
+    params: SamplingParams, model_ends: Sequence[int], *, special_tokens: Mapping[str, int] | None = None
+) -> tuple[int, ...]:
+    """The ids that end a row, each once.
+
+    Args:
+        params: of the request.
+        model_ends: the model's own ends of text.
+        special_tokens: ids of the tokens that no text is made of: a stop string that is one of them ends a row there.
+
+    Raises:
+        ValueError: there are more than a row has room for.
+    """
+    ends = () if params.ignore_eos else tuple(model_ends)
+    named = [special_tokens[stop] for stop in params.stop if stop in special_tokens] if special_tokens else []
+    found = tuple(dict.fromkeys((*ends, *params.stop_token_ids, *named)))
+    if len(found) > MOST_STOP_IDS:
+        raise ValueError(
+            f"stop_token_ids: {len(params.stop_token_ids) + len(named)} ids and the model's own {len(ends)} ends of "
+            f"text are more than {MOST_STOP_IDS}"
+        )
+    return found
+
+
+class _UnreadableError(ValueError):
+    """A JSON value of the wrong type: where in it, and what was expected."""
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise _UnreadableError(f": expected a number, got {_shown(value)}")
+    if isinstance(value, int) and abs(value) > 2**53:
+        raise _UnreadableError(f": must be a finite number, got one of {value.bit_length()} bits")
+    return float(value)
+
+
+def _integer(value: object) -> int:
+    whole = isinstance(value, float) and math.isfinite(value) and value == int(value) and abs(value) <= 2**53
+    if isinstance(value, bool) or not (isinstance(value, int) or whole):
+        raise _UnreadableError(f": expected a whole number, got {_shown(value)}")
+    assert isinstance(value, (int, float))
+    return int(value)
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise _UnreadableError(f": expected true or false, got {_shown(value)}")
+    return value
+
+
+def _stops(value: object) -> tuple[str, ...]:
+    given = [value] if isinstance(value, str) else value
+    if not isinstance(given, (list, tuple)):
+        raise _UnreadableError(f": expected a string or a list of strings, got {_shown(value)}")
+    for i, one in enumerate(given):
+        if not isinstance(one, str):
+            raise _UnreadableError(f"[{i}]: expected a string, got {_shown(one)}")
+    return tuple(given)
+
+
+def _ids(value: object) -> tuple[int, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise _UnreadableError(f": expected a list of ids, got {_shown(value)}")
+    found = []
+    for i, one in enumerate(value):
+        try:
+            found.append(_integer(one))
+        except _UnreadableError:
+            raise _UnreadableError(f"[{i}]: expected an id, got {_shown(one)}") from None
+    return tuple(found)
+
+
+def _biases(value: object) -> Mapping[int, float]:
+    if not isinstance(value, Mapping):
+        raise _UnreadableError(f": expected an object from id to bias, got {_shown(value)}")
+    found = {}
+    for key, bias in value.items():
+        text = str(key)
+        if isinstance(key, bool) or not (text.isascii() and text.isdigit()) or len(text) > 10:
+            raise _UnreadableError(f'[{_shown(key)}]: expected an id, such as "50256"')
+        if int(text) in found:
+            raise _UnreadableError(f"[{_shown(key)}]: names id {int(text)} a second time")
+        try:
+            found[int(text)] = _number(bias)
+        except _UnreadableError as error:
+            raise _UnreadableError(f"[{_shown(key)}]{error}") from None
+    return found
+
+
+def _shown(value: object) -> str:
+    """A value in a message, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+_READERS: Mapping[str, Callable[[object], object]] = {
+    "logit_bias": _biases,
+    "stop": _stops,
+    "stop_token_ids": _ids,
+    **dict.fromkeys(("ignore_eos", "echo"), _flag),
+    **dict.fromkeys(("top_k", "seed", "n", "min_tokens", "max_tokens", "logprobs"), _integer),
+    **dict.fromkeys(
+        ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"), _number
+    ),
+}
+
 
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled"]
 """Why a choice ended well: an end of text or a stop string, `max_tokens` or the context, or its client left."""

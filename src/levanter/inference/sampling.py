@@ -1,4 +1,15 @@
-"""Sampling: from the logits of each row to its next token, with log-probabilities of the model's own distribution.
+"""`RowParams`: the sampling parameters of all rows as arrays, so that no request ever compiles anything.
+
+They are made on the host (`host_params`) and passed with every call: a few hundred numbers a row. What a request does
+not use has the value that changes nothing.
+
+The likeliest tokens of each row and their ids, where the vocabulary may be sharded.
+
+Each shard of the vocabulary finds its own; only those are gathered and compared. This is written per device, because
+the partitioner gathers the whole operand of a top-k over batch and vocabulary alike. Of equal logits the lowest ids
+come first, on every mesh.
+
+Sampling: from the logits of each row to its next token, with log-probabilities of the model's own distribution.
 
 Every parameter is an array over rows (`RowParams`), so a new request compiles nothing. Which tokens may be sampled is
 decided by a threshold on logits, found bit by bit: float32 numbers in order are integers in order, so 32 masked sums
@@ -10,7 +21,8 @@ depends on the row's seed and choice, the position and the id, and on nothing el
 rows that pad the vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import equinox as eqx
@@ -19,11 +31,207 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, AxisSelector, NamedArray
+from jax.sharding import PartitionSpec
 
-from levanter.inference.params import MOST_TOP_LOGPROBS
-from levanter.inference.sampling_arrays import RowParams, Word
-from levanter.inference.top_logprobs import likeliest
+from haliax_ext.mapping import compute_mapping_in_scope
+from levanter.inference.requests import MOST_BIASES, MOST_STOP_IDS, MOST_TOP_LOGPROBS, SamplingParams
 from levanter.layers.attention.reference import HIDDEN
+from levanter.models.suffix_scores import BLOCK
+
+Word = Axis("seed_word", 2)
+"""The halves of a 64-bit seed, high first; also those of a key of JAX's threefry."""
+Stop = Axis("stop_id", MOST_STOP_IDS)
+Bias = Axis("biased_id", MOST_BIASES)
+NO_ID = -1
+"""Fills up lists of ids."""
+
+
+class RowParams(eqx.Module):
+    """What sampling reads of each row; see `SamplingParams` for what the first seven mean.
+
+    Attributes:
+        temperature, top_p, min_p, presence, frequency, repetition: float32 `[batch]`.
+        top_k: int32 `[batch]`; 0 or less for all.
+        seed: uint32 `[batch, seed_word]`.
+        choice: int32 `[batch]`, which of a request's choices the row is.
+        first_end: int32 `[batch]`, the first position whose token may end the row.
+        stop_ids: int32 `[batch, stop_id]`, the ids that end it, then -1.
+        biased_ids: int32 `[batch, biased_id]`, the ids whose logits are changed, then -1.
+        biases: float32 `[batch, biased_id]`.
+        top_logprobs: int32 `[batch]`, how many likeliest tokens are wanted; -1 for no log-probabilities.
+    """
+
+    temperature: NamedArray
+    top_k: NamedArray
+    top_p: NamedArray
+    min_p: NamedArray
+    presence: NamedArray
+    frequency: NamedArray
+    repetition: NamedArray
+    seed: NamedArray
+    choice: NamedArray
+    first_end: NamedArray
+    stop_ids: NamedArray
+    biased_ids: NamedArray
+    biases: NamedArray
+    top_logprobs: NamedArray
+
+    @staticmethod
+    def of_arrays(arrays: Mapping[str, np.ndarray | jax.Array], Batch: Axis) -> "RowParams":
+        """What `host_params` returned, with its axes."""
+        return RowParams(**{name: hax.named(arrays[name], (Batch, *extra)) for name, (_, _, extra) in _FIELDS.items()})
+
+    @staticmethod
+    def abstract(Batch: Axis) -> "RowParams":
+        """The parameters of `Batch` rows without memory, for a Program's input."""
+        shapes = {
+            name: NamedArray(jax.ShapeDtypeStruct((Batch.size, *(a.size for a in extra)), dtype), (Batch, *extra))  # pyright: ignore[reportArgumentType]
+            for name, (dtype, _, extra) in _FIELDS.items()
+        }
+        return RowParams(**shapes)
+
+
+_FIELDS: Mapping[str, tuple[type, float, tuple[Axis, ...]]] = {
+    "temperature": (np.float32, 0.0, ()),
+    "top_k": (np.int32, 0, ()),
+    "top_p": (np.float32, 1.0, ()),
+    "min_p": (np.float32, 0.0, ()),
+    "presence": (np.float32, 0.0, ()),
+    "frequency": (np.float32, 0.0, ()),
+    "repetition": (np.float32, 1.0, ()),
+    "seed": (np.uint32, 0, (Word,)),
+    "choice": (np.int32, 0, ()),
+    "first_end": (np.int32, 0, ()),
+    "stop_ids": (np.int32, NO_ID, (Stop,)),
+    "biased_ids": (np.int32, NO_ID, (Bias,)),
+    "biases": (np.float32, 0.0, (Bias,)),
+    "top_logprobs": (np.int32, -1, ()),
+}
+"""Of each array: its type, the value of a row that nobody uses, and its axes beside `batch`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSampling:
+    """How one row is sampled.
+
+    Attributes:
+        params: of its request.
+        seed: the request's, or the fresh one it was given.
+        choice: which of the request's choices it is.
+        prompt_tokens: how many tokens the request's prompt has.
+        stop_ids: the ids that end it: the model's own (unless they are ignored) and the request's.
+    """
+
+    params: SamplingParams
+    seed: int
+    choice: int
+    prompt_tokens: int
+    stop_ids: tuple[int, ...]
+
+
+def host_params(
+    rows: Sequence[RowSampling | None],
+    *,
+    before: tuple[Sequence[RowSampling | None], Mapping[str, np.ndarray]] | None = None,
+) -> dict[str, np.ndarray]:
+    """The arrays of `RowParams` by name, for rows in the order of `batch`; None where nobody is.
+
+    Args:
+        rows: how each is sampled.
+        before: as many others and what this gave for them: only those that are others now are gone through again. The
+            arrays are new ones all the same, since a call may still be reading those.
+    """
+    if before is None:
+        known: Sequence[RowSampling | None] = [None] * len(rows)
+        arrays = {
+            name: np.full((len(rows), *(axis.size for axis in extra)), value, dtype)
+            for name, (dtype, value, extra) in _FIELDS.items()
+        }
+    else:
+        known, arrays = before[0], {name: array.copy() for name, array in before[1].items()}
+    for n, (row, old) in enumerate(zip(rows, known, strict=True)):
+        if row is old:
+            continue
+        if old is not None:
+            for name, (_, value, _) in _FIELDS.items():
+                arrays[name][n] = value
+        if row is not None:
+            _fill(arrays, n, row)
+    return arrays
+
+
+def _fill(arrays: Mapping[str, np.ndarray], n: int, row: RowSampling) -> None:
+    params = row.params
+    arrays["temperature"][n] = params.temperature
+    arrays["top_k"][n] = params.top_k
+    arrays["top_p"][n] = params.top_p
+    arrays["min_p"][n] = params.min_p
+    arrays["presence"][n] = params.presence_penalty
+    arrays["frequency"][n] = params.frequency_penalty
+    arrays["repetition"][n] = params.repetition_penalty
+    arrays["seed"][n] = row.seed >> 32, row.seed & 0xFFFFFFFF
+    arrays["choice"][n] = row.choice
+    arrays["first_end"][n] = row.prompt_tokens + params.min_tokens
+    arrays["stop_ids"][n, : len(row.stop_ids)] = row.stop_ids
+    arrays["biased_ids"][n, : len(params.logit_bias)] = list(params.logit_bias)
+    arrays["biases"][n, : len(params.logit_bias)] = list(params.logit_bias.values())
+    arrays["top_logprobs"][n] = -1 if params.logprobs is None else params.logprobs
+
+
+def likeliest(logits: NamedArray, Top: Axis) -> tuple[NamedArray, NamedArray]:
+    """The largest logits, descending, and their ids: float32 and int32, `[batch, Top]`.
+
+    Args:
+        logits: `[batch, vocab]`.
+        Top: how many; at most the size of `vocab`.
+    """
+    Vocab = logits.resolve_axis("vocab")
+    (Batch,) = (axis for axis in logits.axes if axis != Vocab)
+    array = logits.rearrange((Batch, Vocab)).array
+    if jax.sharding.get_abstract_mesh().empty:
+        values, ids = _largest(array, Top.size)
+    else:
+        values, ids = _sharded(array, Top.size)
+    return hax.named(values, (Batch, Top)), hax.named(ids, (Batch, Top))
+
+
+def _sharded(array: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    mapping = compute_mapping_in_scope()
+    spec = mapping.spec(("batch", "vocab"))
+    over = mapping.mesh_axes("vocab")
+
+    def of_shard(part: jax.Array) -> tuple[jax.Array, jax.Array]:
+        values, ids = _largest(part, min(k, part.shape[-1]))
+        if not over:
+            return values, ids
+        ids = ids + jax.lax.axis_index(over).astype(jnp.int32) * np.int32(part.shape[-1])
+        values, ids = (jax.lax.all_gather(each, over, axis=1, tiled=True) for each in (values, ids))
+        best, places = jax.lax.top_k(values, k)
+        return best, jnp.take_along_axis(ids, places, axis=1)
+
+    out = PartitionSpec(spec[0], None)
+    # What is the same on every device of `over` after the gather, the checker cannot see.
+    return jax.shard_map(of_shard, in_specs=spec, out_specs=(out, out), check_vma=False)(array)
+
+
+def _largest(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """The k largest of the last axis and their indices; of equal ones the first.
+
+    They lie in the k blocks with the largest maxima (see `suffix_scores.largest`). The blocks are taken in the order of
+    their indices, so that equal values keep that order.
+    """
+    count = -(-x.shape[-1] // BLOCK)
+    if count < 2 * k:
+        return jax.lax.top_k(x, k)
+    padded = jnp.pad(x, [(0, 0), (0, count * BLOCK - x.shape[-1])], constant_values=-np.inf)
+    blocks = padded.reshape(x.shape[0], count, BLOCK)
+    _, chosen = jax.lax.top_k(jnp.max(blocks, axis=-1), k)
+    chosen = jnp.sort(chosen, axis=-1)
+    candidates = jnp.take_along_axis(blocks, chosen[..., None], axis=1).reshape(x.shape[0], k * BLOCK)
+    values, places = jax.lax.top_k(candidates, k)
+    block = jnp.take_along_axis(chosen, places // BLOCK, axis=1)
+    return values, (block * BLOCK + places % BLOCK).astype(jnp.int32)
+
 
 Top = Axis("top", MOST_TOP_LOGPROBS)
 """The likeliest tokens that are given with each token."""

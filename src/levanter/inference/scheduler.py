@@ -16,11 +16,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from levanter.inference.page_allocator import PagePool
-from levanter.inference.prefix_cache import known_pages, page_names
 from levanter.inference.requests import ChoiceId, Request
-from levanter.inference.scheduler_state import Row, SchedulerState, changed
-from levanter.inference.step_plan import DecodeRow, PrefillPart, StepPlan
+from levanter.inference.scheduler_state import (
+    DecodeRow,
+    PagePool,
+    PrefillPart,
+    Row,
+    SchedulerState,
+    StepPlan,
+    changed,
+    known_pages,
+    page_names,
+)
 
 
 class RefusedError(ValueError):

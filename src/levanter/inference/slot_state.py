@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
-from levanter.inference.sampling import GENERATED, IN_PROMPT, Sampled
-from levanter.inference.sampling_arrays import RowParams, Word
+from levanter.inference.sampling import GENERATED, IN_PROMPT, RowParams, Sampled, Word
 
 
 class RowState(eqx.Module):

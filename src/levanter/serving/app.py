@@ -14,9 +14,9 @@ from starlette.routing import BaseRoute, Route
 from levanter.io.package_version import version
 from levanter.serving import chat, completions, openapi, tokenizer_endpoints
 from levanter.serving.errors import ApiError, JsonAnswer, broken, not_there, refused
-from levanter.serving.events import Rejected
+from levanter.serving.metrics import Rejected
+from levanter.serving.responses import TokenTexts
 from levanter.serving.service import Service
-from levanter.serving.token_strings import TokenTexts
 
 NOWHERE = "other"
 """The route of requests to paths that there are not: they are as many as somebody likes."""

@@ -1,20 +1,30 @@
-"""`/v1/chat/completions`: the next message of a conversation, which may be calls of tools."""
+"""Conversations as chat templates know them, of messages as OpenAI's clients write them.
 
+Tools: what a conversation may call, what a call has to conform to, and calls in a text that was written freely.
+
+Tools are given to the chat template, which says to the model what there is. Where a call is required its text conforms
+to a JSON schema. Where it is not, a text that is as a whole one call or several is read as such: JSON objects with
+`name` and `arguments` (or `parameters`), a list of them, or one or more inside of `<tool_call>` … `</tool_call>`.
+
+`/v1/chat/completions`: the next message of a conversation, which may be calls of tools.
+"""
+
+import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from levanter.base.json_types import Json
-from levanter.inference.jsonl import AskedLine
-from levanter.inference.params import MOST_TOP_LOGPROBS, SamplingParams, fields_of
-from levanter.serving.chat_messages import messages_of, template_fields
-from levanter.serving.engine_messages import TokenDelta
+from levanter.inference.prompts import AskedLine
+from levanter.inference.requests import MOST_TOP_LOGPROBS, ConstraintSpec, SamplingParams, fields_of
+from levanter.serving.engine_thread import TokenDelta
 from levanter.serving.errors import invalid
-from levanter.serving.handler import answered
-from levanter.serving.protocol import ProtocolError
 from levanter.serving.request_parsing import (
+    ProtocolError,
     Sampling,
     decoded,
     fields_in,
@@ -24,10 +34,229 @@ from levanter.serving.request_parsing import (
     submitted,
     wants_usage,
 )
-from levanter.serving.request_schema import ChatBody
-from levanter.serving.response_builder import AskedCall, Builder, ChoiceSoFar, is_shown
+from levanter.serving.request_schema import ChatBody, Message, NamedTool, Tool
+from levanter.serving.responses import AskedCall, Builder, ChoiceSoFar, answered, is_shown
 from levanter.serving.service import Service
-from levanter.serving.tools import ToolCall, ToolRules, rules_of
+
+
+def messages_of(given: Sequence[Message]) -> tuple[Mapping[str, object], ...]:
+    """Messages as chat templates know them.
+
+    Raises:
+        ProtocolError: there is none, or a call has arguments that are no JSON object.
+    """
+    problems: list[str] = [] if given else ["messages: expected at least one"]
+    found = []
+    for n, message in enumerate(given):
+        made: dict[str, object] = {"role": message.role}
+        if isinstance(message.content, tuple):
+            made["content"] = "\n".join(part.text for part in message.content)
+        elif message.content is not None or message.tool_calls:
+            made["content"] = message.content or ""
+        else:
+            problems.append(f"messages[{n}].content: missing")
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if (value := getattr(message, name)) is not None:
+                made[name] = value
+        if message.tool_calls:
+            made["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {
+                        "name": call.function.name,
+                        "arguments": _arguments(call.function.arguments, f"messages[{n}].tool_calls[{m}]", problems),
+                    },
+                }
+                for m, call in enumerate(message.tool_calls)
+            ]
+        found.append(made)
+    if problems:
+        raise ProtocolError(problems)
+    return tuple(found)
+
+
+def _arguments(text: str, where: str, problems: list[str]) -> object:
+    """The arguments of a call, which templates write down themselves."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        problems.append(f"{where}.function.arguments: expected a JSON object")
+    return value
+
+
+_OURS = frozenset({"messages", "tools", "bos_token", "eos_token", "add_generation_prompt"})
+
+
+def template_fields(more: Mapping[str, object] | None, tools: Sequence[Tool] | None) -> Mapping[str, object]:
+    """What a template knows beside the messages.
+
+    Args:
+        more: what the request gives it.
+        tools: that may be called.
+
+    Raises:
+        ProtocolError: the request gives it what is not the request's to give.
+    """
+    found = dict(more or {})
+    if taken := sorted(_OURS & set(found)):
+        raise ProtocolError([f"chat_template_kwargs.{name}: is not the request's to say" for name in taken])
+    if tools:
+        found["tools"] = [{"type": "function", "function": _function(tool)} for tool in tools]
+    return found
+
+
+def _function(tool: Tool) -> Mapping[str, object]:
+    function = tool.function
+    said = {"name": function.name, "description": function.description, "parameters": function.parameters}
+    return {name: value for name, value in said.items() if value is not None}
+
+
+_NAME = re.compile(r"[\w.-]{1,64}")
+_TAGGED = re.compile(r"\s*<tool_call>(.*?)</tool_call>", re.DOTALL)
+BEGINNINGS = ("{", "[", "<tool_call>")
+"""What a text begins with that may be a call."""
+MOST_TOOLS = 128
+"""That a request may name."""
+Mode: TypeAlias = Literal["none", "auto", "required", "named"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolCall:
+    """A call of a tool.
+
+    Attributes:
+        name: of the tool.
+        arguments: a JSON text, as it was written.
+    """
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolRules:
+    """How an answer may call tools.
+
+    Attributes:
+        mode: `none`: not at all; `auto`: if it likes; `required`: at least one; `named`: the one tool in `tools`.
+        tools: those that it may call.
+        several: whether it may make several calls.
+    """
+
+    mode: Mode = "none"
+    tools: tuple[Tool, ...] = ()
+    several: bool = True
+
+    @property
+    def constraint(self) -> ConstraintSpec | None:
+        """What the text of an answer has to conform to."""
+        if self.mode == "named":
+            return _schema(self.tools[0].function.parameters or {"type": "object"})
+        if self.mode != "required":
+            return None
+        each = [
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"const": tool.function.name},
+                    "arguments": tool.function.parameters or {"type": "object"},
+                },
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+            for tool in self.tools
+        ]
+        most = {} if self.several else {"maxItems": 1}
+        return _schema({"type": "array", "items": {"anyOf": each}, "minItems": 1, **most})
+
+    def calls_in(self, text: str) -> tuple[ToolCall, ...]:
+        """The calls that a text is; none where it is not as a whole calls of known tools."""
+        if self.mode == "none":
+            return ()
+        if self.mode == "named":
+            return (ToolCall(name=self.tools[0].function.name, arguments=text),)
+        found = [call for one in _objects(text) for call in [self._call(one)]]
+        return () if any(call is None for call in found) else tuple(call for call in found if call is not None)
+
+    def may_be_call(self, beginning: str) -> bool:
+        """Whether a text that begins like this may turn out to be calls."""
+        if self.mode in ("none", "named"):
+            return False
+        text = beginning.lstrip()
+        return any(text.startswith(one) or one.startswith(text) for one in BEGINNINGS)
+
+    def _call(self, given: object) -> ToolCall | None:
+        if not isinstance(given, dict):
+            return None
+        name, arguments = given.get("name"), given.get("arguments", given.get("parameters"))
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            return None
+        if all(name != tool.function.name for tool in self.tools):
+            return None
+        return ToolCall(name=name, arguments=json.dumps(arguments, ensure_ascii=False))
+
+
+def _schema(schema: Mapping[str, object]) -> ConstraintSpec:
+    return ConstraintSpec(kind="json_schema", text=json.dumps(schema))
+
+
+def _objects(text: str) -> Sequence[object]:
+    """The JSON objects that a text consists of; none where there is anything else in it."""
+    pieces = [text]
+    if text.lstrip().startswith("<tool_call>"):
+        pieces, end = [], 0
+        while (match := _TAGGED.match(text, end)) is not None:
+            pieces.append(match[1])
+            end = match.end()
+        if text[end:].strip():
+            return ()
+    found: list[object] = []
+    for piece in pieces:
+        try:
+            value = json.loads(piece)
+        except (ValueError, RecursionError):
+            return ()
+        found += value if isinstance(value, list) else [value]
+    return found
+
+
+def rules_of(tools: Sequence[Tool] | None, choice: str | NamedTool | None, *, several: bool | None) -> ToolRules:
+    """How an answer may call tools.
+
+    Args:
+        tools: those of the request.
+        choice: its `tool_choice`.
+        several: its `parallel_tool_calls`.
+
+    Raises:
+        ProtocolError: lists what does not go together.
+    """
+    problems = []
+    names = [tool.function.name for tool in tools or ()]
+    if len(names) > MOST_TOOLS:
+        problems.append(f"tools: at most {MOST_TOOLS}, got {len(names)}")
+    for n, name in enumerate(names):
+        if not _NAME.fullmatch(name):
+            problems.append(f"tools[{n}].function.name: expected 1 to 64 letters, digits, `_`, `-` and `.`")
+        elif name in names[:n]:
+            problems.append(f"tools[{n}].function.name: {name!r} is a tool already")
+    if not names and choice not in (None, "none", "auto"):
+        problems.append("tool_choice: there are no `tools`")
+    if isinstance(choice, NamedTool) and names and choice.function.name not in names:
+        problems.append(f"tool_choice.function.name: {choice.function.name!r} is none of {', '.join(names)}")
+    if problems:
+        raise ProtocolError(problems)
+    if not tools or choice == "none":
+        return ToolRules()
+    if isinstance(choice, NamedTool):
+        named = next(tool for tool in tools if tool.function.name == choice.function.name)
+        return ToolRules(mode="named", tools=(named,), several=False)
+    mode: Mode = "required" if choice == "required" else "auto"
+    return ToolRules(mode=mode, tools=tuple(tools), several=several is not False)
+
 
 PATH = "/v1/chat/completions"
 

@@ -7,11 +7,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from levanter.base.json_types import Json
-from levanter.inference.jsonl import AskedLine
-from levanter.inference.params import fields_of
-from levanter.serving.engine_messages import TokenDelta
+from levanter.inference.prompts import AskedLine
+from levanter.inference.requests import fields_of
+from levanter.serving.engine_thread import TokenDelta
 from levanter.serving.errors import invalid
-from levanter.serving.handler import answered, is_quickly_read
 from levanter.serving.request_parsing import (
     decoded,
     fields_in,
@@ -22,7 +21,7 @@ from levanter.serving.request_parsing import (
     wants_usage,
 )
 from levanter.serving.request_schema import CompletionBody
-from levanter.serving.response_builder import AskedCall, Builder, ChoiceSoFar, is_shown
+from levanter.serving.responses import AskedCall, Builder, ChoiceSoFar, answered, is_quickly_read, is_shown
 from levanter.serving.service import Service
 
 PATH = "/v1/completions"

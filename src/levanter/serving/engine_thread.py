@@ -1,4 +1,12 @@
-"""`EngineWorker`: the thread that runs the engine; it makes text of tokens, too, and stops a row where its text ends.
+"""`Delivery`: what the engine's thread has for who asked.
+
+`Inbox`: what the event loop has for the engine's thread. That thread sleeps in it while there is nothing to do.
+
+`Backlog`: requests that have not come to the engine yet, in their order.
+
+How fast an engine is, and how long what waits will take: what `Retry-After` is made of.
+
+`EngineWorker`: the thread that runs the engine; it makes text of tokens, too, and stops a row where its text ends.
 
 Between two steps it reads the inbox, so who is given up has no row from the next step on. While nothing is asked it
 sleeps there.
@@ -8,18 +16,287 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from levanter.data.tokenizer import TextStream
 from levanter.inference.detokenizer import ChoiceText
 from levanter.inference.engine import NOT_FINITE, Engine
-from levanter.inference.prompt_logprobs import ScoresPrompts
-from levanter.inference.requests import ChoiceId, Event, Failed, Request, Token
-from levanter.serving.backlog import Backlog
-from levanter.serving.engine_messages import Delivery, PromptScored, TokenDelta
-from levanter.serving.events import EngineLoad
-from levanter.serving.inbox import Cancel, Drain, Inbox, Submitted
-from levanter.serving.throughput import EnginePace
+from levanter.inference.programs import PromptScores, ScoresPrompts
+from levanter.inference.requests import ChoiceId, Event, Failed, FinishReason, Request, Token
+from levanter.inference.scheduler import QueueFullError
+from levanter.serving.metrics import EngineLoad
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenDelta:
+    """A choice has one more token, or has ended.
+
+    Attributes:
+        of: the choice.
+        text: what may be shown now; nothing where the text may still change.
+        token: the token; None where the choice ended without one.
+        reason: why it has ended; None while it goes on.
+        matched: the stop string or the id that ended it.
+        error: why it cannot go on; None where it can.
+        at: when, by `time.monotonic`.
+    """
+
+    of: ChoiceId
+    text: str = ""
+    token: Token | None = None
+    reason: FinishReason | None = None
+    matched: str | int | None = None
+    error: str | None = None
+    at: float
+
+    @property
+    def last(self) -> bool:
+        """Whether no more comes of its choice."""
+        return self.reason is not None or self.error is not None
+
+    @property
+    def size(self) -> int:
+        """About how many bytes it takes while it waits for its client."""
+        likeliest = 0 if self.token is None else len(self.token.top)
+        return 200 + len(self.text) * 4 + 60 * likeliest
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptScored:
+    """A prompt was scored.
+
+    Attributes:
+        request: whose it is.
+        scores: how likely its tokens were.
+        error: why that is not known.
+        at: when.
+    """
+
+    request: str
+    scores: PromptScores | None = None
+    error: str | None = None
+    at: float
+
+    @property
+    def size(self) -> int:
+        """About how many bytes it takes while it waits for its client."""
+        return 0
+
+
+Delivery: TypeAlias = TokenDelta | PromptScored
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submitted:
+    """A request to be answered.
+
+    Attributes:
+        request: the request.
+        score: whether its prompt is scored before it is gone on with; a request for no tokens is only scored.
+    """
+
+    request: Request
+    score: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """What of the queue it takes."""
+        return len(self.request.tokens) * self.request.params.n
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cancel:
+    """Nobody wants more of a request.
+
+    Attributes:
+        request: its id.
+        choice: which choice; None for all.
+    """
+
+    request: str
+    choice: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drain:
+    """Everything that is going on ends where it is, as if it had reached its `max_tokens`."""
+
+
+Letter: TypeAlias = Submitted | Cancel | Drain
+
+
+class InboxClosedError(Exception):
+    """Nobody reads letters any more."""
+
+
+class Inbox:
+    """Letters for the engine's thread, and a bound on what waits.
+
+    Args:
+        max_queued_tokens: of prompts that wait; a single request may have more.
+    """
+
+    def __init__(self, max_queued_tokens: int):
+        self.max_queued_tokens = max_queued_tokens
+        self._changed = threading.Condition()
+        self._letters: list[Letter] = []
+        self._queued = 0
+        self._closed = False
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens of prompts that wait, in here or at the engine."""
+        with self._changed:
+            return self._queued
+
+    def submit(self, submitted: Sequence[Submitted]) -> None:
+        """Puts requests in, all of them or none.
+
+        Raises:
+            QueueFullError: too much waits already.
+            InboxClosedError: nobody reads them any more.
+        """
+        new = sum(each.tokens for each in submitted)
+        with self._changed:
+            if self._closed:
+                raise InboxClosedError
+            if self._queued and self._queued + new > self.max_queued_tokens:
+                raise QueueFullError(
+                    f"{self._queued} tokens wait, {new} more would be over the {self.max_queued_tokens} of the queue"
+                )
+            self._queued += new
+            self._letters += submitted
+            self._changed.notify()
+
+    def post(self, letter: Cancel | Drain) -> None:
+        """Puts a letter in that always finds room."""
+        with self._changed:
+            self._letters.append(letter)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Lets the engine's thread go; nothing more comes in."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def leave(self) -> list[Letter]:
+        """Closes it; what nobody has read."""
+        with self._changed:
+            self._closed = True
+            left, self._letters = self._letters, []
+            return left
+
+    def take(self, *, wait: bool) -> list[Letter] | None:
+        """All letters; None when the inbox is closed.
+
+        Args:
+            wait: whether to sleep until there are some.
+        """
+        with self._changed:
+            while wait and not self._letters and not self._closed:
+                self._changed.wait()
+            taken, self._letters = self._letters, []
+            return None if self._closed else taken
+
+    def report(self, waiting: int) -> None:
+        """What waits at the engine, now that all that was taken is there."""
+        with self._changed:
+            self._queued = waiting + sum(each.tokens for each in self._letters if isinstance(each, Submitted))
+
+
+class Backlog:
+    """Requests in their order, with what they take; each of them is found and counted without looking at the others.
+
+    Args:
+        context: positions of a row.
+    """
+
+    def __init__(self, context: int):
+        self._context = context
+        self._there: dict[str, Submitted] = {}
+        self.tokens = self.choices = self.new_tokens = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._there)
+
+    def append(self, submitted: Submitted) -> None:
+        """Puts a request behind all others."""
+        self._there[submitted.request.id] = submitted
+        self._count(submitted, 1)
+
+    def pop(self) -> Submitted:
+        """Takes the first one out."""
+        return self._out(next(iter(self._there)))
+
+    def discard(self, id: str) -> None:
+        """Takes a request out, if it is there."""
+        if id in self._there:
+            self._out(id)
+
+    def clear(self) -> list[Request]:
+        """Takes all out."""
+        return [self.pop().request for _ in range(len(self._there))]
+
+    def _out(self, id: str) -> Submitted:
+        found = self._there.pop(id)
+        self._count(found, -1)
+        return found
+
+    def _count(self, submitted: Submitted, sign: int) -> None:
+        """Adds to what all of them take: tokens of prompts, choices, and tokens that these may get."""
+        request = submitted.request
+        self.tokens += sign * submitted.tokens
+        self.choices += sign * request.params.n
+        self.new_tokens += sign * request.params.n * request.new_tokens(self._context)
+
+
+WEIGHT = 0.1
+"""Of the last call in what a call takes of late."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnginePace:
+    """What calls take of late; 0 where there was none yet.
+
+    Attributes:
+        token_seconds: in which every row that runs gets its next tokens.
+        prompt_seconds: in which one token of a prompt is computed.
+    """
+
+    token_seconds: float = 0.0
+    prompt_seconds: float = 0.0
+
+    def after(self, seconds: float, *, rows: int, prompt_tokens: int) -> "EnginePace":
+        """The pace after another step.
+
+        Args:
+            seconds: that it took.
+            rows: that got tokens.
+            prompt_tokens: that were computed.
+        """
+        if rows and not prompt_tokens:
+            return replace(self, token_seconds=_mixed(self.token_seconds, seconds))
+        if prompt_tokens:
+            # What decodes beside a prompt takes what it takes without.
+            own = max(0.0, seconds - (self.token_seconds if rows else 0.0))
+            return replace(self, prompt_seconds=_mixed(self.prompt_seconds, own / prompt_tokens))
+        return self
+
+    def drained_in(self, *, rows: int, left: int, prompt_tokens: int) -> float:
+        """Seconds until all that is known is done, if every row runs all the time.
+
+        Args:
+            rows: that there are.
+            left: tokens that running and waiting choices may still get.
+            prompt_tokens: of the prompts that wait.
+        """
+        return left / rows * self.token_seconds + prompt_tokens * self.prompt_seconds
+
+
+def _mixed(before: float, now: float) -> float:
+    return now if not before else (1 - WEIGHT) * before + WEIGHT * now
 
 
 class EngineWorker:

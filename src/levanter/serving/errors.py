@@ -6,16 +6,23 @@
 import json
 import re
 from collections.abc import Mapping
+from typing import Literal, TypeAlias
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from levanter.base.json_types import Json
-from levanter.serving.events import RejectReason
 
+RejectReason: TypeAlias = Literal[
+    "invalid", "too_long", "too_large", "queue_full", "draining", "key", "limit", "origin", "absent"
+]
+"""Why nothing was begun: no valid request, more than the context, a body that is too large, too much waits, the server
+is ending, no key or a wrong one, too many requests or too slow ones, from a page of another site, or no such model or
+route."""
 INVALID = "invalid_request_error"
-_ENCODER = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+JSON_ENCODER = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+"""Writes JSON in ASCII: some clients take U+2028 in a stream for the end of a line."""
 _PARAM = re.compile(r"([A-Za-z_][\w.\[\]]{0,100}): ")
 
 
@@ -66,8 +73,8 @@ def failed(message: str) -> ApiError:
 
 
 def json_bytes(value: Mapping[str, Json]) -> bytes:
-    """An object as JSON, in ASCII: some clients take U+2028 in a stream for the end of a line."""
-    return _ENCODER.encode(value).encode()
+    """Encodes an object as JSON."""
+    return JSON_ENCODER.encode(value).encode()
 
 
 class JsonAnswer(Response):

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from functools import cache
 
 from levanter.base.json_types import Json
-from levanter.inference import response_format
-from levanter.inference.params import MOST_BIASES, MOST_STOP_IDS, MOST_STOPS, SamplingParams
-from levanter.serving import metrics, response_schema, sse
+from levanter.inference.prompts import CONSTRAINT_FIELDS, RESPONSE_FORMAT
+from levanter.inference.requests import MOST_BIASES, MOST_STOP_IDS, MOST_STOPS, SamplingParams
+from levanter.serving import metrics, response_schema
 from levanter.serving.json_schema import add_with_parts, described, object_of, properties_of, schema_of
 from levanter.serving.request_schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, TokensBody
+from levanter.serving.responses import MEDIA_TYPE
 
 _MOST: Mapping[str, int] = {"stop": MOST_STOPS, "stop_token_ids": MOST_STOP_IDS, "logit_bias": MOST_BIASES}
 _NOT_OF_A_CONVERSATION = frozenset({"echo", "logprobs"})
@@ -53,10 +54,10 @@ def _sampling(without: frozenset[str]) -> dict[str, Json]:
 def _formats() -> dict[str, Json]:
     """The fields that say what a text conforms to."""
     found: dict[str, Json] = {}
-    for name in response_format.FIELDS:
+    for name in CONSTRAINT_FIELDS:
         kind = "boolean" if name == "json_object" else "string" if name in ("regex", "grammar") else "object"
         found[name] = {"anyOf": [{"type": kind}, {"type": "null"}], "description": "What the text conforms to."}
-    found[response_format.RESPONSE_FORMAT] = {
+    found[RESPONSE_FORMAT] = {
         "anyOf": [
             _strict({"type": {"enum": ["text", "json_object"]}}, "type"),
             _strict({"type": {"const": "json_schema"}, "json_schema": _NAMED_SCHEMA}, "type", "json_schema"),
@@ -198,7 +199,7 @@ def document(version: str) -> dict[str, Json]:
         if asked.streams:
             said = "with `stream: true`: events, each a chunk of the answer as JSON, and `[DONE]` at the end"
             # Before 3.2 OpenAPI does not say whether the schema of a stream is that of all of it or of each event.
-            fine[sse.MEDIA_TYPE] = {"schema": {"anyOf": [{"type": "string", "description": said}, _EVENT]}}
+            fine[MEDIA_TYPE] = {"schema": {"anyOf": [{"type": "string", "description": said}, _EVENT]}}
         paths[asked.path] = {
             "post": {
                 "summary": asked.summary,

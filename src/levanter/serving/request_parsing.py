@@ -1,27 +1,209 @@
-"""From a body to what is asked of the engine: what completions and conversations have in common."""
+"""JSON objects as frozen dataclasses, strictly: a field that is not known, or of another type, is said and not ignored.
 
+The dataclasses are the protocol: requests are decoded by their annotations, and `/openapi.json` is made of the same.
+Annotations are made of `str`, `int`, `float`, `bool`, `None`, `object` (any value), `Literal`, `tuple[T, ...]`,
+`Mapping[str, T]`, other such dataclasses, and unions of these.
+
+From a body to what is asked of the engine: what completions and conversations have in common.
+"""
+
+import dataclasses
 import secrets
+import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import cache
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from starlette.requests import ClientDisconnect, Request
 
-from levanter.base.input_limits import MIB, shown_bytes
+from levanter.base.bounded_json import NotAnObjectError, kind_of, object_in
+from levanter.base.input_limits import HINTS, MIB, shown_bytes
 from levanter.config.errors import did_you_mean
-from levanter.inference import response_format
-from levanter.inference.jsonl import AskedLine
-from levanter.inference.params import ParamsError, SamplingParams, fields_of, params_of
-from levanter.inference.prompts import PromptReader
-from levanter.inference.requests import ConstraintSpec
+from levanter.inference.prompts import AskedLine, PromptReader, parse_constraint
+from levanter.inference.requests import ConstraintSpec, ParamsError, SamplingParams, fields_of, params_of
+from levanter.serving.engine_thread import Submitted
 from levanter.serving.errors import ApiError, invalid
-from levanter.serving.inbox import Submitted
-from levanter.serving.protocol import ProtocolError, decode, names_of, parse_object
 from levanter.serving.request_schema import FORMATS, NEUTRAL, StreamOptions
+
+D = TypeVar("D")
+MOST_SAID = 20
+"""Problems of one request that are said."""
+
+
+class ProtocolError(ValueError):
+    """A body that is no request; the message lists everything that is wrong with it."""
+
+    def __init__(self, problems: list[str]):
+        self.problems = tuple(dict.fromkeys(problems))
+        said = self.problems[:MOST_SAID]
+        more = len(self.problems) - len(said)
+        super().__init__("\n".join((*said, *((f"and {more} more",) if more else ()))))
+
+
+def parse_object(body: bytes) -> dict[str, object]:
+    """The JSON object that a body is.
+
+    Raises:
+        ProtocolError: it is none: not UTF-8, not JSON, another value, nested too deep, a field twice, half a surrogate.
+    """
+    problems: list[str] = []
+    try:
+        value = object_in(body, problems)
+    except NotAnObjectError as error:
+        raise ProtocolError([f"the body: {error}"]) from None
+    if problems:
+        raise ProtocolError(problems)
+    return value
+
+
+def names_of(cls: type) -> frozenset[str]:
+    """The fields of a dataclass."""
+    return frozenset(each.name for each in dataclasses.fields(cls))
+
+
+def decode(cls: type[D], value: Mapping[str, object], *, where: str = "", beside: frozenset[str] = frozenset()) -> D:
+    """An object as a dataclass; `null` stands for a field's default.
+
+    Args:
+        cls: the dataclass.
+        value: the object.
+        where: the path of it, for messages.
+        beside: names of fields that may be there and are somebody else's.
+
+    Raises:
+        ProtocolError: lists every field that is unknown, missing or of another type.
+    """
+    problems: list[str] = []
+    found = _object(cls, value, where, problems, beside)
+    if problems:
+        raise ProtocolError(problems)
+    return found  # pyright: ignore[reportReturnType]
+
+
+def _object(
+    cls: type, value: Mapping[str, object], where: str, problems: list[str], beside: frozenset[str] = frozenset()
+) -> object:
+    hints, given = _hints(cls), {}
+    prefix = f"{where}." if where else ""
+    known = names_of(cls)
+    for n, name in enumerate(sorted(set(value) - known - beside)):
+        hint = did_you_mean(name, sorted(known | beside)) if n < HINTS else ""
+        problems.append(f"{prefix}{name[:100]}: not a field{hint}")
+    before = len(problems)
+    for each in dataclasses.fields(cls):
+        if value.get(each.name) is not None:
+            given[each.name] = _value(hints[each.name], value[each.name], f"{prefix}{each.name}", problems)
+        elif each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING:
+            problems.append(f"{prefix}{each.name}: missing")
+    if len(problems) > before:
+        return None
+    try:
+        return cls(**given)
+    except ProtocolError as error:
+        problems += [f"{prefix}{one}" for one in error.problems]
+        return None
+
+
+def _value(hint: object, value: object, where: str, problems: list[str]) -> object:
+    """A value of a type; what is wrong with it is added to `problems`."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return _one_of(args, value, where, problems)
+    if hint is object:
+        return value
+    if origin is Literal:
+        if value not in args or isinstance(value, bool):
+            problems.append(f"{where}: expected {_said(hint)}, got {_shown(value)}")
+        return value
+    if origin is tuple and isinstance(value, list):
+        if args[0] in (int, str) and all(type(one) is args[0] for one in value):
+            return tuple(value)
+        return tuple(_value(args[0], one, f"{where}[{n}]", problems) for n, one in enumerate(value))
+    if origin is _MAPPING:
+        if isinstance(value, dict):
+            return {key: _value(args[1], one, f"{where}.{key}", problems) for key, one in value.items()}
+    elif dataclasses.is_dataclass(hint) and isinstance(value, dict):
+        return _object(hint, value, where, problems)  # pyright: ignore[reportArgumentType]
+    elif _is_scalar(hint, value):
+        return _number(hint, value) if isinstance(value, (int, float)) else value
+    problems.append(f"{where}: expected {_said(hint)}, got {_shown(value)}")
+    return None
+
+
+_MAPPING = get_origin(Mapping[str, object])
+
+
+def _is_scalar(hint: object, value: object) -> bool:
+    if hint is int:
+        whole = isinstance(value, float) and value == value and abs(value) < 2**53 and value == int(value)
+        return whole or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63)
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
+    return hint in (str, bool) and isinstance(value, hint)
+
+
+def _number(hint: object, value: int | float) -> int | float | bool:
+    return value if isinstance(value, bool) else float(value) if hint is float else int(value)
+
+
+def _one_of(args: tuple[Any, ...], value: object, where: str, problems: list[str]) -> object:
+    """A value of one of several types; where it is of none, what is wrong with the one that comes closest."""
+    closest: list[str] | None = None
+    for hint in args:
+        if hint is type(None):
+            continue
+        own: list[str] = []
+        found = _value(hint, value, where, own)
+        if not own:
+            return found
+        inner = not own[0].startswith(f"{where}: ")
+        if inner and (closest is None or len(own) < len(closest)):
+            closest = own
+    if closest is not None:
+        problems.extend(closest[:MOST_SAID])
+        return None
+    said = " or ".join(_said(hint) for hint in args if hint is not type(None))
+    problems.append(f"{where}: expected {said}, got {_shown(value)}")
+    return None
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def _said(hint: object) -> str:
+    """A type in words."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_said(one) for one in args if one is not type(None))
+    if origin is Literal:
+        return f"{'one of ' if len(args) > 1 else ''}{', '.join(repr(one) for one in args)}"
+    if origin is tuple:
+        return f"a list ({_said(args[0])} each)"
+    if origin is _MAPPING or dataclasses.is_dataclass(hint):
+        return "an object"
+    words = {str: "a string", int: "a whole number", float: "a number", bool: "true or false", object: "a value"}
+    return words[hint]
+
+
+def _shown(value: object) -> str:
+    """A value in a message; of what is large, only its kind."""
+    if isinstance(value, (list, dict)):
+        return kind_of(value)
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"
+
 
 BODY_BYTES = 32 * MIB
 """Of a request."""
-D = TypeVar("D")
+
+
+def _too_large() -> ApiError:
+    return ApiError(
+        413, f"the body has more than {shown_bytes(BODY_BYTES)}, the limit for a request", reason="too_large"
+    )
 
 
 async def read_body(request: Request) -> bytes:
@@ -30,16 +212,15 @@ async def read_body(request: Request) -> bytes:
     Raises:
         ApiError: it is larger than `BODY_BYTES` (413), or its client left.
     """
-    said = f"the body has more than {shown_bytes(BODY_BYTES)}, the limit for a request"
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > BODY_BYTES:
-        raise ApiError(413, said, reason="too_large")
+        raise _too_large()
     pieces, size = [], 0
     try:
         async for piece in request.stream():
             size += len(piece)
             if size > BODY_BYTES:
-                raise ApiError(413, said, reason="too_large")
+                raise _too_large()
             pieces.append(piece)
     except ClientDisconnect:
         raise invalid("the client left before its request was read") from None
@@ -115,7 +296,7 @@ def decoded(
         body = decode(cls, {name: value for name, value in fields.items() if name in own})
     except ProtocolError as error:
         problems += error.problems
-    constraint = response_format.constraint_of(fields, problems)
+    constraint = parse_constraint(fields, problems)
     try:
         params = params_of({**defaults, **{k: v for k, v in given.items() if v is not None}}, beside=frozenset())
     except ParamsError as error:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from levanter.inference import response_format
+from levanter.inference.prompts import CONSTRAINT_FIELDS
 
-FORMATS = frozenset(response_format.FIELDS)
+FORMATS = frozenset(CONSTRAINT_FIELDS)
 """Fields that say what a text conforms to; `inference.formats` reads them."""
 
 

@@ -6,7 +6,7 @@ Docstrings are what it says of the fields. Nothing is made by these classes; a t
 from collections.abc import Mapping
 from typing import Literal, NotRequired, TypedDict
 
-from levanter.serving.events import EngineLoad
+from levanter.serving.metrics import EngineLoad
 from levanter.serving.request_schema import CalledFunction
 
 

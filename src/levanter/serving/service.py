@@ -11,15 +11,23 @@ from contextlib import asynccontextmanager
 from typing import Literal, TypeAlias, TypeVar
 
 from levanter.inference.engine import Engine
-from levanter.inference.prompt_logprobs import ScoresPrompts
+from levanter.inference.programs import ScoresPrompts
 from levanter.inference.prompts import PromptReader
 from levanter.inference.requests import ChoiceId
 from levanter.inference.scheduler import QueueFullError
-from levanter.serving.engine_messages import Delivery, PromptScored, TokenDelta
-from levanter.serving.engine_thread import EngineWorker
+from levanter.serving.engine_thread import (
+    Cancel,
+    Delivery,
+    Drain,
+    EngineWorker,
+    Inbox,
+    InboxClosedError,
+    PromptScored,
+    Submitted,
+    TokenDelta,
+)
 from levanter.serving.errors import ApiError
-from levanter.serving.events import Admitted, ChoiceEnded, EndReason, EngineLoad, Observer, Produced, ServerEvent
-from levanter.serving.inbox import Cancel, Drain, Inbox, InboxClosedError, Submitted
+from levanter.serving.metrics import Admitted, ChoiceEnded, EndReason, EngineLoad, Observer, Produced, ServerEvent
 
 MOST_BEHIND = 1 << 20
 """Bytes that may wait for a client that reads a stream slowly."""

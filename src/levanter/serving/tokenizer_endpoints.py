@@ -7,13 +7,12 @@ from starlette.responses import Response
 
 from levanter.base.json_types import Json
 from levanter.compat.hf.tokenizer import FastTokenizer
-from levanter.serving.chat_messages import messages_of, template_fields
+from levanter.serving.chat import messages_of, template_fields
 from levanter.serving.errors import JsonAnswer, invalid
-from levanter.serving.protocol import ProtocolError, decode
-from levanter.serving.request_parsing import fields_in, of_this_model, read_body
+from levanter.serving.request_parsing import ProtocolError, decode, fields_in, of_this_model, read_body
 from levanter.serving.request_schema import DetokenizeBody, TokenizeBody, TokensBody
+from levanter.serving.responses import TokenTexts
 from levanter.serving.service import Service
-from levanter.serving.token_strings import TokenTexts
 
 
 def tokenized(raw: bytes, service: Service, texts: TokenTexts) -> Mapping[str, Json]:

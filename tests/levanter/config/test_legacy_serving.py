@@ -11,7 +11,7 @@ from levanter.config import ConfigError, parse_text
 from levanter.config.loader import read_text
 from levanter.config.upstream import old_keys
 from levanter.config.upstream.serving import DTYPES, MOST_STEPS
-from levanter.inference.params import SamplingParams
+from levanter.inference.requests import SamplingParams
 
 JUNE_2026 = """\
 tokenizer: org/tokenizer

@@ -5,8 +5,7 @@ import sys
 
 from helpers.tiny_engine import TinyEngine, observed
 
-from levanter.inference.params import SamplingParams
-from levanter.inference.requests import Request
+from levanter.inference.requests import Request, SamplingParams
 
 EIGHT = TinyEngine(axes=(("data", 1), ("model", 8)), rows=4)
 SIXTEEN = TinyEngine(axes=(("data", 1), ("model", 8), ("group", 2)), heads=("model", "group"), rows=4)

@@ -10,8 +10,8 @@ import pytest
 from helpers.small_byte_level import byte_level
 
 from levanter.inference.constraint import ConstraintError, Constraints
+from levanter.inference.engine import whole_masks
 from levanter.inference.requests import ConstraintSpec
-from levanter.inference.runner import whole_masks
 
 TOKENIZER = byte_level()
 END = TOKENIZER.vocab_size - 1

@@ -13,13 +13,10 @@ from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import plan_sharding
 from levanter.inference.config import Allocation
 from levanter.inference.constraint import ConstraintError
-from levanter.inference.engine import Engine, schedule_of
-from levanter.inference.generation import generation_programs
+from levanter.inference.engine import DeviceRunner, Engine, schedule_of
 from levanter.inference.kv_cache import plan_cache
-from levanter.inference.params import SamplingParams
-from levanter.inference.programs import ServedModel
-from levanter.inference.requests import ChoiceId, ConstraintSpec, Failed, Finished, Request, Token
-from levanter.inference.runner import DeviceRunner
+from levanter.inference.programs import ServedModel, generation_programs
+from levanter.inference.requests import ChoiceId, ConstraintSpec, Failed, Finished, Request, SamplingParams, Token
 from levanter.inference.scheduler import RefusedError
 from levanter.models.decoder import DecoderLmHeadModel
 

@@ -15,10 +15,10 @@ from helpers.small_tokenizer import BOS, SmallTokenizer
 
 from levanter.inference import jsonl
 from levanter.inference import output_writer as answers_module
-from levanter.inference.jsonl import AskedLine, BrokenLine, request_lines, request_of, seed_of
+from levanter.inference.jsonl import BrokenLine, request_lines
 from levanter.inference.output_writer import Answers, Choice, answer_line, error_line
-from levanter.inference.params import SamplingParams
-from levanter.inference.requests import ChoiceId, ConstraintSpec
+from levanter.inference.prompts import AskedLine, request_of, seed_of
+from levanter.inference.requests import ChoiceId, ConstraintSpec, SamplingParams
 from levanter.io import OtherRunError
 
 TOKENIZER = SmallTokenizer()

@@ -10,11 +10,10 @@ import pytest
 from levanter.distributed import broadcast
 from levanter.distributed.broadcast import FRAME, hear, tell
 from levanter.inference.multihost import LeaderRunner, follow
-from levanter.inference.params import SamplingParams
-from levanter.inference.prompt_logprobs import PromptScores
-from levanter.inference.requests import ChoiceId
-from levanter.inference.sampling_arrays import RowSampling, host_params
-from levanter.inference.step_plan import DecodeRow, PrefillPart
+from levanter.inference.programs import PromptScores
+from levanter.inference.requests import ChoiceId, SamplingParams
+from levanter.inference.sampling import RowSampling, host_params
+from levanter.inference.scheduler_state import DecodeRow, PrefillPart
 
 ROWS, PAGES, WORDS = 6, 40, 1563
 

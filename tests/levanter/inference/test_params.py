@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from levanter.inference.params import NEVER, ParamsError, SamplingParams, params_of, stop_ids_of
+from levanter.inference.requests import NEVER, ParamsError, SamplingParams, params_of, stop_ids_of
 
 
 def test_defaults_are_openai_s():

@@ -13,9 +13,8 @@ from haliax_ext.abstract import abstract, leaves
 from haliax_ext.hlo import read_figures
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import plan_sharding
-from levanter.inference.generation import GenerationPrograms, generation_programs
 from levanter.inference.kv_cache import plan_cache
-from levanter.inference.programs import ServedModel
+from levanter.inference.programs import GenerationPrograms, ServedModel, generation_programs
 from levanter.layers.linear import Dense
 from levanter.models import LlamaConfig, MixtralConfig
 from levanter.models.decoder import DecoderLmHeadModel

@@ -14,8 +14,7 @@ import pytest
 from helpers.llama_on_mesh import VOCAB
 from helpers.tiny_engine import GAP, Seen, TinyEngine, observed, together
 
-from levanter.inference.params import SamplingParams
-from levanter.inference.requests import Request
+from levanter.inference.requests import Request, SamplingParams
 
 NEW = 24
 LENGTHS = (1, 40, 5, 17, 60, 33, 16, 8, 29, 3, 52, 12, 21, 48, 7, 32)

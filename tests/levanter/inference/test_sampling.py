@@ -17,9 +17,19 @@ from haliax_ext.meshspec import MeshSpec
 from haliax_ext.prefetch import place
 from haliax_ext.program import Input, Program
 from levanter.inference import sampling
-from levanter.inference.params import SamplingParams
-from levanter.inference.sampling import GENERATED, IN_PROMPT, gumbel_noise, kept, row_noise, sample
-from levanter.inference.sampling_arrays import RowParams, RowSampling, Word, host_params
+from levanter.inference.requests import SamplingParams
+from levanter.inference.sampling import (
+    GENERATED,
+    IN_PROMPT,
+    RowParams,
+    RowSampling,
+    Word,
+    gumbel_noise,
+    host_params,
+    kept,
+    row_noise,
+    sample,
+)
 from levanter.layers.attention.reference import HIDDEN
 
 VOCAB = 50

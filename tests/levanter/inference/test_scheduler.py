@@ -14,12 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from levanter.inference.page_allocator import OutOfPagesError, PagePool
-from levanter.inference.params import SamplingParams
-from levanter.inference.prefix_cache import known_pages, page_names
-from levanter.inference.requests import ChoiceId, Request
+from levanter.inference.requests import ChoiceId, Request, SamplingParams
 from levanter.inference.scheduler import QueueFullError, RefusedError, Schedule
-from levanter.inference.scheduler_state import Row, changed
+from levanter.inference.scheduler_state import OutOfPagesError, PagePool, Row, changed, known_pages, page_names
 
 LAST = 10_000
 """A token that ends a row."""

@@ -13,8 +13,7 @@ from helpers.llama_on_mesh import VOCAB
 from helpers.processes import TESTS
 from helpers.tiny_engine import GAP, TinyEngine, observed
 
-from levanter.inference.params import SamplingParams
-from levanter.inference.requests import Request
+from levanter.inference.requests import Request, SamplingParams
 
 pytestmark = pytest.mark.slow
 

@@ -6,9 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis
 
-from levanter.inference.params import SamplingParams
-from levanter.inference.sampling import GENERATED, IN_PROMPT, Sampled, Top
-from levanter.inference.sampling_arrays import RowParams, RowSampling, Word, host_params
+from levanter.inference.requests import SamplingParams
+from levanter.inference.sampling import GENERATED, IN_PROMPT, RowParams, RowSampling, Sampled, Top, Word, host_params
 from levanter.inference.slot_state import RowState
 
 Batch, Lane, Vocab = Axis("batch", 5), Axis("batch", 3), Axis("vocab", 12)

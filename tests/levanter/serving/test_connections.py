@@ -11,9 +11,9 @@ import pytest
 from helpers.asgi import behind, listening, reply
 
 from levanter.base.input_limits import MIB
-from levanter.serving.connections import bounded, connections_within
 from levanter.serving.limits import LimitsConfig
 from levanter.serving.middleware import body_limit, doors
+from levanter.serving.server import bounded, connections_within
 
 HANGS = 120.0
 """Seconds after which a test is taken for hanging."""

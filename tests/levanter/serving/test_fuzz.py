@@ -11,15 +11,15 @@ from helpers.served import model_folder
 from hypothesis import strategies as st
 
 from levanter.compat.open import load_tokenizer
-from levanter.inference.params import SamplingParams, fields_of
 from levanter.inference.prompts import PromptReader, PromptRules
+from levanter.inference.requests import SamplingParams, fields_of
 from levanter.inference.scheduler import Schedule
 from levanter.serving.chat import read_chat
 from levanter.serving.completions import read_completion
 from levanter.serving.errors import ApiError, json_bytes
-from levanter.serving.protocol import names_of
+from levanter.serving.request_parsing import names_of
 from levanter.serving.request_schema import FORMATS, NEUTRAL, ChatBody, CompletionBody
-from levanter.serving.token_strings import TokenTexts
+from levanter.serving.responses import TokenTexts
 from levanter.serving.tokenizer_endpoints import detokenized, of_conversations, tokenized
 
 SCALARS = st.one_of(

@@ -7,12 +7,17 @@ from helpers.asgi import ask, behind, reply
 
 from levanter.base.input_limits import MIB
 from levanter.serving.api_key import ApiKey
-from levanter.serving.events import Rejected
 from levanter.serving.limits import LimitsConfig
-from levanter.serving.middleware import body_limit, doors
-from levanter.serving.middleware.body_limit import BodyLimit
-from levanter.serving.middleware.rate_limit import REMEMBERED_CLIENTS, RequestRate
-from levanter.serving.middleware.same_origin import LOCAL_NAMES, SameOrigin
+from levanter.serving.metrics import Rejected
+from levanter.serving.middleware import (
+    LOCAL_NAMES,
+    REMEMBERED_CLIENTS,
+    BodyLimit,
+    RequestRate,
+    SameOrigin,
+    body_limit,
+    doors,
+)
 
 SMALL = LimitsConfig(max_body_mib=1, max_bodies_mib=2)
 

@@ -6,8 +6,17 @@ import random
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from levanter.serving.events import Admitted, ChoiceEnded, EngineLoad, Produced, Rejected
-from levanter.serving.metrics import FIRST_TOKEN, NEXT_TOKEN, Facts, Metrics
+from levanter.serving.metrics import (
+    FIRST_TOKEN,
+    NEXT_TOKEN,
+    Admitted,
+    ChoiceEnded,
+    EngineLoad,
+    Facts,
+    Metrics,
+    Produced,
+    Rejected,
+)
 
 HOSTILE = 'a "model"\\with\nlines{}, ünïcode'
 

@@ -4,10 +4,10 @@ import httpx
 import jsonschema
 import pytest
 
-from levanter.inference.params import ParamsError, params_of
-from levanter.inference.response_format import constraint_of
+from levanter.inference.prompts import constraint_of
+from levanter.inference.requests import ParamsError, params_of
 from levanter.serving import openapi
-from levanter.serving.protocol import ProtocolError, decode, names_of
+from levanter.serving.request_parsing import ProtocolError, decode, names_of
 from levanter.serving.request_schema import FORMATS, ChatBody, CompletionBody
 
 DOCUMENT = openapi.document("1.0")

@@ -4,7 +4,7 @@ import socket
 import threading
 from urllib.parse import urlsplit
 
-from levanter.serving.events import Rejected
+from levanter.serving.metrics import Rejected
 
 
 def test_who_comes_while_the_server_is_busy_waits_and_is_not_turned_away(server):

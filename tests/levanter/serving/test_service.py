@@ -19,9 +19,8 @@ from levanter.inference import engine as engine_module
 from levanter.inference.engine import Engine
 from levanter.inference.requests import ChoiceId
 from levanter.serving import responses, service
-from levanter.serving.engine_messages import TokenDelta
-from levanter.serving.events import Admitted, ChoiceEnded, Produced, Rejected
-from levanter.serving.inbox import Drain
+from levanter.serving.engine_thread import Drain, TokenDelta
+from levanter.serving.metrics import Admitted, ChoiceEnded, Produced, Rejected
 
 LONG = {"prompt": [5, 6, 7], "max_tokens": 50, "ignore_eos": True, "seed": 1}
 PATIENCE = 200.0

@@ -4,11 +4,8 @@ import random
 
 import pytest
 
-from levanter.inference.params import SamplingParams
-from levanter.inference.requests import Request
-from levanter.serving.backlog import Backlog
-from levanter.serving.inbox import Submitted
-from levanter.serving.throughput import EnginePace
+from levanter.inference.requests import Request, SamplingParams
+from levanter.serving.engine_thread import Backlog, EnginePace, Submitted
 
 
 def test_a_pace_is_that_of_the_steps_it_saw():

@@ -2,8 +2,8 @@
 
 import pytest
 
+from levanter.serving.chat import ToolCall, ToolRules
 from levanter.serving.request_schema import Function, Tool
-from levanter.serving.tools import ToolCall, ToolRules
 
 LOOK = Tool(type="function", function=Function(name="look"))
 RULES = ToolRules(mode="auto", tools=(LOOK,))

@@ -6,10 +6,8 @@ from dataclasses import dataclass, replace
 
 from levanter.inference.detokenizer import ChoiceText
 from levanter.inference.engine import Engine
-from levanter.inference.jsonl import AskedLine
-from levanter.inference.params import SamplingParams
-from levanter.inference.prompts import PromptReader
-from levanter.inference.requests import ChoiceId, Failed, Request, Token
+from levanter.inference.prompts import AskedLine, PromptReader
+from levanter.inference.requests import ChoiceId, Failed, Request, SamplingParams, Token
 
 
 @dataclass(frozen=True, kw_only=True)

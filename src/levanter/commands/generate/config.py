@@ -7,7 +7,7 @@ from levanter.commands.model.representation import Quantize, TiedHead
 from levanter.config.plan_options import PlanOptions
 from levanter.config.validators import PathText, PositiveFloat, Ranged
 from levanter.inference.config import InferenceConfig
-from levanter.inference.params import SamplingParams
+from levanter.inference.requests import SamplingParams
 from levanter.models.registry import LmConfig
 from levanter.trainer.config import TrainerConfig
 

@@ -12,11 +12,10 @@ from levanter.commands.generate.plan import GenerateWork
 from levanter.commands.model.pretrained import load_pretrained
 from levanter.distributed.barrier import current_peers
 from levanter.distributed.compile_barrier import jit_together
-from levanter.inference.engine import Engine
+from levanter.inference.engine import DeviceRunner, Engine
 from levanter.inference.multihost import LeaderRunner, follow
-from levanter.inference.prompt_logprobs import PromptScorer, ScoresPrompts
+from levanter.inference.programs import PromptScorer, ScoresPrompts
 from levanter.inference.prompts import PromptReader
-from levanter.inference.runner import DeviceRunner
 from levanter.inference.scheduler import Schedule
 
 WAIT_SECONDS = 30 * 24 * 3600.0

@@ -33,12 +33,11 @@ from levanter.config import ExplicitKeys, plain
 from levanter.distributed.barrier import agreed
 from levanter.inference.detokenizer import ChoiceText
 from levanter.inference.engine import NOT_FINITE, Engine, schedule_of
-from levanter.inference.jsonl import AskedLine, BrokenLine, request_lines
+from levanter.inference.jsonl import BrokenLine, request_lines
 from levanter.inference.output_writer import Answers, Choice, Echo, answer_line, error_line
-from levanter.inference.params import fields_of
-from levanter.inference.prompt_logprobs import ScoresPrompts
-from levanter.inference.prompts import PromptReader
-from levanter.inference.requests import ChoiceId, Event, Failed, Request, Token
+from levanter.inference.programs import ScoresPrompts
+from levanter.inference.prompts import AskedLine, PromptReader
+from levanter.inference.requests import ChoiceId, Event, Failed, Request, Token, fields_of
 from levanter.inference.scheduler import Schedule
 from levanter.io import Output, Progress, leased, open_read
 from levanter.memorization.books import weights_digest

@@ -18,9 +18,8 @@ from levanter.commands.model.unsupported import not_carried
 from levanter.config import ExplicitKeys
 from levanter.inference.capacity import DecodeCost
 from levanter.inference.config import CHUNK, InferenceConfig
-from levanter.inference.generation import GenerationPrograms, generation_programs
 from levanter.inference.kv_cache import CachePlan, plan_cache
-from levanter.inference.programs import ServedModel
+from levanter.inference.programs import GenerationPrograms, ServedModel, generation_programs
 from levanter.io import exists, is_remote, local_path, special_kind
 from levanter.mesh.config import DEFAULT_BATCH_AXES
 from levanter.models.decoder.config import DecoderConfig

@@ -10,7 +10,7 @@ from levanter.commands.model.representation import Quantize, TiedHead
 from levanter.config import ExplicitKeys
 from levanter.config.plan_options import PlanOptions
 from levanter.config.validators import Count, NonNegativeFloat, PathText, PositiveInt, Ranged
-from levanter.inference.params import SampleSeed, SamplingParams, Temperature
+from levanter.inference.requests import SampleSeed, SamplingParams, Temperature
 from levanter.models.registry import LmConfig
 from levanter.trainer.config import TrainerConfig
 

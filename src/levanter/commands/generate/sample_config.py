@@ -8,7 +8,7 @@ from levanter.commands.model.representation import Quantize, TiedHead
 from levanter.config import ExplicitKeys
 from levanter.config.plan_options import PlanOptions
 from levanter.config.validators import PathText, PositiveInt, Ranged
-from levanter.inference.params import Choices, SampleSeed, SamplingParams, Temperature
+from levanter.inference.requests import Choices, SampleSeed, SamplingParams, Temperature
 from levanter.models.registry import LmConfig
 from levanter.trainer.config import TrainerConfig
 

@@ -25,11 +25,9 @@ from levanter.config import ExplicitKeys
 from levanter.distributed.compile_barrier import jit_together
 from levanter.inference.capacity import DecodeCost
 from levanter.inference.detokenizer import ChoiceText
-from levanter.inference.engine import Engine, schedule_of
-from levanter.inference.params import stop_ids_of
+from levanter.inference.engine import DeviceRunner, Engine, schedule_of
 from levanter.inference.prompts import ends_of
-from levanter.inference.requests import ChoiceId, Failed, Request, Token
-from levanter.inference.runner import DeviceRunner
+from levanter.inference.requests import ChoiceId, Failed, Request, Token, stop_ids_of
 from levanter.io import Output
 from levanter.runplan import Check, EntryPoint, RunPlan, Session, Target
 

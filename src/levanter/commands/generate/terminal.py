@@ -14,7 +14,7 @@ from levanter.base.exit_codes import OK
 from levanter.commands.cli.signals import interrupts_taken
 from levanter.commands.generate.chat_session import ChatTurn, Dialogue
 from levanter.config.errors import did_you_mean
-from levanter.inference.jsonl import AskedLine
+from levanter.inference.prompts import AskedLine
 
 PROMPT = "> "
 HELP = """\

@@ -14,12 +14,10 @@ from levanter.distributed.compile_barrier import jit_together
 from levanter.eval.harness.encoding import HarnessError
 from levanter.eval.harness.generation import Continuation
 from levanter.inference.detokenizer import ChoiceText
-from levanter.inference.engine import Engine, schedule_of
+from levanter.inference.engine import DeviceRunner, Engine, schedule_of
 from levanter.inference.multihost import LeaderRunner, follow
-from levanter.inference.params import SamplingParams, stop_ids_of
 from levanter.inference.prompts import ends_of
-from levanter.inference.requests import ChoiceId, Failed, Request, Token
-from levanter.inference.runner import DeviceRunner
+from levanter.inference.requests import ChoiceId, Failed, Request, SamplingParams, Token, stop_ids_of
 from levanter.io import Progress
 
 _CALLS = "the next call of a text"

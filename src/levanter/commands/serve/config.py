@@ -9,7 +9,7 @@ from levanter.commands.model.representation import Quantize, TiedHead
 from levanter.config.plan_options import PlanOptions
 from levanter.config.validators import PathText, PositiveFloat, PositiveInt, Range, Ranged
 from levanter.inference.config import Auto, InferenceConfig
-from levanter.inference.params import SamplingParams
+from levanter.inference.requests import SamplingParams
 from levanter.models.registry import LmConfig
 from levanter.serving.limits import LimitsConfig
 from levanter.trainer.config import TrainerConfig

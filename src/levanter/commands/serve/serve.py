@@ -1,4 +1,6 @@
-"""A model over HTTP, for clients of OpenAI's interface.
+"""How many computations JAX compiles: once a server is ready there should be none.
+
+A model over HTTP, for clients of OpenAI's interface.
 
     python -m levanter.main.plan serve --config_path config/serve/llama3.1_70b_int8.yaml --target v5e-8
     python -m levanter.main.serve --hf_checkpoint HuggingFaceTB/SmolLM2-135M-Instruct --trainer.mp f32
@@ -18,6 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, cast
 
 import jax
+import jax.monitoring
 import numpy as np
 from jax.sharding import Mesh
 
@@ -29,7 +32,6 @@ from levanter.commands.generate import plan as generation
 from levanter.commands.generate.engine_setup import LoadedEngine, running
 from levanter.commands.generate.plan import GenerateWork
 from levanter.commands.generate.prompts import prompt_reader
-from levanter.commands.serve.compiles import compiled_from_now
 from levanter.commands.serve.config import ServeConfig
 from levanter.config import ExplicitKeys
 from levanter.inference.engine import schedule_of
@@ -43,6 +45,41 @@ from levanter.serving.api_key import NoKeyError, read_key
 if TYPE_CHECKING:
     from levanter.serving.app import Application
     from levanter.serving.service import Service
+
+
+EVENT = "/jax/core/compile/backend_compile_duration"
+"""What JAX reports each time, whether it compiles or finds it in a folder of compiled programs."""
+
+
+class _Count:
+    """What was compiled since this process began to listen."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def __call__(self, event: str, duration_secs: float, **more: str | int) -> None:
+        """JAX has done something."""
+        del duration_secs, more
+        self.value += event == EVENT
+
+
+_LISTENING: list[_Count] = []
+
+
+def compiled_from_now() -> Callable[[], int]:
+    """Counts what this process compiles from now on.
+
+    Returns:
+        What gives the number so far.
+    """
+    if not _LISTENING:
+        # JAX keeps its listeners: one is enough for a process.
+        _LISTENING.append(_Count())
+        jax.monitoring.register_event_duration_secs_listener(_LISTENING[0])
+    count = _LISTENING[0]
+    before = count.value
+    return lambda: count.value - before
+
 
 NAME = "serve"
 TURN = 5e-5
@@ -223,8 +260,7 @@ def application_of(plan: RunPlan[ServeWork], service: "Service") -> "Application
     """
     from levanter.serving.app import app
     from levanter.serving.metrics import Facts, Metrics
-    from levanter.serving.middleware import doors
-    from levanter.serving.middleware.same_origin import LOCAL_NAMES
+    from levanter.serving.middleware import LOCAL_NAMES, doors
     from levanter.serving.ui import Shown, page_routes
 
     config = plan.work.server

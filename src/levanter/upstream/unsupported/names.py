@@ -329,8 +329,7 @@ GONE_MODULES: Mapping[str, str] = {
     "is the state on the device",
     "levanter.inference.openai": _SERVING,
     "levanter.inference.openai_protocol": _SERVING,
-    "levanter.inference.page_table": "levanter.inference.page_allocator and levanter.inference.scheduler_state say who "
-    "has which page",
+    "levanter.inference.page_table": "levanter.inference.scheduler_state has the pool of pages and who holds them",
     "levanter.inference.utils": _PARTS,
     "levanter.infra.cli_helpers": _LAUNCH,
     "levanter.infra.docker": _LAUNCH,

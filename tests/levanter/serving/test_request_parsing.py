@@ -2,7 +2,7 @@
 
 import pytest
 
-from levanter.serving.protocol import ProtocolError, decode, parse_object
+from levanter.serving.request_parsing import ProtocolError, decode, parse_object
 from levanter.serving.request_schema import ChatBody, CompletionBody, DetokenizeBody
 
 SAY = {"role": "user", "content": "a"}

@@ -7,8 +7,8 @@ import pytest
 from helpers.asgi import ask, reply
 
 from levanter.serving.api_key import ApiKey, NoKeyError, read_key
-from levanter.serving.events import Rejected
-from levanter.serving.middleware.authentication import RequireKey
+from levanter.serving.metrics import Rejected
+from levanter.serving.middleware import RequireKey
 
 KEY = "correct-horse-battery"
 

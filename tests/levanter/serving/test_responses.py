@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from levanter.serving.handler import SHORT_BODY, is_quickly_read
+from levanter.serving.responses import SHORT_BODY, is_quickly_read
 
 ASKED = {"prompt": "the cat sat", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 
