@@ -11,8 +11,9 @@ import pytest
 from helpers.asgi import behind, listening, reply
 
 from levanter.base.input_limits import MIB
+from levanter.serving import middleware
 from levanter.serving.limits import LimitsConfig
-from levanter.serving.middleware import body_limit, doors
+from levanter.serving.middleware import doors
 from levanter.serving.server import bounded, connections_within
 
 HANGS = 120.0
@@ -215,7 +216,7 @@ def test_who_does_not_read_is_cut_off(connect):
 @pytest.mark.parametrize("announced", [True, False])
 def test_the_answer_to_a_body_that_is_too_large_arrives(announced, monkeypatch):
     # However long this machine takes to send it.
-    monkeypatch.setattr(body_limit, "LINGER_SECONDS", HANGS)
+    monkeypatch.setattr(middleware, "LINGER_SECONDS", HANGS)
     with served(max_body_mib=1) as port:
         client = http.client.HTTPConnection("127.0.0.1", port, timeout=HANGS)
         body = b"x" * (5 * MIB)

@@ -6,6 +6,7 @@ import pytest
 from helpers.asgi import ask, behind, reply
 
 from levanter.base.input_limits import MIB
+from levanter.serving import middleware
 from levanter.serving.api_key import ApiKey
 from levanter.serving.limits import LimitsConfig
 from levanter.serving.metrics import Rejected
@@ -15,7 +16,6 @@ from levanter.serving.middleware import (
     BodyLimit,
     RequestRate,
     SameOrigin,
-    body_limit,
     doors,
 )
 
@@ -25,7 +25,7 @@ SMALL = LimitsConfig(max_body_mib=1, max_bodies_mib=2)
 @pytest.fixture(autouse=True)
 def no_waiting_for_clients(monkeypatch: pytest.MonkeyPatch):
     """A client that is refused may go on sending for a while; these here do not."""
-    monkeypatch.setattr(body_limit, "LINGER_SECONDS", 0.01)
+    monkeypatch.setattr(middleware, "LINGER_SECONDS", 0.01)
 
 
 def test_a_body_in_parts_arrives_whole():

@@ -4,7 +4,7 @@ import httpx
 import jsonschema
 import pytest
 
-from levanter.inference.prompts import constraint_of
+from levanter.inference.prompts import parse_constraint
 from levanter.inference.requests import ParamsError, params_of
 from levanter.serving import openapi
 from levanter.serving.request_parsing import ProtocolError, decode, names_of
@@ -51,7 +51,7 @@ BODIES = [
 @pytest.mark.parametrize(("body", "good"), BODIES, ids=range(len(BODIES)))
 def test_it_says_what_is_accepted(body, good):
     own, problems = names_of(CompletionBody), list[str]()
-    constraint_of(body, problems)
+    parse_constraint(body, problems)
     try:
         decode(CompletionBody, {name: value for name, value in body.items() if name in own})
         params_of({name: value for name, value in body.items() if name not in own | FORMATS})
