@@ -55,7 +55,7 @@ def ours(folder: Path, streams: int, options: dict[str, str] | None = None) -> W
     from levanter.commands.generate.generate import describe
     from levanter.commands.generate.prompts import prompt_reader
     from levanter.config import parse
-    from levanter.inference.engine import schedule_of
+    from levanter.inference.engine import make_schedule
     from levanter.inference.requests import Request, SamplingParams, Token
     from levanter.mesh import local_devices
 
@@ -70,7 +70,7 @@ def ours(folder: Path, streams: int, options: dict[str, str] | None = None) -> W
     )
     found = local_devices(config.trainer.mesh)
     plan = describe(config, local_target(found)).check()
-    schedule = schedule_of(plan.work.programs)
+    schedule = make_schedule(plan.work.programs)
     reader = prompt_reader(plan.work, schedule)
     held = running(plan.work, plan.mesh.build(found.devices), schedule=schedule, reader=reader, show=False)
     engine = held.__enter__().engine

@@ -24,7 +24,7 @@ def die() -> None:
 def arm(what: str, which: str) -> None:
     """Sees to it that the process dies there."""
     output_writer.PART_LINES = 1
-    write, take, begin = output_writer.atomic_write, generate._Run.take, output_writer.Answers.begin
+    write, take, begin = output_writer.atomic_write, generate._Run.take, output_writer.OutputWriter.begin
     taken = []
 
     @contextlib.contextmanager
@@ -55,7 +55,7 @@ def arm(what: str, which: str) -> None:
             die()
         return found
 
-    output_writer.atomic_write, generate._Run.take, output_writer.Answers.begin = writing, taking, beginning
+    output_writer.atomic_write, generate._Run.take, output_writer.OutputWriter.begin = writing, taking, beginning
 
 
 if __name__ == "__main__":

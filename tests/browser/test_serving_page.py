@@ -12,7 +12,7 @@ from helpers.compile_once import compile_once
 from helpers.served import Listening, listening, loaded, model_folder
 
 from levanter.serving.metrics import ChoiceEnded, ServerEvent
-from levanter.serving.ui import page as the_page
+from levanter.serving.ui import render_page as the_page
 
 pytestmark = needs_chromium
 

@@ -11,7 +11,7 @@ import numpy as np
 from haliax_ext.abstract import with_arrays
 from levanter.commands.model.pretrained import PretrainedModel, load_pretrained
 from levanter.inference.config import Allocation
-from levanter.inference.engine import DeviceRunner, Engine, schedule_of
+from levanter.inference.engine import DeviceRunner, Engine, make_schedule
 from levanter.inference.kv_cache import plan_cache
 from levanter.inference.programs import GenerationPrograms, ServedModel, generation_programs
 from levanter.inference.requests import Failed, Request, SamplingParams, Token
@@ -106,7 +106,7 @@ def generate(
     ]
     found = [Written([], [], []) for _ in prompts]
     finished = set()
-    for event in Engine(DeviceRunner(programs, mesh, model), schedule_of(programs), behind=behind).run(requests):
+    for event in Engine(DeviceRunner(programs, mesh, model), make_schedule(programs), behind=behind).run(requests):
         assert not isinstance(event, Failed), event
         if isinstance(event, Token):
             assert event.of not in finished and event.logprob is not None

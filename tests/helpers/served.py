@@ -18,9 +18,9 @@ from levanter.commands.generate.prompts import prompt_reader
 from levanter.commands.serve import serve
 from levanter.commands.serve.config import ServeConfig
 from levanter.config import load_written
-from levanter.inference.engine import DeviceRunner, Engine, schedule_of
+from levanter.inference.engine import DeviceRunner, Engine, make_schedule
 from levanter.runplan import RunPlan, Target
-from levanter.serving.server import HttpServer, bound
+from levanter.serving.server import HttpServer, bind_socket
 from levanter.serving.service import Service
 
 TRAINER = {"mp": "f32", "tracker": {"type": "noop"}, "mesh": {"axes": {"data": -1}}}
@@ -67,7 +67,7 @@ class Loaded:
         assert isinstance(device, DeviceRunner)
         rows = DeviceRunner(device.programs, device._mesh, device._model)
         engine = Engine(rows, given.schedule, constraints=given.constraints)
-        return serve.service_of(self.plan.work, replace(self.ready, engine=engine))
+        return serve.make_service(self.plan.work, replace(self.ready, engine=engine))
 
 
 @contextmanager
@@ -94,7 +94,7 @@ def loaded(folder: Path, scratch: Path, **keys: object) -> Iterator[Loaded]:
     target = Target(name="local", platform="cpu", kind="cpu", devices=1)
     plan = serve.describe(read.config, target, written=read.written).check()
     work = plan.work
-    schedule = schedule_of(work.programs, share_prefixes=True, max_queued_tokens=work.server.max_queued_tokens)
+    schedule = make_schedule(work.programs, share_prefixes=True, max_queued_tokens=work.server.max_queued_tokens)
     reader = prompt_reader(work, schedule)
     with running(work, plan.mesh.build(jax.devices()[:1]), schedule=schedule, reader=reader, show=False) as ready:
         serve.warm(ready, schedule)
@@ -120,9 +120,9 @@ def listening(
     service, opened = model.service(), threading.Event()
     if max_queued_tokens is not None:
         service._inbox.max_queued_tokens = max_queued_tokens
-    application = serve.application_of(model.plan, service)
+    application = serve.make_application(model.plan, service)
     server = HttpServer(application, service, drain_seconds=drain_seconds, opened=opened.set)
-    socket = bound("127.0.0.1", 0)
+    socket = bind_socket("127.0.0.1", 0)
     url = f"http://127.0.0.1:{socket.getsockname()[1]}"
     thread = threading.Thread(target=server.run, args=(socket,), name="http")
     thread.start()

@@ -12,7 +12,7 @@ from helpers.llama_on_mesh import abstract_model, mappings_for, place, random_ar
 from haliax_ext.abstract import cast, leaves
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import plan_sharding
-from levanter.inference.engine import DeviceRunner, Engine, schedule_of
+from levanter.inference.engine import DeviceRunner, Engine, make_schedule
 from levanter.inference.kv_cache import CachePlan, plan_cache
 from levanter.inference.programs import GenerationPrograms, ServedModel, generation_programs
 from levanter.inference.requests import ChoiceId, Failed, Request, Token
@@ -57,7 +57,7 @@ class TinyEngine:
     def engine(self) -> Engine:
         """A fresh engine; what it needs is made once."""
         programs, mesh, model = _made(self)
-        schedule = schedule_of(programs, share_prefixes=self.share_prefixes)
+        schedule = make_schedule(programs, share_prefixes=self.share_prefixes)
         return Engine(DeviceRunner(programs, mesh, model), schedule, behind=self.behind)
 
     def cache(self) -> CachePlan:

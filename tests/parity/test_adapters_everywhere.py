@@ -23,7 +23,7 @@ from levanter.commands.evaluate.gap.config import PerplexityGapConfig
 from levanter.commands.export import export_lm_to_hf
 from levanter.commands.generate import generate
 from levanter.commands.memorize import eval_careless_lm
-from levanter.commands.serve.serve import names_of
+from levanter.commands.serve.serve import model_names
 from levanter.commands.train.lm import train_lm
 from levanter.memorization.results import FULL, BookResult
 
@@ -205,7 +205,7 @@ def served(made: Path, scratch: Path, way: str) -> tuple[str, list[float]]:
     scratch.mkdir()
     keys = {"hf_checkpoint": None, **model_words(made, way)}
     with loaded(made / "base", scratch, **keys) as model, listening(model) as server:
-        document = json.dumps({"model": names_of(model.plan.work)[0], **asked}).encode()
+        document = json.dumps({"model": model_names(model.plan.work)[0], **asked}).encode()
         request = urllib.request.Request(
             f"{server.url}/v1/completions", data=document, headers={"Content-Type": "application/json"}
         )

@@ -21,12 +21,12 @@ CONTEXTS: Mapping[str, int] = {"2K": 2048, "8K": 8192, "32K": 32_768, "128K": 13
 """Lengths of rows of which a plan says how many fit."""
 LOADS = (1, 8, 32)
 """Running rows of which a plan says how fast they are, beside all of them."""
-ROOM = 256 << 20
+ASSUMED_TEMP_BYTES = 256 << 20
 """What Programs are taken to make beside their inputs where no compiler was asked: more than any decode step has
 (tests/aot/test_generation.py)."""
-MOST_ROWS = 256
+MAX_ROWS = 256
 """Rows that `max_rows: auto` takes at most."""
-MOST_ROWS_ON_CPUS = 32
+MAX_CPU_ROWS = 32
 """The same on CPUs, where products bind from a few rows on: more rows give hardly more tokens a second, and each
 of them gets its tokens later (docs/log/2026-11.md, 2026-11-22)."""
 SCALE_BYTES = 2
@@ -85,7 +85,7 @@ def _kind(plan: LeafPlan, *, has_head: bool) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Floor:
+class Roofline:
     """The least seconds of a call on every device, by what takes them.
 
     Attributes:
@@ -154,7 +154,7 @@ class DecodeCost:
     shards: int
     dtype: str
     automatic: bool = False
-    room: int = ROOM
+    room: int = ASSUMED_TEMP_BYTES
     page: int
     pages: int
     cache_bytes: int
@@ -184,7 +184,7 @@ class DecodeCost:
             dtype: of keys and values; the run's own by default.
             seen: only those that a query at its end sees.
         """
-        each = bytes_of_position(self.kv_heads // self.kv_ways, self.head_size, dtype or self.dtype)
+        each = position_bytes(self.kv_heads // self.kv_ways, self.head_size, dtype or self.dtype)
         positions = sum(
             count * (min(context, window or context) if seen else context) for window, count in self.windows
         )
@@ -240,7 +240,7 @@ class DecodeCost:
         whole = 2 * layers * self.embed * self.kv_heads * self.head_size * width
         return whole // kv_ways - whole // (kv_ways * group)
 
-    def decode_floor(self, rows: int, context: int, *, bandwidth: float, peak: float, links: float = 0.0) -> Floor:
+    def decode_floor(self, rows: int, context: int, *, bandwidth: float, peak: float, links: float = 0.0) -> Roofline:
         """The floor of one token for every row.
 
         Args:
@@ -251,14 +251,14 @@ class DecodeCost:
             links: seconds that links are busy.
         """
         here = -(-rows // self.shards)
-        return Floor(
+        return Roofline(
             weights=self._read(rows) / bandwidth,
             cache=here * self.bytes_of_row(context, seen=True) / bandwidth,
             flops=rows * (self.weight_flops + self._attention_flops(context)) / self.devices / peak,
             links=links,
         )
 
-    def prefill_floor(self, rows: int, tokens: int, *, bandwidth: float, peak: float, links: float = 0.0) -> Floor:
+    def prefill_floor(self, rows: int, tokens: int, *, bandwidth: float, peak: float, links: float = 0.0) -> Roofline:
         """The floor of a call for the first parts of prompts.
 
         Args:
@@ -267,7 +267,7 @@ class DecodeCost:
             bandwidth, peak, links: see `decode_floor`.
         """
         flops = rows * tokens * (self.weight_flops + self._attention_flops((tokens + 1) / 2))
-        return Floor(
+        return Roofline(
             weights=self._read(rows * tokens) / bandwidth, cache=0.0, flops=flops / self.devices / peak, links=links
         )
 
@@ -289,7 +289,7 @@ class DecodeCost:
 
     def compute_bound_rows(self, *, bandwidth: float, peak: float) -> int:
         """Rows from which products take longer than reading the weights for them."""
-        return math.ceil(self._read(MOST_ROWS * 8) / bandwidth * peak * self.devices / self.weight_flops)
+        return math.ceil(self._read(MAX_ROWS * 8) / bandwidth * peak * self.devices / self.weight_flops)
 
     def _read(self, tokens: int) -> float:
         """Bytes of parameters that a call reads; of experts those that its tokens go to, if they go anywhere alike."""
@@ -303,7 +303,7 @@ class DecodeCost:
         return sum(4.0 * features * min(context, window or context) for window, features in self.attention_features)
 
 
-def bytes_of_position(kv_heads: int, head_size: int, dtype: str) -> int:
+def position_bytes(kv_heads: int, head_size: int, dtype: str) -> int:
     """What keys and values of a position take in one layer.
 
     Args:
@@ -315,7 +315,7 @@ def bytes_of_position(kv_heads: int, head_size: int, dtype: str) -> int:
     return 2 * kv_heads * (head_size * width + (SCALE_BYTES if dtype == "int8" else 0))
 
 
-def windows_of(config: DecoderConfig) -> tuple[tuple[int | None, int], ...]:
+def window_counts(config: DecoderConfig) -> tuple[tuple[int | None, int], ...]:
     """How many layers of a model see so many positions."""
     found: dict[int | None, int] = {}
     for layer in range(config.num_layers):
@@ -324,7 +324,7 @@ def windows_of(config: DecoderConfig) -> tuple[tuple[int | None, int], ...]:
     return tuple(found.items())
 
 
-def features_of(config: DecoderConfig) -> tuple[tuple[int | None, float], ...]:
+def attention_features(config: DecoderConfig) -> tuple[tuple[int | None, float], ...]:
     """Over how many features attention sums, by the positions that are seen."""
     found: dict[int | None, float] = {}
     for group in config.attention_groups:
@@ -332,7 +332,7 @@ def features_of(config: DecoderConfig) -> tuple[tuple[int | None, float], ...]:
     return tuple(found.items())
 
 
-def served(
+def decode_cost(
     config: DecoderConfig,
     sharding: ShardingPlan,
     cache: CachePlan,
@@ -344,7 +344,7 @@ def served(
     prefill: Mapping[str, tuple[int, int]],
     counts_tokens: bool,
     automatic: bool = False,
-    room: int = ROOM,
+    room: int = ASSUMED_TEMP_BYTES,
     chip_hour_price: float | None = None,
 ) -> DecodeCost:
     """The value for a described run.
@@ -383,9 +383,9 @@ def served(
         head_size=config.HeadSize.size,
         embed=config.hidden_dim,
         compute_bytes=max((x.leaf.dtype.itemsize for x in sharding.leaves if x.leaf.dtype != np.int8), default=2),
-        windows=windows_of(config),
+        windows=window_counts(config),
         weight_flops=flops.weights,
-        attention_features=features_of(config),
+        attention_features=attention_features(config),
         expert_count=_experts(config),
         chip_hour_price=chip_hour_price,
     )

@@ -49,7 +49,7 @@ class Constraints:
         try:
             return llguidance.LLTokenizer(json.dumps(self._definition), n_vocab=self.vocab_size, eos_token=self._ends)
         except (ValueError, TypeError) as error:
-            raise ConstraintError(f"llguidance cannot read this tokenizer ({_short(str(error))})") from error
+            raise ConstraintError(f"llguidance cannot read this tokenizer ({_one_line(str(error))})") from error
 
     def start(self, spec: ConstraintSpec) -> "Constraint":
         """A new text that has to conform to something.
@@ -68,10 +68,10 @@ class Constraints:
             else:
                 grammar = matcher.grammar_from_lark(spec.text)
         except ValueError as error:
-            raise ConstraintError(f"{spec.kind}: {_short(str(error))}") from error
+            raise ConstraintError(f"{spec.kind}: {_one_line(str(error))}") from error
         started = matcher(self._tokenizer, grammar, log_level=0)
         if started.is_error():
-            raise ConstraintError(f"{spec.kind}: {_short(started.get_error())}")
+            raise ConstraintError(f"{spec.kind}: {_one_line(started.get_error())}")
         return Constraint(started, spec, self.words)
 
 
@@ -110,7 +110,7 @@ class Constraint:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise ConstraintError(f"{self.spec.kind}: {_short(self._matcher.get_error())}")
+            raise ConstraintError(f"{self.spec.kind}: {_one_line(self._matcher.get_error())}")
 
 
 def _llguidance():
@@ -123,7 +123,7 @@ def _llguidance():
     return llguidance
 
 
-def _short(text: str) -> str:
+def _one_line(text: str) -> str:
     """A message of llguidance on one line."""
     words = " ".join(text.split())
     return "not understood" if not words else words if len(words) <= 300 else f"{words[:299]}…"

@@ -26,9 +26,9 @@ from haliax_ext.pytree import PyTree
 from levanter.inference.constraint import Constraint, ConstraintError, Constraints
 from levanter.inference.programs import GenerationPrograms
 from levanter.inference.requests import ChoiceId, Event, Failed, Finished, Request, Token
-from levanter.inference.sampling import RowSampling, host_params
+from levanter.inference.sampling import SlotSampling, host_params
 from levanter.inference.scheduler import QueueFullError, Schedule
-from levanter.inference.scheduler_state import DecodeRow, PrefillPart, SchedulerState, StepPlan
+from levanter.inference.scheduler_state import DecodeSlot, PrefillChunk, SchedulerState, StepPlan
 
 Masks: TypeAlias = Mapping[int, np.ndarray]
 """By row: which ids it may sample next, uint32, a bit each, lowest first."""
@@ -48,9 +48,9 @@ class Runner(Protocol):
     def prefill(
         self,
         bucket: tuple[int, int],
-        parts: Sequence[PrefillPart],
+        parts: Sequence[PrefillChunk],
         tables: np.ndarray,
-        sampling: Sequence[RowSampling | None],
+        sampling: Sequence[SlotSampling | None],
         masks: Masks | None = None,
     ) -> SampledArrays:
         """Takes parts of prompts."""
@@ -58,9 +58,9 @@ class Runner(Protocol):
 
     def decode(
         self,
-        rows: Sequence[DecodeRow],
+        rows: Sequence[DecodeSlot],
         tables: np.ndarray,
-        sampling: Sequence[RowSampling | None],
+        sampling: Sequence[SlotSampling | None],
         masks: Masks | None = None,
     ) -> SampledArrays:
         """Gives rows their next tokens."""
@@ -86,7 +86,7 @@ class DeviceRunner:
         self._calls: dict[str, Callable[..., PyTree]] = {}
         self._open: dict[str, Flat] = {}
         self._before: dict[tuple[str, str], tuple[np.ndarray | Mapping[str, np.ndarray], Flat]] = {}
-        self._params: dict[int, tuple[list[RowSampling | None], dict[str, np.ndarray]]] = {}
+        self._params: dict[int, tuple[list[SlotSampling | None], dict[str, np.ndarray]]] = {}
         cache, state = self._call(programs.start)
         self._cache, self._state = Flat.of(cache), Flat.of(state)
 
@@ -98,9 +98,9 @@ class DeviceRunner:
     def prefill(
         self,
         bucket: tuple[int, int],
-        parts: Sequence[PrefillPart],
+        parts: Sequence[PrefillChunk],
         tables: np.ndarray,
-        sampling: Sequence[RowSampling | None],
+        sampling: Sequence[SlotSampling | None],
         masks: Masks | None = None,
     ) -> SampledArrays:
         """Takes parts of prompts.
@@ -121,7 +121,7 @@ class DeviceRunner:
         given["row"][:] = self.programs.cache.rows
         given["tokens"] = np.zeros((rows, length), np.int32)
         given["tables"] = np.zeros((rows, tables.shape[1]), np.int32)
-        of_lane: list[RowSampling | None] = [None] * rows
+        of_lane: list[SlotSampling | None] = [None] * rows
         for part in parts:
             own = of_lane[part.lane] = sampling[part.place]
             assert own is not None, f"{part.id} has no parameters"
@@ -135,9 +135,9 @@ class DeviceRunner:
 
     def decode(
         self,
-        rows: Sequence[DecodeRow],
+        rows: Sequence[DecodeSlot],
         tables: np.ndarray,
-        sampling: Sequence[RowSampling | None],
+        sampling: Sequence[SlotSampling | None],
         masks: Masks | None = None,
     ) -> SampledArrays:
         """Gives rows their next tokens.
@@ -154,7 +154,7 @@ class DeviceRunner:
         given["going"][list(masks or ())] = 2
         return self._step(self.programs.decode, given, self._of_rows(sampling), masks or {})
 
-    def _of_rows(self, sampling: Sequence[RowSampling | None]) -> dict[str, np.ndarray]:
+    def _of_rows(self, sampling: Sequence[SlotSampling | None]) -> dict[str, np.ndarray]:
         """`host_params` of rows, made of those of the call before of as many."""
         before = self._params.get(len(sampling))
         if before is None or any(a is not b for a, b in zip(before[0], sampling, strict=True)):
@@ -190,7 +190,7 @@ class DeviceRunner:
     def _masks(self, program: Program, wanted: Input, masks: Masks) -> Flat:
         """The masks of a call's rows. Where nobody has one they are on the devices already: they are large."""
         if masks or program.name not in self._open:
-            placed = Flat.of(place(wanted, whole_masks(wanted.value.array.shape, masks), self._mesh))
+            placed = Flat.of(place(wanted, expand_masks(wanted.value.array.shape, masks), self._mesh))
             if masks:
                 return placed
             self._open[program.name] = placed
@@ -208,7 +208,7 @@ def _same(a: np.ndarray | Mapping[str, np.ndarray], b: np.ndarray | Mapping[str,
     return np.array_equal(a, b)  # pyright: ignore[reportArgumentType]
 
 
-def whole_masks(shape: tuple[int, ...], masks: Masks) -> np.ndarray:
+def expand_masks(shape: tuple[int, ...], masks: Masks) -> np.ndarray:
     """Masks of all rows, boolean `[batch, vocab]`: everything where there is none, nothing behind one that is short."""
     every = np.ones(shape, np.bool_)
     for n, mask in masks.items():
@@ -219,7 +219,7 @@ def whole_masks(shape: tuple[int, ...], masks: Masks) -> np.ndarray:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowsOnHost:
+class HostSamples:
     """`SampledRows` on the host, by array: each is over rows, behind steps where there are several."""
 
     tokens: np.ndarray
@@ -231,14 +231,14 @@ class RowsOnHost:
     finite: np.ndarray
 
 
-def fetched(drawn: SampledArrays) -> RowsOnHost:
+def fetch(drawn: SampledArrays) -> HostSamples:
     """What was drawn, on this host; waits for it."""
     own = {path: np.asarray(x.addressable_data(0)) for path, x in drawn.items()}
     sampled = {name: own[f"sampled.{name}"] for name in ("tokens", "logprobs", "top_ids", "top_logprobs", "ok")}
-    return RowsOnHost(**sampled, there=own["there"], finite=own["finite"])
+    return HostSamples(**sampled, there=own["there"], finite=own["finite"])
 
 
-def schedule_of(
+def make_schedule(
     programs: GenerationPrograms, *, share_prefixes: bool = False, max_queued_tokens: int = 1 << 20
 ) -> Schedule:
     """What shares a run's Programs out among rows.
@@ -271,11 +271,11 @@ NOT_FINITE = (
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Call:
+class _InflightCall:
     """A dispatched call: whom it is about, and what comes of it."""
 
-    parts: tuple[PrefillPart, ...] = ()
-    rows: tuple[DecodeRow, ...] = ()
+    parts: tuple[PrefillChunk, ...] = ()
+    rows: tuple[DecodeSlot, ...] = ()
     drawn: SampledArrays
 
 
@@ -301,11 +301,11 @@ class Engine:
     computed_tokens: int = field(default=0, init=False)
     shared_tokens: int = field(default=0, init=False)
     _standing: SchedulerState = field(init=False)
-    _calls: "deque[tuple[_Call, ...]]" = field(default_factory=deque, init=False)
+    _calls: "deque[tuple[_InflightCall, ...]]" = field(default_factory=deque, init=False)
     """Of each step that is not read yet."""
     _conforming: dict[ChoiceId, Constraint] = field(default_factory=dict, init=False)
     _lost: dict[ChoiceId, str] = field(default_factory=dict, init=False)
-    _sampled: dict[ChoiceId, RowSampling] = field(default_factory=dict, init=False)
+    _sampled: dict[ChoiceId, SlotSampling] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self._standing = self.schedule.start()
@@ -370,23 +370,23 @@ class Engine:
         self._lost.pop(of, None)
         self._standing = self.schedule.ended(self._standing, of)
 
-    def _dispatch(self, plan: StepPlan) -> tuple[_Call, ...]:
+    def _dispatch(self, plan: StepPlan) -> tuple[_InflightCall, ...]:
         """Sends a step's calls. Rows first that have text: who ends a prompt in this step goes on in the next one."""
         sampling, calls = self._sampling_of(plan), []
         if plan.decode:
             masks = self._masks([(row.id, row.place) for row in plan.decode], plan)
             drawn = self.device.decode(plan.decode, plan.tables, sampling, masks)
-            calls.append(_Call(rows=plan.decode, drawn=drawn))
+            calls.append(_InflightCall(rows=plan.decode, drawn=drawn))
         if plan.bucket is not None:
             masks = self._masks([(part.id, part.place) for part in plan.prefill if part.ends], plan)
             drawn = self.device.prefill(plan.bucket, plan.prefill, plan.tables, sampling, masks)
-            calls.append(_Call(parts=plan.prefill, drawn=drawn))
+            calls.append(_InflightCall(parts=plan.prefill, drawn=drawn))
         return tuple(calls)
 
-    def _sampling_of(self, plan: StepPlan) -> list[RowSampling | None]:
+    def _sampling_of(self, plan: StepPlan) -> list[SlotSampling | None]:
         """How each row is sampled: the same object in every step, so that who has seen it need not look again."""
         known, self._sampled = self._sampled, {}
-        found: list[RowSampling | None] = []
+        found: list[SlotSampling | None] = []
         for row in plan.after.rows:
             if row is None:
                 found.append(None)
@@ -414,9 +414,9 @@ class Engine:
                 masks[slot] = np.zeros(1, np.uint32)
         return masks
 
-    def _read(self, call: _Call) -> Iterator[Event]:
+    def _read(self, call: _InflightCall) -> Iterator[Event]:
         """Waits for a call's tokens and gives them."""
-        drawn = fetched(call.drawn)
+        drawn = fetch(call.drawn)
         for part in call.parts:
             at = (part.lane,)
             if not drawn.finite[at]:
@@ -430,7 +430,7 @@ class Engine:
             places = [(step, row.place) for step, rows in enumerate(there) if rows[row.place]]
             yield from self._tokens(row.id, drawn, places)
 
-    def _tokens(self, of: ChoiceId, drawn: RowsOnHost, places: list[tuple[int, ...]]) -> Iterator[Event]:
+    def _tokens(self, of: ChoiceId, drawn: HostSamples, places: list[tuple[int, ...]]) -> Iterator[Event]:
         row = self._standing.find(of)
         if row is None:
             return
@@ -473,8 +473,8 @@ class Engine:
             yield Failed(of=of, error=error)
 
 
-def _sampling(request: Request, of: ChoiceId) -> RowSampling:
-    return RowSampling(
+def _sampling(request: Request, of: ChoiceId) -> SlotSampling:
+    return SlotSampling(
         params=request.params,
         seed=request.seed,
         choice=of.choice,

@@ -24,19 +24,19 @@ from typing import IO
 
 from levanter.base.bounded_json import NotAnObjectError, lone_surrogate, object_in
 from levanter.base.input_limits import MIB, shown_bytes
-from levanter.inference.prompts import CONSTRAINT_FIELDS, AskedLine, parse_constraint
-from levanter.inference.requests import ParamsError, params_of
+from levanter.inference.prompts import CONSTRAINT_FIELDS, PromptRequest, parse_constraint
+from levanter.inference.requests import ParamsError, parse_params
 
 LINE_BYTES = 32 * MIB
 """Of a request."""
 ID_CHARACTERS = 256
 """Of an id."""
 _PROMPTS = ("prompt", "tokens", "messages")
-_BESIDE = frozenset({"id", *_PROMPTS, *CONSTRAINT_FIELDS})
+_NON_PARAMS = frozenset({"id", *_PROMPTS, *CONSTRAINT_FIELDS})
 
 
 @dataclass(frozen=True, kw_only=True)
-class BrokenLine:
+class InvalidLine:
     """A line that is no request.
 
     Attributes:
@@ -50,7 +50,9 @@ class BrokenLine:
     error: str
 
 
-def request_lines(file: IO[bytes], *, defaults: Mapping[str, object] | None = None) -> Iterator[AskedLine | BrokenLine]:
+def request_lines(
+    file: IO[bytes], *, defaults: Mapping[str, object] | None = None
+) -> Iterator[PromptRequest | InvalidLine]:
     """The requests of a file, in order; lines of spaces are no lines.
 
     Args:
@@ -60,11 +62,11 @@ def request_lines(file: IO[bytes], *, defaults: Mapping[str, object] | None = No
     seen: dict[str, int] = {}
     for number, line in _lines(file):
         if isinstance(line, str):
-            yield BrokenLine(line=number, id=None, error=line)
+            yield InvalidLine(line=number, id=None, error=line)
         elif line.strip():
             found = _read(number, line, defaults or {})
             if found.id is not None and (first := seen.setdefault(found.id, number)) != number:
-                found = BrokenLine(line=number, id=found.id, error=f"id: {found.id!r} is also that of line {first}")
+                found = InvalidLine(line=number, id=found.id, error=f"id: {found.id!r} is also that of line {first}")
             yield found
 
 
@@ -81,23 +83,23 @@ def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes | str]]:
         yield number, f"more than {shown_bytes(LINE_BYTES)}, the limit for a line"
 
 
-def _read(number: int, line: bytes, defaults: Mapping[str, object]) -> AskedLine | BrokenLine:
+def _read(number: int, line: bytes, defaults: Mapping[str, object]) -> PromptRequest | InvalidLine:
     problems: list[str] = []
     try:
         value = object_in(line.strip(), problems)
     except NotAnObjectError as error:
-        return BrokenLine(line=number, id=None, error=str(error))
+        return InvalidLine(line=number, id=None, error=str(error))
     id = _id(value.get("id"), number, problems)
     prompt, messages = _prompt(value, problems)
     constraint = parse_constraint(value, problems)
     params = None
     try:
-        params = params_of({**defaults, **value}, beside=_BESIDE)
+        params = parse_params({**defaults, **value}, beside=_NON_PARAMS)
     except ParamsError as error:
         problems += error.problems
     if problems or params is None:
-        return BrokenLine(line=number, id=id, error="\n".join(dict.fromkeys(problems)))
-    return AskedLine(
+        return InvalidLine(line=number, id=id, error="\n".join(dict.fromkeys(problems)))
+    return PromptRequest(
         line=number,
         id=id or str(number),
         prompt=prompt,

@@ -1,11 +1,12 @@
-"""One engine on several processes: process 0 decides what is called, and all of them call it.
+"""One engine on several processes: process 0 decides which calls run, and every process dispatches them.
 
-Process 0 reads requests, plans steps and makes text; the others have no requests and no tokenizer. Before process 0
-dispatches a call it tells them what the call is (`LeaderRunner`), and they dispatch the same one (`follow`). What is
-told is small: parameters of rows and their tables only where they changed (`levanter.distributed.broadcast`).
+Process 0 reads requests, plans steps and makes text; the other processes have neither requests nor a tokenizer. Before
+process 0 dispatches a call it broadcasts the call (`LeaderRunner`), and the others dispatch the same one
+(`run_follower`). A message is small: it holds sampling parameters of slots and page tables only where they changed
+(`levanter.distributed.broadcast`).
 
-The messages go over the connections that the processes of a run have anyway (`levanter.distributed`), so that one of
-them that is killed is missed as everywhere else.
+Messages use the connections that the processes of a run have anyway (`levanter.distributed`), so a process that is
+killed is noticed as everywhere else.
 """
 
 from collections import deque
@@ -18,25 +19,25 @@ import numpy as np
 
 from levanter.distributed.broadcast import Heard, Told, hear, tell
 from levanter.inference.engine import Masks, Runner, SampledArrays
-from levanter.inference.programs import GenerationPrograms, PromptScores, ScoresPrompts
+from levanter.inference.programs import GenerationPrograms, PromptScores, ScorePromptFn
 from levanter.inference.requests import ChoiceId, SamplingParams
-from levanter.inference.sampling import RowSampling
-from levanter.inference.scheduler_state import DecodeRow, PrefillPart
+from levanter.inference.sampling import SlotSampling
+from levanter.inference.scheduler_state import DecodeSlot, PrefillChunk
 
-BEHIND = 2
+MAX_INFLIGHT = 2
 """Calls that a following process has in flight."""
-_NOBODY = ChoiceId("", 0)
+_NO_CHOICE = ChoiceId("", 0)
 """Following processes do not know whose rows they are."""
 
 
 @dataclass(eq=False)
-class _Changes:
+class _ChangeTracker:
     """What of rows and their tables has been told already."""
 
     tables: np.ndarray | None = None
-    sampling: list[RowSampling | None] = field(default_factory=list)
+    sampling: list[SlotSampling | None] = field(default_factory=list)
 
-    def of(self, tables: np.ndarray, sampling: Sequence[RowSampling | None]) -> dict[str, Any]:
+    def of(self, tables: np.ndarray, sampling: Sequence[SlotSampling | None]) -> dict[str, Any]:
         """What is new since the last call."""
         before = [None] * len(sampling) if not self.sampling else self.sampling
         changed = [n for n, one in enumerate(sampling) if one is not before[n] and one != before[n]]
@@ -45,26 +46,26 @@ class _Changes:
         return {
             "shape": list(tables.shape),
             "tables": {str(n): tables[n].tolist() for n in moved},
-            "sampling": {str(n): _plain_sampling(sampling[n]) for n in changed},
+            "sampling": {str(n): _encode_sampling(sampling[n]) for n in changed},
         }
 
-    def taken(self, told: Mapping[str, Any]) -> tuple[np.ndarray, list[RowSampling | None]]:
+    def taken(self, told: Mapping[str, Any]) -> tuple[np.ndarray, list[SlotSampling | None]]:
         """Tables and sampling of a call, of what was told now and before."""
         tables = np.zeros(told["shape"], np.int32) if self.tables is None else self.tables.copy()
         sampling = list(self.sampling) or [None] * len(tables)
         for n, row in told["tables"].items():
             tables[int(n)] = row
         for n, one in told["sampling"].items():
-            sampling[int(n)] = _sampling_of(one)
+            sampling[int(n)] = _decode_sampling(one)
         self.tables, self.sampling = tables, sampling
         return tables, sampling
 
 
-def _plain_sampling(sampling: RowSampling | None) -> dict[str, Any] | None:
+def _encode_sampling(sampling: SlotSampling | None) -> dict[str, Any] | None:
     return None if sampling is None else asdict(sampling)
 
 
-def _sampling_of(plain: Mapping[str, Any] | None) -> RowSampling | None:
+def _decode_sampling(plain: Mapping[str, Any] | None) -> SlotSampling | None:
     if plain is None:
         return None
     params: dict[str, Any] = {
@@ -72,14 +73,14 @@ def _sampling_of(plain: Mapping[str, Any] | None) -> RowSampling | None:
     }
     params["logit_bias"] = {int(id): bias for id, bias in params["logit_bias"].items()}
     own: dict[str, Any] = {**plain, "params": SamplingParams(**params), "stop_ids": tuple(plain["stop_ids"])}
-    return RowSampling(**own)
+    return SlotSampling(**own)
 
 
-def _plain_masks(masks: Masks | None) -> dict[str, list[int]]:
+def _encode_masks(masks: Masks | None) -> dict[str, list[int]]:
     return {str(n): mask.tolist() for n, mask in (masks or {}).items()}
 
 
-def _masks_of(plain: Mapping[str, list[int]]) -> dict[int, np.ndarray]:
+def _decode_masks(plain: Mapping[str, list[int]]) -> dict[int, np.ndarray]:
     return {int(n): np.asarray(mask, np.uint32) for n, mask in plain.items()}
 
 
@@ -92,9 +93,9 @@ class LeaderRunner:
         scorer: scores prompts, where that is asked for.
     """
 
-    def __init__(self, rows: Runner, told: Told, scorer: ScoresPrompts | None = None):
+    def __init__(self, rows: Runner, told: Told, scorer: ScorePromptFn | None = None):
         self._rows, self._told, self._scorer = rows, told, scorer
-        self._changes = _Changes()
+        self._changes = _ChangeTracker()
 
     @property
     def programs(self) -> GenerationPrograms:
@@ -104,9 +105,9 @@ class LeaderRunner:
     def prefill(
         self,
         bucket: tuple[int, int],
-        parts: Sequence[PrefillPart],
+        parts: Sequence[PrefillChunk],
         tables: np.ndarray,
-        sampling: Sequence[RowSampling | None],
+        sampling: Sequence[SlotSampling | None],
         masks: Masks | None = None,
     ) -> SampledArrays:
         """See `DeviceRows.prefill`."""
@@ -116,9 +117,9 @@ class LeaderRunner:
 
     def decode(
         self,
-        rows: Sequence[DecodeRow],
+        rows: Sequence[DecodeSlot],
         tables: np.ndarray,
-        sampling: Sequence[RowSampling | None],
+        sampling: Sequence[SlotSampling | None],
         masks: Masks | None = None,
     ) -> SampledArrays:
         """See `DeviceRows.decode`."""
@@ -139,15 +140,15 @@ class LeaderRunner:
         self,
         call: str,
         tables: np.ndarray,
-        sampling: Sequence[RowSampling | None],
+        sampling: Sequence[SlotSampling | None],
         masks: Masks | None,
         **fields: object,
     ) -> None:
         changes = self._changes.of(tables, sampling)
-        tell({"call": call, **changes, "masks": _plain_masks(masks), **fields}, self._told)
+        tell({"call": call, **changes, "masks": _encode_masks(masks), **fields}, self._told)
 
 
-def follow(rows: Runner, heard: Heard, scorer: ScoresPrompts | None = None) -> int:
+def run_follower(rows: Runner, heard: Heard, scorer: ScorePromptFn | None = None) -> int:
     """Calls what process 0 calls, until it calls nothing more.
 
     Args:
@@ -158,7 +159,7 @@ def follow(rows: Runner, heard: Heard, scorer: ScoresPrompts | None = None) -> i
     Returns:
         How many calls there were.
     """
-    changes, count = _Changes(), 0
+    changes, count = _ChangeTracker(), 0
     flying: deque[SampledArrays] = deque()
     while (told := hear(heard))["call"] != "end":
         count += 1
@@ -167,21 +168,23 @@ def follow(rows: Runner, heard: Heard, scorer: ScoresPrompts | None = None) -> i
             scorer(told["tokens"], told["top"])
             continue
         tables, sampling = changes.taken(told)
-        masks = _masks_of(told["masks"])
+        masks = _decode_masks(told["masks"])
         if told["call"] == "decode":
-            chosen = [DecodeRow(id=_NOBODY, place=p, start=start, tokens=n) for p, start, n in told["rows"]]
+            chosen = [DecodeSlot(id=_NO_CHOICE, place=p, start=start, tokens=n) for p, start, n in told["rows"]]
             flying.append(rows.decode(chosen, tables, sampling, masks))
         else:
             size, length = told["bucket"]
-            flying.append(rows.prefill((size, length), [_part(one) for one in told["parts"]], tables, sampling, masks))
-        if len(flying) > BEHIND:
+            flying.append(
+                rows.prefill((size, length), [_decode_chunk(one) for one in told["parts"]], tables, sampling, masks)
+            )
+        if len(flying) > MAX_INFLIGHT:
             jax.block_until_ready(flying.popleft())
     jax.block_until_ready(list(flying))
     return count
 
 
-def _part(told: Sequence[Any]) -> PrefillPart:
+def _decode_chunk(told: Sequence[Any]) -> PrefillChunk:
     place, lane, start, tokens, fresh, ends, left = told
-    return PrefillPart(
-        id=_NOBODY, place=place, lane=lane, start=start, tokens=tuple(tokens), fresh=fresh, ends=ends, left=left
+    return PrefillChunk(
+        id=_NO_CHOICE, place=place, lane=lane, start=start, tokens=tuple(tokens), fresh=fresh, ends=ends, left=left
     )

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from levanter.base.json_types import Json
-from levanter.inference.jsonl import BrokenLine
+from levanter.inference.jsonl import InvalidLine
 from levanter.inference.programs import PromptScores
 from levanter.inference.requests import ChoiceId, Request
 from levanter.io import Lease, OtherRunError, PartFolder, atomic_write, exists, open_read
@@ -73,13 +73,13 @@ def answer_line(request: Request, choices: Sequence[Choice], *, echo: Echo | Non
             "id": request.id,
             "seed": request.seed,
             "prompt_tokens": len(request.tokens),
-            **({} if echo is None else _echoed(request, echo)),
-            "choices": [_choice(one) for one in sorted(choices, key=lambda one: one.of.choice)],
+            **({} if echo is None else _echo_json(request, echo)),
+            "choices": [_choice_json(one) for one in sorted(choices, key=lambda one: one.of.choice)],
         }
     )
 
 
-def _echoed(request: Request, echo: Echo) -> dict[str, Json]:
+def _echo_json(request: Request, echo: Echo) -> dict[str, Json]:
     found: dict[str, Json] = {"prompt": echo.text, "prompt_ids": list(request.tokens)}
     if echo.scores is not None:
         found["prompt_logprobs"] = [None, *(round(one, LOGPROB_DIGITS) for one in echo.scores.logprobs)]
@@ -92,7 +92,7 @@ def _pairs(top: Sequence[tuple[int, float]]) -> list[Json]:
     return [[id, round(value, LOGPROB_DIGITS)] for id, value in top]
 
 
-def _choice(choice: Choice) -> dict[str, Json]:
+def _choice_json(choice: Choice) -> dict[str, Json]:
     found: dict[str, Json] = {
         "index": choice.of.choice,
         "text": choice.text,
@@ -106,7 +106,7 @@ def _choice(choice: Choice) -> dict[str, Json]:
     return found
 
 
-def error_line(broken: BrokenLine) -> bytes:
+def error_line(broken: InvalidLine) -> bytes:
     """The answer to a line that is no request, or to a request that failed."""
     # The error may quote what no text has.
     error = broken.error.encode("utf-8", "backslashreplace").decode()
@@ -117,7 +117,7 @@ def _line(value: Mapping[str, Json]) -> bytes:
     return json.dumps(value, ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
-class Answers:
+class OutputWriter:
     """The answers of one run on their way into its output.
 
     Args:

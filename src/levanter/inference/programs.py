@@ -33,8 +33,8 @@ from haliax_ext.prefetch import place
 from haliax_ext.program import Input, Jit, Program
 from haliax_ext.pytree import PyTree, is_named
 from levanter.inference.kv_cache import CachePlan
-from levanter.inference.sampling import RowParams, Sampled, Top, likeliest, row_noise, sample
-from levanter.inference.slot_state import RowState
+from levanter.inference.sampling import Sampled, SlotParams, Top, noise_keys, sample, top_tokens
+from levanter.inference.slot_state import SlotState
 from levanter.layers.attention.kv_cache import NewPositions
 from levanter.models.decoder.decode import KvCache, advance
 from levanter.models.decoder.model import DecoderLmHeadModel
@@ -45,7 +45,7 @@ SUBLANES = 8
 """Rows of a TPU's tile: so many queries take as long as two."""
 
 
-class SampledRows(eqx.Module):
+class SampledSlots(eqx.Module):
     """The next tokens of some rows.
 
     Attributes:
@@ -88,8 +88,8 @@ class ServedModel:
 def start_program(model: ServedModel, cache: CachePlan) -> Program:
     """Makes an empty cache and rows that nobody uses."""
 
-    def start() -> tuple[KvCache, RowState]:
-        return _each(lambda x: hax.zeros(x.axes, dtype=x.dtype), cache.abstract), _empty(model, cache)
+    def start() -> tuple[KvCache, SlotState]:
+        return _map_named(lambda x: hax.zeros(x.axes, dtype=x.dtype), cache.abstract), _empty_state(model, cache)
 
     return _program("start_rows", start, (), cache, model)
 
@@ -118,14 +118,14 @@ def prefill_program(model: ServedModel, cache: CachePlan, *, rows: int, tokens: 
         finite = hax.all(hax.isfinite(activations.astype(jnp.float32)) | ~at.there, ("position", "embed"))
         is_last = at.there & (at.positions == first + count - 1)
         last = hax.sum(hax.where(is_last, activations, 0), Pos)
-        noise = row_noise(params.seed, params.choice)
+        noise = noise_keys(params.seed, params.choice)
         state = state.counted(row, ids, starts=first, lengths=count, prompts=prompt, fresh=fresh != 0)
         behind = first + count
         counts = state.taken(row).counts
-        sampled = _sampled(net, last, params, noise, behind, counts, finite, masks)
+        sampled = _sample_tokens(net, last, params, noise, behind, counts, finite, masks)
         to = hax.where(ends != 0, row, cache.rows)
         state = state.begun(to, sampled, params, noise=noise, position=behind, left=left)
-        return cache_, state, SampledRows(sampled=sampled, there=ends != 0, finite=finite)
+        return cache_, state, SampledSlots(sampled=sampled, there=ends != 0, finite=finite)
 
     numbers = {
         "tokens": (Batch, Pos),
@@ -139,7 +139,11 @@ def prefill_program(model: ServedModel, cache: CachePlan, *, rows: int, tokens: 
         "prompt": (Batch,),
     }
     return _program(
-        f"prefill_{rows}x{tokens}", prefill, (*_of_rows(Batch, model, cache), *_integers(numbers)), cache, model
+        f"prefill_{rows}x{tokens}",
+        prefill,
+        (*_slot_inputs(Batch, model, cache), *_integer_inputs(numbers)),
+        cache,
+        model,
     )
 
 
@@ -162,7 +166,7 @@ def decode_program(model: ServedModel, cache: CachePlan, *, steps: int) -> Progr
     lone = SUBLANES if model.matrix_unit else 1
     how = {"block": model.cache_block, "lone_queries": lone, "flat": model.matrix_unit}
 
-    def one(net, cache_: KvCache, state: RowState, params, masks, tables) -> tuple[KvCache, RowState, SampledRows]:
+    def one(net, cache_: KvCache, state: SlotState, params, masks, tables) -> tuple[KvCache, SlotState, SampledSlots]:
         running = ~state.done
         own = None if cache.allocation == "fixed" else tables
         at = NewPositions.following(state.position, running.astype(jnp.int32), Pos, tables=own, **how)
@@ -170,8 +174,8 @@ def decode_program(model: ServedModel, cache: CachePlan, *, steps: int) -> Progr
         activations, cache_ = advance(net, ids, cache_, at, length=cache.max_seq_len)
         last = activations["position", 0]
         finite = hax.all(hax.isfinite(last.astype(jnp.float32)), "embed")
-        sampled = _sampled(net, activations, params, state.noise, state.position + 1, state.counts, finite, masks)
-        return cache_, state.advanced(sampled, params), SampledRows(sampled=sampled, there=running, finite=finite)
+        sampled = _sample_tokens(net, activations, params, state.noise, state.position + 1, state.counts, finite, masks)
+        return cache_, state.advanced(sampled, params), SampledSlots(sampled=sampled, there=running, finite=finite)
 
     def decode(net, cache_, state, params, masks, tables, going):
         stays = (going == 0) & ~state.done
@@ -181,9 +185,9 @@ def decode_program(model: ServedModel, cache: CachePlan, *, steps: int) -> Progr
     def several(net, cache_, state, stays, params, masks, tables, going):
         if steps == 1:
             cache_, state, drawn = one(net, cache_, state, params, masks, tables)
-            return cache_, state, stays, _each(lambda x: hax.named(x.array[None], (Step, *x.axes)), drawn)
+            return cache_, state, stays, _map_named(lambda x: hax.named(x.array[None], (Step, *x.axes)), drawn)
         shapes = eqx.filter_eval_shape(one, net, cache_, state, params, masks, tables)[2]
-        nothing = _each(lambda x: hax.zeros((Step, *x.axes), dtype=x.dtype), shapes)
+        nothing = _map_named(lambda x: hax.zeros((Step, *x.axes), dtype=x.dtype), shapes)
 
         def more(carry) -> jax.Array:
             step, _, state, _, _ = carry
@@ -206,13 +210,15 @@ def decode_program(model: ServedModel, cache: CachePlan, *, steps: int) -> Progr
         return cache_, state, stays, found
 
     numbers = {"tables": (Batch, Axis("table", cache.pages_of_row)), "going": (Batch,)}
-    return _program(f"decode_{cache.rows}", decode, (*_of_rows(Batch, model, cache), *_integers(numbers)), cache, model)
+    return _program(
+        f"decode_{cache.rows}", decode, (*_slot_inputs(Batch, model, cache), *_integer_inputs(numbers)), cache, model
+    )
 
 
-def _sampled(
+def _sample_tokens(
     net: DecoderLmHeadModel,
     activations: NamedArray,
-    params: RowParams,
+    params: SlotParams,
     noise: NamedArray,
     position: NamedArray,
     counts: NamedArray | None,
@@ -228,30 +234,30 @@ def _sampled(
     return eqx.tree_at(lambda s: s.ok, sampled, sampled.ok & finite)
 
 
-def _each(change: Callable[[NamedArray], NamedArray], tree: T) -> T:
+def _map_named(change: Callable[[NamedArray], NamedArray], tree: T) -> T:
     return jax.tree.map(change, tree, is_leaf=is_named)
 
 
-def _empty(model: ServedModel, cache: CachePlan) -> RowState:
-    return RowState.empty(Axis("batch", cache.rows), model.abstract.Vocab if model.counts_tokens else None)
+def _empty_state(model: ServedModel, cache: CachePlan) -> SlotState:
+    return SlotState.empty(Axis("batch", cache.rows), model.abstract.Vocab if model.counts_tokens else None)
 
 
-def _of_state(cache: CachePlan) -> AxisMapping:
+def _state_mapping(cache: CachePlan) -> AxisMapping:
     """The state is whole everywhere, but for what has an entry for each id."""
     return AxisMapping({"vocab": cache.mappings.compute.mesh_axes("vocab") or None})
 
 
-def _of_rows(Batch: Axis, model: ServedModel, cache: CachePlan) -> tuple[Input, Input]:
+def _slot_inputs(Batch: Axis, model: ServedModel, cache: CachePlan) -> tuple[Input, Input]:
     """The parameters of rows, and the masks of ids that they may sample, which lie as logits do."""
     Vocab = model.abstract.Vocab
     masks = NamedArray(jax.ShapeDtypeStruct((Batch.size, Vocab.size), np.dtype(np.bool_)), (Batch, Vocab))  # pyright: ignore
     return (
-        Input(name="params", value=RowParams.abstract(Batch), placement=AxisMapping()),
-        Input(name="masks", value=masks, placement=_of_state(cache)),
+        Input(name="params", value=SlotParams.abstract(Batch), placement=AxisMapping()),
+        Input(name="masks", value=masks, placement=_state_mapping(cache)),
     )
 
 
-def _integers(shapes: Mapping[str, tuple[Axis, ...]]) -> tuple[Input, ...]:
+def _integer_inputs(shapes: Mapping[str, tuple[Axis, ...]]) -> tuple[Input, ...]:
     """Small host arrays, which every device gets whole."""
     return tuple(
         Input(
@@ -272,13 +278,13 @@ def _program(
     """A Program of the model, the cache and the state with some more inputs; it returns cache, state and results."""
     held: tuple[Input, ...] = ()
     if inputs:
-        state = eqx.filter_eval_shape(_empty, model, cache)
+        state = eqx.filter_eval_shape(_empty_state, model, cache)
         held = (
             Input(name="model", value=model.abstract, placement=model.sharding),
             Input(name="cache", value=cache.abstract, placement=cache.mappings.compute),
-            Input(name="state", value=state, placement=_of_state(cache)),
+            Input(name="state", value=state, placement=_state_mapping(cache)),
         )
-    of_results = (("0", cache.mappings.compute), ("1", _of_state(cache)))
+    of_results = (("0", cache.mappings.compute), ("1", _state_mapping(cache)))
     return Program(
         name=name,
         function=function,
@@ -347,7 +353,7 @@ def score_program(model: ServedModel, cache: CachePlan, *, tokens: int) -> Progr
         def some(_: None, x: NamedArray, target: NamedArray) -> tuple[None, ScoredPositions]:
             flat = x.flatten_axes(("batch", "position"), "batch")
             logits = head_logits(flat, head, vocab_size=config.vocab_size, soft_cap=config.logit_soft_cap)
-            return None, _scored(logits, target.flatten_axes(("batch", "position"), "batch"), (Batch, Chunk))
+            return None, _score_positions(logits, target.flatten_axes(("batch", "position"), "batch"), (Batch, Chunk))
 
         _, found = hax.scan(some, Chunks)(None, cut(activations), cut(targets))
 
@@ -378,7 +384,7 @@ def score_program(model: ServedModel, cache: CachePlan, *, tokens: int) -> Progr
     )
 
 
-def _scored(logits: NamedArray, targets: NamedArray, axes: tuple[Axis, Axis]) -> ScoredPositions:
+def _score_positions(logits: NamedArray, targets: NamedArray, axes: tuple[Axis, Axis]) -> ScoredPositions:
     """The scores of targets `[batch]` under logits `[batch, vocab]`, where `batch` holds the positions of prompts."""
     Vocab = logits.resolve_axis("vocab")
     logits = hax.auto_sharded(logits)
@@ -387,14 +393,14 @@ def _scored(logits: NamedArray, targets: NamedArray, axes: tuple[Axis, Axis]) ->
     ids = hax.arange(Vocab, dtype=jnp.int32).broadcast_to(logits.axes)
     of_target = hax.sum(hax.where(ids == targets, logits, 0.0), Vocab)
     Found = Top.resize(min(Top.size, Vocab.size))
-    values, top_ids = likeliest(logits, Found)
+    values, top_ids = top_tokens(logits, Found)
     found = ScoredPositions(logprobs=of_target - normalizer, top_ids=top_ids, top_logprobs=values - normalizer)
     return jax.tree.map(
         lambda x: hax.auto_sharded(x.unflatten_axis("batch", axes)), found, is_leaf=lambda x: isinstance(x, NamedArray)
     )
 
 
-ScoresPrompts = Callable[[Sequence[int], int], PromptScores]
+ScorePromptFn = Callable[[Sequence[int], int], PromptScores]
 """The scores of a prompt's tokens, and how many of the likeliest ones are wanted in the place of each."""
 
 

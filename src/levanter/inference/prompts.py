@@ -21,12 +21,12 @@ from levanter.config.errors import did_you_mean
 from levanter.data import Tokenizer
 from levanter.data.chat import ChatTemplate
 from levanter.inference.constraint import Constraints
-from levanter.inference.requests import ConstraintKind, ConstraintSpec, Request, SamplingParams, stop_ids_of
+from levanter.inference.requests import ConstraintKind, ConstraintSpec, Request, SamplingParams, merge_stop_ids
 from levanter.inference.scheduler import Schedule
 
-KINDS: tuple[ConstraintKind, ...] = ("json_object", "json_schema", "regex", "grammar")
+CONSTRAINT_KINDS: tuple[ConstraintKind, ...] = ("json_object", "json_schema", "regex", "grammar")
 RESPONSE_FORMAT = "response_format"
-CONSTRAINT_FIELDS = (*KINDS, RESPONSE_FORMAT)
+CONSTRAINT_FIELDS = (*CONSTRAINT_KINDS, RESPONSE_FORMAT)
 """The fields of a request that this is about."""
 _TYPES = ("text", "json_object", "json_schema")
 
@@ -45,14 +45,14 @@ def parse_constraint(value: Mapping[str, object], problems: list[str]) -> Constr
         return None
     if given[0] == RESPONSE_FORMAT:
         return _response_format(value[RESPONSE_FORMAT], problems)
-    kind: ConstraintKind = next(each for each in KINDS if each == given[0])
+    kind: ConstraintKind = next(each for each in CONSTRAINT_KINDS if each == given[0])
     wanted = value[kind]
     if kind == "json_object":
         if wanted is not True:
             problems.append("json_object: expected true or false")
         return ConstraintSpec(kind="json_object")
     if kind == "json_schema":
-        return _schema(wanted, "json_schema", problems)
+        return _schema_constraint(wanted, "json_schema", problems)
     if not isinstance(wanted, str) or not wanted:
         problems.append(f"{kind}: expected a string that is not empty")
         return None
@@ -76,22 +76,22 @@ def _response_format(wanted: object, problems: list[str]) -> ConstraintSpec | No
     if not isinstance(inner, dict):
         problems.append("response_format.json_schema: expected an object with `schema`")
         return None
-    for name in sorted(set(inner) - _OF_SCHEMA):
-        problems.append(f"response_format.json_schema.{name}: not known{did_you_mean(name, sorted(_OF_SCHEMA))}")
-    for name, kind in _BESIDE_SCHEMA.items():
+    for name in sorted(set(inner) - _SCHEMA_FIELDS):
+        problems.append(f"response_format.json_schema.{name}: not known{did_you_mean(name, sorted(_SCHEMA_FIELDS))}")
+    for name, kind in _SCHEMA_OPTIONS.items():
         if not isinstance(inner.get(name), kind | None):
             said = "a string" if kind is str else "true or false"
             problems.append(f"response_format.json_schema.{name}: expected {said}")
-    return _schema(inner.get("schema"), "response_format.json_schema.schema", problems)
+    return _schema_constraint(inner.get("schema"), "response_format.json_schema.schema", problems)
 
 
-_BESIDE_SCHEMA: Mapping[str, type] = {"name": str, "description": str, "strict": bool}
+_SCHEMA_OPTIONS: Mapping[str, type] = {"name": str, "description": str, "strict": bool}
 """What OpenAI's `json_schema` has beside the schema. Every schema is followed to the letter, so `strict` says nothing
 new."""
-_OF_SCHEMA = frozenset({"schema", *_BESIDE_SCHEMA})
+_SCHEMA_FIELDS = frozenset({"schema", *_SCHEMA_OPTIONS})
 
 
-def _schema(wanted: object, where: str, problems: list[str]) -> ConstraintSpec | None:
+def _schema_constraint(wanted: object, where: str, problems: list[str]) -> ConstraintSpec | None:
     if not isinstance(wanted, dict):
         problems.append(f"{where}: expected an object")
         return None
@@ -103,7 +103,7 @@ def _schema(wanted: object, where: str, problems: list[str]) -> ConstraintSpec |
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskedLine:
+class PromptRequest:
     """A line that is a request, as it is written.
 
     Attributes:
@@ -125,8 +125,8 @@ class AskedLine:
     constraint: ConstraintSpec | None = None
 
 
-def request_of(
-    asked: AskedLine,
+def engine_request(
+    asked: PromptRequest,
     *,
     encode: Callable[[str], Sequence[int]],
     chat: Callable[[Sequence[Mapping[str, object]]], Sequence[int]] | None,
@@ -167,11 +167,11 @@ def request_of(
     stop_ids: tuple[int, ...] = ()
     try:
         asked.params.check_ids(vocab_size)
-        stop_ids = stop_ids_of(asked.params, model_ends, special_tokens=special_tokens or {})
+        stop_ids = merge_stop_ids(asked.params, model_ends, special_tokens=special_tokens or {})
     except ValueError as error:
         problems.append(str(error))
     if asked.constraint is not None:
-        problems += _against_constraint(asked.params)
+        problems += _constraint_conflicts(asked.params)
     if problems:
         raise ValueError("\n".join(problems))
     own = asked.params.seed
@@ -179,13 +179,13 @@ def request_of(
         id=asked.id,
         tokens=tokens,
         params=asked.params,
-        seed=seed_of(seed, asked.id) if own is None else own,
+        seed=derive_seed(seed, asked.id) if own is None else own,
         stop_ids=stop_ids,
         constraint=asked.constraint,
     )
 
 
-def _against_constraint(params: SamplingParams) -> list[str]:
+def _constraint_conflicts(params: SamplingParams) -> list[str]:
     """What cannot be asked of a text that conforms to something: where it ends, says what it conforms to."""
     problems = []
     if params.ignore_eos:
@@ -195,13 +195,13 @@ def _against_constraint(params: SamplingParams) -> list[str]:
     return problems
 
 
-def seed_of(seed: int, id: str) -> int:
+def derive_seed(seed: int, id: str) -> int:
     """The seed of a request that names none: the same in every run of the same file, whatever was done before."""
     digest = hashlib.blake2b(f"{seed} {id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
-def ends_of(tokenizer: Tokenizer) -> tuple[int, ...]:
+def end_of_text_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Every id that ends a text, as far as the tokenizer's files and those beside it say."""
     if isinstance(tokenizer, FastTokenizer):
         return tokenizer.end_ids
@@ -243,7 +243,7 @@ class PromptReader:
     def __init__(self, tokenizer: Tokenizer, schedule: Schedule, rules: PromptRules):
         self.tokenizer, self.schedule, self.rules = tokenizer, schedule, rules
         files = tokenizer if isinstance(tokenizer, FastTokenizer) else None
-        self.ends = ends_of(tokenizer)
+        self.ends = end_of_text_ids(tokenizer)
         self._special = {} if files is None else files.special_tokens
         self.constraints = None
         if files is not None:
@@ -266,7 +266,7 @@ class PromptReader:
         bos, eos = ("" if i is None or files is None else files.token(i) or "" for i in ids)
         return ChatTemplate(text=text, bos_token=bos, eos_token=eos)
 
-    def request(self, asked: AskedLine, *, shorten: bool = False) -> Request:
+    def request(self, asked: PromptRequest, *, shorten: bool = False) -> Request:
         """A line as a request.
 
         Args:
@@ -276,7 +276,7 @@ class PromptReader:
         Raises:
             ValueError: lists what is wrong with it for this model and these rows.
         """
-        request = request_of(
+        request = engine_request(
             asked,
             encode=self.beginning_with_bos if self.rules.enforce_bos else self.encode,
             chat=None if self.template is None else lambda messages: self.conversation(messages, asked.template),

@@ -26,17 +26,17 @@ from levanter.config.validators import (
     Ranged,
 )
 
-MOST_TOP_LOGPROBS = 20
+MAX_TOP_LOGPROBS = 20
 """Alternatives to a token that a request may ask for."""
-MOST_BIASES = 300
+MAX_BIASES = 300
 """Ids that `logit_bias` may name; OpenAI's limit."""
-MOST_STOP_IDS = 64
+MAX_STOP_IDS = 64
 """Ids that end a row, the model's own end of text included."""
 LEAST_TEMPERATURE = 1e-6
 """Below it noise is smaller than the rounding of logits, and a quotient by it may overflow."""
-MOST_STOPS = 64
+MAX_STOPS = 64
 """Stop strings of a request."""
-MOST_STOP_CHARACTERS = 1024
+MAX_STOP_CHARACTERS = 1024
 """Of a stop string. Text that may be its beginning is held back, so a long one delays what is streamed."""
 
 Temperature: TypeAlias = Annotated[float, Range(0, 100)]
@@ -46,7 +46,7 @@ Bias: TypeAlias = Annotated[float, Range(-100, 100)]
 Penalty: TypeAlias = Annotated[float, Range(-2, 2)]
 RepetitionPenalty: TypeAlias = Annotated[float, Range(0.01, 100)]
 Choices: TypeAlias = Annotated[int, Range(1, 128)]
-TopLogprobs: TypeAlias = Annotated[int, Range(0, MOST_TOP_LOGPROBS)]
+TopLogprobs: TypeAlias = Annotated[int, Range(0, MAX_TOP_LOGPROBS)]
 TokenId: TypeAlias = Annotated[int, Range(0, LARGEST_INT32)]
 
 NEVER: Mapping[str, str] = {
@@ -137,14 +137,14 @@ class SamplingParams(Ranged):
             problems.append("max_tokens: must be positive, got 0 (0 is for `echo`, which scores the prompt)")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             problems.append(f"min_tokens: {self.min_tokens} is more than max_tokens {self.max_tokens}")
-        for name, most in (("logit_bias", MOST_BIASES), ("stop_token_ids", MOST_STOP_IDS), ("stop", MOST_STOPS)):
+        for name, most in (("logit_bias", MAX_BIASES), ("stop_token_ids", MAX_STOP_IDS), ("stop", MAX_STOPS)):
             if (count := len(getattr(self, name))) > most:
                 problems.append(f"{name}: at most {most} entries, got {count}")
         for i, stop in enumerate(self.stop):
             if not stop:
                 problems.append(f"stop[{i}]: an empty string would end every text at its beginning")
-            elif len(stop) > MOST_STOP_CHARACTERS:
-                problems.append(f"stop[{i}]: at most {MOST_STOP_CHARACTERS} characters, got {len(stop)}")
+            elif len(stop) > MAX_STOP_CHARACTERS:
+                problems.append(f"stop[{i}]: at most {MAX_STOP_CHARACTERS} characters, got {len(stop)}")
             elif (at := lone_surrogate(stop)) is not None:
                 problems.append(f"stop[{i}]: character {at} is half of a surrogate pair, which no text has")
         return problems
@@ -176,7 +176,7 @@ class SamplingParams(Ranged):
             raise ParamsError(problems)
 
 
-def params_of(fields: Mapping[str, object], *, beside: Set[str] = frozenset()) -> SamplingParams:
+def parse_params(fields: Mapping[str, object], *, beside: Set[str] = frozenset()) -> SamplingParams:
     """The parameters in the fields of a JSON object.
 
     `null` stands for the default, a single stop string for a list of one, and keys of `logit_bias` are ids in quotes,
@@ -195,7 +195,7 @@ def params_of(fields: Mapping[str, object], *, beside: Set[str] = frozenset()) -
         if name in beside:
             continue
         if name in NEVER:
-            if not _asks_for_nothing(name, value, fields):
+            if not _is_neutral(name, value, fields):
                 problems.append(f"{name}: refused; {NEVER[name]}")
         elif name not in _READERS:
             problems.append(f"{name}: not a parameter{did_you_mean(name, {*_READERS, *beside})}")
@@ -216,14 +216,14 @@ def params_of(fields: Mapping[str, object], *, beside: Set[str] = frozenset()) -
     return made
 
 
-def fields_of(params: SamplingParams) -> dict[str, object]:
-    """Parameters as the fields of a JSON object: what `params_of` reads."""
+def params_to_json(params: SamplingParams) -> dict[str, object]:
+    """Parameters as the fields of a JSON object: what `parse_params` reads."""
     values: dict[str, object] = asdict(params)
     values["logit_bias"] = {str(id): bias for id, bias in params.logit_bias.items()}
     return values
 
 
-def _asks_for_nothing(name: str, value: object, fields: Mapping[str, object]) -> bool:
+def _is_neutral(name: str, value: object, fields: Mapping[str, object]) -> bool:
     """Whether a refused parameter has the value that clients send without meaning anything by it."""
     if value is None or value is False:
         return True
@@ -234,7 +234,7 @@ def _asks_for_nothing(name: str, value: object, fields: Mapping[str, object]) ->
     return name in ("num_beams", "beam_width") and value == 1 and not isinstance(value, bool)
 
 
-def stop_ids_of(
+def merge_stop_ids(
     params: SamplingParams, model_ends: Sequence[int], *, special_tokens: Mapping[str, int] | None = None
 ) -> tuple[int, ...]:
     """The ids that end a row, each once.
@@ -250,10 +250,10 @@ def stop_ids_of(
     ends = () if params.ignore_eos else tuple(model_ends)
     named = [special_tokens[stop] for stop in params.stop if stop in special_tokens] if special_tokens else []
     found = tuple(dict.fromkeys((*ends, *params.stop_token_ids, *named)))
-    if len(found) > MOST_STOP_IDS:
+    if len(found) > MAX_STOP_IDS:
         raise ValueError(
             f"stop_token_ids: {len(params.stop_token_ids) + len(named)} ids and the model's own {len(ends)} ends of "
-            f"text are more than {MOST_STOP_IDS}"
+            f"text are more than {MAX_STOP_IDS}"
         )
     return found
 
@@ -264,7 +264,7 @@ class _UnreadableError(ValueError):
 
 def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise _UnreadableError(f": expected a number, got {_shown(value)}")
+        raise _UnreadableError(f": expected a number, got {_format_value(value)}")
     if isinstance(value, int) and abs(value) > 2**53:
         raise _UnreadableError(f": must be a finite number, got one of {value.bit_length()} bits")
     return float(value)
@@ -273,57 +273,57 @@ def _number(value: object) -> float:
 def _integer(value: object) -> int:
     whole = isinstance(value, float) and math.isfinite(value) and value == int(value) and abs(value) <= 2**53
     if isinstance(value, bool) or not (isinstance(value, int) or whole):
-        raise _UnreadableError(f": expected a whole number, got {_shown(value)}")
+        raise _UnreadableError(f": expected a whole number, got {_format_value(value)}")
     assert isinstance(value, (int, float))
     return int(value)
 
 
 def _flag(value: object) -> bool:
     if not isinstance(value, bool):
-        raise _UnreadableError(f": expected true or false, got {_shown(value)}")
+        raise _UnreadableError(f": expected true or false, got {_format_value(value)}")
     return value
 
 
 def _stops(value: object) -> tuple[str, ...]:
     given = [value] if isinstance(value, str) else value
     if not isinstance(given, (list, tuple)):
-        raise _UnreadableError(f": expected a string or a list of strings, got {_shown(value)}")
+        raise _UnreadableError(f": expected a string or a list of strings, got {_format_value(value)}")
     for i, one in enumerate(given):
         if not isinstance(one, str):
-            raise _UnreadableError(f"[{i}]: expected a string, got {_shown(one)}")
+            raise _UnreadableError(f"[{i}]: expected a string, got {_format_value(one)}")
     return tuple(given)
 
 
 def _ids(value: object) -> tuple[int, ...]:
     if not isinstance(value, (list, tuple)):
-        raise _UnreadableError(f": expected a list of ids, got {_shown(value)}")
+        raise _UnreadableError(f": expected a list of ids, got {_format_value(value)}")
     found = []
     for i, one in enumerate(value):
         try:
             found.append(_integer(one))
         except _UnreadableError:
-            raise _UnreadableError(f"[{i}]: expected an id, got {_shown(one)}") from None
+            raise _UnreadableError(f"[{i}]: expected an id, got {_format_value(one)}") from None
     return tuple(found)
 
 
 def _biases(value: object) -> Mapping[int, float]:
     if not isinstance(value, Mapping):
-        raise _UnreadableError(f": expected an object from id to bias, got {_shown(value)}")
+        raise _UnreadableError(f": expected an object from id to bias, got {_format_value(value)}")
     found = {}
     for key, bias in value.items():
         text = str(key)
         if isinstance(key, bool) or not (text.isascii() and text.isdigit()) or len(text) > 10:
-            raise _UnreadableError(f'[{_shown(key)}]: expected an id, such as "50256"')
+            raise _UnreadableError(f'[{_format_value(key)}]: expected an id, such as "50256"')
         if int(text) in found:
-            raise _UnreadableError(f"[{_shown(key)}]: names id {int(text)} a second time")
+            raise _UnreadableError(f"[{_format_value(key)}]: names id {int(text)} a second time")
         try:
             found[int(text)] = _number(bias)
         except _UnreadableError as error:
-            raise _UnreadableError(f"[{_shown(key)}]{error}") from None
+            raise _UnreadableError(f"[{_format_value(key)}]{error}") from None
     return found
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     """A value in a message, cut where it is long."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}…"

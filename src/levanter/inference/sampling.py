@@ -1,4 +1,4 @@
-"""`RowParams`: the sampling parameters of all rows as arrays, so that no request ever compiles anything.
+"""`SlotParams`: the sampling parameters of all rows as arrays, so that no request ever compiles anything.
 
 They are made on the host (`host_params`) and passed with every call: a few hundred numbers a row. What a request does
 not use has the value that changes nothing.
@@ -11,7 +11,7 @@ come first, on every mesh.
 
 Sampling: from the logits of each row to its next token, with log-probabilities of the model's own distribution.
 
-Every parameter is an array over rows (`RowParams`), so a new request compiles nothing. Which tokens may be sampled is
+Every parameter is an array over rows (`SlotParams`), so a new request compiles nothing. Which tokens may be sampled is
 decided by a threshold on logits, found bit by bit: float32 numbers in order are integers in order, so 32 masked sums
 give the largest threshold above which there is still enough (top-k: enough tokens; top-p: enough probability). That is
 exact, needs no sort, and of a sharded vocabulary each device adds up its own part. What equals the threshold stays.
@@ -34,19 +34,19 @@ from haliax import Axis, AxisSelector, NamedArray
 from jax.sharding import PartitionSpec
 
 from haliax_ext.mapping import compute_mapping_in_scope
-from levanter.inference.requests import MOST_BIASES, MOST_STOP_IDS, MOST_TOP_LOGPROBS, SamplingParams
+from levanter.inference.requests import MAX_BIASES, MAX_STOP_IDS, MAX_TOP_LOGPROBS, SamplingParams
 from levanter.layers.attention.reference import HIDDEN
 from levanter.models.suffix_scores import BLOCK
 
 Word = Axis("seed_word", 2)
 """The halves of a 64-bit seed, high first; also those of a key of JAX's threefry."""
-Stop = Axis("stop_id", MOST_STOP_IDS)
-Bias = Axis("biased_id", MOST_BIASES)
+Stop = Axis("stop_id", MAX_STOP_IDS)
+Bias = Axis("biased_id", MAX_BIASES)
 NO_ID = -1
 """Fills up lists of ids."""
 
 
-class RowParams(eqx.Module):
+class SlotParams(eqx.Module):
     """What sampling reads of each row; see `SamplingParams` for what the first seven mean.
 
     Attributes:
@@ -77,18 +77,18 @@ class RowParams(eqx.Module):
     top_logprobs: NamedArray
 
     @staticmethod
-    def of_arrays(arrays: Mapping[str, np.ndarray | jax.Array], Batch: Axis) -> "RowParams":
+    def of_arrays(arrays: Mapping[str, np.ndarray | jax.Array], Batch: Axis) -> "SlotParams":
         """What `host_params` returned, with its axes."""
-        return RowParams(**{name: hax.named(arrays[name], (Batch, *extra)) for name, (_, _, extra) in _FIELDS.items()})
+        return SlotParams(**{name: hax.named(arrays[name], (Batch, *extra)) for name, (_, _, extra) in _FIELDS.items()})
 
     @staticmethod
-    def abstract(Batch: Axis) -> "RowParams":
+    def abstract(Batch: Axis) -> "SlotParams":
         """The parameters of `Batch` rows without memory, for a Program's input."""
         shapes = {
             name: NamedArray(jax.ShapeDtypeStruct((Batch.size, *(a.size for a in extra)), dtype), (Batch, *extra))  # pyright: ignore[reportArgumentType]
             for name, (dtype, _, extra) in _FIELDS.items()
         }
-        return RowParams(**shapes)
+        return SlotParams(**shapes)
 
 
 _FIELDS: Mapping[str, tuple[type, float, tuple[Axis, ...]]] = {
@@ -111,7 +111,7 @@ _FIELDS: Mapping[str, tuple[type, float, tuple[Axis, ...]]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowSampling:
+class SlotSampling:
     """How one row is sampled.
 
     Attributes:
@@ -130,11 +130,11 @@ class RowSampling:
 
 
 def host_params(
-    rows: Sequence[RowSampling | None],
+    rows: Sequence[SlotSampling | None],
     *,
-    before: tuple[Sequence[RowSampling | None], Mapping[str, np.ndarray]] | None = None,
+    before: tuple[Sequence[SlotSampling | None], Mapping[str, np.ndarray]] | None = None,
 ) -> dict[str, np.ndarray]:
-    """The arrays of `RowParams` by name, for rows in the order of `batch`; None where nobody is.
+    """The arrays of `SlotParams` by name, for rows in the order of `batch`; None where nobody is.
 
     Args:
         rows: how each is sampled.
@@ -142,7 +142,7 @@ def host_params(
             arrays are new ones all the same, since a call may still be reading those.
     """
     if before is None:
-        known: Sequence[RowSampling | None] = [None] * len(rows)
+        known: Sequence[SlotSampling | None] = [None] * len(rows)
         arrays = {
             name: np.full((len(rows), *(axis.size for axis in extra)), value, dtype)
             for name, (dtype, value, extra) in _FIELDS.items()
@@ -160,7 +160,7 @@ def host_params(
     return arrays
 
 
-def _fill(arrays: Mapping[str, np.ndarray], n: int, row: RowSampling) -> None:
+def _fill(arrays: Mapping[str, np.ndarray], n: int, row: SlotSampling) -> None:
     params = row.params
     arrays["temperature"][n] = params.temperature
     arrays["top_k"][n] = params.top_k
@@ -178,7 +178,7 @@ def _fill(arrays: Mapping[str, np.ndarray], n: int, row: RowSampling) -> None:
     arrays["top_logprobs"][n] = -1 if params.logprobs is None else params.logprobs
 
 
-def likeliest(logits: NamedArray, Top: Axis) -> tuple[NamedArray, NamedArray]:
+def top_tokens(logits: NamedArray, Top: Axis) -> tuple[NamedArray, NamedArray]:
     """The largest logits, descending, and their ids: float32 and int32, `[batch, Top]`.
 
     Args:
@@ -233,7 +233,7 @@ def _largest(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     return values, (block * BLOCK + places % BLOCK).astype(jnp.int32)
 
 
-Top = Axis("top", MOST_TOP_LOGPROBS)
+Top = Axis("top", MAX_TOP_LOGPROBS)
 """The likeliest tokens that are given with each token."""
 IN_PROMPT = 1
 """The lowest bit of a count: the token is in the prompt. The others count how often it was generated."""
@@ -261,7 +261,7 @@ class Sampled(eqx.Module):
 
 def sample(
     logits: NamedArray,
-    params: RowParams,
+    params: SlotParams,
     noise: NamedArray,
     position: NamedArray,
     *,
@@ -273,7 +273,7 @@ def sample(
     Args:
         logits: float32 `[batch, vocab]`, of the model, with the rows that pad `vocab` hidden (`head_logits`).
         params: of each row.
-        noise: uint32 `[batch, seed_word]`, see `row_noise`.
+        noise: uint32 `[batch, seed_word]`, see `noise_keys`.
         position: int32 `[batch]`, where in its sequence the token will be.
         counts: int32 `[batch, vocab]`, which tokens were there (`IN_PROMPT`, `GENERATED`); None where no row has a
             penalty.
@@ -284,7 +284,7 @@ def sample(
     logits = hax.auto_sharded(logits)
     top = hax.max(logits, Vocab)
     normalizer = hax.log(hax.sum(hax.exp(logits - top), Vocab)) + top
-    changed = hax.auto_sharded(changed_logits(logits, params, position, counts=counts, mask=mask))
+    changed = hax.auto_sharded(adjust_logits(logits, params, position, counts=counts, mask=mask))
     best = hax.max(changed, Vocab)
     ok = hax.isfinite(top) & (best > HIDDEN / 2)
     scores = _scores(changed - best, params, noise, position)
@@ -305,9 +305,9 @@ def sample(
     )
 
 
-def changed_logits(
+def adjust_logits(
     logits: NamedArray,
-    params: RowParams,
+    params: SlotParams,
     position: NamedArray,
     *,
     counts: NamedArray | None = None,
@@ -318,18 +318,18 @@ def changed_logits(
     In this order: biases, penalties, and what is forbidden (ends of text before `min_tokens`, and the mask).
     """
     biased = params.biased_ids.array >= 0
-    logits = _where_any(biased, lambda x: _biased(x, params), logits)
+    logits = _where_any(biased, lambda x: _add_biases(x, params), logits)
     if counts is not None:
-        logits = _penalized(logits, params, counts)
+        logits = _penalize(logits, params, counts)
     early = position < params.first_end
     has_stop = early.array[:, None] & (params.stop_ids.array >= 0)
-    logits = _where_any(has_stop, lambda x: _without_ends(x, params, early), logits)
+    logits = _where_any(has_stop, lambda x: _hide_stop_ids(x, params, early), logits)
     if mask is not None:
         logits = _where_any(~mask.array, lambda x: hax.where(mask, x, HIDDEN), logits)
     return logits
 
 
-def row_noise(seed: NamedArray, choice: NamedArray) -> NamedArray:
+def noise_keys(seed: NamedArray, choice: NamedArray) -> NamedArray:
     """The key of a row's noise, `fold_in(key(seed), choice)`; uint32 `[batch, seed_word]`.
 
     Args:
@@ -367,7 +367,7 @@ def _key(data: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(data, impl="threefry2x32")
 
 
-def _scores(distance: NamedArray, params: RowParams, noise: NamedArray, position: NamedArray) -> NamedArray:
+def _scores(distance: NamedArray, params: SlotParams, noise: NamedArray, position: NamedArray) -> NamedArray:
     """What the maximum of is taken: the logits' distance to the largest one, and noise where a row is sampled."""
     Vocab = distance.resolve_axis("vocab")
     sampled = params.temperature > 0
@@ -375,13 +375,13 @@ def _scores(distance: NamedArray, params: RowParams, noise: NamedArray, position
     def with_noise(distance: NamedArray) -> NamedArray:
         x = distance / hax.where(sampled, params.temperature, 1.0)
         drawn = x + gumbel_noise(noise, position, Vocab)
-        drawn = hax.where(kept(x, params), drawn, -jnp.inf)
+        drawn = hax.where(allowed_tokens(x, params), drawn, -jnp.inf)
         return hax.where(sampled, drawn, distance).rearrange(distance.axes)
 
     return _where_any(sampled.array, with_noise, distance)
 
 
-def kept(x: NamedArray, params: RowParams) -> NamedArray:
+def allowed_tokens(x: NamedArray, params: SlotParams) -> NamedArray:
     """Which tokens may be sampled, boolean `[batch, vocab]`: by top-k, then top-p of those, and min-p.
 
     Args:
@@ -390,7 +390,7 @@ def kept(x: NamedArray, params: RowParams) -> NamedArray:
     """
     Vocab = x.resolve_axis("vocab")
     sampled = params.temperature > 0
-    keys, weights = _ordered(x), hax.exp(x)
+    keys, weights = _ordered_bits(x), hax.exp(x)
     has_k, has_p = sampled & (params.top_k > 0), sampled & (params.top_p < 1)
     everything = hax.zeros(has_k.axes, dtype=jnp.uint32)
 
@@ -426,7 +426,7 @@ def _threshold(keys: NamedArray, enough: Callable[[NamedArray], NamedArray]) -> 
     return jax.lax.fori_loop(0, 32, step, hax.zeros(rows, dtype=jnp.uint32))
 
 
-def _ordered(x: NamedArray) -> NamedArray:
+def _ordered_bits(x: NamedArray) -> NamedArray:
     """Unsigned integers in the order of the numbers; −0 and 0 are one."""
     bits = jax.lax.bitcast_convert_type(jnp.where(x.array == 0, np.float32(0), x.array), jnp.uint32)
     negative = bits >> 31 == 1
@@ -438,17 +438,17 @@ def _where_any(condition: jax.Array, change: Callable[[NamedArray], NamedArray],
     return jax.lax.cond(jnp.any(condition), lambda x: change(x).rearrange(x.axes), lambda x: x, x)
 
 
-def _biased(logits: NamedArray, params: RowParams) -> NamedArray:
+def _add_biases(logits: NamedArray, params: SlotParams) -> NamedArray:
     ids, biases = params.biased_ids, params.biases
-    return _scattered(logits, ids, lambda at: at.add(biases.array, mode="drop"))
+    return _scatter(logits, ids, lambda at: at.add(biases.array, mode="drop"))
 
 
-def _without_ends(logits: NamedArray, params: RowParams, early: NamedArray) -> NamedArray:
+def _hide_stop_ids(logits: NamedArray, params: SlotParams, early: NamedArray) -> NamedArray:
     ids = hax.where(early, params.stop_ids, -1).rearrange(params.stop_ids.axes)
-    return _scattered(logits, ids, lambda at: at.set(HIDDEN, mode="drop"))
+    return _scatter(logits, ids, lambda at: at.set(HIDDEN, mode="drop"))
 
 
-def _scattered(logits: NamedArray, ids: NamedArray, change: Callable) -> NamedArray:
+def _scatter(logits: NamedArray, ids: NamedArray, change: Callable) -> NamedArray:
     """Changes the logits of the ids of each row; negative ones are none."""
     (Batch, _), Vocab = ids.axes, logits.resolve_axis("vocab")
     array = logits.rearrange((Batch, Vocab)).array
@@ -457,7 +457,7 @@ def _scattered(logits: NamedArray, ids: NamedArray, change: Callable) -> NamedAr
     return hax.auto_sharded(hax.named(change(array.at[rows, places]), (Batch, Vocab)))
 
 
-def _penalized(logits: NamedArray, params: RowParams, counts: NamedArray) -> NamedArray:
+def _penalize(logits: NamedArray, params: SlotParams, counts: NamedArray) -> NamedArray:
     generated = hax.named(counts.array >> 1, counts.axes)
     logits = hax.where(
         counts > 0, hax.where(logits > 0, logits / params.repetition, logits * params.repetition), logits
@@ -466,14 +466,14 @@ def _penalized(logits: NamedArray, params: RowParams, counts: NamedArray) -> Nam
     return logits - params.frequency * times - params.presence * (generated > 0).astype(jnp.float32)
 
 
-def _top(logits: NamedArray, params: RowParams) -> tuple[NamedArray, NamedArray]:
+def _top(logits: NamedArray, params: SlotParams) -> tuple[NamedArray, NamedArray]:
     """Ids and logits of the likeliest tokens, if anybody asks for them."""
     Vocab = logits.resolve_axis("vocab")
     (Batch,) = (axis for axis in logits.axes if axis != Vocab)
     Found = Top.resize(min(Top.size, Vocab.size))
 
     def found(logits: NamedArray) -> tuple[NamedArray, NamedArray]:
-        values, ids = likeliest(logits, Found)
+        values, ids = top_tokens(logits, Found)
         more: dict[AxisSelector, tuple[int, int]] = {Found: (0, Top.size - Found.size)}
         return (
             hax.pad(ids, more).rearrange((Batch, Top)),

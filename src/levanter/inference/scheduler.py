@@ -18,15 +18,15 @@ import numpy as np
 
 from levanter.inference.requests import ChoiceId, Request
 from levanter.inference.scheduler_state import (
-    DecodeRow,
+    DecodeSlot,
     PagePool,
-    PrefillPart,
-    Row,
+    PrefillChunk,
     SchedulerState,
+    SequenceState,
     StepPlan,
-    changed,
-    known_pages,
-    page_names,
+    cached_pages,
+    page_hashes,
+    replace_fields,
 )
 
 
@@ -129,10 +129,10 @@ class Schedule:
             )
         limit = request.new_tokens(self.context)
         rows = tuple(
-            Row(id=ChoiceId(request.id, n), request=request, order=standing.arrived + n, limit=limit)
+            SequenceState(id=ChoiceId(request.id, n), request=request, order=standing.arrived + n, limit=limit)
             for n in range(request.params.n)
         )
-        return changed(standing, queue=standing.queue + rows, arrived=standing.arrived + len(rows))
+        return replace_fields(standing, queue=standing.queue + rows, arrived=standing.arrived + len(rows))
 
     def ended(self, standing: SchedulerState, id: ChoiceId) -> SchedulerState:
         """The standing without a choice, whose pages are free at once; itself if it has ended before.
@@ -144,7 +144,7 @@ class Schedule:
         if row is None:
             return standing
         if row.place is None:
-            return changed(standing, queue=tuple(each for each in standing.queue if each.id != id))
+            return replace_fields(standing, queue=tuple(each for each in standing.queue if each.id != id))
         work = _Work(self, standing)
         work.vacate(row)
         return work.standing()
@@ -188,7 +188,7 @@ class Schedule:
         """How many pages so many positions take."""
         return -(-positions // self.page_size)
 
-    def _tables(self, rows: Sequence[Row | None]) -> np.ndarray:
+    def _tables(self, rows: Sequence[SequenceState | None]) -> np.ndarray:
         tables = np.full((self.rows, self.row_pages), self.fill, np.int32)
         for place, row in enumerate(rows):
             if row is not None:
@@ -210,7 +210,7 @@ class _Work:
 
     def standing(self) -> SchedulerState:
         pools = tuple(self._pools.get(n, pool) for n, pool in enumerate(self._given.pools))
-        return changed(
+        return replace_fields(
             self._given,
             queue=tuple(self.queue),
             rows=tuple(self.rows),
@@ -231,15 +231,15 @@ class _Work:
     def shard_of(self, place: int) -> int:
         return place // self.schedule.places
 
-    def running(self) -> list[Row]:
+    def running(self) -> list[SequenceState]:
         """The rows that run, those that came first first."""
         return sorted((row for row in self.rows if row is not None), key=lambda row: row.order)
 
-    def put(self, row: Row) -> None:
+    def put(self, row: SequenceState) -> None:
         assert row.place is not None
         self.rows[row.place] = row
 
-    def vacate(self, row: Row) -> None:
+    def vacate(self, row: SequenceState) -> None:
         """Takes a row from its place, and its pages back."""
         assert row.place is not None
         if not self.schedule.fixed:
@@ -266,19 +266,21 @@ class _Work:
                 self._give_way(youngest)
                 gave_way.append(youngest.id)
             if missing > 0 and self.rows[place] is not None:
-                self.put(changed(row, pages=row.pages + self.pool(shard).take(missing)))
+                self.put(replace_fields(row, pages=row.pages + self.pool(shard).take(missing)))
         return tuple(gave_way)
 
-    def _give_way(self, row: Row) -> None:
+    def _give_way(self, row: SequenceState) -> None:
         self.vacate(row)
-        waits = changed(row, place=None, target=0, written=0, shared=0, pages=(), sound=0, named=0, gave_way=True)
+        waits = replace_fields(
+            row, place=None, target=0, written=0, shared=0, pages=(), sound=0, named=0, gave_way=True
+        )
         self.queue = sorted([*self.queue, waits], key=lambda each: each.order)
 
-    def _decodes(self, row: Row) -> bool:
+    def _decodes(self, row: SequenceState) -> bool:
         # What may come next in a text that conforms to something depends on what came last.
         return not row.prefilling and row.left > 0 and not (row.due and row.request.constraint is not None)
 
-    def _tokens(self, row: Row) -> int:
+    def _tokens(self, row: SequenceState) -> int:
         """How many tokens the next call gives a row at most."""
         return min(self.schedule.steps if row.request.constraint is None else 1, row.left)
 
@@ -301,7 +303,7 @@ class _Work:
             self._place(row, names, shard)
         self.queue = waiting
 
-    def _shareable_names(self, row: Row) -> tuple[bytes, ...]:
+    def _shareable_names(self, row: SequenceState) -> tuple[bytes, ...]:
         """The names of the pages that a row could share: at least one token has to be computed."""
         schedule = self.schedule
         params = row.request.params
@@ -312,9 +314,9 @@ class _Work:
         if params.counts_tokens:
             # So have those that it made before it gave way.
             tokens = tokens[: len(row.request.tokens)]
-        return page_names(tokens, schedule.page_size, row.names[: len(tokens) // schedule.page_size])
+        return page_hashes(tokens, schedule.page_size, row.names[: len(tokens) // schedule.page_size])
 
-    def _sibling_prefills(self, row: Row, names: Sequence[bytes]) -> bool:
+    def _sibling_prefills(self, row: SequenceState, names: Sequence[bytes]) -> bool:
         """Whether another choice of the request is about to have pages that this one could share."""
         return any(
             other is not None
@@ -323,7 +325,7 @@ class _Work:
             for other in self.rows
         )
 
-    def _shard_for(self, row: Row, names: Sequence[bytes]) -> int | None:
+    def _shard_for(self, row: SequenceState, names: Sequence[bytes]) -> int | None:
         """The shard that a row goes to: where most of its pages are, then where most are left; None for none."""
         best = None
         for shard in range(self.schedule.shards):
@@ -332,7 +334,7 @@ class _Work:
             if others == len(places):
                 continue
             pool = self.look(shard)
-            shared = known_pages(pool, names)
+            shared = cached_pages(pool, names)
             left = pool.available - sum(pool.is_idle(page) for page in shared)
             left -= self.schedule.pages_for(row.known) - len(shared)
             # A page for each row that runs, so that who comes in does not have to give way at once.
@@ -343,7 +345,7 @@ class _Work:
                 best = score, shard
         return None if best is None else best[1]
 
-    def _place(self, row: Row, names: tuple[bytes, ...], shard: int) -> None:
+    def _place(self, row: SequenceState, names: tuple[bytes, ...], shard: int) -> None:
         schedule = self.schedule
         first = shard * schedule.places
         place = next(n for n in range(first, first + schedule.places) if self.rows[n] is None)
@@ -353,11 +355,11 @@ class _Work:
             shared: tuple[int, ...] = ()
         else:
             pool = self.pool(shard)
-            shared = known_pages(pool, names)
+            shared = cached_pages(pool, names)
             pool.share(shared)
             pages = shared + pool.take(schedule.pages_for(row.known) - len(shared))
         self.put(
-            changed(
+            replace_fields(
                 row,
                 place=place,
                 target=row.known,
@@ -370,18 +372,18 @@ class _Work:
             )
         )
 
-    def decode(self) -> tuple[DecodeRow, ...]:
+    def decode(self) -> tuple[DecodeSlot, ...]:
         """Plans the decode call: every row whose prompt is computed and that may have more tokens."""
         planned = []
         for row in self.running():
             if not self._decodes(row) or row.place is None:
                 continue
             tokens = self._tokens(row)
-            planned.append(DecodeRow(id=row.id, place=row.place, start=row.written, tokens=tokens))
-            self.put(changed(row, written=row.written + tokens, due=(*row.due, tokens)))
+            planned.append(DecodeSlot(id=row.id, place=row.place, start=row.written, tokens=tokens))
+            self.put(replace_fields(row, written=row.written + tokens, due=(*row.due, tokens)))
         return tuple(sorted(planned, key=lambda each: each.place))
 
-    def prefill(self) -> tuple[tuple[int, int] | None, tuple[PrefillPart, ...]]:
+    def prefill(self) -> tuple[tuple[int, int] | None, tuple[PrefillChunk, ...]]:
         """Plans the prefill call: the one of the row that came first, and of those that need the same."""
         waiting = [
             (self.schedule.bucket_for(row.target - row.written), row) for row in self.running() if row.prefilling
@@ -394,7 +396,7 @@ class _Work:
             assert row.place is not None
             end = min(row.target, row.written + bucket[1])
             ends = end == row.target
-            part = PrefillPart(
+            part = PrefillChunk(
                 id=row.id,
                 place=row.place,
                 lane=lane,
@@ -405,13 +407,13 @@ class _Work:
                 left=row.left,
             )
             parts.append(part)
-            self.put(changed(row, written=end, due=(*row.due, 1) if ends else row.due))
+            self.put(replace_fields(row, written=end, due=(*row.due, 1) if ends else row.due))
         return bucket, tuple(parts)
 
-    def _lanes(self, waiting: Sequence[Row], bucket: tuple[int, int]) -> Mapping[int, Row]:
+    def _lanes(self, waiting: Sequence[SequenceState], bucket: tuple[int, int]) -> Mapping[int, SequenceState]:
         """Which rows would be in a call, by lane: each shard has its own lanes."""
         each = bucket[0] // self.schedule.shards
-        lanes: dict[int, Row] = {}
+        lanes: dict[int, SequenceState] = {}
         used = [0] * self.schedule.shards
         for row in waiting:
             shard = self.shard_of(row.place or 0)
@@ -428,11 +430,11 @@ class _Work:
             if row.sound // self.schedule.page_size > row.named:
                 self.put(self._name(row, self.pool(self.shard_of(row.place))))
 
-    def _name(self, row: Row, pool: PagePool) -> Row:
+    def _name(self, row: SequenceState, pool: PagePool) -> SequenceState:
         full = row.sound // self.schedule.page_size
         if not self.schedule.share_prefixes or full <= row.named:
             return row
-        names = page_names(row.tokens[: full * self.schedule.page_size], self.schedule.page_size, row.names[:full])
+        names = page_hashes(row.tokens[: full * self.schedule.page_size], self.schedule.page_size, row.names[:full])
         for page, name in zip(row.pages[row.named : full], names[row.named : full], strict=True):
             pool.name(page, name)
-        return changed(row, names=names, named=full)
+        return replace_fields(row, names=names, named=full)

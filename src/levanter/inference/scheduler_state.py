@@ -151,7 +151,7 @@ NAME_BYTES = 16
 """Of a name. Two different prefixes get the same one with probability 2⁻¹²⁸ each time."""
 
 
-def page_names(tokens: Sequence[int], page_size: int, known: Sequence[bytes] = ()) -> tuple[bytes, ...]:
+def page_hashes(tokens: Sequence[int], page_size: int, known: Sequence[bytes] = ()) -> tuple[bytes, ...]:
     """The names of the full pages of a sequence.
 
     Args:
@@ -167,7 +167,7 @@ def page_names(tokens: Sequence[int], page_size: int, known: Sequence[bytes] = (
     return tuple(names)
 
 
-def known_pages(pool: PagePool, names: Sequence[bytes]) -> tuple[int, ...]:
+def cached_pages(pool: PagePool, names: Sequence[bytes]) -> tuple[int, ...]:
     """The pages of the longest prefix that the pool has."""
     pages = []
     for name in names:
@@ -181,7 +181,7 @@ def known_pages(pool: PagePool, names: Sequence[bytes]) -> tuple[int, ...]:
 V = TypeVar("V")
 
 
-def changed(value: V, **fields: object) -> V:
+def replace_fields(value: V, **fields: object) -> V:
     """`dataclasses.replace` for frozen values that check nothing when they are made, in a tenth of its time.
 
     A step changes each row a few times, and between two steps every stream waits.
@@ -194,7 +194,7 @@ def changed(value: V, **fields: object) -> V:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class SequenceState:
     """One choice of a request, waiting or running.
 
     Attributes:
@@ -272,8 +272,8 @@ class SchedulerState:
         released: places whose rows have ended since the last step.
     """
 
-    queue: tuple[Row, ...]
-    rows: tuple[Row | None, ...]
+    queue: tuple[SequenceState, ...]
+    rows: tuple[SequenceState | None, ...]
     pools: tuple[PagePool, ...]
     arrived: int = 0
     released: tuple[int, ...] = ()
@@ -288,7 +288,7 @@ class SchedulerState:
         """Tokens of the prompts that have never run."""
         return sum(len(row.request.tokens) for row in self.queue if not row.gave_way)
 
-    def find(self, id: ChoiceId) -> Row | None:
+    def find(self, id: ChoiceId) -> SequenceState | None:
         """A choice, waiting or running; None if it is neither."""
         for row in self.rows:
             if row is not None and row.id == id:
@@ -298,11 +298,11 @@ class SchedulerState:
                 return row
         return None
 
-    def with_row(self, row: Row) -> "SchedulerState":
+    def with_row(self, row: SequenceState) -> "SchedulerState":
         """The same with another value for a choice that is there."""
         if row.place is None:
-            return changed(self, queue=tuple(row if each.id == row.id else each for each in self.queue))
-        return changed(self, rows=(*self.rows[: row.place], row, *self.rows[row.place + 1 :]))
+            return replace_fields(self, queue=tuple(row if each.id == row.id else each for each in self.queue))
+        return replace_fields(self, rows=(*self.rows[: row.place], row, *self.rows[row.place + 1 :]))
 
     def read(self, id: ChoiceId, tokens: tuple[int, ...]) -> "SchedulerState":
         """The standing when the tokens of a choice's oldest unread call are known; itself if the choice has ended.
@@ -319,7 +319,7 @@ class SchedulerState:
         if tokens and row.place is not None:
             # A token's key and value are there when the next token is.
             sound = row.sound_with(len(row.request.tokens) + len(made) - 1)
-        return self.with_row(changed(row, made=made, due=row.due[1:], sound=sound))
+        return self.with_row(replace_fields(row, made=made, due=row.due[1:], sound=sound))
 
     def read_part(self, id: ChoiceId, end: int) -> "SchedulerState":
         """The standing when a call for a part of a choice's prompt was read and all in it was numbers.
@@ -331,11 +331,11 @@ class SchedulerState:
         row = self.find(id)
         if row is None or row.place is None:
             return self
-        return self.with_row(changed(row, sound=row.sound_with(end)))
+        return self.with_row(replace_fields(row, sound=row.sound_with(end)))
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillPart:
+class PrefillChunk:
     """A part of one row's prompt.
 
     Attributes:
@@ -360,7 +360,7 @@ class PrefillPart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeRow:
+class DecodeSlot:
     """A row that gets tokens.
 
     Attributes:
@@ -392,8 +392,8 @@ class StepPlan:
 
     released: tuple[int, ...]
     bucket: tuple[int, int] | None
-    prefill: tuple[PrefillPart, ...]
-    decode: tuple[DecodeRow, ...]
+    prefill: tuple[PrefillChunk, ...]
+    decode: tuple[DecodeSlot, ...]
     tables: np.ndarray
     gave_way: tuple[ChoiceId, ...]
     after: SchedulerState

@@ -1,4 +1,4 @@
-"""`RowState`: what the device knows of every running sequence between two calls.
+"""`SlotState`: what the device knows of every running sequence between two calls.
 
 Rows come and go by array updates: a prefill writes the rows it has finished (`begun`), a decode step moves all of them
 on (`advanced`), and the host releases rows by a mask. No request ever compiles anything.
@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
-from levanter.inference.sampling import GENERATED, IN_PROMPT, RowParams, Sampled, Word
+from levanter.inference.sampling import GENERATED, IN_PROMPT, Sampled, SlotParams, Word
 
 
-class RowState(eqx.Module):
+class SlotState(eqx.Module):
     """The state of all rows.
 
     Attributes:
@@ -38,7 +38,7 @@ class RowState(eqx.Module):
     counts: NamedArray | None
 
     @staticmethod
-    def empty(Batch: Axis, Vocab: Axis | None = None) -> "RowState":
+    def empty(Batch: Axis, Vocab: Axis | None = None) -> "SlotState":
         """Rows that nobody uses.
 
         Args:
@@ -46,7 +46,7 @@ class RowState(eqx.Module):
             Vocab: the vocabulary, if tokens are counted for penalties.
         """
         numbers = hax.zeros(Batch, dtype=jnp.int32)
-        return RowState(
+        return SlotState(
             last_token=numbers,
             position=numbers,
             left=numbers,
@@ -60,7 +60,7 @@ class RowState(eqx.Module):
         """The axis of rows."""
         return self.done.resolve_axis("batch")
 
-    def taken(self, rows: NamedArray) -> "RowState":
+    def taken(self, rows: NamedArray) -> "SlotState":
         """Some of the rows as a state of their own.
 
         Args:
@@ -74,7 +74,7 @@ class RowState(eqx.Module):
         inside = hax.named((rows.array >= 0) & (rows.array < self.Batch.size), rows.axes)
         return eqx.tree_at(lambda s: s.done, state, state.done | ~inside)
 
-    def replaced(self, rows: NamedArray, part: "RowState") -> "RowState":
+    def replaced(self, rows: NamedArray, part: "SlotState") -> "SlotState":
         """The state with some of its rows from another one.
 
         Args:
@@ -93,12 +93,12 @@ class RowState(eqx.Module):
         self,
         rows: NamedArray,
         sampled: Sampled,
-        params: RowParams,
+        params: SlotParams,
         *,
         noise: NamedArray,
         position: NamedArray,
         left: NamedArray,
-    ) -> "RowState":
+    ) -> "SlotState":
         """The state after the end of some rows' prompts, with their first tokens.
 
         Args:
@@ -111,7 +111,7 @@ class RowState(eqx.Module):
             left: int32, how many tokens each may have, this first one included.
         """
         (Part,) = rows.axes
-        fresh = RowState(
+        fresh = SlotState(
             last_token=sampled.tokens,
             position=position - 1,
             left=left,
@@ -121,7 +121,7 @@ class RowState(eqx.Module):
         )
         return self.replaced(rows, fresh.advanced(sampled, params))
 
-    def advanced(self, sampled: Sampled, params: RowParams) -> "RowState":
+    def advanced(self, sampled: Sampled, params: SlotParams) -> "SlotState":
         """The state after one more token of every row that is not done.
 
         A row is done when it samples one of its stop ids, has no tokens left, or has nothing that it could sample.
@@ -135,7 +135,7 @@ class RowState(eqx.Module):
             ids = hax.arange(Vocab, dtype=jnp.int32).broadcast_to(counts.axes)
             is_token = (ids == sampled.tokens) & running
             counts = (counts + GENERATED * is_token.astype(jnp.int32)).rearrange(counts.axes)
-        return RowState(
+        return SlotState(
             last_token=hax.where(running, sampled.tokens, self.last_token),
             position=self.position + running.astype(jnp.int32),
             left=left,
@@ -144,7 +144,7 @@ class RowState(eqx.Module):
             counts=counts,
         )
 
-    def released(self, rows: NamedArray) -> "RowState":
+    def released(self, rows: NamedArray) -> "SlotState":
         """The state without the rows where the mask `[batch]` is true."""
         return eqx.tree_at(lambda s: s.done, self, self.done | rows)
 
@@ -157,7 +157,7 @@ class RowState(eqx.Module):
         lengths: NamedArray,
         prompts: NamedArray,
         fresh: NamedArray,
-    ) -> "RowState":
+    ) -> "SlotState":
         """The state with the tokens of a prefill counted; the state itself where tokens are not counted.
 
         Args:

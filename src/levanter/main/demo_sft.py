@@ -31,7 +31,7 @@ from levanter.commands.train.lm.train_lm import TrainLmConfig, train
 from levanter.commands.train.outcome import Trained
 from levanter.eval.perplexity import EvalResult
 from levanter.inference.config import InferenceConfig
-from levanter.inference.engine import schedule_of
+from levanter.inference.engine import make_schedule
 from levanter.mesh import local_devices
 from levanter.runplan import INTERNAL_ERROR, OK
 
@@ -120,7 +120,7 @@ def _answers(config: TrainLmConfig, adapter: str | None) -> list[str]:
     )
     found = local_devices(config.trainer.mesh)
     plan = describe_texts(asked, local_target(found)).check()
-    schedule = schedule_of(plan.work.programs, share_prefixes=asked.inference.share_prefixes)
+    schedule = make_schedule(plan.work.programs, share_prefixes=asked.inference.share_prefixes)
     reader = prompt_reader(plan.work, schedule)
     greedy = replace(reader.defaults, temperature=0.0, max_tokens=TOKENS)
     with running(plan.work, plan.mesh.build(found.devices), schedule=schedule, reader=reader, show=True) as ready:

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from levanter.hardware import Accelerator
-from levanter.inference.capacity import CONTEXTS, LOADS, DecodeCost, Floor
+from levanter.inference.capacity import CONTEXTS, LOADS, DecodeCost, Roofline
 from levanter.plan.aot import Compiled
 from levanter.plan.row_advice import serving_of
 from levanter.plan.step_time_model import StepTime
@@ -67,7 +67,7 @@ class Call:
     tokens: int
     calls: dict[str, int]
     time: tuple[float, float, float] | None
-    floor: Floor | None
+    floor: Roofline | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class Load:
     rows: int
     program: str
     time: tuple[float, float, float] | None
-    floor: Floor
+    floor: Roofline
     chips: int
     chip_hour_price: float | None
 

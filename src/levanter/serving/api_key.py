@@ -14,13 +14,13 @@ from levanter.io import open_read
 
 ENVIRONMENT = "env:"
 """What `api_key` begins with where the key is in an environment variable."""
-LEAST_CHARACTERS = 8
+MIN_CHARACTERS = 8
 """Of a key: a shorter one is a mistake, or guessed at once."""
-MOST_BYTES = 4096
+MAX_FILE_BYTES = 4096
 """Of a key's file: what is longer is another file."""
 
 
-class NoKeyError(ValueError):
+class ApiKeyError(ValueError):
     """There is no usable key where one was said to be."""
 
 
@@ -66,27 +66,27 @@ def read_key(where: str, environment: Mapping[str, str] = os.environ) -> ApiKey:
     if where.startswith(ENVIRONMENT):
         name = where.removeprefix(ENVIRONMENT)
         if name not in environment:
-            raise NoKeyError(f"api_key: {where}: there is no environment variable {name}")
+            raise ApiKeyError(f"api_key: {where}: there is no environment variable {name}")
         return ApiKey.of(_checked(environment[name], where))
     try:
         with open_read(where) as file:
-            content = file.read(MOST_BYTES + 1)
+            content = file.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
-        raise NoKeyError(f"api_key: {where}: no such file") from None
+        raise ApiKeyError(f"api_key: {where}: no such file") from None
     except OSError as error:
-        raise NoKeyError(f"api_key: {where}: {error.strerror or error}") from error
-    if len(content) > MOST_BYTES:
-        raise NoKeyError(f"api_key: {where}: more than {MOST_BYTES:,} bytes; a key is one short line")
+        raise ApiKeyError(f"api_key: {where}: {error.strerror or error}") from error
+    if len(content) > MAX_FILE_BYTES:
+        raise ApiKeyError(f"api_key: {where}: more than {MAX_FILE_BYTES:,} bytes; a key is one short line")
     try:
         return ApiKey.of(_checked(content.decode("ascii"), where))
     except UnicodeDecodeError:
-        raise NoKeyError(f"api_key: {where}: not plain ASCII, which a header could not carry") from None
+        raise ApiKeyError(f"api_key: {where}: not plain ASCII, which a header could not carry") from None
 
 
 def _checked(text: str, where: str) -> str:
     key = text.strip()
     if not (key.isascii() and key.isprintable() and " " not in key):
-        raise NoKeyError(f"api_key: {where}: a key is one line of printable ASCII without spaces")
-    if len(key) < LEAST_CHARACTERS:
-        raise NoKeyError(f"api_key: {where}: {len(key)} characters; a key has {LEAST_CHARACTERS} at least")
+        raise ApiKeyError(f"api_key: {where}: a key is one line of printable ASCII without spaces")
+    if len(key) < MIN_CHARACTERS:
+        raise ApiKeyError(f"api_key: {where}: {len(key)} characters; a key has {MIN_CHARACTERS} at least")
     return key

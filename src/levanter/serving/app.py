@@ -13,9 +13,15 @@ from starlette.routing import BaseRoute, Route
 
 from levanter.io.package_version import version
 from levanter.serving import chat, completions, openapi, tokenizer_endpoints
-from levanter.serving.errors import ApiError, JsonAnswer, broken, not_there, refused
-from levanter.serving.metrics import Rejected
-from levanter.serving.responses import TokenTexts
+from levanter.serving.errors import (
+    ApiError,
+    JsonResponse,
+    api_error_response,
+    http_error_response,
+    internal_error_response,
+)
+from levanter.serving.metrics import RequestRejected
+from levanter.serving.responses import TokenStrings
 from levanter.serving.service import Service
 
 NOWHERE = "other"
@@ -41,22 +47,26 @@ def app(service: Service, *, routes: Sequence[BaseRoute] = (), middleware: Seque
     async def said_and_counted(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
         if error.reason is not None:
-            service.observe(Rejected(route=_route(request), reason=error.reason, status=error.status))
-        return await refused(request, error)
+            service.observe(RequestRejected(route=_route(request), reason=error.reason, status=error.status))
+        return await api_error_response(request, error)
 
     async def not_there_and_counted(request: Request, error: Exception) -> Response:
-        answer = await not_there(request, error)
-        service.observe(Rejected(route=NOWHERE, reason="absent", status=answer.status_code))
+        answer = await http_error_response(request, error)
+        service.observe(RequestRejected(route=NOWHERE, reason="absent", status=answer.status_code))
         return answer
 
     made = Starlette(
         routes=[*ROUTES, *routes],
         middleware=middleware,
         lifespan=lifespan,
-        exception_handlers={ApiError: said_and_counted, HTTPException: not_there_and_counted, Exception: broken},
+        exception_handlers={
+            ApiError: said_and_counted,
+            HTTPException: not_there_and_counted,
+            Exception: internal_error_response,
+        },
     )
     made.state.service = service
-    made.state.texts = TokenTexts(service.reader.tokenizer)
+    made.state.texts = TokenStrings(service.reader.tokenizer)
     return made
 
 
@@ -73,20 +83,20 @@ def _service(request: Request) -> Service:
 async def health(request: Request) -> Response:
     """Answers `GET /health`: whether the engine runs."""
     service = _service(request)
-    return JsonAnswer({"status": "ok" if service.healthy else "failed"}, status=200 if service.healthy else 503)
+    return JsonResponse({"status": "ok" if service.healthy else "failed"}, status=200 if service.healthy else 503)
 
 
 async def ready(request: Request) -> Response:
     """Answers `GET /ready`: whether requests are taken."""
     service = _service(request)
     taken = service.state == "ready" and service.healthy
-    return JsonAnswer({"status": service.state if service.healthy else "failed"}, status=200 if taken else 503)
+    return JsonResponse({"status": service.state if service.healthy else "failed"}, status=200 if taken else 503)
 
 
 async def models(request: Request) -> Response:
     """Answers `GET /v1/models`."""
     service = _service(request)
-    return JsonAnswer({"object": "list", "data": [_model(service, name) for name in service.names]})
+    return JsonResponse({"object": "list", "data": [_model(service, name) for name in service.names]})
 
 
 async def model(request: Request) -> Response:
@@ -94,13 +104,13 @@ async def model(request: Request) -> Response:
     service, name = _service(request), request.path_params["name"]
     if name not in service.names:
         raise ApiError(404, f"model: {name[:200]!r} is not served here", reason="absent", code="model_not_found")
-    return JsonAnswer(_model(service, name))
+    return JsonResponse(_model(service, name))
 
 
 async def interface(request: Request) -> Response:
     """Answers `GET /openapi.json`."""
     del request
-    return JsonAnswer(openapi.document(version()))
+    return JsonResponse(openapi.document(version()))
 
 
 def _model(service: Service, name: str) -> dict:

@@ -19,27 +19,27 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from levanter.base.json_types import Json
-from levanter.inference.prompts import AskedLine
-from levanter.inference.requests import MOST_TOP_LOGPROBS, ConstraintSpec, SamplingParams, fields_of
+from levanter.inference.prompts import PromptRequest
+from levanter.inference.requests import MAX_TOP_LOGPROBS, ConstraintSpec, SamplingParams, params_to_json
 from levanter.serving.engine_thread import TokenDelta
-from levanter.serving.errors import invalid
+from levanter.serving.errors import invalid_request
 from levanter.serving.request_parsing import (
     ProtocolError,
-    Sampling,
-    decoded,
-    fields_in,
-    fresh_id,
-    fresh_seed,
-    of_this_model,
-    submitted,
-    wants_usage,
+    SamplingOptions,
+    check_model_name,
+    decode_request,
+    make_submission,
+    parse_fields,
+    random_id,
+    request_seed,
+    streams_usage,
 )
 from levanter.serving.request_schema import ChatBody, Message, NamedTool, Tool
-from levanter.serving.responses import AskedCall, Builder, ChoiceSoFar, answered, is_shown
+from levanter.serving.responses import ParsedCall, PartialChoice, ResponseBuilder, is_visible, respond
 from levanter.serving.service import Service
 
 
-def messages_of(given: Sequence[Message]) -> tuple[Mapping[str, object], ...]:
+def template_messages(given: Sequence[Message]) -> tuple[Mapping[str, object], ...]:
     """Messages as chat templates know them.
 
     Raises:
@@ -65,7 +65,9 @@ def messages_of(given: Sequence[Message]) -> tuple[Mapping[str, object], ...]:
                     "type": "function",
                     "function": {
                         "name": call.function.name,
-                        "arguments": _arguments(call.function.arguments, f"messages[{n}].tool_calls[{m}]", problems),
+                        "arguments": _parse_arguments(
+                            call.function.arguments, f"messages[{n}].tool_calls[{m}]", problems
+                        ),
                     },
                 }
                 for m, call in enumerate(message.tool_calls)
@@ -76,7 +78,7 @@ def messages_of(given: Sequence[Message]) -> tuple[Mapping[str, object], ...]:
     return tuple(found)
 
 
-def _arguments(text: str, where: str, problems: list[str]) -> object:
+def _parse_arguments(text: str, where: str, problems: list[str]) -> object:
     """The arguments of a call, which templates write down themselves."""
     try:
         value = json.loads(text or "{}")
@@ -87,10 +89,10 @@ def _arguments(text: str, where: str, problems: list[str]) -> object:
     return value
 
 
-_OURS = frozenset({"messages", "tools", "bos_token", "eos_token", "add_generation_prompt"})
+_RESERVED_VARIABLES = frozenset({"messages", "tools", "bos_token", "eos_token", "add_generation_prompt"})
 
 
-def template_fields(more: Mapping[str, object] | None, tools: Sequence[Tool] | None) -> Mapping[str, object]:
+def template_variables(more: Mapping[str, object] | None, tools: Sequence[Tool] | None) -> Mapping[str, object]:
     """What a template knows beside the messages.
 
     Args:
@@ -101,26 +103,26 @@ def template_fields(more: Mapping[str, object] | None, tools: Sequence[Tool] | N
         ProtocolError: the request gives it what is not the request's to give.
     """
     found = dict(more or {})
-    if taken := sorted(_OURS & set(found)):
+    if taken := sorted(_RESERVED_VARIABLES & set(found)):
         raise ProtocolError([f"chat_template_kwargs.{name}: is not the request's to say" for name in taken])
     if tools:
-        found["tools"] = [{"type": "function", "function": _function(tool)} for tool in tools]
+        found["tools"] = [{"type": "function", "function": _tool_function(tool)} for tool in tools]
     return found
 
 
-def _function(tool: Tool) -> Mapping[str, object]:
+def _tool_function(tool: Tool) -> Mapping[str, object]:
     function = tool.function
     said = {"name": function.name, "description": function.description, "parameters": function.parameters}
     return {name: value for name, value in said.items() if value is not None}
 
 
-_NAME = re.compile(r"[\w.-]{1,64}")
+_TOOL_NAME = re.compile(r"[\w.-]{1,64}")
 _TAGGED = re.compile(r"\s*<tool_call>(.*?)</tool_call>", re.DOTALL)
-BEGINNINGS = ("{", "[", "<tool_call>")
+CALL_PREFIXES = ("{", "[", "<tool_call>")
 """What a text begins with that may be a call."""
-MOST_TOOLS = 128
+MAX_TOOLS = 128
 """That a request may name."""
-Mode: TypeAlias = Literal["none", "auto", "required", "named"]
+ToolMode: TypeAlias = Literal["none", "auto", "required", "named"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +148,7 @@ class ToolRules:
         several: whether it may make several calls.
     """
 
-    mode: Mode = "none"
+    mode: ToolMode = "none"
     tools: tuple[Tool, ...] = ()
     several: bool = True
 
@@ -154,7 +156,7 @@ class ToolRules:
     def constraint(self) -> ConstraintSpec | None:
         """What the text of an answer has to conform to."""
         if self.mode == "named":
-            return _schema(self.tools[0].function.parameters or {"type": "object"})
+            return _schema_constraint(self.tools[0].function.parameters or {"type": "object"})
         if self.mode != "required":
             return None
         each = [
@@ -170,7 +172,7 @@ class ToolRules:
             for tool in self.tools
         ]
         most = {} if self.several else {"maxItems": 1}
-        return _schema({"type": "array", "items": {"anyOf": each}, "minItems": 1, **most})
+        return _schema_constraint({"type": "array", "items": {"anyOf": each}, "minItems": 1, **most})
 
     def calls_in(self, text: str) -> tuple[ToolCall, ...]:
         """The calls that a text is; none where it is not as a whole calls of known tools."""
@@ -178,7 +180,7 @@ class ToolRules:
             return ()
         if self.mode == "named":
             return (ToolCall(name=self.tools[0].function.name, arguments=text),)
-        found = [call for one in _objects(text) for call in [self._call(one)]]
+        found = [call for one in _json_values(text) for call in [self._call(one)]]
         return () if any(call is None for call in found) else tuple(call for call in found if call is not None)
 
     def may_be_call(self, beginning: str) -> bool:
@@ -186,7 +188,7 @@ class ToolRules:
         if self.mode in ("none", "named"):
             return False
         text = beginning.lstrip()
-        return any(text.startswith(one) or one.startswith(text) for one in BEGINNINGS)
+        return any(text.startswith(one) or one.startswith(text) for one in CALL_PREFIXES)
 
     def _call(self, given: object) -> ToolCall | None:
         if not isinstance(given, dict):
@@ -199,11 +201,11 @@ class ToolRules:
         return ToolCall(name=name, arguments=json.dumps(arguments, ensure_ascii=False))
 
 
-def _schema(schema: Mapping[str, object]) -> ConstraintSpec:
+def _schema_constraint(schema: Mapping[str, object]) -> ConstraintSpec:
     return ConstraintSpec(kind="json_schema", text=json.dumps(schema))
 
 
-def _objects(text: str) -> Sequence[object]:
+def _json_values(text: str) -> Sequence[object]:
     """The JSON objects that a text consists of; none where there is anything else in it."""
     pieces = [text]
     if text.lstrip().startswith("<tool_call>"):
@@ -223,7 +225,7 @@ def _objects(text: str) -> Sequence[object]:
     return found
 
 
-def rules_of(tools: Sequence[Tool] | None, choice: str | NamedTool | None, *, several: bool | None) -> ToolRules:
+def tool_rules(tools: Sequence[Tool] | None, choice: str | NamedTool | None, *, several: bool | None) -> ToolRules:
     """How an answer may call tools.
 
     Args:
@@ -236,10 +238,10 @@ def rules_of(tools: Sequence[Tool] | None, choice: str | NamedTool | None, *, se
     """
     problems = []
     names = [tool.function.name for tool in tools or ()]
-    if len(names) > MOST_TOOLS:
-        problems.append(f"tools: at most {MOST_TOOLS}, got {len(names)}")
+    if len(names) > MAX_TOOLS:
+        problems.append(f"tools: at most {MAX_TOOLS}, got {len(names)}")
     for n, name in enumerate(names):
-        if not _NAME.fullmatch(name):
+        if not _TOOL_NAME.fullmatch(name):
             problems.append(f"tools[{n}].function.name: expected 1 to 64 letters, digits, `_`, `-` and `.`")
         elif name in names[:n]:
             problems.append(f"tools[{n}].function.name: {name!r} is a tool already")
@@ -254,7 +256,7 @@ def rules_of(tools: Sequence[Tool] | None, choice: str | NamedTool | None, *, se
     if isinstance(choice, NamedTool):
         named = next(tool for tool in tools if tool.function.name == choice.function.name)
         return ToolRules(mode="named", tools=(named,), several=False)
-    mode: Mode = "required" if choice == "required" else "auto"
+    mode: ToolMode = "required" if choice == "required" else "auto"
     return ToolRules(mode=mode, tools=tuple(tools), several=several is not False)
 
 
@@ -262,7 +264,7 @@ PATH = "/v1/chat/completions"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatCall(AskedCall):
+class ChatCall(ParsedCall):
     """A body that was read.
 
     Attributes:
@@ -272,82 +274,84 @@ class ChatCall(AskedCall):
     rules: ToolRules
 
 
-def read_chat(raw: bytes, service: Service) -> ChatCall:
+def parse_chat(raw: bytes, service: Service) -> ChatCall:
     """What a body asks for.
 
     Raises:
         ApiError: it cannot be answered; lists what is wrong with it.
     """
-    fields = fields_in(raw)
+    fields = parse_fields(raw)
     if fields.get("echo"):
-        raise invalid("echo: only for /v1/completions")
+        raise invalid_request("echo: only for /v1/completions")
     most = service.chat_max_tokens
     if (newer := fields.get("max_completion_tokens")) is not None:
         if fields.get("max_tokens") not in (None, newer):
-            raise invalid("max_completion_tokens: is not max_tokens, which is the same by its older name")
+            raise invalid_request("max_completion_tokens: is not max_tokens, which is the same by its older name")
         fields["max_tokens"] = newer
-    defaults = {**fields_of(service.reader.defaults), "max_tokens": most or service.context, "logprobs": None}
-    body, sampling = decoded(ChatBody, fields, defaults={**defaults, "echo": False})
+    defaults = {**params_to_json(service.reader.defaults), "max_tokens": most or service.context, "logprobs": None}
+    body, sampling = decode_request(ChatBody, fields, defaults={**defaults, "echo": False})
     if fields.get("max_tokens") is None and most is None:
         # As many as there is room for.
         sampling = replace(sampling, params=replace(sampling.params, max_tokens=None))
-    of_this_model(body.model, service.names)
+    check_model_name(body.model, service.names)
     try:
-        rules = rules_of(body.tools, body.tool_choice, several=body.parallel_tool_calls)
-        messages = messages_of(body.messages)
-        template = template_fields(body.chat_template_kwargs, () if rules.mode == "none" else body.tools)
+        rules = tool_rules(body.tools, body.tool_choice, several=body.parallel_tool_calls)
+        messages = template_messages(body.messages)
+        template = template_variables(body.chat_template_kwargs, () if rules.mode == "none" else body.tools)
     except ProtocolError as error:
-        raise invalid(str(error)) from None
-    params, constraint, id = _params(body, sampling), sampling.constraint, fresh_id("chatcmpl")
+        raise invalid_request(str(error)) from None
+    params, constraint, id = _params(body, sampling), sampling.constraint, random_id("chatcmpl")
     if rules.constraint is not None:
         if constraint is not None:
-            raise invalid("tool_choice: a text that has to be a call conforms to nothing else (response_format)")
+            raise invalid_request(
+                "tool_choice: a text that has to be a call conforms to nothing else (response_format)"
+            )
         constraint = rules.constraint
-    asked = AskedLine(
+    asked = PromptRequest(
         line=1, id=id, prompt=None, messages=messages, template=template, params=params, constraint=constraint
     )
     return ChatCall(
         id=id,
-        submitted=(submitted(asked, service.reader),),
+        submitted=(make_submission(asked, service.reader),),
         params=params,
         stream=body.stream,
-        usage=wants_usage(body.stream_options, stream=body.stream),
+        usage=streams_usage(body.stream_options, stream=body.stream),
         rules=rules,
     )
 
 
-def _params(body: ChatBody, sampling: Sampling) -> SamplingParams:
+def _params(body: ChatBody, sampling: SamplingOptions) -> SamplingParams:
     """The parameters, with those that a conversation calls otherwise."""
     problems = []
     if body.top_logprobs is not None and not body.logprobs:
         problems.append("top_logprobs: needs logprobs: true")
     top = body.top_logprobs or 0
-    if not 0 <= top <= MOST_TOP_LOGPROBS:
-        problems.append(f"top_logprobs: must be from 0 to {MOST_TOP_LOGPROBS}, got {top}")
+    if not 0 <= top <= MAX_TOP_LOGPROBS:
+        problems.append(f"top_logprobs: must be from 0 to {MAX_TOP_LOGPROBS}, got {top}")
     if problems:
-        raise invalid("\n".join(problems))
+        raise invalid_request("\n".join(problems))
     params = sampling.params
-    return replace(params, seed=fresh_seed(params), logprobs=top if body.logprobs else None)
+    return replace(params, seed=request_seed(params), logprobs=top if body.logprobs else None)
 
 
-class Chat(Builder):
+class ChatBuilder(ResponseBuilder):
     """The answer in a conversation."""
 
     call: ChatCall
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def opening(self, choice: ChoiceSoFar) -> Iterator[Mapping[str, Json]]:
+    def opening(self, choice: PartialChoice) -> Iterator[Mapping[str, Json]]:
         """Who speaks."""
         opened: dict[str, Json] = {"role": "assistant"}
         if self.call.rules.mode == "named":
             name = self.call.rules.tools[0].function.name
-            opened["tool_calls"] = [_shown_call(0, ToolCall(name=name, arguments=""), self._call_id(choice, 0))]
+            opened["tool_calls"] = [_call_json(0, ToolCall(name=name, arguments=""), self._call_id(choice, 0))]
         else:
             opened["content"] = ""
         yield {"index": choice.index, "delta": opened, "logprobs": None, "finish_reason": None}
 
-    def delta(self, choice: ChoiceSoFar, piece: TokenDelta) -> Iterator[Mapping[str, Json]]:
+    def delta(self, choice: PartialChoice, piece: TokenDelta) -> Iterator[Mapping[str, Json]]:
         """What a piece adds; a text that may be calls is held back until it is known to be none, or has ended."""
         rules = self.call.rules
         choice.held.append(piece)
@@ -357,7 +361,7 @@ class Chat(Builder):
         calls = self._calls(choice) if piece.last and rules.mode != "named" else ()
         text, said = "".join(each.text for each in held), dict[str, Json]()
         if calls:
-            said["tool_calls"] = [_shown_call(n, call, self._call_id(choice, n)) for n, call in enumerate(calls)]
+            said["tool_calls"] = [_call_json(n, call, self._call_id(choice, n)) for n, call in enumerate(calls)]
         elif text and rules.mode == "named":
             said["tool_calls"] = [{"index": 0, "function": {"arguments": text}}]
         elif text:
@@ -365,24 +369,24 @@ class Chat(Builder):
         if said or piece.last or self.call.params.logprobs is not None:
             yield self._choice(choice, held, "delta", said, calls)
 
-    def complete(self, choice: ChoiceSoFar) -> Mapping[str, Json]:
+    def complete(self, choice: PartialChoice) -> Mapping[str, Json]:
         """The whole message."""
         calls = self._calls(choice)
         said: dict[str, Json] = {"role": "assistant", "content": None if calls else choice.text, "refusal": None}
         if calls:
-            shown = [_shown_call(n, call, self._call_id(choice, n)) for n, call in enumerate(calls)]
+            shown = [_call_json(n, call, self._call_id(choice, n)) for n, call in enumerate(calls)]
             said["tool_calls"] = [{key: value for key, value in one.items() if key != "index"} for one in shown]
         return self._choice(choice, choice.pieces, "message", said, calls)
 
-    def _calls(self, choice: ChoiceSoFar) -> tuple[ToolCall, ...]:
+    def _calls(self, choice: PartialChoice) -> tuple[ToolCall, ...]:
         return self.call.rules.calls_in(choice.text)
 
-    def _call_id(self, choice: ChoiceSoFar, n: int) -> str:
+    def _call_id(self, choice: PartialChoice, n: int) -> str:
         return f"call_{self.call.id.rpartition('-')[2]}_{choice.index}_{n}"
 
     def _choice(
         self,
-        choice: ChoiceSoFar,
+        choice: PartialChoice,
         pieces: Sequence[TokenDelta],
         where: str,
         said: dict[str, Json],
@@ -410,7 +414,7 @@ class Chat(Builder):
             return None
         content: list[Json] = []
         for piece in pieces:
-            if piece.token is not None and is_shown(piece):
+            if piece.token is not None and is_visible(piece):
                 top: list[Json] = [self._token(id, value) for id, value in piece.token.top]
                 content.append({**self._token(piece.token.id, piece.token.logprob), "top_logprobs": top})
         return {"content": content, "refusal": None}
@@ -419,10 +423,10 @@ class Chat(Builder):
         return {"token": self.texts.text(id), "logprob": logprob, "bytes": list(self.texts.bytes(id))}
 
 
-def _shown_call(n: int, call: ToolCall, id: str) -> dict[str, Json]:
+def _call_json(n: int, call: ToolCall, id: str) -> dict[str, Json]:
     return {"index": n, "id": id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 async def chat_completions(request: Request) -> Response:
     """Answers `POST /v1/chat/completions`."""
-    return await answered(request, path=PATH, read=read_chat, build=Chat)
+    return await respond(request, path=PATH, read=parse_chat, build=ChatBuilder)

@@ -7,50 +7,57 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from levanter.base.json_types import Json
-from levanter.inference.prompts import AskedLine
-from levanter.inference.requests import fields_of
+from levanter.inference.prompts import PromptRequest
+from levanter.inference.requests import params_to_json
 from levanter.serving.engine_thread import TokenDelta
-from levanter.serving.errors import invalid
+from levanter.serving.errors import invalid_request
 from levanter.serving.request_parsing import (
-    decoded,
-    fields_in,
-    fresh_id,
-    fresh_seed,
-    of_this_model,
-    submitted,
-    wants_usage,
+    check_model_name,
+    decode_request,
+    make_submission,
+    parse_fields,
+    random_id,
+    request_seed,
+    streams_usage,
 )
 from levanter.serving.request_schema import CompletionBody
-from levanter.serving.responses import AskedCall, Builder, ChoiceSoFar, answered, is_quickly_read, is_shown
+from levanter.serving.responses import (
+    ParsedCall,
+    PartialChoice,
+    ResponseBuilder,
+    is_cheap_to_parse,
+    is_visible,
+    respond,
+)
 from levanter.serving.service import Service
 
 PATH = "/v1/completions"
-MOST_PROMPTS = 1024
+MAX_PROMPTS = 1024
 """Of one request."""
 
 
-def read_completion(raw: bytes, service: Service) -> AskedCall:
+def parse_completion(raw: bytes, service: Service) -> ParsedCall:
     """What a body asks for.
 
     Raises:
         ApiError: it cannot be answered; lists what is wrong with it.
     """
-    fields = fields_in(raw)
-    body, sampling = decoded(CompletionBody, fields, defaults=fields_of(service.reader.defaults))
-    of_this_model(body.model, service.names)
-    prompts = _prompts(body.prompt)
-    id = fresh_id("cmpl")
-    params = replace(sampling.params, seed=fresh_seed(sampling.params))
+    fields = parse_fields(raw)
+    body, sampling = decode_request(CompletionBody, fields, defaults=params_to_json(service.reader.defaults))
+    check_model_name(body.model, service.names)
+    prompts = _list_prompts(body.prompt)
+    id = random_id("cmpl")
+    params = replace(sampling.params, seed=request_seed(sampling.params))
     found = []
     for n, prompt in enumerate(prompts):
-        asked = AskedLine(line=n + 1, id=f"{id}-{n}", prompt=prompt, params=params, constraint=sampling.constraint)
+        asked = PromptRequest(line=n + 1, id=f"{id}-{n}", prompt=prompt, params=params, constraint=sampling.constraint)
         where = f"prompt[{n}]: " if len(prompts) > 1 else ""
-        found.append(submitted(asked, service.reader, where=where))
-    usage = wants_usage(body.stream_options, stream=body.stream)
-    return AskedCall(id=id, submitted=tuple(found), params=params, stream=body.stream, usage=usage)
+        found.append(make_submission(asked, service.reader, where=where))
+    usage = streams_usage(body.stream_options, stream=body.stream)
+    return ParsedCall(id=id, submitted=tuple(found), params=params, stream=body.stream, usage=usage)
 
 
-def _prompts(
+def _list_prompts(
     given: str | tuple[int, ...] | tuple[str, ...] | tuple[tuple[int, ...], ...],
 ) -> list[str | tuple[int, ...]]:
     """Each prompt of a body."""
@@ -58,32 +65,32 @@ def _prompts(
         return [given]
     if all(isinstance(one, int) for one in given):
         return [tuple(one for one in given if isinstance(one, int))]
-    if len(given) > MOST_PROMPTS:
-        raise invalid(f"prompt: at most {MOST_PROMPTS} prompts in a request, got {len(given)}")
+    if len(given) > MAX_PROMPTS:
+        raise invalid_request(f"prompt: at most {MAX_PROMPTS} prompts in a request, got {len(given)}")
     return [one for one in given if not isinstance(one, int)]
 
 
-class Completion(Builder):
+class CompletionBuilder(ResponseBuilder):
     """The answer to a call for completions."""
 
     whole_object = "text_completion"
     chunk_object = "text_completion"
 
-    def opening(self, choice: ChoiceSoFar) -> Iterator[Mapping[str, Json]]:
+    def opening(self, choice: PartialChoice) -> Iterator[Mapping[str, Json]]:
         """The prompt, where it is part of the answer."""
         if self.call.params.echo:
             yield self._choice(choice, (), begins=True)
 
-    def delta(self, choice: ChoiceSoFar, piece: TokenDelta) -> Iterator[Mapping[str, Json]]:
+    def delta(self, choice: PartialChoice, piece: TokenDelta) -> Iterator[Mapping[str, Json]]:
         """What a piece adds to the text."""
         if piece.text or piece.last or self.call.params.logprobs is not None:
             yield self._choice(choice, (piece,), begins=False)
 
-    def complete(self, choice: ChoiceSoFar) -> Mapping[str, Json]:
+    def complete(self, choice: PartialChoice) -> Mapping[str, Json]:
         """The whole text."""
         return self._choice(choice, choice.pieces, begins=True)
 
-    def _choice(self, choice: ChoiceSoFar, pieces: Sequence[TokenDelta], *, begins: bool) -> Mapping[str, Json]:
+    def _choice(self, choice: PartialChoice, pieces: Sequence[TokenDelta], *, begins: bool) -> Mapping[str, Json]:
         params, last = self.call.params, pieces[-1] if pieces else None
         begins = begins and params.echo
         prompt = self.service.reader.tokenizer.decode(choice.submitted.request.tokens) if begins else ""
@@ -99,7 +106,7 @@ class Completion(Builder):
             found["stop_reason"] = None if last is None else last.matched
         return found
 
-    def _logprobs(self, choice: ChoiceSoFar, pieces: Sequence[TokenDelta], *, begins: bool) -> Json:
+    def _logprobs(self, choice: PartialChoice, pieces: Sequence[TokenDelta], *, begins: bool) -> Json:
         tokens: list[Json] = []
         logprobs: list[Json] = []
         top: list[Json] = []
@@ -119,7 +126,7 @@ class Completion(Builder):
             for id, one, likeliest in zip(ids[1:], scores.logprobs, scores.top, strict=True):
                 add(id, one, likeliest)
         for piece in pieces:
-            if piece.token is not None and is_shown(piece):
+            if piece.token is not None and is_visible(piece):
                 add(piece.token.id, piece.token.logprob, piece.token.top)
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
 
@@ -134,4 +141,4 @@ class Completion(Builder):
 
 async def completions(request: Request) -> Response:
     """Answers `POST /v1/completions`."""
-    return await answered(request, path=PATH, read=read_completion, build=Completion, at_once=is_quickly_read)
+    return await respond(request, path=PATH, read=parse_completion, build=CompletionBuilder, at_once=is_cheap_to_parse)

@@ -6,7 +6,7 @@
 
 How fast an engine is, and how long what waits will take: what `Retry-After` is made of.
 
-`EngineWorker`: the thread that runs the engine; it makes text of tokens, too, and stops a row where its text ends.
+`EngineThread`: the thread that runs the engine; it makes text of tokens, too, and stops a row where its text ends.
 
 Between two steps it reads the inbox, so who is given up has no row from the next step on. While nothing is asked it
 sleeps there.
@@ -22,7 +22,7 @@ from typing import TypeAlias
 from levanter.data.tokenizer import TextStream
 from levanter.inference.detokenizer import ChoiceText
 from levanter.inference.engine import NOT_FINITE, Engine
-from levanter.inference.programs import PromptScores, ScoresPrompts
+from levanter.inference.programs import PromptScores, ScorePromptFn
 from levanter.inference.requests import ChoiceId, Event, Failed, FinishReason, Request, Token
 from levanter.inference.scheduler import QueueFullError
 from levanter.serving.metrics import EngineLoad
@@ -88,7 +88,7 @@ Delivery: TypeAlias = TokenDelta | PromptScored
 
 
 @dataclass(frozen=True, kw_only=True)
-class Submitted:
+class Submission:
     """A request to be answered.
 
     Attributes:
@@ -123,7 +123,7 @@ class Drain:
     """Everything that is going on ends where it is, as if it had reached its `max_tokens`."""
 
 
-Letter: TypeAlias = Submitted | Cancel | Drain
+EngineMessage: TypeAlias = Submission | Cancel | Drain
 
 
 class InboxClosedError(Exception):
@@ -140,7 +140,7 @@ class Inbox:
     def __init__(self, max_queued_tokens: int):
         self.max_queued_tokens = max_queued_tokens
         self._changed = threading.Condition()
-        self._letters: list[Letter] = []
+        self._letters: list[EngineMessage] = []
         self._queued = 0
         self._closed = False
 
@@ -150,7 +150,7 @@ class Inbox:
         with self._changed:
             return self._queued
 
-    def submit(self, submitted: Sequence[Submitted]) -> None:
+    def submit(self, submitted: Sequence[Submission]) -> None:
         """Puts requests in, all of them or none.
 
         Raises:
@@ -181,14 +181,14 @@ class Inbox:
             self._closed = True
             self._changed.notify()
 
-    def leave(self) -> list[Letter]:
+    def leave(self) -> list[EngineMessage]:
         """Closes it; what nobody has read."""
         with self._changed:
             self._closed = True
             left, self._letters = self._letters, []
             return left
 
-    def take(self, *, wait: bool) -> list[Letter] | None:
+    def take(self, *, wait: bool) -> list[EngineMessage] | None:
         """All letters; None when the inbox is closed.
 
         Args:
@@ -203,7 +203,7 @@ class Inbox:
     def report(self, waiting: int) -> None:
         """What waits at the engine, now that all that was taken is there."""
         with self._changed:
-            self._queued = waiting + sum(each.tokens for each in self._letters if isinstance(each, Submitted))
+            self._queued = waiting + sum(each.tokens for each in self._letters if isinstance(each, Submission))
 
 
 class Backlog:
@@ -215,18 +215,18 @@ class Backlog:
 
     def __init__(self, context: int):
         self._context = context
-        self._there: dict[str, Submitted] = {}
+        self._there: dict[str, Submission] = {}
         self.tokens = self.choices = self.new_tokens = 0
 
     def __bool__(self) -> bool:
         return bool(self._there)
 
-    def append(self, submitted: Submitted) -> None:
+    def append(self, submitted: Submission) -> None:
         """Puts a request behind all others."""
         self._there[submitted.request.id] = submitted
         self._count(submitted, 1)
 
-    def pop(self) -> Submitted:
+    def pop(self) -> Submission:
         """Takes the first one out."""
         return self._out(next(iter(self._there)))
 
@@ -239,12 +239,12 @@ class Backlog:
         """Takes all out."""
         return [self.pop().request for _ in range(len(self._there))]
 
-    def _out(self, id: str) -> Submitted:
+    def _out(self, id: str) -> Submission:
         found = self._there.pop(id)
         self._count(found, -1)
         return found
 
-    def _count(self, submitted: Submitted, sign: int) -> None:
+    def _count(self, submitted: Submission, sign: int) -> None:
         """Adds to what all of them take: tokens of prompts, choices, and tokens that these may get."""
         request = submitted.request
         self.tokens += sign * submitted.tokens
@@ -252,12 +252,12 @@ class Backlog:
         self.new_tokens += sign * request.params.n * request.new_tokens(self._context)
 
 
-WEIGHT = 0.1
+SMOOTHING = 0.1
 """Of the last call in what a call takes of late."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnginePace:
+class ThroughputEstimate:
     """What calls take of late; 0 where there was none yet.
 
     Attributes:
@@ -268,7 +268,7 @@ class EnginePace:
     token_seconds: float = 0.0
     prompt_seconds: float = 0.0
 
-    def after(self, seconds: float, *, rows: int, prompt_tokens: int) -> "EnginePace":
+    def after(self, seconds: float, *, rows: int, prompt_tokens: int) -> "ThroughputEstimate":
         """The pace after another step.
 
         Args:
@@ -277,11 +277,11 @@ class EnginePace:
             prompt_tokens: that were computed.
         """
         if rows and not prompt_tokens:
-            return replace(self, token_seconds=_mixed(self.token_seconds, seconds))
+            return replace(self, token_seconds=_smooth(self.token_seconds, seconds))
         if prompt_tokens:
             # What decodes beside a prompt takes what it takes without.
             own = max(0.0, seconds - (self.token_seconds if rows else 0.0))
-            return replace(self, prompt_seconds=_mixed(self.prompt_seconds, own / prompt_tokens))
+            return replace(self, prompt_seconds=_smooth(self.prompt_seconds, own / prompt_tokens))
         return self
 
     def drained_in(self, *, rows: int, left: int, prompt_tokens: int) -> float:
@@ -295,11 +295,11 @@ class EnginePace:
         return left / rows * self.token_seconds + prompt_tokens * self.prompt_seconds
 
 
-def _mixed(before: float, now: float) -> float:
-    return now if not before else (1 - WEIGHT) * before + WEIGHT * now
+def _smooth(before: float, now: float) -> float:
+    return now if not before else (1 - SMOOTHING) * before + SMOOTHING * now
 
 
-class EngineWorker:
+class EngineThread:
     """Runs an engine in a thread of its own.
 
     Args:
@@ -317,7 +317,7 @@ class EngineWorker:
         inbox: Inbox,
         *,
         stream: Callable[[], TextStream],
-        score: ScoresPrompts | None,
+        score: ScorePromptFn | None,
         deliver: Callable[[Sequence[Delivery]], None],
         ended: Callable[[], None] = lambda: None,
     ):
@@ -328,7 +328,7 @@ class EngineWorker:
         self._texts: dict[str, dict[int, ChoiceText]] = {}
         """Of each request its choices that go on."""
         self._made: list[Delivery] = []
-        self._pace = EnginePace()
+        self._pace = ThroughputEstimate()
         pages = schedule.pages * schedule.shards
         self.load = EngineLoad(rows=schedule.rows, pages=pages, pages_free=pages)
         self.error: BaseException | None = None
@@ -374,8 +374,8 @@ class EngineWorker:
         new = self._engine.computed_tokens - computed
         self._pace = self._pace.after(time.monotonic() - began, rows=rows, prompt_tokens=new)
 
-    def _take(self, letter: Submitted | Cancel | Drain) -> None:
-        if isinstance(letter, Submitted):
+    def _take(self, letter: Submission | Cancel | Drain) -> None:
+        if isinstance(letter, Submission):
             (self._to_score if letter.score else self._backlog).append(letter)
             request = letter.request
             if request.params.max_tokens != 0:
@@ -488,10 +488,10 @@ class EngineWorker:
 
     def _abandon(self) -> None:
         """Tells all that are still waiting that nothing more comes."""
-        said = "the server has ended" if self.error is None else f"the engine has stopped: {_line(self.error)}"
+        said = "the server has ended" if self.error is None else f"the engine has stopped: {_first_line(self.error)}"
         now = time.monotonic()
         for letter in self._inbox.leave():
-            if isinstance(letter, Submitted):
+            if isinstance(letter, Submission):
                 self._take(letter)
         self._made += [TokenDelta(of=of, error=said, at=now) for of, _ in self._open()]
         self._made += [PromptScored(request=request.id, error=said, at=now) for request in self._to_score.clear()]
@@ -501,5 +501,5 @@ class EngineWorker:
         self._ended()
 
 
-def _line(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -61,13 +61,13 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
-def invalid(message: str, *, code: str | None = None, reason: RejectReason = "invalid") -> ApiError:
+def invalid_request(message: str, *, code: str | None = None, reason: RejectReason = "invalid") -> ApiError:
     """A request that cannot be used; `param` is the first field that the message names."""
     found = _PARAM.match(message)
     return ApiError(400, message, reason=reason, param=None if found is None else found[1], code=code)
 
 
-def failed(message: str) -> ApiError:
+def failed_request(message: str) -> ApiError:
     """A request that was begun and could not be finished."""
     return ApiError(500, message, kind="server_error")
 
@@ -77,7 +77,7 @@ def json_bytes(value: Mapping[str, Json]) -> bytes:
     return JSON_ENCODER.encode(value).encode()
 
 
-class JsonAnswer(Response):
+class JsonResponse(Response):
     """An object as an answer."""
 
     media_type = "application/json"
@@ -86,7 +86,7 @@ class JsonAnswer(Response):
         super().__init__(json_bytes(value), status_code=status, headers=headers)
 
 
-async def refused(request: Request, error: Exception) -> Response:
+async def api_error_response(request: Request, error: Exception) -> Response:
     """The answer to a request that is refused.
 
     Like the others here it is no plain function: such a one is called in a thread of a pool, where nobody counts safely
@@ -94,21 +94,21 @@ async def refused(request: Request, error: Exception) -> Response:
     """
     del request
     assert isinstance(error, ApiError)
-    return JsonAnswer(error.body, status=error.status, headers=error.headers)
+    return JsonResponse(error.body, status=error.status, headers=error.headers)
 
 
-async def not_there(request: Request, error: Exception) -> Response:
+async def http_error_response(request: Request, error: Exception) -> Response:
     """The answer to a path that does not exist, or a method that a path does not have."""
     assert isinstance(error, HTTPException)
     known = sorted({getattr(route, "path", "") for route in request.app.routes} - {""})
     said = {404: f"no such path; there are {', '.join(known)}", 405: f"{request.method} is not a method of this path"}
     message = f"{request.url.path}: {said.get(error.status_code, error.detail)}"
     answer = ApiError(error.status_code, message, headers=error.headers)
-    return JsonAnswer(answer.body, status=answer.status, headers=answer.headers)
+    return JsonResponse(answer.body, status=answer.status, headers=answer.headers)
 
 
-async def broken(request: Request, error: Exception) -> Response:
+async def internal_error_response(request: Request, error: Exception) -> Response:
     """The answer where something of ours is wrong; what it is goes to the log, and not to the client."""
     del request, error
-    answer = failed("internal error; the server's log says more")
-    return JsonAnswer(answer.body, status=answer.status)
+    answer = failed_request("internal error; the server's log says more")
+    return JsonResponse(answer.body, status=answer.status)

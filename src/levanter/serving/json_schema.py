@@ -18,7 +18,7 @@ _MAPPING = get_origin(Mapping[str, object])
 _SCALARS: Mapping[object, str] = {str: "string", int: "integer", float: "number", bool: "boolean"}
 
 
-def described(cls: type) -> Mapping[str, str]:
+def field_descriptions(cls: type) -> Mapping[str, str]:
     """What the docstring of a class says of its fields."""
     found: dict[str, str] = {}
     names: list[str] = []
@@ -33,22 +33,22 @@ def described(cls: type) -> Mapping[str, str]:
     return found
 
 
-def schema_of(hint: object) -> dict[str, Json]:
+def type_schema(hint: object) -> dict[str, Json]:
     """The JSON schema of a type; classes by reference."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is NotRequired:
-        return schema_of(args[0])
+        return type_schema(args[0])
     if origin is Annotated:
-        return {**schema_of(args[0]), **_bounds(args[1:])}
+        return {**type_schema(args[0]), **_range_bounds(args[1:])}
     if origin in (Union, types.UnionType):
-        several: list[Json] = [{"type": "null"} if one is type(None) else schema_of(one) for one in args]
+        several: list[Json] = [{"type": "null"} if one is type(None) else type_schema(one) for one in args]
         return {"anyOf": several}
     if origin is Literal:
         return {"enum": list(args)}
     if origin is tuple:
-        return {"type": "array", "items": schema_of(args[0])}
+        return {"type": "array", "items": type_schema(args[0])}
     if origin is _MAPPING:
-        return {"type": "object", "additionalProperties": schema_of(args[1])}
+        return {"type": "object", "additionalProperties": type_schema(args[1])}
     if isinstance(hint, type) and _has_fields(hint):
         return {"$ref": f"#/components/schemas/{hint.__name__}"}
     if hint is None or hint is type(None):
@@ -56,68 +56,72 @@ def schema_of(hint: object) -> dict[str, Json]:
     return {"type": _SCALARS[hint]} if hint in _SCALARS else {}
 
 
-def object_of(cls: type, *, beside: Mapping[str, Json] | None = None) -> dict[str, Json]:
+def object_schema(cls: type, *, beside: Mapping[str, Json] | None = None) -> dict[str, Json]:
     """The schema of a class's objects: all of its fields and no others.
 
     Args:
         cls: the class.
         beside: further properties.
     """
-    required: list[Json] = [*sorted(_required(cls))]
+    required: list[Json] = [*sorted(_required_fields(cls))]
     return {
         "type": "object",
         "description": inspect.cleandoc(cls.__doc__ or "").split("\n", 1)[0],
-        "properties": {**(beside or {}), **properties_of(cls)},
+        "properties": {**(beside or {}), **property_schemas(cls)},
         "required": required,
         "additionalProperties": False,
     }
 
 
-def properties_of(cls: type, *, without: frozenset[str] = frozenset()) -> dict[str, Json]:
+def property_schemas(cls: type, *, without: frozenset[str] = frozenset()) -> dict[str, Json]:
     """The properties of a class's objects; what has a default may be null.
 
     Args:
         cls: the class.
         without: fields that are left out.
     """
-    hints, said = get_type_hints(cls, include_extras=True), described(cls)
+    hints, said = get_type_hints(cls, include_extras=True), field_descriptions(cls)
     found: dict[str, Json] = {}
-    for name in _names(cls):
+    for name in _field_names(cls):
         if name in without:
             continue
-        own = schema_of(hints[name])
-        if dataclasses.is_dataclass(cls) and name not in _required(cls) and {"type": "null"} not in _several(own):
+        own = type_schema(hints[name])
+        if (
+            dataclasses.is_dataclass(cls)
+            and name not in _required_fields(cls)
+            and {"type": "null"} not in _alternatives(own)
+        ):
             own = {"anyOf": [own, {"type": "null"}]}
         found[name] = {**own, "description": said.get(name, "")}
     return found
 
 
-def add_with_parts(cls: type, found: dict[str, Json]) -> None:
+def add_schemas(cls: type, found: dict[str, Json]) -> None:
     """Adds the schema of a class, and of those that its fields are made of, by their names.
 
     Args:
         cls: the class.
         found: schemas so far; what is there stays.
     """
-    found.setdefault(cls.__name__, object_of(cls))
+    found.setdefault(cls.__name__, object_schema(cls))
     for hint in get_type_hints(cls).values():
-        for part in _classes_in(hint):
+        for part in _field_classes(hint):
             if part.__name__ not in found:
-                add_with_parts(part, found)
+                add_schemas(part, found)
 
 
-def _classes_in(hint: object) -> Iterator[type]:
+def _field_classes(hint: object) -> Iterator[type]:
     if isinstance(hint, type) and _has_fields(hint):
         yield hint
     for one in get_args(hint):
-        yield from _classes_in(one)
+        yield from _field_classes(one)
 
 
 def _has_fields(cls: type) -> bool:
     return dataclasses.is_dataclass(cls) or is_typeddict(cls)
 
 
-def _names(cls: type) -> tuple[str, ...]:
+def _field_names(cls: type) -> tuple[str, ...]:
     return (
         tuple(each.name for each in dataclasses.fields(cls))
         if dataclasses.is_dataclass(cls)
@@ -125,7 +129,7 @@ def _names(cls: type) -> tuple[str, ...]:
     )
 
 
-def _required(cls: type) -> frozenset[str]:
+def _required_fields(cls: type) -> frozenset[str]:
     if not dataclasses.is_dataclass(cls):
         return frozenset(getattr(cls, "__required_keys__"))  # noqa: B009 - a type checker knows no such attribute
     missing = dataclasses.MISSING
@@ -133,12 +137,12 @@ def _required(cls: type) -> frozenset[str]:
     return frozenset(each.name for each in fields if each.default is missing and each.default_factory is missing)
 
 
-def _several(schema: dict[str, Json]) -> list[Json]:
+def _alternatives(schema: dict[str, Json]) -> list[Json]:
     several = schema.get("anyOf")
     return several if isinstance(several, list) else []
 
 
-def _bounds(extras: tuple[object, ...]) -> dict[str, Json]:
+def _range_bounds(extras: tuple[object, ...]) -> dict[str, Json]:
     for each in extras:
         if isinstance(each, Range):
             low = min((each.low, *each.also))

@@ -21,7 +21,7 @@ EndReason: TypeAlias = Literal["stop", "length", "cancelled", "failed"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Admitted:
+class RequestAdmitted:
     """A request is in the queue.
 
     Attributes:
@@ -40,7 +40,7 @@ class Admitted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Produced:
+class TokensSampled:
     """A choice has more tokens.
 
     Attributes:
@@ -80,7 +80,7 @@ class ChoiceEnded:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rejected:
+class RequestRejected:
     """A request was refused.
 
     Attributes:
@@ -94,7 +94,7 @@ class Rejected:
     status: int
 
 
-ServerEvent: TypeAlias = Admitted | Produced | ChoiceEnded | Rejected
+ServerEvent: TypeAlias = RequestAdmitted | TokensSampled | ChoiceEnded | RequestRejected
 Observer: TypeAlias = Callable[[ServerEvent], None]
 """Is told what happens, on the event loop: it must not wait for anything."""
 
@@ -128,13 +128,13 @@ class EngineLoad:
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "levanter_"
-FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 180.0, 600.0)
+FIRST_TOKEN_BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 180.0, 600.0)
 """Seconds up to a first token, waiting included."""
-NEXT_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
+NEXT_TOKEN_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
 """Seconds between two tokens."""
-WHOLE = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 180.0, 600.0, 1800.0)
+REQUEST_BOUNDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 180.0, 600.0, 1800.0)
 """Seconds of a whole choice."""
-TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
+TOKEN_COUNT_BOUNDS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
 """Tokens of a prompt or of a choice."""
 
 
@@ -162,7 +162,7 @@ class HistogramBuckets:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class ServerInfo:
     """What does not change while a server runs.
 
     Attributes:
@@ -185,28 +185,28 @@ class Metrics:
         compiles: how many computations were compiled since the server was ready; there should be none.
     """
 
-    def __init__(self, facts: Facts, *, load: Callable[[], EngineLoad], compiles: Callable[[], int] = lambda: 0):
+    def __init__(self, facts: ServerInfo, *, load: Callable[[], EngineLoad], compiles: Callable[[], int] = lambda: 0):
         self.facts, self._load, self._compiles = facts, load, compiles
         self.requests = self.choices = self.prompt_tokens = self.tokens = 0
         self.ended: dict[str, int] = dict.fromkeys(get_args(EndReason), 0)
         self.rejected: dict[str, int] = dict.fromkeys(get_args(RejectReason), 0)
-        self.first_token, self.next_token = HistogramBuckets(FIRST_TOKEN), HistogramBuckets(NEXT_TOKEN)
+        self.first_token, self.next_token = HistogramBuckets(FIRST_TOKEN_BOUNDS), HistogramBuckets(NEXT_TOKEN_BOUNDS)
         self.whole, self.prompts, self.texts = (
-            HistogramBuckets(WHOLE),
-            HistogramBuckets(TOKENS),
-            HistogramBuckets(TOKENS),
+            HistogramBuckets(REQUEST_BOUNDS),
+            HistogramBuckets(TOKEN_COUNT_BOUNDS),
+            HistogramBuckets(TOKEN_COUNT_BOUNDS),
         )
 
     def __call__(self, event: ServerEvent) -> None:
         """Counts one thing that happened."""
-        if isinstance(event, Produced):
+        if isinstance(event, TokensSampled):
             self.tokens += event.tokens
             if event.first:
                 self.first_token.add(event.since)
             else:
                 # Tokens of one call arrive together; each had its share of the time since the last ones.
                 self.next_token.add(event.since / event.tokens, event.tokens)
-        elif isinstance(event, Admitted):
+        elif isinstance(event, RequestAdmitted):
             self.requests += 1
             self.choices += event.choices
             self.prompt_tokens += event.prompt_tokens
@@ -215,7 +215,7 @@ class Metrics:
             self.ended[event.reason] += 1
             self.whole.add(event.since)
             self.texts.add(event.tokens)
-        elif isinstance(event, Rejected):
+        elif isinstance(event, RequestRejected):
             self.rejected[event.reason] += 1
 
     def text(self) -> str:
@@ -226,25 +226,25 @@ class Metrics:
         load = self._load()
         facts = {"version": self.facts.version, "model": self.facts.model}
         yield _family("info", "gauge", "What is served.", [(facts, 1)])
-        yield _one("devices", "gauge", "Devices of the mesh.", self.facts.devices)
-        yield _one("rows", "gauge", "Rows that may run at once.", load.rows)
-        yield _one("rows_running", "gauge", "Rows that run.", load.running)
-        yield _one("choices_waiting", "gauge", "Choices that wait for a row.", load.waiting)
-        yield _one("prompt_tokens_waiting", "gauge", "Tokens of prompts that wait.", load.waiting_tokens)
-        yield _one("cache_pages", "gauge", "Pages of the cache of keys and values.", load.pages)
-        yield _one("cache_pages_free", "gauge", "Pages that no row holds.", load.pages_free)
-        yield _one("requests_total", "counter", "Requests that were begun.", self.requests)
-        yield _one("choices_total", "counter", "Choices of these requests.", self.choices)
-        yield _one("prompt_tokens_total", "counter", "Tokens of their prompts.", self.prompt_tokens)
+        yield _metric("devices", "gauge", "Devices of the mesh.", self.facts.devices)
+        yield _metric("rows", "gauge", "Rows that may run at once.", load.rows)
+        yield _metric("rows_running", "gauge", "Rows that run.", load.running)
+        yield _metric("choices_waiting", "gauge", "Choices that wait for a row.", load.waiting)
+        yield _metric("prompt_tokens_waiting", "gauge", "Tokens of prompts that wait.", load.waiting_tokens)
+        yield _metric("cache_pages", "gauge", "Pages of the cache of keys and values.", load.pages)
+        yield _metric("cache_pages_free", "gauge", "Pages that no row holds.", load.pages_free)
+        yield _metric("requests_total", "counter", "Requests that were begun.", self.requests)
+        yield _metric("choices_total", "counter", "Choices of these requests.", self.choices)
+        yield _metric("prompt_tokens_total", "counter", "Tokens of their prompts.", self.prompt_tokens)
         computed = "Tokens of prompts that were computed, those of rows that gave way each time."
-        yield _one("prompt_tokens_computed_total", "counter", computed, load.computed_tokens)
+        yield _metric("prompt_tokens_computed_total", "counter", computed, load.computed_tokens)
         shared = "Tokens of prompts that another row had computed before."
-        yield _one("prompt_tokens_shared_total", "counter", shared, load.shared_tokens)
-        yield _one("tokens_total", "counter", "Tokens that were sampled.", self.tokens)
-        yield _by("choices_ended_total", "Choices that have ended, by reason.", self.ended)
-        yield _by("requests_rejected_total", "Requests that were not begun, by reason.", self.rejected)
+        yield _metric("prompt_tokens_shared_total", "counter", shared, load.shared_tokens)
+        yield _metric("tokens_total", "counter", "Tokens that were sampled.", self.tokens)
+        yield _by_reason("choices_ended_total", "Choices that have ended, by reason.", self.ended)
+        yield _by_reason("requests_rejected_total", "Requests that were not begun, by reason.", self.rejected)
         compiled = "Computations that were compiled after the server was ready; any is an error of ours."
-        yield _one("compiles_after_ready_total", "counter", compiled, self._compiles())
+        yield _metric("compiles_after_ready_total", "counter", compiled, self._compiles())
         first = "Seconds from a request to the first token of a choice, waiting included."
         yield _histogram("first_token_seconds", first, self.first_token)
         yield _histogram("next_token_seconds", "Seconds between a token of a choice and the next.", self.next_token)
@@ -253,11 +253,11 @@ class Metrics:
         yield _histogram("choice_tokens", "Tokens of a choice.", self.texts)
 
 
-def _one(name: str, kind: str, about: str, value: float) -> Iterator[str]:
+def _metric(name: str, kind: str, about: str, value: float) -> Iterator[str]:
     return _family(name, kind, about, [({}, value)])
 
 
-def _by(name: str, about: str, values: Mapping[str, int]) -> Iterator[str]:
+def _by_reason(name: str, about: str, values: Mapping[str, int]) -> Iterator[str]:
     return _family(name, "counter", about, [({"reason": reason}, value) for reason, value in values.items()])
 
 

@@ -32,17 +32,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from levanter.base.input_limits import MIB, shown_bytes
 from levanter.serving.api_key import ApiKey
-from levanter.serving.errors import ApiError, JsonAnswer
+from levanter.serving.errors import ApiError, JsonResponse
 from levanter.serving.limits import LimitsConfig
-from levanter.serving.metrics import Observer, Rejected, ServerEvent
+from levanter.serving.metrics import Observer, RequestRejected, ServerEvent
 
 
-def unobserved(event: ServerEvent) -> None:
+def ignore_event(event: ServerEvent) -> None:
     """Nobody counts."""
     del event
 
 
-async def turn_away(error: ApiError, scope: Scope, send: Send, observe: Observer) -> None:
+async def reject(error: ApiError, scope: Scope, send: Send, observe: Observer) -> None:
     """Answers a request with an error.
 
     Args:
@@ -51,15 +51,15 @@ async def turn_away(error: ApiError, scope: Scope, send: Send, observe: Observer
         observe: is told.
     """
     assert error.reason is not None, "a request is turned away for a reason"
-    observe(Rejected(route=scope["path"], reason=error.reason, status=error.status))
-    await JsonAnswer(error.body, status=error.status, headers=error.headers)(scope, _nothing, send)
+    observe(RequestRejected(route=scope["path"], reason=error.reason, status=error.status))
+    await JsonResponse(error.body, status=error.status, headers=error.headers)(scope, _receive_nothing, send)
 
 
-async def _nothing() -> Message:
+async def _receive_nothing() -> Message:
     raise AssertionError("an error is sent without reading anything")
 
 
-SPOKEN = ("1.0", "1.1")
+HTTP_VERSIONS = ("1.0", "1.1")
 
 
 class HttpVersionCheck:
@@ -70,18 +70,18 @@ class HttpVersionCheck:
         observe: is told of whom is turned away.
     """
 
-    def __init__(self, app: ASGIApp, *, observe: Observer = unobserved):
+    def __init__(self, app: ASGIApp, *, observe: Observer = ignore_event):
         self._app, self._observe = app, observe
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request on, or answers it with 400."""
-        version = scope.get("http_version", SPOKEN[-1])
-        if scope["type"] != "http" or version in SPOKEN:
+        version = scope.get("http_version", HTTP_VERSIONS[-1])
+        if scope["type"] != "http" or version in HTTP_VERSIONS:
             await self._app(scope, receive, send)
             return
-        said = f"HTTP/{version} is not spoken here, HTTP/{' and HTTP/'.join(SPOKEN)} are"
+        said = f"HTTP/{version} is not spoken here, HTTP/{' and HTTP/'.join(HTTP_VERSIONS)} are"
         error = ApiError(400, said, reason="invalid", headers={"Connection": "close"})
-        await turn_away(error, scope, send, self._observe)
+        await reject(error, scope, send, self._observe)
 
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
@@ -102,7 +102,7 @@ class SameOrigin:
         app: ASGIApp,
         *,
         names: Collection[str] = LOCAL_NAMES,
-        observe: Observer = unobserved,
+        observe: Observer = ignore_event,
     ):
         self._app, self._observe = app, observe
         self._names = frozenset(name.lower() for name in names)
@@ -116,17 +116,17 @@ class SameOrigin:
         # Browsers name the host; who names none is no browser.
         host, origin = headers.get(b"host"), headers.get(b"origin")
         problem = None
-        if host is not None and _name(f"//{host}") not in self._names:
+        if host is not None and _hostname(f"//{host}") not in self._names:
             problem = f"this server is not called {host!r}: it answers this machine alone, as {LOCAL_NAMES[0]}"
         elif origin is not None and origin.lower() not in (f"http://{host}".lower(), f"https://{host}".lower()):
             problem = "pages of other sites may not ask this server"
         if problem is None:
             await self._app(scope, receive, send)
             return
-        await turn_away(ApiError(403, problem, reason="origin", code="origin"), scope, send, self._observe)
+        await reject(ApiError(403, problem, reason="origin", code="origin"), scope, send, self._observe)
 
 
-def _name(url: str) -> str | None:
+def _hostname(url: str) -> str | None:
     """The host of a URL, in lower case; None where there is none."""
     try:
         return urlsplit(url).hostname
@@ -134,11 +134,11 @@ def _name(url: str) -> str | None:
         return None
 
 
-REMEMBERED_CLIENTS = 10_000
+MAX_TRACKED_CLIENTS = 10_000
 """Addresses that are counted at most; those that were not heard of for longest are forgotten first."""
 
 
-class RequestRate:
+class RateLimit:
     """Requests of one client address within a minute, as a bucket that fills evenly.
 
     Args:
@@ -154,7 +154,7 @@ class RequestRate:
         app: ASGIApp,
         *,
         per_minute: int,
-        observe: Observer = unobserved,
+        observe: Observer = ignore_event,
         now: Callable[[], float] = time.monotonic,
         open_paths: Collection[str] = ("/health", "/ready", "/metrics"),
     ):
@@ -180,7 +180,7 @@ class RequestRate:
             code="rate_limit_exceeded",
             headers={"Retry-After": str(wait)},
         )
-        await turn_away(error, scope, send, self._observe)
+        await reject(error, scope, send, self._observe)
 
     def wait_of(self, address: str) -> int | None:
         """Counts a request of an address.
@@ -193,7 +193,7 @@ class RequestRate:
         there = min(float(self._per_minute), there + (now - since) * a_second)
         taken = there >= 1
         self._known[address] = (there - 1 if taken else there, now)
-        while len(self._known) > REMEMBERED_CLIENTS:
+        while len(self._known) > MAX_TRACKED_CLIENTS:
             self._known.popitem(last=False)
         return None if taken else max(1, math.ceil((1 - there) / a_second))
 
@@ -201,14 +201,14 @@ class RequestRate:
 OPEN_PATHS = ("/", "/health", "/ready")
 """What is answered without a key: the page, which says nothing of this server by itself, and probes."""
 
-MISSING = ApiError(
+MISSING_KEY = ApiError(
     401,
     "this server asks for a key: send the header `Authorization: Bearer …`",
     reason="key",
     code="invalid_api_key",
     headers={"WWW-Authenticate": "Bearer"},
 )
-WRONG = ApiError(
+WRONG_KEY = ApiError(
     401,
     "the key in the header `Authorization` is not this server's",
     reason="key",
@@ -217,7 +217,7 @@ WRONG = ApiError(
 )
 
 
-class RequireKey:
+class RequireApiKey:
     """Lets in who carries the key.
 
     Args:
@@ -232,7 +232,7 @@ class RequireKey:
         app: ASGIApp,
         *,
         key: ApiKey,
-        observe: Observer = unobserved,
+        observe: Observer = ignore_event,
         open_paths: Collection[str] = OPEN_PATHS,
     ):
         self._app, self._key, self._observe, self._open = app, key, observe, frozenset(open_paths)
@@ -246,7 +246,7 @@ class RequireKey:
         if carried:
             await self._app(scope, receive, send)
             return
-        await turn_away(MISSING if carried is None else WRONG, scope, send, self._observe)
+        await reject(MISSING_KEY if carried is None else WRONG_KEY, scope, send, self._observe)
 
 
 LINGER_SECONDS = 2.0
@@ -262,7 +262,7 @@ class BodyLimit:
         observe: is told of whom is turned away.
     """
 
-    def __init__(self, app: ASGIApp, *, limits: LimitsConfig, observe: Observer = unobserved):
+    def __init__(self, app: ASGIApp, *, limits: LimitsConfig, observe: Observer = ignore_event):
         self._app, self._observe = app, observe
         self._most, self._most_together = int(limits.max_body_mib * MIB), int(limits.max_bodies_mib * MIB)
         self._seconds = limits.body_seconds
@@ -273,7 +273,7 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        reading = _Reading(self)
+        reading = _BodyReader(self)
         try:
             try:
                 async with asyncio.timeout(self._seconds):
@@ -282,9 +282,9 @@ class BodyLimit:
                 said = f"the body of the request did not arrive within {self._seconds:g} s"
                 body = ApiError(408, said, reason="limit", headers={"Connection": "close"})
             if isinstance(body, ApiError):
-                await turn_away(body, scope, _lingering(receive, send), self._observe)
+                await reject(body, scope, _drain_before_close(receive, send), self._observe)
             elif body is not None:
-                await self._app(scope, _then(body, receive, reading.release), send)
+                await self._app(scope, _replay_body(body, receive, reading.release), send)
         finally:
             reading.release()
 
@@ -309,7 +309,7 @@ class BodyLimit:
         self._together -= nbytes
 
 
-class _Reading:
+class _BodyReader:
     """The body of one request on its way in."""
 
     def __init__(self, door: BodyLimit):
@@ -318,7 +318,7 @@ class _Reading:
 
     async def read(self, scope: Scope, receive: Receive) -> bytes | ApiError | None:
         """The body, why it is not taken, or None if the client left."""
-        announced = _announced(scope["headers"])
+        announced = _content_length(scope["headers"])
         if announced is not None and (refusal := self._count(announced)) is not None:
             return refusal
         parts: list[bytes] = []
@@ -347,7 +347,7 @@ class _Reading:
         return refusal
 
 
-def _announced(headers: Collection[tuple[bytes, bytes]]) -> int | None:
+def _content_length(headers: Collection[tuple[bytes, bytes]]) -> int | None:
     """The length that a request says its body has."""
     for name, value in headers:
         if name == b"content-length" and value.isdigit():
@@ -355,7 +355,7 @@ def _announced(headers: Collection[tuple[bytes, bytes]]) -> int | None:
     return None
 
 
-def _then(body: bytes, receive: Receive, taken: Callable[[], None]) -> Receive:
+def _replay_body(body: bytes, receive: Receive, taken: Callable[[], None]) -> Receive:
     """Gives a whole body, and then what the server has to say; who asks for that has taken the body."""
     waiting = [body]
 
@@ -368,7 +368,7 @@ def _then(body: bytes, receive: Receive, taken: Callable[[], None]) -> Receive:
     return whole
 
 
-def _lingering(receive: Receive, send: Send) -> Send:
+def _drain_before_close(receive: Receive, send: Send) -> Send:
     """Sends an answer to a request whose body is not read, and lets the client read it.
 
     A connection that is closed while bytes of a request wait in it is reset, and what it answered is lost on the way.
@@ -389,12 +389,12 @@ def _lingering(receive: Receive, send: Send) -> Send:
     return lingering
 
 
-def doors(
+def middleware_stack(
     *,
     limits: LimitsConfig,
     key: ApiKey | None = None,
     names: Collection[str] | None = None,
-    observe: Observer = unobserved,
+    observe: Observer = ignore_event,
 ) -> Sequence[Middleware]:
     """The doors, the outermost first: what `serving.app.app` takes as its middleware.
 
@@ -410,7 +410,7 @@ def doors(
         found.append(Middleware(SameOrigin, names=names, observe=observe))
     # Keys are guessed no faster than requests may come, and a body is read only of who is otherwise welcome.
     if limits.requests_per_minute is not None:
-        found.append(Middleware(RequestRate, per_minute=limits.requests_per_minute, observe=observe))
+        found.append(Middleware(RateLimit, per_minute=limits.requests_per_minute, observe=observe))
     if key is not None:
-        found.append(Middleware(RequireKey, key=key, observe=observe))
+        found.append(Middleware(RequireApiKey, key=key, observe=observe))
     return (*found, Middleware(BodyLimit, limits=limits, observe=observe))

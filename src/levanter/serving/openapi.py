@@ -10,48 +10,48 @@ from functools import cache
 
 from levanter.base.json_types import Json
 from levanter.inference.prompts import CONSTRAINT_FIELDS, RESPONSE_FORMAT
-from levanter.inference.requests import MOST_BIASES, MOST_STOP_IDS, MOST_STOPS, SamplingParams
+from levanter.inference.requests import MAX_BIASES, MAX_STOP_IDS, MAX_STOPS, SamplingParams
 from levanter.serving import metrics, response_schema
-from levanter.serving.json_schema import add_with_parts, described, object_of, properties_of, schema_of
+from levanter.serving.json_schema import add_schemas, field_descriptions, object_schema, property_schemas, type_schema
 from levanter.serving.request_schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, TokensBody
-from levanter.serving.responses import MEDIA_TYPE
+from levanter.serving.responses import SSE_MEDIA_TYPE
 
-_MOST: Mapping[str, int] = {"stop": MOST_STOPS, "stop_token_ids": MOST_STOP_IDS, "logit_bias": MOST_BIASES}
-_NOT_OF_A_CONVERSATION = frozenset({"echo", "logprobs"})
+_MAX_ITEMS: Mapping[str, int] = {"stop": MAX_STOPS, "stop_token_ids": MAX_STOP_IDS, "logit_bias": MAX_BIASES}
+_NOT_IN_CHAT = frozenset({"echo", "logprobs"})
 
 
-def _sampling(without: frozenset[str]) -> dict[str, Json]:
+def _sampling_schemas(without: frozenset[str]) -> dict[str, Json]:
     """The fields of `SamplingParams`, as a JSON object has them."""
-    found = properties_of(SamplingParams, without=without)
+    found = property_schemas(SamplingParams, without=without)
     bias: Json = {"type": "number", "minimum": -100, "maximum": 100}
     written: dict[str, dict[str, Json]] = {
         "stop": {
             "anyOf": [
                 {"type": "string"},
-                {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": _MOST["stop"]},
+                {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": _MAX_ITEMS["stop"]},
                 {"type": "null"},
             ]
         },
         "stop_token_ids": {
             "anyOf": [
-                {"type": "array", "items": {"type": "integer", "minimum": 0}, "maxItems": _MOST["stop_token_ids"]},
+                {"type": "array", "items": {"type": "integer", "minimum": 0}, "maxItems": _MAX_ITEMS["stop_token_ids"]},
                 {"type": "null"},
             ]
         },
         "logit_bias": {
             "anyOf": [
-                {"type": "object", "additionalProperties": bias, "maxProperties": _MOST["logit_bias"]},
+                {"type": "object", "additionalProperties": bias, "maxProperties": _MAX_ITEMS["logit_bias"]},
                 {"type": "null"},
             ]
         },
     }
-    said = described(SamplingParams)
+    said = field_descriptions(SamplingParams)
     for name, schema in written.items():
         found[name] = {**schema, "description": said[name]}
     return found
 
 
-def _formats() -> dict[str, Json]:
+def _constraint_schemas() -> dict[str, Json]:
     """The fields that say what a text conforms to."""
     found: dict[str, Json] = {}
     for name in CONSTRAINT_FIELDS:
@@ -89,23 +89,23 @@ _NAMED_SCHEMA = _strict(
 def schemas() -> dict[str, Json]:
     """The schemas of all bodies and answers, by name."""
     found: dict[str, Json] = {}
-    for asked in _ASKED:
+    for asked in _POST_ROUTES:
         beside: dict[str, Json] = {}
         if asked.body in (CompletionBody, ChatBody):
-            without = _NOT_OF_A_CONVERSATION if asked.body is ChatBody else frozenset[str]()
-            beside = _sampling(without) | _formats()
-        found[asked.body.__name__] = object_of(asked.body, beside=beside)
-        add_with_parts(asked.body, found)
-        add_with_parts(asked.answer, found)
-    for read in _READ:
+            without = _NOT_IN_CHAT if asked.body is ChatBody else frozenset[str]()
+            beside = _sampling_schemas(without) | _constraint_schemas()
+        found[asked.body.__name__] = object_schema(asked.body, beside=beside)
+        add_schemas(asked.body, found)
+        add_schemas(asked.answer, found)
+    for read in _GET_ROUTES:
         if isinstance(read.answer, type):
-            add_with_parts(read.answer, found)
-    add_with_parts(response_schema.Error, found)
+            add_schemas(read.answer, found)
+    add_schemas(response_schema.Error, found)
     return found
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Asked:
+class _PostRoute:
     """A path that is sent an object."""
 
     path: str
@@ -116,7 +116,7 @@ class _Asked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Read:
+class _GetRoute:
     """A path that is only read. `answer` is an object's class, or the media type of what is none."""
 
     path: str
@@ -126,52 +126,56 @@ class _Read:
     """Whether it answers 503 with an object of the same kind."""
 
 
-_ASKED = (
-    _Asked(
+_POST_ROUTES = (
+    _PostRoute(
         path="/v1/completions",
         body=CompletionBody,
-        answer=response_schema.CompletionAnswer,
+        answer=response_schema.CompletionResponse,
         summary="Texts that are gone on with.",
         streams=True,
     ),
-    _Asked(
+    _PostRoute(
         path="/v1/chat/completions",
         body=ChatBody,
-        answer=response_schema.ChatAnswer,
+        answer=response_schema.ChatResponse,
         summary="The next message of a conversation.",
         streams=True,
     ),
-    _Asked(
+    _PostRoute(
         path="/v1/tokens", body=TokensBody, answer=response_schema.Conversations, summary="The tokens of conversations."
     ),
-    _Asked(
+    _PostRoute(
         path="/tokenize",
         body=TokenizeBody,
         answer=response_schema.Tokenized,
         summary="The tokens of a text or of a conversation.",
     ),
-    _Asked(path="/detokenize", body=DetokenizeBody, answer=response_schema.Detokenized, summary="The text of tokens."),
+    _PostRoute(
+        path="/detokenize", body=DetokenizeBody, answer=response_schema.Detokenized, summary="The text of tokens."
+    ),
 )
-_READ = (
-    _Read(path="/", answer="text/html; charset=utf-8", summary="A page to talk to the model with."),
-    _Read(path="/v1/models", answer=response_schema.ModelCards, summary="The model that is served, by all its names."),
-    _Read(path="/v1/models/{name}", answer=response_schema.ModelCard, summary="The model, by one of its names."),
-    _Read(
+_GET_ROUTES = (
+    _GetRoute(path="/", answer="text/html; charset=utf-8", summary="A page to talk to the model with."),
+    _GetRoute(
+        path="/v1/models", answer=response_schema.ModelCards, summary="The model that is served, by all its names."
+    ),
+    _GetRoute(path="/v1/models/{name}", answer=response_schema.ModelCard, summary="The model, by one of its names."),
+    _GetRoute(
         path="/tokenizer_info",
         answer=response_schema.TokenizerInfo,
         summary="What clients that make tokens themselves want to know.",
     ),
-    _Read(path="/health", answer=response_schema.Health, summary="Whether the engine runs.", unwell=True),
-    _Read(path="/ready", answer=response_schema.Readiness, summary="Whether requests are taken.", unwell=True),
-    _Read(path="/status", answer=response_schema.ServerStatus, summary="What the server is doing."),
-    _Read(path="/plan", answer=response_schema.PlanShown, summary="The plan that the server follows."),
-    _Read(path="/metrics", answer=metrics.CONTENT_TYPE, summary="What was counted, for Prometheus."),
-    _Read(path="/openapi.json", answer="application/json", summary="This document."),
+    _GetRoute(path="/health", answer=response_schema.Health, summary="Whether the engine runs.", unwell=True),
+    _GetRoute(path="/ready", answer=response_schema.Readiness, summary="Whether requests are taken.", unwell=True),
+    _GetRoute(path="/status", answer=response_schema.ServerStatus, summary="What the server is doing."),
+    _GetRoute(path="/plan", answer=response_schema.PlanReport, summary="The plan that the server follows."),
+    _GetRoute(path="/metrics", answer=metrics.CONTENT_TYPE, summary="What was counted, for Prometheus."),
+    _GetRoute(path="/openapi.json", answer="application/json", summary="This document."),
 )
-_AT_THE_DOOR = ("400", "401", "403", "408", "413", "429", "503")
+_MIDDLEWARE_STATUSES = ("400", "401", "403", "408", "413", "429", "503")
 """What any request may be answered with: it is no HTTP, carries no key, comes from a page of another site, does not
 arrive, is too large, comes too often, or there is no room."""
-_OF_THE_MODEL = (*_AT_THE_DOOR, "404", "500")
+_MODEL_STATUSES = (*_MIDDLEWARE_STATUSES, "404", "500")
 """What else a request to the model may be: for another model, or one whose answer could not be finished."""
 
 
@@ -194,21 +198,24 @@ def document(version: str) -> dict[str, Json]:
         version: of the program.
     """
     paths: dict[str, Json] = {}
-    for asked in _ASKED:
-        fine: dict[str, Json] = {"application/json": {"schema": schema_of(asked.answer)}}
+    for asked in _POST_ROUTES:
+        fine: dict[str, Json] = {"application/json": {"schema": type_schema(asked.answer)}}
         if asked.streams:
             said = "with `stream: true`: events, each a chunk of the answer as JSON, and `[DONE]` at the end"
             # Before 3.2 OpenAPI does not say whether the schema of a stream is that of all of it or of each event.
-            fine[MEDIA_TYPE] = {"schema": {"anyOf": [{"type": "string", "description": said}, _EVENT]}}
+            fine[SSE_MEDIA_TYPE] = {"schema": {"anyOf": [{"type": "string", "description": said}, _EVENT]}}
         paths[asked.path] = {
             "post": {
                 "summary": asked.summary,
-                "requestBody": {"required": True, "content": {"application/json": {"schema": schema_of(asked.body)}}},
-                "responses": {"200": {"description": "the answer", "content": fine}, **_refusals(_OF_THE_MODEL)},
+                "requestBody": {"required": True, "content": {"application/json": {"schema": type_schema(asked.body)}}},
+                "responses": {
+                    "200": {"description": "the answer", "content": fine},
+                    **_error_responses(_MODEL_STATUSES),
+                },
             }
         }
-    for read in _READ:
-        paths[read.path] = {"get": _reading(read)}
+    for read in _GET_ROUTES:
+        paths[read.path] = {"get": _get_operation(read)}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Levanter", "version": version},
@@ -217,33 +224,33 @@ def document(version: str) -> dict[str, Json]:
     }
 
 
-def _reading(read: _Read) -> dict[str, Json]:
+def _get_operation(read: _GetRoute) -> dict[str, Json]:
     """What is said of a path that is only read."""
     content: Json = {}
     if isinstance(read.answer, type):
-        content = {"application/json": {"schema": schema_of(read.answer)}}
+        content = {"application/json": {"schema": type_schema(read.answer)}}
     elif isinstance(read.answer, str):
         kind = "object" if read.answer == "application/json" else "string"
         content = {read.answer: {"schema": {"type": kind}}}
-    responses = {"200": {"description": "the answer", "content": content}, **_refusals(_AT_THE_DOOR)}
+    responses = {"200": {"description": "the answer", "content": content}, **_error_responses(_MIDDLEWARE_STATUSES)}
     found: dict[str, Json] = {"summary": read.summary, "responses": responses}
     if read.unwell and isinstance(read.answer, type):
-        several: Json = {"anyOf": [schema_of(read.answer), schema_of(response_schema.Error)]}
+        several: Json = {"anyOf": [type_schema(read.answer), type_schema(response_schema.Error)]}
         responses["503"] = {"description": "not now", "content": {"application/json": {"schema": several}}}
     if "{name}" in read.path:
         named: Json = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
         found["parameters"] = [named]
-        responses |= _refusals(("404",))
+        responses |= _error_responses(("404",))
     return found
 
 
-def _refusals(codes: Sequence[str]) -> dict[str, Json]:
+def _error_responses(codes: Sequence[str]) -> dict[str, Json]:
     """What is answered where something is wrong."""
     found: dict[str, Json] = {}
     for code in codes:
         said: dict[str, Json] = {
-            "description": _WRONG[code],
-            "content": {"application/json": {"schema": schema_of(response_schema.Error)}},
+            "description": _STATUS_DESCRIPTIONS[code],
+            "content": {"application/json": {"schema": type_schema(response_schema.Error)}},
         }
         if code == "429":
             about = "Seconds after which to ask again."
@@ -252,7 +259,7 @@ def _refusals(codes: Sequence[str]) -> dict[str, Json]:
     return found
 
 
-_WRONG: Mapping[str, str] = {
+_STATUS_DESCRIPTIONS: Mapping[str, str] = {
     "400": "the request cannot be used; the message says all that is wrong with it",
     "401": "no key, or a wrong one",
     "403": "from a page of another site",

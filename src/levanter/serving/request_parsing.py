@@ -20,14 +20,14 @@ from starlette.requests import ClientDisconnect, Request
 from levanter.base.bounded_json import NotAnObjectError, kind_of, object_in
 from levanter.base.input_limits import HINTS, MIB, shown_bytes
 from levanter.config.errors import did_you_mean
-from levanter.inference.prompts import AskedLine, PromptReader, parse_constraint
-from levanter.inference.requests import ConstraintSpec, ParamsError, SamplingParams, fields_of, params_of
-from levanter.serving.engine_thread import Submitted
-from levanter.serving.errors import ApiError, invalid
-from levanter.serving.request_schema import FORMATS, NEUTRAL, StreamOptions
+from levanter.inference.prompts import PromptReader, PromptRequest, parse_constraint
+from levanter.inference.requests import ConstraintSpec, ParamsError, SamplingParams, params_to_json, parse_params
+from levanter.serving.engine_thread import Submission
+from levanter.serving.errors import ApiError, invalid_request
+from levanter.serving.request_schema import CONSTRAINT_NAMES, NEUTRAL_VALUES, StreamOptions
 
 D = TypeVar("D")
-MOST_SAID = 20
+MAX_PROBLEMS = 20
 """Problems of one request that are said."""
 
 
@@ -36,7 +36,7 @@ class ProtocolError(ValueError):
 
     def __init__(self, problems: list[str]):
         self.problems = tuple(dict.fromkeys(problems))
-        said = self.problems[:MOST_SAID]
+        said = self.problems[:MAX_PROBLEMS]
         more = len(self.problems) - len(said)
         super().__init__("\n".join((*said, *((f"and {more} more",) if more else ()))))
 
@@ -57,7 +57,7 @@ def parse_object(body: bytes) -> dict[str, object]:
     return value
 
 
-def names_of(cls: type) -> frozenset[str]:
+def field_names(cls: type) -> frozenset[str]:
     """The fields of a dataclass."""
     return frozenset(each.name for each in dataclasses.fields(cls))
 
@@ -75,25 +75,25 @@ def decode(cls: type[D], value: Mapping[str, object], *, where: str = "", beside
         ProtocolError: lists every field that is unknown, missing or of another type.
     """
     problems: list[str] = []
-    found = _object(cls, value, where, problems, beside)
+    found = _decode_object(cls, value, where, problems, beside)
     if problems:
         raise ProtocolError(problems)
     return found  # pyright: ignore[reportReturnType]
 
 
-def _object(
+def _decode_object(
     cls: type, value: Mapping[str, object], where: str, problems: list[str], beside: frozenset[str] = frozenset()
 ) -> object:
     hints, given = _hints(cls), {}
     prefix = f"{where}." if where else ""
-    known = names_of(cls)
+    known = field_names(cls)
     for n, name in enumerate(sorted(set(value) - known - beside)):
         hint = did_you_mean(name, sorted(known | beside)) if n < HINTS else ""
         problems.append(f"{prefix}{name[:100]}: not a field{hint}")
     before = len(problems)
     for each in dataclasses.fields(cls):
         if value.get(each.name) is not None:
-            given[each.name] = _value(hints[each.name], value[each.name], f"{prefix}{each.name}", problems)
+            given[each.name] = _decode_value(hints[each.name], value[each.name], f"{prefix}{each.name}", problems)
         elif each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING:
             problems.append(f"{prefix}{each.name}: missing")
     if len(problems) > before:
@@ -105,29 +105,29 @@ def _object(
         return None
 
 
-def _value(hint: object, value: object, where: str, problems: list[str]) -> object:
+def _decode_value(hint: object, value: object, where: str, problems: list[str]) -> object:
     """A value of a type; what is wrong with it is added to `problems`."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return _one_of(args, value, where, problems)
+        return _decode_union(args, value, where, problems)
     if hint is object:
         return value
     if origin is Literal:
         if value not in args or isinstance(value, bool):
-            problems.append(f"{where}: expected {_said(hint)}, got {_shown(value)}")
+            problems.append(f"{where}: expected {_describe_type(hint)}, got {_format_value(value)}")
         return value
     if origin is tuple and isinstance(value, list):
         if args[0] in (int, str) and all(type(one) is args[0] for one in value):
             return tuple(value)
-        return tuple(_value(args[0], one, f"{where}[{n}]", problems) for n, one in enumerate(value))
+        return tuple(_decode_value(args[0], one, f"{where}[{n}]", problems) for n, one in enumerate(value))
     if origin is _MAPPING:
         if isinstance(value, dict):
-            return {key: _value(args[1], one, f"{where}.{key}", problems) for key, one in value.items()}
+            return {key: _decode_value(args[1], one, f"{where}.{key}", problems) for key, one in value.items()}
     elif dataclasses.is_dataclass(hint) and isinstance(value, dict):
-        return _object(hint, value, where, problems)  # pyright: ignore[reportArgumentType]
+        return _decode_object(hint, value, where, problems)  # pyright: ignore[reportArgumentType]
     elif _is_scalar(hint, value):
         return _number(hint, value) if isinstance(value, (int, float)) else value
-    problems.append(f"{where}: expected {_said(hint)}, got {_shown(value)}")
+    problems.append(f"{where}: expected {_describe_type(hint)}, got {_format_value(value)}")
     return None
 
 
@@ -147,24 +147,24 @@ def _number(hint: object, value: int | float) -> int | float | bool:
     return value if isinstance(value, bool) else float(value) if hint is float else int(value)
 
 
-def _one_of(args: tuple[Any, ...], value: object, where: str, problems: list[str]) -> object:
+def _decode_union(args: tuple[Any, ...], value: object, where: str, problems: list[str]) -> object:
     """A value of one of several types; where it is of none, what is wrong with the one that comes closest."""
     closest: list[str] | None = None
     for hint in args:
         if hint is type(None):
             continue
         own: list[str] = []
-        found = _value(hint, value, where, own)
+        found = _decode_value(hint, value, where, own)
         if not own:
             return found
         inner = not own[0].startswith(f"{where}: ")
         if inner and (closest is None or len(own) < len(closest)):
             closest = own
     if closest is not None:
-        problems.extend(closest[:MOST_SAID])
+        problems.extend(closest[:MAX_PROBLEMS])
         return None
-    said = " or ".join(_said(hint) for hint in args if hint is not type(None))
-    problems.append(f"{where}: expected {said}, got {_shown(value)}")
+    said = " or ".join(_describe_type(hint) for hint in args if hint is not type(None))
+    problems.append(f"{where}: expected {said}, got {_format_value(value)}")
     return None
 
 
@@ -173,22 +173,22 @@ def _hints(cls: type) -> dict[str, Any]:
     return get_type_hints(cls)
 
 
-def _said(hint: object) -> str:
+def _describe_type(hint: object) -> str:
     """A type in words."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return " or ".join(_said(one) for one in args if one is not type(None))
+        return " or ".join(_describe_type(one) for one in args if one is not type(None))
     if origin is Literal:
         return f"{'one of ' if len(args) > 1 else ''}{', '.join(repr(one) for one in args)}"
     if origin is tuple:
-        return f"a list ({_said(args[0])} each)"
+        return f"a list ({_describe_type(args[0])} each)"
     if origin is _MAPPING or dataclasses.is_dataclass(hint):
         return "an object"
     words = {str: "a string", int: "a whole number", float: "a number", bool: "true or false", object: "a value"}
     return words[hint]
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     """A value in a message; of what is large, only its kind."""
     if isinstance(value, (list, dict)):
         return kind_of(value)
@@ -223,11 +223,11 @@ async def read_body(request: Request) -> bytes:
                 raise _too_large()
             pieces.append(piece)
     except ClientDisconnect:
-        raise invalid("the client left before its request was read") from None
+        raise invalid_request("the client left before its request was read") from None
     return b"".join(pieces)
 
 
-def fields_in(raw: bytes) -> dict[str, object]:
+def parse_fields(raw: bytes) -> dict[str, object]:
     """The fields of the object that a body is.
 
     Raises:
@@ -236,22 +236,22 @@ def fields_in(raw: bytes) -> dict[str, object]:
     try:
         return parse_object(raw)
     except ProtocolError as error:
-        raise invalid(str(error)) from None
+        raise invalid_request(str(error)) from None
 
 
-def wants_usage(options: StreamOptions | None, *, stream: bool) -> bool:
+def streams_usage(options: StreamOptions | None, *, stream: bool) -> bool:
     """Whether a stream says how many tokens there were.
 
     Raises:
         ApiError: what is asked for belongs to a stream, and there is none.
     """
     if options is not None and not stream:
-        raise invalid("stream_options: only for a stream (stream: true)")
+        raise invalid_request("stream_options: only for a stream (stream: true)")
     return options is not None and options.include_usage
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
+class SamplingOptions:
     """How an answer is chosen, and what it conforms to.
 
     Attributes:
@@ -263,13 +263,13 @@ class Sampling:
     constraint: ConstraintSpec | None
 
 
-def decoded(
+def decode_request(
     cls: type[D],
     fields: Mapping[str, object],
     *,
     defaults: Mapping[str, object],
     renamed: Mapping[str, str] | None = None,
-) -> tuple[D, Sampling]:
+) -> tuple[D, SamplingOptions]:
     """An object as a body and the parameters beside it.
 
     Args:
@@ -282,11 +282,11 @@ def decoded(
         ApiError: lists everything that is wrong with it.
     """
     problems: list[str] = []
-    own = names_of(cls)
-    given = {name: value for name, value in fields.items() if name not in own and name not in FORMATS}
-    for name in sorted(set(given) & set(NEUTRAL)):
+    own = field_names(cls)
+    given = {name: value for name, value in fields.items() if name not in own and name not in CONSTRAINT_NAMES}
+    for name in sorted(set(given) & set(NEUTRAL_VALUES)):
         value = given.pop(name)
-        if value is not None and value not in NEUTRAL[name]:
+        if value is not None and value not in NEUTRAL_VALUES[name]:
             problems.append(f"{name}: not supported")
     for theirs, ours in (renamed or {}).items():
         if given.get(theirs) is not None:
@@ -298,24 +298,24 @@ def decoded(
         problems += error.problems
     constraint = parse_constraint(fields, problems)
     try:
-        params = params_of({**defaults, **{k: v for k, v in given.items() if v is not None}}, beside=frozenset())
+        params = parse_params({**defaults, **{k: v for k, v in given.items() if v is not None}}, beside=frozenset())
     except ParamsError as error:
-        problems += [_nearer(line, own) for line in error.problems]
+        problems += [_suggest_field(line, own) for line in error.problems]
     if problems or body is None or params is None:
-        raise invalid(str(ProtocolError(problems)))
-    return body, Sampling(params=params, constraint=constraint)
+        raise invalid_request(str(ProtocolError(problems)))
+    return body, SamplingOptions(params=params, constraint=constraint)
 
 
-def _nearer(problem: str, own: frozenset[str]) -> str:
+def _suggest_field(problem: str, own: frozenset[str]) -> str:
     """A parameter that is not known may be a misspelt field of the body."""
     name, _, rest = problem.partition(": ")
     if not rest.startswith("not a parameter"):
         return problem
-    known = own | FORMATS | set(fields_of(SamplingParams()))
+    known = own | CONSTRAINT_NAMES | set(params_to_json(SamplingParams()))
     return f"{name[:100]}: not a field{did_you_mean(name, sorted(known))}"
 
 
-def submitted(asked: AskedLine, reader: PromptReader, *, where: str = "") -> Submitted:
+def make_submission(asked: PromptRequest, reader: PromptReader, *, where: str = "") -> Submission:
     """What is asked as a request to the engine.
 
     Args:
@@ -333,22 +333,22 @@ def submitted(asked: AskedLine, reader: PromptReader, *, where: str = "") -> Sub
         code = "context_length_exceeded" if long else None
         # Clients that shorten what they send, or ask another model, know the refusal by these words of OpenAI's.
         said = f"; this model's maximum context length is {reader.schedule.context} tokens" if long else ""
-        raise invalid(f"{where}{error}{said}", code=code, reason="too_long" if long else "invalid") from error
+        raise invalid_request(f"{where}{error}{said}", code=code, reason="too_long" if long else "invalid") from error
     params = request.params
-    return Submitted(request=request, score=params.echo and params.logprobs is not None)
+    return Submission(request=request, score=params.echo and params.logprobs is not None)
 
 
-def fresh_id(prefix: str) -> str:
+def random_id(prefix: str) -> str:
     """An id that no other answer has."""
     return f"{prefix}-{secrets.token_hex(12)}"
 
 
-def fresh_seed(params: SamplingParams) -> int:
+def request_seed(params: SamplingParams) -> int:
     """The seed of a request: its own, or one that nobody has had."""
     return secrets.randbits(63) if params.seed is None else params.seed
 
 
-def of_this_model(asked: str | None, names: Sequence[str]) -> None:
+def check_model_name(asked: str | None, names: Sequence[str]) -> None:
     """Compares the model that is asked for with the one that is served.
 
     Raises:

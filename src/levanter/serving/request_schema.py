@@ -9,7 +9,7 @@ from typing import Literal
 
 from levanter.inference.prompts import CONSTRAINT_FIELDS
 
-FORMATS = frozenset(CONSTRAINT_FIELDS)
+CONSTRAINT_NAMES = frozenset(CONSTRAINT_FIELDS)
 """Fields that say what a text conforms to; `inference.formats` reads them."""
 
 
@@ -43,7 +43,7 @@ class CompletionBody:
     user: str | None = None
 
 
-NEUTRAL: Mapping[str, tuple[object, ...]] = {
+NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "metadata": ({},),
     "store": (False,),
     "service_tier": ("auto", "default"),
@@ -89,7 +89,7 @@ class CalledFunction:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CallMade:
+class AssistantToolCall:
     """A call in a message of the assistant.
 
     Attributes:
@@ -123,7 +123,7 @@ class Message:
     role: str
     content: str | tuple[ContentPart, ...] | None = None
     name: str | None = None
-    tool_calls: tuple[CallMade, ...] | None = None
+    tool_calls: tuple[AssistantToolCall, ...] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None

@@ -84,7 +84,7 @@ class CompletionChoice(TypedDict):
     stop_reason: str | int | None
 
 
-class CompletionAnswer(TypedDict):
+class CompletionResponse(TypedDict):
     """Texts that were gone on with.
 
     Attributes:
@@ -106,7 +106,7 @@ class CompletionAnswer(TypedDict):
     usage: Usage
 
 
-class LikelyToken(TypedDict):
+class TopToken(TypedDict):
     """A token and how likely it is.
 
     Attributes:
@@ -120,7 +120,7 @@ class LikelyToken(TypedDict):
     bytes: tuple[int, ...]
 
 
-class ChosenToken(LikelyToken):
+class SampledToken(TopToken):
     """A token of an answer.
 
     Attributes:
@@ -130,7 +130,7 @@ class ChosenToken(LikelyToken):
         top_logprobs: the likeliest tokens in its place.
     """
 
-    top_logprobs: tuple[LikelyToken, ...]
+    top_logprobs: tuple[TopToken, ...]
 
 
 class ChatLogprobs(TypedDict):
@@ -141,11 +141,11 @@ class ChatLogprobs(TypedDict):
         refusal: nothing.
     """
 
-    content: tuple[ChosenToken, ...]
+    content: tuple[SampledToken, ...]
     refusal: None
 
 
-class AnsweredCall(TypedDict):
+class ResponseToolCall(TypedDict):
     """A call of a tool.
 
     Attributes:
@@ -159,7 +159,7 @@ class AnsweredCall(TypedDict):
     function: CalledFunction
 
 
-class AnsweredMessage(TypedDict):
+class ResponseMessage(TypedDict):
     """The next message of a conversation.
 
     Attributes:
@@ -172,7 +172,7 @@ class AnsweredMessage(TypedDict):
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    tool_calls: NotRequired[tuple[AnsweredCall, ...]]
+    tool_calls: NotRequired[tuple[ResponseToolCall, ...]]
 
 
 class ChatChoice(TypedDict):
@@ -187,13 +187,13 @@ class ChatChoice(TypedDict):
     """
 
     index: int
-    message: AnsweredMessage
+    message: ResponseMessage
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: str | int | None
 
 
-class ChatAnswer(TypedDict):
+class ChatResponse(TypedDict):
     """The next message of a conversation.
 
     Attributes:
@@ -357,7 +357,7 @@ class ServerStatus(TypedDict):
     load: EngineLoad
 
 
-class PlanShown(TypedDict):
+class PlanReport(TypedDict):
     """The plan that the server follows.
 
     Attributes:

@@ -2,7 +2,7 @@
 
 Server-sent events: a stream of JSON objects that ends with `[DONE]`.
 
-`Builder`: an answer, as one object or as a stream of chunks, of what comes of a ticket.
+`ResponseBuilder`: an answer, as one object or as a stream of chunks, of what comes of a ticket.
 
 Completions and conversations differ in what a choice looks like; what there is of it, when, and how many tokens it took
 is the same for both.
@@ -31,14 +31,14 @@ from levanter.compat.hf.tokenizer import FastTokenizer
 from levanter.data import Tokenizer
 from levanter.inference.programs import PromptScores
 from levanter.inference.requests import ChoiceId, SamplingParams
-from levanter.serving.engine_thread import PromptScored, Submitted, TokenDelta
-from levanter.serving.errors import JSON_ENCODER, ApiError, JsonAnswer, failed
+from levanter.serving.engine_thread import PromptScored, Submission, TokenDelta
+from levanter.serving.errors import JSON_ENCODER, ApiError, JsonResponse, failed_request
 from levanter.serving.request_parsing import read_body
-from levanter.serving.request_schema import FORMATS
+from levanter.serving.request_schema import CONSTRAINT_NAMES
 from levanter.serving.service import PendingRequest, Service
 
 
-class TokenTexts:
+class TokenStrings:
     """The tokens of one vocabulary.
 
     Args:
@@ -68,20 +68,20 @@ class TokenTexts:
         return [self.text(id) for id in ids]
 
 
-DONE = b"data: [DONE]\n\n"
+SSE_DONE = b"data: [DONE]\n\n"
 """What ends a stream."""
-HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 """Of a stream: nobody on the way keeps it back."""
-MEDIA_TYPE = "text/event-stream; charset=utf-8"
+SSE_MEDIA_TYPE = "text/event-stream; charset=utf-8"
 
 
-def event(value: Mapping[str, Json]) -> bytes:
+def sse_event(value: Mapping[str, Json]) -> bytes:
     """An object as an event."""
     return b"data: " + JSON_ENCODER.encode(value).encode() + b"\n\n"
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskedCall:
+class ParsedCall:
     """A body that was read.
 
     Attributes:
@@ -93,14 +93,14 @@ class AskedCall:
     """
 
     id: str
-    submitted: tuple[Submitted, ...]
+    submitted: tuple[Submission, ...]
     params: SamplingParams
     stream: bool
     usage: bool
 
 
 @dataclass(kw_only=True, eq=False)
-class ChoiceSoFar:
+class PartialChoice:
     """A choice as it grows.
 
     Attributes:
@@ -112,7 +112,7 @@ class ChoiceSoFar:
         held: pieces that cannot be shown yet.
     """
 
-    submitted: Submitted
+    submitted: Submission
     index: int
     scores: PromptScores | None = None
     pieces: list[TokenDelta] = field(default_factory=list)
@@ -125,7 +125,7 @@ class ChoiceSoFar:
         return "".join(piece.text for piece in self.pieces)
 
 
-class Builder(ABC):
+class ResponseBuilder(ABC):
     """The answer to a call, as it comes.
 
     Args:
@@ -138,24 +138,24 @@ class Builder(ABC):
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
 
-    def __init__(self, call: AskedCall, ticket: PendingRequest, service: Service, texts: TokenTexts):
+    def __init__(self, call: ParsedCall, ticket: PendingRequest, service: Service, texts: TokenStrings):
         self.call, self.ticket, self.service, self.texts = call, ticket, service, texts
         self._created, self._tokens = int(time.time()), 0
-        self.choices: dict[ChoiceId, ChoiceSoFar] = {}
+        self.choices: dict[ChoiceId, PartialChoice] = {}
         for each in call.submitted:
             for n in range(call.params.n):
-                self.choices[ChoiceId(each.request.id, n)] = ChoiceSoFar(submitted=each, index=len(self.choices))
+                self.choices[ChoiceId(each.request.id, n)] = PartialChoice(submitted=each, index=len(self.choices))
 
     @abstractmethod
-    def opening(self, choice: ChoiceSoFar) -> Iterator[Mapping[str, Json]]:
+    def opening(self, choice: PartialChoice) -> Iterator[Mapping[str, Json]]:
         """What a stream says of a choice before its first token, when its prompt was scored."""
 
     @abstractmethod
-    def delta(self, choice: ChoiceSoFar, piece: TokenDelta) -> Iterator[Mapping[str, Json]]:
+    def delta(self, choice: PartialChoice, piece: TokenDelta) -> Iterator[Mapping[str, Json]]:
         """What a stream says of a piece."""
 
     @abstractmethod
-    def complete(self, choice: ChoiceSoFar) -> Mapping[str, Json]:
+    def complete(self, choice: PartialChoice) -> Mapping[str, Json]:
         """A choice in an answer that is one object."""
 
     async def whole(self) -> Mapping[str, Json]:
@@ -201,12 +201,12 @@ class Builder(ABC):
     def _closing(self) -> bytes:
         """What comes behind all choices."""
         usage = {**self._head(self.chunk_object), "choices": [], "usage": self._usage}
-        return (event(usage) if self.call.usage else b"") + DONE
+        return (sse_event(usage) if self.call.usage else b"") + SSE_DONE
 
-    def _take(self, delivery: TokenDelta | PromptScored) -> Sequence[ChoiceSoFar]:
+    def _take(self, delivery: TokenDelta | PromptScored) -> Sequence[PartialChoice]:
         """Notes what came, and says which choices it is about."""
         if delivery.error is not None:
-            raise failed(delivery.error)
+            raise failed_request(delivery.error)
         if isinstance(delivery, TokenDelta):
             choice = self.choices[delivery.of]
             choice.pieces.append(delivery)
@@ -239,12 +239,12 @@ class Builder(ABC):
     def _around(self) -> tuple[bytes, bytes]:
         """What stands before and behind the one choice of a chunk: the same in all of them."""
         usage = {"usage": None} if self.call.usage else {}
-        before, mark, after = event({**self._head(self.chunk_object), "choices": [0], **usage}).rpartition(b"[0]")
+        before, mark, after = sse_event({**self._head(self.chunk_object), "choices": [0], **usage}).rpartition(b"[0]")
         assert mark, "a chunk has choices"
         return before + b"[", b"]" + after
 
 
-def is_shown(piece: TokenDelta) -> bool:
+def is_visible(piece: TokenDelta) -> bool:
     """Whether a piece has a token that is part of the answer: an id that ends it is not."""
     return piece.token is not None and not (isinstance(piece.matched, int) and piece.matched == piece.token.id)
 
@@ -271,7 +271,7 @@ class Reply(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the answer, until it is sent, its client leaves, or it reads too slowly."""
         work = asyncio.ensure_future(self._send(scope, receive, send))
-        left = asyncio.ensure_future(_left(receive))
+        left = asyncio.ensure_future(_wait_for_disconnect(receive))
         cut = asyncio.ensure_future(self._ticket.cut.wait())
         try:
             await asyncio.wait((work, left, cut), return_when=asyncio.FIRST_COMPLETED)
@@ -284,7 +284,7 @@ class Reply(Response):
             await asyncio.gather(work, left, cut, return_exceptions=True)
 
 
-async def _left(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     """Returns when the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -305,9 +305,9 @@ class JsonReply(Reply):
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            answer = JsonAnswer(await self._made(), headers=self._named)
+            answer = JsonResponse(await self._made(), headers=self._named)
         except ApiError as error:
-            answer = JsonAnswer(error.body, status=error.status, headers={**error.headers, **self._named})
+            answer = JsonResponse(error.body, status=error.status, headers={**error.headers, **self._named})
         await answer(scope, receive, send)
 
 
@@ -326,22 +326,22 @@ class SseReply(Reply):
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
         del scope, receive
-        headers = {"content-type": MEDIA_TYPE, **HEADERS, **self._named}
+        headers = {"content-type": SSE_MEDIA_TYPE, **SSE_HEADERS, **self._named}
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-        write = _Watched(send, late=self._ticket.cut.set)
+        write = _TimedSend(send, late=self._ticket.cut.set)
         try:
             await write({"type": "http.response.start", "status": 200, "headers": raw})
             try:
                 async for item in self._events:
-                    await write(_more(item))
+                    await write(_body_chunk(item))
             except ApiError as error:
-                await write(_more(event(error.body) + DONE))
+                await write(_body_chunk(sse_event(error.body) + SSE_DONE))
             await write({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             write.end()
 
 
-class _Watched:
+class _TimedSend:
     """Sends messages, and says when one has not been taken for `READ_SECONDS`.
 
     One timer looks after all of them: to set one for each message took as long as to send it.
@@ -376,31 +376,31 @@ class _Watched:
             self._timer = self._loop.call_at(since + READ_SECONDS, self._look)
 
 
-def _more(body: bytes) -> Message:
+def _body_chunk(body: bytes) -> Message:
     return {"type": "http.response.body", "body": body, "more_body": True}
 
 
-C = TypeVar("C", bound=AskedCall)
+C = TypeVar("C", bound=ParsedCall)
 SHORT_BODY = 2048
 """Bytes of a body that is read in less time than it takes to hand it to another thread, and to take turns with that at
 the interpreter: in these turns every stream waits."""
 
 
-def is_quickly_read(raw: bytes) -> bool:
+def is_cheap_to_parse(raw: bytes) -> bool:
     """Whether a body is short, and asks for nothing that takes long to understand whatever its length: a schema, an
     expression, a grammar. A name may be written by its characters' codes, so nothing that has codes is quick."""
-    return len(raw) <= SHORT_BODY and b"\\u" not in raw and not any(name in raw for name in _SLOW)
+    return len(raw) <= SHORT_BODY and b"\\u" not in raw and not any(name in raw for name in _EXPENSIVE_FIELDS)
 
 
-_SLOW = tuple(name.encode() for name in FORMATS)
+_EXPENSIVE_FIELDS = tuple(name.encode() for name in CONSTRAINT_NAMES)
 
 
-async def answered(
+async def respond(
     request: Request,
     *,
     path: str,
     read: Callable[[bytes, Service], C],
-    build: Callable[[C, PendingRequest, Service, TokenTexts], Builder],
+    build: Callable[[C, PendingRequest, Service, TokenStrings], ResponseBuilder],
     at_once: Callable[[bytes], bool] | None = None,
 ) -> Response:
     """Reads a request, asks the engine, and answers with what comes of it.

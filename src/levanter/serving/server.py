@@ -28,32 +28,32 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from levanter.serving.errors import ApiError, JsonAnswer, json_bytes
+from levanter.serving.errors import ApiError, JsonResponse, json_bytes
 from levanter.serving.limits import LimitsConfig
 from levanter.serving.service import Service
 
-FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+FULL_RESPONSE = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 """What a connection gets that there is no room for."""
 END_OF_HEAD = re.compile(rb"\n\r?\n")
-MOST_HEAD = 1 << 14
+MAX_HEAD_BYTES = 1 << 14
 """Bytes of a request's head."""
-OTHER_FILES = 256
+RESERVED_FILES = 256
 """Open files of a process that are not connections, at most."""
 
 
-def bounded(limits: LimitsConfig) -> type[H11Protocol]:
+def bounded_protocol(limits: LimitsConfig) -> type[H11Protocol]:
     """The protocol of a server's connections.
 
     Args:
         limits: their bounds.
     """
-    limits = replace(limits, max_connections=connections_within(limits.max_connections))
+    limits = replace(limits, max_connections=max_connections(limits.max_connections))
     # uvicorn makes one of a class, and there may be several servers in a process.
     idle: OrderedDict[BoundedConnection, None] = OrderedDict()
     return type("BoundedConnectionOfServer", (BoundedConnection,), {"limits": limits, "idle": idle})
 
 
-def connections_within(wanted: int) -> int:
+def max_connections(wanted: int) -> int:
     """How many connections a process may have open: the files that it may open bound them.
 
     Args:
@@ -62,7 +62,7 @@ def connections_within(wanted: int) -> int:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
         return wanted
-    return max(1, min(wanted, files - min(OTHER_FILES, files // 2)))
+    return max(1, min(wanted, files - min(RESERVED_FILES, files // 2)))
 
 
 class BoundedConnection(H11Protocol):
@@ -84,7 +84,7 @@ class BoundedConnection(H11Protocol):
         super().connection_made(transport)
         if len(self.connections) > self.limits.max_connections:
             if not self.idle:
-                transport.write(FULL)
+                transport.write(FULL_RESPONSE)
                 transport.close()
                 return
             longest, _ = self.idle.popitem(last=False)
@@ -106,8 +106,8 @@ class BoundedConnection(H11Protocol):
         piece took it 80 ms, in which nobody else is answered."""
         if self.conn.their_state is h11.IDLE:
             came, _ = self.conn.trailing_data
-            if len(came) > MOST_HEAD and END_OF_HEAD.search(came[:MOST_HEAD]) is None:
-                self.send_400_response(f"the head of the request has more than {MOST_HEAD:,} bytes")
+            if len(came) > MAX_HEAD_BYTES and END_OF_HEAD.search(came[:MAX_HEAD_BYTES]) is None:
+                self.send_400_response(f"the head of the request has more than {MAX_HEAD_BYTES:,} bytes")
                 return
         super().handle_events()
 
@@ -131,7 +131,7 @@ class BoundedConnection(H11Protocol):
             self.transport.close()
             return
         body = json_bytes(ApiError(400, msg).body)
-        headers = {"content-type": JsonAnswer.media_type, "content-length": str(len(body)), "connection": "close"}
+        headers = {"content-type": JsonResponse.media_type, "content-length": str(len(body)), "connection": "close"}
         for event in (
             h11.Response(status_code=400, headers=list(headers.items()), reason="Bad Request"),
             h11.Data(data=body),
@@ -172,7 +172,7 @@ class BoundedConnection(H11Protocol):
             self._write_timer = None
 
 
-BACKLOG = 2048
+ACCEPT_BACKLOG = 2048
 """Connections that wait to be accepted."""
 CLOSING_SECONDS = 5
 """How long clients may take, at the end, to read what they were sent."""
@@ -184,7 +184,7 @@ class AddressError(ValueError):
     """An address that cannot be listened on."""
 
 
-def bound(host: str, port: int) -> socket.socket:
+def bind_socket(host: str, port: int) -> socket.socket:
     """A socket that holds an address; nobody is listened to yet.
 
     Raises:
@@ -256,7 +256,7 @@ class HttpServer:
         config = uvicorn.Config(
             application,
             loop="asyncio",
-            http=bounded(limits),
+            http=bounded_protocol(limits),
             ws="none",
             lifespan="on",
             log_config=None,
@@ -264,7 +264,7 @@ class HttpServer:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            # `bounded` closes connections before that.
+            # `bounded_protocol` closes connections before that.
             timeout_keep_alive=2 * math.ceil(limits.idle_seconds),
             timeout_graceful_shutdown=CLOSING_SECONDS,
             # asyncio accepts so many at a turn. Were it all that wait, twenty requests that come at once would be read
@@ -278,14 +278,14 @@ class HttpServer:
         """Serves until it is told to end, or the engine ends.
 
         Args:
-            listening: made by `bound`; closed at the end.
+            listening: made by `bind_socket`; closed at the end.
 
         Raises:
             AddressError: somebody else listens there by now.
             BaseException: what ended the engine.
         """
         try:
-            listening.listen(BACKLOG)
+            listening.listen(ACCEPT_BACKLOG)
         except OSError as error:
             raise AddressError(f"host, port: somebody else listens there by now ({error.strerror})") from error
         self._listening = listening
@@ -317,7 +317,7 @@ class HttpServer:
 
     def _opened(self) -> None:
         assert self._listening is not None
-        self._listening.listen(BACKLOG)
+        self._listening.listen(ACCEPT_BACKLOG)
         self._opened_by()
 
     def _end(self) -> None:

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Literal, TypeAlias, TypeVar
 
 from levanter.inference.engine import Engine
-from levanter.inference.programs import ScoresPrompts
+from levanter.inference.programs import ScorePromptFn
 from levanter.inference.prompts import PromptReader
 from levanter.inference.requests import ChoiceId
 from levanter.inference.scheduler import QueueFullError
@@ -19,24 +19,32 @@ from levanter.serving.engine_thread import (
     Cancel,
     Delivery,
     Drain,
-    EngineWorker,
+    EngineThread,
     Inbox,
     InboxClosedError,
     PromptScored,
-    Submitted,
+    Submission,
     TokenDelta,
 )
 from levanter.serving.errors import ApiError
-from levanter.serving.metrics import Admitted, ChoiceEnded, EndReason, EngineLoad, Observer, Produced, ServerEvent
+from levanter.serving.metrics import (
+    ChoiceEnded,
+    EndReason,
+    EngineLoad,
+    Observer,
+    RequestAdmitted,
+    ServerEvent,
+    TokensSampled,
+)
 
-MOST_BEHIND = 1 << 20
+MAX_UNREAD_BYTES = 1 << 20
 """Bytes that may wait for a client that reads a stream slowly."""
-MOST_RETRY = 300
+MAX_RETRY_SECONDS = 300
 """Seconds that a client is sent away for."""
-MOST_WAITED = 1.0
+MAX_DELIVERY_SECONDS = 1.0
 """Seconds that the engine waits at most until what it handed over is sent: an event loop that stands still for so long
 does so for other reasons."""
-READERS = 2
+PARSER_THREADS = 2
 """Threads that read requests and make tokens of them."""
 T = TypeVar("T")
 State: TypeAlias = Literal["starting", "ready", "draining", "ended"]
@@ -54,7 +62,7 @@ class PendingRequest:
 
     def __init__(
         self,
-        submitted: Sequence[Submitted],
+        submitted: Sequence[Submission],
         *,
         route: str,
         give_up: Callable[[str], None],
@@ -97,7 +105,7 @@ class PendingRequest:
             self._open.discard(delivery.of)
         self._arrived.append(delivery)
         self._behind += delivery.size
-        if self._streamed and self._behind > MOST_BEHIND:
+        if self._streamed and self._behind > MAX_UNREAD_BYTES:
             self.cut.set()
         self._changed.set()
 
@@ -117,7 +125,7 @@ class PendingRequest:
             self._give_up(request)
 
 
-def _ending() -> ApiError:
+def _draining_error() -> ApiError:
     return ApiError(503, "the server is ending", reason="draining", kind="server_error", code="draining")
 
 
@@ -142,7 +150,7 @@ class Service:
         *,
         names: Sequence[str],
         max_queued_tokens: int,
-        score: ScoresPrompts | None = None,
+        score: ScorePromptFn | None = None,
         chat_max_tokens: int | None = None,
         observers: Sequence[Observer] = (),
     ):
@@ -151,11 +159,11 @@ class Service:
         self.state: State = "starting"
         self.observers = list(observers)
         self._inbox = Inbox(max_queued_tokens)
-        self._worker = EngineWorker(
+        self._worker = EngineThread(
             engine, self._inbox, stream=reader.tokenizer.stream, score=score, deliver=self._hand_over, ended=self._ended
         )
         self._tickets: dict[str, PendingRequest] = {}
-        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="reading")
+        self._readers = ThreadPoolExecutor(PARSER_THREADS, thread_name_prefix="reading")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sent = threading.Event()
         self._quiet = asyncio.Event()
@@ -211,20 +219,20 @@ class Service:
         for observer in self.observers:
             observer(event)
 
-    def ask(self, submitted: Sequence[Submitted], *, route: str, streamed: bool) -> PendingRequest:
+    def ask(self, submitted: Sequence[Submission], *, route: str, streamed: bool) -> PendingRequest:
         """Puts requests into the queue, all of them or none.
 
         Raises:
             ApiError: too much waits (429), or the server is ending (503).
         """
         if self.state != "ready" or not self.healthy:
-            raise _ending()
+            raise _draining_error()
         ticket = PendingRequest(submitted, route=route, give_up=self._give_up, streamed=streamed)
         try:
             # Who only wants a prompt back has it already.
             self._inbox.submit([each for each in submitted if each.request.id in ticket.requests])
         except InboxClosedError:
-            raise _ending() from None
+            raise _draining_error() from None
         except QueueFullError as error:
             wait = {"Retry-After": str(self._retry_after(sum(each.tokens for each in submitted)))}
             raise ApiError(
@@ -235,7 +243,7 @@ class Service:
             if request.id in ticket.requests:
                 self._tickets[request.id] = ticket
             self.observe(
-                Admitted(
+                RequestAdmitted(
                     request=request.id,
                     route=route,
                     prompt_tokens=len(request.tokens),
@@ -251,7 +259,7 @@ class Service:
         """Seconds after which the queue is likely to have room for so many tokens, by the pace of the engine."""
         queued = self._inbox.queued_tokens
         share = min(1.0, (queued + new - self.max_queued_tokens) / queued) if queued else 1.0
-        return min(MOST_RETRY, max(1, math.ceil(share * self.load.drain_seconds)))
+        return min(MAX_RETRY_SECONDS, max(1, math.ceil(share * self.load.drain_seconds)))
 
     def _give_up(self, request: str) -> None:
         ticket = self._tickets.get(request)
@@ -299,7 +307,7 @@ class Service:
         assert self._loop is not None
         self._sent.clear()
         self._loop.call_soon_threadsafe(self._arrived, made)
-        self._sent.wait(MOST_WAITED)
+        self._sent.wait(MAX_DELIVERY_SECONDS)
 
     def _ended(self) -> None:
         """Tells the event loop that the engine's thread is about to end."""
@@ -342,7 +350,7 @@ class Service:
             ticket.counts[of] = ticket.counts.get(of, 0) + 1
             ticket.last_at[of] = piece.at
             self.observe(
-                Produced(
+                TokensSampled(
                     request=of.request, choice=of.choice, tokens=1, first=first, since=piece.at - before, at=piece.at
                 )
             )

@@ -7,15 +7,15 @@ from starlette.responses import Response
 
 from levanter.base.json_types import Json
 from levanter.compat.hf.tokenizer import FastTokenizer
-from levanter.serving.chat import messages_of, template_fields
-from levanter.serving.errors import JsonAnswer, invalid
-from levanter.serving.request_parsing import ProtocolError, decode, fields_in, of_this_model, read_body
+from levanter.serving.chat import template_messages, template_variables
+from levanter.serving.errors import JsonResponse, invalid_request
+from levanter.serving.request_parsing import ProtocolError, check_model_name, decode, parse_fields, read_body
 from levanter.serving.request_schema import DetokenizeBody, TokenizeBody, TokensBody
-from levanter.serving.responses import TokenTexts
+from levanter.serving.responses import TokenStrings
 from levanter.serving.service import Service
 
 
-def tokenized(raw: bytes, service: Service, texts: TokenTexts) -> Mapping[str, Json]:
+def tokenize_body(raw: bytes, service: Service, texts: TokenStrings) -> Mapping[str, Json]:
     """The tokens of a text, or of a conversation.
 
     Raises:
@@ -23,19 +23,19 @@ def tokenized(raw: bytes, service: Service, texts: TokenTexts) -> Mapping[str, J
     """
     reader = service.reader
     try:
-        body = decode(TokenizeBody, fields_in(raw))
-        of_this_model(body.model, service.names)
+        body = decode(TokenizeBody, parse_fields(raw))
+        check_model_name(body.model, service.names)
         if (body.prompt is None) == (body.messages is None):
             raise ProtocolError(["prompt: expected one of `prompt` and `messages`"])
         if body.prompt is not None:
             begins = body.add_special_tokens and reader.rules.enforce_bos
             ids = reader.beginning_with_bos(body.prompt) if begins else reader.encode(body.prompt)
         else:
-            more = dict(template_fields(body.chat_template_kwargs, body.tools))
+            more = dict(template_variables(body.chat_template_kwargs, body.tools))
             more["add_generation_prompt"] = body.add_generation_prompt
-            ids = reader.conversation(messages_of(body.messages or ()), more)
+            ids = reader.conversation(template_messages(body.messages or ()), more)
     except ValueError as error:
-        raise invalid(str(error)) from None
+        raise invalid_request(str(error)) from None
     tokens: list[Json] = list(ids)
     found: dict[str, Json] = {"count": len(ids), "max_model_len": service.context, "tokens": tokens}
     if body.return_token_strs:
@@ -43,39 +43,39 @@ def tokenized(raw: bytes, service: Service, texts: TokenTexts) -> Mapping[str, J
     return found
 
 
-def detokenized(raw: bytes, service: Service) -> Mapping[str, Json]:
+def detokenize_body(raw: bytes, service: Service) -> Mapping[str, Json]:
     """The text of tokens.
 
     Raises:
         ApiError: the body has none.
     """
     try:
-        body = decode(DetokenizeBody, fields_in(raw))
-        of_this_model(body.model, service.names)
+        body = decode(DetokenizeBody, parse_fields(raw))
+        check_model_name(body.model, service.names)
         size = service.reader.rules.vocab_size
         wrong = [f"tokens[{n}]: id {id}" for n, id in enumerate(body.tokens) if not 0 <= id < size]
         if wrong:
             raise ProtocolError([f"{wrong[0]} is not one of the model's {size} ids (0 to {size - 1})"])
     except ValueError as error:
-        raise invalid(str(error)) from None
+        raise invalid_request(str(error)) from None
     return {"prompt": service.reader.tokenizer.decode(body.tokens)}
 
 
-def of_conversations(raw: bytes, service: Service) -> Mapping[str, Json]:
+def tokenize_conversations(raw: bytes, service: Service) -> Mapping[str, Json]:
     """The tokens of conversations.
 
     Raises:
         ApiError: the body has none, or the template refuses one.
     """
     try:
-        body = decode(TokensBody, fields_in(raw))
-        of_this_model(body.model, service.names)
+        body = decode(TokensBody, parse_fields(raw))
+        check_model_name(body.model, service.names)
         found: list[Json] = []
         for messages in body.message_list:
-            ids: list[Json] = list(service.reader.conversation(messages_of(messages)))
+            ids: list[Json] = list(service.reader.conversation(template_messages(messages)))
             found.append({"tokens": ids})
     except ValueError as error:
-        raise invalid(str(error)) from None
+        raise invalid_request(str(error)) from None
     return {"results": found}
 
 
@@ -83,21 +83,21 @@ async def tokenize(request: Request) -> Response:
     """Answers `POST /tokenize`."""
     service: Service = request.app.state.service
     raw, texts = await read_body(request), request.app.state.texts
-    return JsonAnswer(await service.off_loop(lambda: tokenized(raw, service, texts)))
+    return JsonResponse(await service.off_loop(lambda: tokenize_body(raw, service, texts)))
 
 
 async def detokenize(request: Request) -> Response:
     """Answers `POST /detokenize`."""
     service: Service = request.app.state.service
     raw = await read_body(request)
-    return JsonAnswer(await service.off_loop(lambda: detokenized(raw, service)))
+    return JsonResponse(await service.off_loop(lambda: detokenize_body(raw, service)))
 
 
 async def tokens(request: Request) -> Response:
     """Answers `POST /v1/tokens`."""
     service: Service = request.app.state.service
     raw = await read_body(request)
-    return JsonAnswer(await service.off_loop(lambda: of_conversations(raw, service)))
+    return JsonResponse(await service.off_loop(lambda: tokenize_conversations(raw, service)))
 
 
 async def tokenizer_info(request: Request) -> Response:
@@ -109,7 +109,7 @@ async def tokenizer_info(request: Request) -> Response:
     def written(id: int | None) -> str | None:
         return None if id is None or files is None else files.token(id)
 
-    return JsonAnswer(
+    return JsonResponse(
         {
             "tokenizer_class": type(reader.tokenizer).__name__,
             "vocab_size": reader.tokenizer.vocab_size,

@@ -6,7 +6,7 @@ import pytest
 from helpers.seventy_rows import EMBED, HEAD, HEADS, LAYERS, PROJECTIONS, SCALES, SEVENTY
 
 from levanter.hardware import parse_accelerator
-from levanter.inference.capacity import WeightBytes, bytes_of_position
+from levanter.inference.capacity import WeightBytes, position_bytes
 from levanter.inference.scheduler import Schedule
 
 GIB = 1 << 30
@@ -24,7 +24,7 @@ def test_a_row_of_8192_positions():
     assert SEVENTY.bytes_of_row(8192, "bfloat16") == 0.3125 * GIB
     assert SEVENTY.bytes_of_row(8192, "int8") == 0.15625 * GIB * (1 + 1 / 64)
     assert SEVENTY.bytes_of_row(8192) * 46 == SEVENTY.cache_bytes
-    assert bytes_of_position(8, 128, "float32") == 2 * 8 * 128 * 4
+    assert position_bytes(8, 128, "float32") == 2 * 8 * 128 * 4
 
 
 def test_rows_that_fit_eight_chips_of_v5e():

@@ -10,7 +10,7 @@ import pytest
 from helpers.small_byte_level import byte_level
 
 from levanter.inference.constraint import ConstraintError, Constraints
-from levanter.inference.engine import whole_masks
+from levanter.inference.engine import expand_masks
 from levanter.inference.requests import ConstraintSpec
 
 TOKENIZER = byte_level()
@@ -133,12 +133,12 @@ def test_what_is_wrong_with_a_constraint(constraints, kind, text, said):
 
 def test_masks_of_rows(constraints):
     one = constraints.start(ConstraintSpec(kind="regex", text="a"))
-    masks = whole_masks((3, PADDED + 7), {1: one.mask(), 2: np.array([0xFFFFFFFF], np.uint32)})
+    masks = expand_masks((3, PADDED + 7), {1: one.mask(), 2: np.array([0xFFFFFFFF], np.uint32)})
     assert masks.shape == (3, PADDED + 7) and masks.dtype == np.bool_
     assert np.flatnonzero(masks[1]).tolist() == [i for i in range(END) if _bytes(i) == b"a"]
     assert masks[0].all() and masks[2, :32].all(), "a row without a mask, and one whose mask is short"
     assert not masks[2, 32:].any()
-    assert whole_masks((1, 20), {0: np.array([0xFFFFFFFF], np.uint32)}).all()
+    assert expand_masks((1, 20), {0: np.array([0xFFFFFFFF], np.uint32)}).all()
 
 
 def test_tokenizers_and_models_that_cannot_be_constrained(constraints):

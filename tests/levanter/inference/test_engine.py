@@ -13,7 +13,7 @@ from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import plan_sharding
 from levanter.inference.config import Allocation
 from levanter.inference.constraint import ConstraintError
-from levanter.inference.engine import DeviceRunner, Engine, schedule_of
+from levanter.inference.engine import DeviceRunner, Engine, make_schedule
 from levanter.inference.kv_cache import plan_cache
 from levanter.inference.programs import ServedModel, generation_programs
 from levanter.inference.requests import ChoiceId, ConstraintSpec, Failed, Finished, Request, SamplingParams, Token
@@ -48,7 +48,7 @@ def made(devices, allocation: Allocation = "fixed", rows: int = 2, pages: int | 
     arrays["embeddings.token_embeddings.weight"][POISON] = np.nan
     mesh = SPEC.build(devices[:4])
     programs = generation_programs(model, cache, prefill=[(1, 8)])
-    return lambda: Engine(DeviceRunner(programs, mesh, place(config, arrays, mappings, mesh)), schedule_of(programs))
+    return lambda: Engine(DeviceRunner(programs, mesh, place(config, arrays, mappings, mesh)), make_schedule(programs))
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from helpers.small_tokenizer import BOS, SmallTokenizer
 
 from levanter.inference import jsonl
 from levanter.inference import output_writer as answers_module
-from levanter.inference.jsonl import BrokenLine, request_lines
-from levanter.inference.output_writer import Answers, Choice, answer_line, error_line
-from levanter.inference.prompts import AskedLine, request_of, seed_of
+from levanter.inference.jsonl import InvalidLine, request_lines
+from levanter.inference.output_writer import Choice, OutputWriter, answer_line, error_line
+from levanter.inference.prompts import PromptRequest, derive_seed, engine_request
 from levanter.inference.requests import ChoiceId, ConstraintSpec, SamplingParams
 from levanter.io import OtherRunError
 
@@ -38,12 +38,12 @@ def as_request(asked, **more):
     given = dict(
         encode=lambda text: [BOS, *TOKENIZER.encode_batch([text])[0]], chat=None, vocab_size=264, model_ends=(2,)
     )
-    return request_of(asked, **(given | {"seed": 1} | more))
+    return engine_request(asked, **(given | {"seed": 1} | more))
 
 
 def test_a_line_is_a_request():
     found = read_one('{"id": "a", "prompt": "the 日本", "temperature": 0, "max_tokens": 3, "stop": "x", "n": 2}\n')
-    assert found == AskedLine(
+    assert found == PromptRequest(
         line=1,
         id="a",
         prompt="the 日本",
@@ -51,7 +51,7 @@ def test_a_line_is_a_request():
     )
     made = as_request(found)
     assert made.tokens == (BOS, 259, 261) and made.stop_ids == (2,) and made.id == "a"
-    assert read_one('{"prompt": [5, 6]}') == AskedLine(line=1, id="1", prompt=(5, 6), params=SamplingParams())
+    assert read_one('{"prompt": [5, 6]}') == PromptRequest(line=1, id="1", prompt=(5, 6), params=SamplingParams())
 
 
 def test_defaults_of_a_run_and_of_a_line():
@@ -130,7 +130,7 @@ def test_ids_may_be_called_tokens():
 def test_what_is_wrong_is_named_and_others_are_read(line, said):
     line = line if isinstance(line, bytes) else line.encode()
     first, broken, last = lines_of('{"prompt": "a"}\n', line + b"\n", '{"prompt": "b"}')
-    assert isinstance(broken, BrokenLine) and said in broken.error and broken.line == 2
+    assert isinstance(broken, InvalidLine) and said in broken.error and broken.line == 2
     assert (first.id, last.id, last.prompt) == ("1", "3", "b")
     # The answer is a line of JSON whatever was in the request.
     assert json.loads(error_line(broken))["line"] == 2
@@ -148,7 +148,7 @@ def test_a_line_that_is_too_long_is_skipped(monkeypatch):
     assert len(exact) == 100
     long = '{"prompt": "' + "x" * 90 + '"}\n'
     found = lines_of(exact, long, '{"prompt": "b"}\n', long[:-1])
-    assert [type(one) for one in found] == [AskedLine, BrokenLine, AskedLine, BrokenLine]
+    assert [type(one) for one in found] == [PromptRequest, InvalidLine, PromptRequest, InvalidLine]
     assert found[1].error.startswith("more than") and found[2].line == 3
 
 
@@ -198,10 +198,10 @@ def test_seeds():
     """Named ones are kept; others depend on the run and the request, not on its place or on what ran before."""
     a, b = (as_request(read_one(json.dumps({"prompt": "x", "id": id}))) for id in "ab")
     again = as_request(lines_of("{}\n", '{"prompt": "x", "id": "a"}')[1])
-    assert a.seed == again.seed == seed_of(1, "a") != b.seed
+    assert a.seed == again.seed == derive_seed(1, "a") != b.seed
     assert as_request(read_one('{"prompt": "x", "id": "a"}'), seed=2).seed != a.seed
     assert as_request(read_one('{"prompt": "x", "seed": 0}')).seed == 0
-    assert all(0 <= seed_of(n, str(n)) < 2**63 for n in range(50))
+    assert all(0 <= derive_seed(n, str(n)) < 2**63 for n in range(50))
 
 
 def test_an_answer():
@@ -241,7 +241,7 @@ EXPECTED = b"".join(answer(n) for n in range(100))
 def test_answers_come_in_any_order(tmp_path, monkeypatch):
     monkeypatch.setattr(answers_module, "PART_LINES", 7)
     out = str(tmp_path / "out.jsonl")
-    store = Answers(out, {"model": "m"})
+    store = OutputWriter(out, {"model": "m"})
     assert store.begin() == 0
     order = list(range(100))
     random.Random(3).shuffle(order)
@@ -250,24 +250,24 @@ def test_answers_come_in_any_order(tmp_path, monkeypatch):
     assert store.finish() == 100 and Path(out).read_bytes() == EXPECTED
     assert os.listdir(tmp_path) == ["out.jsonl"]
     with pytest.raises(OtherRunError, match="is there already"):
-        Answers(out, {"model": "m"}).begin()
+        OutputWriter(out, {"model": "m"}).begin()
 
 
 def test_nothing_in_an_empty_file(tmp_path):
-    store = Answers(str(tmp_path / "out.jsonl"), {})
+    store = OutputWriter(str(tmp_path / "out.jsonl"), {})
     store.begin()
     assert store.finish() == 0 and (tmp_path / "out.jsonl").read_bytes() == b""
 
 
 def test_another_run_does_not_go_on(tmp_path):
     out = str(tmp_path / "out.jsonl")
-    Answers(out, {"model": "m", "seed": 1, "input": "x"}).begin()
+    OutputWriter(out, {"model": "m", "seed": 1, "input": "x"}).begin()
     with pytest.raises(OtherRunError, match=r"(?s)model: there 'm', now 'n'.*seed: there 1, now 2") as caught:
-        Answers(out, {"model": "n", "seed": 2, "input": "x"}).begin()
+        OutputWriter(out, {"model": "n", "seed": 2, "input": "x"}).begin()
     assert "input:" not in str(caught.value)
     (tmp_path / "out.jsonl.parts" / "run.json").write_text("{")
     with pytest.raises(OtherRunError):
-        Answers(out, {"model": "m", "seed": 1, "input": "x"}).begin()
+        OutputWriter(out, {"model": "m", "seed": 1, "input": "x"}).begin()
 
 
 def test_parts_of_an_earlier_version_are_gone_on_with(tmp_path):
@@ -277,7 +277,7 @@ def test_parts_of_an_earlier_version_are_gone_on_with(tmp_path):
     body = b"".join(answer(n) for n in range(40))
     head = json.dumps({"first": 0, "lines": 40, "crc32": zlib.crc32(body)}).encode()
     (parts / "part-000000000.jsonl").write_bytes(head + b"\n" + body)
-    store = Answers(str(tmp_path / "out.jsonl"), identity)
+    store = OutputWriter(str(tmp_path / "out.jsonl"), identity)
     assert store.begin() == 40
     for n in range(40, 100):
         store.add(n, answer(n))
@@ -287,7 +287,7 @@ def test_parts_of_an_earlier_version_are_gone_on_with(tmp_path):
 @pytest.mark.parametrize("damage", ["cut", "changed", "gone", "head"])
 def test_a_damaged_part_is_answered_again(tmp_path, damage):
     out = str(tmp_path / "out.jsonl")
-    store = Answers(out, {})
+    store = OutputWriter(out, {})
     store.begin()
     for n in range(60):
         store.add(n, answer(n))
@@ -305,7 +305,7 @@ def test_a_damaged_part_is_answered_again(tmp_path, damage):
     )
     if damage == "gone":
         path.unlink()
-    store = Answers(out, {})
+    store = OutputWriter(out, {})
     assert store.begin() == 20
     assert sorted(os.listdir(f"{out}.parts")) == ["part-000000000.jsonl", "part-000000010.jsonl", "run.json"]
     for n in range(20, 100):
@@ -317,13 +317,13 @@ def test_a_damaged_part_is_answered_again(tmp_path, damage):
 def test_parts_that_became_the_output_become_it_again(tmp_path):
     """A run that is killed between the output and the removal of its parts."""
     out = str(tmp_path / "out.jsonl")
-    store = Answers(out, {})
+    store = OutputWriter(out, {})
     store.begin()
     for n in range(100):
         store.add(n, answer(n))
     store.store()
     (tmp_path / "out.jsonl").write_bytes(EXPECTED)
-    store = Answers(out, {})
+    store = OutputWriter(out, {})
     assert store.begin() == 100
     assert store.finish() == 100 and Path(out).read_bytes() == EXPECTED
     assert os.listdir(tmp_path) == ["out.jsonl"]

@@ -9,11 +9,11 @@ import pytest
 
 from levanter.distributed import broadcast
 from levanter.distributed.broadcast import FRAME, hear, tell
-from levanter.inference.multihost import LeaderRunner, follow
+from levanter.inference.multihost import LeaderRunner, run_follower
 from levanter.inference.programs import PromptScores
 from levanter.inference.requests import ChoiceId, SamplingParams
-from levanter.inference.sampling import RowSampling, host_params
-from levanter.inference.scheduler_state import DecodeRow, PrefillPart
+from levanter.inference.sampling import SlotSampling, host_params
+from levanter.inference.scheduler_state import DecodeSlot, PrefillChunk
 
 ROWS, PAGES, WORDS = 6, 40, 1563
 
@@ -40,7 +40,7 @@ class Calls:
         return cast(Any, np.zeros(1))
 
 
-def sampled(rng: random.Random, n: int) -> RowSampling:
+def sampled(rng: random.Random, n: int) -> SlotSampling:
     params = SamplingParams(
         temperature=rng.choice([0.0, 0.7, 1.3]),
         top_k=rng.randrange(5),
@@ -52,14 +52,14 @@ def sampled(rng: random.Random, n: int) -> RowSampling:
         logprobs=rng.choice([None, 0, 20]),
         max_tokens=rng.choice([None, 9]),
     )
-    return RowSampling(params=params, seed=rng.randrange(2**63), choice=n, prompt_tokens=n + 1, stop_ids=(2, n))
+    return SlotSampling(params=params, seed=rng.randrange(2**63), choice=n, prompt_tokens=n + 1, stop_ids=(2, n))
 
 
 def drive(leading: LeaderRunner, seed: int, steps: int) -> list[tuple]:
     """Random calls, as an engine makes them: rows and tables change now and then. Returns the scored prompts."""
     rng, scored = random.Random(seed), []
     tables = np.full((ROWS, PAGES), 9, np.int32)
-    sampling: list[RowSampling | None] = [None] * ROWS
+    sampling: list[SlotSampling | None] = [None] * ROWS
     for _ in range(steps):
         for n in range(ROWS):
             if rng.random() < 0.3:
@@ -70,11 +70,11 @@ def drive(leading: LeaderRunner, seed: int, steps: int) -> list[tuple]:
         masks = {n: np.frombuffer(rng.randbytes(4 * WORDS), "<u4").astype(np.uint32) for n in running[:2]}
         of = ChoiceId("somebody", 0)
         if rng.random() < 0.5:
-            rows = [DecodeRow(id=of, place=n, start=rng.randrange(900), tokens=4) for n in running]
+            rows = [DecodeSlot(id=of, place=n, start=rng.randrange(900), tokens=4) for n in running]
             leading.decode(rows, tables, list(sampling), masks if rng.random() < 0.3 else None)
         elif rng.random() < 0.8:
             parts = [
-                PrefillPart(
+                PrefillChunk(
                     **{"id": of, "place": n, "lane": lane, "start": 8 * lane, "fresh": lane == 0, "ends": lane == 1},
                     tokens=tuple(rng.randrange(128_000) for _ in range(rng.randrange(1, 2048))),
                     left=rng.randrange(99),
@@ -104,7 +104,7 @@ def test_others_call_what_process_0_calls(seed):
     assert asked == scored
     asked.clear()
     waiting = iter(frames)
-    assert follow(others, lambda: next(waiting), score) == 40
+    assert run_follower(others, lambda: next(waiting), score) == 40
     assert next(waiting, None) is None and asked == scored
     assert len(own.noted) == len(others.noted) > 20
     for mine, theirs in zip(own.noted, others.noted, strict=True):
@@ -120,7 +120,7 @@ def test_what_did_not_change_is_not_told_again():
     leading = LeaderRunner(Calls(), frames.append)
     tables, sampling = np.zeros((ROWS, PAGES), np.int32), [sampled(random.Random(1), n) for n in range(ROWS)]
     for _ in range(2):
-        leading.decode([DecodeRow(id=ChoiceId("a", 0), place=0, start=3, tokens=1)], tables, sampling)
+        leading.decode([DecodeSlot(id=ChoiceId("a", 0), place=0, start=3, tokens=1)], tables, sampling)
     first, second = (hear(iter([frame]).__next__) for frame in frames)
     assert len(first["sampling"]) == ROWS and second["sampling"] == second["tables"] == {}
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from levanter.inference.requests import NEVER, ParamsError, SamplingParams, params_of, stop_ids_of
+from levanter.inference.requests import NEVER, ParamsError, SamplingParams, merge_stop_ids, parse_params
 
 
 def test_defaults_are_openai_s():
@@ -38,7 +38,7 @@ def test_every_field_is_read():
         logprobs=20,
         echo=True,
     )
-    assert params_of(json.loads(text)) == expected
+    assert parse_params(json.loads(text)) == expected
     assert expected.greedy and expected.counts_tokens
 
 
@@ -90,7 +90,7 @@ def test_every_field_is_read():
 )
 def test_what_is_wrong_is_named(field, value, said):
     with pytest.raises(ParamsError) as caught:
-        params_of({field: value})
+        parse_params({field: value})
     assert len(caught.value.problems) == 1
     assert caught.value.problems[0].startswith(said) or said in caught.value.problems[0]
 
@@ -98,7 +98,7 @@ def test_what_is_wrong_is_named(field, value, said):
 def test_all_problems_are_listed():
     fields = {"temperature": -1, "top_p": 0, "n": "a", "beta": 1, "suffix": "b", "min_tokens": 99, "stop": [""]}
     with pytest.raises(ParamsError) as caught:
-        params_of(fields)
+        parse_params(fields)
     assert {problem.split(":")[0] for problem in caught.value.problems} == {
         "temperature", "top_p", "n", "beta", "suffix", "min_tokens", "stop[0]",
     }  # fmt: skip
@@ -106,17 +106,17 @@ def test_all_problems_are_listed():
 
 def test_what_clients_send_without_meaning_anything_is_taken():
     nothing = {"best_of": 1, "suffix": None, "use_beam_search": False, "num_beams": 1, "early_stopping": False}
-    assert params_of(nothing) == SamplingParams()
-    assert params_of({"n": 2, "best_of": 2, "suffix": ""}).n == 2
+    assert parse_params(nothing) == SamplingParams()
+    assert parse_params({"n": 2, "best_of": 2, "suffix": ""}).n == 2
     with pytest.raises(ParamsError, match="best_of"):
-        params_of({"n": 2, "best_of": 1})
+        parse_params({"n": 2, "best_of": 1})
     assert all(name not in SamplingParams.__dataclass_fields__ for name in NEVER)
 
 
 def test_fields_of_somebody_else():
-    assert params_of({"prompt": 3, "top_k": 1}, beside=frozenset({"prompt"})).top_k == 1
+    assert parse_params({"prompt": 3, "top_k": 1}, beside=frozenset({"prompt"})).top_k == 1
     with pytest.raises(ParamsError, match="did you mean `prompt`"):
-        params_of({"promt": 3}, beside=frozenset({"prompt"}))
+        parse_params({"promt": 3}, beside=frozenset({"prompt"}))
 
 
 def test_ids_are_compared_with_the_model():
@@ -130,7 +130,7 @@ def test_ids_are_compared_with_the_model():
 
 
 def test_ends_of_a_row():
-    assert stop_ids_of(SamplingParams(stop_token_ids=(5, 2)), (2, 3)) == (2, 3, 5)
-    assert stop_ids_of(SamplingParams(stop_token_ids=(5, 2), ignore_eos=True), (2, 3)) == (5, 2)
+    assert merge_stop_ids(SamplingParams(stop_token_ids=(5, 2)), (2, 3)) == (2, 3, 5)
+    assert merge_stop_ids(SamplingParams(stop_token_ids=(5, 2), ignore_eos=True), (2, 3)) == (5, 2)
     with pytest.raises(ValueError, match="60 ids and the model's own 5 ends of text are more than 64"):
-        stop_ids_of(SamplingParams(stop_token_ids=tuple(range(60))), range(60, 65))
+        merge_stop_ids(SamplingParams(stop_token_ids=tuple(range(60))), range(60, 65))

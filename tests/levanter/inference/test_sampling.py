@@ -21,13 +21,13 @@ from levanter.inference.requests import SamplingParams
 from levanter.inference.sampling import (
     GENERATED,
     IN_PROMPT,
-    RowParams,
-    RowSampling,
+    SlotParams,
+    SlotSampling,
     Word,
+    allowed_tokens,
     gumbel_noise,
     host_params,
-    kept,
-    row_noise,
+    noise_keys,
     sample,
 )
 from levanter.layers.attention.reference import HIDDEN
@@ -40,7 +40,7 @@ def rows_of(params, *, seed=None, prompt=3, stop_ids=(), choices=False):
     """The host's arrays, a row for each of `params`."""
     return host_params(
         [
-            RowSampling(
+            SlotSampling(
                 params=one,
                 seed=one.seed if one.seed is not None else seed if seed is not None else n,
                 choice=n if choices else 0,
@@ -54,7 +54,7 @@ def rows_of(params, *, seed=None, prompt=3, stop_ids=(), choices=False):
 
 def test_only_rows_that_are_others_are_gone_through_again():
     one, other, biased = (
-        RowSampling(params=params, seed=n << 33, choice=n, prompt_tokens=n, stop_ids=tuple(range(n)))
+        SlotSampling(params=params, seed=n << 33, choice=n, prompt_tokens=n, stop_ids=tuple(range(n)))
         for n, params in enumerate(
             (SamplingParams(), SamplingParams(temperature=0.5, top_k=3), SamplingParams(logit_bias={4: 2.0, 5: -1.0}))
         )
@@ -82,8 +82,8 @@ def _jitted(masked):
     @jax.jit
     def run(logits, arrays, position, counts, mask):
         Batch, Vocab = Axis("batch", logits.shape[0]), Axis("vocab", logits.shape[1])
-        params = RowParams.of_arrays(arrays, Batch)
-        noise = row_noise(params.seed, params.choice)
+        params = SlotParams.of_arrays(arrays, Batch)
+        noise = noise_keys(params.seed, params.choice)
         found = sample(
             hax.named(logits, (Batch, Vocab)),
             params,
@@ -129,7 +129,7 @@ def test_what_may_be_drawn_is_what_sorting_says():
 
     @jax.jit
     def allowed(x, arrays):
-        return kept(hax.named(x, (Batch, Vocab)), RowParams.of_arrays(arrays, Batch)).array
+        return allowed_tokens(hax.named(x, (Batch, Vocab)), SlotParams.of_arrays(arrays, Batch)).array
 
     temperatures = np.array([one.temperature for one in params], np.float32)[:, None]
     scaled = (logits - logits.max(-1, keepdims=True)) / temperatures
@@ -152,7 +152,7 @@ def test_thresholds_among_strange_numbers(x):
     Batch, Vocab = Axis("batch", 1), Axis("vocab", 4)
     for k in range(1, 5):
         arrays = rows_of([SamplingParams(top_k=k)])
-        found = kept(hax.named(x, (Batch, Vocab)), RowParams.of_arrays(arrays, Batch)).array
+        found = allowed_tokens(hax.named(x, (Batch, Vocab)), SlotParams.of_arrays(arrays, Batch)).array
         np.testing.assert_array_equal(np.asarray(found)[0], x[0] >= np.sort(x[0])[::-1][k - 1])
 
 
@@ -315,7 +315,7 @@ def test_noise_is_jax_s_of_seed_choice_and_position():
     seeds, choice, position = [3, 2**40 + 3, 2**63 - 1], 2, 9
     Batch = Axis("batch", 3)
     words = np.array([[seed >> 32, seed & 0xFFFFFFFF] for seed in seeds], np.uint32)
-    noise = row_noise(hax.named(words, (Batch, Word)), hax.full(Batch, choice, dtype=jnp.int32))
+    noise = noise_keys(hax.named(words, (Batch, Word)), hax.full(Batch, choice, dtype=jnp.int32))
     found = gumbel_noise(noise, hax.full(Batch, position, dtype=jnp.int32), Axis("vocab", 37)).array
     for n, seed in enumerate(seeds):
         key = jax.random.wrap_key_data(words[n], impl="threefry2x32")
@@ -356,7 +356,7 @@ MESHES = {
 
 def program_of(mapping, Batch, Vocab):
     def function(logits, params, position, counts):
-        noise = row_noise(params.seed, params.choice)
+        noise = noise_keys(params.seed, params.choice)
         return sample(logits, params, noise, position, counts=counts)
 
     def named(dtype, *axes):
@@ -364,7 +364,7 @@ def program_of(mapping, Batch, Vocab):
 
     inputs = {
         "logits": named(jnp.float32, Batch, Vocab),
-        "params": RowParams.abstract(Batch),
+        "params": SlotParams.abstract(Batch),
         "position": named(jnp.int32, Batch),
         "counts": named(jnp.int32, Batch, Vocab),
     }

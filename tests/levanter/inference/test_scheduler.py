@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 
 from levanter.inference.requests import ChoiceId, Request, SamplingParams
 from levanter.inference.scheduler import QueueFullError, RefusedError, Schedule
-from levanter.inference.scheduler_state import OutOfPagesError, PagePool, Row, changed, known_pages, page_names
+from levanter.inference.scheduler_state import (
+    OutOfPagesError,
+    PagePool,
+    SequenceState,
+    cached_pages,
+    page_hashes,
+    replace_fields,
+)
 
 LAST = 10_000
 """A token that ends a row."""
@@ -187,7 +194,7 @@ class Run:
             pool.check()
             for name, page in pool._page_of.items():
                 there = self.device.cache[shard, page, schedule.page_size - 1]
-                assert page_names(there, schedule.page_size)[-1] == name, "a page has another name than contents"
+                assert page_hashes(there, schedule.page_size)[-1] == name, "a page has another name than contents"
                 assert POISON not in there, "a row may begin with what is lost"
             holders = {}
             for place in range(shard * schedule.places, (shard + 1) * schedule.places):
@@ -424,7 +431,7 @@ def test_what_a_row_made_is_counted_again_when_it_comes_back():
     pool = schedule.start().pools[0]
     known = (1, 2, 3, 4, 5, 6, 7, 8)
     pages = pool.take(2)
-    for page, name in zip(pages, page_names(known, 4), strict=True):
+    for page, name in zip(pages, page_hashes(known, 4), strict=True):
         pool.name(page, name)
     pool.give_back(pages)
     for penalty, start in ((0.5, 4), (0.0, 8)):
@@ -542,16 +549,16 @@ class TestPages:
     def test_idle_pages_are_given_away_the_least_used_first(self):
         pool = PagePool(4)
         a, b = pool.take(2), pool.take(1)
-        names = page_names(range(3), 1)
+        names = page_hashes(range(3), 1)
         for page, name in zip(a + b, names, strict=True):
             pool.name(page, name)
         pool.give_back(a)
         pool.give_back(b)
-        assert known_pages(pool, names) == a + b and (pool.idle, pool.available) == (3, 4)
+        assert cached_pages(pool, names) == a + b and (pool.idle, pool.available) == (3, 4)
         (first,) = pool.take(1)
         assert first not in a + b
         # Of the row that ended first the last page goes first: without the one before it, it would be of no use.
-        assert pool.take(1) == (a[1],) and known_pages(pool, names) == (a[0],)
+        assert pool.take(1) == (a[1],) and cached_pages(pool, names) == (a[0],)
         pool.share([a[0]])
         assert pool.take(1) == b
         with pytest.raises(OutOfPagesError, match="1 pages wanted, 0 of 4 available"):
@@ -560,7 +567,7 @@ class TestPages:
 
     def test_equal_contents_are_known_once(self):
         pool = PagePool(3)
-        (name,) = page_names([5], 1)
+        (name,) = page_hashes([5], 1)
         a, b = pool.take(1), pool.take(1)
         pool.name(a[0], name)
         pool.name(b[0], name)
@@ -572,17 +579,17 @@ class TestPages:
         pool.check()
 
     def test_names_depend_on_everything_before(self):
-        one, other = page_names([1, 2, 3, 4, 5], 2), page_names([9, 2, 3, 4, 5], 2)
+        one, other = page_hashes([1, 2, 3, 4, 5], 2), page_hashes([9, 2, 3, 4, 5], 2)
         assert len(one) == 2 and one[1] != other[1] and one[0] != other[0]
-        assert page_names([1, 2, 3, 4], 2, one[:1]) == one
-        assert page_names([2**31 - 1, 0], 1)[0] != page_names([0, 2**31 - 1], 1)[0]
+        assert page_hashes([1, 2, 3, 4], 2, one[:1]) == one
+        assert page_hashes([2**31 - 1, 0], 1)[0] != page_hashes([0, 2**31 - 1], 1)[0]
 
 
 def test_a_changed_value_is_what_dataclasses_would_make():
     request = Request(id="a", tokens=(1, 2), params=SamplingParams(), seed=0)
-    row = Row(id=ChoiceId("a", 0), request=request, order=3, limit=4, made=(7,), due=(1,))
-    new = changed(row, made=(7, 8), due=())
+    row = SequenceState(id=ChoiceId("a", 0), request=request, order=3, limit=4, made=(7,), due=(1,))
+    new = replace_fields(row, made=(7, 8), due=())
     assert new == dataclasses.replace(row, made=(7, 8), due=())
     assert row.made == (7,), "what is changed stays what it is"
     with pytest.raises(AssertionError, match=r"Row has none of \['mde'\]"):
-        changed(row, mde=())
+        replace_fields(row, mde=())

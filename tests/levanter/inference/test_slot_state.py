@@ -7,8 +7,8 @@ import numpy as np
 from haliax import Axis
 
 from levanter.inference.requests import SamplingParams
-from levanter.inference.sampling import GENERATED, IN_PROMPT, RowParams, RowSampling, Sampled, Top, Word, host_params
-from levanter.inference.slot_state import RowState
+from levanter.inference.sampling import GENERATED, IN_PROMPT, Sampled, SlotParams, SlotSampling, Top, Word, host_params
+from levanter.inference.slot_state import SlotState
 
 Batch, Lane, Vocab = Axis("batch", 5), Axis("batch", 3), Axis("vocab", 12)
 
@@ -29,8 +29,8 @@ def sampled(tokens, axis, ok=None):
 
 
 def params(axis, stops=()):
-    row = RowSampling(params=SamplingParams(), seed=0, choice=0, prompt_tokens=0, stop_ids=tuple(stops))
-    return RowParams.of_arrays(host_params([row] * axis.size), axis)
+    row = SlotSampling(params=SamplingParams(), seed=0, choice=0, prompt_tokens=0, stop_ids=tuple(stops))
+    return SlotParams.of_arrays(host_params([row] * axis.size), axis)
 
 
 def begun(state, rows, tokens, *, position, left, stops=(), ok=None):
@@ -46,7 +46,7 @@ def begun(state, rows, tokens, *, position, left, stops=(), ok=None):
 
 
 def test_rows_begin_where_they_are_put_and_others_stay():
-    state = begun(RowState.empty(Batch), [3, 5, 0], [7, 8, 9], position=[4, 1, 6], left=[2, 2, 1])
+    state = begun(SlotState.empty(Batch), [3, 5, 0], [7, 8, 9], position=[4, 1, 6], left=[2, 2, 1])
     assert state.last_token.array.tolist() == [9, 0, 0, 7, 0]
     assert state.position.array.tolist() == [6, 0, 0, 4, 0]
     assert state.left.array.tolist() == [0, 0, 0, 1, 0]
@@ -57,12 +57,12 @@ def test_rows_begin_where_they_are_put_and_others_stay():
 
 
 def test_negative_rows_are_none():
-    state = begun(RowState.empty(Batch), [-1, -5, 2], [7, 8, 9], position=[4, 1, 6], left=[2, 2, 2])
+    state = begun(SlotState.empty(Batch), [-1, -5, 2], [7, 8, 9], position=[4, 1, 6], left=[2, 2, 2])
     assert state.done.array.tolist() == [True, True, False, True, True]
 
 
 def test_rows_end_by_a_stop_by_their_length_and_by_having_nothing_to_sample():
-    state = begun(RowState.empty(Batch), [0, 1, 2], [1, 2, 3], position=[5, 5, 5], left=[9, 3, 9])
+    state = begun(SlotState.empty(Batch), [0, 1, 2], [1, 2, 3], position=[5, 5, 5], left=[9, 3, 9])
     state = begun(state, [3, 5, 4], [1, 1, 2], position=[5, 5, 5], left=[9, 9, 9])
     state = state.advanced(sampled([6, 4, 4, 4, 11], Batch, [True, True, False, True, True]), params(Batch, [6]))
     assert state.done.array.tolist() == [True, False, True, False, False]
@@ -77,13 +77,13 @@ def test_rows_end_by_a_stop_by_their_length_and_by_having_nothing_to_sample():
 
 
 def test_released_rows_are_done():
-    state = begun(RowState.empty(Batch), [0, 1, 2], [1, 2, 3], position=[5, 5, 5], left=[9, 9, 9])
+    state = begun(SlotState.empty(Batch), [0, 1, 2], [1, 2, 3], position=[5, 5, 5], left=[9, 9, 9])
     state = state.released(named([False, True, False, False, False], Batch, dtype=jnp.bool_))
     assert state.done.array.tolist() == [False, True, False, True, True]
 
 
 def test_some_rows_by_themselves_and_back():
-    state = begun(RowState.empty(Batch, Vocab), [0, 1, 2], [1, 2, 3], position=[4, 5, 6], left=[9, 9, 9])
+    state = begun(SlotState.empty(Batch, Vocab), [0, 1, 2], [1, 2, 3], position=[4, 5, 6], left=[9, 9, 9])
     rows = named([2, 5, 0], Lane)
     part = state.taken(rows)
     assert part.position.array.tolist()[::2] == [6, 4] and part.done.array.tolist() == [False, True, False]
@@ -97,7 +97,7 @@ def test_some_rows_by_themselves_and_back():
 
 def test_tokens_are_counted_as_prompt_or_as_generated():
     """A prompt in two parts, then tokens; a row that had to give way has tokens of its own among what is prefilled."""
-    state = RowState.empty(Batch, Vocab)
+    state = SlotState.empty(Batch, Vocab)
     Pos = Axis("position", 4)
     tokens = named([[1, 1, 2, 9], [3, 4, 4, 5], [8, 8, 8, 8]], Lane, Pos)
     state = state.counted(
@@ -130,7 +130,7 @@ def test_tokens_are_counted_as_prompt_or_as_generated():
 
 
 def test_without_penalties_nothing_is_counted():
-    state = RowState.empty(Batch)
+    state = SlotState.empty(Batch)
     nothing = named([0, 0, 0], Lane)
     tokens = named(np.zeros((3, 2)), Lane, Axis("position", 2))
     same = state.counted(nothing, tokens, starts=nothing, lengths=nothing, prompts=nothing, fresh=nothing > 0)
@@ -146,17 +146,17 @@ def test_new_requests_compile_nothing():
         traced.append("begin")
         noise = hax.zeros((Lane, Word), dtype=jnp.uint32)
         first = sampled(tokens, Lane)
-        return state.begun(rows, first, RowParams.of_arrays(arrays, Lane), noise=noise, position=position, left=left)
+        return state.begun(rows, first, SlotParams.of_arrays(arrays, Lane), noise=noise, position=position, left=left)
 
     @jax.jit
     def move(state, released, tokens, arrays):
         traced.append("move")
-        return state.released(released).advanced(sampled(tokens, Batch), RowParams.of_arrays(arrays, Batch))
+        return state.released(released).advanced(sampled(tokens, Batch), SlotParams.of_arrays(arrays, Batch))
 
-    state = RowState.empty(Batch)
+    state = SlotState.empty(Batch)
     for n in range(4):
         made = SamplingParams(temperature=n, top_k=n, logit_bias={i: 1.0 for i in range(n)}, stop=("a",) * n)
-        row = RowSampling(params=made, seed=n, choice=n, prompt_tokens=n, stop_ids=tuple(range(n)))
+        row = SlotSampling(params=made, seed=n, choice=n, prompt_tokens=n, stop_ids=tuple(range(n)))
         lanes = [row] * n + [None] * (3 - n) if n < 4 else [row] * 3
         args = named([n, 5, 5], Lane), np.full(3, n), named([n] * 3, Lane), named([3] * 3, Lane)
         state = begin(state, *args, host_params(lanes))

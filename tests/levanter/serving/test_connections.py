@@ -13,8 +13,8 @@ from helpers.asgi import behind, listening, reply
 from levanter.base.input_limits import MIB
 from levanter.serving import middleware
 from levanter.serving.limits import LimitsConfig
-from levanter.serving.middleware import doors
-from levanter.serving.server import bounded, connections_within
+from levanter.serving.middleware import middleware_stack
+from levanter.serving.server import bounded_protocol, max_connections
 
 HANGS = 120.0
 """Seconds after which a test is taken for hanging."""
@@ -22,7 +22,7 @@ HANGS = 120.0
 
 def served(app=reply, **limits):
     bounds = LimitsConfig(**limits)
-    return listening(behind(app, *doors(limits=bounds)), protocol=bounded(bounds))
+    return listening(behind(app, *middleware_stack(limits=bounds)), protocol=bounded_protocol(bounds))
 
 
 @pytest.fixture
@@ -228,7 +228,7 @@ def test_the_answer_to_a_body_that_is_too_large_arrives(announced, monkeypatch):
 
 
 def test_a_thousand_idle_connections_and_rapid_disconnects_harm_nobody(connect):
-    files = connections_within(4096)
+    files = max_connections(4096)
     count = min(1000, files // 4)
     with served() as port:
         idle = [connect(port) for _ in range(count)]
@@ -246,7 +246,7 @@ def test_open_files_bound_connections(monkeypatch):
     import resource
 
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
-    assert connections_within(4096) == 768
-    assert connections_within(100) == 100
+    assert max_connections(4096) == 768
+    assert max_connections(100) == 100
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert connections_within(4096) == 4096
+    assert max_connections(4096) == 4096

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from levanter.compat.open import load_tokenizer
 from levanter.inference.prompts import PromptReader, PromptRules
-from levanter.inference.requests import SamplingParams, fields_of
+from levanter.inference.requests import SamplingParams, params_to_json
 from levanter.inference.scheduler import Schedule
-from levanter.serving.chat import read_chat
-from levanter.serving.completions import read_completion
+from levanter.serving.chat import parse_chat
+from levanter.serving.completions import parse_completion
 from levanter.serving.errors import ApiError, json_bytes
-from levanter.serving.request_parsing import names_of
-from levanter.serving.request_schema import FORMATS, NEUTRAL, ChatBody, CompletionBody
-from levanter.serving.responses import TokenTexts
-from levanter.serving.tokenizer_endpoints import detokenized, of_conversations, tokenized
+from levanter.serving.request_parsing import field_names
+from levanter.serving.request_schema import CONSTRAINT_NAMES, NEUTRAL_VALUES, ChatBody, CompletionBody
+from levanter.serving.responses import TokenStrings
+from levanter.serving.tokenizer_endpoints import detokenize_body, tokenize_body, tokenize_conversations
 
 SCALARS = st.one_of(
     st.none(),
@@ -41,7 +41,11 @@ VALUES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=4), max_leaves=12
 )
 NAMES = sorted(
-    names_of(ChatBody) | names_of(CompletionBody) | FORMATS | set(NEUTRAL) | set(fields_of(SamplingParams()))
+    field_names(ChatBody)
+    | field_names(CompletionBody)
+    | CONSTRAINT_NAMES
+    | set(NEUTRAL_VALUES)
+    | set(params_to_json(SamplingParams()))
 )
 MESSAGE = st.fixed_dictionaries(
     {"role": st.sampled_from(["user", "assistant", "tool", "robot"]), "content": st.text(max_size=8) | VALUES},
@@ -99,13 +103,13 @@ def refusal(read: Callable[[], object]) -> ApiError | None:
 
 def check(body: Any, service) -> int:
     """Reads a body in every way; how many of them took it."""
-    raw, texts = json.dumps(body).encode(), TokenTexts(service.reader.tokenizer)
+    raw, texts = json.dumps(body).encode(), TokenStrings(service.reader.tokenizer)
     found = [
-        refusal(lambda: read_completion(raw, service)),
-        refusal(lambda: read_chat(raw, service)),
-        refusal(lambda: tokenized(raw, service, texts)),
-        refusal(lambda: detokenized(raw, service)),
-        refusal(lambda: of_conversations(raw, service)),
+        refusal(lambda: parse_completion(raw, service)),
+        refusal(lambda: parse_chat(raw, service)),
+        refusal(lambda: tokenize_body(raw, service, texts)),
+        refusal(lambda: detokenize_body(raw, service)),
+        refusal(lambda: tokenize_conversations(raw, service)),
     ]
     for error in found:
         assert error is None or (400 <= error.status < 500 and error.message and json_bytes(error.body))

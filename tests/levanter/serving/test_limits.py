@@ -9,14 +9,14 @@ from levanter.base.input_limits import MIB
 from levanter.serving import middleware
 from levanter.serving.api_key import ApiKey
 from levanter.serving.limits import LimitsConfig
-from levanter.serving.metrics import Rejected
+from levanter.serving.metrics import RequestRejected
 from levanter.serving.middleware import (
     LOCAL_NAMES,
-    REMEMBERED_CLIENTS,
+    MAX_TRACKED_CLIENTS,
     BodyLimit,
-    RequestRate,
+    RateLimit,
     SameOrigin,
-    doors,
+    middleware_stack,
 )
 
 SMALL = LimitsConfig(max_body_mib=1, max_bodies_mib=2)
@@ -48,7 +48,7 @@ def test_a_body_in_parts_arrives_whole():
 
 @pytest.mark.parametrize("announced", [True, False])
 def test_the_byte_too_many(announced):
-    seen: list[Rejected] = []
+    seen: list[RequestRejected] = []
     door = BodyLimit(reply, limits=SMALL, observe=seen.append)
     half = b"x" * (MIB // 2)
 
@@ -109,7 +109,7 @@ def test_all_bodies_together_are_bounded_until_they_are_read():
 
 
 def test_a_body_that_does_not_come_is_not_waited_for():
-    seen: list[Rejected] = []
+    seen: list[RequestRejected] = []
     limits = LimitsConfig(body_seconds=0.05)
     # Nothing comes.
     answer = ask(BodyLimit(_never, limits=limits, observe=seen.append), parts=[])
@@ -142,7 +142,7 @@ class Clock:
 
 def test_so_many_requests_a_minute_and_then_one_each_time_one_is_due():
     clock = Clock()
-    rate = RequestRate(reply, per_minute=6, now=clock)
+    rate = RateLimit(reply, per_minute=6, now=clock)
     assert [ask(rate).status for _ in range(7)] == [200] * 6 + [429]
     refused = ask(rate)
     assert refused.headers["retry-after"] == "10" and json.loads(refused.body)["error"]["type"] == "rate_limit_error"
@@ -158,10 +158,10 @@ def test_so_many_requests_a_minute_and_then_one_each_time_one_is_due():
 
 
 def test_addresses_are_forgotten_rather_than_collected():
-    rate = RequestRate(reply, per_minute=60)
-    for n in range(REMEMBERED_CLIENTS + 10):
+    rate = RateLimit(reply, per_minute=60)
+    for n in range(MAX_TRACKED_CLIENTS + 10):
         rate.wait_of(str(n))
-    assert len(rate._known) == REMEMBERED_CLIENTS
+    assert len(rate._known) == MAX_TRACKED_CLIENTS
 
 
 @pytest.mark.parametrize(
@@ -187,11 +187,13 @@ def test_pages_of_other_sites_do_not_reach_a_server_without_a_key(headers, statu
 
 
 def test_doors_stand_in_their_order(monkeypatch):
-    monkeypatch.setitem(RequestRate.__init__.__kwdefaults__, "now", Clock())
-    seen: list[Rejected] = []
+    monkeypatch.setitem(RateLimit.__init__.__kwdefaults__, "now", Clock())
+    seen: list[RequestRejected] = []
     key = {"Authorization": "Bearer long-enough"}
     limits = LimitsConfig(max_body_mib=1, requests_per_minute=4)
-    app = behind(reply, *doors(limits=limits, key=ApiKey.of("long-enough"), names=("host",), observe=seen.append))
+    app = behind(
+        reply, *middleware_stack(limits=limits, key=ApiKey.of("long-enough"), names=("host",), observe=seen.append)
+    )
     big = [b"x" * (MIB + 1)]
     assert ask(app, headers={"Host": "other", **key}, parts=big).status == 403
     assert ask(app, headers={"Host": "host"}, parts=big).status == 401

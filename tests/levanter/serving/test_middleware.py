@@ -6,15 +6,15 @@ import logging
 import pytest
 from helpers.asgi import ask, reply
 
-from levanter.serving.api_key import ApiKey, NoKeyError, read_key
-from levanter.serving.metrics import Rejected
-from levanter.serving.middleware import RequireKey
+from levanter.serving.api_key import ApiKey, ApiKeyError, read_key
+from levanter.serving.metrics import RequestRejected
+from levanter.serving.middleware import RequireApiKey
 
 KEY = "correct-horse-battery"
 
 
-def door(**options) -> RequireKey:
-    return RequireKey(reply, key=ApiKey.of(KEY), **options)
+def door(**options) -> RequireApiKey:
+    return RequireApiKey(reply, key=ApiKey.of(KEY), **options)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_who_carries_the_key_is_let_in(headers, status):
     seen: list[object] = []
     answer = ask(door(observe=seen.append), headers=headers)
     assert answer.status == status
-    assert seen == ([] if status == 200 else [Rejected(route="/v1/completions", reason="key", status=401)])
+    assert seen == ([] if status == 200 else [RequestRejected(route="/v1/completions", reason="key", status=401)])
     if status == 401:
         error = json.loads(answer.body)["error"]
         assert error["code"] == "invalid_api_key" and "Bearer" in answer.headers["www-authenticate"]
@@ -91,7 +91,7 @@ def test_a_key_from_a_file_or_the_environment(tmp_path, content):
 def test_what_cannot_be_a_key_is_refused_without_showing_it(tmp_path, content, said):
     path = tmp_path / "key"
     path.write_bytes(content)
-    with pytest.raises(NoKeyError, match=said) as raised:
+    with pytest.raises(ApiKeyError, match=said) as raised:
         read_key(str(path))
     assert str(path) in str(raised.value)
     if content.strip():
@@ -99,11 +99,11 @@ def test_what_cannot_be_a_key_is_refused_without_showing_it(tmp_path, content, s
 
 
 def test_a_key_that_is_not_there(tmp_path):
-    with pytest.raises(NoKeyError, match="no environment variable SERVER_KEY"):
+    with pytest.raises(ApiKeyError, match="no environment variable SERVER_KEY"):
         read_key("env:SERVER_KEY", {})
-    with pytest.raises(NoKeyError, match="missing"):
+    with pytest.raises(ApiKeyError, match="missing"):
         read_key(str(tmp_path / "missing"))
-    with pytest.raises(NoKeyError):
+    with pytest.raises(ApiKeyError):
         read_key(str(tmp_path))
 
 

@@ -5,10 +5,10 @@ import jsonschema
 import pytest
 
 from levanter.inference.prompts import parse_constraint
-from levanter.inference.requests import ParamsError, params_of
+from levanter.inference.requests import ParamsError, parse_params
 from levanter.serving import openapi
-from levanter.serving.request_parsing import ProtocolError, decode, names_of
-from levanter.serving.request_schema import FORMATS, ChatBody, CompletionBody
+from levanter.serving.request_parsing import ProtocolError, decode, field_names
+from levanter.serving.request_schema import CONSTRAINT_NAMES, ChatBody, CompletionBody
 
 DOCUMENT = openapi.document("1.0")
 
@@ -50,11 +50,11 @@ BODIES = [
 
 @pytest.mark.parametrize(("body", "good"), BODIES, ids=range(len(BODIES)))
 def test_it_says_what_is_accepted(body, good):
-    own, problems = names_of(CompletionBody), list[str]()
+    own, problems = field_names(CompletionBody), list[str]()
     parse_constraint(body, problems)
     try:
         decode(CompletionBody, {name: value for name, value in body.items() if name in own})
-        params_of({name: value for name, value in body.items() if name not in own | FORMATS})
+        parse_params({name: value for name, value in body.items() if name not in own | CONSTRAINT_NAMES})
         accepted = not problems
     except (ProtocolError, ParamsError):
         accepted = False
@@ -69,7 +69,7 @@ def test_paths_are_the_applications(server):
     }
     listed = {(path, method) for path, said in DOCUMENT["paths"].items() for method in said}
     assert listed == methods
-    assert names_of(ChatBody) <= DOCUMENT["components"]["schemas"]["ChatBody"]["properties"].keys()
+    assert field_names(ChatBody) <= DOCUMENT["components"]["schemas"]["ChatBody"]["properties"].keys()
 
 
 MESSAGES = [{"role": "user", "content": "the cat sat"}]

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from levanter.serving.responses import SHORT_BODY, is_quickly_read
+from levanter.serving.responses import SHORT_BODY, is_cheap_to_parse
 
 ASKED = {"prompt": "the cat sat", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 
@@ -28,7 +28,7 @@ ASKED = {"prompt": "the cat sat", "max_tokens": 4, "temperature": 0, "ignore_eos
     ids=lambda each: str(each)[:40],
 )
 def test_only_what_is_short_and_plain_is_read_between_two_steps(raw: str, quick: bool):
-    assert is_quickly_read(raw.encode()) is quick
+    assert is_cheap_to_parse(raw.encode()) is quick
 
 
 def test_others_are_read_beside_the_event_loop(server, monkeypatch):

@@ -4,7 +4,7 @@ import socket
 import threading
 from urllib.parse import urlsplit
 
-from levanter.serving.metrics import Rejected
+from levanter.serving.metrics import RequestRejected
 
 
 def test_who_comes_while_the_server_is_busy_waits_and_is_not_turned_away(server):
@@ -12,7 +12,7 @@ def test_who_comes_while_the_server_is_busy_waits_and_is_not_turned_away(server)
     stands, goes_on, seen = threading.Event(), threading.Event(), []
 
     def observe(event) -> None:
-        if isinstance(event, Rejected):
+        if isinstance(event, RequestRejected):
             seen.append(threading.current_thread().name)
             if len(seen) == 1:
                 stands.set()

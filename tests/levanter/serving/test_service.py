@@ -14,13 +14,13 @@ import pytest
 from helpers.compilations import compilations, hlo_name
 from helpers.served import loaded
 
-from levanter.commands.serve.serve import application_of
+from levanter.commands.serve.serve import make_application
 from levanter.inference import engine as engine_module
 from levanter.inference.engine import Engine
 from levanter.inference.requests import ChoiceId
 from levanter.serving import responses, service
 from levanter.serving.engine_thread import Drain, TokenDelta
-from levanter.serving.metrics import Admitted, ChoiceEnded, Produced, Rejected
+from levanter.serving.metrics import ChoiceEnded, RequestAdmitted, RequestRejected, TokensSampled
 
 LONG = {"prompt": [5, 6, 7], "max_tokens": 50, "ignore_eos": True, "seed": 1}
 PATIENCE = 200.0
@@ -77,7 +77,7 @@ async def asked(model, **keys):
     made.observers.append(events.append)
     if "max_queued_tokens" in keys:
         made._inbox.max_queued_tokens = keys["max_queued_tokens"]
-    application = application_of(model.plan, made)
+    application = make_application(model.plan, made)
     transport = httpx.ASGITransport(application)
     async with (
         made.running(),
@@ -147,10 +147,10 @@ def test_who_leaves_has_no_row_two_steps_later(model, stream):
     async def run() -> None:
         async with asked(model) as (_, made, gate, events):
             client = Client(body(stream=stream))
-            application = application_of(model.plan, made)
+            application = make_application(model.plan, made)
             answered = asyncio.create_task(application(client.scope, client.receive, client.send))
             gate.allow(6)
-            await until(lambda: len(of(events, Produced)) >= 2 and gate.count == 6)
+            await until(lambda: len(of(events, TokensSampled)) >= 2 and gate.count == 6)
             client.left.set()
             await answered
             (ended,) = of(events, ChoiceEnded)
@@ -168,7 +168,7 @@ def test_who_reads_slowly_is_cut_off_and_others_are_not(model, monkeypatch):
             gate.open()
             slow = Client(body(stream=True))
             slow.reads.clear()
-            application = application_of(model.plan, made)
+            application = make_application(model.plan, made)
             answered = asyncio.create_task(application(slow.scope, slow.receive, slow.send))
             other = await http.post("/v1/completions", json=LONG)
             assert other.json()["choices"][0]["finish_reason"] == "length"
@@ -227,14 +227,14 @@ def test_a_full_queue_sends_away(model):
     async def run() -> None:
         async with asked(model, max_queued_tokens=9) as (http, made, gate, events):
             first = asyncio.create_task(http.post("/v1/completions", json={**LONG, "n": 3}))
-            await until(lambda: len(of(events, Admitted)) == 1)
+            await until(lambda: len(of(events, RequestAdmitted)) == 1)
             # The engine is in its first call, after which it says anew how long all of it takes.
             made._worker.load = replace(made.load, drain_seconds=40.0)
             full = await http.post("/v1/completions", json={**LONG, "prompt": [5] * 4})
             # Of nine tokens that wait, four have to go.
             assert full.status_code == 429 and full.headers["retry-after"] == "18"
             assert full.json()["error"]["code"] == "queue_full"
-            assert of(events, Rejected)[0].reason == "queue_full"
+            assert of(events, RequestRejected)[0].reason == "queue_full"
             gate.open()
             assert len((await first).json()["choices"]) == 3
             fine = await http.post("/v1/completions", json={**LONG, "prompt": [5] * 4})
@@ -249,7 +249,7 @@ def test_told_to_end_it_finishes_what_it_has_and_takes_nothing_more(model):
         async with asked(model) as (http, made, gate, events):
             short = asyncio.create_task(http.post("/v1/completions", json={**LONG, "max_tokens": 3}))
             endless = asyncio.create_task(http.post("/v1/completions", json={**LONG, "prompt": [9, 8]}))
-            await until(lambda: len(of(events, Admitted)) == 2)
+            await until(lambda: len(of(events, RequestAdmitted)) == 2)
             waits = asyncio.create_task(made.drain(PATIENCE))
             await until(lambda: made.state == "draining")
             assert (await http.get("/ready")).status_code == 503 and (await http.get("/health")).status_code == 200
@@ -277,7 +277,7 @@ def test_an_engine_that_fails_fails_every_request_by_name(model):
         async with asked(model) as (http, made, gate, events):
             streamed = asyncio.create_task(http.post("/v1/completions", json={**LONG, "stream": True}))
             whole = asyncio.create_task(http.post("/v1/completions", json=LONG))
-            await until(lambda: len(of(events, Admitted)) == 2)
+            await until(lambda: len(of(events, RequestAdmitted)) == 2)
             gate.error = RuntimeError("the device is gone")
             gate.open()
             assert "the engine has stopped: the device is gone" in (await streamed).text
@@ -303,21 +303,21 @@ def test_a_row_whose_numbers_are_lost_ends_alone(model, monkeypatch):
         ok[:, 0] = False
         return replace(found, ok=ok)
 
-    engine = SimpleNamespace(fetched=engine_module.fetched)
+    engine = SimpleNamespace(fetched=engine_module.fetch)
     monkeypatch.setattr(engine_module, "fetched", fetched)
 
     async def run() -> None:
         async with asked(model) as (http, made, gate, events):
             first = asyncio.create_task(http.post("/v1/completions", json={**LONG, "stream": True}))
-            await until(lambda: len(of(events, Admitted)) == 1)
+            await until(lambda: len(of(events, RequestAdmitted)) == 1)
             gate.allow(4)
-            await until(lambda: len(of(events, Produced)) >= 1)
+            await until(lambda: len(of(events, TokensSampled)) >= 1)
             other = asyncio.create_task(http.post("/v1/completions", json={**LONG, "seed": 9}))
-            await until(lambda: len(of(events, Admitted)) == 2)
+            await until(lambda: len(of(events, RequestAdmitted)) == 2)
             # Both have a row, the first one's the first, before numbers of the first row are lost.
             gate.allow(12)
-            second = of(events, Admitted)[1].request
-            await until(lambda: any(each.request == second for each in of(events, Produced)))
+            second = of(events, RequestAdmitted)[1].request
+            await until(lambda: any(each.request == second for each in of(events, TokensSampled)))
             assert of(events, ChoiceEnded) == []
             lost.set()
             gate.open()
@@ -343,7 +343,7 @@ def test_a_body_that_is_too_large_is_not_read(model):
                     yield b" " * (1 << 20)
 
             assert (await http.post("/v1/completions", content=pieces())).status_code == 413
-            assert [event.reason for event in of(events, Rejected)] == ["too_large", "too_large"]
+            assert [event.reason for event in of(events, RequestRejected)] == ["too_large", "too_large"]
 
     asyncio.run(run())
 
@@ -411,7 +411,7 @@ def test_whatever_clients_do_every_choice_ends_once_and_every_page_comes_back(mo
 
     async def run() -> None:
         async with asked(model, max_queued_tokens=200) as (_, made, gate, events):
-            application = application_of(model.plan, made)
+            application = make_application(model.plan, made)
             running = asyncio.Semaphore(24)
 
             async def one(n: int) -> Client:
@@ -431,18 +431,18 @@ def test_whatever_clients_do_every_choice_ends_once_and_every_page_comes_back(mo
                 return all_free(made) and not waiting
 
             everybody = asyncio.gather(*(one(n) for n in range(count)))
-            await until(lambda: any(each.reason == "queue_full" for each in of(events, Rejected)))
+            await until(lambda: any(each.reason == "queue_full" for each in of(events, RequestRejected)))
             gate.open()
             clients = await everybody
             # Who left last may have done so before the engine read what was asked.
             await until(nothing_left)
-            choices = [(each.request, n) for each in of(events, Admitted) for n in range(each.choices)]
+            choices = [(each.request, n) for each in of(events, RequestAdmitted) for n in range(each.choices)]
             assert sorted(choices) == sorted((each.request, each.choice) for each in of(events, ChoiceEnded))
             # Who leaves is cancelled, unless the last token was faster: either is right, and a machine decides which.
             # That leaving cancels has a test of its own. No text ends by itself: `ignore_eos` is asked for.
             ended = {each.reason for each in of(events, ChoiceEnded)}
             assert {"length"} <= ended <= {"length", "cancelled"}
-            reasons = {each.reason for each in of(events, Rejected)}
+            reasons = {each.reason for each in of(events, RequestRejected)}
             assert {"invalid", "too_long", "queue_full"} <= reasons
             assert all(client.left.is_set() or client.statuses for client in clients)
             assert {status for client in clients for status in client.statuses} <= {200, 400, 429}

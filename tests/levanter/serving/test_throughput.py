@@ -5,12 +5,12 @@ import random
 import pytest
 
 from levanter.inference.requests import Request, SamplingParams
-from levanter.serving.engine_thread import Backlog, EnginePace, Submitted
+from levanter.serving.engine_thread import Backlog, Submission, ThroughputEstimate
 
 
 def test_a_pace_is_that_of_the_steps_it_saw():
     """Steps of 10 ms, and of 2 ms more for each token of a prompt that is computed in one."""
-    pace = EnginePace()
+    pace = ThroughputEstimate()
     rng = random.Random(0)
     for _ in range(400):
         new = rng.choice([0, 0, 0, 5, 32])
@@ -19,15 +19,15 @@ def test_a_pace_is_that_of_the_steps_it_saw():
     assert pace.token_seconds == pytest.approx(0.010) and pace.prompt_seconds == pytest.approx(0.002, rel=0.1)
     # 800 tokens for 4 rows, and prompts of 100.
     assert pace.drained_in(rows=4, left=800, prompt_tokens=100) == pytest.approx(200 * 0.010 + 100 * 0.002, rel=0.05)
-    assert EnginePace().drained_in(rows=4, left=800, prompt_tokens=100) == 0
+    assert ThroughputEstimate().drained_in(rows=4, left=800, prompt_tokens=100) == 0
 
 
-def submitted(id: str, length: int, n: int, most: int | None) -> Submitted:
-    return Submitted(request=Request(id=id, tokens=(5,) * length, params=SamplingParams(n=n, max_tokens=most), seed=0))
+def submitted(id: str, length: int, n: int, most: int | None) -> Submission:
+    return Submission(request=Request(id=id, tokens=(5,) * length, params=SamplingParams(n=n, max_tokens=most), seed=0))
 
 
 def test_a_backlog_knows_what_is_in_it():
-    rng, backlog, there = random.Random(1), Backlog(100), dict[str, Submitted]()
+    rng, backlog, there = random.Random(1), Backlog(100), dict[str, Submission]()
     for turn in range(300):
         if there and rng.random() < 0.4:
             gone = rng.choice([*there, "nobody"])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from levanter.inference.detokenizer import ChoiceText
 from levanter.inference.engine import Engine
-from levanter.inference.prompts import AskedLine, PromptReader
+from levanter.inference.prompts import PromptReader, PromptRequest
 from levanter.inference.requests import ChoiceId, Failed, Request, SamplingParams, Token
 
 
@@ -54,11 +54,11 @@ class Dialogue:
         self.params = replace(params, n=1, logprobs=None, echo=False)
         self._count = 0
 
-    def complete(self, text: str, params: SamplingParams | None = None) -> AskedLine:
+    def complete(self, text: str, params: SamplingParams | None = None) -> PromptRequest:
         """A request to go on with a text, sampled as all are or otherwise."""
         return self._asked(params, prompt=text)
 
-    def chat(self, messages: Sequence[Mapping[str, object]], params: SamplingParams | None = None) -> AskedLine:
+    def chat(self, messages: Sequence[Mapping[str, object]], params: SamplingParams | None = None) -> PromptRequest:
         """A request for the answer in a conversation, sampled as all are or otherwise."""
         return self._asked(params, messages=tuple(messages))
 
@@ -68,15 +68,15 @@ class Dialogue:
         *,
         prompt: str | None = None,
         messages: tuple[Mapping[str, object], ...] = (),
-    ) -> AskedLine:
+    ) -> PromptRequest:
         # Calls for a request that was stopped may still be in flight: no other may have its id.
         self._count += 1
-        return AskedLine(
+        return PromptRequest(
             line=self._count, id=f"turn {self._count}", prompt=prompt, messages=messages, params=params or self.params
         )
 
     def say(
-        self, asked: AskedLine, show: Callable[[str], object], stopped: Callable[[], bool] = lambda: False
+        self, asked: PromptRequest, show: Callable[[str], object], stopped: Callable[[], bool] = lambda: False
     ) -> ChatTurn:
         """Answers a request; as much as there is room for in the context.
 

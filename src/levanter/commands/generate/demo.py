@@ -18,7 +18,7 @@ from levanter.commands.generate.engine_setup import running
 from levanter.commands.generate.generate import describe
 from levanter.commands.generate.plan import GenerateWork
 from levanter.commands.generate.prompts import prompt_reader
-from levanter.inference.engine import schedule_of
+from levanter.inference.engine import make_schedule
 from levanter.mesh import DeviceSet, local_devices
 from levanter.runplan import INTERNAL_ERROR, OK, RunPlan
 
@@ -79,7 +79,7 @@ def main(config: GenerateConfig) -> int:
 def _answers(plan: RunPlan[GenerateWork], found: DeviceSet, *, sampled: bool) -> DemoAnswers:
     """Asks the questions, and shows what is answered as it comes."""
     work = plan.work
-    schedule = schedule_of(work.programs, share_prefixes=work.config.inference.share_prefixes)
+    schedule = make_schedule(work.programs, share_prefixes=work.config.inference.share_prefixes)
     reader = prompt_reader(work, schedule)
     kinds = {"greedy": replace(reader.defaults, temperature=0.0, max_tokens=TOKENS)}
     if sampled:

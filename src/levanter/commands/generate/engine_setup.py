@@ -13,8 +13,8 @@ from levanter.commands.model.pretrained import load_pretrained
 from levanter.distributed.barrier import current_peers
 from levanter.distributed.compile_barrier import jit_together
 from levanter.inference.engine import DeviceRunner, Engine
-from levanter.inference.multihost import LeaderRunner, follow
-from levanter.inference.programs import PromptScorer, ScoresPrompts
+from levanter.inference.multihost import LeaderRunner, run_follower
+from levanter.inference.programs import PromptScorer, ScorePromptFn
 from levanter.inference.prompts import PromptReader
 from levanter.inference.scheduler import Schedule
 
@@ -36,7 +36,7 @@ class LoadedEngine:
 
     loading: LoadReport
     engine: Engine | None
-    score: ScoresPrompts | None
+    score: ScorePromptFn | None
 
 
 @contextmanager
@@ -74,5 +74,5 @@ def running(
         leading.end()
     else:
         with following or nullcontext():
-            follow(rows, lambda: peers.follow(_CALLS, lambda: "", seconds=WAIT_SECONDS), scorer)
+            run_follower(rows, lambda: peers.follow(_CALLS, lambda: "", seconds=WAIT_SECONDS), scorer)
         yield LoadedEngine(loading=loaded.report, engine=None, score=None)

@@ -32,12 +32,12 @@ from levanter.commands.generate.terminal import Terminal, at_terminal
 from levanter.config import ExplicitKeys, plain
 from levanter.distributed.barrier import agreed
 from levanter.inference.detokenizer import ChoiceText
-from levanter.inference.engine import NOT_FINITE, Engine, schedule_of
-from levanter.inference.jsonl import BrokenLine, request_lines
-from levanter.inference.output_writer import Answers, Choice, Echo, answer_line, error_line
-from levanter.inference.programs import ScoresPrompts
-from levanter.inference.prompts import AskedLine, PromptReader
-from levanter.inference.requests import ChoiceId, Event, Failed, Request, Token, fields_of
+from levanter.inference.engine import NOT_FINITE, Engine, make_schedule
+from levanter.inference.jsonl import InvalidLine, request_lines
+from levanter.inference.output_writer import Choice, Echo, OutputWriter, answer_line, error_line
+from levanter.inference.programs import ScorePromptFn
+from levanter.inference.prompts import PromptReader, PromptRequest
+from levanter.inference.requests import ChoiceId, Event, Failed, Request, Token, params_to_json
 from levanter.inference.scheduler import Schedule
 from levanter.io import Output, Progress, leased, open_read
 from levanter.memorization.books import weights_digest
@@ -99,7 +99,7 @@ class _Run:
         schedule: Schedule,
         found: GenerateResult,
         reader: PromptReader,
-        score: ScoresPrompts | None,
+        score: ScorePromptFn | None,
     ):
         self.work, self.schedule, self.found, self.reader, self.score = work, schedule, found, reader, score
         self.pending: dict[str, _Pending] = {}
@@ -114,23 +114,23 @@ class _Run:
         config = self.work.config
         assert config.input_path is not None
         with open_read(config.input_path) as file:
-            for index, asked in enumerate(request_lines(file, defaults=fields_of(config.sampling))):
+            for index, asked in enumerate(request_lines(file, defaults=params_to_json(config.sampling))):
                 if index < first:
                     continue
-                if isinstance(asked, AskedLine):
+                if isinstance(asked, PromptRequest):
                     asked = self._request(index, asked)
-                if isinstance(asked, BrokenLine):
+                if isinstance(asked, InvalidLine):
                     self.found.refused[asked.line] = asked.error
                     self.answered.append((index, error_line(asked)))
                 elif asked is not None:
                     yield asked
 
-    def _request(self, index: int, asked: AskedLine) -> Request | BrokenLine | None:
+    def _request(self, index: int, asked: PromptRequest) -> Request | InvalidLine | None:
         """A line as a request; None where there is nothing to generate."""
         try:
             request = self.reader.request(asked)
         except ValueError as error:
-            return BrokenLine(line=asked.line, id=asked.id, error=str(error))
+            return InvalidLine(line=asked.line, id=asked.id, error=str(error))
         tokenizer = self.reader.tokenizer
         limit = request.new_tokens(self.schedule.context)
         texts = {
@@ -161,7 +161,7 @@ class _Run:
 
     def _fail(self, pending: _Pending, error: str) -> None:
         self.found.failed[pending.line] = error
-        self._answer(pending, error_line(BrokenLine(line=pending.line, id=pending.request.id, error=error)))
+        self._answer(pending, error_line(InvalidLine(line=pending.line, id=pending.request.id, error=error)))
 
     def take(self, event: Event, engine: Engine) -> None:
         """What an event does to its request."""
@@ -235,7 +235,7 @@ def execute(plan: RunPlan[GenerateWork], mesh: Mesh | None, session: Session | N
     """Answers every line of the input, or of the terminal; nothing runs that is not in `plan`."""
     assert mesh is not None, "generation runs on devices"
     work, show = plan.work, session is not None and session.show
-    schedule = schedule_of(work.programs, share_prefixes=work.config.inference.share_prefixes)
+    schedule = make_schedule(work.programs, share_prefixes=work.config.inference.share_prefixes)
     reader = prompt_reader(work, schedule)
     with ExitStack() as held:
         answers = None
@@ -245,7 +245,7 @@ def execute(plan: RunPlan[GenerateWork], mesh: Mesh | None, session: Session | N
             lease = held.enter_context(
                 leased(f"{path}.parts", what="a generation run", advice="give another output_path")
             )
-            answers = Answers(path, identity(work, reader), lease=lease)
+            answers = OutputWriter(path, identity(work, reader), lease=lease)
         found = GenerateResult(kept=int(agreed("answers", str(0 if answers is None else answers.begin()))))
         with running(work, mesh, schedule=schedule, reader=reader, show=show) as ready:
             found.loading = ready.loading
@@ -271,7 +271,7 @@ def _converse(engine: Engine, reader: PromptReader, found: GenerateResult) -> No
     found.refused, found.failed = ({} if at_terminal() else session.refused), session.failed
 
 
-def _answer_all(run: "_Run", engine: Engine, answers: Answers, *, show: bool) -> None:
+def _answer_all(run: "_Run", engine: Engine, answers: OutputWriter, *, show: bool) -> None:
     """Answers every line of the input that has no answer yet."""
     began, found = time.perf_counter(), run.found
     with Progress("generating", total=None, unit="tokens", show=show) as progress:
@@ -287,7 +287,7 @@ def _exit_code(found: GenerateResult) -> int:
     return INTERNAL_ERROR if found.failed else BAD_INPUT if found.refused else OK
 
 
-def _hand_over(run: _Run, answers: Answers) -> None:
+def _hand_over(run: _Run, answers: OutputWriter) -> None:
     """Gives the answers that are ready to whoever writes them."""
     for index, line in run.answered:
         answers.add(index, line)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from haliax_ext.errors import gib
 from levanter.commands.model.pretrained import PretrainedModel
-from levanter.inference.capacity import MOST_ROWS, MOST_ROWS_ON_CPUS, ROOM, DecodeCost, served
+from levanter.inference.capacity import ASSUMED_TEMP_BYTES, MAX_CPU_ROWS, MAX_ROWS, DecodeCost, decode_cost
 from levanter.inference.config import InferenceConfig
 from levanter.inference.kv_cache import CachePlan
 from levanter.models.decoder.config import DecoderConfig
@@ -56,7 +56,7 @@ def planned_cache(
     most = value.fitting(limit // (HOST_SHARE if shared else 1), of_cache(least, inference), room=room)
     if inference.pages is not None:
         most = min(most, inference.pages // shards // least.pages_of_row * shards)
-    taken = MOST_ROWS_ON_CPUS if target.platform == "cpu" else MOST_ROWS
+    taken = MAX_CPU_ROWS if target.platform == "cpu" else MAX_ROWS
     rows = max(shards, min(most, taken // shards * shards))
     why = f"{most:,} of {least.max_seq_len:,} positions fit {gib(limit)} a device"
     why += ", of which the machine keeps half" if shared else ""
@@ -73,8 +73,8 @@ def of_cache(cache: CachePlan, inference: InferenceConfig) -> int:
 
 
 def programs_room(pretrained: PretrainedModel) -> int:
-    """Bytes of a device that are left for what Programs make: activations of a part of a prompt, and `ROOM`."""
-    return ROOM + sum(each.bytes_per_device for each in pretrained.activations.leaves)
+    """Bytes of a device that Programs take beside their inputs: activations of a prefill chunk and temporaries."""
+    return ASSUMED_TEMP_BYTES + sum(each.bytes_per_device for each in pretrained.activations.leaves)
 
 
 def served_model(
@@ -97,7 +97,7 @@ def served_model(
         decode, prefill: see `DecodeCost`.
         chip_hour_price: dollars.
     """
-    return served(
+    return decode_cost(
         model,
         pretrained.sharding,
         cache,

@@ -28,7 +28,7 @@ from levanter.commands.generate.terminal import SessionStats, Terminal, at_termi
 from levanter.config import ExplicitKeys
 from levanter.config.errors import did_you_mean
 from levanter.distributed.barrier import agreed
-from levanter.inference.engine import schedule_of
+from levanter.inference.engine import make_schedule
 from levanter.io import Output
 from levanter.runplan import Check, EntryPoint, RunPlan, Session, Target
 
@@ -87,7 +87,7 @@ def execute(plan: RunPlan[ReplWork], mesh: Mesh | None, session: Session | None 
     """Answers at the terminal, or runs the one command; nothing runs that is not in `plan`."""
     assert mesh is not None, "a model runs on devices"
     work, config = plan.work.generate, plan.work.config
-    schedule = schedule_of(work.programs, share_prefixes=work.config.inference.share_prefixes)
+    schedule = make_schedule(work.programs, share_prefixes=work.config.inference.share_prefixes)
     reader = prompt_reader(work, schedule)
     show, talked = session is not None and session.show, SessionStats()
     with running(work, mesh, schedule=schedule, reader=reader, show=show) as ready:

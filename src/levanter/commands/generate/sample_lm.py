@@ -25,9 +25,9 @@ from levanter.config import ExplicitKeys
 from levanter.distributed.compile_barrier import jit_together
 from levanter.inference.capacity import DecodeCost
 from levanter.inference.detokenizer import ChoiceText
-from levanter.inference.engine import DeviceRunner, Engine, schedule_of
-from levanter.inference.prompts import ends_of
-from levanter.inference.requests import ChoiceId, Failed, Request, Token, stop_ids_of
+from levanter.inference.engine import DeviceRunner, Engine, make_schedule
+from levanter.inference.prompts import end_of_text_ids
+from levanter.inference.requests import ChoiceId, Failed, Request, Token, merge_stop_ids
 from levanter.io import Output
 from levanter.runplan import Check, EntryPoint, RunPlan, Session, Target
 
@@ -108,19 +108,19 @@ def _requests(config: SampleLmConfig, pretrained: PretrainedModel) -> Iterator[R
     """The prompts of the first round."""
     tokenizer = pretrained.tokenizer
     begin = () if tokenizer.bos_id is None else (tokenizer.bos_id,)
-    ends = ends_of(tokenizer)
+    ends = end_of_text_ids(tokenizer)
     for n, ids in enumerate(tokenizer.encode_batch(config.texts)):
         yield Request(
             id=str(n),
             tokens=(*begin, *ids.tolist()),
             params=config.sampling,
             seed=config.seed,
-            stop_ids=stop_ids_of(config.sampling, ends),
+            stop_ids=merge_stop_ids(config.sampling, ends),
         )
 
 
 def _prompt_checks(requests: Sequence[Request], work: GenerateWork) -> Iterator[Check]:
-    schedule = schedule_of(work.programs)
+    schedule = make_schedule(work.programs)
     if not requests:
         error = ValueError("prompts: an empty list; there is nothing to go on with")
         yield Check(name="prompts", status="error", message=str(error), error=error)
@@ -139,7 +139,7 @@ def execute(plan: RunPlan[SampleWork], mesh: Mesh | None, session: Session | Non
     generate = work.generate
     loaded = load_pretrained(generate.pretrained, mesh, show=show)
     model = with_arrays(generate.pretrained.abstract, loaded.arrays)
-    schedule = schedule_of(generate.programs, share_prefixes=generate.config.inference.share_prefixes)
+    schedule = make_schedule(generate.programs, share_prefixes=generate.config.inference.share_prefixes)
     engine = Engine(DeviceRunner(generate.programs, mesh, model, jit=jit_together), schedule)
     found = SampledTexts(loading=loaded.report)
     began = time.perf_counter()

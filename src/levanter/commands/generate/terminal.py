@@ -14,7 +14,7 @@ from levanter.base.exit_codes import OK
 from levanter.commands.cli.signals import interrupts_taken
 from levanter.commands.generate.chat_session import ChatTurn, Dialogue
 from levanter.config.errors import did_you_mean
-from levanter.inference.prompts import AskedLine
+from levanter.inference.prompts import PromptRequest
 
 PROMPT = "> "
 HELP = """\
@@ -125,7 +125,7 @@ class Terminal:
         with interrupts_taken(self._pressed):
             act()
 
-    def ask(self, asked: Callable[[Dialogue], AskedLine]) -> ChatTurn | None:
+    def ask(self, asked: Callable[[Dialogue], PromptRequest]) -> ChatTurn | None:
         """Answers a request that stands for itself."""
         return self._answer(lambda: asked(self.dialogue))
 
@@ -152,7 +152,7 @@ class Terminal:
         self.session.refused[self._line] = why
         self.show(f"error: {why}")
 
-    def _answer(self, asked: Callable[[], AskedLine]) -> ChatTurn | None:
+    def _answer(self, asked: Callable[[], PromptRequest]) -> ChatTurn | None:
         try:
             request = asked()
             self._answering, self._stop = True, False

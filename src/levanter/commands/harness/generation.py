@@ -14,10 +14,10 @@ from levanter.distributed.compile_barrier import jit_together
 from levanter.eval.harness.encoding import HarnessError
 from levanter.eval.harness.generation import Continuation
 from levanter.inference.detokenizer import ChoiceText
-from levanter.inference.engine import DeviceRunner, Engine, schedule_of
-from levanter.inference.multihost import LeaderRunner, follow
-from levanter.inference.prompts import ends_of
-from levanter.inference.requests import ChoiceId, Failed, Request, SamplingParams, Token, stop_ids_of
+from levanter.inference.engine import DeviceRunner, Engine, make_schedule
+from levanter.inference.multihost import LeaderRunner, run_follower
+from levanter.inference.prompts import end_of_text_ids
+from levanter.inference.requests import ChoiceId, Failed, Request, SamplingParams, Token, merge_stop_ids
 from levanter.io import Progress
 
 _CALLS = "the next call of a text"
@@ -42,7 +42,7 @@ class Texts:
     def __call__(self, asked: Sequence[Continuation]) -> list[str]:
         """The text behind each prompt, without what ended it."""
         requests, growing, limits = [], {}, {}
-        schedule = schedule_of(self.work.programs, share_prefixes=self.work.config.inference.share_prefixes)
+        schedule = make_schedule(self.work.programs, share_prefixes=self.work.config.inference.share_prefixes)
         tokenizer = self.work.pretrained.tokenizer
         for n, each in enumerate(asked):
             requests.append(self._request(n, each))
@@ -75,7 +75,7 @@ class Texts:
         """Calls what process 0 calls, until it lets go."""
         peers = current_peers()
         assert peers is not None
-        follow(self._rows(), lambda: peers.follow(_CALLS, lambda: "", seconds=WAIT_SECONDS))
+        run_follower(self._rows(), lambda: peers.follow(_CALLS, lambda: "", seconds=WAIT_SECONDS))
 
     def _rows(self) -> DeviceRunner:
         return DeviceRunner(self.work.programs, self.mesh, self.model, jit=jit_together)
@@ -89,5 +89,5 @@ class Texts:
             tokens=tuple(asked.tokens.tolist()),
             params=params,
             seed=seed,
-            stop_ids=stop_ids_of(params, ends_of(self.work.pretrained.tokenizer)),
+            stop_ids=merge_stop_ids(params, end_of_text_ids(self.work.pretrained.tokenizer)),
         )

@@ -34,13 +34,13 @@ from levanter.commands.generate.plan import GenerateWork
 from levanter.commands.generate.prompts import prompt_reader
 from levanter.commands.serve.config import ServeConfig
 from levanter.config import ExplicitKeys
-from levanter.inference.engine import schedule_of
+from levanter.inference.engine import make_schedule
 from levanter.inference.scheduler import Schedule
 from levanter.io import Output
 from levanter.io.package_version import version
 from levanter.runplan import OK, Check, EntryPoint, RunPlan, Session, Target
 from levanter.serving import NOT_INSTALLED, is_installed
-from levanter.serving.api_key import NoKeyError, read_key
+from levanter.serving.api_key import ApiKeyError, read_key
 
 if TYPE_CHECKING:
     from levanter.serving.app import Application
@@ -66,7 +66,7 @@ class _Count:
 _LISTENING: list[_Count] = []
 
 
-def compiled_from_now() -> Callable[[], int]:
+def count_compiles() -> Callable[[], int]:
     """Counts what this process compiles from now on.
 
     Returns:
@@ -160,7 +160,7 @@ def _key_checks(config: ServeConfig) -> list[Check]:
         return []
     try:
         read_key(config.api_key)
-    except NoKeyError as error:
+    except ApiKeyError as error:
         return [Check(name="api_key", status="unchecked", message=str(error), error=error)]
     return []
 
@@ -172,7 +172,7 @@ def _who(config: ServeConfig) -> str:
     return "to this machine" if config.is_local else "to everyone who reaches it (insecure)"
 
 
-def names_of(work: ServeWork) -> tuple[str, ...]:
+def model_names(work: ServeWork) -> tuple[str, ...]:
     """What the model is called: the last part of where it comes from, and all of it."""
     config = work.server
     where = config.hf_checkpoint or config.checkpoint_path
@@ -185,11 +185,11 @@ def names_of(work: ServeWork) -> tuple[str, ...]:
 
 def execute(plan: RunPlan[ServeWork], mesh: Mesh | None, session: Session | None = None) -> ServedRun:
     """Serves until it is told to end; nothing runs that is not in `plan`."""
-    from levanter.serving.server import bound
+    from levanter.serving.server import bind_socket
 
     assert mesh is not None, "a model runs on devices"
     work, show = plan.work, session is not None and session.show
-    schedule = schedule_of(
+    schedule = make_schedule(
         work.programs,
         share_prefixes=work.config.inference.share_prefixes,
         max_queued_tokens=work.server.max_queued_tokens,
@@ -198,7 +198,7 @@ def execute(plan: RunPlan[ServeWork], mesh: Mesh | None, session: Session | None
     address, listening = None, None
     if jax.process_index() == 0:
         # Nobody is answered yet, but a port that is taken is known before a weight is read.
-        listening = bound(work.server.host, work.server.port)
+        listening = bind_socket(work.server.host, work.server.port)
     with running(work, mesh, schedule=schedule, reader=reader, show=show, following=_until_process_0_ends()) as ready:
         if ready.engine is not None:
             assert listening is not None
@@ -231,7 +231,7 @@ def warm(ready: LoadedEngine, schedule: Schedule) -> None:
         ready.score((0,) * tokens, 0)
 
 
-def service_of(work: ServeWork, ready: LoadedEngine) -> "Service":
+def make_service(work: ServeWork, ready: LoadedEngine) -> "Service":
     """The model and its engine, for an application.
 
     Args:
@@ -244,14 +244,14 @@ def service_of(work: ServeWork, ready: LoadedEngine) -> "Service":
     return Service(
         ready.engine,
         prompt_reader(work, ready.engine.schedule),
-        names=names_of(work),
+        names=model_names(work),
         max_queued_tokens=work.server.max_queued_tokens,
         score=ready.score,
         chat_max_tokens=work.chat_max_tokens,
     )
 
 
-def application_of(plan: RunPlan[ServeWork], service: "Service") -> "Application":
+def make_application(plan: RunPlan[ServeWork], service: "Service") -> "Application":
     """The application, with all that stands before and beside what asks the model.
 
     Args:
@@ -259,22 +259,22 @@ def application_of(plan: RunPlan[ServeWork], service: "Service") -> "Application
         service: the model and its engine.
     """
     from levanter.serving.app import app
-    from levanter.serving.metrics import Facts, Metrics
-    from levanter.serving.middleware import LOCAL_NAMES, doors
-    from levanter.serving.ui import Shown, page_routes
+    from levanter.serving.metrics import Metrics, ServerInfo
+    from levanter.serving.middleware import LOCAL_NAMES, middleware_stack
+    from levanter.serving.ui import PageData, page_routes
 
     config = plan.work.server
-    facts = Facts(version=version(), model=service.names[0], devices=plan.work.serving.devices)
-    metrics = Metrics(facts, load=lambda: service.load, compiles=compiled_from_now())
+    facts = ServerInfo(version=version(), model=service.names[0], devices=plan.work.serving.devices)
+    metrics = Metrics(facts, load=lambda: service.load, compiles=count_compiles())
     service.observers.append(metrics)
     key = None if config.api_key is None else read_key(config.api_key)
-    entrance = doors(
+    entrance = middleware_stack(
         limits=config.limits,
         key=key,
         names=(*LOCAL_NAMES, config.host) if key is None and config.is_local and not config.insecure else None,
         observe=service.observe,
     )
-    shown = Shown(metrics=metrics, service=service, plan=plan.report())
+    shown = PageData(metrics=metrics, service=service, plan=plan.report())
     return app(service, routes=page_routes(shown), middleware=entrance)
 
 
@@ -287,9 +287,9 @@ def answer(plan: RunPlan[ServeWork], ready: LoadedEngine, listening: socket, add
             print(f"ready: {address}", flush=True)
 
     work = plan.work
-    service = service_of(work, ready)
+    service = make_service(work, ready)
     server = HttpServer(
-        application_of(plan, service),
+        make_application(plan, service),
         service,
         drain_seconds=work.server.drain_seconds,
         limits=work.server.limits,

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from levanter.html.format import count_text, gib, percent, seconds_text, span_text, three_digits
-from levanter.inference.capacity import Floor
+from levanter.inference.capacity import Roofline
 from levanter.plan.decode_roofline import Call, Load, ServingReport, serving_report
 from levanter.plan.report import view
 from levanter.plan.report.text_table import Align, paragraph, table
@@ -108,7 +108,7 @@ def _call(call: Call, what: str) -> tuple[str, ...]:
     return (name, what, *_timed(call.time, call.floor))
 
 
-def _timed(time: tuple[float, float, float] | None, floor: Floor | None) -> tuple[str, str, str, str, str]:
+def _timed(time: tuple[float, float, float] | None, floor: Roofline | None) -> tuple[str, str, str, str, str]:
     known = "–" if time is None else seconds_text(time[1])
     within = "–" if time is None else span_text(time[0], time[2])
     if floor is None:
@@ -220,7 +220,7 @@ def _ends(time: tuple[float, float, float] | None) -> dict[str, float] | None:
     return None if time is None else dict(zip(("low", "expected", "high"), time, strict=True))
 
 
-def _floor(floor: Floor) -> dict[str, Any]:
+def _floor(floor: Roofline) -> dict[str, Any]:
     return {
         **{f"{name}_seconds": x for name, x in asdict(floor).items()},
         "seconds": floor.seconds,

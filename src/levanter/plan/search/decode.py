@@ -19,7 +19,7 @@ from haliax_ext.meshspec import MeshSpec
 from levanter.config.plan_options import Goal
 from levanter.hardware import Accelerator
 from levanter.html.format import seconds_text, three_digits
-from levanter.inference.capacity import MOST_ROWS, DecodeCost
+from levanter.inference.capacity import MAX_ROWS, DecodeCost
 from levanter.inference.config import CACHE_DTYPES
 from levanter.plan.comms import Network, spans_of
 from levanter.plan.search.candidates import NO_OVERRIDES, Candidate, Overrides
@@ -160,7 +160,7 @@ def options(served: DecodeCost, pod: Accelerator, goal: Goal, *, limit: int) -> 
         limit: bytes of a device.
     """
     shards = served.shards
-    most = min(served.fitting(limit, served.context, room=served.room), MOST_ROWS // shards * shards)
+    most = min(served.fitting(limit, served.context, room=served.room), MAX_ROWS // shards * shards)
     if most < shards:
         return
     asked = shards if served.automatic else -(-served.rows // shards) * shards

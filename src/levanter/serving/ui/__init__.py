@@ -15,13 +15,13 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from levanter.html import document, style_sheet
-from levanter.serving.errors import JsonAnswer
+from levanter.serving.errors import JsonResponse
 from levanter.serving.metrics import CONTENT_TYPE, Metrics
 from levanter.serving.service import Service
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shown:
+class PageData:
     """What the page shows.
 
     Attributes:
@@ -35,13 +35,13 @@ class Shown:
     plan: str
 
 
-def page_routes(shown: Shown) -> Sequence[BaseRoute]:
+def page_routes(shown: PageData) -> Sequence[BaseRoute]:
     """The page, what it asks beside the model, and the metrics.
 
     Args:
         shown: what they show.
     """
-    text, headers = page()
+    text, headers = render_page()
 
     async def at_root(request: Request) -> Response:
         del request
@@ -50,7 +50,7 @@ def page_routes(shown: Shown) -> Sequence[BaseRoute]:
     async def status(request: Request) -> Response:
         del request
         service, metrics = shown.service, shown.metrics
-        return JsonAnswer(
+        return JsonResponse(
             {
                 "model": service.names[0],
                 "version": metrics.facts.version,
@@ -65,7 +65,7 @@ def page_routes(shown: Shown) -> Sequence[BaseRoute]:
 
     async def plan(request: Request) -> Response:
         del request
-        return JsonAnswer({"report": shown.plan})
+        return JsonResponse({"report": shown.plan})
 
     async def counted(request: Request) -> Response:
         del request
@@ -74,7 +74,7 @@ def page_routes(shown: Shown) -> Sequence[BaseRoute]:
     return (Route("/", at_root), Route("/status", status), Route("/plan", plan), Route("/metrics", counted))
 
 
-def page() -> tuple[str, Mapping[str, str]]:
+def render_page() -> tuple[str, Mapping[str, str]]:
     """The page, and the headers that bound what it may do."""
     folder = resources.files(__name__)
     body, css, script = ((folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js"))

@@ -207,7 +207,7 @@ def test_a_run_that_was_interrupted_and_killed_goes_on_and_writes_the_same(folde
             if len(taken) == 45:
                 raise KeyboardInterrupt
             if len(taken) == 50:
-                patch.setattr(output_writer.Answers, "store", lambda self: None)
+                patch.setattr(output_writer.OutputWriter, "store", lambda self: None)
                 raise Killed
 
         patch.setattr(generate._Run, "take", interrupted)

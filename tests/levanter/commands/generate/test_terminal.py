@@ -19,7 +19,7 @@ from levanter.commands.generate.prompts import prompt_reader
 from levanter.commands.generate.repl_config import InferenceReplConfig
 from levanter.commands.generate.terminal import Terminal
 from levanter.config import ExplicitKeys, load_written
-from levanter.inference.engine import schedule_of
+from levanter.inference.engine import make_schedule
 from levanter.mesh import local_devices
 
 TEMPLATE = (
@@ -78,7 +78,7 @@ def dialogue(model, tmp_path_factory, devices):
     loaded = load_written(generate.GenerateConfig, words)
     found = local_devices(loaded.config.trainer.mesh)
     plan = generate.describe(loaded.config, local_target(found), written=loaded.written).check()
-    schedule = schedule_of(plan.work.programs)
+    schedule = make_schedule(plan.work.programs)
     reader = prompt_reader(plan.work, schedule)
     with running(plan.work, plan.mesh.build(found.devices), schedule=schedule, reader=reader, show=False) as ready:
         assert ready.engine is not None
