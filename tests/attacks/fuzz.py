@@ -216,9 +216,9 @@ def _drawn(dice: random.Random, cls: type, path: tuple[str, ...]) -> tuple[str, 
 def _value(dice: random.Random, name: str, annotation: object) -> str | None:
     """Text for a key of this type; None for types whose values are not drawn."""
     from levanter.config.schema import strip
-    from levanter.config.validators import Range, range_of
+    from levanter.config.validators import Range, declared_range
 
-    bare, limits = strip(annotation), range_of(annotation)
+    bare, limits = strip(annotation), declared_range(annotation)
     if bare is bool:
         return dice.choice(["true", "false"])
     if bare is type(None):

@@ -82,8 +82,8 @@ def lines_bounded(file: IO[bytes], *, where: str) -> Iterator[bytes]:
     while line := file.readline(RECORD_BYTES + 1):
         number += 1
         if len(line) > RECORD_BYTES:
-            said = f"a line has more than {shown_bytes(RECORD_BYTES)}, the limit for a line"
-            raise OutOfBoundsError(f"{where}:{number}: {said}")
+            message = f"a line has more than {shown_bytes(RECORD_BYTES)}, the limit for a line"
+            raise OutOfBoundsError(f"{where}:{number}: {message}")
         yield line
 
 

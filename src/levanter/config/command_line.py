@@ -62,7 +62,7 @@ def parse_argv(argv: Sequence[str]) -> CommandLine:
             problems.append(Problem(message=f"--{key} is not a key such as --trainer.seed", mark=_HERE))
         else:
             overrides.append((key, values[0]))
-    if len(paths) > 1 or any(len(given) > 1 for flag, given in paths.items() if flag != "configs"):
+    if len(paths) > 1 or any(len(occurrences) > 1 for flag, occurrences in paths.items() if flag != "configs"):
         message = (
             "give one of --config_path X, --config X and --configs A B … (to merge several files, list them after "
             "--configs)"
@@ -71,16 +71,18 @@ def parse_argv(argv: Sequence[str]) -> CommandLine:
     if problems:
         raise ConfigError(problems)
     return CommandLine(
-        paths=tuple(path for given in paths.values() for path in given), overrides=tuple(overrides), help=wants_help
+        paths=tuple(path for occurrences in paths.values() for path in occurrences),
+        overrides=tuple(overrides),
+        help=wants_help,
     )
 
 
 def _values(rest: list[str], *, many: bool) -> list[str]:
     """Takes the value of a key off the words that follow it; all up to the next key for `many`."""
-    found: list[str] = []
-    while rest and not rest[0].startswith("--") and (many or not found):
-        found.append(rest.pop(0))
-    return found
+    words: list[str] = []
+    while rest and not rest[0].startswith("--") and (many or not words):
+        words.append(rest.pop(0))
+    return words
 
 
 def overrides_document(overrides: Iterable[tuple[str, str]]) -> MapNode:
@@ -99,9 +101,9 @@ def value_node(text: str) -> Node:
     """The text of an override as a node: lists, mappings and quoted text by YAML, everything else verbatim."""
     if text[:1] in ("[", "{", '"', "'"):
         problems: list[Problem] = []
-        found = compose(text, COMMAND_LINE, problems, lambda *_: None)
-        if found is not None and not problems:
-            return _on_command_line(found, text)
+        node = compose(text, COMMAND_LINE, problems, lambda *_: None)
+        if node is not None and not problems:
+            return _on_command_line(node, text)
     return Scalar(text=text, mark=_HERE)
 
 

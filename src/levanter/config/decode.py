@@ -79,11 +79,11 @@ class Decoder:
     def decode(self, node: Node, annotation: Annotation, path: Keys = ()) -> object:
         """The value of `node` as the annotation wants it, or `INVALID`."""
         value = self._value(node, strip(annotation), path)
-        said = None if value is INVALID else out_of_range(value, annotation)
-        if said is None:
+        problem = None if value is INVALID else out_of_range(value, annotation)
+        if problem is None:
             return value
         self.out_of_range = True
-        return self.wrong(said, node.mark, path)
+        return self.wrong(problem, node.mark, path)
 
     def _value(self, node: Node, annotation: Annotation, path: Keys) -> object:
         members = annotated_members(annotation)
@@ -122,9 +122,9 @@ class Decoder:
             hint = "; write {} for the defaults" if isinstance(node, Scalar) and node.value is None else ""
             return self.expected(cls, node, path, hint)
         known = config_fields(cls)
-        if TYPE_KEY in node and TYPE_KEY not in known and not skip and (own := registered_name(cls)) is not None:
+        if TYPE_KEY in node and TYPE_KEY not in known and not skip and (type_name := registered_name(cls)) is not None:
             skip = (TYPE_KEY,)
-            self._literal_type(node, own, path)
+            self._literal_type(node, type_name, path)
         before = len(self.problems)
         arguments: dict[str, object] = {}
         for entry in node:
@@ -138,11 +138,11 @@ class Decoder:
         if len(self.problems) > before:
             return INVALID
         try:
-            made = cls(**arguments)
+            instance = cls(**arguments)
         except ValueError as error:
             return self._refused(str(error), node, path, set(known))
         self.written |= {".".join((*path, name)) for name in arguments}
-        return made
+        return instance
 
     def _refused(self, message: str, node: MapNode, path: Keys, known: set[str]) -> _Invalid:
         """What a class refuses, at its block; what names a key of the command line, at the command line.
@@ -155,14 +155,14 @@ class Decoder:
             path: of the block.
             known: the keys of the class.
         """
-        given = {entry.key: entry.mark for entry in _entries(node) if entry.mark.source == COMMAND_LINE}
+        marks = {entry.key: entry.mark for entry in _entries(node) if entry.mark.source == COMMAND_LINE}
         by_mark: dict[Mark, list[str]] = {}
         mark = node.mark
         for n, line in enumerate(message.splitlines()):
             words = set(re.findall(r"\w+", line))
             # A line that names none of the keys continues the previous line.
             if n == 0 or (line[:1].isalnum() and words & known):
-                mark = next((mark for key, mark in given.items() if key in words), node.mark)
+                mark = next((mark for key, mark in marks.items() if key in words), node.mark)
             by_mark.setdefault(mark, []).append(line)
         for mark, lines in by_mark.items():
             self.wrong("\n".join(lines), mark, path)
@@ -195,34 +195,36 @@ class Decoder:
             known = isinstance(node, Scalar) and node.text in choices
             hint = f"; write {{{TYPE_KEY}: {node.text}}}" if known else f" ({TYPE_KEY}: {names})"  # type: ignore[union-attr]
             return self.expected(base, node, path, hint)
-        given = node.entry(TYPE_KEY)
-        if given is None:
+        type_entry = node.entry(TYPE_KEY)
+        if type_entry is None:
             name = base.default_choice_name()
             if name is None:
                 message = f"needs `{TYPE_KEY}:` with one of {names}"
                 if node.entries and all(entry.mark.source == COMMAND_LINE for entry in node):
                     message += f"; add --{'.'.join(path)}.{TYPE_KEY}"
                 return self.wrong(message, node.mark, path)
-        elif not isinstance(given.node, Scalar) or given.node.value is None:
-            return self.wrong(f"expected one of {names}, got {shown(given.node)}", given.mark, (*path, TYPE_KEY))
+        elif not isinstance(type_entry.node, Scalar) or type_entry.node.value is None:
+            return self.wrong(
+                f"expected one of {names}, got {shown(type_entry.node)}", type_entry.mark, (*path, TYPE_KEY)
+            )
         else:
-            name = given.node.text
+            name = type_entry.node.text
         if name not in choices:
-            assert given is not None, f"{base.__name__} names a default choice {name!r} that is not registered"
+            assert type_entry is not None, f"{base.__name__} names a default choice {name!r} that is not registered"
             message = f"unknown {TYPE_KEY} `{name}`{did_you_mean(name, choices)} (known: {names})"
-            return self.wrong(message, given.node.mark, (*path, TYPE_KEY))
+            return self.wrong(message, type_entry.node.mark, (*path, TYPE_KEY))
         try:
             chosen = base.get_choice_class(name)
         except ValueError as error:  # a package that cannot be imported
-            assert given is not None
-            return self.wrong(str(error), given.node.mark, (*path, TYPE_KEY))
+            assert type_entry is not None
+            return self.wrong(str(error), type_entry.node.mark, (*path, TYPE_KEY))
         return self._dataclass(node, chosen, path, skip=(TYPE_KEY,), choices=base.get_known_choices())
 
-    def _literal_type(self, node: MapNode, own: str, path: Keys) -> None:
-        given = node.get(TYPE_KEY)
-        if not isinstance(given, Scalar) or given.text != own:
-            assert given is not None
-            self.wrong(f"expected `{own}` here, got {shown(given)}", given.mark, (*path, TYPE_KEY))
+    def _literal_type(self, node: MapNode, type_name: str, path: Keys) -> None:
+        written_type = node.get(TYPE_KEY)
+        if not isinstance(written_type, Scalar) or written_type.text != type_name:
+            assert written_type is not None
+            self.wrong(f"expected `{type_name}` here, got {shown(written_type)}", written_type.mark, (*path, TYPE_KEY))
 
     def _mapping(self, node: Node, annotation: Annotation, path: Keys) -> object:
         node = _unfolded(node)
@@ -280,7 +282,7 @@ class Decoder:
                 self.problems += attempt.problems
                 return INVALID
             attempts.append((strip(member), attempt.problems))
-        same_kind = [found for member, found in attempts if _kind(member) == _node_kind(node)]
+        same_kind = [decoded for member, decoded in attempts if _kind(member) == _node_kind(node)]
         if _node_kind(node) != "scalar" and same_kind:
             self.problems += min(same_kind, key=len)
             return INVALID
@@ -400,9 +402,9 @@ def _entries(node: Node) -> Iterator[Entry]:
 def _unfolded(node: Node) -> Node:
     """A mapping or list given as one word of text on the command line (`model: 2`) as what it says."""
     if isinstance(node, Scalar) and node.plain and node.mark.source == COMMAND_LINE:
-        found = compose(node.text, COMMAND_LINE, [], lambda *_: None)
-        if found is not None and not isinstance(found, Scalar):
-            return found
+        unfolded = compose(node.text, COMMAND_LINE, [], lambda *_: None)
+        if unfolded is not None and not isinstance(unfolded, Scalar):
+            return unfolded
     return node
 
 

@@ -43,8 +43,8 @@ def plain(value: object) -> Any:
         return str(value)
     if is_dataclass(value) and not isinstance(value, type):
         name = registered_name(type(value))
-        own = {} if name is None else {TYPE_KEY: name}
-        return own | {key: plain(getattr(value, key)) for key in config_fields(type(value))}
+        type_entry = {} if name is None else {TYPE_KEY: name}
+        return type_entry | {key: plain(getattr(value, key)) for key in config_fields(type(value))}
     if isinstance(value, Mapping):
         return {_key(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

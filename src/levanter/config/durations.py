@@ -41,9 +41,9 @@ def format_duration(value: timedelta) -> str:
     if not value:
         return "0s"
     sign, rest = ("-", -value) if value < timedelta() else ("", value)
-    parts = []
+    units = []
     for name in ("d", "h", "m", "s", "ms", "us"):
         count, rest = divmod(rest, _UNITS[name])
         if count:
-            parts.append(f"{count}{name}")
-    return sign + "".join(parts)
+            units.append(f"{count}{name}")
+    return sign + "".join(units)

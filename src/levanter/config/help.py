@@ -128,7 +128,7 @@ def _default(one: ConfigField) -> str | None:
 
 def attribute_docs(cls: type) -> Mapping[str, str]:
     """The `Attributes:` of a class's docstring (and of its bases'): name → text."""
-    found: dict[str, str] = {}
+    docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         doc = base.__dict__.get("__doc__") or ""
         _, _, section = inspect.cleandoc(doc).partition("Attributes:\n")
@@ -139,7 +139,7 @@ def attribute_docs(cls: type) -> Mapping[str, str]:
             entry = _ENTRY.match(line[4:]) if line.startswith("    ") and not line.startswith("     ") else None
             if entry is not None:
                 names = [name.strip() for name in entry[1].split(",")]
-                found.update(dict.fromkeys(names, entry[2]))
+                docs.update(dict.fromkeys(names, entry[2]))
             elif line.strip():
-                found.update({name: f"{found[name]} {line.strip()}" for name in names})
-    return found
+                docs.update({name: f"{docs[name]} {line.strip()}" for name in names})
+    return docs

@@ -29,41 +29,41 @@ class Files:
         self._open: list[str] = []
         self._read = 0
 
-    def document(self, path: str, asked_at: Mark | None = None) -> MapNode | None:
+    def document(self, path: str, reference: Mark | None = None) -> MapNode | None:
         """The document of a file, its bases merged under it; None where it cannot be read.
 
         Args:
             path: a file or a URL; `.yaml` or `.yml` may be left out.
-            asked_at: where the file is named, for messages.
+            reference: where the file is named, for messages.
         """
-        node = self._file(path, asked_at)
+        node = self._file(path, reference)
         if node is None or isinstance(node, MapNode):
             return node
         message = f"{path} must contain a mapping (`key: value` lines)"
         self.problems.append(Problem(message=message, mark=node.mark))
         return None
 
-    def _file(self, path: str, asked_at: Mark | None) -> Node | None:
-        found = _locate(path)
-        if found in self._open:
-            chain = " → ".join([*self._open[self._open.index(found) :], found])
-            self.problems.append(Problem(message=f"circular !include: {chain}", mark=asked_at))
+    def _file(self, path: str, reference: Mark | None) -> Node | None:
+        location = _locate(path)
+        if location in self._open:
+            chain = " → ".join([*self._open[self._open.index(location) :], location])
+            self.problems.append(Problem(message=f"circular !include: {chain}", mark=reference))
             return None
         self._read += 1
         if self._read > DOCUMENT_FILES:
             if self._read == DOCUMENT_FILES + 1:
                 message = f"more than {DOCUMENT_FILES} files are extended and included, the limit"
-                self.problems.append(Problem(message=message, mark=asked_at))
+                self.problems.append(Problem(message=message, mark=reference))
             return None
-        text = self._text(found, asked_at)
+        text = self._text(location, reference)
         if text is None:
             return None
-        self._open.append(found)
+        self._open.append(location)
         try:
-            node = compose(text, found, self.problems, lambda name, mark: self._file(_beside(found, name), mark))
+            node = compose(text, location, self.problems, lambda name, mark: self._file(_sibling(location, name), mark))
             if node is None:
-                return MapNode(entries=(), mark=Mark(source=found))
-            return self._extended(node, found) if isinstance(node, MapNode) and EXTENDS in node else node
+                return MapNode(entries=(), mark=Mark(source=location))
+            return self._extended(node, location) if isinstance(node, MapNode) and EXTENDS in node else node
         finally:
             self._open.pop()
 
@@ -77,30 +77,30 @@ class Files:
                 message = "expected a file name or a list of file names"
                 self.problems.append(Problem(message=message, mark=name.mark, key=EXTENDS))
                 continue
-            base = self.document(_beside(path, name.text), name.mark)
+            base = self.document(_sibling(path, name.text), name.mark)
             if base is not None:
                 result = base if result is None else merged(result, base)
-        own = node.without(EXTENDS)
-        return own if result is None else merged(result, own)
+        overrides = node.without(EXTENDS)
+        return overrides if result is None else merged(result, overrides)
 
-    def _text(self, found: str, asked_at: Mark | None) -> str | None:
+    def _text(self, location: str, reference: Mark | None) -> str | None:
         try:
-            if _is_url(found):
-                with fsspec.open(found, "rb") as stream:
-                    return read_bounded(cast(IO[bytes], stream), DOCUMENT_BYTES, where=found).decode("utf-8")
-            with Path(found).open("rb") as stream:
-                return read_bounded(stream, DOCUMENT_BYTES, where=found).decode("utf-8")
+            if _is_url(location):
+                with fsspec.open(location, "rb") as stream:
+                    return read_bounded(cast(IO[bytes], stream), DOCUMENT_BYTES, where=location).decode("utf-8")
+            with Path(location).open("rb") as stream:
+                return read_bounded(stream, DOCUMENT_BYTES, where=location).decode("utf-8")
         except FileNotFoundError:
-            message = f"no such file: {found}{_instead(found)}"
-            if asked_at is not None:
+            message = f"no such file: {location}{_instead(location)}"
+            if reference is not None:
                 message += " (paths are relative to the file that names them)"
         except OutOfBoundsError as error:
             message = str(error)
         except UnicodeDecodeError as error:
-            message = f"{found} is not UTF-8 text: {error.reason} at byte {error.start}"
+            message = f"{location} is not UTF-8 text: {error.reason} at byte {error.start}"
         except (OSError, ImportError, ValueError) as error:
-            message = f"cannot read {found}: {error}"
-        self.problems.append(Problem(message=message, mark=asked_at))
+            message = f"cannot read {location}: {error}"
+        self.problems.append(Problem(message=message, mark=reference))
         return None
 
 
@@ -140,8 +140,8 @@ def _instead(path: str) -> str:
     except OSError:  # a folder that may not be listed; that the file is not there is said in any case
         return ""
     # Suffixes are alike for all of them and say nothing.
-    there = {_stem(other): other for other in names if other.endswith(SUFFIXES[1:])}
-    close = [os.path.join(folder, there[stem]) for stem in nearest(_stem(name), there)]
+    candidates = {_stem(other): other for other in names if other.endswith(SUFFIXES[1:])}
+    close = [os.path.join(folder, candidates[stem]) for stem in nearest(_stem(name), candidates)]
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
@@ -149,7 +149,7 @@ def _stem(name: str) -> str:
     return next((name.removesuffix(end) for end in SUFFIXES[1:] if name.endswith(end)), name)
 
 
-def _beside(path: str, name: str) -> str:
+def _sibling(path: str, name: str) -> str:
     """The path `name`, as written in the file `path`."""
     if _is_url(name) or os.path.isabs(name) or name.startswith("~"):
         return name

@@ -79,11 +79,11 @@ def load_written(config_class: type[C], argv: Sequence[str] | None = None, *, pr
         ConfigError: with everything that is wrong.
         HelpRequested: with the help text, where `--help` is on the command line.
     """
-    asked = parse_argv(sys.argv[1:] if argv is None else argv)
-    if asked.help is not None:
-        chosen = {key.removesuffix(TYPE_SUFFIX): name for key, name in asked.overrides if key.endswith(TYPE_SUFFIX)}
-        raise HelpRequested(explain(config_class, asked.help, chosen, program=program))
-    loaded = read(config_class, paths=asked.paths, overrides=asked.overrides)
+    arguments = parse_argv(sys.argv[1:] if argv is None else argv)
+    if arguments.help is not None:
+        chosen = {key.removesuffix(TYPE_SUFFIX): name for key, name in arguments.overrides if key.endswith(TYPE_SUFFIX)}
+        raise HelpRequested(explain(config_class, arguments.help, chosen, program=program))
+    loaded = read(config_class, paths=arguments.paths, overrides=arguments.overrides)
     for change in loaded.changes:
         logger.warning("%s", change)
     return loaded
@@ -178,20 +178,20 @@ def _overrides(pairs: Collection[tuple[str, object]]) -> MapNode:
     return result
 
 
-def earlier_of(config_class: type) -> str:
+def upstream_schema(config_class: type) -> str:
     """Whose documents a class reads besides its own: its `EARLIER`; "" for nobody's."""
     return getattr(config_class, "EARLIER", "")
 
 
 def _decoded(config_class: type[C], document: Node, problems: list[Problem]) -> Loaded[C]:
     changes: tuple[Change, ...] = ()
-    asked: tuple[NotCarried, ...] = ()
+    unsupported: tuple[NotCarried, ...] = ()
     takes = config_fields(config_class) if is_dataclass(config_class) else ()
     if isinstance(document, MapNode):
-        translation = translate(document, takes, earlier_of(config_class))
+        translation = translate(document, takes, upstream_schema(config_class))
         document, changes = translation.document, translation.changes
         problems += translation.problems
-        document, asked = take_out(document, takes)
+        document, unsupported = take_out(document, takes)
     decoder = Decoder(config_class, lambda path: (*old_keys(path), *rows_of(path, takes)))
     value = decoder.decode(document, config_class)
     problems += decoder.problems
@@ -202,7 +202,7 @@ def _decoded(config_class: type[C], document: Node, problems: list[Problem]) -> 
         config=cast(C, value),
         changes=changes,
         document=document,
-        written=ExplicitKeys(frozenset(decoder.written), asked),
+        written=ExplicitKeys(frozenset(decoder.written), unsupported),
     )
 
 
@@ -223,14 +223,14 @@ def main(
         config_class = typing.get_type_hints(function)[next(iter(parameters))]
         try:
             loaded = load_written(config_class, args)
-            config, told = arguments_for(function, loaded)
+            config, arguments = arguments_for(function, loaded)
         except HelpRequested as help_text:
             _show(help_text)
             raise SystemExit(0) from None
         except ConfigError as error:
             sys.stderr.write(f"{error}\n")
             raise SystemExit(BAD_CONFIG) from None
-        return function(config, **told)
+        return function(config, **arguments)
 
     return program
 

@@ -80,8 +80,8 @@ def _hints(cls: type) -> dict[str, Annotation]:
     """
     full, bare = get_type_hints(cls, include_extras=True), get_type_hints(cls)
     for base in cls.__mro__[1:]:
-        own = inspect.get_annotations(base)
-        for name in own if is_dataclass(base) else ():
+        annotations = inspect.get_annotations(base)
+        for name in annotations if is_dataclass(base) else ():
             if full[name] == bare[name]:
                 theirs = get_type_hints(base, include_extras=True)[name]
                 if theirs != bare[name] and get_type_hints(base)[name] == bare[name]:
@@ -127,8 +127,8 @@ def choice_names(base: type[ChoiceType]) -> tuple[str, ...]:
     A registry whose choices are found in packages has a class method `choice_names` of its own, which names those that
     are not imported yet too; `get_choice_class` imports them.
     """
-    own = getattr(base, "choice_names", base.get_known_choices)
-    return tuple(sorted(own()))
+    list_names = getattr(base, "choice_names", base.get_known_choices)
+    return tuple(sorted(list_names()))
 
 
 def registered_name(cls: type) -> str | None:
@@ -197,10 +197,10 @@ def describe(annotation: Annotation) -> str:
 @functools.cache
 def key_paths(cls: type) -> Mapping[str, tuple[str, ...]]:
     """Every key below a configuration class → the dotted paths at which it stands (choices are not entered)."""
-    found: dict[str, list[str]] = {}
+    paths_by_name: dict[str, list[str]] = {}
     for path in _walk(cls, (), ()):
-        found.setdefault(path[-1], []).append(".".join(path))
-    return {name: tuple(paths) for name, paths in found.items()}
+        paths_by_name.setdefault(path[-1], []).append(".".join(path))
+    return {name: tuple(paths) for name, paths in paths_by_name.items()}
 
 
 def _walk(cls: type, path: tuple[str, ...], seen: tuple[type, ...]) -> Iterator[tuple[str, ...]]:

@@ -124,7 +124,7 @@ PathText: TypeAlias = Annotated[str, NotEmpty()]
 PositiveDuration: TypeAlias = Annotated[timedelta, Range(0, 100 * 365 * 86400, above=True)]
 
 
-def range_of(annotation: Annotation) -> Range | NotEmpty | None:
+def declared_range(annotation: Annotation) -> Range | NotEmpty | None:
     """The range in an annotation; None where it has none."""
     while get_origin(annotation) is Annotated:
         for extra in annotation.__metadata__:
@@ -136,7 +136,7 @@ def range_of(annotation: Annotation) -> Range | NotEmpty | None:
 
 def out_of_range(value: object, annotation: Annotation) -> str | None:
     """What is wrong with one value, by the range of its annotation; None for what is of another type."""
-    return _beyond(value, range_of(annotation))
+    return _beyond(value, declared_range(annotation))
 
 
 def _beyond(value: object, limits: Range | NotEmpty | None) -> str | None:
@@ -149,19 +149,19 @@ def _beyond(value: object, limits: Range | NotEmpty | None) -> str | None:
     return limits.problem(value)
 
 
-def problems_of(config: object) -> Iterator[tuple[str, str]]:
+def range_problems(config: object) -> Iterator[tuple[str, str]]:
     """The fields of one configuration value that are out of range: name and what is wrong.
 
     Blocks in it are configurations of their own, which were looked at when they were made.
     """
     for name, look in _looks(type(config)):
-        for at, said in look(getattr(config, name)):
-            yield name + at, said
+        for at, problem in look(getattr(config, name)):
+            yield name + at, problem
 
 
 def has_range(annotation: Annotation) -> bool:
     """Whether a range is anywhere in an annotation."""
-    if range_of(annotation) is not None:
+    if declared_range(annotation) is not None:
         return True
     return any(has_range(part) for part in get_args(annotation) if part is not Ellipsis)
 
@@ -177,21 +177,21 @@ def _look(annotation: Annotation) -> Look:
     """What says of a value where in it something is out of range, and how."""
     members = annotated_members(annotation)
     if len(members) > 1:
-        return _look_at_one_of(tuple((strip(member), _look(member)) for member in members))
-    limits, bare = range_of(annotation), strip(annotation)
+        return _look_at_union(tuple((strip(member), _look(member)) for member in members))
+    limits, bare = declared_range(annotation), strip(annotation)
     inside = _look_inside(bare) if get_args(bare) else None
 
     def look(value: object) -> Iterable[tuple[str, str]]:
         if isinstance(value, bool) and limits is not None:
             return (("", f"must be a number {limits}, got {value}"),)
-        if (said := _beyond(value, limits)) is not None:
-            return (("", said),)
+        if (problem := _beyond(value, limits)) is not None:
+            return (("", problem),)
         return () if inside is None else inside(value)
 
     return look
 
 
-def _look_at_one_of(members: tuple[tuple[Annotation, Look], ...]) -> Look:
+def _look_at_union(members: tuple[tuple[Annotation, Look], ...]) -> Look:
     # What a member's values are instances of is found once for each annotation: a server makes such values of every
     # request.
     kinds = tuple((_instance_types(kind), kind, look) for kind, look in members)
@@ -219,7 +219,7 @@ def _look_inside(bare: Annotation) -> Look | None:
 
         def look_at_values(value: object) -> Iterable[tuple[str, str]]:
             items = value.items() if isinstance(value, Mapping) else ()
-            return [(f".{key}{at}", said) for key, item in items for at, said in of_item(item)]
+            return [(f".{key}{at}", problem) for key, item in items for at, problem in of_item(item)]
 
         return look_at_values
     if list_origin(bare) is None:
@@ -230,7 +230,9 @@ def _look_inside(bare: Annotation) -> Look | None:
     def look_at_items(value: object) -> Iterable[tuple[str, str]]:
         items = enumerate(value) if isinstance(value, (list, tuple, Set)) else ()
         return [
-            (f"[{i}]{at}", said) for i, item in items for at, said in looks[i if fixed and i < len(looks) else 0](item)
+            (f"[{i}]{at}", problem)
+            for i, item in items
+            for at, problem in looks[i if fixed and i < len(looks) else 0](item)
         ]
 
     return look_at_items
@@ -260,6 +262,6 @@ class Ranged:
     """What stands before a field's name in messages, where that says more than the name alone."""
 
     def __post_init__(self) -> None:
-        problems = [f"{self.range_prefix}{name}: {said}" for name, said in problems_of(self)]
+        problems = [f"{self.range_prefix}{name}: {problem}" for name, problem in range_problems(self)]
         if problems:
             raise ValueError("\n".join(problems))

@@ -217,9 +217,9 @@ def compose(
         root = yaml.compose(text, Loader=_Composer)
     except yaml.MarkedYAMLError as error:
         at = error.problem_mark or error.context_mark
-        said = ", ".join(part for part in (error.context, error.problem) if part)
+        message = ", ".join(part for part in (error.context, error.problem) if part)
         mark = Mark(source=source, line=at.line + 1 if at else None)
-        problems.append(Problem(message=f"not valid YAML: {said}", mark=mark))
+        problems.append(Problem(message=f"not valid YAML: {message}", mark=mark))
         return None
     except yaml.YAMLError as error:
         problems.append(Problem(message=f"not valid YAML: {error}", mark=Mark(source=source)))
@@ -243,8 +243,8 @@ class _Conversion:
         mark = self.mark(raw)
         self.values += 1
         if self.values > DOCUMENT_NODES:
-            said = f"more than {DOCUMENT_NODES:,} values, the limit for a configuration (aliases count wherever"
-            raise _TooMuch(f"{said} they stand)")
+            message = f"more than {DOCUMENT_NODES:,} values, the limit for a configuration (aliases count wherever"
+            raise _TooMuch(f"{message} they stand)")
         if len(self.open) > DOCUMENT_DEPTH:
             raise _TooMuch(_TOO_DEEP)
         if id(raw) in self.open:
@@ -266,7 +266,7 @@ class _Conversion:
             self.open.discard(id(raw))
 
     def mapping(self, raw: yaml.MappingNode, mark: Mark) -> MapNode:
-        own: dict[str, Entry] = {}
+        entries: dict[str, Entry] = {}
         inherited: dict[str, Entry] = {}
         for key, value in raw.value:
             where = self.mark(key)
@@ -275,12 +275,12 @@ class _Conversion:
             elif key.value == "<<" and key.style is None:
                 for entry in self.inherited(self.node(value)):
                     inherited.setdefault(entry.key, entry)
-            elif key.value in own:
-                message = f"key `{key.value}` is given twice, first at line {own[key.value].mark.line}"
+            elif key.value in entries:
+                message = f"key `{key.value}` is given twice, first at line {entries[key.value].mark.line}"
                 self.wrong(where, message)
             else:
-                own[key.value] = Entry(key=key.value, node=self.node(value), mark=where)
-        return MapNode(entries=tuple({**inherited, **own}.values()), mark=mark)
+                entries[key.value] = Entry(key=key.value, node=self.node(value), mark=where)
+        return MapNode(entries=tuple({**inherited, **entries}.values()), mark=mark)
 
     def inherited(self, node: Node) -> Iterator[Entry]:
         for one in node.items if isinstance(node, ListNode) else (node,):
@@ -292,8 +292,8 @@ class _Conversion:
     def included(self, raw: yaml.Node, mark: Mark) -> Node:
         if not isinstance(raw, yaml.ScalarNode) or not raw.value:
             return self.wrong(mark, "!include takes a file name")
-        found = self.include(raw.value, mark)
-        return MapNode(entries=(), mark=mark) if found is None else found
+        node = self.include(raw.value, mark)
+        return MapNode(entries=(), mark=mark) if node is None else node
 
     def mark(self, raw: yaml.Node) -> Mark:
         return Mark(source=self.source, line=raw.start_mark.line + 1 if raw.start_mark else None)

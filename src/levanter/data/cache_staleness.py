@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from levanter.data.manifest import Manifest, SourceFile, StoreError, StoreIdentity, shard_folder
-from levanter.io.file_identity import digest_of
+from levanter.io.file_identity import file_digest
 from levanter.io.paths import exists, file_size, is_remote, join
 
 MOST_SHOWN = 8
@@ -56,7 +56,7 @@ def compare_sources(manifest: Manifest, wanted: StoreIdentity, *, thorough: bool
             continue
         if digest is not None:
             read += 1
-            if digest_of(source.name, remembered=not thorough) != digest:
+            if file_digest(source.name, remembered=not thorough) != digest:
                 problems.append(f"source {source.name}: the text has changed, with the same {source.size:,} bytes")
         elif source.version is None or is_unbuilt(manifest):
             unverified += 1
@@ -113,7 +113,7 @@ def digests_of_sources(sources: Sequence[SourceFile]) -> tuple[str | None, ...]:
     def told_otherwise(source: SourceFile) -> bool:
         return source.digest is not None or source.version is None or is_remote(source.name)
 
-    return tuple(None if told_otherwise(source) else digest_of(source.name) for source in sources)
+    return tuple(None if told_otherwise(source) else file_digest(source.name) for source in sources)
 
 
 def changed_files(folder: str, manifest: Manifest) -> tuple[list[str], int]:
@@ -128,6 +128,6 @@ def changed_files(folder: str, manifest: Manifest) -> tuple[list[str], int]:
                 problems.append(f"{path}: {file_size(path):,} bytes, {size:,} were written")
             elif digest is None:
                 unknown += 1
-            elif digest_of(path) != digest:
+            elif file_digest(path) != digest:
                 problems.append(f"{path}: its content has changed since it was written")
     return problems, unknown

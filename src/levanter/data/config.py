@@ -134,7 +134,7 @@ class LmDataConfig(Ranged):
     def __post_init__(self) -> None:
         super().__post_init__()
         # Earlier generations' names have parts (`paloma/c4`), each of which is a folder of token stores.
-        named = ((name, name_problem(name, parts=0)) for name in self.components)
+        named = ((name, name_problem(name, max_components=0)) for name in self.components)
         problems = [f"data.components: {problem}" for _, problem in named if problem is not None]
         problems += _weight_problems(self.train_weights, self.components)
         if problems:

@@ -62,7 +62,7 @@ class HfDatasetSource(DatasetSourceBase):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        problem = name_problem(self.id, parts=2)
+        problem = name_problem(self.id, max_components=2)
         if problem is not None:
             raise ValueError(f"id: {problem}; expected a data set of the Hub: NAME or OWNER/NAME")
 

@@ -10,7 +10,7 @@ import numpy as np
 from levanter.data.manifest import SHARD_MARK, ShardMark
 from levanter.data.store import kvstore, tensorstore_context
 from levanter.io.atomic import atomic_write
-from levanter.io.file_identity import digest_of
+from levanter.io.file_identity import file_digest
 from levanter.io.paths import filesystem, is_remote, join
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class ShardWriter:
             skipped=sums.skipped,
             largest_id=sums.largest_id,
             files=files,
-            digests={} if is_remote(self.folder) else {file: digest_of(join(self.folder, file)) for file in files},
+            digests={} if is_remote(self.folder) else {file: file_digest(join(self.folder, file)) for file in files},
             source_digests=source_digests,
         )
         write_file(join(self.folder, SHARD_MARK), _json(asdict(mark)))

@@ -32,7 +32,7 @@ from levanter.data.manifest import Manifest, SourceFile, StoreError, is_bare, re
 from levanter.data.preference import pair_identity
 from levanter.data.readers import read_documents, read_records
 from levanter.data.tokenizer import Tokenizer
-from levanter.io.file_identity import version_of
+from levanter.io.file_identity import file_version
 from levanter.io.paths import MissingFileError, exists, file_size, is_remote, join
 
 UPSTREAMS_LEDGER = "shard_ledger.json"
@@ -55,7 +55,7 @@ class FileSource:
 
     def describe(self) -> SourceFile:
         """The file's path and size, by which a store is recognized, and its version, by which a change is."""
-        return SourceFile(name=self.path, size=file_size(self.path), version=version_of(self.path))
+        return SourceFile(name=self.path, size=file_size(self.path), version=file_version(self.path))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from levanter.inference.jsonl import InvalidLine
 from levanter.inference.programs import PromptScores
 from levanter.inference.requests import ChoiceId, Request
 from levanter.io import Lease, OtherRunError, PartFolder, atomic_write, exists, open_read
-from levanter.io.atomic import remove_left_behind
+from levanter.io.atomic import remove_stale_temporaries
 from levanter.io.resumable import remove
 
 logger = logging.getLogger(__name__)
@@ -212,7 +212,7 @@ class OutputWriter:
         self._folder.check_lease()
         # A run that was killed while it wrote the output has left what it had.
         parent, slash, name = self.path.rpartition("/")
-        remove_left_behind(parent or slash or ".", of=name)
+        remove_stale_temporaries(parent or slash or ".", of=name)
         count = 0
         with atomic_write(self.path) as file:
             for part in self._parts():

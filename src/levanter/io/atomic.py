@@ -18,7 +18,7 @@ from fsspec import AbstractFileSystem
 from fsspec.spec import AbstractBufferedFile
 
 from levanter.io.paths import base_name, filesystem, is_remote, local_path
-from levanter.io.write_errors import NO_SPACE, OutputError, output_error, told_as
+from levanter.io.write_errors import NO_SPACE, OutputError, output_error, output_errors
 
 _DESCRIPTOR = re.compile(r"(?:/dev/fd|/proc/(?:self|thread-self)/fd)/(\d+)")
 _LEFT_BEHIND = re.compile(r"\.(.*)\.\d+-[0-9a-f]{8}\.tmp")
@@ -71,15 +71,15 @@ def special_kind(path: str) -> str | None:
         return "disk"
     if stat.S_ISSOCK(mode):
         return "socket"
-    return "stream" if stat.S_ISREG(mode) and _own_descriptor(name) is not None else None
+    return "stream" if stat.S_ISREG(mode) and _process_descriptor(name) is not None else None
 
 
-def _own_descriptor(name: str) -> int | None:
+def _process_descriptor(name: str) -> int | None:
     """The number of an open file of this process that a name, or one that it links to, stands for: `/dev/stdout`."""
     for _ in range(_LINKS):
-        found = _DESCRIPTOR.fullmatch(name.replace(f"/proc/{os.getpid()}/", "/proc/self/"))
-        if found is not None:
-            return int(found[1])
+        match = _DESCRIPTOR.fullmatch(name.replace(f"/proc/{os.getpid()}/", "/proc/self/"))
+        if match is not None:
+            return int(match[1])
         if not os.path.islink(name):
             return None
         name = os.path.normpath(os.path.join(os.path.dirname(name), os.readlink(name)))
@@ -102,13 +102,13 @@ def check_special(path: str, kind: str) -> None:
 def _into(path: str, kind: str) -> Iterator[IO[bytes]]:
     """Writes into a pipe, a terminal, or an open file of the process."""
     check_special(path, kind)
-    own = _own_descriptor(os.path.abspath(local_path(path)))
+    inherited = _process_descriptor(os.path.abspath(local_path(path)))
     try:
-        if own is not None:
+        if inherited is not None:
             # What has been printed comes first, and what is printed next goes behind it.
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
-            descriptor = os.dup(own)
+            descriptor = os.dup(inherited)
         else:
             # A pipe that nobody reads must not hang.
             descriptor = os.open(local_path(path), os.O_WRONLY | os.O_NONBLOCK | os.O_APPEND)
@@ -134,7 +134,7 @@ def _short(name: str) -> str:
     return name.encode()[:200].decode(errors="ignore")
 
 
-def remove_left_behind(folder: str, *, of: str | None = None) -> None:
+def remove_stale_temporaries(folder: str, *, of: str | None = None) -> None:
     """Removes what writers that were killed left in a folder, which nobody else may be writing in.
 
     Args:
@@ -145,15 +145,15 @@ def remove_left_behind(folder: str, *, of: str | None = None) -> None:
     if not fs.exists(path):
         return
     fs.invalidate_cache(path)
-    for found in fs.ls(path, detail=False):
-        if (match := _LEFT_BEHIND.fullmatch(base_name(found))) and (of is None or match[1] == _short(of)):
-            fs.rm_file(found)
+    for name in fs.ls(path, detail=False):
+        if (match := _LEFT_BEHIND.fullmatch(base_name(name))) and (of is None or match[1] == _short(of)):
+            fs.rm_file(name)
 
 
 @contextlib.contextmanager
-def _local(given: str) -> Iterator[IO[bytes]]:
-    with told_as(given, "written"):
-        path = _target(local_path(given))
+def _local(destination: str) -> Iterator[IO[bytes]]:
+    with output_errors(destination, "written"):
+        path = _target(local_path(destination))
         folder = os.path.dirname(path)
         os.makedirs(folder, exist_ok=True)
         temporary = temporary_name(path)
@@ -162,10 +162,10 @@ def _local(given: str) -> Iterator[IO[bytes]]:
         with file:
             _keep_mode(path, file)
             yield file
-            with told_as(given, "written"):
+            with output_errors(destination, "written"):
                 file.flush()
                 os.fsync(file.fileno())
-        with told_as(given, "written"):
+        with output_errors(destination, "written"):
             os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
@@ -202,14 +202,14 @@ def _target(path: str) -> str:
 
 @contextlib.contextmanager
 def _remote(path: str) -> Iterator[IO[bytes]]:
-    with told_as(path, "written"):
+    with output_errors(path, "written"):
         fs, name = filesystem(path)
         temporary = temporary_name(name)
         fs.makedirs(name.rpartition("/")[0], exist_ok=True)
         file = fs.open(temporary, "wb")
     try:
         yield file
-        with told_as(path, "written"):
+        with output_errors(path, "written"):
             file.close()
             fs.mv(temporary, name)
     except BaseException:

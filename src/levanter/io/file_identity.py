@@ -9,7 +9,7 @@ _TAGS = ("etag", "ETag", "md5Hash", "crc32c", "content_md5", "generation", "vers
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 
 
-def version_of(path: str) -> str | None:
+def file_version(path: str) -> str | None:
     """What storage says of a file's version: its time on a disk, its tag elsewhere; None where it says nothing.
 
     Raises:
@@ -18,18 +18,18 @@ def version_of(path: str) -> str | None:
     if is_remote(path):
         fs, name = filesystem(path)
         try:
-            told = fs.info(name)
+            info = fs.info(name)
         except FileNotFoundError:
             file_size(path)  # raises, with what is there instead
             return None
-        found = next((key for key in (*_TAGS, *_TIMES) if told.get(key) is not None), None)
-        return None if found is None else f"{found} {told[found]}"
+        tag = next((key for key in (*_TAGS, *_TIMES) if info.get(key) is not None), None)
+        return None if tag is None else f"{tag} {info[tag]}"
     fs, name = filesystem(path)
     return f"mtime {fs.info(name)['mtime']!r}"
 
 
 @functools.lru_cache(maxsize=4096)
-def _digest_of(path: str, version: str | None, size: int) -> str:
+def _cached_digest(path: str, version: str | None, size: int) -> str:
     del version, size  # a file that changes is read again
     digest = hashlib.sha256()
     with open_read(path) as file:
@@ -38,7 +38,7 @@ def _digest_of(path: str, version: str | None, size: int) -> str:
     return digest.hexdigest()
 
 
-def digest_of(path: str, *, remembered: bool = False) -> str:
+def file_digest(path: str, *, remembered: bool = False) -> str:
     """Hex SHA-256 of a file's bytes as stored.
 
     Args:
@@ -46,5 +46,5 @@ def digest_of(path: str, *, remembered: bool = False) -> str:
         remembered: whether what this process read before counts, as long as size and version are the same.
     """
     if not remembered:
-        return _digest_of.__wrapped__(path, None, 0)
-    return _digest_of(path, version_of(path), file_size(path))
+        return _cached_digest.__wrapped__(path, None, 0)
+    return _cached_digest(path, file_version(path), file_size(path))

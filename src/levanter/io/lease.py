@@ -106,33 +106,33 @@ class Lease:
             self._released = True
             _keeper.forget(self)
             with contextlib.suppress(OSError):
-                found = self._files.newest()
-                if found is not None and self._is_mine(found):
+                claim = self._files.newest()
+                if claim is not None and self._is_mine(claim):
                     self._files.remove(self._number, self._holder.id)
 
-    def _is_mine(self, found: Claim) -> bool:
-        return found.number == self._number and found.content == self._holder.content()
+    def _is_mine(self, claim: Claim) -> bool:
+        return claim.number == self._number and claim.content == self._holder.content()
 
     def _confirm(self) -> None:
         try:
-            found = self._files.newest()
-            if found is not None and found.number == self._number and Holder.read(found.content) is None:
+            claim = self._files.newest()
+            if claim is not None and claim.number == self._number and Holder.read(claim.content) is None:
                 # Whoever takes over makes a claim of its own, and damages none.
                 logger.warning("%s: the files of its lease are damaged; rewriting them", self.place)
                 self._files.remove(self._number, self._holder.id)
-                found = None
-            elif found is None and _clock() - self._confirmed < self._times.stale:
+                claim = None
+            elif claim is None and _clock() - self._confirmed < self._times.stale:
                 logger.warning("%s: the files of its lease were deleted; rewriting them", self.place)
-            elif found is None:
+            elif claim is None:
                 # It may have been taken over by a process that has ended since.
                 self._lost = self._taken_over(None)
                 raise self._lost
-            if found is None:
+            if claim is None:
                 # It is this process's again, unless another was faster.
                 self._files.create(self._number, self._holder.content())
-                found = self._files.newest()
-            if found is None or not self._is_mine(found):
-                self._lost = self._taken_over(found)
+                claim = self._files.newest()
+            if claim is None or not self._is_mine(claim):
+                self._lost = self._taken_over(claim)
                 raise self._lost
             self._beats += 1
             self._files.touch(self._number, self._holder.id, self._beats)
@@ -148,8 +148,8 @@ class Lease:
             ) from error
         self._confirmed = _clock()
 
-    def _taken_over(self, found: Claim | None) -> LeaseLostError:
-        other = None if found is None else Holder.read(found.content)
+    def _taken_over(self, claim: Claim | None) -> LeaseLostError:
+        other = None if claim is None else Holder.read(claim.content)
         who = f"by {other}" if other is not None else "by a process that has ended since, or its lease was deleted"
         return LeaseLostError(
             f"{self.place}: was taken over {who}; this process writes nothing more there. Two runs shared the folder, "
@@ -162,14 +162,14 @@ class _Keeper:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._held: list[Lease] = []
+        self._leases: list[Lease] = []
         self._thread: threading.Thread | None = None
         self._changed = threading.Event()
         self._at_exit = False
 
     def add(self, lease: Lease) -> None:
         with self._lock:
-            self._held.append(lease)
+            self._leases.append(lease)
             if not self._at_exit:
                 atexit.register(release_all)
                 self._at_exit = True
@@ -180,26 +180,26 @@ class _Keeper:
 
     def forget(self, lease: Lease) -> None:
         with self._lock:
-            if lease in self._held:
-                self._held.remove(lease)
+            if lease in self._leases:
+                self._leases.remove(lease)
         self._changed.set()
 
-    def held(self) -> list[Lease]:
+    def active(self) -> list[Lease]:
         with self._lock:
-            return list(self._held)
+            return list(self._leases)
 
     def _run(self) -> None:
         while True:
             # Before looking: what changes from here on ends the wait.
             self._changed.clear()
             with self._lock:
-                if not self._held:
+                if not self._leases:
                     self._thread = None
                     return
-                pause = min(lease._times.beat for lease in self._held)
+                pause = min(lease._times.beat for lease in self._leases)
             if self._changed.wait(pause):
                 continue
-            for lease in self.held():
+            for lease in self.active():
                 lease.beat()
 
 
@@ -208,7 +208,7 @@ _keeper = _Keeper()
 
 def release_all() -> None:
     """Releases every lease of this process, which is about to end; from any thread."""
-    for lease in _keeper.held():
+    for lease in _keeper.active():
         lease.release()
 
 
@@ -271,20 +271,20 @@ class _Taking:
         self._holder = Holder.here(what)
         self._seen: Claim | None = None
         self._since = 0.0
-        self._told = False
+        self._announced = False
 
     def run(self) -> Lease:
         while True:
-            found = self._files.newest()
-            why = "" if found is None else self._why_stale(found)
+            claim = self._files.newest()
+            why = "" if claim is None else self._why_stale(claim)
             if why is None:
                 time.sleep(min(1.0, self._times.beat / 4))
                 continue
-            number = 1 if found is None else found.number + 1
+            number = 1 if claim is None else claim.number + 1
             if not self._files.create(number, self._holder.content()):
                 continue  # another process was faster: what it is doing is the next question
-            if found is not None:
-                before = Holder.read(found.content)
+            if claim is not None:
+                before = Holder.read(claim.content)
                 whose = "a damaged lease" if before is None else f"the lease of {before}"
                 logger.warning("%s: took over %s (%s)", self._place, whose, why)
             # Else there may be leftovers of others that are on their way to a claim of this number, and will fail.
@@ -295,22 +295,22 @@ class _Taking:
             _keeper.add(lease)
             return lease
 
-    def _why_stale(self, found: Claim) -> str | None:
+    def _why_stale(self, claim: Claim) -> str | None:
         """Why a claim counts for nothing; None to look again in a moment.
 
         Raises:
             LeaseTakenError: its holder is alive, and waiting was not asked for.
         """
-        holder = Holder.read(found.content)
+        holder = Holder.read(claim.content)
         if holder is not None and holder.gone():
             return "that process is gone"
         alive = holder is not None and holder.surely_alive()
-        if self._seen is not None and (found.number, found.content) == (self._seen.number, self._seen.content):
-            if found.beat != self._seen.beat:
-                alive, self._seen, self._since = True, found, _clock()
+        if self._seen is not None and (claim.number, claim.content) == (self._seen.number, self._seen.content):
+            if claim.beat != self._seen.beat:
+                alive, self._seen, self._since = True, claim, _clock()
         else:
-            self._seen, self._since = found, _clock()
-            age = None if alive else self._files.age(found, None if holder is None else holder.id)
+            self._seen, self._since = claim, _clock()
+            age = None if alive else self._files.age(claim, None if holder is None else holder.id)
             if age is not None and age >= self._times.stale:
                 return f"no sign of life for {age:,.0f} s"
         if alive and not self._wait:
@@ -321,9 +321,9 @@ class _Taking:
         return None
 
     def _tell(self, holder: Holder | None, *, alive: bool) -> None:
-        if self._told:
+        if self._announced:
             return
-        self._told = True
+        self._announced = True
         whose = "a damaged lease" if holder is None else str(holder)
         if alive:
             logger.info("%s: waiting for %s", self._place, whose)

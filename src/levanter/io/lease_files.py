@@ -84,13 +84,13 @@ def beat_name(number: int, holder: str) -> str:
 
 
 def _newest_in(names: list[str]) -> int:
-    return max((int(found.group(1)) for name in names if (found := CLAIM.fullmatch(name))), default=0)
+    return max((int(match.group(1)) for name in names if (match := CLAIM.fullmatch(name))), default=0)
 
 
 class _Local:
     def __init__(self, folder: str):
         self.folder = filesystem(folder)[1]
-        self._made: list[str] = []
+        self._created_folders: list[str] = []
 
     def _at(self, name: str) -> str:
         return os.path.join(self.folder, name)
@@ -119,7 +119,7 @@ class _Local:
     def create(self, number: int, content: bytes) -> bool:
         target, temporary = self._at(claim_name(number)), self._at(f".{secrets.token_hex(8)}.tmp")
         while True:
-            self._made = self._made or _missing(self.folder)
+            self._created_folders = self._created_folders or _missing(self.folder)
             os.makedirs(self.folder, exist_ok=True)
             # Whoever releases removes the empty folder, perhaps right now.
             with contextlib.suppress(FileNotFoundError):
@@ -184,17 +184,17 @@ class _Local:
                 os.unlink(self._at(name))
         # Folders that were made for the lease go with it, up to the first that has something in it.
         with contextlib.suppress(OSError):
-            for folder in dict.fromkeys((self.folder, *self._made)):
+            for folder in dict.fromkeys((self.folder, *self._created_folders)):
                 os.rmdir(folder)
 
 
 def _missing(folder: str) -> list[str]:
     """The folders that making one would make, from the innermost on."""
-    found = []
+    missing = []
     while not os.path.exists(folder) and folder != os.path.dirname(folder):
-        found.append(folder)
+        missing.append(folder)
         folder = os.path.dirname(folder)
-    return found
+    return missing
 
 
 class _Remote:
@@ -212,7 +212,7 @@ class _Remote:
         # fsspec caches listings; another process may have written since.
         self._fs.invalidate_cache()
         try:
-            return [base_name(each) for each in self._fs.ls(self._root, detail=False)]
+            return [base_name(path) for path in self._fs.ls(self._root, detail=False)]
         except FileNotFoundError:
             return []
 
@@ -247,10 +247,10 @@ class _Remote:
             self._fs.pipe_file(path, content, mode="create")
         except OSError:
             # Stores have many names for "it exists". What lies there says whose it is.
-            there = self._read(claim_name(number))
-            if there is None:
+            existing = self._read(claim_name(number))
+            if existing is None:
                 raise
-            return there == content
+            return existing == content
         return True
 
     def touch(self, number: int, holder: str, count: int) -> None:
@@ -265,7 +265,7 @@ class _Remote:
             with contextlib.suppress(OSError):
                 self._fs.rm_file(probe)
         seen = [claim_name(claim.number), *([] if holder is None else [beat_name(claim.number, holder)])]
-        times = [found for name in seen if (found := self._modified(self._at(name))) is not None]
+        times = [time for name in seen if (time := self._modified(self._at(name))) is not None]
         if now is None or not times or max(times) > now:
             return None
         return (now - max(times)).total_seconds()
@@ -273,10 +273,10 @@ class _Remote:
     def _modified(self, path: str) -> datetime | None:
         self._fs.invalidate_cache()
         try:
-            found: object = self._fs.modified(path)
+            modified: object = self._fs.modified(path)
         except (NotImplementedError, KeyError, OSError):
             return None
-        return found if isinstance(found, datetime) else None
+        return modified if isinstance(modified, datetime) else None
 
     def keep_only(self, number: int) -> None:
         for name in self._names():

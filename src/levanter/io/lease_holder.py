@@ -53,8 +53,8 @@ class Holder:
     def read(cls, content: bytes) -> "Holder | None":
         """The holder that a claim names; None where it is damaged."""
         try:
-            found = json.loads(content)
-            pid, texts = found["pid"], {name: found[name] for name in _TEXTS}
+            fields = json.loads(content)
+            pid, texts = fields["pid"], {name: fields[name] for name in _TEXTS}
             if not isinstance(pid, int) or not all(isinstance(text, str) for text in texts.values()):
                 return None
             return cls(pid=pid, **{name: _printable(text) for name, text in texts.items()})

@@ -1,24 +1,24 @@
-"""Names that become a part of a path: of runs, of data sets. They name something inside of a folder, nothing else."""
+"""Validation of names that become path components, such as run ids and data set names."""
 
 LONGEST = 200
-"""Bytes of a name: most disks take 255, and something may be put before or behind it."""
+"""Most bytes of a component: file systems allow 255, and a prefix or suffix may be added."""
 
 
-def name_problem(name: str, *, parts: int = 1) -> str | None:
-    """What keeps a name from being a part of a path; None where nothing does.
+def name_problem(name: str, *, max_components: int = 1) -> str | None:
+    """Returns why `name` cannot be used as a path component, or None if it can.
 
     Args:
         name: the name.
-        parts: of how many names it may consist, joined by `/`; 0 for any number.
+        max_components: how many components, joined by `/`, it may have; 0 for any number.
     """
-    given = name.split("/")
+    components = name.split("/")
     if not name:
         return "must not be empty"
-    if parts == 1 and len(given) > 1:
+    if max_components == 1 and len(components) > 1:
         return f"{name!r} must be one name, without `/`: it names something inside a folder"
-    if parts and len(given) > parts:
-        return f"{name!r} must have at most {parts} parts"
-    for part in given:
+    if max_components and len(components) > max_components:
+        return f"{name!r} must have at most {max_components} parts"
+    for part in components:
         if part in ("", ".", ".."):
             return f"{name!r} leads out of its folder, or nowhere: {part!r} is not a name"
         if part != part.strip() or "\\" in part or not part.isprintable():

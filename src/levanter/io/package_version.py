@@ -14,9 +14,9 @@ def version() -> str:
     somebody else's.
     """
     try:
-        found = importlib.metadata.distribution("levanter")
+        distribution = importlib.metadata.distribution("levanter")
     except importlib.metadata.PackageNotFoundError:
         return UNKNOWN
-    origin = json.loads(found.read_text("direct_url.json") or "{}")
+    origin = json.loads(distribution.read_text("direct_url.json") or "{}")
     in_place = origin.get("dir_info", {}).get("editable", False)
-    return found.version.partition("+")[0] if in_place else found.version
+    return distribution.version.partition("+")[0] if in_place else distribution.version

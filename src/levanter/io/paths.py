@@ -38,8 +38,8 @@ class UnreadableFileError(OSError, ValueError):
 
 def is_remote(path: str) -> bool:
     """Whether a path is a URL of something other than the local disk."""
-    found = _SCHEME.match(path)
-    return found is not None and found.group(1) not in ("file", "local")
+    match = _SCHEME.match(path)
+    return match is not None and match.group(1) not in ("file", "local")
 
 
 def local_path(path: str) -> str:
@@ -153,16 +153,16 @@ def expand(patterns: str | Iterable[str]) -> list[str]:
         MissingFileError: listing every path that does not exist and every pattern without a match.
         ValueError: unbalanced braces.
     """
-    found, problems = [], []
+    files, problems = [], []
     for pattern in [patterns] if isinstance(patterns, str) else list(patterns):
         for path in list(expand_braces(pattern)):
             try:
-                found += _match(path)
+                files += _match(path)
             except MissingFileError as error:
                 problems.append(str(error))
     if problems:
         raise MissingFileError("\n".join(capped(problems)))
-    return found
+    return files
 
 
 def expand_braces(pattern: str) -> Iterator[str]:
@@ -172,8 +172,8 @@ def expand_braces(pattern: str) -> Iterator[str]:
         ValueError: a brace without its partner, a step of zero.
     """
     if len(pattern) > PATTERN_CHARACTERS:
-        said = f"{len(pattern):,} characters; a path has {PATTERN_CHARACTERS:,} at most"
-        raise OutOfBoundsError(f"{pattern[:60]}…: {said}")
+        problem = f"{len(pattern):,} characters; a path has {PATTERN_CHARACTERS:,} at most"
+        raise OutOfBoundsError(f"{pattern[:60]}…: {problem}")
     if _brace_depth(pattern) > PATTERN_DEPTH:
         raise OutOfBoundsError(f"{pattern}: braces are nested more than {PATTERN_DEPTH} deep, the limit")
     if pattern.count("{") != pattern.count("}"):
@@ -196,11 +196,11 @@ def expand_braces(pattern: str) -> Iterator[str]:
         groups.append([pattern[position:start]])
         groups.append(list(itertools.islice(_alternatives(pattern[start + 1 : stop], pattern), PATTERN_FILES + 1)))
         if math.prod(map(len, groups)) > PATTERN_FILES:
-            said = f"names more than {PATTERN_FILES:,} files, the limit for a pattern"
-            raise OutOfBoundsError(f"{pattern}: {said}")
+            problem = f"names more than {PATTERN_FILES:,} files, the limit for a pattern"
+            raise OutOfBoundsError(f"{pattern}: {problem}")
         position = stop + 1
-    for parts in itertools.product(*groups):
-        yield "".join(parts)
+    for combination in itertools.product(*groups):
+        yield "".join(combination)
 
 
 def missing_file(path: str) -> MissingFileError:
@@ -278,18 +278,18 @@ def _alternatives(body: str, pattern: str) -> Iterator[str]:
         for number in range(start, stop + direction, direction * stride):
             yield f"{number:0{width}d}"
         return
-    parts, depth, current = [], 0, ""
+    alternatives, depth, current = [], 0, ""
     for sign in body:
         if sign == "," and depth == 0:
-            parts.append(current)
+            alternatives.append(current)
             current = ""
             continue
         depth += {"{": 1, "}": -1}.get(sign, 0)
         current += sign
-    parts.append(current)
-    if len(parts) == 1:  # `{name}` is no list: it stays as it is, as in a shell
+    alternatives.append(current)
+    if len(alternatives) == 1:  # `{name}` is no list: it stays as it is, as in a shell
         for inner in expand_braces(body):
             yield "{" + inner + "}"
         return
-    for part in parts:
+    for part in alternatives:
         yield from expand_braces(part)

@@ -84,14 +84,14 @@ class Meter:
 
     def describe(self) -> str:
         """For instance `1.2 / 2.4 GiB, 50 %, 0.4 GiB/s, 0:03 left`."""
-        parts = [self.counts()]
+        fields = [self.counts()]
         if self.total:
             # Rounded down: 100 % means done.
-            parts.append(f"{int(100 * self.done / self.total)} %")
-        parts.append(f"{amount(self.rate, self.unit)}/s")
-        left = self.seconds_left
-        parts.append("time left unknown" if left is None else f"{duration(left)} left")
-        return ", ".join(parts)
+            fields.append(f"{int(100 * self.done / self.total)} %")
+        fields.append(f"{amount(self.rate, self.unit)}/s")
+        seconds_left = self.seconds_left
+        fields.append("time left unknown" if seconds_left is None else f"{duration(seconds_left)} left")
+        return ", ".join(fields)
 
     def summary(self) -> str:
         """For instance `2.4 GiB in 0:06, 0.4 GiB/s`."""

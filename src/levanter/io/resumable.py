@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from levanter.base.json_types import Json
-from levanter.io.atomic import atomic_write, remove_left_behind
+from levanter.io.atomic import atomic_write, remove_stale_temporaries
 from levanter.io.lease import Lease
 from levanter.io.paths import base_name, exists, filesystem, join, open_read
 
@@ -48,7 +48,7 @@ class PartFolder:
     def begin(self) -> None:
         """Records the identity, and removes what killed writers left behind."""
         self.check_lease()
-        remove_left_behind(self.path)
+        remove_stale_temporaries(self.path)
         with atomic_write(join(self.path, IDENTITY)) as file:
             # Paths may contain what no text has, which JSON can say only in ASCII.
             file.write(json.dumps(dict(self.identity), indent=2, sort_keys=True).encode() + b"\n")
@@ -68,17 +68,17 @@ class PartFolder:
         self.require_same(self.read_json(path), holds)
         return True
 
-    def require_same(self, there: object, holds: str) -> None:
-        """Returns if `there`, read from a file, is this run's identity.
+    def require_same(self, stored: object, holds: str) -> None:
+        """Returns if `stored`, read from a file, is this run's identity.
 
         Raises:
             OtherRunError: it is not.
         """
-        found = there if isinstance(there, Mapping) else {}
+        stored_fields = stored if isinstance(stored, Mapping) else {}
         ours = json.loads(json.dumps(dict(self.identity)))
-        keys = sorted(key for key in {*found, *ours} if found.get(key) != ours.get(key))
+        keys = sorted(key for key in {*stored_fields, *ours} if stored_fields.get(key) != ours.get(key))
         if keys:
-            lines = [f"  {key}: there {found.get(key)!r}, now {ours.get(key)!r}" for key in keys]
+            lines = [f"  {key}: there {stored_fields.get(key)!r}, now {ours.get(key)!r}" for key in keys]
             raise OtherRunError(
                 f"{holds} another run, which this one cannot continue:\n" + "\n".join([*lines, f"  → {self.advice}"])
             )

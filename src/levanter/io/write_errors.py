@@ -31,13 +31,15 @@ def output_error(path: str, error: OSError, *, doing: str = "written", needed: i
     """
     # Making a folder where a file is says that something "exists".
     reason = os.strerror(errno.ENOTDIR) if error.errno == errno.EEXIST else error.strerror or str(error)
-    found = OutputError(f"{path}: cannot be {doing} ({reason or type(error).__name__}){advice(path, error, needed)}")
-    found.errno = error.errno
-    return found
+    translated = OutputError(
+        f"{path}: cannot be {doing} ({reason or type(error).__name__}){advice(path, error, needed)}"
+    )
+    translated.errno = error.errno
+    return translated
 
 
 @contextmanager
-def told_as(path: str, doing: str) -> Iterator[None]:
+def output_errors(path: str, doing: str) -> Iterator[None]:
     """Errors of the system in the block are told as errors of writing `path`.
 
     Raises:
@@ -62,17 +64,17 @@ def advice(path: str, error: OSError, needed: int | None) -> str:
     takes = "" if needed is None else f"; it takes {amount(needed, 'bytes')}"
     if error.errno in NO_SPACE:
         free = free_bytes(path)
-        there = "" if free is None else f", where {amount(free, 'bytes')} are free"
-        return f"{takes}\n  → make room on the disk of {nearest_folder(path)}{there}, or name another place"
+        free_text = "" if free is None else f", where {amount(free, 'bytes')} are free"
+        return f"{takes}\n  → make room on the disk of {nearest_folder(path)}{free_text}, or name another place"
     if error.errno == errno.EFBIG:
         return f"{takes}\n  → raise the limit on the size of files (ulimit -f), or name a place that takes more"
     if is_remote(path):
         return "\n  → check the address and the credentials, or name another place"
-    there = nearest_folder(path)
+    free_text = nearest_folder(path)
     if error.errno in (errno.EACCES, errno.EPERM):
-        return f"\n  → this user may not write in {there}; change its permissions, or name another place"
+        return f"\n  → this user may not write in {free_text}; change its permissions, or name another place"
     if error.errno == errno.EROFS:
-        return f"\n  → {there} is on a read-only file system; name another place"
+        return f"\n  → {free_text} is on a read-only file system; name another place"
     if error.errno in (errno.ENOTDIR, errno.EEXIST, errno.EISDIR):
         return f"\n  → {_in_the_way(path)}"
     if error.errno == errno.ENAMETOOLONG:

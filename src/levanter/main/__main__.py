@@ -15,12 +15,12 @@ WIDTH = 120
 
 def commands(folder: Path = Path(__file__).parent) -> dict[str, str]:
     """Every available command, with the first line of its module. The modules are read, not imported."""
-    found = {}
+    summaries = {}
     for path in sorted(folder.glob("[!_]*.py")):
         text = path.read_text(encoding="utf-8")
         if 'if __name__ == "__main__":' in text:
-            found[path.stem] = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
-    return found
+            summaries[path.stem] = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+    return summaries
 
 
 def listed() -> str:

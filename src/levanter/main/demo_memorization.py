@@ -136,14 +136,14 @@ def run(config: DemoConfig) -> tuple[Measurement, tuple[float, float]]:
         trainer=config.trainer,
     )
     eval_careless_lm.main(evaluation)
-    found = measure(BookResult.read(join(config.output_path, BOOK)))
-    return found, (float(found.covered[: len(half)].mean()), float(found.covered[len(half) :].mean()))
+    measurement = measure(BookResult.read(join(config.output_path, BOOK)))
+    return measurement, (float(measurement.covered[: len(half)].mean()), float(measurement.covered[len(half) :].mean()))
 
 
 def learn(config: DemoConfig, ids: np.ndarray, folder: str) -> None:
     """Trains a model on `ids` with the Programs of `train_lm`, and writes it to `folder`."""
-    found = local_devices(config.trainer.mesh)
-    keep_compiled(config.trainer, platform=found.platform)
+    devices = local_devices(config.trainer.mesh)
+    keep_compiled(config.trainer, platform=devices.platform)
     training = TrainLmConfig(
         data=LmDataConfig(tokenizer=folder),
         model=config.model,
@@ -151,8 +151,8 @@ def learn(config: DemoConfig, ids: np.ndarray, folder: str) -> None:
         trainer=replace(config.trainer, train_batch_size=config.rows, num_train_steps=config.steps),
         train_seq_len=config.positions,
     )
-    plan = train_lm.describe(training, local_target(found)).check()
-    mesh = plan.mesh.build(found.devices)
+    plan = train_lm.describe(training, local_target(devices)).check()
+    mesh = plan.mesh.build(devices.devices)
     state = plan.program("init_state").jit(mesh)(jax.random.PRNGKey(config.trainer.seed))
     step = plan.program("train_step").jit(mesh)
     random = np.random.default_rng(config.trainer.seed)
@@ -191,10 +191,10 @@ def _batch(plan: RunPlan, mesh: Mesh, rows: np.ndarray) -> LmBatch:
 
 def write_model(work: TrainWork, model: LmHeadModel, folder: str) -> None:
     """Writes a model like Hugging Face: config.json and model.safetensors, by the inverse of the loading rules."""
-    found = leaves(model)
-    arrays = {leaf.path: np.asarray(x) for leaf, x in zip(found, jax.tree.leaves(model), strict=True)}
+    model_leaves = leaves(model)
+    arrays = {leaf.path: np.asarray(x) for leaf, x in zip(model_leaves, jax.tree.leaves(model), strict=True)}
     tensors = {}
-    for name, (shape, pieces) in work.model.weight_rules(work.Vocab).sources(found).items():
+    for name, (shape, pieces) in work.model.weight_rules(work.Vocab).sources(model_leaves).items():
         tensors[name] = np.empty(shape, np.float32)
         for piece in pieces:
             piece.write(arrays[piece.target][to_slices(piece.box)], tensors[name])

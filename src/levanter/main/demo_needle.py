@@ -36,21 +36,21 @@ def main(config: TrainLmConfig) -> int:
     if not isinstance(config.initialize_from_hf, str) or config.hf_save_path is None:
         raise ValueError("the demo begins from a checkpoint and exports another; use config/needles/demo.yaml")
     folder = Path(str(config.trainer.log_dir))
-    before = _found(config, config.initialize_from_hf, folder / "before")
+    before = _evaluate(config, config.initialize_from_hf, folder / "before")
     _write_lessons(config.initialize_from_hf, folder / "lessons.jsonl")
     done = train(config)
     if done.preempted:
         return PREEMPTED
     assert done.exported is not None, "a run that ends exports its model"
-    after = _found(config, done.exported, folder / "after")
+    after = _evaluate(config, done.exported, folder / "after")
     print(f"\n=== needles found of {SAMPLES}, by depth and length")
     print(f"{'':>12}{'before':>16}{'':>8}{'after the stage':>18}")
     print(f"{'depth':>12}" + 2 * "".join(f"{length:>12,}" for length in (SHORT, LONG)))
     for n in range(DEPTHS):
-        cells = [found[str(length)]["depths"][n] for found in (before, after) for length in (SHORT, LONG)]
+        cells = [results[str(length)]["depths"][n] for results in (before, after) for length in (SHORT, LONG)]
         row = "".join(f"{cell['found']:>9}/{cell['asked']:<2}" for cell in cells)
         print(f"{cells[0]['depth']:>12.0%}{row}".rstrip())
-    shares = [found[str(length)]["score"] for found in (before, after) for length in (SHORT, LONG)]
+    shares = [results[str(length)]["score"] for results in (before, after) for length in (SHORT, LONG)]
     print(f"{'all':>12}" + "".join(f"{share:>12.0%}" for share in shares))
     print(f"pages: {folder}/before/page.html, {folder}/after/page.html")
     print(f"{done.taken} steps; {time.monotonic() - began:.0f} s in all")
@@ -60,9 +60,9 @@ def main(config: TrainLmConfig) -> int:
     return INTERNAL_ERROR
 
 
-def _found(config: TrainLmConfig, model: str, folder: Path) -> Mapping[str, Any]:
+def _evaluate(config: TrainLmConfig, model: str, folder: Path) -> Mapping[str, Any]:
     """What a model finds, by length."""
-    asked = EvalNeedlesConfig(
+    eval_config = EvalNeedlesConfig(
         hf_checkpoint=model,
         tasks=[TASK],
         lengths=[SHORT, LONG],
@@ -72,7 +72,7 @@ def _found(config: TrainLmConfig, model: str, folder: Path) -> Mapping[str, Any]
         output_path=str(folder),
         if_exists="replace",
     )
-    result = perform(NEEDLES, asked).result
+    result = perform(NEEDLES, eval_config).result
     assert result is not None
     return summary_of(result.answered, depths=DEPTHS)["tasks"][TASK]
 
@@ -80,7 +80,7 @@ def _found(config: TrainLmConfig, model: str, folder: Path) -> Mapping[str, Any]
 def _write_lessons(model: str, path: Path) -> None:
     """Texts of the long length with needles and questions, by a seed of their own."""
     encode = load_tokenizer(model).encode_with_offsets
-    lines = (json.dumps(each) + "\n" for each in lessons(encode, length=LONG, count=TEXTS, seed=1))
+    lines = (json.dumps(lesson) + "\n" for lesson in lessons(encode, length=LONG, count=TEXTS, seed=1))
     with atomic_write(str(path)) as file:
         file.write("".join(lines).encode())
 

@@ -59,8 +59,8 @@ def main(config: TrainLmConfig) -> int:
     assert done.exported is not None, "the demo saves its adapter; use config/lora/demo.yaml"
     after, then = _judged(config, done.exported), _answers(config, done.exported)
     print("\n=== held-out conversations, the assistant's tokens")
-    for when, found in (("before", before), ("after", after)):
-        (score,) = (one.score for one in found.sets)
+    for when, scores in (("before", before), ("after", after)):
+        (score,) = (one.score for one in scores.sets)
         print(f"{when:>8}: loss {score.loss:.3f} nats per token, {score.accuracy or 0:.1%} of them the likeliest")
     print("=== six questions, greedy")
     for question, one, other in zip(QUESTIONS, first, then, strict=True):
@@ -74,7 +74,7 @@ def main(config: TrainLmConfig) -> int:
 
 def _trained(config: TrainLmConfig) -> Trained:
     """Trains for as long as there is time; a run that was told to stop ends where it stands."""
-    with _told_to_stop(SECONDS):
+    with _interrupted_after(SECONDS):
         done = train(config)
     if not done.preempted:
         return done
@@ -84,7 +84,7 @@ def _trained(config: TrainLmConfig) -> Trained:
 
 
 @contextmanager
-def _told_to_stop(seconds: float) -> Iterator[None]:
+def _interrupted_after(seconds: float) -> Iterator[None]:
     """Sends this process what a scheduler sends, after a while."""
     timer = threading.Timer(seconds, signal.raise_signal, [signal.SIGTERM])
     timer.daemon = True
@@ -97,37 +97,37 @@ def _told_to_stop(seconds: float) -> Iterator[None]:
 
 def _judged(config: TrainLmConfig, adapter: str | None) -> EvalResult:
     """The loss and the accuracy on what was held out."""
-    asked = EvalLmConfig(
+    eval_config = EvalLmConfig(
         hf_checkpoint=config.hf_checkpoint,
         adapter_path=adapter,
         trainer=config.trainer,
         data=config.data,
         max_eval_length=config.positions,
     )
-    result = perform(EVALUATION, asked).result
+    result = perform(EVALUATION, eval_config).result
     assert result is not None
     return result.result
 
 
 def _answers(config: TrainLmConfig, adapter: str | None) -> list[str]:
     """What the model answers, greedily."""
-    asked = GenerateConfig(
+    generate_config = GenerateConfig(
         hf_checkpoint=config.hf_checkpoint,
         adapter_path=adapter,
         trainer=config.trainer,
         interactive=True,
         inference=InferenceConfig(max_rows=1, max_seq_len=128),
     )
-    found = local_devices(config.trainer.mesh)
-    plan = describe_texts(asked, local_target(found)).check()
-    schedule = make_schedule(plan.work.programs, share_prefixes=asked.inference.share_prefixes)
+    devices = local_devices(config.trainer.mesh)
+    plan = describe_texts(generate_config, local_target(devices)).check()
+    schedule = make_schedule(plan.work.programs, share_prefixes=generate_config.inference.share_prefixes)
     reader = prompt_reader(plan.work, schedule)
     greedy = replace(reader.defaults, temperature=0.0, max_tokens=TOKENS)
-    with running(plan.work, plan.mesh.build(found.devices), schedule=schedule, reader=reader, show=True) as ready:
+    with running(plan.work, plan.mesh.build(devices.devices), schedule=schedule, reader=reader, show=True) as ready:
         assert ready.engine is not None, "a demo is one process"
         dialogue = Dialogue(ready.engine, reader, reader.defaults)
-        said = (dialogue.chat([{"role": "user", "content": question}], greedy) for question in QUESTIONS)
-        return [dialogue.say(each, lambda _: None).text for each in said]
+        sessions = (dialogue.chat([{"role": "user", "content": question}], greedy) for question in QUESTIONS)
+        return [dialogue.say(session, lambda _: None).text for session in sessions]
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from levanter.io import Lease, PartFolder, atomic_write, exists, file_size, join, open_read
-from levanter.io.atomic import remove_left_behind
+from levanter.io.atomic import remove_stale_temporaries
 from levanter.io.resumable import remove
 from levanter.memorization.results import MANIFEST, WINDOWS, Scores, as_json_bytes, score_columns, scores_of
 
@@ -86,7 +86,7 @@ class PartStore:
         """
         self.check_lease()
         try:
-            remove_left_behind(self.folder)
+            remove_stale_temporaries(self.folder)
             self.parts.begin()
         except OSError as error:
             raise UnwritableFolderError(
@@ -139,7 +139,7 @@ class PartStore:
 
     def clean(self) -> None:
         """Removes the parts, and what killed writers left behind."""
-        remove_left_behind(self.folder)
+        remove_stale_temporaries(self.folder)
         self.parts.remove()
 
     def start_over(self) -> None:

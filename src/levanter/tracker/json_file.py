@@ -20,7 +20,7 @@ from levanter.io import Output
 from levanter.io.atomic import atomic_write
 from levanter.io.paths import exists as path_exists
 from levanter.io.paths import is_remote, join, local_path, open_read
-from levanter.io.write_errors import output_error, told_as
+from levanter.io.write_errors import output_error, output_errors
 from levanter.tracker.base import Metrics, Tracker, TrackerConfig, as_json
 
 METRICS_FILE = "metrics.jsonl"
@@ -83,7 +83,7 @@ class _LocalLines:
         self._path = local_path(path)
         self._waiting = bytearray()
         self._told = False
-        with told_as(path, "written"):
+        with output_errors(path, "written"):
             os.makedirs(os.path.dirname(self._path), exist_ok=True)
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
             self._cut_half_line()
@@ -101,7 +101,7 @@ class _LocalLines:
 
     def close(self) -> None:
         try:
-            with told_as(self._path, "written"):
+            with output_errors(self._path, "written"):
                 self._write()
                 os.fsync(self._descriptor)
         finally:

@@ -23,7 +23,7 @@ from levanter.commands.model.defaults import differing
 from levanter.config import ConfigError, read_text
 from levanter.config.errors import Problem
 from levanter.config.includes import read_documents
-from levanter.config.loader import earlier_of
+from levanter.config.loader import upstream_schema
 from levanter.config.schema import config_fields
 from levanter.config.upstream import Change, translate
 from levanter.config.upstream.changes import PlainDumper
@@ -78,7 +78,7 @@ def migrate(path: str, entry_point: str | None = None) -> Migrated:
     problems: list[Problem] = []
     document = read_documents([path], problems)
     reader = None if entry_point is None else config_class(entry_point)
-    takes, earlier = ((), "") if reader is None else (config_fields(reader), earlier_of(reader))
+    takes, earlier = ((), "") if reader is None else (config_fields(reader), upstream_schema(reader))
     translation = translate(document, takes, earlier)
     problems += translation.problems
     if problems:

@@ -23,7 +23,7 @@ from levanter.config.schema import (
     list_origin,
     strip,
 )
-from levanter.config.validators import Epsilon, LayerCount, PositiveInt, PositiveOrAll, Range, Ranged, range_of
+from levanter.config.validators import Epsilon, LayerCount, PositiveInt, PositiveOrAll, Range, Ranged, declared_range
 
 FREE = {
     "TrainerConfig.jax_config",
@@ -261,7 +261,7 @@ def test_the_walk_finds_them_all():
         "WandbConfig.background_max_queue_size",
     } <= names
     assert {"YarnRotaryConfig.beta_fast", "ChatLmDatasetFormat.pack", "EvalCarelessLmConfig.chunk_size"} <= names
-    bare = [f"{n.cls.__name__}.{n.field}" for n in NUMBERS if range_of(n.annotation) is None]
+    bare = [f"{n.cls.__name__}.{n.field}" for n in NUMBERS if declared_range(n.annotation) is None]
     assert not bare, f"numbers without a range: {bare}"
     assert not (names - {f"{n.cls.__name__}.{n.field}" for n in NUMBERS if issubclass(n.cls, Ranged) or n in ABSENT})
 
@@ -321,7 +321,7 @@ def test_durations(text: str):
 def test_python_is_refused_in_the_same_words():
     unheard = []
     for number in NUMBERS:
-        limits = range_of(number.annotation)
+        limits = declared_range(number.annotation)
         if number.template != "{}" or number in ABSENT or strip(number.annotation) is timedelta:
             continue
         required = {

@@ -14,7 +14,7 @@ import fsspec
 import pytest
 
 from levanter.io import OutputError, atomic_write
-from levanter.io.atomic import remove_left_behind, temporary_name
+from levanter.io.atomic import remove_stale_temporaries, temporary_name
 
 
 def write(path, content, **more):
@@ -208,9 +208,9 @@ def test_what_killed_writers_left_is_removed_by_name(tmp_path):
         with open(temporary_name(f"{tmp_path}/{path}"), "w") as file:
             file.write("half")
     (tmp_path / ".answers.jsonl.tmp").write_text("somebody's own")
-    remove_left_behind(str(tmp_path), of="answers.jsonl")
-    remove_left_behind(f"file://{tmp_path}", of=long)
+    remove_stale_temporaries(str(tmp_path), of="answers.jsonl")
+    remove_stale_temporaries(f"file://{tmp_path}", of=long)
     assert sorted(path.name.split(".")[1] for path in tmp_path.iterdir()) == ["answers", "other"]
-    remove_left_behind(str(tmp_path))
+    remove_stale_temporaries(str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == [".answers.jsonl.tmp"]
-    remove_left_behind(str(tmp_path / "missing"))
+    remove_stale_temporaries(str(tmp_path / "missing"))

@@ -342,4 +342,4 @@ def test_the_thread_ends_with_the_last_lease(tmp_path):
     end = time.monotonic() + 100
     while keepers() and time.monotonic() < end:
         time.sleep(0.01)
-    assert not keepers() and lease_module._keeper.held() == []
+    assert not keepers() and lease_module._keeper.active() == []

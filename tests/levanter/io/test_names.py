@@ -24,7 +24,7 @@ def test_what_is_no_name(name):
 
 
 def test_names_of_parts():
-    assert name_problem("paloma/c4", parts=0) is None and name_problem("org/set", parts=2) is None
-    assert "at most 2 parts" in str(name_problem("a/b/c", parts=2))
+    assert name_problem("paloma/c4", max_components=0) is None and name_problem("org/set", max_components=2) is None
+    assert "at most 2 parts" in str(name_problem("a/b/c", max_components=2))
     for bad in ("paloma/../../c4", "/etc", "a//b", "a/"):
-        assert "leads out of its folder" in str(name_problem(bad, parts=0))
+        assert "leads out of its folder" in str(name_problem(bad, max_components=0))

@@ -14,7 +14,7 @@ from typing import Any
 
 from levanter.eval.needles.results import NeedleAnswer
 from levanter.io import Lease, PartFolder, atomic_write, exists, join
-from levanter.io.atomic import remove_left_behind
+from levanter.io.atomic import remove_stale_temporaries
 from levanter.io.resumable import remove
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class NeedleStore:
     def begin(self) -> None:
         """Records the identity, and removes what killed writers left behind."""
         self.parts.check_lease()
-        remove_left_behind(self.folder)
+        remove_stale_temporaries(self.folder)
         self.parts.begin()
 
     def write(self, number: int, answers: Sequence[NeedleAnswer]) -> None:

@@ -58,16 +58,16 @@ class ConcurrencyLimit:
         self.waiting += 1
         self._ahead += again
         try:
-            while not stop.is_set() and (self._room <= 0 or (self._ahead and not again)):
+            while not stop.is_set() and (self._free_slots <= 0 or (self._ahead and not again)):
                 (self._next if again else self._others).wait()
         finally:
             self.waiting -= 1
             self._ahead -= again
 
     @property
-    def _room(self) -> int:
+    def _free_slots(self) -> int:
         return self.pace.limit - self.under_way
 
     def _call(self) -> None:
-        if self._room > 0:
-            (self._next if self._ahead else self._others).notify(self._room)
+        if self._free_slots > 0:
+            (self._next if self._ahead else self._others).notify(self._free_slots)

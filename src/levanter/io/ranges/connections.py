@@ -39,9 +39,9 @@ def is_web(url: str) -> bool:
 
 def shown_url(url: str) -> str:
     """A URL without the password, or the signature, that may be in it."""
-    parts = urlsplit(url)
-    host = parts.netloc.rpartition("@")[2]
-    return f"{parts.scheme}://{host}{parts.path}"
+    split_url = urlsplit(url)
+    host = split_url.netloc.rpartition("@")[2]
+    return f"{split_url.scheme}://{host}{split_url.path}"
 
 
 class Connections:
@@ -65,53 +65,53 @@ class Connections:
             TransientError: there is no connection, or it ended before an answer.
             GivenUpError: the attempt was given up.
         """
-        parts = urlsplit(url)
-        kept = self._take(parts)
+        split_url = urlsplit(url)
+        kept = self._take(split_url)
         if kept is not None:
             try:
-                return self._ask(kept, parts, headers, attempt)
+                return self._ask(kept, split_url, headers, attempt)
             except TransientError:
                 # Servers close what was idle for long; that says nothing about the next connection.
                 attempt.check()
-        return self._ask(self._made(parts), parts, headers, attempt)
+        return self._ask(self._connect(split_url), split_url, headers, attempt)
 
     def give_back(self, connection: http.client.HTTPConnection, url: str) -> None:
         """Keeps a connection whose last answer was received to its end."""
-        parts = urlsplit(url)
+        split_url = urlsplit(url)
         with self._lock:
-            self._idle.setdefault((parts.scheme, parts.netloc), []).append(connection)
+            self._idle.setdefault((split_url.scheme, split_url.netloc), []).append(connection)
 
     def close(self) -> None:
         """Closes what is idle."""
         _close_idle(self._idle, self._lock)
 
-    def _take(self, parts: SplitResult) -> http.client.HTTPConnection | None:
+    def _take(self, split_url: SplitResult) -> http.client.HTTPConnection | None:
         with self._lock:
-            kept = self._idle.get((parts.scheme, parts.netloc))
+            kept = self._idle.get((split_url.scheme, split_url.netloc))
             return kept.pop() if kept else None
 
-    def _made(self, parts: SplitResult) -> http.client.HTTPConnection:
-        host, port = parts.hostname or "", parts.port
-        proxy = getproxies().get(parts.scheme)
+    def _connect(self, split_url: SplitResult) -> http.client.HTTPConnection:
+        host, port = split_url.hostname or "", split_url.port
+        proxy = getproxies().get(split_url.scheme)
         through = urlsplit(proxy) if proxy and not proxy_bypass(host) else None
         where, at = (through.hostname or "", through.port) if through else (host, port)
-        if parts.scheme == "https":
-            made = http.client.HTTPSConnection(where, at, timeout=CONNECT_SECONDS, context=self._context)
+        if split_url.scheme == "https":
+            connection = http.client.HTTPSConnection(where, at, timeout=CONNECT_SECONDS, context=self._context)
             if through:
-                made.set_tunnel(host, port)
+                connection.set_tunnel(host, port)
         else:
-            made = http.client.HTTPConnection(where, at, timeout=CONNECT_SECONDS)
-        return made
+            connection = http.client.HTTPConnection(where, at, timeout=CONNECT_SECONDS)
+        return connection
 
     def _ask(
-        self, connection: http.client.HTTPConnection, parts: SplitResult, headers: Headers, attempt: Attempt
+        self, connection: http.client.HTTPConnection, split_url: SplitResult, headers: Headers, attempt: Attempt
     ) -> "HttpAnswer":
-        target = parts.path or "/"
-        if parts.query:
-            target += f"?{parts.query}"
-        if parts.scheme == "http" and connection.host != parts.hostname:
-            target = f"http://{parts.netloc.rpartition('@')[2]}{target}"  # a proxy wants all of it
-        sent = {"User-Agent": AGENT, "Accept-Encoding": "identity", **_authorization(parts), **headers}
+        target = split_url.path or "/"
+        if split_url.query:
+            target += f"?{split_url.query}"
+        if split_url.scheme == "http" and connection.host != split_url.hostname:
+            target = f"http://{split_url.netloc.rpartition('@')[2]}{target}"  # a proxy wants all of it
+        sent = {"User-Agent": AGENT, "Accept-Encoding": "identity", **_authorization(split_url), **headers}
         try:
             attempt.check()
             if connection.sock is None:
@@ -120,13 +120,15 @@ class Connections:
             connection.sock.settimeout(self._stall_seconds)
             attempt.stops_by(lambda: _cut(connection.sock))
             attempt.streams = True
-            if parts.scheme == "http" and connection.host != parts.hostname:
-                sent["Host"] = parts.netloc.rpartition("@")[2]
+            if split_url.scheme == "http" and connection.host != split_url.hostname:
+                sent["Host"] = split_url.netloc.rpartition("@")[2]
             connection.request("GET", target, headers=sent)
             return HttpAnswer(connection, connection.getresponse(), attempt)
         except ssl.SSLCertVerificationError as error:
             connection.close()
-            raise RangeError(f"{shown_url(parts.geturl())}: its certificate is not trusted ({error.reason})") from error
+            raise RangeError(
+                f"{shown_url(split_url.geturl())}: its certificate is not trusted ({error.reason})"
+            ) from error
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise _broken(connection, attempt, error) from error
         except BaseException:
@@ -137,9 +139,9 @@ class Connections:
 
 def _close_idle(idle: dict[tuple[str, str], list[http.client.HTTPConnection]], lock: threading.Lock) -> None:
     with lock:
-        found = [each for several in idle.values() for each in several]
+        connections = [candidate for several in idle.values() for candidate in several]
         idle.clear()
-    for connection in found:
+    for connection in connections:
         connection.close()
 
 
@@ -175,10 +177,10 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def _authorization(parts: SplitResult) -> Headers:
-    if parts.username is None:
+def _authorization(split_url: SplitResult) -> Headers:
+    if split_url.username is None:
         return {}
-    both = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+    both = f"{unquote(split_url.username)}:{unquote(split_url.password or '')}"
     return {"Authorization": "Basic " + base64.b64encode(both.encode()).decode()}
 
 
@@ -196,7 +198,7 @@ class HttpAnswer:
         return self.response.status
 
     @property
-    def said(self) -> str:
+    def status_text(self) -> str:
         """The status as messages show it."""
         return f"{self.response.status} {self.response.reason}".strip()
 
@@ -241,17 +243,17 @@ class HttpAnswer:
 
     def _with_the_head(self, into: memoryview) -> int:
         """What of the body came together with the head, and is in the response's own buffer."""
-        found = self.response.fp.peek(1)[: len(into)]
-        into[: len(found)] = self.response.fp.read(len(found))
-        self.attempt.received += len(found)
-        self._arrived(len(found))
-        return len(found)
+        head = self.response.fp.peek(1)[: len(into)]
+        into[: len(head)] = self.response.fp.read(len(head))
+        self.attempt.received += len(head)
+        self._arrived(len(head))
+        return len(head)
 
-    def _some(self, sock: socket.socket | None, into: memoryview, left: int) -> int:
+    def _some(self, sock: socket.socket | None, into: memoryview, limit: int) -> int:
         """What is there, waiting for some of it; past the response's buffer where the body comes as it is."""
         if sock is None:
             return self.response.readinto(into)
-        _wake_at(sock, min(left, SLICE_BYTES) - AHEAD_BYTES)
+        _wake_at(sock, min(limit, SLICE_BYTES) - AHEAD_BYTES)
         got = sock.recv_into(into)
         self._arrived(got)
         return got
@@ -263,14 +265,14 @@ class HttpAnswer:
     def whole(self, limit: int) -> bytes:
         """The rest of the body, at most `limit` bytes and one."""
         try:
-            found = self.response.read(limit + 1)
+            content = self.response.read(limit + 1)
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise _broken(self.connection, self.attempt, error) from error
-        if self.response.length and len(found) <= limit:
+        if self.response.length and len(content) <= limit:
             self.close()
-            raise TransientError(f"the answer ended after {len(found):,} bytes, {self.response.length:,} too early")
-        self.attempt.received += len(found)
-        return found
+            raise TransientError(f"the answer ended after {len(content):,} bytes, {self.response.length:,} too early")
+        self.attempt.received += len(content)
+        return content
 
     def end(self, connections: Connections, url: str) -> None:
         """Gives the connection back where the body was received to its end, and closes it where not."""
@@ -299,7 +301,7 @@ def is_transient(status: int) -> bool:
     return status in (408, 425, 429) or status >= 500
 
 
-def wait_of(value: str | None) -> float | None:
+def retry_after_seconds(value: str | None) -> float | None:
     """Seconds of a `Retry-After` header; None where it has none, or a date."""
     return float(value) if is_digits(value) else None
 

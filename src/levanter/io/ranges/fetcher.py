@@ -111,7 +111,7 @@ class RangeFetcher:
         """Ends everything that is under way or comes later, until `resume`; who waits for it gets a `RangeError`."""
         with self._lock:
             self._stop.set()
-            requests = [each for race in self._races for each in (race.first, race.second) if each is not None]
+            requests = [attempt for race in self._races for attempt in (race.first, race.second) if attempt is not None]
         for request in requests:
             request.attempt.give_up()
         for lane in (self._small, self._large):
@@ -139,13 +139,13 @@ class RangeFetcher:
                     raise _failed(what, reasons, self._clock() - began) from error
                 self._stop.wait(_scattered(waits.pop(0), error))
 
-    def fetch_all(self, file: RangeSource, parts: Iterable[tuple[int, memoryview]]) -> None:
+    def fetch_all(self, file: RangeSource, ranges: Iterable[tuple[int, memoryview]]) -> None:
         """Fills several ranges of a file, side by side where there are several.
 
         Raises:
             RangeError: one of them cannot be read.
         """
-        wanted = list(parts)
+        wanted = list(ranges)
         if len(wanted) == 1:
             self.fetch(file, *wanted[0])
             return
@@ -216,8 +216,8 @@ class RangeFetcher:
     def _pause(self, race: HedgedRequest, seconds: float, stop: threading.Event) -> None:
         """Waits, but no longer than for a second request that comes home meanwhile."""
         until = self._clock() + seconds
-        while (left := until - self._clock()) > 0 and race.won is None and not stop.is_set():
-            race.changed.wait(min(left, LOOK_SECONDS))
+        while (remaining := until - self._clock()) > 0 and race.won is None and not stop.is_set():
+            race.changed.wait(min(remaining, LOOK_SECONDS))
 
     def _once(self, race: HedgedRequest, stop: threading.Event, *, again: bool) -> None:
         attempt, rest = Attempt(), race.rest
@@ -323,7 +323,7 @@ class RangeFetcher:
     def _may_hedge(self, race: HedgedRequest) -> bool:
         """Whether what is received twice, if all that is under way twice is, remains a small share."""
         allowed = HEDGES * PART_BYTES + HEDGED_SHARE * self._counts["wanted_bytes"]
-        at_stake = sum(each.missing for each in self._races if each.second is not None)
+        at_stake = sum(other.missing for other in self._races if other.second is not None)
         return self._counts["extra_bytes"] + at_stake + race.missing <= allowed
 
     def _second(self, race: HedgedRequest, at: int, attempt: Attempt) -> None:
@@ -373,10 +373,12 @@ def _scattered(seconds: float, error: TransientError) -> float:
 
 
 def _failed(what: str, reasons: Counter[str], seconds: float, *, arrived: int = 0) -> RangeError:
-    said = "; ".join(reason if count == 1 else f"{reason} ({count} times)" for reason, count in reasons.most_common())
+    listing = "; ".join(
+        reason if count == 1 else f"{reason} ({count} times)" for reason, count in reasons.most_common()
+    )
     tries = "once" if reasons.total() == 1 else f"{reasons.total()} times"
-    said += f"; {arrived:,} bytes arrived" if arrived else ""
+    listing += f"; {arrived:,} bytes arrived" if arrived else ""
     return RangeError(
-        f"{what} could not be read, tried {tries} in {seconds:.1f} s: {said}\n"
+        f"{what} could not be read, tried {tries} in {seconds:.1f} s: {listing}\n"
         "  → run again once the server is well, or copy the files to a local disk and give the copy"
     )

@@ -35,11 +35,11 @@ ANSWER_SECONDS = 300.0
 
 def transient_errors() -> tuple[type[BaseException], ...]:
     """What a network can throw without meaning it, of the libraries that are loaded."""
-    found: list[type[BaseException]] = [OSError, TimeoutError]
+    errors: list[type[BaseException]] = [OSError, TimeoutError]
     for module, name in _FAILURES:
         if module in sys.modules:
-            found.append(getattr(sys.modules[module], name))
-    return tuple(found)
+            errors.append(getattr(sys.modules[module], name))
+    return tuple(errors)
 
 
 class Library(Protocol):
@@ -122,19 +122,19 @@ class LibraryFile:
         stop = start + size
         attempt.check()
         if self.can_be_cut_short:
-            found = self._asked(lambda: self._cut_short(start, stop, attempt))
+            content = self._call(lambda: self._cut_short(start, stop, attempt))
         else:
-            found = self._asked(lambda: self.filesystem.cat_file(self.path, start=start, end=stop))
-        if len(found) != size:
-            raise TransientError(f"it answered with {len(found):,} of {size:,} bytes")
-        spread(found, into)
-        attempt.received += len(found)
+            content = self._call(lambda: self.filesystem.cat_file(self.path, start=start, end=stop))
+        if len(content) != size:
+            raise TransientError(f"it answered with {len(content):,} of {size:,} bytes")
+        spread(content, into)
+        attempt.received += len(content)
         attempt.is_over()
 
     def _cut_short(self, start: int, stop: int, attempt: Attempt) -> bytes:
         library = cast(AsyncLibrary, self.filesystem)
-        asked = library._cat_file(self.path, start=start, end=stop)
-        future = asyncio.run_coroutine_threadsafe(asked, library.loop)
+        content = library._cat_file(self.path, start=start, end=stop)
+        future = asyncio.run_coroutine_threadsafe(content, library.loop)
         attempt.stops_by(future.cancel)
         try:
             return future.result(ANSWER_SECONDS)
@@ -145,7 +145,7 @@ class LibraryFile:
             raise
 
     def _described(self) -> FileIdentity:
-        info = self._asked(lambda: self.filesystem.info(self.path))
+        info = self._call(lambda: self.filesystem.info(self.path))
         size = info.get("size")
         if size is None:
             raise RangeError(f"{self.name}: the server does not report the file's size, so ranges cannot be read")
@@ -153,19 +153,19 @@ class LibraryFile:
         date = next((str(info[key]) for key in _DATES if info.get(key) is not None), None)
         return FileIdentity(size=int(str(size)), tag=tag, modified=date)
 
-    def _asked(self, action: Callable[[], R]) -> R:
+    def _call(self, action: Callable[[], R]) -> R:
         try:
             return action()
         except (FileNotFoundError, GivenUpError, RangeError):
             raise
         except PermissionError as error:
-            said = error.strerror or str(error)
-            raise RangeError(f"{self.name}: access is refused ({said})\n  → check the credentials") from error
+            reason = error.strerror or str(error)
+            raise RangeError(f"{self.name}: access is refused ({reason})\n  → check the credentials") from error
         except transient_errors() as error:
-            said = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise TransientError(said[:200], overloaded=_is_overload(error)) from error
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise TransientError(reason[:200], overloaded=_is_overload(error)) from error
 
 
 def _is_overload(error: BaseException) -> bool:
-    said = f"{getattr(error, 'code', '')} {error}".lower()
-    return any(word in said for word in ("429", "503", "slow down", "slowdown", "rate limit", "too many requests"))
+    text = f"{getattr(error, 'code', '')} {error}".lower()
+    return any(word in text for word in ("429", "503", "slow down", "slowdown", "rate limit", "too many requests"))

@@ -17,8 +17,8 @@ from levanter.io.ranges.connections import (
     is_digits,
     is_overloaded,
     is_transient,
+    retry_after_seconds,
     shown_url,
-    wait_of,
 )
 from levanter.io.ranges.request import Attempt, FileIdentity, Pieces, RangeError, ReplacedError, TransientError
 
@@ -71,17 +71,17 @@ class HttpFile:
             RangeError: it is refused, or not given by ranges.
             TransientError: perhaps it can be asked again.
         """
-        answer, url = self._asked({"Range": "bytes=0-0"}, Attempt())
+        answer, url = self._request({"Range": "bytes=0-0"}, Attempt())
         try:
             self._refuse(answer, "it")
-            found = self._described(answer)
+            description = self._described(answer)
             # An answer to one byte is short, unless the server sends all of the file.
             if answer.status == 206:
                 answer.whole(1)
         finally:
             answer.end(self._connections, url)
-        self._identity = found
-        return found
+        self._identity = description
+        return description
 
     def exists(self) -> bool:
         """Whether it is there; one that a server refuses to show is not, as stores answer for what they do not have.
@@ -90,7 +90,7 @@ class HttpFile:
             RangeError: the server wants to know who asks.
             TransientError: perhaps it can be asked again.
         """
-        answer, url = self._asked({"Range": "bytes=0-0"}, Attempt())
+        answer, url = self._request({"Range": "bytes=0-0"}, Attempt())
         try:
             if answer.status in (403, 404, 410):
                 return False
@@ -108,7 +108,7 @@ class HttpFile:
             RangeError: it is refused.
             TransientError: perhaps it can be asked again.
         """
-        answer, url = self._asked({}, Attempt())
+        answer, url = self._request({}, Attempt())
         try:
             self._refuse(answer, "it")
             return answer.whole(limit)
@@ -125,7 +125,7 @@ class HttpFile:
             RangeError: no attempt will succeed.
         """
         stop = start + sum(map(len, into))
-        answer, url = self._asked({"Range": f"bytes={start}-{stop - 1}"}, attempt)
+        answer, url = self._request({"Range": f"bytes={start}-{stop - 1}"}, attempt)
         try:
             self._refuse(answer, f"bytes {start:,} to {stop:,}")
             self._agree(answer, start, stop)
@@ -133,7 +133,7 @@ class HttpFile:
         finally:
             answer.end(self._connections, url)
 
-    def _asked(self, headers: Mapping[str, str], attempt: Attempt) -> tuple[HttpAnswer, str]:
+    def _request(self, headers: Mapping[str, str], attempt: Attempt) -> tuple[HttpAnswer, str]:
         with self._lock:
             resolved = self._resolved
         url, brought = resolved or self._address(renewed=False)
@@ -178,30 +178,32 @@ class HttpFile:
             return
         if is_transient(status):
             raise TransientError(
-                answer.said, overloaded=is_overloaded(status), wait_seconds=wait_of(answer.header("Retry-After"))
+                answer.status_text,
+                overloaded=is_overloaded(status),
+                wait_seconds=retry_after_seconds(answer.header("Retry-After")),
             )
         if status in (404, 410):
             if self._identity is not None:
-                raise ReplacedError(f"{self.name}: it is gone ({answer.said}) since it was opened\n{_STILL}")
+                raise ReplacedError(f"{self.name}: it is gone ({answer.status_text}) since it was opened\n{_STILL}")
             raise FileNotFoundError(self.name)
         if status == 416 and self._identity is not None:
-            raise ReplacedError(f"{self.name}: {what} are not in it any more ({answer.said})\n{_STILL}")
+            raise ReplacedError(f"{self.name}: {what} are not in it any more ({answer.status_text})\n{_STILL}")
         if status == 416:
             return  # the range of a file without a byte
         if status in (401, 403):
             raise RangeError(
-                f"{self.name}: the server refuses {what} ({answer.said})\n"
+                f"{self.name}: the server refuses {what} ({answer.status_text})\n"
                 "  → check the credentials, and that they may read it"
             )
-        raise RangeError(f"{self.name}: the server does not give {what} ({answer.said})")
+        raise RangeError(f"{self.name}: the server does not give {what} ({answer.status_text})")
 
     def _described(self, answer: HttpAnswer) -> FileIdentity:
         tag, modified = answer.header("ETag"), answer.header("Last-Modified")
         size = None
         if answer.status in (206, 416):
-            found = _RANGE.fullmatch((answer.header("Content-Range") or "").strip())
-            if found is not None and found[3] != "*":
-                size = int(found[3])
+            match = _RANGE.fullmatch((answer.header("Content-Range") or "").strip())
+            if match is not None and match[3] != "*":
+                size = int(match[3])
         elif answer.length == 0:
             size = 0
         elif is_digits(answer.header("Content-Length")):
@@ -212,7 +214,7 @@ class HttpFile:
             )
         if size is None:
             raise RangeError(
-                f"{self.name}: the server does not say how large it is (status {answer.said}, Content-Range "
+                f"{self.name}: the server does not say how large it is (status {answer.status_text}, Content-Range "
                 f"{answer.header('Content-Range')!r})\n  → copy the files to a local disk"
             )
         return FileIdentity(size=size, tag=tag, modified=modified)
@@ -225,12 +227,12 @@ class HttpFile:
             if not whole:
                 raise TransientError("the server sent all of the file where a range was asked for")
         else:
-            said = (answer.header("Content-Range") or "").strip()
-            found = _RANGE.fullmatch(said)
-            if found is not None and found[3] != "*" and before is not None:
+            content_range = (answer.header("Content-Range") or "").strip()
+            match = _RANGE.fullmatch(content_range)
+            if match is not None and match[3] != "*" and before is not None:
                 self._same(before, self._described(answer))
-            if found is None or found[1] is None or (int(found[1]), int(found[2]) + 1) != (start, stop):
-                raise TransientError(f"it answered with Content-Range {said!r:.60}")
+            if match is None or match[1] is None or (int(match[1]), int(match[2]) + 1) != (start, stop):
+                raise TransientError(f"it answered with Content-Range {content_range!r:.60}")
         if answer.length is not None and answer.length != stop - start:
             raise TransientError(f"it announced {answer.length:,} bytes where {stop - start:,} were asked for")
         if before is not None and answer.status == 200:

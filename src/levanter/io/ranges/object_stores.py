@@ -91,20 +91,22 @@ class StoreFile:
 
     def describe(self) -> FileIdentity:
         """Which file it is; chooses how it is read."""
-        found = self._library.describe()
+        description = self._library.describe()
         try:
             address = _ADDRESSES[self._scheme](self._library.filesystem, self._library.path)
             direct = HttpFile(self.name, address, self._connections)
-            there = direct.describe()
-            if there.size != found.size:
-                raise RangeError(f"{self.name}: {found.size:,} bytes by its library, {there.size:,} by its URL")
+            direct_description = direct.describe()
+            if direct_description.size != description.size:
+                raise RangeError(
+                    f"{self.name}: {description.size:,} bytes by its library, {direct_description.size:,} by its URL"
+                )
         except Exception as error:
             if isinstance(error, TransientError) and error.overloaded:
                 raise
             self._chosen, self._why = self._library, f"{type(error).__name__}: {error}"
-            return found
+            return description
         self._chosen = direct
-        return there
+        return direct_description
 
     def fetch(self, start: int, into: Pieces, attempt: Attempt) -> None:
         """Fills the pieces with the bytes from `start` on; see `RangeSource`."""

@@ -12,7 +12,7 @@ FIRST_REQUESTS = 32
 WINDOW_SECONDS = 0.4
 GAIN = 1.1
 """What doubling the connections must bring, at least, to be kept."""
-ROOM = 1.25
+HEADROOM = 1.25
 """Connections beyond those that brought the most, so that the way there is never idle."""
 PROBE_SECONDS = 15.0
 SLOWER = 0.6
@@ -83,7 +83,7 @@ class AdaptiveConcurrency:
             self._best = rate, self.limit
             self._grow(now)
         else:
-            self.limit = min(self._most, max(1, round(at * ROOM)))
+            self.limit = min(self._most, max(1, round(at * HEADROOM)))
             self._rest(now)
 
     def _grow(self, now: float) -> None:
@@ -113,20 +113,20 @@ class Durations:
     """How long requests take, and from when on one is slow."""
 
     def __init__(self) -> None:
-        self._found: deque[float] = deque(maxlen=SAMPLES)
+        self._seconds_per_byte: deque[float] = deque(maxlen=SAMPLES)
         self._silences: deque[float] = deque(maxlen=SAMPLES)
 
     def add(self, seconds: float, nbytes: int, silence: float | None = None) -> None:
         """A request of so many bytes took so long; for at most `silence` seconds nothing of it arrived."""
-        self._found.append(seconds / (LATENCY_BYTES + nbytes))
+        self._seconds_per_byte.append(seconds / (LATENCY_BYTES + nbytes))
         if silence is not None:
             self._silences.append(silence)
 
     def slow_seconds(self, nbytes: int) -> float:
         """From when on a request of so many bytes is slow."""
-        if len(self._found) < FEWEST_SAMPLES:
+        if len(self._seconds_per_byte) < FEWEST_SAMPLES:
             return UNKNOWN_SLOW_SECONDS
-        return max(SLOW_SECONDS, SLOW_FACTOR * _usual(self._found) * (LATENCY_BYTES + nbytes))
+        return max(SLOW_SECONDS, SLOW_FACTOR * _usual(self._seconds_per_byte) * (LATENCY_BYTES + nbytes))
 
     @property
     def silent_seconds(self) -> float:
@@ -136,5 +136,5 @@ class Durations:
         return max(SILENT_SECONDS, SLOW_FACTOR * _usual(self._silences))
 
 
-def _usual(found: deque[float]) -> float:
-    return sorted(found)[int(SLOW_QUANTILE * len(found))]
+def _usual(durations: deque[float]) -> float:
+    return sorted(durations)[int(SLOW_QUANTILE * len(durations))]

@@ -15,12 +15,12 @@ Pieces = tuple[memoryview, ...]
 
 def behind(pieces: Pieces, nbytes: int) -> Pieces:
     """What of a range's pieces of memory comes behind its first bytes."""
-    found: list[memoryview] = []
+    views: list[memoryview] = []
     for piece in pieces:
         if nbytes < len(piece):
-            found.append(piece[nbytes:])
+            views.append(piece[nbytes:])
         nbytes = max(nbytes - len(piece), 0)
-    return tuple(found)
+    return tuple(views)
 
 
 def spread(content: bytes | bytearray, pieces: Sequence[memoryview]) -> None:

@@ -26,11 +26,11 @@ class FetchStats:
     requests: int
 
     def __str__(self) -> str:
-        parts = [f"{self.requests} connections"]
+        fields = [f"{self.requests} connections"]
         if self.retried:
-            parts.append(f"{self.retried} tried again")
+            fields.append(f"{self.retried} tried again")
         if self.hedged:
-            parts.append(f"{self.hedged} asked twice")
+            fields.append(f"{self.hedged} asked twice")
         if self.extra_bytes:
-            parts.append(f"{self.extra_bytes / 2**20:,.1f} MiB extra")
-        return ", ".join(parts)
+            fields.append(f"{self.extra_bytes / 2**20:,.1f} MiB extra")
+        return ", ".join(fields)

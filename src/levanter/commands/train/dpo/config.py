@@ -110,7 +110,7 @@ class TrainDpoConfig(TrainLmConfig):
         problems = [*self._reference_problems(), *self._data_problems()]
         if self.z_loss_weight:
             problems.append("z_loss_weight: preferences have no z-loss; leave it out")
-        if said := name_problem(self.lm_validation_prefix, parts=0):
+        if said := name_problem(self.lm_validation_prefix, max_components=0):
             problems.append(f"lm_validation_prefix: {said}")
         if problems:
             raise ValueError("\n".join(problems))
