@@ -141,6 +141,18 @@ def test_modules_that_are_named_in_strings_exist(known):
     assert named <= known.keys()
 
 
+def test_every_package_has_quick_tests():
+    """But `main`, whose tests run whole commands."""
+    tests = source.ROOT / "tests" / "levanter"
+    packages = {path.relative_to(tests).parts[0] for path in tests.rglob("test_*.py") if path.parent != tests}
+    quick = {
+        path.relative_to(tests).parts[0]
+        for path in tests.rglob("test_*.py")
+        if "pytest.mark.quick" in path.read_text(encoding="utf-8")
+    }
+    assert packages - quick == {"main"}
+
+
 def test_what_measures_sees_a_circle_an_arrow_and_a_long_function(tmp_path):
     package = tmp_path / "src" / "levanter"
     package.mkdir(parents=True)

@@ -7,6 +7,8 @@ from haliax_ext.activations import Activation, check_activations, plan_activatio
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
 
+pytestmark = pytest.mark.quick
+
 MESH = MeshSpec.of(data=4, model=2)
 COMPUTE = {"batch": "data", "mlp": "model", "kv_head": "model", "vocab": "model"}
 

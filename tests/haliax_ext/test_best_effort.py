@@ -16,6 +16,8 @@ from haliax_ext.best_effort import LARGE_BYTES, best_effort_sharding, explain_be
 from haliax_ext.errors import ReplicationError, ShardingError
 from haliax_ext.meshspec import MeshSpec
 
+pytestmark = pytest.mark.quick
+
 POD = MeshSpec.of(replica=1, data=8, model=16).abstract()
 
 

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from haliax_ext.divisibility import describe_indivisible, divisors, legal_sizes, nearest_divisors, tp_table
 from haliax_ext.meshspec import MeshSpec
 
+pytestmark = pytest.mark.quick
+
 
 @given(st.integers(1, 3000))
 def test_divisors_equal_trial_division(n):

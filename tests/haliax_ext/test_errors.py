@@ -16,6 +16,8 @@ from haliax_ext.errors import (
     raise_all,
 )
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(
     "kind", [MeshError, UnknownAxisError, AxisCollisionError, IndivisibleError, ReplicationError, ManyShardingErrors]

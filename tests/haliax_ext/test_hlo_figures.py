@@ -11,6 +11,8 @@ import pytest
 from haliax_ext.hlo import AxisSpan, Scope, Shape, parse_scope, read_figures
 from haliax_ext.meshspec import MeshSpec
 
+pytestmark = pytest.mark.quick
+
 GOLDEN = Path(__file__).parents[1] / "golden" / "hlo"
 LAYERS, EMBED, MLP, ROWS = 3, 1024, 2048, 64
 MESH = MeshSpec.of(data=4, model=2)

@@ -8,6 +8,8 @@ import pytest
 from haliax_ext.hlo.replica_groups import AxisSpan, inner_mesh, network, pair_spans, parse_groups, parse_pairs, spans
 from haliax_ext.meshspec import MeshSpec
 
+pytestmark = pytest.mark.quick
+
 MESH = MeshSpec.of(data=32, model=4)
 
 

@@ -5,6 +5,8 @@ import pytest
 from haliax_ext.hlo.parser import HloTextError, parse_module
 from haliax_ext.hlo.trip_counts import trip_count
 
+pytestmark = pytest.mark.quick
+
 TEMPLATE = """HloModule loop, is_scheduled=true, entry_computation_layout={{()->s32[]}}, num_partitions=1
 
 %body (p: (s32[], f32[8], s32[])) -> (s32[], f32[8], s32[]) {{

@@ -5,6 +5,8 @@ import pytest
 from haliax_ext.hlo.memory import hbm_traffic
 from haliax_ext.hlo.parser import parse_module
 
+pytestmark = pytest.mark.quick
+
 LAYERS, ROWS, COLUMNS = 16, 8, 128
 STACK, LAYER = LAYERS * ROWS * COLUMNS * 4, ROWS * COLUMNS * 4
 W, L, INT = "f32[16,8,128]{2,1,0}", "f32[8,128]{1,0}", "s32[]"

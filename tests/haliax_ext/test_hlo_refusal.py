@@ -2,7 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+
 from haliax_ext.hlo import Scope, Shape, read_out_of_memory
+
+pytestmark = pytest.mark.quick
 
 GIB = 1 << 30
 # libtpu 0.0.42.1, a 70B train step for v4-256.

@@ -4,6 +4,8 @@ import pytest
 
 from haliax_ext.hlo.op_metadata import UNNAMED, Scope, parse_scope
 
+pytestmark = pytest.mark.quick
+
 BACKWARD = "jit(step)/transpose(jvp(scan(layers)))/while/body/closed_call/checkpoint"
 
 

@@ -8,6 +8,8 @@ from haliax_ext.errors import ShardingError, UnknownAxisError
 from haliax_ext.mapping import AxisMapping, Mappings, mappings_in_scope, path_matches, shard_residual
 from haliax_ext.meshspec import MeshSpec
 
+pytestmark = pytest.mark.quick
+
 
 def test_values_are_unwrapped_and_nulls_dropped():
     mapping = AxisMapping({"embed": ["data"], "mlp": ["model", "group"], "heads": None, "vocab": []})

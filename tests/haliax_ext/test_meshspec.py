@@ -9,6 +9,8 @@ from jax.sharding import AxisType
 from haliax_ext.errors import MeshError, UnknownAxisError
 from haliax_ext.meshspec import MeshSpec, granules
 
+pytestmark = pytest.mark.quick
+
 TWO_SLICES = MeshSpec(axes=(("data", 4), ("model", 2), ("replica_dcn", 2)), dcn=("replica_dcn",))
 
 

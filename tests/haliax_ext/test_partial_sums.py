@@ -3,11 +3,14 @@
 import haliax as hax
 import jax
 import numpy as np
+import pytest
 from haliax import Axis
 
 from haliax_ext.mapping import AxisMapping, Mappings, compute_mapping_in_scope, mappings_in_scope, shard_like_parameter
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.partial_sums import ShardAxis
+
+pytestmark = pytest.mark.quick
 
 Batch, Pos, Embed = hax.make_axes(batch=12, position=6, embed=4)
 MAPPINGS = Mappings(

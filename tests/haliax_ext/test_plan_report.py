@@ -12,6 +12,8 @@ from haliax_ext.meshspec import MeshSpec
 from haliax_ext.plan_report import plan_diff, plan_report, summarize
 from haliax_ext.planner import plan_sharding
 
+pytestmark = pytest.mark.quick
+
 MESH = MeshSpec.of(data=4, model=2)
 GIB = 1 << 30
 

@@ -23,6 +23,8 @@ from haliax_ext.mapping import AxisMapping, DeclaredReplication, Mappings
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import plan_sharding
 
+pytestmark = pytest.mark.quick
+
 F32 = np.dtype(np.float32)
 GIB = 1 << 30
 

@@ -11,6 +11,8 @@ from haliax_ext.meshspec import MeshSpec
 from haliax_ext.prefetch import place, results, shardings
 from haliax_ext.program import Input, Program
 
+pytestmark = pytest.mark.quick
+
 MAPPING = AxisMapping({"batch": "data", "embed": "model"})
 SIZES = {"batch": 8, "position": 6, "embed": 4}
 

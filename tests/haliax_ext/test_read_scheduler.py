@@ -6,6 +6,8 @@ import pytest
 
 from haliax_ext.read_scheduler import ReadBatch, read_all
 
+pytestmark = pytest.mark.quick
+
 
 @dataclass(frozen=True)
 class Plan:

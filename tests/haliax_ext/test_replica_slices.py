@@ -11,6 +11,8 @@ from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import plan_sharding
 from haliax_ext.replica_slices import replica_slices_plan, replica_slices_program
 
+pytestmark = pytest.mark.quick
+
 F32 = np.dtype(np.float32)
 MESH = MeshSpec.of(replica=2, data=2, model=2)
 LEAVES = (

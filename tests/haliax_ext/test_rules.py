@@ -16,6 +16,8 @@ from haliax_ext.rules import FusedPart, WeightMismatchError, WeightRule, WeightR
 from haliax_ext.saving import gather_tensors, plan_saving
 from haliax_ext.sources import TensorInfo
 
+pytestmark = pytest.mark.quick
+
 
 def infos(tensors):
     return {n: TensorInfo(name=n, shape=a.shape, dtype=a.dtype, nbytes=a.nbytes) for n, a in tensors.items()}

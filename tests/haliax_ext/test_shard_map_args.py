@@ -5,11 +5,14 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from haliax import Axis, NamedArray
 
 from haliax_ext.mapping import AxisMapping
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.shard_map_args import ShardMapArgs
+
+pytestmark = pytest.mark.quick
 
 Mlp, Embed, Rank = Axis("mlp", 8), Axis("embed", 4), Axis("rank", 2)
 

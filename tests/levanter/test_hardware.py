@@ -11,6 +11,8 @@ from levanter.hardware import (
     parse_accelerator,
 )
 
+pytestmark = pytest.mark.quick
+
 # (name, topology string, chips, hosts, wrap-around), from Google's Cloud TPU configuration tables.
 PUBLISHED = [
     ("v4-8", "v4:2x2x1", 4, 1, (False, False, False)),

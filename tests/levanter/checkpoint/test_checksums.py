@@ -8,6 +8,8 @@ import pytest
 
 from levanter.checkpoint.checksums import ArrayDigests, chunks_in, copied, digest_of, digests_text, merged
 
+pytestmark = pytest.mark.quick
+
 
 def oracle(data: bytes) -> str:
     """The definition, with Python's own integers."""

@@ -5,6 +5,8 @@ import pytest
 from levanter.checkpoint.refs import CheckpointRef, Kind
 from levanter.checkpoint.retention import check_intervals, expired, is_kept
 
+pytestmark = pytest.mark.quick
+
 
 def ref(step: int, kind: Kind, saved_at: float | None = None) -> CheckpointRef:
     return CheckpointRef(

@@ -25,6 +25,8 @@ from levanter.checkpoint import (
     same_names,
 )
 
+pytestmark = pytest.mark.quick
+
 ROWS, MEANT = 12, 11
 
 

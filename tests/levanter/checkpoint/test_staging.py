@@ -7,6 +7,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from levanter.checkpoint.staging import Staging
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(name="staging")
 def staging_fixture():

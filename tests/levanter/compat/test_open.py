@@ -25,6 +25,8 @@ from levanter.compat.open import hf_config, open_checkpoint
 from levanter.models.llama.config import LlamaConfig
 from levanter.models.registry import families_of_config_json
 
+pytestmark = pytest.mark.quick
+
 
 def read_all(source: TensorSource) -> dict[str, bytes]:
     whole = {name: tuple(slice(0, size) for size in info.shape) for name, info in source.tensors.items()}

@@ -6,6 +6,8 @@ from levanter.config.command_line import CommandLine, overrides_document, parse_
 from levanter.config.errors import ConfigError
 from levanter.config.yaml_nodes import to_plain
 
+pytestmark = pytest.mark.quick
+
 
 def refused(*argv: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:

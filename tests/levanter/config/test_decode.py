@@ -12,6 +12,8 @@ import pytest
 
 from levanter.config import ConfigError, dump, parse_text
 
+pytestmark = pytest.mark.quick
+
 
 class Color(enum.Enum):
     RED = "r"

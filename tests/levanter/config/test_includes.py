@@ -9,6 +9,8 @@ from levanter.config.errors import Problem
 from levanter.config.includes import read_documents
 from levanter.config.yaml_nodes import to_plain
 
+pytestmark = pytest.mark.quick
+
 
 def written(folder: Path, **files: str) -> Path:
     for name, text in files.items():

@@ -21,6 +21,8 @@ from levanter.optim import OptimizerConfig
 from levanter.tracker import TrackerConfig
 from levanter.upstream.migrate import config_class
 
+pytestmark = pytest.mark.quick
+
 # The keys of the 2025 generation, from its classes. Where a path has `*`, it stands for any name.
 KEYS_2025 = {
     "train_lm": "data trainer model optimizer initialize_from_hf use_hf_model_config z_loss_weight hf_save_path "

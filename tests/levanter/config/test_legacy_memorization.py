@@ -9,6 +9,8 @@ from levanter.config import ConfigError, parse_text, read
 from levanter.memorization.results import FULL
 from levanter.mesh.config import MeshConfig
 
+pytestmark = pytest.mark.quick
+
 
 def test_one_book_means_what_it_meant():
     config = parse_text(EvalCarelessLmConfig, ONE_BOOK)

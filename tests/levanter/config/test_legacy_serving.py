@@ -13,6 +13,8 @@ from levanter.config.upstream import old_keys
 from levanter.config.upstream.serving import DTYPES, MOST_STEPS
 from levanter.inference.requests import SamplingParams
 
+pytestmark = pytest.mark.quick
+
 JUNE_2026 = """\
 tokenizer: org/tokenizer
 trainer: {mp: bf16}

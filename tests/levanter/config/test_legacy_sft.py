@@ -10,6 +10,8 @@ from levanter.config.upstream.sft import MODEL_NAME, PAIR
 from levanter.data.formats import ChatLmDatasetFormat, SupervisedLmDatasetFormat
 from levanter.data.sources import HfDatasetSource, UrlDatasetSource
 
+pytestmark = pytest.mark.quick
+
 SFT = """\
 model: {type: llama, seq_len: 64}
 supervised_data: {cache_dir: gs://tokens/sft}

@@ -14,6 +14,8 @@ from levanter.config.yaml_nodes import MapNode, compose, to_plain
 from levanter.mesh import ModelAxes, ResolvedMesh, resolve
 from levanter.mesh.config import MeshConfig
 
+pytestmark = pytest.mark.quick
+
 SPANNING = {
     "dcn_axes": {"replica_dcn": 1, "data_dcn": -1},
     "compute_mapping": {"batch": ["replica_dcn", "data_dcn", "replica", "data"]},

@@ -13,6 +13,8 @@ import pytest
 from levanter.commands.train.config import TrainLmConfig
 from levanter.config import ConfigError, HelpRequested, load, main, parse, parse_text, read
 
+pytestmark = pytest.mark.quick
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelChoice(draccus.ChoiceRegistry):

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from levanter.data.chunked_arrays import LEAST_SLOTS, Chunks
 
+pytestmark = pytest.mark.quick
+
 CHUNK = 8
 
 

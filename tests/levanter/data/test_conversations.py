@@ -12,6 +12,8 @@ from levanter.data.config import DatasetComponent, LmDataConfig
 from levanter.data.formats import ChatLmDatasetFormat
 from levanter.data.sources import UrlDatasetSource
 
+pytestmark = pytest.mark.quick
+
 CHATML = (
     "{{ bos_token }}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from levanter.data import DataError, EvalBatches, EvaluationSet, Tokenizer, build_sequences
 from levanter.data.documents import GivenDocuments
 
+pytestmark = pytest.mark.quick
+
 
 def sets_of(*groups):
     return [

@@ -7,6 +7,8 @@ import pytest
 
 from levanter.data import DataError, LmDataConfig, python_docs_text, resolve_evaluation
 
+pytestmark = pytest.mark.quick
+
 
 def config_of(**block):
     return draccus.decode(LmDataConfig, block)

@@ -10,6 +10,8 @@ from levanter.data.errors import DataError
 from levanter.data.held_out import held_out_sequences
 from levanter.data.row_windows import joined
 
+pytestmark = pytest.mark.quick
+
 TOKENIZER = SmallTokenizer()
 
 

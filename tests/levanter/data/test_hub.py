@@ -13,6 +13,8 @@ from levanter.data import AbsentTextError, DatasetComponent, LmDataConfig, build
 from levanter.data.formats import TextLmDatasetFormat
 from levanter.data.sources import HfDatasetSource
 
+pytestmark = pytest.mark.quick
+
 FOLDER = "/datasets/org/stories@refs/convert/parquet/plain"
 
 

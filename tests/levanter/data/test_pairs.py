@@ -7,6 +7,8 @@ from levanter.data import DataError, pair_targets
 from levanter.data.pairs import pair_rows
 from levanter.data.store import MemoryTokens
 
+pytestmark = pytest.mark.quick
+
 
 def tokens_of(texts: list[list[int]], counted: list[list[int]]) -> MemoryTokens:
     """Documents, and of each the places that are predicted and count."""

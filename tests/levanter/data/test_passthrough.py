@@ -6,6 +6,8 @@ import pytest
 from levanter.data import DataError, EvaluationSet, PassthroughTokenizer, Tokenizer, build_sequences
 from levanter.data.documents import GivenDocuments
 
+pytestmark = pytest.mark.quick
+
 
 def test_numbers_pass_through():
     tokenizer = PassthroughTokenizer(300)

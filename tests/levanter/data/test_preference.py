@@ -12,6 +12,8 @@ from levanter.data.conversations import chat_template
 from levanter.data.formats import PreferenceChatLmDatasetFormat
 from levanter.data.preference import PairEncoder
 
+pytestmark = pytest.mark.quick
+
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

@@ -14,6 +14,8 @@ from levanter.data.formats import TextLmDatasetFormat
 from levanter.data.readers import kind_of, read_documents, read_records
 from levanter.io import MissingFileError
 
+pytestmark = pytest.mark.quick
+
 TEXTS = ["Erste Zeile\r\nzweite", "", "日本 é\u2028x", "last \N{GRINNING FACE}"]
 FORMAT = TextLmDatasetFormat()
 

@@ -6,6 +6,8 @@ import pytest
 from levanter.data import reference_store
 from levanter.data.reference_store import ReferenceStore, ReferenceStoreError
 
+pytestmark = pytest.mark.quick
+
 IDENTITY = {"reference": "acme/base", "reference_digest": "ab", "pairs_digest": "cd", "positions": 64}
 VALUES = np.random.default_rng(0).standard_normal((11, 2)).astype(np.float32)
 

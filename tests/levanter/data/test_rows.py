@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from levanter.data.rows import ConcatenatedRows, packed_rows, take_mixed
 from levanter.data.store import MemoryTokens, span_places
 
+pytestmark = pytest.mark.quick
+
 
 def tokens_of(lengths, *, weighted=False):
     """Documents of these lengths: token `100·d + i + 1` is the i-th of document d."""

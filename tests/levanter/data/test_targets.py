@@ -7,6 +7,8 @@ import pytest
 from levanter.data import NO_TARGET, next_tokens
 from levanter.models import scoring
 
+pytestmark = pytest.mark.quick
+
 
 def one_by_one(tokens: np.ndarray, segments: np.ndarray | None) -> np.ndarray:
     found = np.full(tokens.shape, -1)

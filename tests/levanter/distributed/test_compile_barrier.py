@@ -10,6 +10,8 @@ from haliax_ext.meshspec import MeshSpec
 from haliax_ext.program import Input, Program
 from levanter.distributed import compile_barrier
 
+pytestmark = pytest.mark.quick
+
 COMPILED = "/jax/core/compile/backend_compile_duration"
 Batch = hax.Axis("batch", 8)
 

@@ -17,6 +17,8 @@ from levanter.distributed.initialize import (
 from levanter.distributed.rendezvous import Place
 from levanter.trainer import TrainerConfig
 
+pytestmark = pytest.mark.quick
+
 ENVIRONMENT = {"LEVANTER_COORDINATOR": "10.0.0.2:8476", "LEVANTER_NUM_PROCESSES": "32", "LEVANTER_PROCESS_ID": "7"}
 SLURM = {
     "SLURM_JOB_ID": "5000",

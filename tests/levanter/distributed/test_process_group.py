@@ -2,12 +2,15 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 from helpers.processes import free_port
 
 from levanter.distributed.barrier import set_peers
 from levanter.distributed.peers import Timeouts
 from levanter.distributed.process_group import PeerGroup, SingleProcess, meeting
 from levanter.distributed.rendezvous import Place, call_roll
+
+pytestmark = pytest.mark.quick
 
 
 def test_one_process_decides_for_itself():

@@ -11,6 +11,8 @@ from levanter.data import EvalBatches, EvaluationSet, build_sequences
 from levanter.data.documents import GivenDocuments
 from levanter.eval import EvalResult, RowScores, Score, SetScore, summarize
 
+pytestmark = pytest.mark.quick
+
 VOCAB = SmallTokenizer().vocab_size
 
 

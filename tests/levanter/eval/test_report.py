@@ -3,7 +3,11 @@
 import json
 import math
 
+import pytest
+
 from levanter.eval import EvalResult, Score, SetScore, format_result, result_json, write_result
+
+pytestmark = pytest.mark.quick
 
 
 def result_of(*nats):

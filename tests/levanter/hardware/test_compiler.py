@@ -5,6 +5,8 @@ import pytest
 from levanter.hardware import GENERATIONS, compiler_options
 from levanter.hardware.compiler import LAYOUTS, as_values, tuned_options
 
+pytestmark = pytest.mark.quick
+
 WINDOWED = "xla_jf_spmd_threshold_for_windowed_einsum_mib"
 
 

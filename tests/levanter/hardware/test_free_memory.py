@@ -1,6 +1,10 @@
 """What processes may still use: the machine's, or what a container leaves."""
 
+import pytest
+
 from levanter.hardware.memory import free_memory
+
+pytestmark = pytest.mark.quick
 
 GIB = 1 << 30
 

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from levanter.html.format import exact_percent, integer_text, probability_text, sample_count_text
 
+pytestmark = pytest.mark.quick
+
 
 @settings(deadline=None)
 @given(st.floats(-2000, 0))

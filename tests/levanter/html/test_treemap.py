@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from levanter.html.treemap import Rectangle, squarify
 
+pytestmark = pytest.mark.quick
+
 AREA = Rectangle(10.0, 20.0, 600.0, 400.0)
 
 

@@ -9,6 +9,8 @@ from levanter.hardware import parse_accelerator
 from levanter.inference.capacity import WeightBytes, position_bytes
 from levanter.inference.scheduler import Schedule
 
+pytestmark = pytest.mark.quick
+
 GIB = 1 << 30
 V5E = parse_accelerator("v5e-8")
 CHIP = {"bandwidth": V5E.hbm_bandwidth, "peak": V5E.peak_flops()}

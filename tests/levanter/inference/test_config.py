@@ -4,6 +4,8 @@ import pytest
 
 from levanter.inference.config import CHUNK, InferenceConfig
 
+pytestmark = pytest.mark.quick
+
 AUTO = InferenceConfig()
 
 

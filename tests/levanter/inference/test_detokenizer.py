@@ -14,6 +14,8 @@ from levanter.data.incremental_detokenizer import WindowStream
 from levanter.data.passthrough import PassthroughTokenizer
 from levanter.inference.detokenizer import ChoiceText, StopStrings
 
+pytestmark = pytest.mark.quick
+
 TEXT = "Naïve café: 日本語のテキスト, 😀👩‍👩‍👧‍👦🇯🇵 and  two spaces.\n\nAlice: Hi!\tÅ ﬁ \u00a0x"
 
 

@@ -6,6 +6,8 @@ import pytest
 
 from levanter.inference.requests import NEVER, ParamsError, SamplingParams, merge_stop_ids, parse_params
 
+pytestmark = pytest.mark.quick
+
 
 def test_defaults_are_openai_s():
     params = SamplingParams()

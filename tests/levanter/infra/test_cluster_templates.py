@@ -8,6 +8,8 @@ import yaml
 from levanter.hardware import parse_accelerator
 from levanter.infra.pods import RUNTIME_VERSIONS
 
+pytestmark = pytest.mark.quick
+
 ray = pytest.importorskip("ray", reason="the `ray` extra is not installed")
 
 TEMPLATES = sorted((Path(__file__).resolve().parents[3] / "config" / "cluster").glob("ray_*.yaml"))

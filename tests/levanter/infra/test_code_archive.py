@@ -6,6 +6,8 @@ import pytest
 from levanter.infra.code_archive import pack
 from levanter.infra.errors import UsageError
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def tree(tmp_path):

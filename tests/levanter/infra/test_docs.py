@@ -21,6 +21,8 @@ from levanter.infra.ray_run import parser as ray_parser
 from levanter.infra.ray_serve import parser as replicas_parser
 from levanter.infra.tpu_vm import RetryPolicy
 
+pytestmark = pytest.mark.quick
+
 DOCS = Path(__file__).parents[3] / "docs"
 PAGES = ("405b", "launch", "multihost")
 

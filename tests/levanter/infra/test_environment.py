@@ -6,6 +6,8 @@ from levanter.infra.console import Console
 from levanter.infra.environment import collect
 from levanter.infra.errors import UsageError
 
+pytestmark = pytest.mark.quick
+
 
 def test_later_ones_win_and_known_names_come_along(tmp_path):
     file = tmp_path / "run.env"

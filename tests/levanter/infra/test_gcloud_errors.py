@@ -3,6 +3,8 @@ from helpers import stand_in_gcloud as recorded
 
 from levanter.infra.gcloud_errors import meaning_of, worker_codes
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(
     ("text", "meaning"),

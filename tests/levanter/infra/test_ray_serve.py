@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from helpers.tiny_runs import make_inputs
 
+pytestmark = pytest.mark.quick
+
 ray = pytest.importorskip("ray", reason="the `ray` extra is not installed")
 pytest.importorskip("ray.serve", reason="the `ray` extra is not installed")
 

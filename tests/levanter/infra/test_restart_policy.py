@@ -2,6 +2,8 @@ import pytest
 
 from levanter.infra.restart_policy import Outcome, judge
 
+pytestmark = pytest.mark.quick
+
 
 def of(*codes: int | None) -> list[Outcome]:
     return [Outcome(process=index, code=code) for index, code in enumerate(codes)]

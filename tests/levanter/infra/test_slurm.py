@@ -11,6 +11,8 @@ from helpers.golden import assert_golden
 
 from levanter.infra.launch import main
 
+pytestmark = pytest.mark.quick
+
 TRAIN = ["python", "-m", "levanter.main.train_lm", "--config_path", "config/train/demo.yaml", "--trainer.id", "a b"]
 
 

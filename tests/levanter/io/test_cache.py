@@ -2,7 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+
 from levanter.io.cache import cache_folder
+
+pytestmark = pytest.mark.quick
 
 
 def test_where_it_is(monkeypatch):

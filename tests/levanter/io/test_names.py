@@ -6,6 +6,8 @@ import pytest
 
 from levanter.io.names import name_problem
 
+pytestmark = pytest.mark.quick
+
 GOOD = ["run", "run-1", "Run 1", "übung", ".hidden", "a..b", "...", "2026-11-22T10:00", "x" * 200, "-"]
 BAD = ["", ".", "..", "../escape", "../../escape", "/absolute", "a/b", "a/", "a\\b", "a\nb", "a\0b", " a", "a ", "\x7f",
        "x" * 201, "é" * 101, "gs://bucket/x"]  # fmt: skip

@@ -9,6 +9,8 @@ import pytest
 
 from levanter.io import Output, OutputError, probe
 
+pytestmark = pytest.mark.quick
+
 
 def refused(*outputs: Output) -> str:
     with pytest.raises(OutputError) as caught:

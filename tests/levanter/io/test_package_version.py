@@ -11,6 +11,8 @@ import pytest
 import levanter
 from levanter.io.package_version import UNKNOWN, version
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parents[3]
 
 

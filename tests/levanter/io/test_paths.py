@@ -6,6 +6,8 @@ import pytest
 from levanter.io import MissingFileError, UnreadableFileError, exists, expand, file_size, join, open_read
 from levanter.io.paths import base_name, expand_braces, filesystem, is_remote
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def memory():

@@ -8,6 +8,8 @@ import pytest
 
 from levanter.io.progress import Meter, Progress, amount, duration
 
+pytestmark = pytest.mark.quick
+
 
 class FakeClock:
     def __init__(self):

@@ -6,6 +6,8 @@ import pytest
 
 from levanter.io import OtherRunError, PartFolder, atomic_write
 
+pytestmark = pytest.mark.quick
+
 IDENTITY = {"model": "m", "seed": 1, "tasks": ["a", "b"], "rate": 0.1, "none": None}
 
 

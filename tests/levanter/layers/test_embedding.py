@@ -15,6 +15,8 @@ from haliax_ext.meshspec import MeshSpec
 from haliax_ext.program import Input, Program
 from levanter.layers.embedding import Embedding
 
+pytestmark = pytest.mark.quick
+
 Vocab, Embed, Batch, Pos = Axis("vocab", 1024), Axis("embed", 32), Axis("batch", 8), Axis("position", 16)
 MESH = MeshSpec.of(data=2, model=4)
 MAPPINGS = {

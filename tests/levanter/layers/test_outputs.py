@@ -10,6 +10,8 @@ from haliax import Axis
 from haliax_ext.abstract import leaves
 from levanter.layers.outputs import Outputs, Sums
 
+pytestmark = pytest.mark.quick
+
 Embed = Axis("embed", 4)
 
 

@@ -5,6 +5,8 @@ import pytest
 from levanter.memorization.conventions import CUSTOM, convention, name_of
 from levanter.memorization.results import FULL, TOP_40, Scheme
 
+pytestmark = pytest.mark.quick
+
 
 def test_the_paper_takes_bos_40_tokens_10_characters_and_no_repetition():
     paper = convention("paper")

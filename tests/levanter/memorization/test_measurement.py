@@ -14,6 +14,8 @@ from levanter.memorization.histogram import histogram
 from levanter.memorization.measurement import measure
 from levanter.memorization.results import FULL, GREEDY, TOP_40, Scheme
 
+pytestmark = pytest.mark.quick
+
 TEXT = "Ein Größenwahn – naïve 字 text, for a small book; it goes on 🙂 for some lines.\n" * 3
 
 

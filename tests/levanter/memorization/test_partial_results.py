@@ -13,6 +13,8 @@ from levanter.io import OtherRunError
 from levanter.memorization.partial_results import PartStore
 from levanter.memorization.results import Scores, score_columns
 
+pytestmark = pytest.mark.quick
+
 RNG = np.random.default_rng(0)
 IDENTITY = {"text.sha256": "ab12", "model.num_layers": 2, "windows.bos": False, "schemes": ["k20"]}
 

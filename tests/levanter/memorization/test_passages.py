@@ -12,6 +12,8 @@ from levanter.memorization import published
 from levanter.memorization.passages import runs, top_passages
 from levanter.memorization.published import PUBLISHED, published_book, published_coverages
 
+pytestmark = pytest.mark.quick
+
 WINDOWS = st.lists(
     st.tuples(
         st.integers(0, 60), st.integers(1, 8), st.integers(1, 12), st.sampled_from([-9.0, -3.0, -1.0, -0.5, 0.0])

@@ -8,6 +8,8 @@ import pytest
 
 from levanter.memorization.results import FULL, GREEDY, STORED_SCHEMES, TOP_40, BookResult, Scheme, Scores
 
+pytestmark = pytest.mark.quick
+
 RNG = np.random.default_rng(0)
 N, K, VOCAB = 60, 4, 90
 LOGITS = RNG.normal(size=(N, K, VOCAB)) * 2

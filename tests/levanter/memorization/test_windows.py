@@ -6,6 +6,8 @@ from helpers.small_tokenizer import BOS, SmallTokenizer
 
 from levanter.memorization.windows import Windowing, build_windows
 
+pytestmark = pytest.mark.quick
+
 TOKENIZER = SmallTokenizer()
 TEXT = "the cat and the 日本 éclair 🎉\n\n" * 3 + "and naïve the the the end"
 

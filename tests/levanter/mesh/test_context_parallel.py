@@ -11,6 +11,8 @@ from levanter.config import parse_text
 from levanter.mesh import MeshConfig, ModelAxes, resolve
 from levanter.mesh.context_parallel import busiest_share, choose, gathered_bytes, method_from_mapping
 
+pytestmark = pytest.mark.quick
+
 GIB = 2**30
 SIZES = dict(
     vocab=1024, embed=64, mlp=128, kv_head=4, q_heads_per_group=2, head_size=16, layers=2, position=64, key_position=64

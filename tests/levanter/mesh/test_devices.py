@@ -8,6 +8,8 @@ from haliax_ext.mapping import AxisMapping, Mappings
 from levanter.mesh import MeshConfig, describe_devices, local_devices, mesh_report, resolve_sizes
 from levanter.mesh.devices import require_accelerator
 
+pytestmark = pytest.mark.quick
+
 FSDP = Mappings(params=AxisMapping({"embed": "data"}), compute=AxisMapping({"batch": ["replica_dcn", "data"]}))
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.quick
+
 PAGE = Path(__file__).parents[3] / "docs" / "sharding.md"
 BLOCK = re.compile(r"```(python|text)\n(.*?)```\n", re.DOTALL)
 

@@ -11,6 +11,8 @@ from haliax_ext.errors import IndivisibleError
 from haliax_ext.meshspec import MeshSpec
 from levanter.mesh.heads import distribute, expand_heads, factor, legal_ways, split_axis, with_group
 
+pytestmark = pytest.mark.quick
+
 LLAMA_405B = {"kv_heads": 8, "q_per_group": 16}
 SMOL = {"kv_heads": 3, "q_per_group": 3}
 

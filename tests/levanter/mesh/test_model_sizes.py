@@ -1,7 +1,11 @@
 """Which tensor-parallel sizes a model allows, and why not."""
 
+import pytest
+
 from haliax_ext.divisibility import render_verdicts
 from levanter.mesh import model_sizes
+
+pytestmark = pytest.mark.quick
 
 
 def table(candidates, **sizes):

@@ -8,6 +8,8 @@ from haliax_ext.errors import IndivisibleError, ManyShardingErrors, ShardingErro
 from haliax_ext.planner import plan_sharding
 from levanter.mesh import MeshConfig, ModelAxes, resolve
 
+pytestmark = pytest.mark.quick
+
 SMALL = ModelAxes(
     sizes=dict(vocab=1024, embed=64, mlp=128, kv_head=4, q_heads_per_group=2, head_size=16, layers=2, position=32),
     known=(

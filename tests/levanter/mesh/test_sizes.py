@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from haliax_ext.errors import ManyShardingErrors, MeshError
 from levanter.mesh import MeshConfig, resolve_sizes
 
+pytestmark = pytest.mark.quick
+
 
 def sizes(axes=None, dcn_axes=None, *, devices, granules=1, granule="slice"):
     config = MeshConfig(axes=axes or {}, dcn_axes=dcn_axes or {}, granule=granule)

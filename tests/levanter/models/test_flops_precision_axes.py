@@ -13,6 +13,8 @@ from levanter.models import LlamaConfig
 from levanter.models.flops import flops_per_token
 from levanter.models.precision import Precision
 
+pytestmark = pytest.mark.quick
+
 LLAMA2_7B = LlamaConfig()
 LLAMA31_405B = LlamaConfig(
     hidden_dim=16384, intermediate_dim=53248, num_layers=126, num_heads=128, num_kv_heads=8, max_seq_len=131072

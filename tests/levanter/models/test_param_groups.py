@@ -6,6 +6,8 @@ import pytest
 from haliax_ext.abstract import Leaf
 from levanter.models.param_groups import parameter_group
 
+pytestmark = pytest.mark.quick
+
 LAYER = "transformer.layers.stacked"
 EMBED, HEADS = ("embed",), ("kv_head", "head_size", "embed")
 

@@ -9,6 +9,8 @@ import pytest
 from levanter.optim import AdamConfig
 from levanter.optim.learning_rate import scale_by_learning_rate
 
+pytestmark = pytest.mark.quick
+
 RNG = np.random.default_rng(0)
 UPDATES = {"a": RNG.standard_normal((8, 5)).astype(np.float32), "b": RNG.standard_normal(7).astype(np.float32)}
 

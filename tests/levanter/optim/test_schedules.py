@@ -18,6 +18,8 @@ from levanter.optim.schedules import (
     steps_of,
 )
 
+pytestmark = pytest.mark.quick
+
 
 def rates(total: int, **settings) -> np.ndarray:
     schedule = AdamConfig(**{"learning_rate": 1e-3, **settings}).schedule(total)

@@ -12,6 +12,8 @@ from levanter.hardware import parse_accelerator
 from levanter.plan.comms import Network, Ring, spans_of
 from levanter.plan.device_order import pod_coordinates, pod_hosts
 
+pytestmark = pytest.mark.quick
+
 V4 = parse_accelerator("v4-256")
 
 

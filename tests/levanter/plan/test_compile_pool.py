@@ -4,6 +4,8 @@ import pytest
 
 from levanter.plan import compile_pool
 
+pytestmark = pytest.mark.quick
+
 GIB = 1 << 30
 
 

@@ -20,6 +20,8 @@ from levanter.plan.context_parallel_cost import (
 )
 from levanter.plan.target_from_name import target_of_pod
 
+pytestmark = pytest.mark.quick
+
 CUT = AxisMapping({"position": "context", "kv_head": "model"})
 LLAMA_24 = dict(position=65_536, kv_head=12, q_heads_per_group=1, head_size=128)
 """The Llama of 24 layers of the compiled steps."""

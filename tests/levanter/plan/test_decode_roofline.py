@@ -24,6 +24,8 @@ from levanter.plan.step_time_model import LinkUse, StepTime
 from levanter.plan.target_from_name import target_of_pod
 from levanter.plan.verdict import ProgramVerdict, Verdict
 
+pytestmark = pytest.mark.quick
+
 V5E = parse_accelerator("v5e-8")
 GIB = 1 << 30
 DECODE, LONG, SHORT = 0.040, 0.090, 0.070

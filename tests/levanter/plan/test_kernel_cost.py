@@ -9,6 +9,8 @@ from haliax_ext.hlo import Kernel, Scope, Shape
 from levanter.hardware import parse_accelerator
 from levanter.plan.kernel_cost import GROUPED, LANES, SORT_CYCLES, grouped_product, shaped_cost
 
+pytestmark = pytest.mark.quick
+
 POD = parse_accelerator("v6e-64")
 ROWS, GROUPS, EMBED, MLP = 16384, 8, 6144, 16384
 

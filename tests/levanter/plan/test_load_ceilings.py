@@ -16,6 +16,8 @@ from levanter.plan.load_budget import load_budget
 from levanter.plan.load_ceilings import load_ceilings
 from levanter.plan.report.view import load_ceilings as said_of
 
+pytestmark = pytest.mark.quick
+
 BOTH = {"store": 2.0, "interpreter": 2.0}
 BY_HAND = {
     # 240 processors at 1.9 s a gigabyte; four chips at 15 GB/s; no network is published.

@@ -12,6 +12,8 @@ from levanter.hardware.compiler import as_values, tuned_options
 from levanter.plan.calibration import BEYOND, GENERATING_SCALE, TimeCalibration, of_generating
 from levanter.plan.step_time_model import CYCLE_SCALE
 
+pytestmark = pytest.mark.quick
+
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "published_decode.py"
 
 

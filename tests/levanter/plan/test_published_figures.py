@@ -21,6 +21,8 @@ from levanter.plan.calibration import (
 )
 from levanter.plan.step_time_model import CYCLE_SCALE
 
+pytestmark = pytest.mark.quick
+
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "published_step_times.py"
 
 

@@ -27,6 +27,8 @@ from levanter.plan.report import render, timing, to_json, view
 from levanter.plan.report.text_table import WIDTH, bar, paragraph, table
 from levanter.plan.verdict import ProgramVerdict
 
+pytestmark = pytest.mark.quick
+
 SIZES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 VERDICTS = {"fits": fitting_verdict, "refused": refused_verdict, "failed": failed_verdict}
 

@@ -20,6 +20,8 @@ from levanter.plan.hbm_budget import Resident
 from levanter.plan.report import render, to_html
 from levanter.plan.report.charts import cells, treemap
 
+pytestmark = pytest.mark.quick
+
 VOID = {"meta", "link", "br", "hr", "input", "img"}
 
 

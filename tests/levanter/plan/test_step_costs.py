@@ -10,6 +10,8 @@ import pytest
 from haliax_ext.hlo import Scope, read_figures
 from haliax_ext.meshspec import MeshSpec
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parents[3]
 SMALL = (ROOT / "tests" / "golden" / "hlo" / "small_v4.txt").read_text(encoding="utf-8")
 LAYERS = 3

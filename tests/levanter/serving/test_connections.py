@@ -16,6 +16,8 @@ from levanter.serving.limits import LimitsConfig
 from levanter.serving.middleware import middleware_stack
 from levanter.serving.server import bounded_protocol, max_connections
 
+pytestmark = pytest.mark.quick
+
 HANGS = 120.0
 """Seconds after which a test is taken for hanging."""
 

@@ -19,6 +19,8 @@ from levanter.serving.middleware import (
     middleware_stack,
 )
 
+pytestmark = pytest.mark.quick
+
 SMALL = LimitsConfig(max_body_mib=1, max_bodies_mib=2)
 
 

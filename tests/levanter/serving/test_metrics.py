@@ -18,6 +18,8 @@ from levanter.serving.metrics import (
     TokensSampled,
 )
 
+pytestmark = pytest.mark.quick
+
 HOSTILE = 'a "model"\\with\nlines{}, ünïcode'
 
 

@@ -10,6 +10,8 @@ from levanter.serving.api_key import ApiKey, ApiKeyError, read_key
 from levanter.serving.metrics import RequestRejected
 from levanter.serving.middleware import RequireApiKey
 
+pytestmark = pytest.mark.quick
+
 KEY = "correct-horse-battery"
 
 

@@ -5,6 +5,8 @@ import pytest
 from levanter.serving.request_parsing import ProtocolError, decode, parse_object
 from levanter.serving.request_schema import ChatBody, CompletionBody, DetokenizeBody
 
+pytestmark = pytest.mark.quick
+
 SAY = {"role": "user", "content": "a"}
 
 

@@ -7,6 +7,8 @@ import pytest
 from levanter.inference.requests import Request, SamplingParams
 from levanter.serving.engine_thread import Backlog, Submission, ThroughputEstimate
 
+pytestmark = pytest.mark.quick
+
 
 def test_a_pace_is_that_of_the_steps_it_saw():
     """Steps of 10 ms, and of 2 ms more for each token of a prompt that is computed in one."""

@@ -5,6 +5,8 @@ import pytest
 from levanter.serving.chat import ToolCall, ToolRules
 from levanter.serving.request_schema import Function, Tool
 
+pytestmark = pytest.mark.quick
+
 LOOK = Tool(type="function", function=Function(name="look"))
 RULES = ToolRules(mode="auto", tools=(LOOK,))
 CALL = ToolCall(name="look", arguments='{"at": "日本"}')

@@ -33,6 +33,8 @@ from levanter.tracker import (
 from levanter.tracker.background import BackgroundTracker
 from levanter.tracker.base import as_json, as_plain
 
+pytestmark = pytest.mark.quick
+
 
 class Recorder(Tracker):
     name = "recorder"

@@ -5,6 +5,8 @@ import pytest
 from levanter.trainer import BatchSizeStage
 from levanter.trainer.batch_plan import BatchError, plan_batch, plan_batches
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("tensor_parallel", [1, 2, 4, 8])
 def test_eight_chips_at_65536_tokens_accumulate_as_much_as_they_share_a_sequence(tensor_parallel):

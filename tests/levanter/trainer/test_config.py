@@ -22,6 +22,8 @@ from levanter.trainer import (
     WatchConfig,
 )
 
+pytestmark = pytest.mark.quick
+
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:

@@ -13,6 +13,8 @@ from levanter.trainer.hooks import Every
 from levanter.trainer.loop import Guard, Loop, NonFiniteError, stop_signal
 from levanter.trainer.step import StepMetrics
 
+pytestmark = pytest.mark.quick
+
 
 def metrics_of(step, **changed):
     numbers = {

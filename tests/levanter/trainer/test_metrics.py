@@ -6,6 +6,8 @@ import pytest
 from levanter.trainer.metrics import Peak, StepSize, Throughput, Track, host_bytes, memory, peak_flops
 from levanter.trainer.report import StepReport
 
+pytestmark = pytest.mark.quick
+
 
 class Tracker:
     def __init__(self):

@@ -7,6 +7,8 @@ import pytest
 from levanter.trainer.nan_guard import Guard, NonFiniteError
 from levanter.trainer.report import StepReport
 
+pytestmark = pytest.mark.quick
+
 
 def report(step, *, skipped=False, **changed):
     numbers = {

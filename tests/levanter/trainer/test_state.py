@@ -16,6 +16,8 @@ from levanter.models.precision import Precision
 from levanter.optim import AdafactorConfig, AdamConfig, SgdConfig
 from levanter.trainer.state import abstract_state, plan_state
 
+pytestmark = pytest.mark.quick
+
 CONFIG = tiny_config()
 MESH = MeshSpec.of(data=4, model=2)
 Q = "transformer.layers.stacked.self_attn.q_proj.weight"

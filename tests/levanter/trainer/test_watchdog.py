@@ -7,6 +7,8 @@ import pytest
 from levanter.trainer.report import StepReport
 from levanter.trainer.watchdog import Watchdog
 
+pytestmark = pytest.mark.quick
+
 
 def report(step, seconds):
     return StepReport(

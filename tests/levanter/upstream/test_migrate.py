@@ -20,6 +20,8 @@ from levanter.models.registry import LmConfig
 from levanter.upstream.migrate import run
 from levanter.upstream.migration_tables import TABLES, filled
 
+pytestmark = pytest.mark.quick
+
 DOCS = Path(__file__).parents[3] / "docs" / "migrating.md"
 OLD = str(FOLDER / "15_llama3_small_4k_yarn.yaml")
 

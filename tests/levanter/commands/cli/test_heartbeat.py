@@ -7,6 +7,8 @@ import pytest
 
 from levanter.commands.cli.heartbeat import ticking
 
+pytestmark = pytest.mark.quick
+
 
 class Stream(io.StringIO):
     def __init__(self, *, terminal: bool):

@@ -11,6 +11,8 @@ from levanter.commands.cli.options import try_compiler_options
 from levanter.runplan import RunPlan
 from levanter.trainer.config import TrainerConfig
 
+pytestmark = pytest.mark.quick
+
 REMEDY = "trainer.compiler: default leaves out the tuned ones"
 
 

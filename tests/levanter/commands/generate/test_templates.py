@@ -5,6 +5,8 @@ import pytest
 from levanter.commands.generate.prompts import template_text
 from levanter.commands.generate.templates import template_checks
 
+pytestmark = pytest.mark.quick
+
 JINJA = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 

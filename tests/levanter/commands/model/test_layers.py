@@ -7,6 +7,8 @@ from levanter.commands.model.layers import exchange_checks
 from levanter.mesh import MeshConfig, ModelAxes, resolve
 from levanter.models import LlamaConfig
 
+pytestmark = pytest.mark.quick
+
 
 def checked(exchange: str, positions: int, *, backend: str = "splash", order: str | None = None):
     model = LlamaConfig(attn_backend=backend)

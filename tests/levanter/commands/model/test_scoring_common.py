@@ -11,6 +11,8 @@ from levanter.io import Output
 from levanter.models import Gpt2Config, LlamaConfig
 from levanter.trainer.config import TrainerConfig
 
+pytestmark = pytest.mark.quick
+
 
 def test_the_first_key_that_says_so_counts():
     assert rows_asked(TrainerConfig()) is None

@@ -15,6 +15,8 @@ from levanter.compat.hf.errors import CheckpointError, ConfigMismatchError, Miss
 from levanter.compat.open import open_checkpoint
 from levanter.config import read
 
+pytestmark = pytest.mark.quick
+
 BLOCK = "{type: llama, hidden_dim: 32, intermediate_dim: 48, num_layers: 2, num_heads: 4, num_kv_heads: 2}"
 
 

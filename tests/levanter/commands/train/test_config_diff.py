@@ -14,6 +14,8 @@ from levanter.config import parse, plain
 from levanter.data.config import LmDataConfig
 from levanter.trainer.config import TrainerConfig
 
+pytestmark = pytest.mark.quick
+
 
 def keys() -> set[str]:
     nested = {"data": LmDataConfig, "trainer": TrainerConfig}

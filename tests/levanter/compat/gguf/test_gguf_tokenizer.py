@@ -14,6 +14,8 @@ from levanter.compat.gguf.pretokenizers import PRE_TOKENIZERS, pre_tokenizer
 from levanter.compat.gguf.tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED
 from levanter.compat.hf.errors import CheckpointError, CorruptFileError
 
+pytestmark = pytest.mark.quick
+
 SAMPLES = [*TEXTS, "", "  a  b", "x=1234567.89", "He's HERE; we'LL see", "tabs\tand\r\nlines\n\n", "Ünï ½ ١٢٣ 日本"]
 
 

@@ -11,6 +11,8 @@ from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import plan_sharding
 from levanter.compat.hf.safetensors import SafetensorsSource
 
+pytestmark = pytest.mark.quick
+
 MESH = MeshSpec.of(data=4, model=2)
 
 

@@ -12,6 +12,8 @@ from levanter.compat.hf.errors import CorruptFileError
 from levanter.compat.hf.header import read_header
 from levanter.compat.hf.readers import LocalFile
 
+pytestmark = pytest.mark.quick
+
 AGAIN = "\n  → download or copy the file again; its content has changed since it was written"
 
 

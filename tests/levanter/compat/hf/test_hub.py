@@ -15,6 +15,8 @@ from huggingface_hub import constants
 from levanter.compat.hf.errors import MissingCheckpointFileError, UnreachableError
 from levanter.compat.open import open_checkpoint
 
+pytestmark = pytest.mark.quick
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 

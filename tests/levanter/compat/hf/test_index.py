@@ -17,6 +17,8 @@ from levanter.compat.hf.errors import (
 from levanter.compat.hf.index import open_weights
 from levanter.compat.hf.repository import LocalFolder, stays_inside
 
+pytestmark = pytest.mark.quick
+
 INDEX = "model.safetensors.index.json"
 CONVERT = (
     "\n  → convert it once, where torch is installed and the file is trusted: "

@@ -5,6 +5,8 @@ import pytest
 from levanter.compat.hf.errors import CheckpointError
 from levanter.compat.hf.refs import RepoRef
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(
     ("text", "kind", "location", "revision", "file"),

@@ -18,6 +18,8 @@ from levanter.compat.hf.readers import LocalFile, RemoteFile
 from levanter.compat.hf.safetensors import SafetensorsSource
 from levanter.io.ranges import LibraryFile, RangeError, RangeFetcher, ReplacedError
 
+pytestmark = pytest.mark.quick
+
 DTYPES = [
     np.float64, np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2,
     np.int64, np.int32, np.int16, np.int8, np.uint8, np.uint16, np.uint32, np.uint64, np.bool_,

@@ -16,6 +16,8 @@ from levanter.eval.gap.page import SHOWN_BYTES, drawn, gap_page
 from levanter.eval.gap.report import GapReport
 from levanter.eval.gap.sums import ComparedDocument
 
+pytestmark = pytest.mark.quick
+
 TEXTS = {
     "web/a": ["The cat | sat.\n\nOn 12 mats — naïve!", "see https://a.b/c now"],
     "web/b": ["a b a b a b", "  x\ty" * 5],

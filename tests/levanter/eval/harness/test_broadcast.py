@@ -13,6 +13,8 @@ from levanter.eval.harness.packing import row_shapes
 from levanter.eval.harness.request_table import Table
 from levanter.runplan import NonFiniteResultError
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def told(monkeypatch):

@@ -10,6 +10,8 @@ from helpers.hf_folder import TEXTS, byte_level_tokenizer
 from levanter.compat.hf.tokenizer import FastTokenizer
 from levanter.eval.harness.encoding import HarnessError, QueryEncoder
 
+pytestmark = pytest.mark.quick
+
 LENGTH = 12
 
 

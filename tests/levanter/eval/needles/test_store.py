@@ -9,6 +9,8 @@ from levanter.eval.needles.results import NeedleAnswer
 from levanter.eval.needles.store import NeedleStore
 from levanter.io import OtherRunError
 
+pytestmark = pytest.mark.quick
+
 IDENTITY = {"tasks": ["niah_single_1", "vt"], "seed": 0, "model": "/modèle", "quantize": None}
 ANSWERS = (NeedleAnswer(logprobs=(-0.25, -1.5), ranks=(0, 3)), NeedleAnswer(logprobs=(-2.0,), ranks=(7,)))
 ROWS = [{"logprobs": [-0.25, -1.5], "ranks": [0, 3]}, {"logprobs": [-2.0], "ranks": [7]}]

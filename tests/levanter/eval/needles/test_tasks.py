@@ -9,6 +9,8 @@ import pytest
 from levanter.eval.needles import haystack
 from levanter.eval.needles.tasks import TASKS, NeedleText
 
+pytestmark = pytest.mark.quick
+
 
 def made(name: str, units: int = 40, depth: float = 0.5, seed: int = 0) -> NeedleText:
     return TASKS[name].make(np.random.default_rng(seed), units, depth)

@@ -7,6 +7,8 @@ import pytest
 
 from levanter.eval.needles.training_docs import BESIDE, MOST, lesson, lessons
 
+pytestmark = pytest.mark.quick
+
 
 class Words:
     """A tokenizer of words and single digits, which counts the words that it has seen."""

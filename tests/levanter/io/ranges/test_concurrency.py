@@ -8,6 +8,8 @@ import pytest
 from levanter.io.ranges.concurrency import ConcurrencyLimit
 from levanter.io.ranges.request import GivenUpError
 
+pytestmark = pytest.mark.quick
+
 
 def waits(
     lane: ConcurrencyLimit, said: list[str], name: str, stop: threading.Event, *, again: bool

@@ -1,10 +1,13 @@
 """What of a range is there, by hand: pieces of memory, an attempt's bytes, a clock that is told."""
 
+import pytest
 from helpers.object_store import ObjectStore
 
 from levanter.io.ranges import Connections, remote_file
 from levanter.io.ranges.hedging import HedgedRequest, Underway
 from levanter.io.ranges.request import Attempt, behind
+
+pytestmark = pytest.mark.quick
 
 
 def a_race(*sizes: int) -> tuple[HedgedRequest, list[bytearray]]:

@@ -20,6 +20,8 @@ from helpers.object_store import Fault, ObjectStore, files_of
 from levanter.compat.open import open_checkpoint
 from levanter.io.ranges import Connections, RangeFetcher, ReplacedError, StoreFile, remote_file
 
+pytestmark = pytest.mark.quick
+
 CONTENT = np.random.default_rng(2).bytes(700_000)
 
 

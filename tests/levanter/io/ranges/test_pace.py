@@ -4,6 +4,8 @@ import pytest
 
 from levanter.io.ranges.pace import FIRST_REQUESTS, WINDOW_SECONDS, AdaptiveConcurrency, Durations
 
+pytestmark = pytest.mark.quick
+
 
 def played(
     pace: AdaptiveConcurrency, seconds: float, *, each: float, total: float, nbytes: int = 1 << 20, begin: float = 0.0

@@ -7,6 +7,8 @@ import pytest
 
 from levanter.layers.attention.cache_positions import put_in_one_piece
 
+pytestmark = pytest.mark.quick
+
 LAYERS, KV_HEADS, PAGES, SLOTS, COUNT = 3, 2, 5, 24, 8
 
 

@@ -8,6 +8,8 @@ from helpers.seventy_rows import SEVENTY
 from levanter.hardware import parse_accelerator
 from levanter.plan.search.decode import TRIED, RowsLayout, fragment, layouts, render_rows, rows_values, search_rows
 
+pytestmark = pytest.mark.quick
+
 GIB = 1 << 30
 V5E, V5E_16, V6E = (parse_accelerator(name) for name in ("v5e-8", "v5e-16", "v6e-8"))
 PLAIN = replace(SEVENTY, dtype="bfloat16", room=0)

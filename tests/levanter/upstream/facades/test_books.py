@@ -8,6 +8,8 @@ from helpers.hf_folder import byte_level_tokenizer
 
 from levanter.upstream.facades import books
 
+pytestmark = pytest.mark.quick
+
 
 class Wrapped:
     """A tokenizer as transformers has it: called with a text, it gives a mapping."""

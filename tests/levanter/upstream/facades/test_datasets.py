@@ -17,6 +17,8 @@ from levanter.upstream.facades.datasets import (
     wait_for,
 )
 
+pytestmark = pytest.mark.quick
+
 
 class Counting(AsyncDataset[int]):
     """Squares without end."""

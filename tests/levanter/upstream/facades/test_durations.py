@@ -6,6 +6,8 @@ import pytest
 
 from levanter.upstream.facades.durations import encode_timedelta, parse_timedelta
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(
     ("text", "seconds"),

@@ -21,6 +21,8 @@ from levanter.upstream.facades.loaders import (
 )
 from levanter.upstream.facades.schedules import ScheduleStep
 
+pytestmark = pytest.mark.quick
+
 MAPPING = {"batch": "data", "feature": "model"}
 Feature = Axis("feature", 4)
 

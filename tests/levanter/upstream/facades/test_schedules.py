@@ -4,6 +4,8 @@ import pytest
 
 from levanter.upstream.facades.schedules import OldBatchSchedule, ScheduleStep, distinct_values, value_at_step
 
+pytestmark = pytest.mark.quick
+
 STAGES = [ScheduleStep(0, 4), ScheduleStep(3, 10), ScheduleStep(5, 2)]
 SIZES = [4, 4, 4, 10, 10, 2, 2, 2, 2]
 

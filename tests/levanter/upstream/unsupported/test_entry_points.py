@@ -21,6 +21,8 @@ from levanter.upstream.migrate import config_class
 from levanter.upstream.unsupported.entry_points import ABSENT
 from levanter.upstream.unsupported.refusal import run_absent
 
+pytestmark = pytest.mark.quick
+
 CPU = Target(name="local", platform="cpu", kind="cpu", devices=8)
 
 
