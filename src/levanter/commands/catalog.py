@@ -1,4 +1,4 @@
-"""The runs that can be planned, by the names that users know. Listing one imports nothing of it."""
+"""The entry points that can be planned, by command name. Listing them imports none of their modules."""
 
 import importlib
 from collections.abc import Mapping
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listed:
-    """An entry point, as far as it can be known without importing it.
+class EntryPointRef:
+    """A reference to an entry point, whose modules are imported on demand.
 
     Attributes:
         name: the module's name in `levanter.main`.
-        module: where its `ENTRY_POINT` is.
+        module: the module that defines its `ENTRY_POINT`.
         config: the name of its config class.
-        config_module: where that is; a module that imports no more than configurations need.
-        summary: what it does, for `--help`.
+        config_module: the module of the config class, which imports no more than configurations need.
+        summary: one line for the list of entry points in `plan --help`.
     """
 
     name: str
@@ -29,17 +29,17 @@ class Listed:
     summary: str
 
     def load(self) -> "EntryPoint[Any, Any, Any]":
-        """The entry point itself."""
+        """Imports the entry point."""
         return importlib.import_module(self.module).ENTRY_POINT
 
     def config_class(self) -> type:
-        """The class of its configuration; imports nothing else of the entry point."""
+        """Imports its config class, and nothing else of the entry point."""
         return getattr(importlib.import_module(self.config_module), self.config)
 
 
-ENTRY_POINTS: Mapping[str, Listed] = MappingProxyType(
+ENTRY_POINTS: Mapping[str, EntryPointRef] = MappingProxyType(
     {
-        name: Listed(
+        name: EntryPointRef(
             name=name,
             module=f"levanter.commands.{module}",
             config=config,
@@ -52,35 +52,35 @@ ENTRY_POINTS: Mapping[str, Listed] = MappingProxyType(
                 "evaluate.eval_lm",
                 "evaluate.config",
                 "EvalLmConfig",
-                "loss, perplexity, bits per byte of a model on text",
+                "loss, perplexity and bits per byte of a model on text",
             ),
             (
                 "eval_harness",
                 "harness.eval_harness",
                 "harness.config",
                 "EvalHarnessConfig",
-                "tasks of the evaluation harness",
+                "lm-evaluation-harness tasks",
             ),
             (
                 "perplexity_gap",
                 "evaluate.gap.run",
                 "evaluate.gap.config",
                 "PerplexityGapConfig",
-                "two models on the same bytes",
+                "bits per byte of two models on the same text",
             ),
             (
                 "eval_needles",
                 "evaluate.needles.run",
                 "evaluate.needles.config",
                 "EvalNeedlesConfig",
-                "what a model finds in long texts",
+                "RULER needle-in-a-haystack evaluation",
             ),
             (
                 "eval_careless_lm",
                 "memorize.eval_careless_lm",
                 "memorize.config",
                 "EvalCarelessLmConfig",
-                "memorization of books, window by window",
+                "memorization of books, by sliding windows",
             ),
             (
                 "eval_sliding_total",
@@ -94,55 +94,79 @@ ENTRY_POINTS: Mapping[str, Listed] = MappingProxyType(
                 "memorize.eval_sliding_lm",
                 "memorize.sliding_config",
                 "EvalSlidingLmConfig",
-                "memorization of prepared prompts, row by row",
+                "memorization of prepared prompts",
             ),
-            ("train_lm", "train.lm.train_lm", "train.config", "TrainLmConfig", "training"),
-            ("sft", "train.lm.train_lm", "train.lm.sft_config", "SftConfig", "training, by upstream's keys of sft too"),
+            ("train_lm", "train.lm.train_lm", "train.config", "TrainLmConfig", "language-model training"),
+            (
+                "sft",
+                "train.lm.train_lm",
+                "train.lm.sft_config",
+                "SftConfig",
+                "train_lm with upstream's keys of sft",
+            ),
             (
                 "sft_mixture",
                 "train.lm.train_lm",
                 "train.lm.sft_config",
                 "SftMixtureConfig",
-                "training, by upstream's keys of sft_mixture too",
+                "train_lm with upstream's keys of sft_mixture",
             ),
-            ("lora_lm", "train.lm.lora_lm", "train.lm.lora_config", "LoraLmConfig", "training of low-rank adapters"),
-            ("train_dpo", "train.dpo.train_dpo", "train.dpo.config", "TrainDpoConfig", "training on preferences"),
+            (
+                "lora_lm",
+                "train.lm.lora_lm",
+                "train.lm.lora_config",
+                "LoraLmConfig",
+                "LoRA training",
+            ),
+            (
+                "train_dpo",
+                "train.dpo.train_dpo",
+                "train.dpo.config",
+                "TrainDpoConfig",
+                "preference training (DPO)",
+            ),
             (
                 "lora_dpo",
                 "train.dpo.lora_dpo",
                 "train.dpo.lora_config",
                 "LoraDpoConfig",
-                "training of low-rank adapters on preferences",
+                "LoRA preference training",
             ),
             (
                 "export_lm_to_hf",
                 "export.export_lm_to_hf",
                 "export.config",
                 "ConvertLmConfig",
-                "a checkpoint as a Hugging Face folder",
+                "export of a checkpoint as a Hugging Face folder",
             ),
-            ("generate", "generate.generate", "generate.config", "GenerateConfig", "text behind prompts, line by line"),
+            (
+                "generate",
+                "generate.generate",
+                "generate.config",
+                "GenerateConfig",
+                "text generation from a file",
+            ),
             (
                 "sample_lm",
                 "generate.sample_lm",
                 "generate.sample_config",
                 "SampleLmConfig",
-                "texts behind a few prompts",
+                "sampled continuations of a few prompts",
             ),
-            ("serve", "serve.serve", "serve.config", "ServeConfig", "a model over HTTP, for OpenAI's clients"),
+            ("serve", "serve.serve", "serve.config", "ServeConfig", "OpenAI-compatible HTTP server"),
             (
                 "inference_repl",
                 "generate.repl",
                 "generate.repl_config",
                 "InferenceReplConfig",
-                "a model at the terminal",
+                "chat with a model at the terminal",
             ),
             (
                 "viz_logprobs",
                 "evaluate.viz_logprobs",
                 "evaluate.config",
                 "VizLmConfig",
-                "a page with every token's log-probability",
+                "page with the log-probability of every token",
             ),
         )
     }

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from levanter.commands.catalog import ENTRY_POINTS, Listed
+from levanter.commands.catalog import ENTRY_POINTS, EntryPointRef
 from levanter.config import HelpRequested
 from levanter.config.errors import COMMAND_LINE, Problem, did_you_mean
 
@@ -38,7 +38,7 @@ class PlanRequest:
         compare: whether the same run without adapters is planned beside it.
     """
 
-    entry_point: Listed
+    entry_point: EntryPointRef
     argv: tuple[str, ...]
     targets: tuple[str, ...]
     json: str | None = None
@@ -69,8 +69,8 @@ _SWITCHES = ("no_compile", "require_inputs", "search", "all_programs", "timed_on
 
 HELP = """usage: python -m levanter.main.plan ENTRY_POINT --config_path FILE --target POD [--key value …]
 
-Tells whether a run loads and fits on a pod, and how fast it goes, from its own configuration, before the pod is rented.
-Needs no TPU, no weights (a folder with a config.json, or a complete `model:` block) and no network.
+Predicts whether a run loads and fits on a pod, and how fast it runs, from its own configuration. Needs no TPU, no
+weights (a folder with a config.json, or a complete `model:` block, is enough) and no network.
 
 entry points:
 {entry_points}
@@ -78,28 +78,29 @@ entry points:
 options:
   --target POD         v4-256, v5p-128, v6e-64, 2xv5p-128, v6e:4x8, h100x8 (arithmetic only), or `local` for the
                        devices here; several: --target A --target B, or --target A,B
-  --no-compile         arithmetic only: seconds instead of a minute; refuses by inputs, gradients and named activations
-  --timed_only         compile only what makes up the job's time; the verdict then covers nothing else (default:
-                       everything that runs: loading, the first state, evaluation, checkpoints, exports)
-  --all_programs       also compile what draws the initial weights (minutes; judged by arithmetic otherwise)
+  --no-compile         lower bounds only, without compiling: takes seconds instead of a minute, and refuses a run
+                       whose inputs, gradients and named activations alone exceed the memory
+  --timed_only         compile only the Programs that make up the job's time; the verdict then covers no others
+                       (default: all: loading, initialization, evaluation, checkpoints, exports)
+  --all_programs       also compile the initialization of the weights (minutes; estimated otherwise)
   --require_inputs     refuse a checkpoint, tokenizer or text that is absent or remote (default: list it)
-  --assume_tokens N    tokens of the text, if it is not available (also `plan: {{assume_tokens: N}}` in the file)
-  --assume_requests N  requests of a harness's tasks, if their documents are not available
-  --chip_hour_price D  dollars an hour of a chip: runs that generate text say what a million tokens cost
+  --assume_tokens N    tokens of the text, if it is unavailable (also `plan: {{assume_tokens: N}}` in the file)
+  --assume_requests N  requests of the lm_eval tasks, if their documents are unavailable
+  --chip_hour_price D  price of a chip hour in dollars: runs that generate text report the price per million tokens
   --search             look for meshes that fit better or run faster
-  --goal GOAL          what a search for runs that generate text looks for: max_rows, latency_ms, or
+  --goal GOAL          objective of a search for runs that generate text: max_rows, latency_ms, or
                        tokens_per_second (default)
-  --compare full       runs that train adapters: plan the same run without them beside it, every weight trained
-  --no_cache           recompile everything, and cache nothing
+  --compare full       for runs that train adapters: also plan the same run as full fine-tuning, to compare
+  --no_cache           recompile everything and write no cache
   --json FILE          the verdicts as JSON; `-` for standard output
   --html FILE          the verdicts as one self-contained page
-  --keep_hlo FOLDER    keep the compiler's output for each Program
+  --keep_hlo FOLDER    folder for the compiler's output of each Program
   everything else      options of the entry point: --trainer.mesh.axes '{{model: 8}}', …
 
 exit codes: 0 fits, or NOT COMPILED (the known bytes fit; only a compiler knows the rest);
-2 bad input (unknown key, axis, indivisible, missing file with --require_inputs); 3 does not fit; 4 the compiler
-crashed; 6 undecided (no compiler, and a device's memory or what would run is unknown); 130 Ctrl-C.
-With several targets: the worst one's (3 before 4 before 2 before 6).
+2 bad input (unknown key or axis, indivisible size, missing file with --require_inputs); 3 does not fit; 4 the compiler
+crashed; 6 undecided (no compiler, and the memory of a device or the Programs are unknown); 130 Ctrl-C.
+With several targets: the worst exit code (3 before 4 before 2 before 6).
 
 examples:
   python -m levanter.main.plan eval_lm --config_path config/eval/demo.yaml --target local

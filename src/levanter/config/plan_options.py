@@ -15,10 +15,10 @@ class PlanOptions(Ranged):
     Attributes:
         assume_tokens: tokens to score if the text is unavailable.
         assume_requests: requests of the harness's tasks if their documents are unavailable.
-        goal: what `plan --search` looks for in runs that generate text: most rows, least time a token of those that are
-            asked for, or most tokens in a second.
-        chip_hour_price: what an hour of a chip costs, in dollars; with it, runs that generate text say what a million
-            tokens cost.
+        goal: what `plan --search` optimizes for runs that generate text: `max_rows`, `latency_ms` (least time per token
+            for the required slots), or `tokens_per_second`.
+        chip_hour_price: price of a chip hour in dollars; runs that generate text then report the price of a million
+            tokens.
     """
 
     assume_tokens: ManyInt | None = None

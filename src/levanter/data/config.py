@@ -55,11 +55,11 @@ class DatasetComponent(DatasetComponentBase):
     """Documents of one source.
 
     Attributes:
-        source: where they are.
-        format: what a record is.
-        cache_dir: the folder of the component's token cache; `<data.cache_dir>/<name>` where absent.
-        pack: how training packs short documents into one sequence.
-        tags: names under which the component's numbers are aggregated, besides its own.
+        source: where the documents are stored.
+        format: the format of a record.
+        cache_dir: the folder of the component's token cache; default `<data.cache_dir>/<name>`.
+        pack: how training packs several short documents into one sequence.
+        tags: tags under which the component's metrics are also aggregated.
         split: the split of the source that evaluation reads.
         flat_cache: whether the cache lies directly in `cache_dir` instead of a folder for each split.
     """
@@ -96,13 +96,13 @@ class LmDataConfig(Ranged):
     """The `data:` block of every entry point.
 
     Attributes:
-        tokenizer: a repository, a folder or a file; "passthrough" needs `vocab_size`.
-        vocab_size: the number of ids, where the tokenizer does not say.
+        tokenizer: a hub id, a folder or a file; "passthrough" reads token ids and needs `vocab_size`.
+        vocab_size: the number of token ids, if the tokenizer does not define it.
         cache_dir: the folder of the token caches.
-        enforce_bos: whether a document begins with BOS, where the tokenizer has one.
-        enforce_eos: whether a document ends with EOS, where the tokenizer has one.
-        chat_template: the template for chat formats without their own.
-        block_cross_document_attention: whether a token sees only its own document.
+        enforce_bos: whether a document begins with BOS, if the tokenizer has one.
+        enforce_eos: whether a document ends with EOS, if the tokenizer has one.
+        chat_template: chat template for chat formats without their own.
+        block_cross_document_attention: whether a token attends only to its own document.
         components: the data sets by name.
         train_weights: the weight of each component in training, or a list of (first step, weights).
     """

@@ -29,7 +29,8 @@ class TextLmDatasetFormat(LmDatasetFormatBase):
 
     Attributes:
         text_key: the key (JSON) or column (Parquet) that holds a document's text.
-        txt_documents: what one document is in a `.txt` file: the whole `file`, or each `line` that is not blank.
+        txt_documents: the unit that is one document in a `.txt` file: the whole `file`, or each `line` that is not
+            blank.
     """
 
     text_key: str = "text"

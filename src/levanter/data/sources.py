@@ -32,7 +32,7 @@ class UrlDatasetSource(DatasetSourceBase):
     Attributes:
         train_urls: the files of the split `train`.
         validation_urls: the files of the split `validation`.
-        tags, cache_dir, format: as on the component, which wins where both say something.
+        tags, cache_dir, format: as on the component, whose own values take precedence.
     """
 
     train_urls: list[str] = field(default_factory=list)

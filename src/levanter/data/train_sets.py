@@ -85,7 +85,7 @@ class TrainingSet:
     Attributes:
         name: the component's name.
         tags: names under which its numbers are aggregated.
-        format: what a record is.
+        format: the format of a record.
         parts: where its documents are; None where only its token store is here.
         folder: its token store; None where it is tokenized at the start of the run.
         pack: the component's key.

@@ -38,10 +38,11 @@ class DistributedConfig(Ranged):
         num_processes: how many processes the job has.
         process_id: the index of this one.
         local_device_ids: the devices this process may use; null for all.
-        initialize_jax_distributed: whether the processes are joined at all.
-        init_timeout: how long processes wait for each other at the start.
-        barrier_timeout: how long a process waits for the others before loading, saving, the first step, the end.
-        heartbeat_timeout: how long a process may be silent before it counts as gone.
+        initialize_jax_distributed: whether the processes are connected at all.
+        init_timeout: how long processes wait for each other at startup.
+        barrier_timeout: how long a process waits for the others at each barrier: before loading, saving, the first step
+            and the end.
+        heartbeat_timeout: how long a process may be silent before it is considered dead.
     """
 
     coordinator_address: str | None = None

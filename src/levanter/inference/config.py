@@ -27,25 +27,26 @@ class InferenceConfig(Ranged):
     """How rows run, and how much of their keys and values is remembered.
 
     Attributes:
-        max_rows: rows that run at once, over all devices; a multiple of the batch's shards. `auto` takes as many as the
-            plan finds room for, 256 at most, and on CPUs 32.
-        max_seq_len: positions that a row may have, prompt and text together; null for the model's.
-        prefill_chunk: tokens of a prompt that a call takes at most, and while it runs no row gets a token. `auto` is
-            512, and on CPUs, where a call takes as long as it has tokens, twice as many as there are rows, so that it
-            takes about as long as two of their steps.
-        steps: tokens that each row gets in a call: more of them save time between calls, and a row that ends waits for
-            the call's end.
-        cache_dtype: of keys and values, float32, bfloat16, float16 or int8 (integers with a bfloat16 scale for each
-            position and head); null for the compute dtype, and on CPUs float32 where that is bfloat16.
-        allocation: `fixed`: each row owns one page as long as a row may get, and nothing is gathered; `paged`: rows
-            take pages of `page_size` positions as they grow.
+        max_rows: decode slots over all devices (sequences that are generated concurrently); a multiple of the batch
+            shards. `auto` takes as many as fit by the plan, at most 256, and 32 on CPUs.
+        max_seq_len: the largest number of positions of a slot, prompt and generated text together; null for the
+            model's.
+        prefill_chunk: the largest number of prompt tokens per prefill call; no slot decodes during that call. `auto` is
+            512; on CPUs, where the time of a call grows with its tokens, it is twice the number of slots, so that a
+            prefill call takes about as long as two decode calls.
+        steps: decode steps per call: more of them save overhead between calls, but a finished slot stays occupied until
+            the call ends.
+        cache_dtype: dtype of cached keys and values: float32, bfloat16, float16 or int8 (integers with a bfloat16 scale
+            per position and head); null for the compute dtype, and on CPUs float32 instead of bfloat16.
+        allocation: `fixed`: each slot has one contiguous page of the full length, which needs no gather; `paged`: slots
+            allocate pages of `page_size` positions as they grow.
         page_size: positions in a page of a paged cache.
-        penalties: whether rows count their tokens, which presence, frequency and repetition penalties go by: an integer
-            for each row and id of the vocabulary.
-        prompt_logprobs: whether there are Programs that score prompts, which `echo` with `logprobs` asks for.
-        pages: pages of a paged cache over all devices; null for as many as all rows need at full length.
-        share_prefixes: whether rows of a paged cache that begin alike share the pages of their beginning, so that it is
-            computed once; a row whose prompt is scored or penalized for repetition computes its own.
+        penalties: whether slots count their tokens, which presence, frequency and repetition penalties need: one
+            integer per slot and vocabulary id.
+        prompt_logprobs: whether Programs that score prompts are compiled, which `echo` with `logprobs` needs.
+        pages: pages of a paged cache over all devices; null for as many as all slots need at full length.
+        share_prefixes: whether slots of a paged cache share the pages of a common prefix, which is then computed once;
+            a slot whose prompt is scored, or has a repetition penalty, computes its own.
     """
 
     range_prefix: ClassVar[str] = "inference."
@@ -94,7 +95,8 @@ class InferenceConfig(Ranged):
 
         Args:
             rows: of a shard.
-            max_seq_len: positions that a row may have.
+            max_seq_len: the largest number of positions of a slot, prompt and generated text together; null for the
+                model's.
             platform: of the devices.
         """
         chunk, sizes = self.chunk(rows, platform=platform), SHORT_PARTS

@@ -78,26 +78,26 @@ class SamplingParams(Ranged):
     all of them only those with `min_p` of the likeliest one's. Tokens as likely as the last one kept are kept too.
 
     Attributes:
-        temperature: 0 takes the likeliest token, the lowest id of equal ones.
-        top_k: how many of the likeliest tokens may be sampled; 0 or -1 for all.
-        top_p: the probability that the sampled tokens hold together, at least.
-        min_p: the least probability of a sampled token, as a share of the likeliest one's.
-        seed: of the noise. Equal seeds give equal text, in any batch and on any mesh; None asks for a fresh one, which
-            the answer names.
-        logit_bias: id → what is added to its logit. ±100 as good as forces or forbids a token.
-        presence_penalty: subtracted from the logit of every token that was generated before.
-        frequency_penalty: subtracted for each time that it was generated.
-        repetition_penalty: logits of tokens in the prompt or the generated text are divided by it where they are
-            positive and multiplied where they are negative.
-        n: choices, each sampled with noise of its own.
-        min_tokens: tokens before which nothing ends a choice but `max_tokens`.
-        max_tokens: tokens of a choice; None for as many as the context has room for.
-        ignore_eos: the model's own end of text is a token like others.
-        stop: strings that end the text; they are not part of it.
-        stop_token_ids: tokens that end it, beside the model's own.
-        logprobs: how many of the likeliest tokens are given with each token, beside its own log-probability; None for
-            no log-probabilities. All are of the model's own distribution: before bias, penalties and temperature.
-        echo: the prompt is part of the answer, with log-probabilities if they are asked for.
+        temperature: sampling temperature; 0 selects the most likely token (the lowest id on ties).
+        top_k: number of most likely tokens that may be sampled; 0 or -1 for all.
+        top_p: nucleus sampling: smallest total probability of the tokens that may be sampled.
+        min_p: smallest probability of a sampled token, relative to the most likely token's.
+        seed: seed of the sampling noise.
+        logit_bias: token id → value added to its logit; ±100 practically forces or forbids a token.
+        presence_penalty: subtracted from the logit of every token that was already generated.
+        frequency_penalty: subtracted from a token's logit once for each time that it was generated.
+        repetition_penalty: the logits of tokens in the prompt or the generated text are divided by it if positive and
+            multiplied by it if negative.
+        n: number of choices, each sampled with its own noise.
+        min_tokens: number of tokens before which only `max_tokens` can end a choice.
+        max_tokens: largest number of tokens of a choice; None for as many as fit in the context.
+        ignore_eos: treats the model's end-of-text token as an ordinary token.
+        stop: strings that end the text; they are not included in it.
+        stop_token_ids: tokens that end the text, in addition to the model's own.
+        logprobs: number of most likely tokens that are returned at each position, in addition to the log-probability of
+            the sampled token; None for no log-probabilities. All are those of the model's own distribution: before
+            bias, penalties and temperature.
+        echo: includes the prompt in the response, with log-probabilities if `logprobs` is set.
     """
 
     temperature: Temperature = 1.0

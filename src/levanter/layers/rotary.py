@@ -30,7 +30,7 @@ class RotaryConfig(Ranged, draccus.ChoiceRegistry):
 
     Attributes:
         theta: base of the geometric series of wavelengths.
-        partial_rotary_factor: share of a head's features that is rotated; the remaining ones pass unchanged.
+        partial_rotary_factor: fraction of a head's features that is rotated; the others pass unchanged.
     """
 
     range_prefix: ClassVar[str] = "rope."

@@ -1,1 +1,1 @@
-"""Entry points: parse, describe, check, execute, print. The only place that wires sibling rooms together."""
+"""The commands: `python -m levanter.main.X` runs the entry point X. The only package that imports several commands."""

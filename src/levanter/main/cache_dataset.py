@@ -1,4 +1,4 @@
-"""Builds the token stores of a training run in advance."""
+"""Builds the token caches of a training run in advance."""
 
 import sys
 

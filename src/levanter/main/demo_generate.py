@@ -1,4 +1,4 @@
-"""The demonstration of generating text: a small model answers three questions, greedy and sampled, then as int8."""
+"""Demo of text generation: a small model answers three questions, greedy and sampled, then quantized to int8."""
 
 from levanter.commands.cli.errors import run_entry_point
 from levanter.commands.cli.lifecycle import leave

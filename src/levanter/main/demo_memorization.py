@@ -1,4 +1,4 @@
-"""Half a book memorized: trains a small Llama on the first half of a text, then scores all of it.
+"""Demo of memorization: trains a small Llama on the first half of a text, then scores the whole text.
 
     python -m levanter.main.demo_memorization [--output_path logs/demo_memorization] [--steps 400]
 
@@ -55,18 +55,18 @@ KNOWN, UNKNOWN = 0.9, 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """What is learned, by which model, and for how long.
+    """Train a small Llama on half of a text, then measure how much of it the model memorized.
 
     Attributes:
-        output_path: a folder for the text, the model and the report.
+        output_path: the folder of the text, the model and the report.
         characters: length of the text, from the start of the chapter.
-        vocab_size: of the tokenizer.
-        steps: of training.
-        rows: sequences of a batch.
-        positions: tokens of a sequence.
-        hidden_dim: of the model, a multiple of 32.
-        num_layers: of the model.
-        learning_rate: at its peak.
+        vocab_size: vocabulary size of the tokenizer.
+        steps: training steps.
+        rows: sequences per batch.
+        positions: tokens per sequence.
+        hidden_dim: size of the residual stream, a multiple of 32.
+        num_layers: number of layers.
+        learning_rate: peak learning rate.
         trainer: devices and precision.
     """
 

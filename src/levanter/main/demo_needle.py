@@ -1,4 +1,4 @@
-"""The demonstration of long context: a small model that finds needles in 512 tokens learns to find them in 2,048.
+"""Demo of context extension: a small model that retrieves needles from 512 tokens is trained to retrieve from 2,048.
 
 It is `eval_needles` of the model beside its configuration, `train_lm` with `config/needles/demo.yaml`, a YaRN stage of
 a hundred steps, and `eval_needles` of what that exports. What it learns from is made here, by a seed.

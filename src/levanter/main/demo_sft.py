@@ -1,4 +1,4 @@
-"""The demonstration of fine-tuning: a small model learns about an island that does not exist, from conversations.
+"""Demo of fine-tuning: a small model learns facts about an invented island from conversations.
 
     make demo-sft
 

@@ -1,4 +1,4 @@
-"""The demonstration of training: a small model learns to write like Python's documentation, byte by byte.
+"""Demo of training: a small byte-level model is trained on Python's documentation.
 
     make demo-train
 

@@ -1,4 +1,4 @@
-"""Asks a model to continue a book, window by window: how much of it has the model memorized?"""
+"""Measures how much of a book a model has memorized, window by window."""
 
 from typing import TYPE_CHECKING
 

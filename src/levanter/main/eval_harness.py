@@ -1,4 +1,4 @@
-"""Asks a model the tasks of the evaluation harness (lm_eval): choices, whole texts, texts that it writes."""
+"""Evaluates a model on lm-evaluation-harness tasks: multiple choice, log-likelihood and generation."""
 
 from typing import TYPE_CHECKING
 

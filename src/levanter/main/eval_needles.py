@@ -1,4 +1,4 @@
-"""What a model finds of what was hidden in long texts: by task, length and depth, with a page."""
+"""RULER needle-in-a-haystack evaluation: accuracy by task, length and depth, with an HTML page."""
 
 from typing import TYPE_CHECKING
 

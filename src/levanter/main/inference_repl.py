@@ -1,4 +1,4 @@
-"""Talks with a model at the terminal, by the keys and commands of upstream's `inference_repl`."""
+"""Chats with a model at the terminal, with the keys and commands of upstream's `inference_repl`."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Trains adapters of a pretrained language model on preferences."""
+"""Trains low-rank adapters of a pretrained language model on preference pairs."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Trains adapters of a pretrained language model."""
+"""Trains low-rank adapters of a pretrained language model."""
 
 from typing import TYPE_CHECKING
 

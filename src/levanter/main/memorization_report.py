@@ -1,4 +1,4 @@
-"""Reports on finished memorization runs: one page for one run, several side by side, thresholds from control texts."""
+"""Writes a report on finished memorization runs: one run, or several compared, with thresholds from control texts."""
 
 import sys
 

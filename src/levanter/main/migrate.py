@@ -1,4 +1,4 @@
-"""Rewrites upstream's YAML, of either generation, in today's keys, and lists each change."""
+"""Translates upstream's YAML, old or new, to today's keys, and lists each change."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Compares two models on the same bytes, whatever their tokenizers: bits per byte, and a page of where they part."""
+"""Compares two models on the same bytes, with any tokenizers: bits per byte, and an HTML page of the differences."""
 
 from typing import TYPE_CHECKING
 

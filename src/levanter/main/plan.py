@@ -1,4 +1,4 @@
-"""Preflight of any run on any pod: will it load, will it fit, how fast, and why. No TPU, no weights, no network.
+"""Preflight: whether a run loads and fits on a pod, and how fast it runs. Needs no TPU, no weights and no network.
 
     python -m levanter.main.plan eval_lm --config_path config/eval/demo.yaml --target v4-8
     python -m levanter.main.plan train_lm --config_path config/train/llama2_70b_v4-256.yaml --target v4-256,v5p-256

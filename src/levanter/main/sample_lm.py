@@ -1,4 +1,4 @@
-"""Samples texts behind a few prompts and prints them, by the keys of upstream's `sample_lm`."""
+"""Samples continuations of a few prompts and prints them, with the keys of upstream's `sample_lm`."""
 
 from typing import TYPE_CHECKING
 

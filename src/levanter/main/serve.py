@@ -1,4 +1,4 @@
-"""A model over HTTP, for clients of OpenAI's interface (`python -m levanter.main.plan serve` plans it)."""
+"""Serves a model over HTTP for OpenAI clients (`python -m levanter.main.plan serve` plans it)."""
 
 from typing import TYPE_CHECKING
 

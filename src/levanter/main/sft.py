@@ -1,4 +1,4 @@
-"""Fine-tunes on conversations or pairs: `train_lm`, which reads upstream's `sft` documents, too."""
+"""Fine-tunes on conversations or prompt/response pairs: `train_lm`, which also reads upstream's `sft` documents."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Fine-tunes on a mixture of sets: `train_lm`, which reads upstream's `sft_mixture` documents, too."""
+"""Fine-tunes on a mixture of data sets: `train_lm`, which also reads upstream's `sft_mixture` documents."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Trains a language model on preferences."""
+"""Trains a language model on preference pairs."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Writes a page that shows validation text token by token, each shaded by how much it surprised the model."""
+"""Writes an HTML page of validation text in which each token is shaded by its log-probability."""
 
 from typing import TYPE_CHECKING
 

@@ -200,7 +200,7 @@ def score_and_store(
     Args:
         batches: the scores from a window on, batch by batch.
         store: the book's parts. Only process 0 reads and writes them; the others compute along.
-        save_seconds: seconds of work that may be lost if the process is killed.
+        save_seconds: seconds between two saves of partial results: the most work that is lost if the process is killed.
         on_windows: called with the number of windows scored so far, those of earlier runs included.
 
     Returns:

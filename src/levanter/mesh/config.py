@@ -28,8 +28,8 @@ class MeshConfig(Ranged):
     """Mesh axes and the mappings of logical axes to them.
 
     Attributes:
-        axes: mesh axes inside a slice (ICI) and their sizes, merged over `{data: -1, replica: 1, model: 1}`; one may
-            be -1 and absorbs what is left.
+        axes: mesh axes inside a slice (ICI) and their sizes, merged over `{data: -1, replica: 1, model: 1}`; one may be
+            -1, which takes the remaining devices.
         dcn_axes: mesh axes across granules (DCN), merged over `{replica_dcn: -1}`; one may be -1.
         batch_axis_name: logical name of the batch axis.
         shared_mapping: logical axis → mesh axis or list, for parameters and compute, merged over
@@ -38,18 +38,20 @@ class MeshConfig(Ranged):
         param_mapping: for parameters and optimizer state only, merged over the shared mapping.
         granule: what a DCN axis counts: slices, or processes where devices have no slices.
         residual_mapping: for the residual stream at block boundaries only, merged over the compute mapping.
-        attention_mapping: for queries, keys and values while positions look at each other, merged over the compute
-            mapping; or what devices then exchange, in a word: `gather`, `heads`, `ring`, or `auto`, which chooses.
-        position_order: how positions lie on the devices that they are cut over: `natural`, or `zigzag`, where each
-            device has an early and a late run of them, and so as much of a causal mask as the others. Default: zigzag
-            where `attention_mapping` is given and heads are not exchanged.
-        allow_dcn: whether `position` may be cut over mesh axes between slices, where each layer exchanges keys and
-            values over DCN; in a ring only.
+        attention_mapping: for queries, keys and values inside attention only, merged over the compute mapping; or a
+            context-parallel strategy by name: `gather` (all-gather of K/V), `heads` (Ulysses), `ring` (ring attention),
+            or `auto`, which chooses one.
+        position_order: how positions are ordered over the devices that shard them: `natural`, or `zigzag`, where each
+            device has an early and a late range, which balances a causal mask. Default: `zigzag` where
+            `attention_mapping` is set and is not `heads`.
+        allow_dcn: whether `position` may be sharded over mesh axes between slices, where each layer exchanges keys and
+            values over DCN; only with `ring`.
         overrides: path pattern → mapping merged over the parameter mapping for matching parameters.
         split_heads: `auto` factors a mesh axis mapped to `heads` that exceeds the KV heads into itself × `group`.
-        allow_replicated: path patterns or mesh axes over which large replication is accepted.
-        on_conflict: two logical axes of one array on one mesh axis: an error, or the first in the mapping wins.
-        hbm_gib: memory of one device in GiB that the replication rule measures against; default: the accelerator's.
+        allow_replicated: path patterns or mesh axes for which large replication is accepted.
+        on_conflict: what happens if two logical axes of one array map to one mesh axis: an error, or the first in the
+            mapping is sharded.
+        hbm_gib: memory of one device in GiB, used by the replication check; default: the accelerator's.
     """
 
     axes: dict[str, PositiveOrAll] = field(default_factory=dict)

@@ -26,11 +26,11 @@ class Architecture(Ranged, ABC):
     """A causal language model's architecture.
 
     Attributes:
-        max_seq_len: the longest sequence the model is meant for.
+        max_seq_len: the longest sequence the model supports.
         vocab_size: rows of the embedding table; None leaves it to the tokenizer.
-        tokenizer: the tokenizer the model was made with, if it has its own.
+        tokenizer: the tokenizer of the model, if it is not the data's.
         reference_checkpoint: a Hugging Face checkpoint of this architecture.
-        cross_entropy_block_size: positions scored at a time; None is scoring's default.
+        cross_entropy_block_size: positions whose logits are computed at a time; None for the default of scoring.
     """
 
     range_prefix: ClassVar[str] = "model."

@@ -43,21 +43,22 @@ class OptimizerConfig(Ranged, draccus.ChoiceRegistry):
     """What all optimizers have.
 
     Attributes:
-        learning_rate: the peak.
-        weight_decay: the part of a parameter that is taken off, times the learning rate.
-        min_lr_ratio: where decay ends, as a part of the peak.
-        warmup: of the first cycle: a fraction of it (at most 1) or steps.
-        decay: of each cycle, likewise; null takes all that the warmup leaves, less leaves a stable phase before it.
-        rewarmup: warmup of the cycles after the first.
-        cycle_length: length of a cycle (a fraction of the run or steps), or of each in turn.
+        learning_rate: the peak learning rate.
+        weight_decay: the fraction of a parameter that is subtracted at each step, times the learning rate.
+        min_lr_ratio: the final learning rate, as a fraction of the peak.
+        warmup: length of the warmup of the first cycle: a fraction of the cycle (at most 1) or a number of steps.
+        decay: length of the decay of each cycle, in the same units; null for the whole cycle after the warmup; a
+            shorter decay is preceded by a stable phase.
+        rewarmup: length of the warmup of the cycles after the first.
+        cycle_length: length of a cycle (a fraction of the run or steps), or a list with the length of each.
         cycles: how many cycles of equal length, or the steps at which they end.
         lr_schedule: the shape of the decay: a name, or `{type: …}` with its settings.
         haps: an old spelling of a list of `cycles`.
-        cooldown: not supported; `decay` says it.
+        cooldown: not supported; use `decay`.
         weight_decay_modules: a regular expression, or a list of texts, that a parameter's path (`…lm_head.weight`) or
             class path (`Linear.weight`) matches.
-        default_weight_decay_mask: whether all but biases, norms and embeddings decay; null: where
-            `weight_decay_modules` says nothing.
+        default_weight_decay_mask: whether everything but biases, norms and embeddings decays; null: only where
+            `weight_decay_modules` is not set.
         max_grad_norm: the gradient's global norm is clipped at this; null for no limit.
     """
 
@@ -214,17 +215,17 @@ class AdamConfig(OptimizerConfig):
     """AdamW (Loshchilov & Hutter, arXiv:1711.05101).
 
     Attributes:
-        beta1: of the first moment.
-        beta2: of the second moment.
+        beta1: decay rate of the first moment.
+        beta2: decay rate of the second moment.
         epsilon: added to the root of the second moment.
-        nesterov: whether the first moment looks one step ahead.
-        skip_bad_steps: whether steps are left out whose loss or gradient is far above the last ones'; a number says
-            how many of them are remembered.
-        update_rms_clipping: largest root mean square of one matrix's update, before the learning rate; null for no
+        nesterov: whether the first moment uses Nesterov's look-ahead.
+        skip_bad_steps: whether steps with an outlying loss or gradient norm are skipped; a number is the length of the
+            window of the statistics.
+        update_rms_clipping: largest root mean square of one parameter's update, before the learning rate; null for no
             limit.
-        clip_update_norm: the update's norm is clipped where it is far above the last ones'; null for never.
-        adamc_weight_decay: whether weight decay falls with the learning rate once more, by its part of the peak
-            (Defazio, arXiv:2506.02285).
+        clip_update_norm: clips the update's norm if it is far above the recent mean; null for no clipping.
+        adamc_weight_decay: whether weight decay is multiplied by the learning rate's fraction of the peak once more
+            (AdamC; Defazio, arXiv:2506.02285).
     """
 
     beta1: Decay = 0.9

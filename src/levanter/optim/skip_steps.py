@@ -24,8 +24,9 @@ class UsualRange(Ranged):
     """What is usual after the last steps: their mean and some standard deviations more.
 
     Attributes:
-        rolling_interval_length: how many steps are remembered; with fewer than half of them anything is usual.
-        sigma_factor: how many standard deviations above the mean is still usual.
+        rolling_interval_length: number of recent steps in the statistics; with fewer than half of them nothing is
+            clipped or skipped.
+        sigma_factor: largest accepted value, in standard deviations above the mean.
     """
 
     rolling_interval_length: PositiveInt = 128

@@ -70,7 +70,7 @@ class SophiaHConfig(OptimizerConfig):
     """Sophia with Hutchinson's estimates of the Hessian's diagonal (arXiv:2305.14342).
 
     Attributes:
-        weight_decay: the part of a parameter that is taken off, times the learning rate.
+        weight_decay: the fraction of a parameter that is subtracted at each step, times the learning rate.
         beta1: of the momentum.
         beta2: of the mean of the estimates.
         gamma: multiplies the curvature; smaller lets more components be clipped.

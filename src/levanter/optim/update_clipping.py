@@ -27,7 +27,7 @@ class ClipUpdateNormConfig(UsualRange):
     """How far above the last updates' norms one may be, in upstream's keys.
 
     Attributes:
-        sigma_factor: how many standard deviations above their mean a norm may be.
+        sigma_factor: largest accepted norm, in standard deviations above the mean.
     """
 
     sigma_factor: float = 3.0

@@ -18,14 +18,14 @@ class LimitsConfig(Ranged):
     """What clients may send, and how slowly.
 
     Attributes:
-        max_body_mib: of a request.
-        max_bodies_mib: of all requests whose bodies are being read at the same time.
-        idle_seconds: how long a connection is kept behind an answer.
-        header_seconds: how long a client may take for the head of a request.
-        body_seconds: how long it may take for the body.
-        write_seconds: how long it may take before it reads anything of an answer that waits for it.
-        max_connections: open at the same time; where more come, the one that is idle for longest is closed.
-        requests_per_minute: of one client address; null for any number.
+        max_body_mib: largest body of a request, in MiB.
+        max_bodies_mib: largest total of all bodies that are being read, in MiB.
+        idle_seconds: seconds that a keep-alive connection may be idle.
+        header_seconds: seconds in which a client must send the request head.
+        body_seconds: seconds in which a client must send the body.
+        write_seconds: seconds that a client may pause reading a response.
+        max_connections: largest number of open connections; beyond it, the longest idle one is closed.
+        requests_per_minute: largest rate of requests per client address; null for no limit.
     """
 
     range_prefix: ClassVar[str] = "limits."

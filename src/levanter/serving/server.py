@@ -233,7 +233,7 @@ class HttpServer:
     Args:
         application: made by `app`.
         service: whose.
-        drain_seconds: how long requests may go on when the server is told to end.
+        drain_seconds: seconds that running requests may take to finish at shutdown.
         limits: of connections.
         opened: is called when connections are answered.
     """

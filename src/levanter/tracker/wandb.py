@@ -102,16 +102,16 @@ class WandbConfig(TrackerConfig):
         project: the project of the run.
         name: the run's display name.
         tags: the run's tags.
-        id: the run's id; the trainer's run id where absent.
+        id: the run's id; default the trainer's run id.
         group: the experiment that the run belongs to.
-        mode: `online`, `offline` or `disabled`; where absent, $WANDB_MODE, else online if there is an API key.
-        resume: what happens if the run exists: `allow`, `must`, `never`, `auto`.
+        mode: `online`, `offline` or `disabled`; default $WANDB_MODE, else `online` if an API key is set.
+        resume: how an existing run is resumed: `allow`, `must`, `never`, `auto`.
         save_code: the folder whose code and git commit are saved, or whether to save the working directory's.
         save_xla_dumps: whether to save the folder that $XLA_FLAGS names in `--xla_dump_to`.
         replicate_path: a folder that gets `tracker_metrics.jsonl` (configuration and summary) at the end.
-        background: whether metrics are handed over by a thread of their own.
-        background_max_queue_size: how many calls may wait for that thread.
-        background_finish_timeout: how many seconds the end of the run waits for it.
+        background: whether a background thread sends the metrics.
+        background_max_queue_size: the largest number of calls queued for that thread.
+        background_finish_timeout: how many seconds the run waits for that thread when it ends.
     """
 
     entity: str | None = None

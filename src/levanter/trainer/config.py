@@ -35,45 +35,46 @@ class TrainerConfig(Ranged):
     """How a run uses its devices, and everything around the model and the data.
 
     Attributes:
-        seed: the key that model initialization, data order and training are derived from.
+        seed: the seed of model initialization, data order and training.
         mp: the precision policy: `f32`, `bfloat16`, `p=f32,c=bfloat16`, `params=…,compute=…,output=…`.
-        model_averaging: an average of the parameters beside them; null for none.
-        log_dir: where logs, profiles and artifacts go.
+        model_averaging: a running average of the parameters, kept in addition to them; null for none.
+        log_dir: the folder of logs, profiles and artifacts.
         id: the id of the run; null takes `$RUN_ID`, the tracker's id, or a random one that all hosts share.
-        tracker: where metrics go: one tracker or a list.
+        tracker: metric trackers: one or a list.
         watch: norms and histograms of gradients and parameters.
-        profiler: a profile of some steps.
-        crash_on_nan: whether a loss that is not a number ends the run.
+        profiler: a JAX profile of some train steps.
+        crash_on_nan: whether a NaN loss ends the run.
         crash_on_inf: whether an infinite loss ends the run.
-        allow_nonfinite: whether weights that are NaN or infinite are taken as they are; without it they are refused.
-        skip_nonfinite_steps: how many steps in a row are left out, instead of ending the run, because their loss or
-            gradient is not finite; 0 for none.
-        mesh: the device mesh and the mappings of named axes to it.
+        allow_nonfinite: whether checkpoint weights with NaN or infinite values are accepted; otherwise they are
+            refused.
+        skip_nonfinite_steps: how many consecutive steps with a non-finite loss or gradient are skipped before the run
+            ends; 0 for none.
+        mesh: the device mesh and the mappings of logical axes to mesh axes.
         train_batch_size: sequences a step over all devices, or a list of stages {start, value}; -1 derives it from
             per_device_parallelism.
-        per_device_parallelism: sequences a device takes at once in training; -1 for all of its share.
-        per_device_eval_parallelism: sequences a device takes at once in evaluation; -1 for the training value.
-        allow_nondivisible_batch_size: whether a batch that the devices do not divide is padded.
+        per_device_parallelism: sequences per device in one forward and backward pass; -1 for the device's whole share
+            of the batch.
+        per_device_eval_parallelism: sequences per device in one evaluation batch; -1 for the training value.
+        allow_nondivisible_batch_size: whether a batch that is not divisible by the devices is padded.
         num_train_steps: steps of the whole run.
-        trainable: which parameters are trained: groups of them (`embedding`, `attention`, `mlp`, `head`, `norm`) and
-            path patterns (`**.self_attn`), of which one must match; the others are frozen. null trains everything.
+        trainable: the parameters that are trained: groups (`embedding`, `attention`, `mlp`, `head`, `norm`) and path
+            patterns (`**.self_attn`), of which one must match; the others are frozen. null trains everything.
         steps_per_eval: steps between two evaluations.
         max_eval_batches: batches of one evaluation; null for all.
         checkpointer: where and how often checkpoints are saved.
-        load_checkpoint: whether the run resumes; null resumes where there is a checkpoint.
+        load_checkpoint: whether the run resumes; null resumes if there is a checkpoint.
         load_checkpoint_path: the checkpoint to resume from; null for the run's own folder.
         initialize_from: a checkpoint of another run to resume from, if the run has none of its own.
-        resume_with_changes: whether a run resumes from its checkpoint even if its architecture, data, seed or kind of
-            optimizer changed; arrays must have their shapes all the same.
+        resume_with_changes: whether a run resumes from its checkpoint although its architecture, data, seed or
+            optimizer type changed; the shapes of all arrays must still match.
         allow_partial_checkpoint: whether parameters that a checkpoint lacks are initialized instead.
         jax_config: options for `jax.config`.
-        jax_compilation_cache_dir: a folder or URL for compiled programs that later runs read; true for one in this
-            user's cache, false for none; null is true on accelerators and false on CPUs.
-        compiler: what XLA is told beside the Programs: `tuned` for the options of this kind of TPU, kind of Program and
-            layout that were compared (docs/preflight/compiler-options.md), or `default` for none of them; the plan
-            lists them.
-        compiler_options: options of XLA by XLA's names, over those, for train steps, scoring and generation; those
-            of another platform are left out. The compiler refuses names that it does not know.
+        jax_compilation_cache_dir: a folder or URL of JAX's persistent compilation cache; true for the default folder in
+            the user's cache, false for none; null is true on accelerators and false on CPUs.
+        compiler: XLA options of the Programs: `tuned` for the measured options of this kind of TPU, Program and layout
+            (docs/preflight/compiler-options.md), or `default` for none; the plan lists them.
+        compiler_options: further XLA options by name, which override those of `compiler`, for train steps, scoring and
+            generation; options of another platform are skipped. The compiler refuses unknown names.
         distributed: how the processes of the job find each other.
         require_accelerator: whether a run without TPU or GPU is refused; null allows it.
     """

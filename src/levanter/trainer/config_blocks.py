@@ -40,7 +40,7 @@ class CheckpointDebugConfig(Ranged):
     """What a slow or memory-hungry save reports about itself.
 
     Attributes:
-        enabled: whether it reports.
+        enabled: whether diagnostics are logged.
         log_interval: seconds between two lines while a save runs.
         dump_stacks_after: seconds after which all Python stacks are logged.
         tracemalloc_frames: frames recorded for each allocation.
@@ -65,12 +65,12 @@ class CheckpointerConfig(Ranged):
     Attributes:
         base_path: the folder or URL of all checkpoints.
         save_interval: time between two temporary checkpoints; null for none.
-        keep: which checkpoints stay for ever, by step; each interval but the last needs `until`.
-        append_run_id_to_base_path: whether each run has a folder of its own below `base_path`.
+        keep: which checkpoints are permanent, by step; each interval but the last needs `until`.
+        append_run_id_to_base_path: whether each run has its own folder below `base_path`.
         delete_old_temp_checkpoints: whether temporary checkpoints of earlier attempts are deleted.
-        temporary_base_path: where temporary checkpoints go; null for `base_path`.
-        keep_last_temporary_checkpoints: how many temporary checkpoints stay.
-        debug: what a save reports about itself.
+        temporary_base_path: the folder or URL of temporary checkpoints; null for `base_path`.
+        keep_last_temporary_checkpoints: how many temporary checkpoints are kept.
+        debug: diagnostics of saving.
     """
 
     base_path: PathText = "checkpoints/"
@@ -125,8 +125,8 @@ class ProfilerConfig(Ranged):
 
     Attributes:
         enabled: whether steps are profiled.
-        start_step: the first step that is.
-        num_steps: how many are.
+        start_step: the first profiled step.
+        num_steps: the number of profiled steps.
         perfetto_link: whether the run waits for the trace to be opened through a link.
         profile_options: options of the JAX profiler.
     """
@@ -143,10 +143,10 @@ class WatchConfig(Ranged):
     """Norms and histograms of gradients and parameters, computed inside the step.
 
     Attributes:
-        watch_targets: what is watched: one of grads, params, opt_state, updates, or a list.
-        include_norms: whether the norm of all of it is logged.
-        include_per_parameter_norms: whether the norm of each parameter is.
-        include_histograms: whether histograms are (slow).
+        watch_targets: the trees that are watched: one of grads, params, opt_state, updates, or a list.
+        include_norms: whether the norm of the whole tree is logged.
+        include_per_parameter_norms: whether the norm of each parameter is logged.
+        include_histograms: whether histograms are logged (slow).
         split_scan_layers: whether stacked layers are logged one by one.
         interval: steps between two logs; 0 turns watching off.
     """

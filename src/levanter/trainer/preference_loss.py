@@ -19,10 +19,10 @@ class PreferenceLossConfig(Ranged):
 
     Attributes:
         type: the formula; see `levanter.trainer.dpo`.
-        label_smoothing: the share ε of pairs that are taken to be the wrong way round; of `sigmoid` and `robust`.
-        gamma: the margin of `simpo`; null for its 0.5.
-        length_normalized: whether log-probabilities are means over the tokens that count instead of sums; null for what
-            the type has: `ipo`, `simpo` and `orpo` do, the others do not.
+        label_smoothing: the fraction ε of pairs that are assumed to be mislabelled; for `sigmoid` and `robust`.
+        gamma: the margin of `simpo`; null for 0.5.
+        length_normalized: whether log-probabilities are means over the counted tokens instead of sums; null for the
+            type's own convention: means for `ipo`, `simpo` and `orpo`, sums for the others.
     """
 
     type: Kind = "sigmoid"

@@ -52,8 +52,8 @@ from levanter.main.__main__ import main
 main(["--help"])
 heavy = {"jax", "numpy", "haliax", "equinox", "draccus", "yaml", "transformers"} & sys.modules.keys()
 ours = {name for name in sys.modules if name.startswith("levanter")}
-rooms = {name.split(".")[1] for name in ours if "." in name}
-assert not heavy and rooms == {"legacy", "main", "io", "bounds"}, (heavy, ours)
+packages = {name.split(".")[1] for name in ours if "." in name}
+assert not heavy and packages == {"upstream", "main", "io", "base"}, (heavy, ours)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -13,26 +13,28 @@ from levanter.trainer.config import TrainerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class EvalLmConfig(Ranged):
-    """What `eval_lm` evaluates, on what, and where.
+    """Evaluate loss, perplexity and bits per byte of a model on text.
 
     Attributes:
         hf_checkpoint: Hugging Face files: a folder, a hub id (`org/name@revision`), a URL, or a .gguf file.
         initialize_from_hf: alias of `hf_checkpoint`.
-        checkpoint_path: a checkpoint of our own training runs, or a run's folder for its newest one.
+        checkpoint_path: a checkpoint of `train_lm`, or a run's folder for its newest one.
         trainer: devices, mesh, precision, trackers.
         data: the data sets.
-        model: the architecture, if the checkpoint does not give it; checked against the checkpoint if it does.
-        eval_on_train: evaluate on training data instead of validation data.
-        max_eval_length: tokens per row; by default at most the model's `max_seq_len`.
+        model: the architecture, if the checkpoint has no config; otherwise it is checked against the checkpoint.
+        eval_on_train: evaluates on training data instead of validation data.
+        max_eval_length: tokens per row; default at most the model's `max_seq_len`.
         output_path: file for the results as JSON; default `<trainer.log_dir>/<run id>/eval_lm.json`.
-        allow_pickle: accept pickled weights (never needed for safetensors).
-        load_memory_gib: host memory for reading, beyond the arrays; default a tenth of them, within [0.25, 4] GiB.
-        quantize: `int8` holds all projections as 8-bit integers with a scale per output channel, made while they are
-            read; null keeps them in the compute dtype.
-        tied_head: with `quantize`, where the head is the embedding table: whether it multiplies by an int8 `copy`, or
-            they `share` the table as it is.
-        adapter_path: an adapter of the model, as peft or `peft_save_path` wrote it: a folder, a hub id, or a URL.
-        plan: assumptions for planning that a run would find out by itself.
+        allow_pickle: accepts pickled weights (never needed for safetensors).
+        load_memory_gib: host memory for read buffers in GiB, in addition to the arrays; default a tenth of them, within
+            [0.25, 4].
+        quantize: `int8` stores all projections as 8-bit integers with a scale per output channel, quantized while they
+            are read; null keeps them in the compute dtype.
+        tied_head: with `quantize` and tied embeddings: `copy` gives the output head an int8 copy of the embedding
+            table, `share` multiplies by the table itself.
+        adapter_path: an adapter to apply to the model, in the format of peft or `peft_save_path`: a folder, a hub id,
+            or a URL.
+        plan: assumptions for planning: values that a run determines from its data.
     """
 
     hf_checkpoint: PathText | None = None
@@ -67,23 +69,24 @@ class EvalLmConfig(Ranged):
 
 @dataclass(frozen=True, kw_only=True)
 class VizLmConfig(Ranged):
-    """What `viz_logprobs` shows.
+    """Write an HTML page that shows the log-probability of every token of a text.
 
     Attributes:
         checkpoint_path: a checkpoint of `train_lm`, or a run's folder for its newest one.
         checkpoint_is_hf: whether `checkpoint_path` names Hugging Face files.
         hf_checkpoint: Hugging Face files: a folder, a hub id, a .gguf file.
         path: file for the page.
-        num_docs: rows of text to show.
-        data_seed: seed of their choice; null for the first rows.
-        max_eval_length: tokens per row; by default at most the model's `max_seq_len`.
+        num_docs: number of rows of text to show.
+        data_seed: seed of the choice of rows; null for the first rows.
+        max_eval_length: tokens per row; default at most the model's `max_seq_len`.
         trainer: devices, mesh, precision.
         data: the data sets.
-        model: the architecture, if the checkpoint does not give it; checked against the checkpoint if it does.
-        quantize, tied_head: as in `eval_lm`.
+        model: the architecture, if the checkpoint has no config; otherwise it is checked against the checkpoint.
+        quantize, tied_head: see `eval_lm`.
         comparison_model_path, comparison_is_hf: a second model to compare with, not supported yet.
-        adapter_path: an adapter of the model, as peft or `peft_save_path` wrote it: a folder, a hub id, or a URL.
-        plan: assumptions for planning that a run would find out by itself.
+        adapter_path: an adapter to apply to the model, in the format of peft or `peft_save_path`: a folder, a hub id,
+            or a URL.
+        plan: assumptions for planning: values that a run determines from its data.
     """
 
     checkpoint_path: PathText | None = None

@@ -14,29 +14,29 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertLmConfig(Ranged):
-    """What `export_lm_to_hf` exports, and where.
+    """Export a checkpoint as a Hugging Face folder.
 
     Attributes:
         checkpoint_path: a checkpoint of `train_lm`, or a run's folder for its newest one.
-        hf_checkpoint: instead, Hugging Face files that an adapter is merged into.
-        adapter_path: that adapter, as peft or `peft_save_path` wrote it: a folder, a hub id, or a URL.
-        output_dir: the folder or URL to write; it must not exist.
-        overwrite: whether an existing folder is replaced: on a disk, once the new one is complete; at a URL, file by
-            file.
-        dtype: of the weights; default as in the checkpoint.
+        hf_checkpoint: instead of `checkpoint_path`: Hugging Face files into which an adapter is merged.
+        adapter_path: the adapter to merge, in the format of peft or `peft_save_path`: a folder, a hub id, or a URL.
+        output_dir: the folder or URL to write; it must not exist unless `overwrite` is set.
+        overwrite: whether an existing folder is replaced: on a disk atomically, once the new one is complete; at a URL,
+            file by file.
+        dtype: dtype of the weights; default the checkpoint's.
         int8: whether projections are written as 8-bit integers with a scale per output channel (compressed-tensors,
-            W8A16); `dtype` is of the other weights.
-        max_shard_bytes: largest size of a file of weights.
+            W8A16); `dtype` applies to the other weights.
+        max_shard_bytes: largest size of a weights file, in bytes.
         save_tokenizer: whether the tokenizer is written too.
-        tokenizer: a tokenizer other than that of the checkpoint's training data.
-        generation_eos_token_ids: ids that end a generated text; default the tokenizer's own.
-        override_vocab_size: number of ids to export, to drop the model's last ones.
-        config_overrides: keys of config.json that replace ours.
-        model: the architecture; must agree with the checkpoint, which has it.
+        tokenizer: the tokenizer to export; default that of the checkpoint's training data.
+        generation_eos_token_ids: token ids that end generated text; default the tokenizer's own.
+        override_vocab_size: number of vocabulary rows to export, to drop the last ones.
+        config_overrides: keys of config.json that override ours.
+        model: the architecture; must agree with the checkpoint's.
         trainer: accepted for compatibility; no device is used.
         upload_to_hf: not supported yet.
         use_cpu: accepted for compatibility; no device is used.
-        plan: assumptions for planning that a run would find out by itself.
+        plan: assumptions for planning: values that a run determines from its data.
     """
 
     checkpoint_path: PathText | None = None

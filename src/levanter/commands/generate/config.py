@@ -14,31 +14,33 @@ from levanter.trainer.config import TrainerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig(Ranged):
-    """Which prompts `generate` continues, with which model, and where the texts go.
+    """Generate text for a file of prompts with a pretrained model.
 
     Attributes:
         hf_checkpoint: Hugging Face files: a folder, a hub id (`org/name@revision`), a URL, or a .gguf file.
-        checkpoint_path: a checkpoint of our own training runs, or a run's folder for its newest one.
+        checkpoint_path: a checkpoint of `train_lm`, or a run's folder for its newest one.
         tokenizer: another tokenizer than the checkpoint's own.
-        model: the architecture, if the checkpoint does not give it; checked against the checkpoint if it does.
+        model: the architecture, if the checkpoint has no config; otherwise it is checked against the checkpoint.
         trainer: devices, mesh, precision, trackers.
-        inference: rows and their cache.
-        sampling: how tokens are chosen where a line does not say.
-        chat_template: makes a text of a conversation, instead of the tokenizer's own: Jinja, or a file that has it.
-        enforce_bos: whether a prompt that is a text begins with BOS, where the tokenizer has one.
-        interactive: asks at the terminal and answers there, instead of reading and writing files.
+        inference: decode slots and the KV cache.
+        sampling: default sampling parameters for lines that do not set them.
+        chat_template: chat template used instead of the tokenizer's own: Jinja text, or a file that contains it.
+        enforce_bos: whether a text prompt begins with BOS, if the tokenizer has one.
+        interactive: reads prompts from the terminal and prints the answers, instead of reading and writing files.
         input_path: prompts, one JSON object a line: `{"id": …, "prompt": "text" or [ids], …parameters}`, or `messages`
             instead of `prompt`.
-        output_path: a line of JSON for each of them. What is there from an interrupted run is kept, and the run goes on
-            behind it.
-        adapter_path: an adapter of the model, as peft or `peft_save_path` wrote it: a folder, a hub id, or a URL.
-        plan: assumptions for planning that a run would find out by itself.
-        allow_pickle: accept pickled weights (never needed for safetensors).
-        load_memory_gib: host memory for reading, beyond the arrays; default a tenth of them, within [0.25, 4] GiB.
-        quantize: `int8` holds all projections as 8-bit integers with a scale per output channel, made while they are
-            read; null keeps them in the compute dtype.
-        tied_head: with `quantize`, where the head is the embedding table: whether it multiplies by an int8 `copy`, or
-            they `share` the table as it is.
+        output_path: the results, one JSON object a line. Results of an interrupted run are kept, and the run continues
+            after them.
+        adapter_path: an adapter to apply to the model, in the format of peft or `peft_save_path`: a folder, a hub id,
+            or a URL.
+        plan: assumptions for planning: values that a run determines from its data.
+        allow_pickle: accepts pickled weights (never needed for safetensors).
+        load_memory_gib: host memory for read buffers in GiB, in addition to the arrays; default a tenth of them, within
+            [0.25, 4].
+        quantize: `int8` stores all projections as 8-bit integers with a scale per output channel, quantized while they
+            are read; null keeps them in the compute dtype.
+        tied_head: with `quantize` and tied embeddings: `copy` gives the output head an int8 copy of the embedding
+            table, `share` multiplies by the table itself.
     """
 
     hf_checkpoint: PathText | None = None

@@ -1,4 +1,4 @@
-"""The demonstration of generating text: a small model answers three questions, greedy and sampled, then as int8.
+"""Demo of text generation: a small model answers three questions, greedy and sampled, then quantized to int8.
 
     make demo-generate
 

@@ -1,4 +1,4 @@
-"""Goes on with prompts: a file with a line of JSON for each goes in, a file with a line of JSON for each comes out.
+"""Generates text for a file of prompts: JSON lines in, JSON lines out.
 
     python -m levanter.main.generate --config_path config/generate/demo.yaml --input_path prompts.jsonl \\
         --output_path answers.jsonl

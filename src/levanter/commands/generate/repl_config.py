@@ -29,12 +29,12 @@ class InferenceServerConfig(Ranged):
     """Upstream's `server:` block; of it `service` is used, and the rest says nothing where nobody is served.
 
     Attributes:
-        trainer, model, checkpoint_path, hf_checkpoint: without effect; the document's own are used.
-        tokenizer: used where the document names none.
-        service: rows and their cache, by upstream's keys.
-        temperature, seed: without effect; the document's own are used.
-        batch_timeout: without effect; nothing waits.
-        host, port: without effect; nobody is served.
+        trainer, model, checkpoint_path, hf_checkpoint: no effect; the top-level keys are used.
+        tokenizer: used if no top-level `tokenizer` is set.
+        service: decode slots and the KV cache, with upstream's keys.
+        temperature, seed: no effect; the top-level keys are used.
+        batch_timeout: no effect; requests are not delayed to form batches.
+        host, port: no effect; no server is started.
     """
 
     range_prefix: ClassVar[str] = "server."
@@ -65,23 +65,26 @@ class InferenceServerConfig(Ranged):
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceReplConfig(Ranged):
-    """Which model is talked to at the terminal.
+    """Chat with a model at the terminal.
 
     Attributes:
-        checkpoint: a folder, a hub id, a URL or a .gguf file of Hugging Face, or a checkpoint of our own training runs.
-        model: the architecture, if the checkpoint does not give it.
+        checkpoint: Hugging Face files (a folder, a hub id, a URL or a .gguf file), or a checkpoint of `train_lm`.
+        model: the architecture, if the checkpoint has no config.
         tokenizer: another tokenizer than the checkpoint's own.
         trainer: devices, mesh, precision, trackers.
-        server: of upstream's block, `service`: rows and their cache.
-        temperature: 0 takes the likeliest token.
-        seed: of the noise.
-        max_tokens: tokens of an answer, where there is room for them.
+        server: upstream's `server` block; its `service` configures decode slots and the KV cache.
+        temperature: sampling temperature; 0 selects the most likely token (the lowest id on ties).
+        seed: seed of the sampling noise.
+        max_tokens: largest number of tokens of an answer.
         command: `chat`, `complete`, `batch` or `help`, instead of a session; null for a session.
-        args: what the command is about: a message, a text, or for `batch` a list of requests as JSON or a file of them.
-        quantize: `int8` holds all projections as 8-bit integers; see `generate`.
-        tied_head: with `quantize`, what a head multiplies by that is the embedding table: `copy` or `share`.
-        adapter_path: an adapter of the model, as peft or `peft_save_path` wrote it: a folder, a hub id, or a URL.
-        plan: assumptions for planning that a run would find out by itself.
+        args: the argument of the command: a message, a text, or for `batch` a list of requests as JSON or a file of
+            them.
+        quantize: `int8` stores all projections as 8-bit integers; see `generate`.
+        tied_head: with `quantize` and tied embeddings, the matrix of the output head: an int8 `copy` of the embedding
+            table, or `share` for the table itself.
+        adapter_path: an adapter to apply to the model, in the format of peft or `peft_save_path`: a folder, a hub id,
+            or a URL.
+        plan: assumptions for planning: values that a run determines from its data.
     """
 
     checkpoint: PathText

@@ -23,28 +23,30 @@ PROMPTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class SampleLmConfig(Ranged):
-    """What texts are sampled behind, with which model, and where.
+    """Sample continuations of a few prompts.
 
     Attributes:
-        checkpoint_path: a checkpoint of our own training runs, or a run's folder for its newest one.
+        checkpoint_path: a checkpoint of `train_lm`, or a run's folder for its newest one.
         hf_checkpoint: Hugging Face files: a folder, a hub id, a URL, or a .gguf file.
         trainer: devices, mesh, precision, trackers.
-        model: the architecture, if the checkpoint does not give it.
+        model: the architecture, if the checkpoint has no config.
         tokenizer: another tokenizer than the checkpoint's own.
         engine: rows and their cache, by upstream's keys.
-        prompts: what is gone on with; null for four of our own.
-        stop_sequence: where a text ends; null for its own end.
-        max_new_tokens: tokens of a text.
-        temperature: 0 takes the likeliest token.
-        seed: of the first round's noise; each round has the next one.
-        n_generations: texts behind each prompt.
-        n_rounds: how often all prompts are gone through.
-        profile: without effect; `trainer.profiler` profiles training runs.
-        log_kernel_jaxprs_path: without effect.
-        quantize: `int8` holds all projections as 8-bit integers; see `generate`.
-        tied_head: with `quantize`, what a head multiplies by that is the embedding table: `copy` or `share`.
-        adapter_path: an adapter of the model, as peft or `peft_save_path` wrote it: a folder, a hub id, or a URL.
-        plan: assumptions for planning that a run would find out by itself.
+        prompts: the prompts; null for four built-in ones.
+        stop_sequence: string that ends a text; null for only the model's own end.
+        max_new_tokens: largest number of tokens of a text.
+        temperature: sampling temperature; 0 selects the most likely token (the lowest id on ties).
+        seed: seed of the sampling noise of the first round; it increases by one each round.
+        n_generations: continuations of each prompt.
+        n_rounds: how many times all prompts are continued.
+        profile: no effect; `trainer.profiler` profiles training runs.
+        log_kernel_jaxprs_path: no effect.
+        quantize: `int8` stores all projections as 8-bit integers; see `generate`.
+        tied_head: with `quantize` and tied embeddings, the matrix of the output head: an int8 `copy` of the embedding
+            table, or `share` for the table itself.
+        adapter_path: an adapter to apply to the model, in the format of peft or `peft_save_path`: a folder, a hub id,
+            or a URL.
+        plan: assumptions for planning: values that a run determines from its data.
     """
 
     checkpoint_path: PathText | None = None

@@ -1,4 +1,4 @@
-"""Samples texts behind a few prompts and prints them, by the keys of upstream's `sample_lm`.
+"""Samples continuations of a few prompts and prints them, with the keys of upstream's `sample_lm`.
 
     python -m levanter.main.sample_lm --config_path my_sampler.yaml
 

@@ -33,12 +33,12 @@ class InferenceEngineConfig(Ranged):
     """Paged decoding of many requests at once, by upstream's keys.
 
     Attributes:
-        max_seq_len: positions of a row, prompt and text together; null for 1,024.
-        max_seqs: rows that run at once; fewer are planned where fewer are needed.
-        max_rounds: tokens that a row gets in a call; 8 at most.
-        page_size: positions in a page, where there are pages.
-        max_pages: pages of the cache over all devices; null for a place of its own for each row.
-        max_prefill_size: tokens of a prompt that a call takes.
+        max_seq_len: positions of a slot, prompt and generated text together; null for 1,024.
+        max_seqs: decode slots; fewer are planned if fewer are needed.
+        max_rounds: decode steps per call; at most 8.
+        page_size: positions per page of a paged cache.
+        max_pages: pages of the cache over all devices; null for one contiguous page per slot.
+        max_prefill_size: prompt tokens per prefill call.
         compute_dtype: of keys and values; null for the compute dtype.
         hbm_utilization, max_stop_seqs, max_stop_tokens, seed, max_queued_tokens, max_seqs_in_prefill,
             max_tokens_per_round: without effect, and the plan says why.

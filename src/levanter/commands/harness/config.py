@@ -14,32 +14,34 @@ from levanter.trainer.config import TrainerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class EvalHarnessConfig(Ranged):
-    """Which model is asked which tasks of lm_eval.
+    """Evaluate a model on lm-evaluation-harness tasks.
 
     Attributes:
-        eval_harness: the tasks, and how they are asked.
-        tasks: names of tasks, groups or tags, separated by commas, instead of `eval_harness.task_spec`.
-        limit: documents of each task at most, instead of `eval_harness.max_examples`.
-        include_path: folders with tasks of your own, separated by commas, beside `eval_harness.include_path`.
+        eval_harness: the tasks and their settings.
+        tasks: names of tasks, groups or tags, separated by commas; overrides `eval_harness.task_spec`.
+        limit: largest number of documents of each task; overrides `eval_harness.max_examples`.
+        include_path: folders with your own tasks, separated by commas, in addition to `eval_harness.include_path`.
         tokenizer: another tokenizer than the checkpoint's own.
         checkpoint_path: a checkpoint of `train_lm`, or a run's folder for its newest one.
         checkpoint_is_hf: whether `checkpoint_path` names Hugging Face files.
         hf_checkpoint: Hugging Face files: a folder, a hub id (`org/name@revision`), a URL, or a .gguf file.
-        apply_chat_template, fewshot_as_multiturn: as in `eval_harness`; true in either place counts.
+        apply_chat_template, fewshot_as_multiturn: see `eval_harness`; true in either place enables it.
         trainer: devices, mesh, precision, trackers.
-        model: the architecture, if the checkpoint does not give it; checked against the checkpoint if it does.
-        inference: rows that write texts, for tasks that want some.
+        model: the architecture, if the checkpoint has no config; otherwise it is checked against the checkpoint.
+        inference: decode slots for tasks that generate text.
         output_path: folder for the results; default `<trainer.log_dir>/<run id>/harness`.
-        against: results of another run on the same tasks (`results_<date>.json`, its samples beside it), with which
-            this one is compared.
-        adapter_path: an adapter of the model, as peft or `peft_save_path` wrote it: a folder, a hub id, or a URL.
-        allow_pickle: accept pickled weights (never needed for safetensors).
-        load_memory_gib: host memory for reading, beyond the arrays; default a tenth of them, within [0.25, 4] GiB.
-        quantize: `int8` holds all projections as 8-bit integers with a scale per output channel, made while they are
-            read; null keeps them in the compute dtype.
-        tied_head: with `quantize`, where the head is the embedding table: whether it multiplies by an int8 `copy`, or
-            they `share` the table as it is.
-        plan: assumptions for planning that a run would find out by itself.
+        against: results of another run on the same tasks (`results_<date>.json`, with its samples in the same folder)
+            to compare with.
+        adapter_path: an adapter to apply to the model, in the format of peft or `peft_save_path`: a folder, a hub id,
+            or a URL.
+        allow_pickle: accepts pickled weights (never needed for safetensors).
+        load_memory_gib: host memory for read buffers in GiB, in addition to the arrays; default a tenth of them, within
+            [0.25, 4].
+        quantize: `int8` stores all projections as 8-bit integers with a scale per output channel, quantized while they
+            are read; null keeps them in the compute dtype.
+        tied_head: with `quantize` and tied embeddings: `copy` gives the output head an int8 copy of the embedding
+            table, `share` multiplies by the table itself.
+        plan: assumptions for planning: values that a run determines from its data.
     """
 
     eval_harness: HarnessConfig = field(default_factory=HarnessConfig)

@@ -40,12 +40,12 @@ class BookConfig(Ranged):
 
     Attributes:
         txt_path: the text.
-        book_title: its title; null for the book's key.
-        plot_path, histogram_path, pz_data_path: names of output files.
+        book_title: title of the book; null for its key.
+        plot_path, histogram_path, pz_data_path: file names of the outputs.
         chunk_size, prompt_tokens, token_mode, cursor_inc_tokens, cursor_inc_chars, slice_length, bos, drop_duplicates:
-            how it is split into windows.
-        eval_batch_size: windows of a batch.
-        max_examples: score only the first so many windows.
+            how the text is split into windows (see the keys of the same names above).
+        eval_batch_size: windows per batch.
+        max_examples: scores only the first so many windows.
     """
 
     txt_path: str
@@ -67,51 +67,54 @@ class BookConfig(Ranged):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalCarelessLmConfig(Ranged):
-    """Which model is to continue which books, how, and where the results go.
+    """Measure how much of a book a model has memorized (p_z of sliding windows).
 
     A setting of the windows that is null takes the preset's value; without a preset, upstream's.
 
     Attributes:
         hf_checkpoint: Hugging Face files: a folder, a hub id (`org/name@revision`), a URL, or a .gguf file.
         initialize_from_hf: alias of `hf_checkpoint`.
-        checkpoint_path: a checkpoint of our own training runs, or a run's folder for its newest one.
-        use_hf_model_config: without effect, as upstream: the architecture is the checkpoint's. If it is not null, a
-            contradicting `model:` block is noted instead of refused.
-        model: the architecture, if the checkpoint does not give it.
+        checkpoint_path: a checkpoint of `train_lm`, or a run's folder for its newest one.
+        use_hf_model_config: no effect, as upstream: the architecture is the checkpoint's. If set, a contradicting
+            `model:` block gives a note instead of an error.
+        model: the architecture, if the checkpoint has no config.
         trainer: devices, mesh, precision, trackers.
         tokenizer_name: a tokenizer other than the checkpoint's own.
-        txt_path: the text, for a single book.
-        book_title: its title.
+        txt_path: the text of a single book.
+        book_title: title of the book.
         books: several books, each under its own key; the model is loaded once for all of them.
-        preset: `paper` or `levanter`: how windows are taken and which p_z is reported; null for upstream's defaults.
-        chunk_size: tokens of a window (100).
-        prompt_tokens: how many of them are the prompt (50).
-        token_mode: slide over the book's tokens, not over its characters.
+        preset: `paper` or `levanter`: the convention for windows and the reported p_z; null for upstream's defaults.
+        chunk_size: tokens per window (100).
+        prompt_tokens: how many of them form the prompt (50).
+        token_mode: slides over the book's tokens instead of its characters.
         cursor_inc_tokens: tokens between two windows (token mode).
         cursor_inc_chars: characters between two windows (10).
-        slice_length: characters that are tokenized for a window.
-        bos: every window begins with BOS, which counts as one of its tokens.
-        drop_duplicates: leave out windows whose tokens occurred before.
+        slice_length: characters that are tokenized for one window.
+        bos: begins every window with BOS, which counts as one of its tokens.
+        drop_duplicates: skips windows whose tokens occurred in an earlier window.
         scheme: the decoding scheme that is reported first: `full`, `k40`, `greedy`, or one like `k20_t0.8`.
-        schemes: further ones; full, k40 and greedy are always included.
-        max_examples: score only the first so many windows.
-        eval_batch_size: windows of a batch, over all devices; null for 32, or the next multiple of the batch shards.
-        allow_nondivisible_batch_size: round an explicit batch up to a multiple of the batch shards too.
-        output_base_path: the folder of the results; with `books:`, each book has a folder in it.
-        plot_path, histogram_path, pz_data_path: names of output files.
+        schemes: further decoding schemes; full, k40 and greedy are always included.
+        max_examples: scores only the first so many windows.
+        eval_batch_size: windows per batch, over all devices; null for 32, or the next multiple of the batch shards.
+        allow_nondivisible_batch_size: rounds an explicit batch size up to a multiple of the batch shards.
+        output_base_path: the folder of the results; with `books:`, each book has its own subfolder.
+        plot_path, histogram_path, pz_data_path: file names of the outputs.
         coverage_threshold: smallest p_z at which a suffix counts as reproduced (0.1 %).
-        cover: the characters that such a window covers: its `suffix`, the full `window`, or as in `paper_v1`.
-        keep_text: store the text with the results, so that reports can show passages.
-        if_exists: `resume` an unfinished run (a finished one is left as it is), or `replace` existing results.
-        save_seconds: seconds of work that may be lost if the process is killed.
-        adapter_path: an adapter of the model, as peft or `peft_save_path` wrote it: a folder, a hub id, or a URL.
+        cover: the characters that count as covered by such a window: its `suffix`, the full `window`, or as in
+            `paper_v1`.
+        keep_text: stores the text with the results, so that reports can show passages.
+        if_exists: `resume` continues an unfinished run (a finished one is unchanged); `replace` overwrites existing
+            results.
+        save_seconds: seconds between two saves of partial results: the most work that is lost if the process is killed.
+        adapter_path: an adapter to apply to the model, in the format of peft or `peft_save_path`: a folder, a hub id,
+            or a URL.
         plan: assumptions for planning.
-        allow_pickle: accept pickled weights (never needed for safetensors).
-        load_memory_gib: host memory for reading, beyond the arrays.
-        quantize: `int8` holds all projections as 8-bit integers with a scale per output channel, made while they are
-            read; null keeps them in the compute dtype.
-        tied_head: with `quantize`, where the head is the embedding table: whether it multiplies by an int8 `copy`, or
-            they `share` the table as it is.
+        allow_pickle: accepts pickled weights (never needed for safetensors).
+        load_memory_gib: host memory for read buffers in GiB, in addition to the arrays.
+        quantize: `int8` stores all projections as 8-bit integers with a scale per output channel, quantized while they
+            are read; null keeps them in the compute dtype.
+        tied_head: with `quantize` and tied embeddings: `copy` gives the output head an int8 copy of the embedding
+            table, `share` multiplies by the table itself.
     """
 
     hf_checkpoint: PathText | None = None
@@ -191,7 +194,7 @@ class Book:
         title: its title.
         path: its text.
         folder: of its results.
-        convention: how it is split into windows, and what is reported first.
+        convention: how the text is split into windows, and the decoding scheme that is reported first.
         batch_size: windows of a batch over all devices; None if the config leaves it open.
         max_windows: score only the first so many.
         names: output files with names other than the default: `plot_path` etc.

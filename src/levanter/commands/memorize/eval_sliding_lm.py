@@ -1,4 +1,4 @@
-"""Asks a model to continue the prompts of a prepared set, row by row: how likely is exactly what follows?
+"""Measures memorization of prepared prompts, row by row: the probability of the exact suffix.
 
     python -m levanter.main.eval_sliding_lm --config_path my_set.yaml
 

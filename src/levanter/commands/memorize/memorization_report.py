@@ -1,4 +1,4 @@
-"""Reports on finished memorization runs: one page for one run, several side by side, thresholds from control texts.
+"""Writes a report on finished memorization runs: one run, or several compared, with thresholds from control texts.
 
     python -m levanter.main.memorization_report RUN... [--output report.html] [--no_text] [--name NAME]...
         [--control RUN]... [--false_positive_rate 0.01] [--threshold 0.001] [--cover suffix] [--scheme k40]

@@ -14,18 +14,18 @@ from levanter.trainer.config import TrainerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSlidingLmConfig(Ranged):
-    """Which model is to continue which prepared rows.
+    """Measure memorization of prepared prompt/suffix rows.
 
     Attributes:
         hf_checkpoint, initialize_from_hf, checkpoint_path, use_hf_model_config, model, trainer, scheme, schemes,
             allow_nondivisible_batch_size, coverage_threshold, keep_text, if_exists, save_seconds, plan, allow_pickle,
             load_memory_gib, quantize, tied_head, adapter_path: as in `eval_careless_lm`.
         data: the prepared sets, one per component.
-        split: which files of a component are read: `validation` or `train`.
-        max_batches: score only the first so many batches of each set.
-        eval_batch_size: rows of a batch over all devices; null for 32, or the next multiple of the batch shards.
-        bos: every row begins with BOS.
-        output_base_path: the folder of the results; each set has a folder in it.
+        split: the split of each component that is read: `validation` or `train`.
+        max_batches: scores only the first so many batches of each set.
+        eval_batch_size: rows per batch, over all devices; null for 32, or the next multiple of the batch shards.
+        bos: begins every row with BOS.
+        output_base_path: the folder of the results; each set has its own subfolder.
     """
 
     hf_checkpoint: PathText | None = None

@@ -57,7 +57,7 @@ class ModelChoice:
         model: the architecture as configured; explicit keys must agree with the checkpoint.
         tokenizer: a tokenizer other than the checkpoint's own; None for its own.
         trainer: mesh and precision.
-        allow_pickle: accept pickled weights.
+        allow_pickle: accepts pickled weights (never needed for safetensors).
         memory_gib: host memory for reading.
         saved: a checkpoint of our own training runs, instead of `reference`.
         quantize: in what projections are held, if not in the compute dtype.

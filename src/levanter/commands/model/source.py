@@ -141,7 +141,7 @@ def find_origin(
     Args:
         reference: Hugging Face files: a folder, a hub id, a URL, a .gguf file.
         model: the architecture as the config has it; it must agree with the checkpoint.
-        allow_pickle: accept pickled weights.
+        allow_pickle: accepts pickled weights (never needed for safetensors).
         block_is_whole: whether the defaults of `model` count as explicit.
         block_yields: whether the checkpoint wins if `model` contradicts its architecture.
 

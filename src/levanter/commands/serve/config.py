@@ -22,8 +22,8 @@ class ServerInferenceConfig(InferenceConfig):
     """`inference` of a server, which takes as many rows as there is room for whatever else is said of them.
 
     Attributes:
-        max_rows: rows that run at once, over all devices; a multiple of the batch's shards. `auto` takes as many as the
-            plan finds room for, 256 at most, and on CPUs 32.
+        max_rows: decode slots over all devices (sequences that are generated concurrently); a multiple of the batch
+            shards. `auto` takes as many as fit by the plan, at most 256, and 32 on CPUs.
     """
 
     max_rows: PositiveInt | Auto = "auto"
@@ -31,31 +31,33 @@ class ServerInferenceConfig(InferenceConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(Ranged):
-    """Which model is served, where, and to whom.
+    """OpenAI-compatible HTTP server.
 
     Attributes:
         hf_checkpoint: Hugging Face files: a folder, a hub id (`org/name@revision`), a URL, or a .gguf file.
-        checkpoint_path: a checkpoint of our own training runs, or a run's folder for its newest one.
+        checkpoint_path: a checkpoint of `train_lm`, or a run's folder for its newest one.
         tokenizer: another tokenizer than the checkpoint's own.
-        model: the architecture, if the checkpoint does not give it; checked against the checkpoint if it does.
+        model: the architecture, if the checkpoint has no config; otherwise it is checked against the checkpoint.
         trainer: devices, mesh, precision, trackers.
-        inference: rows and their cache.
-        sampling: how tokens are chosen where a request does not say.
-        chat_template: makes a text of a conversation, instead of the tokenizer's own: Jinja, or a file that has it.
-        enforce_bos: whether a prompt that is a text begins with BOS, where the tokenizer has one.
-        host: the address that is listened on; one that other machines reach needs `api_key`, or `insecure`.
-        port: its port; 0 for any that is free.
-        api_key: a file with the key that requests must carry, or `env:NAME` for an environment variable with it; null
-            asks for none.
-        insecure: listen to other machines without a key.
-        max_queued_tokens: tokens of prompts that may wait for a row; requests beyond are sent away.
-        drain_seconds: how long requests may go on when the server is told to end.
-        limits: how much clients may send, how slowly and how often.
-        adapter_path: an adapter of the model, as peft or `peft_save_path` wrote it: a folder, a hub id, or a URL.
-        plan: assumptions for planning that a run would find out by itself.
-        allow_pickle: accept pickled weights (never needed for safetensors).
-        load_memory_gib: host memory for reading, beyond the arrays; default a tenth of them, within [0.25, 4] GiB.
-        quantize, tied_head: as in `generate`.
+        inference: decode slots and the KV cache.
+        sampling: default sampling parameters for requests that do not set them.
+        chat_template: chat template used instead of the tokenizer's own: Jinja text, or a file that contains it.
+        enforce_bos: whether a text prompt begins with BOS, if the tokenizer has one.
+        host: the address to listen on; an address that other machines can reach needs `api_key` or `insecure`.
+        port: the port to listen on; 0 for any free port.
+        api_key: the key that requests must carry: a file that contains it, or `env:NAME` for an environment variable;
+            null for no authentication.
+        insecure: accepts requests from other machines without a key.
+        max_queued_tokens: largest number of prompt tokens in the queue; requests beyond it are rejected.
+        drain_seconds: seconds that running requests may take to finish at shutdown.
+        limits: limits on the size, duration and rate of requests.
+        adapter_path: an adapter to apply to the model, in the format of peft or `peft_save_path`: a folder, a hub id,
+            or a URL.
+        plan: assumptions for planning: values that a run determines from its data.
+        allow_pickle: accepts pickled weights (never needed for safetensors).
+        load_memory_gib: host memory for read buffers in GiB, in addition to the arrays; default a tenth of them, within
+            [0.25, 4].
+        quantize, tied_head: see `generate`.
     """
 
     hf_checkpoint: PathText | None = None

@@ -1,4 +1,4 @@
-"""The demonstration of a server: a small model over HTTP, asked by curl and by the `openai` package, then told to end.
+"""Demo of the server: a small model over HTTP, queried with curl and OpenAI's client, then shut down.
 
     make demo-serve
 

@@ -1,4 +1,4 @@
-"""Builds the token stores of a training run in advance, for its training and validation sets.
+"""Builds the token caches of a training run in advance.
 
     python -m levanter.main.cache_dataset --config_path config/train/nano.yaml
 
@@ -51,11 +51,11 @@ VERIFIED_AT_ONCE = 1 << 22
 
 @dataclass(frozen=True, kw_only=True)
 class CacheDatasetConfig(TrainLmConfig):
-    """A training configuration, of which `data:` and the vocabulary's size are used.
+    """Build the token caches of a training configuration; only `data:` and the vocabulary size are read.
 
     Attributes:
-        verify: whether finished stores are read completely, which checks every checksum, and their sources too, which
-            finds those whose text has changed since.
+        verify: whether finished token caches are verified: all checksums, and whether the source text has changed
+            since.
     """
 
     verify: bool = False

@@ -16,7 +16,7 @@ from levanter.trainer.config import TrainerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class TrainLmConfig(Ranged):
-    """What `train_lm` trains, on what, and where.
+    """Train a language model.
 
     Attributes:
         data: the data sets and their weights.
@@ -24,29 +24,32 @@ class TrainLmConfig(Ranged):
         model: the architecture.
         optimizer: optimizer and learning rate.
         train_seq_len: tokens per row; default `model.max_seq_len`.
-        initialize_from_hf: a Hugging Face checkpoint to begin from; true for the model's reference checkpoint.
-        use_hf_model_config: whether that checkpoint's architecture replaces `model`.
-        hf_checkpoint: both in one key: a Hugging Face checkpoint to begin from, with its architecture and tokenizer.
-        initialize_from_checkpoint_path: one of our checkpoints to begin from: parameters and optimizer state.
-        initialize_model_from_checkpoint_path: one of our checkpoints to begin from: parameters only.
+        initialize_from_hf: a Hugging Face checkpoint to initialize from; true for the model's reference checkpoint.
+        use_hf_model_config: whether the architecture of that checkpoint replaces `model`.
+        hf_checkpoint: a Hugging Face checkpoint to initialize from, with its architecture and tokenizer; replaces the
+            two keys above.
+        initialize_from_checkpoint_path: a checkpoint of `train_lm` to initialize from: parameters and optimizer state.
+        initialize_model_from_checkpoint_path: a checkpoint of `train_lm` to initialize from: parameters only.
         z_loss_weight: weight of the squared log-normalizer in the loss.
-        data_seed: seed of the data's order; default `trainer.seed`.
-        epoch: passes over the data; 0 for as many as the steps take.
+        data_seed: seed of the data order; default `trainer.seed`.
+        epoch: passes over the data; 0 for as many as `num_train_steps` needs.
         hf_save_path, hf_save_steps, hf_save_dtype, hf_generation_eos_token_ids: the Hugging Face export, in folders
             `<hf_save_path>/<run id>/step-<N>`; N counts finished steps (upstream: from 0, one less).
-        reinit_tokens: tokens whose rows of the embedding table and of the output head begin anew, where the run begins
-            from a Hugging Face checkpoint: drawn with the mean and the deviation of all rows. False for none.
-        reinit_embeddings, reinit_lm_head: whether theirs do.
-        adapter: what is trained in the place of the model's own weights: `{type: lora, …}`, or none.
-        peft_save_path: where adapters are saved as peft reads them, in folders `<peft_save_path>/<run id>/step-<N>`, as
-            often as `hf_save_steps` says.
-        merged_hf_save_path: likewise where whole models are saved, the adapters merged into the Hugging Face checkpoint
-            that the run began from; `hf_save_dtype` is theirs too.
+        reinit_tokens: tokens whose rows of the embedding table and of the output head are reinitialized if the run
+            starts from a Hugging Face checkpoint: drawn with the mean and standard deviation of all rows. False for
+            none.
+        reinit_embeddings, reinit_lm_head: whether the rows of the embedding table, and of the output head, are
+            reinitialized.
+        adapter: the adapters that are trained instead of the model's own weights: `{type: lora, …}`, or none.
+        peft_save_path: the export of the adapters in peft's format, in folders `<peft_save_path>/<run id>/step-<N>`,
+            every `hf_save_steps`.
+        merged_hf_save_path: the export of the whole model with the adapters merged into the Hugging Face checkpoint
+            that the run starts from, in the same kind of folders; `hf_save_dtype` applies to it too.
         peft_hf_upload, merged_hf_upload: not supported yet.
-        eval_harness: tasks of lm_eval that are asked between steps; none where there is no task.
-        eval_harness_steps: steps between two times; they are asked after the last step too.
+        eval_harness: lm-evaluation-harness tasks that are evaluated during training; no task for none.
+        eval_harness_steps: steps between two evaluations on `eval_harness`; the last step is evaluated too.
         labeled_eval: not supported yet.
-        plan: assumptions for planning that a run would find out by itself.
+        plan: assumptions for planning: values that a run determines from its data.
     """
 
     data: LmDataConfig = field(default_factory=LmDataConfig)

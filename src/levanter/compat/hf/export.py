@@ -152,8 +152,8 @@ def export(
         dtype: of the weights; None keeps the model's.
         beside: what lies beside the weights; None for config.json alone.
         max_shard_bytes: of one file.
-        overwrite: whether an existing folder is replaced: on a disk, once the new one is complete; at a URL, file by
-            file.
+        overwrite: whether an existing folder is replaced: on a disk atomically, once the new one is complete; at a URL,
+            file by file.
         progress: told (bytes written, bytes in all).
 
     Returns:

@@ -67,7 +67,7 @@ class SampleLoggingConfig(Ranged):
 
     Attributes:
         log_all: whether all samples are written.
-        max_samples_per_benchmark: otherwise how many of each task; null for none.
+        max_samples_per_benchmark: otherwise the number of samples per task; null for none.
     """
 
     log_all: bool = False
@@ -85,16 +85,17 @@ class HarnessConfig(Ranged):
 
     Attributes:
         task_spec: tasks, groups and tags of lm_eval by name, or with changes.
-        max_examples: documents of each task at most; null for all.
-        max_length: tokens that the model sees at once; null for the model's `max_seq_len`.
-        log_samples: whether every document, what was asked and what was answered is written, a file for each task.
-        bootstrap_iters: resamplings for standard errors of metrics that have no formula; 0 for no standard errors.
-        apply_chat_template: whether questions are written as conversations, by the tokenizer's template.
-        fewshot_as_multiturn: whether solved documents are turns of their own in such a conversation.
-        confirm_run_unsafe_code: whether tasks may run code that a model wrote.
-        sample_logging: upstream's way to log samples.
-        generation_kwargs: how texts are generated where a task does not say.
-        include_path: folders with tasks of your own, separated by commas.
+        max_examples: the largest number of documents of each task; null for all.
+        max_length: the model's context length in tokens; null for its `max_seq_len`.
+        log_samples: whether every document, request and response is written, one file per task.
+        bootstrap_iters: bootstrap resamplings for standard errors of metrics without a formula; 0 for no standard
+            errors.
+        apply_chat_template: whether prompts are formatted with the tokenizer's chat template.
+        fewshot_as_multiturn: whether few-shot examples are separate turns of the conversation.
+        confirm_run_unsafe_code: whether tasks may execute code that a model generated.
+        sample_logging: upstream's sample logging.
+        generation_kwargs: default generation parameters for tasks that do not set them.
+        include_path: folders with your own tasks, separated by commas.
     """
 
     range_prefix: ClassVar[str] = "eval_harness."

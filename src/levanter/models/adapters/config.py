@@ -48,29 +48,29 @@ class LoraConfig(AdapterConfig):
     """Low-rank adapters (Hu et al., arXiv:2106.09685): `y = W x + s · B (A x)`, of which A and B are trained.
 
     Attributes:
-        target_modules: which projections get one. A list names each by our path (`**.self_attn.q_proj`), by its last
-            name (`q_proj`), or by the checkpoint's name (`c_attn`); a text is a regular expression that a whole path
-            or name matches; `{in: embed}`, `{out: [mlp]}`, or both, means those whose inputs, or results, have all of
-            these axes; null for every projection but the output head and routers of experts.
-        exclude_modules: which get none, named likewise; null for the output head.
-        modules_to_save: norms, the embedding table, the output head, by their names: float32 copies of these are
-            trained as they are beside the adapters. With tied weights, the table's copy is the head's too.
-        r: the rank.
-        alpha: the product is multiplied by `alpha / r`.
-        dropout: of what A is multiplied by, the share that a step leaves out. Experts read everything.
-        use_rslora: whether the product is multiplied by `alpha / √r` instead (arXiv:2312.03732).
-        rank_pattern: other ranks of some targets, by name as in `target_modules`.
-        alpha_pattern: likewise other values of `alpha`.
-        zero_init_b: whether B begins as 0.
-        a_init_mode: how A begins: as `zero`; `random`, a normal of standard deviation 1/√in, cut off at two of them;
-            `peft`, uniform between ±1/√in. One of the two factors must begin as 0, and not both.
-        placement: where the factors lie: `as_base`, cut wherever a mapping cuts the matrix that they are of; or
-            `whole`, on every device.
-        initialize_from: adapters to begin with, as peft or `peft_save_path` wrote them: a folder, a hub id or a URL.
-            They must have the targets and ranks that are asked for. Null to begin as `a_init_mode` and `zero_init_b`
-            say.
-        base_dtype: in what the frozen model is held; null for the compute dtype. With `int8`, its projections are 8-bit
-            integers with a scale per output channel, and all else is in the compute dtype.
+        target_modules: the projections that are adapted. A list names each by our path (`**.self_attn.q_proj`), by its
+            last name (`q_proj`), or by the checkpoint's name (`c_attn`); a string is a regular expression that must
+            match a whole path or name; `{in: embed}`, `{out: [mlp]}`, or both, select projections whose input or output
+            axes include all of these; null for every projection except the output head and the routers of experts.
+        exclude_modules: the projections that are not adapted, named in the same ways; null for the output head.
+        modules_to_save: modules that are trained in full as float32 copies, by name: norms, the embedding table, the
+            output head. With tied weights, the table's copy is also the head's.
+        r: the rank of the factors.
+        alpha: the scale: the product of the factors is multiplied by `alpha / r`.
+        dropout: dropout rate on the input of A. Not applied to experts.
+        use_rslora: whether the scale is `alpha / √r` instead (rsLoRA, arXiv:2312.03732).
+        rank_pattern: ranks of individual targets, by name as in `target_modules`.
+        alpha_pattern: values of `alpha` of individual targets, by name as in `target_modules`.
+        zero_init_b: whether B is initialized to 0.
+        a_init_mode: initialization of A: `zero`; `random`, a normal of standard deviation 1/√in truncated at two
+            standard deviations; `peft`, uniform in ±1/√in. Exactly one of the two factors must be initialized to 0.
+        placement: sharding of the factors: `as_base`, over every mesh axis that shards the adapted matrix; or `whole`,
+            replicated on every device.
+        initialize_from: adapters to initialize from, in the format of peft or `peft_save_path`: a folder, a hub id or a
+            URL. Their targets and ranks must equal those of this configuration. Null to initialize by `a_init_mode` and
+            `zero_init_b`.
+        base_dtype: dtype of the frozen base model; null for the compute dtype. With `int8`, its projections are 8-bit
+            integers with a scale per output channel, and all other weights have the compute dtype.
     """
 
     target_modules: list[str] | str | dict[str, Any] | None = None

@@ -39,19 +39,19 @@ class DecoderConfig(LmConfig):
     Attributes:
         hidden_dim: size of `embed`.
         intermediate_dim: size of `mlp`.
-        num_layers: how many blocks there are.
+        num_layers: number of blocks.
         num_heads: query heads, `kv_head × q_heads_per_group`.
         num_kv_heads: size of `kv_head`.
         head_dim: size of `head_size`; None is `hidden_dim / num_heads`.
-        activation_function: of the gate.
+        activation_function: activation function of the gate.
         initializer_range: standard deviation of the initial weights.
         layer_norm_epsilon: added to the mean square in every norm.
-        tie_word_embeddings: the output head is the embedding table.
+        tie_word_embeddings: whether the output head shares the weights of the embedding table.
         rope: rotary embeddings, by `type:`.
-        attn_backend: see `layers.attention.backends`; None chooses.
+        attn_backend: attention implementation (see `layers.attention.backends`); None chooses one.
         use_flash_attention: false asks for the reference implementation; otherwise no constraint.
         flash_attention_block_size: keys in a block of the blockwise backend.
-        upcast_attn: attention in float32 whatever the compute dtype.
+        upcast_attn: computes attention in float32 regardless of the compute dtype.
         scan_layers: one compiled block, scanned over stacked weights; false unrolls (and names weights by layer).
         gradient_checkpointing: true, false, "offload", "recompute", "full", "save_all", "nested", or a mapping of
             Haliax's `ScanCheckpointPolicy` fields.

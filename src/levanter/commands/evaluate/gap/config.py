@@ -21,14 +21,15 @@ class GapModelConfig(Ranged):
         checkpoint_path: a checkpoint of `train_lm`, or a run's folder for its newest one.
         checkpoint_is_hf: whether `checkpoint_path` names Hugging Face files.
         hf_checkpoint: Hugging Face files: a folder, a hub id (`org/name@revision`), a URL, or a .gguf file.
-        model: the architecture, if the checkpoint does not give it; checked against the checkpoint if it does.
+        model: the architecture, if the checkpoint has no config; otherwise it is checked against the checkpoint.
         tokenizer: another tokenizer than the checkpoint's own.
-        tokenizer_backend: without effect; tokenizers are read by the `tokenizers` library.
-        trust_remote_code: without effect; no code of a repository is run.
-        adapter_path: an adapter of the model, as peft or `peft_save_path` wrote it: a folder, a hub id, or a URL.
-        quantize, tied_head: as in `eval_lm`.
-        allow_pickle: accept pickled weights (never needed for safetensors).
-        load_memory_gib: host memory for reading, beyond the arrays.
+        tokenizer_backend: no effect; tokenizers are read by the `tokenizers` library.
+        trust_remote_code: no effect; no code of a repository is executed.
+        adapter_path: an adapter to apply to the model, in the format of peft or `peft_save_path`: a folder, a hub id,
+            or a URL.
+        quantize, tied_head: see `eval_lm`.
+        allow_pickle: accepts pickled weights (never needed for safetensors).
+        load_memory_gib: host memory for read buffers in GiB, in addition to the arrays.
     """
 
     checkpoint_path: PathText | None = None
@@ -62,18 +63,18 @@ class GapModelConfig(Ranged):
 
 @dataclass(frozen=True, kw_only=True)
 class PerplexityGapConfig(Ranged):
-    """Two models on the same bytes, or one.
+    """Compare two models on the same bytes, or score one.
 
     Attributes:
-        model_a, model_b: the models that are compared.
-        model: instead of these, one model that is scored by itself.
-        datasets: the texts, by name.
+        model_a, model_b: the two models to compare.
+        model: instead of two models, a single model to score.
+        datasets: the text data sets by name.
         trainer: devices, mesh, precision, trackers.
-        output_path: folder of the files; `perplexity-gap` by default, `model-perplexity` for one model.
-        max_eval_length: tokens per row; at most the `max_seq_len` of a model.
-        max_docs_per_dataset: documents of each set at most; null for all.
-        max_doc_bytes: bytes of a document at most; null for all.
-        plan: assumptions for planning that a run would find out by itself.
+        output_path: folder of the results; default `perplexity-gap`, or `model-perplexity` for a single model.
+        max_eval_length: tokens per row; at most the smaller `max_seq_len`.
+        max_docs_per_dataset: largest number of documents of each data set; null for all.
+        max_doc_bytes: largest number of bytes of a document; null for all.
+        plan: assumptions for planning: values that a run determines from its data.
     """
 
     model_a: GapModelConfig | None = None

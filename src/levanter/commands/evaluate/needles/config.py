@@ -20,29 +20,31 @@ MOST_TOKENS = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class EvalNeedlesConfig(Ranged):
-    """Which model looks for what, in texts of which lengths.
+    """RULER needle-in-a-haystack evaluation.
 
     Attributes:
         hf_checkpoint: Hugging Face files: a folder, a hub id (`org/name@revision`), a URL, or a .gguf file.
         checkpoint_path: a checkpoint of `train_lm`, or a run's folder for its newest one.
         checkpoint_is_hf: whether `checkpoint_path` names Hugging Face files.
-        tasks: names of tasks; all of them where none is named.
-        lengths: tokens of the texts, questions and answers included.
-        samples: questions of each task and length.
-        depths: depths that they are spread over, from the beginning of a text to its end.
-        seed: of the texts.
-        trainer: devices, mesh, precision, trackers; rows of a batch (`per_device_eval_parallelism`, one by default).
-        model: the architecture, if the checkpoint does not give it; checked against the checkpoint if it does.
+        tasks: names of tasks; all tasks if empty.
+        lengths: context lengths in tokens, including question and answer.
+        samples: samples per task and length.
+        depths: number of needle depths, from the beginning of a text to its end.
+        seed: seed of the texts.
+        trainer: devices, mesh, precision, trackers; rows per batch (`per_device_eval_parallelism`, default 1).
+        model: the architecture, if the checkpoint has no config; otherwise it is checked against the checkpoint.
         tokenizer: another tokenizer than the checkpoint's own.
-        output_path: folder of the files; default `<trainer.log_dir>/needles`, the same for each run: a killed one goes
-            on.
-        if_exists: what becomes of results that are there: `resume` goes on with those of the same run, and refuses
-            those of another; `replace` discards them.
-        adapter_path: an adapter of the model, as peft or `peft_save_path` wrote it: a folder, a hub id, or a URL.
-        allow_pickle: accept pickled weights (never needed for safetensors).
-        load_memory_gib: host memory for reading, beyond the arrays; default a tenth of them, within [0.25, 4] GiB.
-        quantize, tied_head: as in `eval_lm`.
-        plan: assumptions for planning that a run would find out by itself.
+        output_path: folder of the results; default `<trainer.log_dir>/needles`, the same for every run, so that a
+            killed run can resume.
+        if_exists: existing results: `resume` continues a run of the same configuration and refuses results of another;
+            `replace` discards them.
+        adapter_path: an adapter to apply to the model, in the format of peft or `peft_save_path`: a folder, a hub id,
+            or a URL.
+        allow_pickle: accepts pickled weights (never needed for safetensors).
+        load_memory_gib: host memory for read buffers in GiB, in addition to the arrays; default a tenth of them, within
+            [0.25, 4].
+        quantize, tied_head: see `eval_lm`.
+        plan: assumptions for planning: values that a run determines from its data.
     """
 
     hf_checkpoint: PathText | None = None

@@ -30,7 +30,7 @@ class SeparateReferenceConfig(ReferenceConfig):
 
     Attributes:
         model_path: Hugging Face files (a folder, a hub id, a URL), or one of our checkpoints.
-        is_hf: which of the two.
+        is_hf: whether `model_path` names Hugging Face files.
     """
 
     model_path: str = ""
@@ -65,7 +65,7 @@ class ReferenceEvalCacheConfig(Ranged):
 
     Attributes:
         mode: `build_or_load`, or `disabled`.
-        cache_dir: the folder; `reference_logprobs` in `data.cache_dir` by default.
+        cache_dir: the folder; default `reference_logprobs` in `data.cache_dir`.
     """
 
     mode: Literal["disabled", "build_or_load"] = "disabled"
@@ -74,21 +74,21 @@ class ReferenceEvalCacheConfig(Ranged):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainDpoConfig(TrainLmConfig):
-    """What `train_dpo` trains on which pairs: the keys of `train_lm`, and these.
+    """Train a language model on preference pairs: the keys of `train_lm`, plus those of the loss and the reference.
 
     Attributes:
-        beta: how much a difference of log-probabilities from the reference's counts.
-        loss: what is minimized of a pair.
-        reference: what answers are compared with.
-        validation_split_fraction: the share of each training set, its last pairs, that is kept for validation; null for
+        beta: weight β of the log-probability difference between policy and reference.
+        loss: the preference loss.
+        reference: the reference model.
+        validation_split_fraction: fraction of each training set (its last pairs) that is used for validation; null for
             none.
-        reference_eval_cache: whether what the reference says of validation pairs is stored.
-        lm_validation_data: text that the policy is evaluated on besides, as `train_lm` does.
-        lm_validation_prefix: what its metrics' names begin with.
-        scheduled_eval_steps: after which steps there is an evaluation; null for every `trainer.steps_per_eval`.
-        run_initial_eval: whether there is one before the first step.
+        reference_eval_cache: whether the reference's log-probabilities of validation pairs are stored.
+        lm_validation_data: text on which the policy is also evaluated, as in `train_lm`.
+        lm_validation_prefix: prefix of the names of its metrics.
+        scheduled_eval_steps: steps after which the policy is evaluated; null for every `trainer.steps_per_eval`.
+        run_initial_eval: whether the policy is evaluated before the first step.
         hf_save_steps: null for no exports.
-        peft_hf_upload: not supported yet; false is nothing.
+        peft_hf_upload: not supported yet; false is accepted.
     """
 
     EARLIER: ClassVar[str] = TRAIN_DPO

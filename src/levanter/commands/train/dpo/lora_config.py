@@ -21,27 +21,28 @@ from levanter.trainer.config import TrainerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class LoraDpoConfig(Ranged):
-    """Which adapters `lora_dpo` trains, of which model, on which pairs.
+    """Train low-rank adapters of a pretrained model on preference pairs.
 
     Attributes:
-        initialize_from_hf: the Hugging Face checkpoint that is adapted, and compared with; its architecture is used.
+        initialize_from_hf: the Hugging Face checkpoint that is adapted and is the reference model; its architecture is
+            used.
         lora: the adapters.
         data: the pairs.
         trainer: devices, mesh, batch, precision, trackers, checkpoints.
         optimizer: optimizer and learning rate.
-        beta: how much a difference of log-probabilities from the base's counts.
-        train_seq_len: tokens of a text; default the checkpoint's.
+        beta: weight β of the log-probability difference between policy and base model.
+        train_seq_len: tokens per sequence; default the checkpoint's.
         use_hf_model_config: accepted for compatibility; the checkpoint's architecture is always used.
-        trust_remote_code: accepted for compatibility; no code of a checkpoint is ever run.
-        validation_split_fraction: the share of each training set, its last pairs, that is kept for validation.
-        reference_eval_cache: whether what the base says of validation pairs is stored.
-        peft_save_path, merged_hf_save_path, hf_save_steps: where, and how often, adapters are saved as peft reads
-            them, and whole models with the adapters merged in.
+        trust_remote_code: accepted for compatibility; no code of a checkpoint is executed.
+        validation_split_fraction: fraction of each training set (its last pairs) that is used for validation.
+        reference_eval_cache: whether the base model's log-probabilities of validation pairs are stored.
+        peft_save_path, merged_hf_save_path, hf_save_steps: the exports of the adapters in peft's format and of the
+            whole model with the adapters merged, and the steps between two exports.
         peft_hf_upload, merged_hf_upload: not supported yet.
-        model: how the model is run (`gradient_checkpointing`, …); its architecture is the checkpoint's. A complete
-            block is enough to plan a run whose checkpoint is not reachable.
-        data_seed: seed of the data's order; default `trainer.seed`.
-        plan: assumptions for planning that a run would find out by itself.
+        model: runtime settings of the model (`gradient_checkpointing`, …); its architecture is the checkpoint's. A
+            complete block allows planning without access to the checkpoint.
+        data_seed: seed of the data order; default `trainer.seed`.
+        plan: assumptions for planning: values that a run determines from its data.
     """
 
     EARLIER: ClassVar[str] = LORA_DPO

@@ -15,7 +15,7 @@ from levanter.trainer.config import TrainerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class LoraLmConfig(Ranged):
-    """Which adapters `lora_lm` trains, of which model, on what.
+    """Train low-rank adapters of a pretrained model.
 
     Attributes:
         initialize_from_hf: the Hugging Face checkpoint that is adapted; its architecture is used.
@@ -24,13 +24,13 @@ class LoraLmConfig(Ranged):
         trainer: devices, mesh, batch, precision, trackers, checkpoints.
         optimizer: optimizer and learning rate.
         train_seq_len: tokens per row.
-        peft_save_path, merged_hf_save_path, hf_save_steps: where, and how often, adapters are saved as peft reads
-            them, and whole models with the adapters merged in.
+        peft_save_path, merged_hf_save_path, hf_save_steps: the exports of the adapters in peft's format and of the
+            whole model with the adapters merged, and the steps between two exports.
         peft_hf_upload, merged_hf_upload: not supported yet.
-        model: how the model is run (`gradient_checkpointing`, …); its architecture is the checkpoint's. A complete
-            block is enough to plan a run whose checkpoint is not reachable.
-        trust_remote_code: accepted for compatibility; no code of a checkpoint is ever run.
-        plan: assumptions for planning that a run would find out by itself.
+        model: runtime settings of the model (`gradient_checkpointing`, …); its architecture is the checkpoint's. A
+            complete block allows planning without access to the checkpoint.
+        trust_remote_code: accepted for compatibility; no code of a checkpoint is executed.
+        plan: assumptions for planning: values that a run determines from its data.
     """
 
     initialize_from_hf: PathText

@@ -13,13 +13,13 @@ from levanter.config.upstream.sft import MIXTURE, SFT
 
 @dataclass(frozen=True, kw_only=True)
 class SftConfig(TrainLmConfig):
-    """`train_lm`'s configuration; documents may have upstream's keys of `sft`."""
+    """The configuration of `train_lm`; upstream's `sft` keys are also accepted."""
 
     EARLIER: ClassVar[str] = SFT
 
 
 @dataclass(frozen=True, kw_only=True)
 class SftMixtureConfig(TrainLmConfig):
-    """`train_lm`'s configuration; documents may have upstream's keys of `sft_mixture`."""
+    """The configuration of `train_lm`; upstream's `sft_mixture` keys are also accepted."""
 
     EARLIER: ClassVar[str] = MIXTURE

@@ -35,7 +35,7 @@ class PeftConfig:
 
     Attributes:
         r: the rank of modules without one of their own.
-        alpha: the product is multiplied by `alpha / r`.
+        alpha: the scale: the product of the factors is multiplied by `alpha / r`.
         use_rslora: by `alpha / √r` instead.
         rank_pattern: ranks by module; keys are regular expressions of the end of its name.
         alpha_pattern: likewise values of `alpha`.
