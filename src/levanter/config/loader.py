@@ -23,7 +23,7 @@ from levanter.config.help import explain
 from levanter.config.includes import EXTENDS, read_documents
 from levanter.config.schema import TYPE_KEY, config_fields
 from levanter.config.upstream import Change, old_keys, translate
-from levanter.config.upstream.unsupported import NotCarried, rows_of, take_out
+from levanter.config.upstream.unsupported import NotCarried, take_out, unsupported_rows
 from levanter.config.yaml_nodes import Entry, MapNode, Node, compose, from_plain, merged
 
 
@@ -192,7 +192,7 @@ def _decoded(config_class: type[C], document: Node, problems: list[Problem]) -> 
         document, changes = translation.document, translation.changes
         problems += translation.problems
         document, unsupported = take_out(document, takes)
-    decoder = Decoder(config_class, lambda path: (*old_keys(path), *rows_of(path, takes)))
+    decoder = Decoder(config_class, lambda path: (*old_keys(path), *unsupported_rows(path, takes)))
     value = decoder.decode(document, config_class)
     problems += decoder.problems
     if problems:

@@ -16,7 +16,7 @@ LEFT_OUT = (".env", ".env.*", "*.env", ".levanter.yaml", ".netrc", "*.pem", "*.k
 LARGEST = 256 * 2**20
 
 
-def files_of(tree: Path) -> list[str]:
+def list_files(tree: Path) -> list[str]:
     """The files of a working tree to copy: tracked ones and new ones that git does not ignore.
 
     Raises:
@@ -52,7 +52,7 @@ def pack(tree: Path, archive: Path) -> int:
     Raises:
         UsageError: no repository, no pyproject.toml in it, or more than 256 MiB.
     """
-    names = files_of(tree)
+    names = list_files(tree)
     if "pyproject.toml" not in names:
         raise UsageError(
             f"{tree} has no pyproject.toml to install: run this in the project's folder, or give --install"

@@ -103,12 +103,12 @@ def collect(
 
 
 def _read(file: str, problems: list[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     try:
         lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         problems.append(f"--env_file {file}: cannot be read ({getattr(error, 'strerror', None) or error})")
-        return found
+        return variables
     for number, line in enumerate(lines, 1):
         text = line.strip().removeprefix("export ").strip()
         if not text or text.startswith("#"):
@@ -120,5 +120,5 @@ def _read(file: str, problems: list[str]) -> dict[str, str]:
         value = value.strip()
         if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
             value = value[1:-1]
-        found[name.strip()] = value
-    return found
+        variables[name.strip()] = value
+    return variables

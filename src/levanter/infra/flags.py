@@ -37,7 +37,7 @@ lost too often; 130 Ctrl-C
 """
 
 
-def parser_of(command: str) -> Parser:
+def command_parser(command: str) -> Parser:
     """The parser of a command's flags."""
     parser = Parser(prog=f"python -m levanter.infra.launch {command}", usage="%(prog)s FLAGS [-- COMMAND OF THE RUN]")
     {

@@ -50,7 +50,7 @@ _PATTERNS: tuple[tuple[Meaning, re.Pattern[str]], ...] = (
 _WORKER_CODE = re.compile(r"Command execution on worker (\d+) failed with exit status (\d+)")
 
 
-def meaning_of(text: str) -> Meaning:
+def classify_error(text: str) -> Meaning:
     """What an error's text means: the first pattern that matches it, in order."""
     for meaning, pattern in _PATTERNS:
         if pattern.search(text):

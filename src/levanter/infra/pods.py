@@ -79,7 +79,7 @@ class Pod:
         return f"{self.accelerator}, {terms}{', queued' if self.queued else ''}, in {self.zone}"
 
 
-def pod_of(
+def make_pod(
     *,
     tpu: str | None,
     name: str | None,
@@ -103,12 +103,12 @@ def pod_of(
     """
     problems = [
         f"--{flag} is missing{hint}"
-        for flag, given, hint in (
+        for flag, value, hint in (
             ("tpu_name", name, ": a name for the pod"),
             ("tpu_type", tpu, ", e.g. --tpu_type v4-256 or 2xv5p-128"),
             ("zone", zone, ", e.g. --zone us-central2-b"),
         )
-        if not given
+        if not value
     ]
     if name and not _NAME.fullmatch(name):
         problems.append(

@@ -26,9 +26,9 @@ def plan_command(command: Sequence[str], target: str) -> tuple[str, ...]:
         LaunchError: the command is not `python -m levanter.main.X …`, so it cannot be planned.
     """
     for index, word in enumerate(command):
-        found = _MODULE.search(word)
-        if found and (index == 0 or command[index - 1] == "-m" or word.endswith(".py")):
-            entry = found.group(1)
+        module = _MODULE.search(word)
+        if module and (index == 0 or command[index - 1] == "-m" or word.endswith(".py")):
+            entry = module.group(1)
             return (sys.executable, "-m", "levanter.main.plan", entry, "--target", target, *command[index + 1 :])
     raise LaunchError(
         f"preflight needs `python -m levanter.main.ENTRY_POINT …`, got `{shlex.join(command)}`; {WAY_PAST}"

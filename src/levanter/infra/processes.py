@@ -116,16 +116,16 @@ class Processes:
                 self._console.show(line.rstrip("\n"), prefix=prefix)
 
     def _watch(self) -> Outcome:
-        left = set(range(self._count))
-        while left:
-            for index in sorted(left):
+        running = set(range(self._count))
+        while running:
+            for index in sorted(running):
                 code = self._running[index].poll()
                 if code is None:
                     continue
-                left.discard(index)
+                running.discard(index)
                 if code != 0:
                     first = Outcome(process=index, code=code)
-                    self._console.say(f"{first}" + (f"; ending the other {len(left)}" if left else ""))
+                    self._console.say(f"{first}" + (f"; ending the other {len(running)}" if running else ""))
                     return first
             time.sleep(0.05)
         return Outcome(process=0, code=0)

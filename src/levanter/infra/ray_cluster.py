@@ -122,14 +122,14 @@ class RayCluster:
             LaunchError: they are not available in time.
         """
         deadline = time.monotonic() + self._wait
-        found: list[RayHost] = []
+        hosts: list[RayHost] = []
         try:
             for index in range(self._accelerator.slices):
-                found += self._slice(index, deadline)
+                hosts += self._slice(index, deadline)
         except BaseException:
-            self.release(found)
+            self.release(hosts)
             raise
-        return found
+        return hosts
 
     def release(self, members: Sequence[Any]) -> None:
         """Releases the hosts."""
@@ -158,7 +158,7 @@ class RayCluster:
             self._sleep(5.0)
 
     def _head(self, index: int, deadline: float) -> RayHost:
-        said = False
+        announced = False
         while True:
             actor = self._actor(resources={self.head_resource: 1, **self._chips()})
             ready = actor.name.remote()
@@ -166,9 +166,9 @@ class RayCluster:
                 if time.monotonic() >= deadline:
                     self._ray.kill(actor, no_restart=True)
                     raise self._none_free()
-                if not said:
+                if not announced:
                     self._console.say(f"waiting for {self.head_resource}; {self._has()}")
-                    said = True
+                    announced = True
             try:
                 where, node = self._ray.get([ready, actor.node.remote()])
             except self._ray.exceptions.RayActorError as error:
@@ -211,12 +211,12 @@ class RayCluster:
     def _nodes_of(self, node_id: str) -> list[dict[str, Any]]:
         """The hosts of a node's slice, by worker id."""
         alive = [node for node in self._ray.nodes() if node["Alive"]]
-        own = next((node for node in alive if node["NodeID"] == node_id), None)
-        if own is None:
+        head = next((node for node in alive if node["NodeID"] == node_id), None)
+        if head is None:
             return []
-        name = own.get("Labels", {}).get(SLICE)
+        name = head.get("Labels", {}).get(SLICE)
         if name is None:
-            return [own]
+            return [head]
         members = [node for node in alive if node.get("Labels", {}).get(SLICE) == name]
         return sorted(members, key=lambda node: (int(node["Labels"].get(WORKER, 0)), node["NodeManagerAddress"]))
 

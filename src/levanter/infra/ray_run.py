@@ -24,34 +24,34 @@ from levanter.infra.errors import UsageError
 from levanter.infra.flags import environment_flags
 from levanter.infra.launch import as_program, no_secrets_in, shell
 from levanter.infra.ray_cluster import RayCluster, import_ray
-from levanter.infra.worker_group import GangRun, run_gang
+from levanter.infra.worker_group import GangRun, run_worker_group
 from levanter.io.names import name_problem
 
 
-def parser() -> Parser:
+def make_parser() -> Parser:
     """The flags."""
-    made = Parser(prog="python -m levanter.infra.ray_run", usage="%(prog)s --tpu TYPE FLAGS -- COMMAND OF THE RUN")
-    made.flag("--tpu", "--tpu_type", dest="tpu", metavar="TYPE", help="v4-256, v6e-64, 2xv5p-128")
-    made.flag(
+    parser = Parser(prog="python -m levanter.infra.ray_run", usage="%(prog)s --tpu TYPE FLAGS -- COMMAND OF THE RUN")
+    parser.flag("--tpu", "--tpu_type", dest="tpu", metavar="TYPE", help="v4-256, v6e-64, 2xv5p-128")
+    parser.flag(
         "--address", metavar="ADDRESS", help="of the cluster: host:port, ray://host:10001 (default: RAY_ADDRESS, auto)"
     )
-    environment_flags(made)
-    made.flag("--run_id", metavar="ID", help="RUN_ID of the run, the same for every attempt (default: from the time)")
-    made.switch("--plan_first", default=True, help="refuse what does not fit before contacting the cluster")
-    made.flag("--restarts", "--retries", dest="restarts", type=int, default=3, metavar="N",
+    environment_flags(parser)
+    parser.flag("--run_id", metavar="ID", help="RUN_ID of the run, the same for every attempt (default: from the time)")
+    parser.switch("--plan_first", default=True, help="refuse what does not fit before contacting the cluster")
+    parser.flag("--restarts", "--retries", dest="restarts", type=int, default=3, metavar="N",
               help="restarts after a lost host or a preemption (default: 3)")  # fmt: skip
-    made.flag("--wait_seconds", type=float, default=3600.0, metavar="S", help="to wait for slices (default: 3600)")
-    made.flag(
+    parser.flag("--wait_seconds", type=float, default=3600.0, metavar="S", help="to wait for slices (default: 3600)")
+    parser.flag(
         "--intact_seconds",
         type=float,
         default=120.0,
         metavar="S",
         help="to wait for all hosts of a slice (default: 120)",
     )
-    made.flag("--settle_seconds", type=float, default=15.0, metavar="S",
+    parser.flag("--settle_seconds", type=float, default=15.0, metavar="S",
               help="for the others to end once one has failed (default: 15)")  # fmt: skip
-    made.flag("--grace_seconds", type=float, default=10.0, metavar="S", help="from SIGTERM to SIGKILL (default: 10)")
-    return made
+    parser.flag("--grace_seconds", type=float, default=10.0, metavar="S", help="from SIGTERM to SIGKILL (default: 10)")
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,55 +60,55 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    own, command = split_command(argv)
+    flag_words, command = split_command(argv)
     flags, variables = settings(folder=Path.cwd(), home=Path.home())
-    made = parser()
-    with_settings(made, flags)
-    asked = made.parse_args(own)
-    if asked.run_id and (problem := name_problem(asked.run_id)) is not None:
+    parser = make_parser()
+    with_settings(parser, flags)
+    args = parser.parse_args(flag_words)
+    if args.run_id and (problem := name_problem(args.run_id)) is not None:
         raise UsageError(f"--run_id: {problem}")
-    accelerator = _accelerator(asked, command)
-    environment = collect(asked.env or (), asked.env_file or (), here=os.environ, defaults=variables)
+    accelerator = _accelerator(args, command)
+    environment = collect(args.env or (), args.env_file or (), here=os.environ, defaults=variables)
     no_secrets_in(command, environment)
     console = Console(environment.secrets())
     ray = import_ray()
-    if asked.plan_first:
+    if args.plan_first:
         preflight.require_plan(command, accelerator.name, console)
-    run_id = asked.run_id or f"ray-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    run_id = args.run_id or f"ray-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     run = GangRun(
         command=command,
         environment={**environment.values, "RUN_ID": run_id},
-        restarts=asked.restarts,
-        settle=asked.settle_seconds,
-        grace=asked.grace_seconds,
+        restarts=args.restarts,
+        settle=args.settle_seconds,
+        grace=args.grace_seconds,
     )
     try:
         ray.init(
-            address=asked.address or os.environ.get("RAY_ADDRESS") or "auto", log_to_driver=False, logging_level="ERROR"
+            address=args.address or os.environ.get("RAY_ADDRESS") or "auto", log_to_driver=False, logging_level="ERROR"
         )
     except (ConnectionError, ValueError) as error:
         raise UsageError(f"cannot reach a Ray cluster: {error}; give its address with --address") from error
     try:
-        cluster = RayCluster(accelerator, console, wait=asked.wait_seconds, intact=asked.intact_seconds)
-        judgement = run_gang(run, cluster, console)
+        cluster = RayCluster(accelerator, console, wait=args.wait_seconds, intact=args.intact_seconds)
+        judgement = run_worker_group(run, cluster, console)
     finally:
         ray.shutdown()
     console.say(str(judgement))
     return judgement.exit_code
 
 
-def _accelerator(asked: Namespace, command: Sequence[str]) -> Accelerator:
+def _accelerator(args: Namespace, command: Sequence[str]) -> Accelerator:
     problems = []
     accelerator = None
-    if asked.tpu is None:
+    if args.tpu is None:
         problems.append("--tpu is missing, e.g. --tpu v4-256")
     else:
         try:
-            accelerator = parse_accelerator(asked.tpu)
+            accelerator = parse_accelerator(args.tpu)
         except AcceleratorError as error:
-            problems.append(f"--tpu {asked.tpu}: {error}")
+            problems.append(f"--tpu {args.tpu}: {error}")
     if accelerator is not None and accelerator.generation.platform != "tpu":
-        problems.append(f"--tpu {asked.tpu}: not a TPU; use `levanter.infra.launch slurm` for GPUs")
+        problems.append(f"--tpu {args.tpu}: not a TPU; use `levanter.infra.launch slurm` for GPUs")
     if not command:
         problems.append("what to run comes after `--`, e.g. -- python -m levanter.main.eval_lm --config_path …")
     if problems:

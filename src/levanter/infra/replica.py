@@ -161,11 +161,11 @@ class Forwarder:
 
         answer = asyncio.create_task(self._answer(scope, body(), send))
         watch = asyncio.create_task(hung_up())
-        left = asyncio.create_task(gone.wait())
+        disconnected = asyncio.create_task(gone.wait())
         try:
-            await asyncio.wait({answer, left}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({answer, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (answer, watch, left):
+            for task in (answer, watch, disconnected):
                 if not task.done():
                     # Closing the connection is how the server learns of it.
                     task.cancel()
@@ -187,14 +187,14 @@ class Forwarder:
         has_body = any(name.lower() in (b"content-length", b"transfer-encoding") for name, _ in scope["headers"])
         assert self._session is not None, "asked before its lifespan began"
         try:
-            asked = self._session.request(
+            request = self._session.request(
                 scope["method"], url, headers=headers, data=body if has_body else None, allow_redirects=False
             )
             if not has_body:
                 # The empty body ends the request's side all the same.
                 async for _ in body:
                     continue
-            answered = await asked
+            answered = await request
         except aiohttp.ClientConnectionError as error:
             await _unavailable(send, error)
             return
@@ -276,8 +276,12 @@ def forwarding() -> Forwarder:
 
 async def _unavailable(send: Send, error: Exception) -> None:
     """Says in the protocol's words that the server behind cannot be reached."""
-    said = {"message": f"the server of this replica cannot be reached: {error}", "type": "unavailable", "code": None}
-    text = json.dumps({"error": said}).encode()
+    error_body = {
+        "message": f"the server of this replica cannot be reached: {error}",
+        "type": "unavailable",
+        "code": None,
+    }
+    text = json.dumps({"error": error_body}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(text)).encode())]
     await send({"type": "http.response.start", "status": 503, "headers": [*headers, (b"retry-after", b"5")]})
     await send({"type": "http.response.body", "body": text, "more_body": False})

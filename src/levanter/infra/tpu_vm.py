@@ -19,7 +19,7 @@ from levanter.infra import gcloud
 from levanter.infra.console import Console
 from levanter.infra.errors import PEER_LOST, LaunchError
 from levanter.infra.gcloud import Command
-from levanter.infra.gcloud_errors import Meaning, meaning_of, worker_codes
+from levanter.infra.gcloud_errors import Meaning, classify_error, worker_codes
 from levanter.infra.host_scripts import FOLDER, Remote
 from levanter.infra.pods import Pod
 from levanter.infra.restart_policy import Judgement, Outcome, judge
@@ -102,13 +102,13 @@ class TpuVmLauncher:
                 judgement = self.follow(attempt)
             if not judgement.again:
                 return judgement
-            left = self.patience.retries + 1 - attempt
-            if left == 0:
+            attempts_left = self.patience.retries + 1 - attempt
+            if attempts_left == 0:
                 self.console.say(
                     f"attempt {attempt}: {judgement}; no attempts left (--retries {self.patience.retries})"
                 )
                 return judgement
-            self.console.say(f"attempt {attempt}: {judgement}; {left} attempts left")
+            self.console.say(f"attempt {attempt}: {judgement}; {attempts_left} attempts left")
         raise AssertionError("the last attempt returns")
 
     def acquire(self) -> None:
@@ -128,17 +128,17 @@ class TpuVmLauncher:
             if state is not None:
                 self.console.say(f"{self.pod.name} is {state}: deleting it")
                 self.delete()
-            made = self.caller.show(gcloud.create(self.pod))
-            if made.code == 0:
+            creation = self.caller.show(gcloud.create(self.pod))
+            if creation.code == 0:
                 self.console.say(f"requested {self.pod.described}")
                 if self._wait_until_ready(None):
                     return
                 failures = self._wait_again(failures, "preempted", f"{self.pod.name} ended before it was ready")
                 continue
-            meaning = meaning_of(made.text)
+            meaning = classify_error(creation.text)
             if meaning not in ("capacity", "transient", "preempted"):
-                raise LaunchError(_advice(meaning, self.pod, made.text))
-            failures = self._wait_again(failures, meaning, made.text)
+                raise LaunchError(_advice(meaning, self.pod, creation.text))
+            failures = self._wait_again(failures, meaning, creation.text)
 
     def prepare(self) -> bool:
         """Copies the folder to every host and sets it up there; False if the pod was preempted meanwhile."""
@@ -156,7 +156,7 @@ class TpuVmLauncher:
                 if self._gone():
                     return False
                 text = "\n".join(called.text for called in failed)
-                unreachable = any(called.code == _SSH_FAILED for called in failed) or meaning_of(text) == "ssh"
+                unreachable = any(called.code == _SSH_FAILED for called in failed) or classify_error(text) == "ssh"
                 if not unreachable or tries > self.patience.ssh_retries:
                     raise LaunchError(
                         f"{self.pod.name}: step {number + 1} of {len(steps)} of the setup failed:\n{text.rstrip()}"
@@ -173,11 +173,11 @@ class TpuVmLauncher:
             commands = [gcloud.ssh(self.pod, node, self._call(node, attempt, verb)) for node in nodes]
             dropped = []
             for node, called in zip(nodes, self._together(commands), strict=True):
-                found = self._codes(called)
-                if _SSH_FAILED in found.values():
+                exit_codes = self._codes(called)
+                if _SSH_FAILED in exit_codes.values():
                     dropped.append(node)
                 codes = {key: code for key, code in codes.items() if key[0] != node}
-                codes.update({(node, worker): code for worker, code in found.items()})
+                codes.update({(node, worker): code for worker, code in exit_codes.items()})
             if not dropped:
                 break
             if self._gone():
@@ -225,7 +225,7 @@ class TpuVmLauncher:
             LaunchError: gcloud refuses.
         """
         done = self.caller.show(gcloud.delete(self.pod))
-        if done.code != 0 and meaning_of(done.text) != "not_found":
+        if done.code != 0 and classify_error(done.text) != "not_found":
             raise LaunchError(
                 f"{self.pod.name} could not be deleted, and is billed while it exists:\n{done.text.rstrip()}"
             )
@@ -238,12 +238,12 @@ class TpuVmLauncher:
         """Worker → exit code, of those that did not exit with 0."""
         if called.code == 0:
             return {}
-        own_words = "\n".join(line for line in called.text.splitlines() if not line.startswith("["))
-        found = worker_codes(own_words)
-        if found:
-            return found
+        worker_output = "\n".join(line for line in called.text.splitlines() if not line.startswith("["))
+        codes = worker_codes(worker_output)
+        if codes:
+            return codes
         # One host, or gcloud failed before it reached any.
-        reached = self.pod.hosts_per_slice == 1 and "ERROR: (gcloud" not in own_words
+        reached = self.pod.hosts_per_slice == 1 and "ERROR: (gcloud" not in worker_output
         return {0: called.code if reached else _SSH_FAILED}
 
     def _each_node(self, command: Callable[[str], Command]) -> list[Called]:
@@ -271,7 +271,7 @@ class TpuVmLauncher:
                 words = called.text.split()
                 self._check_kind(words)
                 return words[0] if words else "UNKNOWN"
-            meaning = meaning_of(called.text)
+            meaning = classify_error(called.text)
             if meaning == "not_found":
                 return None
             if meaning != "transient" or tries > self.patience.ssh_retries:
@@ -298,7 +298,9 @@ class TpuVmLauncher:
         """Whether a TPU VM of a queued resource is gone; the request itself may still be called active."""
         states = [self.caller.capture(gcloud.node_state(self.pod, node)) for node in self.pod.nodes]
         return any(
-            (called.text.split() or [""])[0] in _GONE if called.code == 0 else meaning_of(called.text) == "not_found"
+            (called.text.split() or [""])[0] in _GONE
+            if called.code == 0
+            else classify_error(called.text) == "not_found"
             for called in states
         )
 
@@ -322,7 +324,7 @@ class TpuVmLauncher:
 
     def _explain_failure(self) -> None:
         why = self.caller.capture(gcloud.reasons(self.pod)).text
-        meaning = meaning_of(why)
+        meaning = classify_error(why)
         if meaning not in ("capacity", "transient", "preempted"):
             raise LaunchError(_advice(meaning, self.pod, why))
         self.console.say(f"{self.pod.name} failed for lack of capacity")

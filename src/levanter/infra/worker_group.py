@@ -1,7 +1,7 @@
 """A gang: one process on each host of some slices, started together and judged as one.
 
 A `Cluster` provides the hosts; a gang only starts processes on them, shows their output, and judges the outcome of the
-attempt. `run_gang` repeats it while that may help.
+attempt. `run_worker_group` repeats it while that may help.
 """
 
 import collections
@@ -78,7 +78,7 @@ class GangRun:
     poll: float = 0.5
 
 
-def run_gang(
+def run_worker_group(
     run: GangRun, cluster: Cluster, console: Console, *, sleep: Callable[[float], None] = time.sleep
 ) -> Judgement:
     """Runs the command on a gang, restarts it where that may help, and reports the outcome.
@@ -93,9 +93,9 @@ def run_gang(
             judgement = _attempt(run, members, console, sleep)
         finally:
             cluster.release(members)
-        left = run.restarts + 1 - attempt
-        if judgement.again and left:
-            console.say(f"attempt {attempt}: {judgement}; restarting, {left} attempts left")
+        attempts_left = run.restarts + 1 - attempt
+        if judgement.again and attempts_left:
+            console.say(f"attempt {attempt}: {judgement}; restarting, {attempts_left} attempts left")
             continue
         if judgement.again:
             console.say(f"attempt {attempt}: {judgement}; giving up, {run.restarts} restarts were allowed (--restarts)")

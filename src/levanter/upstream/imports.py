@@ -47,25 +47,25 @@ def look_up(at: str, name: str, *instance: object, stacklevel: int = 4) -> Any:
     module, _, attribute = target.partition(":")
     if not attribute:
         return import_module(module)
-    found = getattr(import_module(module), attribute)
+    value = getattr(import_module(module), attribute)
     if instance:
         warn_once(old, f"{old} is kept for older scripts ({module}.{attribute})", stacklevel)
-        return found(*instance)
+        return value(*instance)
     warn_once(old, f"{old} is {module}.{attribute} now", stacklevel)
-    return found
+    return value
 
 
 def _refusal(old: str, why: str) -> str:
     return f"{old} is not carried over: {why} (docs/migrating.md)"
 
 
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 def warn_once(old: str, message: str, stacklevel: int) -> None:
     """Warns about an earlier name, the first time it is used."""
-    if old not in _told:
-        _told.add(old)
+    if old not in _warned:
+        _warned.add(old)
         warnings.warn(message, DeprecationWarning, stacklevel=stacklevel + 1)
 
 
@@ -80,17 +80,19 @@ def find_spec(name: str) -> ModuleSpec | None:
         return ModuleSpec(name, _Absent(), origin=name)  # pyright: ignore[reportArgumentType]
     if (why := gone_module(name)) is not None:
         return ModuleSpec(name, _Refused(why), is_package=True)  # pyright: ignore[reportArgumentType]
-    made = {key for key in (*NAMES, *GONE_IN) if ":" not in key}
-    inside = any(module.startswith(f"{name}.") for module in (*made, *GONE_MODULES))
-    if name not in made and not inside:
+    provided = {key for key in (*NAMES, *GONE_IN) if ":" not in key}
+    inside = any(module.startswith(f"{name}.") for module in (*provided, *GONE_MODULES))
+    if name not in provided and not inside:
         return None
     return ModuleSpec(name, _OfTable(), is_package=inside)  # pyright: ignore[reportArgumentType]
 
 
 def gone_module(name: str) -> str | None:
     """Why there is no such module, if it or a parent of it is not carried over."""
-    parts = name.split(".")
-    return next((why for n in range(len(parts), 1, -1) if (why := GONE_MODULES.get(".".join(parts[:n])))), None)
+    components = name.split(".")
+    return next(
+        (why for n in range(len(components), 1, -1) if (why := GONE_MODULES.get(".".join(components[:n])))), None
+    )
 
 
 class _Refused:

@@ -163,18 +163,18 @@ class _ModulesWithEarlierNames:
         return spec
 
 
-def _first(own: Callable[[str], Any] | None, name: str) -> Callable[[str], Any]:
+def _first(current: Callable[[str], Any] | None, name: str) -> Callable[[str], Any]:
     """A name that a module lacks: its own lazy attribute if there is one, else an earlier name."""
 
-    def found(attribute: str) -> Any:
-        if own is None:
+    def lookup(attribute: str) -> Any:
+        if current is None:
             return _earlier(name, attribute)
         try:
-            return own(attribute)
+            return current(attribute)
         except AttributeError:
             return _earlier(name, attribute)
 
-    return found
+    return lookup
 
 
 PRIVATE = {
@@ -209,14 +209,14 @@ def _accept_earlier_keywords(cls: type) -> None:
 
 def _accept_earlier_calls(cls: type, member: str, facade: str, positional: int, keywords: tuple[str, ...]) -> None:
     """Makes a method accept the calls it had: `model(ids, mask, key=key)`."""
-    own = vars(cls)[member]
+    current = vars(cls)[member]
 
-    @wraps(own)
+    @wraps(current)
     def method(self: object, *args: object, **keys: object) -> object:
         by_name = any(name in keys for name in keywords) or type(keys.get("attn_mask")).__name__ == "NamedArray"
         if len(args) <= positional and not by_name:
-            return own(self, *args, **keys)
-        return getattr(import_module("levanter.upstream.facades.calls"), facade)(own, self, *args, **keys)
+            return current(self, *args, **keys)
+        return getattr(import_module("levanter.upstream.facades.calls"), facade)(current, self, *args, **keys)
 
     setattr(cls, member, method)
 

@@ -60,8 +60,8 @@ class Migrated:
     @property
     def annotated(self) -> str:
         """The document with its changes and notes as comments above it."""
-        said = [*map(str, self.changes), *(f"note: {note}" for note in self.notes)]
-        comments = "".join(f"# {line}\n" for each in said for line in each.splitlines())
+        messages = [*map(str, self.changes), *(f"note: {note}" for note in self.notes)]
+        comments = "".join(f"# {line}\n" for message in messages for line in message.splitlines())
         return comments + ("\n" if comments else "") + self.text
 
 
@@ -118,22 +118,22 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("document", help="the YAML file")
     parser.add_argument("--output", help="file for the new document; it must not exist")
     parser.add_argument("--entry_point", help="the entry point that reads it, whose checks are then applied")
-    asked = parser.parse_args(argv)
-    if asked.output is not None and exists(asked.output):
-        raise MigrateUsageError(f"{asked.output} already exists; choose another file")
-    done = migrate(asked.document, asked.entry_point)
-    if asked.entry_point is not None:
-        read_text(config_class(asked.entry_point), done.text, source=f"{asked.document}, migrated")
-    if asked.output is None:
+    arguments = parser.parse_args(argv)
+    if arguments.output is not None and exists(arguments.output):
+        raise MigrateUsageError(f"{arguments.output} already exists; choose another file")
+    done = migrate(arguments.document, arguments.entry_point)
+    if arguments.entry_point is not None:
+        read_text(config_class(arguments.entry_point), done.text, source=f"{arguments.document}, migrated")
+    if arguments.output is None:
         sys.stdout.write(done.annotated)
         return 0
-    with atomic_write(asked.output) as file:
+    with atomic_write(arguments.output) as file:
         file.write(done.annotated.encode())
     for change in done.changes:
         print(change)
     for note in done.notes:
         print(f"note: {note}")
-    print(f"{len(done.changes)} changes; new document: {asked.output}")
+    print(f"{len(done.changes)} changes; new document: {arguments.output}")
     return 0
 
 

@@ -79,7 +79,9 @@ def imports() -> str:
             module, _, attribute = target.partition(":")
             place = module if attribute in (name, "") else f"{module}.{attribute}"
             by_place.setdefault(f"`{place}`", []).append(name)
-        rows += [(f"`{at.replace(':', '.')}`", _listed(found, sort=False), place) for place, found in by_place.items()]
+        rows += [
+            (f"`{at.replace(':', '.')}`", _listed(listed, sort=False), place) for place, listed in by_place.items()
+        ]
     return _table(("old module or class", "names", "now"), rows)
 
 

@@ -92,7 +92,7 @@ _CARELESS = {
     "main": "levanter.main.eval_careless_lm:main",
 }
 
-_OWN: Mapping[str, Mapping[str, str]] = {
+_MODULE_NAMES: Mapping[str, Mapping[str, str]] = {
     "levanter": {"current_tracker": f"{_TRACKER}:current_tracker", "initialize": f"{_TRAINER}:initialize_all"},
     "levanter.layers": _MASKS,
     "levanter.models.lm_model": _EXAMPLES,
@@ -134,11 +134,11 @@ _OWN: Mapping[str, Mapping[str, str]] = {
         )
     },
     "levanter.models.base:LmHeadModel": {
-        "activations": f"{_MODELS}:activations_of",
-        "compute_next_token_loss": f"{_MODELS}:loss_of",
-        "get_lm_head": f"{_MODELS}:head_of",
-        "Pos": f"{_MODELS}:positions_of",
-        "vocab_size": f"{_MODELS}:vocab_size_of",
+        "activations": f"{_MODELS}:activations_function",
+        "compute_next_token_loss": f"{_MODELS}:loss_function",
+        "get_lm_head": f"{_MODELS}:lm_head",
+        "Pos": f"{_MODELS}:position_axis",
+        "vocab_size": f"{_MODELS}:vocab_size",
     },
     "levanter.layers.rotary": _ROPE,
     "levanter.trainer.config:TrainerConfig": {
@@ -280,13 +280,13 @@ _OWN: Mapping[str, Mapping[str, str]] = {
 }
 
 NAMES: Mapping[str, Mapping[str, str]] = {
-    at: {**_OWN.get(at, {}), **TOOL_NAMES.get(at, {})} for at in dict.fromkeys((*_OWN, *TOOL_NAMES))
+    at: {**_MODULE_NAMES.get(at, {}), **TOOL_NAMES.get(at, {})} for at in dict.fromkeys((*_MODULE_NAMES, *TOOL_NAMES))
 }
 """Module, or `module:Class` → name there → where it is now (`module:name`, or a module)."""
 
-_OWN_CLASS_MEMBERS: Mapping[str, tuple[str, ...]] = {"levanter.models.registry:LmConfig": ("from_hf_config",)}
+_CLASS_MEMBERS: Mapping[str, tuple[str, ...]] = {"levanter.models.registry:LmConfig": ("from_hf_config",)}
 CLASS_MEMBERS: Mapping[str, tuple[str, ...]] = {
-    at: (*_OWN_CLASS_MEMBERS.get(at, ()), *TOOL_CLASS_MEMBERS.get(at, ()))
-    for at in dict.fromkeys((*_OWN_CLASS_MEMBERS, *TOOL_CLASS_MEMBERS))
+    at: (*_CLASS_MEMBERS.get(at, ()), *TOOL_CLASS_MEMBERS.get(at, ()))
+    for at in dict.fromkeys((*_CLASS_MEMBERS, *TOOL_CLASS_MEMBERS))
 }
 """`module:Class` → those of its names that are asked of the class itself."""

@@ -73,7 +73,7 @@ TOOL_NAMES: Mapping[str, Mapping[str, str]] = {
         "_get_fs_and_plain_path": f"{_SAVED}:fs_and_plain_path",
     },
     "levanter.checkpoint.checkpointer:Checkpointer": {
-        "load_checkpoint": f"{_SAVED}:load_of",
+        "load_checkpoint": f"{_SAVED}:load_function",
         "on_step": f"{_SAVED}:on_step",
         "wait_until_finished": f"{_SAVED}:wait_until_finished",
     },

@@ -13,7 +13,7 @@ from levanter.config.upstream import TABLE, old_keys, translate
 from levanter.config.upstream.preferences import PREFERENCE_KEYS, TRAIN_DPO
 from levanter.config.upstream.serving import AT_THE_TOP, SERVER_KEYS
 from levanter.config.upstream.sft import MIXTURE, SFT_KEYS
-from levanter.config.upstream.unsupported import rows_of
+from levanter.config.upstream.unsupported import unsupported_rows
 from levanter.config.yaml_nodes import MapNode, from_plain
 from levanter.data import DatasetComponentBase, LmDatasetFormatBase
 from levanter.data.sources import DatasetSourceBase
@@ -116,7 +116,7 @@ def here(path: str) -> tuple[type, tuple[str, ...]]:
 def test_every_key_is_known(path: str):
     cls, block = here(path)
     known = {*config_fields(cls), *old_keys(tuple("x" if part == "*" else part for part in block)), "type"}
-    known |= set(rows_of(block, config_fields(cls)))
+    known |= set(unsupported_rows(block, config_fields(cls)))
     if not block:
         known |= {row.name for row in TABLE if row.block == ""} | {row.block for row in TABLE}
         known |= {"configs", "validation_urls"}

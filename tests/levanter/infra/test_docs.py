@@ -15,10 +15,10 @@ from levanter import runplan
 from levanter.distributed.initialize import DistributedConfig
 from levanter.distributed.peers import Timeouts
 from levanter.infra import errors
-from levanter.infra.flags import COMMANDS, parser_of
+from levanter.infra.flags import COMMANDS, command_parser
 from levanter.infra.launch import main
-from levanter.infra.ray_run import parser as ray_parser
-from levanter.infra.ray_serve import parser as replicas_parser
+from levanter.infra.ray_run import make_parser as ray_parser
+from levanter.infra.ray_serve import make_parser as replicas_parser
 from levanter.infra.tpu_vm import RetryPolicy
 
 pytestmark = pytest.mark.quick
@@ -57,7 +57,7 @@ def test_a_command_is_understood(name, command, capsys, monkeypatch, tmp_path):
         return
     if "local" in words:
         own = words[1 : words.index("--")]
-        assert parser_of("local").parse_args(own).processes > 1
+        assert command_parser("local").parse_args(own).processes > 1
         return
     at = 1 if words[0] in COMMANDS else 0
     assert main([*words[:at], "--dry_run", *words[at:]]) == 0, capsys.readouterr().err
@@ -114,7 +114,7 @@ def test_timeouts_are_the_timeouts():
 
 
 def test_defaults_are_the_defaults():
-    text, asked = page("launch"), parser_of("tpu").parse_args([])
+    text, asked = page("launch"), command_parser("tpu").parse_args([])
     assert "`--retries 10`, `--create_retries 20`" in text
     assert (asked.retries, asked.create_retries) == (10, 20) == (RetryPolicy().retries, RetryPolicy().create_retries)
     assert "retried after 30 s, 60 s, … 10 min" in text
@@ -124,7 +124,7 @@ def test_defaults_are_the_defaults():
     assert "(`--drain_seconds`, 60)" in text and replicas.drain_seconds == 60
     assert "`127.0.0.1:8000`" in text and (replicas.host, replicas.port) == ("127.0.0.1", 8000)
     for flag in set(re.findall(r"`(--[a-z_]+)", text)) - {"--target", "--dry_run"}:
-        words = [*(parser_of(name) for name in COMMANDS), ray_parser(), replicas_parser()]
+        words = [*(command_parser(name) for name in COMMANDS), ray_parser(), replicas_parser()]
         known = {option for one in words for option in one._option_string_actions} | {"--working-dir"}
         assert flag in known, flag
 

@@ -1,7 +1,7 @@
 import pytest
 from helpers import stand_in_gcloud as recorded
 
-from levanter.infra.gcloud_errors import meaning_of, worker_codes
+from levanter.infra.gcloud_errors import classify_error, worker_codes
 
 pytestmark = pytest.mark.quick
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.quick
     ],
 )
 def test_recorded_errors_of_gcloud(text, meaning):
-    assert meaning_of(text.format(name="books", zone="us-east5-b") if "{zone}" in text else text) == meaning
+    assert classify_error(text.format(name="books", zone="us-east5-b") if "{zone}" in text else text) == meaning
 
 
 def test_codes_of_the_hosts():

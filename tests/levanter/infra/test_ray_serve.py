@@ -18,7 +18,7 @@ pytest.importorskip("ray.serve", reason="the `ray` extra is not installed")
 from levanter.commands.serve.config import ServeConfig  # noqa: E402
 from levanter.config import load_written  # noqa: E402
 from levanter.infra.processes import free_port  # noqa: E402
-from levanter.infra.ray_serve import main, parser, server_command  # noqa: E402
+from levanter.infra.ray_serve import main, make_parser, server_command  # noqa: E402
 
 STAND_IN = Path(__file__).parents[2] / "helpers" / "streaming_server.py"
 
@@ -46,7 +46,7 @@ def test_everything_that_is_wrong_is_listed(capsys):
 )
 def test_a_server_reads_whom_it_answers(flags, insecure, key):
     """What the launcher adds to the command is what `serve` understands."""
-    asked = parser().parse_args(["--host", "0.0.0.0", *flags])
+    asked = make_parser().parse_args(["--host", "0.0.0.0", *flags])
     words = server_command(asked, ["python", "-m", "levanter.main.serve", "--hf_checkpoint", "a/b"])
     config = load_written(ServeConfig, words[3:]).config
     assert (config.insecure, config.api_key, config.hf_checkpoint) == (insecure, key, "a/b")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from levanter.infra.console import Console
 from levanter.infra.host import Host
-from levanter.infra.worker_group import GangRun, HostGone, run_gang
+from levanter.infra.worker_group import GangRun, HostGone, run_worker_group
 
 
 class HostHere(Host):
@@ -49,7 +49,7 @@ class Here:
 
 def run(code: str, cluster: Here, **keywords):
     words = GangRun(command=("python", "-c", code), **{"settle": 100.0, "grace": 0.3, **keywords})
-    return run_gang(words, cluster, Console(["hf_s3cr3t"]), sleep=cluster.sleep)
+    return run_worker_group(words, cluster, Console(["hf_s3cr3t"]), sleep=cluster.sleep)
 
 
 ME = "import os, sys, time, pathlib; me = int(os.environ['LEVANTER_PROCESS_ID'])\n"

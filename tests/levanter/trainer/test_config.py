@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from levanter.config import ConfigError, dump, load, parse_text, plain
-from levanter.config.upstream.unsupported import rows_of
+from levanter.config.upstream.unsupported import unsupported_rows
 from levanter.mesh.config import MeshConfig
 from levanter.models.precision import Precision
 from levanter.tracker import JsonLoggerConfig, NoopConfig, TensorboardConfig, WandbConfig
@@ -56,7 +56,7 @@ OUR_KEYS = "allow_nonfinite compiler compiler_options resume_with_changes skip_n
 
 def test_the_keys_are_upstream_s():
     found = {f.name for f in fields(TrainerConfig)}
-    not_carried = set(rows_of(("trainer",), found))
+    not_carried = set(unsupported_rows(("trainer",), found))
     assert found | not_carried == {*UPSTREAM_KEYS.split(), *OUR_KEYS.split()}
     assert not found & not_carried
     # What is ours changes no result where it is not written; the compiler's options are those that were compared.

@@ -96,8 +96,8 @@ def old_keys(path: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _matches(block: str, path: tuple[str, ...]) -> bool:
-    parts = block.split(".") if block else []
-    return len(parts) == len(path) and all(a in ("*", b) for a, b in zip(parts, path, strict=True))
+    components = block.split(".") if block else []
+    return len(components) == len(path) and all(a in ("*", b) for a, b in zip(components, path, strict=True))
 
 
 __all__ = ["TABLE", "Change", "OldKey", "Translation", "old_keys", "translate", "translate_plain"]

@@ -120,19 +120,19 @@ class Draft:
             for entry in node:
                 self.set((*path, entry.key), entry.node, old=old, mark=mark)
             return
-        there = self.entry(path)
-        empty = isinstance(there and there.node, MapNode) and not there.node.entries  # type: ignore[union-attr]
-        if there is None or empty:
+        existing = self.entry(path)
+        empty = isinstance(existing and existing.node, MapNode) and not existing.node.entries  # type: ignore[union-attr]
+        if existing is None or empty:
             self.document = _with(self.document, path, node, mark)
             self._written_by[path] = old
-        elif to_plain(there.node) != to_plain(node):
+        elif to_plain(existing.node) != to_plain(node):
             key = ".".join(path)
             by = self._written_by.get(path)
             self.problems.append(
                 Problem(
                     message=(
-                        f"contradicts `{by or key}`{f' ({there.mark})' if there.mark else ''}: the old key means "
-                        f"{key}: {inline(node)}, the document also has {inline(there.node)}; keep one of them"
+                        f"contradicts `{by or key}`{f' ({existing.mark})' if existing.mark else ''}: the old key means "
+                        f"{key}: {inline(node)}, the document also has {inline(existing.node)}; keep one of them"
                     ),
                     mark=mark,
                     key=old,

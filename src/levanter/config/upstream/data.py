@@ -15,10 +15,10 @@ SINGLE = "train"
 
 _URL_KEYS = ("train_urls", "validation_urls")
 _HF_KEYS = ("id", "name", "stream", "splits")
-_OWN_KEYS = ("tags", "format")
-_BESIDE = ("pack", "split", "flat_cache", "type")
+_COMPONENT_KEYS = ("tags", "format")
+_SIBLING_KEYS = ("pack", "split", "flat_cache", "type")
 """Keys of today's components, which an old source may have as well."""
-_FLAT = (*_URL_KEYS, *_HF_KEYS, *_OWN_KEYS, "configs", "tokenizer", "vocab_size", "cache_dir", "cache_options")
+_FLAT = (*_URL_KEYS, *_HF_KEYS, *_COMPONENT_KEYS, "configs", "tokenizer", "vocab_size", "cache_dir", "cache_options")
 _FLAT += ("enforce_eos", "chat_template", "ignore_token_id", "shuffle", "permutation_type")
 _FLAT += ("train_weights", "stop_strategy", "mixture_block_size", "max_train_batches", "num_validation_sequences")
 _FLAT += ("target_budget", "experiment_budget")
@@ -31,7 +31,7 @@ def _row(name: str, new: str, why: str, default: str = "") -> OldKey:
 
 DATA_KEYS = (
     *(_row(name, f"components.{SINGLE}.source.{name}", _ONE_SOURCE) for name in (*_URL_KEYS, *_HF_KEYS)),
-    *(_row(name, f"components.{SINGLE}.{name}", _ONE_SOURCE) for name in _OWN_KEYS),
+    *(_row(name, f"components.{SINGLE}.{name}", _ONE_SOURCE) for name in _COMPONENT_KEYS),
     _row("configs", "components, each with a source", "data sets are components, each with a source and a format"),
     _row("shuffle", "shuffle: false where absent", "the old layouts did not shuffle by default", "false"),
 )
@@ -130,7 +130,7 @@ def translate_data(draft: Draft) -> None:
 
 def _single(draft: Draft, block: MapNode) -> None:
     is_hf = "id" in block
-    keys = [key for key in (*_URL_KEYS, *_HF_KEYS, *_OWN_KEYS) if key in block]
+    keys = [key for key in (*_URL_KEYS, *_HF_KEYS, *_COMPONENT_KEYS) if key in block]
     moved = MapNode(entries=tuple(entry for entry in block if entry.key in keys), mark=block.mark)
     cache = block.entry("cache_dir")
     if cache is not None:
@@ -142,7 +142,7 @@ def _single(draft: Draft, block: MapNode) -> None:
         assert entry is not None
         if is_hf and key in _URL_KEYS:
             draft.wrong(entry, f"data.{key}", "contradicts `data.id`: a source is either files or a Hub data set")
-        home = ".".join((*DATA, "components", SINGLE, *(() if key in _OWN_KEYS else ("source",)), key))
+        home = ".".join((*DATA, "components", SINGLE, *(() if key in _COMPONENT_KEYS else ("source",)), key))
         draft.remove((*DATA, key))
         text = inline(entry.node)
         change = Change(key=f"data.{key}", was=text, now=f"{home}: {text}", why=rows[key].why, mark=entry.mark)
@@ -175,9 +175,9 @@ def _mixture(draft: Draft, old: Entry) -> None:
 
 def _known(draft: Draft, source: MapNode, where: str) -> MapNode:
     """An old source without the keys that sources did not have; each of them is a problem."""
-    keys = (*_URL_KEYS, *_HF_KEYS, *_OWN_KEYS, "cache_dir")
+    keys = (*_URL_KEYS, *_HF_KEYS, *_COMPONENT_KEYS, "cache_dir")
     for entry in source:
-        if entry.key not in (*keys, *_BESIDE):
+        if entry.key not in (*keys, *_SIBLING_KEYS):
             hint = did_you_mean(entry.key, keys) or f"; valid keys here are {', '.join(keys)}"
             draft.wrong(entry, f"{where}.{entry.key}", f"unknown key{hint}")
             source = source.without(entry.key)
@@ -190,12 +190,12 @@ def _component(draft: Draft, source: MapNode, path: Keys) -> MapNode:
     if "id" in source:
         kind = Entry(key="type", node=from_plain("hf", source.mark), mark=source.mark)
         inner = [kind, *inner]
-    beside = [entry for entry in source if entry not in inner]
-    beside = [_format(draft, entry, path) if entry.key == "format" else entry for entry in beside]
+    siblings = [entry for entry in source if entry not in inner]
+    siblings = [_format(draft, entry, path) if entry.key == "format" else entry for entry in siblings]
     if not inner:
-        return MapNode(entries=tuple(beside), mark=source.mark)  # what was tokenized before, and nothing else
+        return MapNode(entries=tuple(siblings), mark=source.mark)  # what was tokenized before, and nothing else
     node = MapNode(entries=tuple(inner), mark=source.mark)
-    return MapNode(entries=(Entry(key="source", node=node, mark=source.mark), *beside), mark=source.mark)
+    return MapNode(entries=(Entry(key="source", node=node, mark=source.mark), *siblings), mark=source.mark)
 
 
 def _format(draft: Draft, entry: Entry, path: Keys) -> Entry:
@@ -207,18 +207,18 @@ def _format(draft: Draft, entry: Entry, path: Keys) -> Entry:
     if not isinstance(kind, Scalar) or kind.text != "supervised":
         return entry
     for row in FORMAT_KEYS:
-        given = node.entry(row.name)
+        written = node.entry(row.name)
         if row.new in node:
-            if given is not None:
+            if written is not None:
                 message = f"contradicts `{row.new}` beside it: they are one key, renamed"
-                draft.wrong(given, ".".join((*path, "format", row.name)), message)
+                draft.wrong(written, ".".join((*path, "format", row.name)), message)
             continue
-        value: Node = from_plain(row.default, entry.mark) if given is None else given.node
-        mark = entry.mark if given is None else given.mark
+        value: Node = from_plain(row.default, entry.mark) if written is None else written.node
+        mark = entry.mark if written is None else written.mark
         node = node.without(row.name).with_entry(Entry(key=row.new, node=value, mark=mark))
         key = ".".join((*path, "format", row.name))
-        was = f"(absent, {row.default})" if given is None else inline(value)
-        change = Change(key=key, was=was, now=f"{row.new}: {inline(value)}", why=row.why, mark=given and given.mark)
+        was = f"(absent, {row.default})" if written is None else inline(value)
+        change = Change(key=key, was=was, now=f"{row.new}: {inline(value)}", why=row.why, mark=written and written.mark)
         draft.changes.append(change)
     return Entry(key=entry.key, node=node, mark=entry.mark)
 

@@ -71,16 +71,18 @@ def _task(draft: Draft, number: int, item: Node) -> Node:
     if entry is None or not isinstance(item, MapNode):
         return item
     key = f"eval_harness.task_spec[{number}].{TASK_TARGET.name}"
-    there = item.entry(TASK_TARGET.new)
-    if there is not None and to_plain(there.node) != to_plain(entry.node):
-        draft.wrong(entry, key, f"contradicts `{TASK_TARGET.new}` ({there.mark}): they are one key, renamed; keep one")
+    existing = item.entry(TASK_TARGET.new)
+    if existing is not None and to_plain(existing.node) != to_plain(entry.node):
+        draft.wrong(
+            entry, key, f"contradicts `{TASK_TARGET.new}` ({existing.mark}): they are one key, renamed; keep one"
+        )
         return item.without(TASK_TARGET.name)
     draft.note(TASK_TARGET, entry, key, f"{TASK_TARGET.new}: {inline(entry.node)}")
     renamed = Entry(key=TASK_TARGET.new, node=entry.node, mark=entry.mark)
     return item.without(TASK_TARGET.name).with_entry(renamed)
 
 
-def _engine(draft: Draft, block: Keys, counted: OldKey, asked: OldKey) -> None:
+def _engine(draft: Draft, block: Keys, counted: OldKey, requested: OldKey) -> None:
     pages = draft.entry((*block, counted.name))
     if pages is not None:
         count = to_plain(pages.node)
@@ -91,6 +93,6 @@ def _engine(draft: Draft, block: Keys, counted: OldKey, asked: OldKey) -> None:
         else:
             draft.wrong(pages, f"{counted.block}.{counted.name}", f"expected an integer, got {inline(pages.node)}")
             draft.remove((*block, counted.name))
-    wanted = draft.entry((*block, asked.name))
+    wanted = draft.entry((*block, requested.name))
     if wanted is not None:
-        draft.ignore(asked, wanted, block)
+        draft.ignore(requested, wanted, block)

@@ -24,8 +24,8 @@ INNER_MODEL_KEYS = tuple(replace(row, block="*.model") for row in MODEL_KEYS)
 
 def translate_model(draft: Draft) -> None:
     """Translates every old key of `model:`, wherever one stands; they are renamed, nothing more."""
-    places = [(MODEL, MODEL_KEYS), *(((name, *MODEL), INNER_MODEL_KEYS) for name in INNER)]
-    for path, rows in places:
+    blocks = [(MODEL, MODEL_KEYS), *(((name, *MODEL), INNER_MODEL_KEYS) for name in INNER)]
+    for path, rows in blocks:
         block = draft.block(path)
         for row in rows:
             entry = block.entry(row.name) if block is not None else None

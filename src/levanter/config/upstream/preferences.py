@@ -60,8 +60,8 @@ def _random_a(draft: Draft, block: str) -> None:
 
 def _orders(draft: Draft) -> None:
     """Takes `shuffle` out of components, where published documents have it and nothing ever read it."""
-    for each in draft.block(("data", "components")) or ():
-        path = ("data", "components", each.key)
+    for component in draft.block(("data", "components")) or ():
+        path = ("data", "components", component.key)
         entry = draft.entry((*path, ORDER.name))
         if entry is not None:
             draft.ignore(ORDER, entry, path)

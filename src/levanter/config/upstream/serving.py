@@ -75,11 +75,11 @@ def translate_server(draft: Draft, takes: Collection[str]) -> None:
         entry = draft.entry((*BLOCK, row.name))
         if entry is not None:
             draft.ignore(row, entry, BLOCK)
-    left = draft.entry(BLOCK)
-    if left is not None and isinstance(left.node, MapNode):
+    remaining = draft.entry(BLOCK)
+    if remaining is not None and isinstance(remaining.node, MapNode):
         known = [row.name for row in SERVER_KEYS if row.block == "service"]
-        for each in left.node:
-            draft.wrong(each, f"service.{each.key}", f"unknown key; the keys here are {', '.join(known)}")
+        for item in remaining.node:
+            draft.wrong(item, f"service.{item.key}", f"unknown key; the keys here are {', '.join(known)}")
         draft.remove(BLOCK)
 
 
@@ -87,22 +87,22 @@ def _moved(draft: Draft) -> None:
     """The keys that `inference` has, by other names or with other bounds."""
     renamed = {ROWS: "max_rows", LENGTH: "max_seq_len", CHUNK: "prefill_chunk", SIZE: "page_size"}
     for row, name in renamed.items():
-        if (entry := _asked(draft, row)) is not None:
+        if (entry := _requested(draft, row)) is not None:
             draft.move(row, entry, BLOCK, [(("inference", name), entry.node)])
-    if (entry := _asked(draft, STEPS)) is not None:
+    if (entry := _requested(draft, STEPS)) is not None:
         rounds = to_plain(entry.node)
         most = min(rounds, MOST_STEPS) if isinstance(rounds, int) and not isinstance(rounds, bool) else entry.node
         draft.move(STEPS, entry, BLOCK, [(("inference", "steps"), most)])
-    if (entry := _asked(draft, COUNT)) is not None:
+    if (entry := _requested(draft, COUNT)) is not None:
         draft.move(COUNT, entry, BLOCK, [(("inference", "allocation"), "paged"), (("inference", "pages"), entry.node)])
-    if (entry := _asked(draft, DTYPE)) is not None:
+    if (entry := _requested(draft, DTYPE)) is not None:
         dtype = to_plain(entry.node)
         draft.move(DTYPE, entry, BLOCK, [(("inference", "cache_dtype"), DTYPES.get(str(dtype), dtype))])
-    if (entry := _asked(draft, WAITING)) is not None:
+    if (entry := _requested(draft, WAITING)) is not None:
         draft.move(WAITING, entry, BLOCK, [((WAITING.name,), entry.node)])
 
 
-def _asked(draft: Draft, row: OldKey) -> Entry | None:
+def _requested(draft: Draft, row: OldKey) -> Entry | None:
     """The entry of a key; one that is null says nothing and goes."""
     entry = draft.entry((*BLOCK, row.name))
     if entry is not None and to_plain(entry.node) is None:
@@ -113,7 +113,7 @@ def _asked(draft: Draft, row: OldKey) -> Entry | None:
 
 def _pages_of_a_row(draft: Draft) -> None:
     """So many pages of a row are a length in tokens."""
-    entry = _asked(draft, SERVICE_PAGES)
+    entry = _requested(draft, SERVICE_PAGES)
     if entry is None:
         return
     count = to_plain(entry.node)

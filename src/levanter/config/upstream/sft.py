@@ -74,17 +74,17 @@ def translate_sft(draft: Draft, earlier: str) -> None:
 
 
 def _checkpoint(draft: Draft) -> None:
-    named, asked = draft.entry((MODEL_KEY.name,)), draft.entry((INITIALIZE.name,))
-    wanted = False if asked is None else to_plain(asked.node)
+    named, initialize = draft.entry((MODEL_KEY.name,)), draft.entry((INITIALIZE.name,))
+    wanted = False if initialize is None else to_plain(initialize.node)
     if not wanted:
         if named is not None:
             draft.ignore(_row(MODEL_KEY.name, "", "without initialize_from_hf no weights are read from it"), named, ())
         return
-    assert asked is not None
+    assert initialize is not None
     name = wanted if isinstance(wanted, str) else MODEL_NAME if named is None else to_plain(named.node)
     draft.remove((MODEL_KEY.name,))
     edits: list[tuple[Keys, object]] = [((INITIALIZE.name,), name), (("use_hf_model_config",), True)]
-    draft.move(INITIALIZE, asked, (), edits)
+    draft.move(INITIALIZE, initialize, (), edits)
 
 
 def _moved(draft: Draft, row: OldKey, path: Keys, default: object = None) -> None:
@@ -116,32 +116,34 @@ def _sets(draft: Draft, earlier: str) -> None:
     kind = _taken(draft, KIND, CHAT, (CHAT, HUB))
     fields = {"messages_field": _taken(draft, MESSAGES, "messages")}
     roles = {_taken(draft, INPUT, "user"): "user", _taken(draft, OUTPUT, "assistant"): "assistant"}
-    given, urls = draft.entry(("supervised_data",)), draft.entry((URLS.name,))
-    sets = [] if given is None or not isinstance(given.node, MapNode) else _named(given.node, given)
-    if given is not None and not isinstance(given.node, MapNode) and to_plain(given.node) is not None:
-        draft.wrong(given, "supervised_data", f"expected a source, or sources by name, got {inline(given.node)}")
+    supervised, urls = draft.entry(("supervised_data",)), draft.entry((URLS.name,))
+    sets = [] if supervised is None or not isinstance(supervised.node, MapNode) else _named(supervised.node, supervised)
+    if supervised is not None and not isinstance(supervised.node, MapNode) and to_plain(supervised.node) is not None:
+        draft.wrong(
+            supervised, "supervised_data", f"expected a source, or sources by name, got {inline(supervised.node)}"
+        )
     draft.remove(("supervised_data",))
-    sets = [each for each in sets if _is_known(draft, each)]
+    sets = [dataset for dataset in sets if _is_known(draft, dataset)]
     if kind == CHAT and urls is not None:
         # Of the sets, only the place of the first one's tokens was used.
         cache = sets[0].node.entry("cache_dir") if sets and isinstance(sets[0].node, MapNode) else None
-        beside = () if cache is None else (cache,)
-        one = MapNode(entries=(Entry(key="train_urls", node=urls.node, mark=urls.mark), *beside), mark=urls.mark)
+        cache_entries = () if cache is None else (cache,)
+        one = MapNode(entries=(Entry(key="train_urls", node=urls.node, mark=urls.mark), *cache_entries), mark=urls.mark)
         draft.remove((URLS.name,))
-        sets, given = [Entry(key=ONE, node=one, mark=urls.mark)], urls
-    elif kind == HUB and earlier == SFT and len(sets) > 1 and given is not None:
-        names = ", ".join(each.key for each in sets)
-        draft.wrong(given, "supervised_data", f"sft trained on the first of {names} alone; leave out the others")
-    if given is None:
+        sets, supervised = [Entry(key=ONE, node=one, mark=urls.mark)], urls
+    elif kind == HUB and earlier == SFT and len(sets) > 1 and supervised is not None:
+        names = ", ".join(dataset.key for dataset in sets)
+        draft.wrong(supervised, "supervised_data", f"sft trained on the first of {names} alone; leave out the others")
+    if supervised is None:
         return
-    for each in sets:
-        made = _component(each, kind, {**fields, **({} if roles == _SAME else {"roles": roles})})
-        draft.set(("data", "components", each.key), made, old="supervised_data", mark=each.mark)
-    listed = ", ".join(each.key for each in sets)
+    for dataset in sets:
+        component = _component(dataset, kind, {**fields, **({} if roles == _SAME else {"roles": roles})})
+        draft.set(("data", "components", dataset.key), component, old="supervised_data", mark=dataset.mark)
+    listed = ", ".join(dataset.key for dataset in sets)
     why = _PAIRS if kind == CHAT else "pairs are two keys of a record, each tokenized for itself"
-    key = "supervised_data" if given is not urls else URLS.name
+    key = "supervised_data" if supervised is not urls else URLS.name
     now = f"data.components: {{{listed}}}"
-    draft.changes.append(Change(key=key, was=f"{{{listed}}}", now=now, why=why, mark=given.mark))
+    draft.changes.append(Change(key=key, was=f"{{{listed}}}", now=now, why=why, mark=supervised.mark))
 
 
 _SAME = {"user": "user", "assistant": "assistant"}
@@ -153,22 +155,22 @@ def _named(node: MapNode, entry: Entry) -> list[Entry]:
     return [Entry(key=ONE, node=node, mark=entry.mark)] if single else list(node)
 
 
-def _is_known(draft: Draft, each: Entry) -> bool:
+def _is_known(draft: Draft, dataset: Entry) -> bool:
     """Whether a set is one; what is wrong with it is noted."""
-    if not isinstance(each.node, MapNode):
-        draft.wrong(each, f"supervised_data.{each.key}", f"expected a source, got {inline(each.node)}")
+    if not isinstance(dataset.node, MapNode):
+        draft.wrong(dataset, f"supervised_data.{dataset.key}", f"expected a source, got {inline(dataset.node)}")
         return False
-    for key in each.node:
+    for key in dataset.node:
         if key.key not in (*_OF_A_SET, *_OF_THE_HUB):
             known = ", ".join((*_OF_A_SET, *_OF_THE_HUB))
-            draft.wrong(key, f"supervised_data.{each.key}.{key.key}", f"unknown key; the keys here are {known}")
+            draft.wrong(key, f"supervised_data.{dataset.key}.{key.key}", f"unknown key; the keys here are {known}")
     return True
 
 
-def _component(each: Entry, kind: str, fields: Mapping[str, object]) -> MapNode:
+def _component(dataset: Entry, kind: str, fields: Mapping[str, object]) -> MapNode:
     """A set as a component."""
-    assert isinstance(each.node, MapNode)
-    its = each.node
+    assert isinstance(dataset.node, MapNode)
+    its = dataset.node
     source: dict[str, Node | object] = {"type": "hf"} if "id" in its else {}
     for key in ("id", "name", "splits") if "id" in its else ("train_urls", "validation_urls"):
         if (entry := its.entry(key)) is not None:
@@ -181,10 +183,10 @@ def _component(each: Entry, kind: str, fields: Mapping[str, object]) -> MapNode:
         for old, (new, default) in _OF_THE_HUB.items():
             entry = its.entry(old)
             format[new] = default if entry is None else to_plain(entry.node)
-    made: dict[str, object] = {"source": source, "format": format, "pack": _PACKED}
+    component: dict[str, object] = {"source": source, "format": format, "pack": _PACKED}
     for key in ("cache_dir", "tags"):
         if (entry := its.entry(key)) is not None:
-            made[key] = to_plain(entry.node)
-    node = from_plain(made, each.mark)
+            component[key] = to_plain(entry.node)
+    node = from_plain(component, dataset.mark)
     assert isinstance(node, MapNode)
     return node

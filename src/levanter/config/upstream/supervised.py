@@ -37,15 +37,15 @@ def translate_supervised(draft: Draft, takes: Collection[str]) -> None:
     single = any(key in entry.node for key in _OF_A_SOURCE)
     sources = [Entry(key=SINGLE, node=entry.node, mark=entry.mark)] if single else list(entry.node)
     edits: list[tuple[Keys, Node]] = []
-    for each in sources:
-        where = SUPERVISED.name if single else f"{SUPERVISED.name}.{each.key}"
-        if not isinstance(each.node, MapNode):
-            draft.wrong(each, where, f"expected a source, got {inline(each.node)}")
+    for source in sources:
+        where = SUPERVISED.name if single else f"{SUPERVISED.name}.{source.key}"
+        if not isinstance(source.node, MapNode):
+            draft.wrong(source, where, f"expected a source, got {inline(source.node)}")
             continue
-        for key in each.node:
+        for key in source.node:
             if key.key not in _KNOWN:
                 draft.wrong(key, f"{where}.{key.key}", f"unknown key; the keys here are {', '.join(_KNOWN)}")
-        edits.append((("data", "components", each.key), _component(each.node)))
+        edits.append((("data", "components", source.key), _component(source.node)))
     draft.move(SUPERVISED, entry, (), edits)
 
 
@@ -56,19 +56,19 @@ def _component(source: MapNode) -> MapNode:
     format_node = from_plain({"type": "supervised"}, source.mark)
     assert isinstance(format_node, MapNode) and isinstance(source_node, MapNode)
     for old, (new, default) in _FORMAT.items():
-        given = source.entry(old)
-        node = from_plain(default, source.mark) if given is None else given.node
+        entry = source.entry(old)
+        node = from_plain(default, source.mark) if entry is None else entry.node
         format_node = format_node.with_entry(
-            Entry(key=new, node=node, mark=source.mark if given is None else given.mark)
+            Entry(key=new, node=node, mark=source.mark if entry is None else entry.mark)
         )
     for key in ("id", "name") if of_the_hub else ("validation_urls",):
-        if (given := source.entry(key)) is not None:
-            source_node = source_node.with_entry(given)
-    made = MapNode(
+        if (entry := source.entry(key)) is not None:
+            source_node = source_node.with_entry(entry)
+    component = MapNode(
         entries=(
             Entry(key="source", node=source_node, mark=source.mark),
             Entry(key="format", node=format_node, mark=source.mark),
         ),
         mark=source.mark,
     )
-    return made if (tags := source.entry("tags")) is None else made.with_entry(tags)
+    return component if (tags := source.entry("tags")) is None else component.with_entry(tags)

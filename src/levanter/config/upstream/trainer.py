@@ -136,13 +136,13 @@ class _Mesh:
         return [((*MESH, "shared_mapping"), rules)] if rules else []
 
     def _tensor_parallel_axes(self) -> list[tuple[Keys, Any]]:
-        given = "tensor_parallel_axes" in self.old
-        if not given and (self.mixed or self._int("model_axis_size", 1) == 1):
+        is_written = "tensor_parallel_axes" in self.old
+        if not is_written and (self.mixed or self._int("model_axis_size", 1) == 1):
             return []
         rules: dict[str, str | None] = dict.fromkeys(self.parallel, "model")
         for name in NEW_TP_DEFAULTS:
-            said = self.draft.entry((*MESH, "shared_mapping", name)) is not None
-            if name not in rules and name not in self.resources and not said:
+            is_shared = self.draft.entry((*MESH, "shared_mapping", name)) is not None
+            if name not in rules and name not in self.resources and not is_shared:
                 rules[name] = None
         edits: list[tuple[Keys, Any]] = [((*MESH, "shared_mapping"), rules)] if rules else []
         if "heads" in self.parallel and self.draft.entry((*MESH, "split_heads")) is None:

@@ -103,10 +103,10 @@ NOT_CARRIED: tuple[NotCarried, ...] = (
 """Every such key, in the order in which they are reported."""
 
 
-def rows_of(path: Keys, takes: Collection[str]) -> Mapping[str, NotCarried]:
+def unsupported_rows(path: Keys, takes: Collection[str]) -> Mapping[str, NotCarried]:
     """The rows of the mapping at `path` by name, for a document whose class takes the keys `takes` at the top."""
-    found = (row for row in NOT_CARRIED if row.path[:-1] == path)
-    return {row.name: row for row in found if path or row.is_of(takes)}
+    rows = (row for row in NOT_CARRIED if row.path[:-1] == path)
+    return {row.name: row for row in rows if path or row.is_of(takes)}
 
 
 def asks(value: object) -> bool:
@@ -121,12 +121,12 @@ def take_out(document: MapNode, takes: Collection[str]) -> tuple[MapNode, tuple[
         document: in today's spelling otherwise.
         takes: the keys that its class takes at the top.
     """
-    asked = []
-    for row in (*rows_of((), takes).values(), *rows_of(("trainer",), takes).values()):
+    requested = []
+    for row in (*unsupported_rows((), takes).values(), *unsupported_rows(("trainer",), takes).values()):
         entry = document.at(row.path)
         if entry is None:
             continue
         if asks(to_plain(entry.node)):
-            asked.append(row)
+            requested.append(row)
         document = removed(document, row.path)
-    return document, tuple(asked)
+    return document, tuple(requested)

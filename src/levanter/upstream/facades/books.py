@@ -23,8 +23,8 @@ def compute_extraction_rates(
     curve = extraction_curve(_log(pz_list), n=np.asarray(n, np.float64), p=np.asarray(p, np.float64))
     limit = np.iinfo(np.int64).max
     return [
-        [(float(rate), float(each), min(limit, int(count))) for rate, count in zip(rates, n, strict=True)]
-        for each, rates in zip(p, curve.rate, strict=True)
+        [(float(rate), float(probability), min(limit, int(count))) for rate, count in zip(rates, n, strict=True)]
+        for probability, rates in zip(p, curve.rate, strict=True)
     ]
 
 
@@ -42,8 +42,8 @@ def compute_n_for_pz_and_p(pz_list: Iterable[float], p: float) -> np.ndarray | i
         an array of integers, or one integer where one window remains.
     """
     pz = np.asarray(list(pz_list), np.float64)
-    found = np.asarray(required_n(np.log(pz[(pz > 0) & (pz < 1)]), p)).astype(np.int64)
-    return int(found[0]) if found.size == 1 else found
+    counts = np.asarray(required_n(np.log(pz[(pz > 0) & (pz < 1)]), p)).astype(np.int64)
+    return int(counts[0]) if counts.size == 1 else counts
 
 
 def compute_n_values_for_pz_and_p_list(
@@ -78,25 +78,25 @@ def chunk_text_to_sliding_window_token_chunks(
     Returns:
         mappings with `input_ids`, `attention_mask`, `start_idx`, `end_idx` (inclusive), `text_len`, `text`.
     """
-    found = []
+    chunks = []
     for start in range(0, len(text), cursor_inc):
         ids = _ids(tokenizer, text[start : start + slice_length])[:chunk_size]
         if len(ids) == chunk_size:
-            found.append(_chunk(tokenizer, ids, start_idx=start))
-    return found
+            chunks.append(_chunk(tokenizer, ids, start_idx=start))
+    return chunks
 
 
 def chunk_token_ids_to_sliding_windows(
     token_ids: Sequence[int], tokenizer: OldTokenizer, *, chunk_size: int = 100, cursor_inc: int = 5
 ) -> list[dict[str, Any]]:
     """Windows of `chunk_size` tokens that begin at every `cursor_inc`-th token, with `start_token` and `end_token`."""
-    found = []
+    chunks = []
     for start in range(0, len(token_ids) - chunk_size + 1, cursor_inc):
         ids = [int(i) for i in token_ids[start : start + chunk_size]]
         chunk = _chunk(tokenizer, ids, start_idx=start)
         del chunk["start_idx"], chunk["end_idx"]
-        found.append({**chunk, "start_token": start, "end_token": start + chunk_size - 1})
-    return found
+        chunks.append({**chunk, "start_token": start, "end_token": start + chunk_size - 1})
+    return chunks
 
 
 def _chunk(tokenizer: OldTokenizer, ids: list[int], *, start_idx: int) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from levanter.upstream.imports import warn_once
 
 
 def logits(
-    own: Callable[..., Any],
+    current: Callable[..., Any],
     model: LmHeadModel,
     input_ids: NamedArray,
     attn_mask: AttentionMask | NamedArray | None = None,
@@ -34,7 +34,7 @@ def logits(
     """`model(ids, mask, key=key)`: float32 logits, `[…, position, vocab]`.
 
     Args:
-        own: the model's own call.
+        current: the model's own call.
         model: the model.
         input_ids: token ids, `[…, position]`.
         attn_mask: who attends to whom; causal if there is none. An array `[…, position, key_position]` is the complete
@@ -54,8 +54,8 @@ def logits(
         raise ValueError("pos_ids and positions are the same argument; pass only one")
     if pos_ids is not None:
         ours["positions"] = pos_ids
-    found = own(model, input_ids, attn_mask=as_mask(attn_mask), **ours)
-    return model.logits(found.activations)
+    outputs = current(model, input_ids, attn_mask=as_mask(attn_mask), **ours)
+    return model.logits(outputs.activations)
 
 
 def as_mask(mask: AttentionMask | NamedArray | None) -> AttentionMask | None:
@@ -73,7 +73,7 @@ def as_mask(mask: AttentionMask | NamedArray | None) -> AttentionMask | None:
 
 
 def materialize(
-    own: Callable[..., NamedArray | None],
+    current: Callable[..., NamedArray | None],
     mask: AttentionMask,
     Pos: Axis,
     KeyPos: Axis,
@@ -81,7 +81,7 @@ def materialize(
     k_slice: PyTree = None,
 ) -> NamedArray | None:
     """`mask.materialize(Pos, KeyPos, q_slice=, k_slice=)`: the part of the full mask for some queries and keys."""
-    whole = own(mask, Pos, KeyPos)
+    whole = current(mask, Pos, KeyPos)
     if whole is None:
         return None
     for axis, part in ((Pos, q_slice), (KeyPos, k_slice)):

@@ -10,16 +10,16 @@ def latest_checkpoint_path(base_path: str, *more: str) -> str:
     Raises:
         MissingCheckpointError: there is none.
     """
-    found = latest(base_path, *more)
-    if found is None:
+    checkpoint = latest(base_path, *more)
+    if checkpoint is None:
         raise MissingCheckpointError(f"no checkpoint at {base_path}")
-    return found.path
+    return checkpoint.path
 
 
 def discover_latest_checkpoint(base_path: str, *more: str) -> str | None:
     """The folder of the newest complete checkpoint below some bases; None where there is none."""
-    found = latest(base_path, *more)
-    return None if found is None else found.path
+    checkpoint = latest(base_path, *more)
+    return None if checkpoint is None else checkpoint.path
 
 
 def is_checkpoint_path(path: str) -> bool:

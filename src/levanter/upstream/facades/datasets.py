@@ -24,18 +24,18 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 
-def wait_for(made: Coroutine[Any, Any, T]) -> T:
+def wait_for(coroutine: Coroutine[Any, Any, T]) -> T:
     """The result of a coroutine, whether or not an event loop runs in this thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(made)
-    found: list[T] = []
+        return asyncio.run(coroutine)
+    results: list[T] = []
     failed: list[BaseException] = []
 
     def run() -> None:
         try:
-            found.append(asyncio.run(made))
+            results.append(asyncio.run(coroutine))
         except BaseException as error:  # noqa: BLE001 - it is raised again in the thread that waits
             failed.append(error)
 
@@ -44,10 +44,10 @@ def wait_for(made: Coroutine[Any, Any, T]) -> T:
     thread.join()
     if failed:
         raise failed[0]
-    return found[0]
+    return results[0]
 
 
-def seed_of(key: jax.Array) -> int:
+def key_to_seed(key: jax.Array) -> int:
     """The random bits of a JAX key as one number of 64 bits."""
     data = jax.random.key_data(key) if jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key) else key
     return int.from_bytes(np.asarray(data).astype("<u4").tobytes()[:8], "little")
@@ -264,10 +264,10 @@ class SlicedAsyncDataset(AsyncDataset[T]):
 
     async def get_batch(self, indices: Sequence[int]) -> Sequence[T]:
         """Those with these numbers, in this order."""
-        places = [i + self.start_index for i in indices]
-        if self.end_index is not None and places and max(places) >= self.end_index:
+        positions = [i + self.start_index for i in indices]
+        if self.end_index is not None and positions and max(positions) >= self.end_index:
             raise ValueError(f"example {max(indices)} of a slice from {self.start_index} to {self.end_index}")
-        return await self.dataset.get_batch(places)
+        return await self.dataset.get_batch(positions)
 
     def is_finite(self) -> bool:
         """Whether there is an end."""
@@ -316,7 +316,7 @@ class PermutationDataset(AsyncDataset[T]):
     async def get_batch(self, indices: Sequence[int]) -> Sequence[T]:
         """Those with these numbers, in this order."""
         if self._order is None:
-            size, key = await self.dataset.async_len(), seed_of(self.key)
+            size, key = await self.dataset.async_len(), key_to_seed(self.key)
             self._order = Feistel(size, key) if self.perm_type == "feistel" else Affine(size, key)
         return await self.dataset.get_batch(self._order(np.asarray(indices, np.int64)).tolist())
 
@@ -364,17 +364,17 @@ class ShuffleDataset(ShardableDataset[T]):
         return ShuffleDataset(part, jax.random.fold_in(self.key, shard_idx), self.buffer_size)
 
     def __iter__(self) -> Iterator[T]:
-        random = np.random.default_rng(seed_of(self.key))
-        held: list[T] = []
+        random = np.random.default_rng(key_to_seed(self.key))
+        buffer: list[T] = []
         for item in self.dataset:
-            if len(held) < self.buffer_size:
-                held.append(item)
+            if len(buffer) < self.buffer_size:
+                buffer.append(item)
                 continue
-            place = int(random.integers(len(held)))
-            out, held[place] = held[place], item
+            place = int(random.integers(len(buffer)))
+            out, buffer[place] = buffer[place], item
             yield out
-        while held:
-            yield held.pop(int(random.integers(len(held))))
+        while buffer:
+            yield buffer.pop(int(random.integers(len(buffer))))
 
 
 class ShardedDataset(IterableDataset[T]):

@@ -30,9 +30,9 @@ class OldRepoRef(RepoRef):
 
     def __init__(self, model_name_or_path: str | None = None, revision: str | None = None, **keys: Any):
         if model_name_or_path is not None:
-            found = RepoRef.parse(model_name_or_path)
-            keys = {"kind": found.kind, "location": found.location, "file": found.file, **keys}
-            revision = revision or found.revision
+            parsed = RepoRef.parse(model_name_or_path)
+            keys = {"kind": parsed.kind, "location": parsed.location, "file": parsed.file, **keys}
+            revision = revision or parsed.revision
         super().__init__(revision=revision, **keys)
 
     @staticmethod
@@ -127,10 +127,10 @@ def from_hf_config(cls: type[LmConfig]) -> Callable[[Any], LmConfig]:
     """
 
     def of_config(hf_config: "PretrainedConfig | Mapping[str, Any]") -> LmConfig:
-        found = HFCheckpointConverter().config_from_hf_config(hf_config)
-        if not isinstance(found, cls):
-            raise ConfigMismatchError("hf_config", f"describes a {type(found).__name__}, not a {cls.__name__}")
-        return found
+        config = HFCheckpointConverter().config_from_hf_config(hf_config)
+        if not isinstance(config, cls):
+            raise ConfigMismatchError("hf_config", f"describes a {type(config).__name__}, not a {cls.__name__}")
+        return config
 
     return of_config
 

@@ -15,7 +15,7 @@ import yaml
 
 from levanter.config import ConfigError, parse_text, plain
 from levanter.config.upstream import old_keys, translate_plain
-from levanter.config.upstream.unsupported import asks, rows_of
+from levanter.config.upstream.unsupported import asks, unsupported_rows
 from levanter.models.registry import LmConfig
 from levanter.trainer.config import TrainerConfig
 from levanter.upstream.imports import warn_once
@@ -60,11 +60,11 @@ def _carried(cls: type, block: str, keys: Mapping[str, Any]) -> Mapping[str, Any
         ValueError: one of them asks for something that is not carried over.
     """
     known = _known(cls)
-    rows = {name: row for name, row in rows_of((block,) if block else (), known).items() if name in keys}
-    asked = [row for name, row in rows.items() if name not in known and asks(keys[name])]
-    if refused := [row.message for row in asked if row.refused]:
+    rows = {name: row for name, row in unsupported_rows((block,) if block else (), known).items() if name in keys}
+    unsupported = [row for name, row in rows.items() if name not in known and asks(keys[name])]
+    if refused := [row.message for row in unsupported if row.refused]:
         raise ValueError("\n".join(f"{cls.__name__}(…): {message}" for message in refused))
-    for row in asked:
+    for row in unsupported:
         warn_once(f"{cls.__name__}: {row.key}", f"{cls.__name__}(…): {row.message}", stacklevel=5)
     return {name: value for name, value in keys.items() if name not in rows or name in known}
 

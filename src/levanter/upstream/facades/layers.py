@@ -186,9 +186,9 @@ def dot_product_attention(
     """
     del prng
     refused = {"bias": bias, "precision": precision, "dropout": dropout if not inference else None}
-    if asked := [name for name, given in refused.items() if given]:
+    if unsupported := [name for name, setting in refused.items() if setting]:
         raise ValueError(
-            f"{', '.join(asked)}: not supported by attention here; levanter.layers.attention lists what is"
+            f"{', '.join(unsupported)}: not supported by attention here; levanter.layers.attention lists what is"
         )
     QPos, KPos, Key = query.resolve_axis(_name(QPos)), key.resolve_axis(_name(KPos)), query.resolve_axis(_name(Key))
     for_queries: dict[Axis | str, Axis | str] = {QPos.name: "position", Key.name: "head_size"}
@@ -202,8 +202,8 @@ def dot_product_attention(
     scale = 1 / math.sqrt(Key.size) if scaling_factor is None else scaling_factor
     choice = _choice(use_flash, attn_backend, flash_block_size, query=q, length=KPos.size)
     rule = AttentionMask() if mask is None else mask
-    found = attend(q, k, v, rule, softmax_scale=scale, choice=choice, soft_cap=logits_soft_cap, sinks=attn_sink)
-    return found.rename({"position": QPos, "head_size": Key}).rearrange(query.axes)
+    attended = attend(q, k, v, rule, softmax_scale=scale, choice=choice, soft_cap=logits_soft_cap, sinks=attn_sink)
+    return attended.rename({"position": QPos, "head_size": Key}).rearrange(query.axes)
 
 
 def _choice(

@@ -69,8 +69,8 @@ class BackgroundIterator:
         self._ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(max(max_capacity or 0, 0))
         self._stopped, self._own = stopped or threading.Event(), threading.Event()
         # The thread holds no reference to the iterator, so that dropping the last reference ends the thread.
-        given = (self._ready, (self._stopped, self._own), producer_fn)
-        threading.Thread(target=_make_items, args=given, name="make-items", daemon=True).start()
+        arguments = (self._ready, (self._stopped, self._own), producer_fn)
+        threading.Thread(target=_make_items, args=arguments, name="make-items", daemon=True).start()
 
     def _over(self) -> bool:
         return self._stopped.is_set() or self._own.is_set()
@@ -156,8 +156,8 @@ def place_examples(
 
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
-            asked = [place_of[row] for row in range(*index[0].indices(Batch.size))]
-            return rows[asked][(slice(None), *index[1:])]
+            positions = [place_of[row] for row in range(*index[0].indices(Batch.size))]
+            return rows[positions][(slice(None), *index[1:])]
 
         array = jax.make_array_from_callback((Batch.size, *rows.shape[1:]), sharding, part)
         return array if axes is None else NamedArray(array, axes)
@@ -171,14 +171,14 @@ def _placement(mesh: Mesh | None, resources: Resources | None) -> tuple[Mesh, Ax
     Raises:
         ValueError: there is no mesh with devices.
     """
-    found = mesh_in_scope() if mesh is None else mesh
-    if found is None or isinstance(found, AbstractMesh):
+    current_mesh = mesh_in_scope() if mesh is None else mesh
+    if current_mesh is None or isinstance(current_mesh, AbstractMesh):
         raise ValueError(
             "a loader places batches on devices: pass it a mesh, or create it inside `with trainer.device_mesh`"
         )
     mapping = compute_mapping_in_scope() if resources is None else AxisMapping(resources)
-    known = {name: tuple(a for a in mapping.mesh_axes(name) if a in found.shape) for name in mapping}
-    return found, AxisMapping(known)
+    known = {name: tuple(a for a in mapping.mesh_axes(name) if a in current_mesh.shape) for name in mapping}
+    return current_mesh, AxisMapping(known)
 
 
 class DataLoader:
@@ -273,9 +273,9 @@ class DataLoader:
             stop = begin + size if length is None else min(begin + size, length)
 
             def take(rows: Sequence[int], begin: int = begin, stop: int = stop) -> Sequence[Any]:
-                there = [begin + row for row in rows if begin + row < stop]
-                found = list(wait_for(self.data_store.get_batch(there))) if there else []
-                return [*found, *([zeros] * (len(rows) - len(found)))]
+                present = [begin + row for row in rows if begin + row < stop]
+                examples = list(wait_for(self.data_store.get_batch(present))) if present else []
+                return [*examples, *([zeros] * (len(rows) - len(examples)))]
 
             yield place_examples(self._exemplar, take, self.batch_axis_at_step(step), self.mesh, self.mapping)
 

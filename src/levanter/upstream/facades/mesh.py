@@ -31,12 +31,12 @@ class EnteredMesh(Mesh):
     @classmethod
     def of(cls, mesh: Mesh) -> "EnteredMesh":
         """A mesh that can be entered."""
-        made = object.__new__(cls)  # JAX's constructor returns equal meshes as one object
+        entered = object.__new__(cls)  # JAX's constructor returns equal meshes as one object
         for name in ("devices", "axis_names", "axis_types", "size"):
-            object.__setattr__(made, name, getattr(mesh, name))
-        object.__setattr__(made, "_mesh", mesh)
-        object.__setattr__(made, "_entered", [])
-        return made
+            object.__setattr__(entered, name, getattr(mesh, name))
+        object.__setattr__(entered, "_mesh", mesh)
+        object.__setattr__(entered, "_entered", [])
+        return entered
 
     def __eq__(self, other: object) -> bool:
         return getattr(other, "_mesh", other) is self._mesh
@@ -56,15 +56,15 @@ class EnteredMesh(Mesh):
 
 def device_mesh(config: MeshConfig) -> EnteredMesh:
     """The mesh of a config on the devices of this run."""
-    found = local_devices(config)
-    spec = resolve_sizes(config, devices=len(found.devices), granules=found.granules)
-    return EnteredMesh.of(spec.build(found.devices))
+    devices = local_devices(config)
+    spec = resolve_sizes(config, devices=len(devices.devices), granules=devices.granules)
+    return EnteredMesh.of(spec.build(devices.devices))
 
 
 def sizes(config: MeshConfig) -> MeshSpec:
     """The abstract mesh of a config, for the devices of this run."""
-    found = local_devices(config)
-    return resolve_sizes(config, devices=len(found.devices), granules=found.granules)
+    devices = local_devices(config)
+    return resolve_sizes(config, devices=len(devices.devices), granules=devices.granules)
 
 
 def compute_mapping(config: MeshConfig) -> Rules:

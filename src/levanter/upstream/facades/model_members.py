@@ -31,10 +31,10 @@ def KVHeads(config: LmConfig) -> Axis:
 
 
 def _number(config: LmConfig, name: str) -> int:
-    found = getattr(config, name, None)
-    if found is None:
+    number = getattr(config, name, None)
+    if number is None:
         raise AttributeError(f"{type(config).__name__} has no {name}")
-    return found
+    return number
 
 
 def default_converter(cls: type[LmConfig]) -> HFCheckpointConverter:
@@ -46,8 +46,8 @@ def default_converter(cls: type[LmConfig]) -> HFCheckpointConverter:
 
 
 def _sources(data: LmDataConfig) -> list[Any]:
-    found = [each.source for each in data.components.values() if isinstance(each, DatasetComponent)]
-    return [source for source in found if source is not None]
+    sources = [component.source for component in data.components.values() if isinstance(component, DatasetComponent)]
+    return [source for source in sources if source is not None]
 
 
 def id(data: LmDataConfig) -> str | None:
@@ -78,8 +78,8 @@ def tensor_parallel_axes(trainer: TrainerConfig) -> list[str]:
 def fsdp_axis(trainer: TrainerConfig) -> str | list[str] | None:
     """`trainer.fsdp_axis`: the axes of parameters that the `data` mesh axis shards."""
     mapping = mesh.parameter_mapping(trainer.mesh)
-    found = [name for name, axes in mapping.items() if "data" in ((axes,) if isinstance(axes, str) else axes)]
-    return found[0] if len(found) == 1 else found or None
+    sharded = [name for name, axes in mapping.items() if "data" in ((axes,) if isinstance(axes, str) else axes)]
+    return sharded[0] if len(sharded) == 1 else sharded or None
 
 
 def batch_schedule(trainer: TrainerConfig) -> OldBatchSchedule:
@@ -98,4 +98,4 @@ def mesh_rows(trainer: TrainerConfig) -> int:
 
 def wandb(trainer: TrainerConfig) -> WandbConfig | None:
     """`trainer.wandb`: the tracker of that kind; None where there is none."""
-    return next((each for each in trainer.trackers if isinstance(each, WandbConfig)), None)
+    return next((tracker for tracker in trainer.trackers if isinstance(tracker, WandbConfig)), None)

@@ -92,9 +92,9 @@ class LmExample(eqx.Module):
             raise ValueError("loss_weight and loss_mask are the same argument; pass only one")
         (Pos,) = tokens.axes
         weight = LmExample.causal_loss_mask(Pos)
-        given = loss_weight if loss_weight is not None else loss_mask
-        if given is not None:
-            weight = weight * given.astype(jnp.float32)
+        weights = loss_weight if loss_weight is not None else loss_mask
+        if weights is not None:
+            weight = weight * weights.astype(jnp.float32)
         if ignore_id is not None:
             weight = weight * _is_not_next(tokens, Pos, ignore_id)
         mask = AttentionMask.causal(sliding_window=sliding_window)
@@ -219,12 +219,12 @@ def total_trainable_params(config: LmConfig) -> Callable[[int], int]:
     return of_size
 
 
-def positions_of(model: LmHeadModel) -> Axis:
+def position_axis(model: LmHeadModel) -> Axis:
     """`model.Pos`: the axis of positions at full length."""
     return model.config.max_Pos
 
 
-def vocab_size_of(model: LmHeadModel) -> int:
+def vocab_size(model: LmHeadModel) -> int:
     """`model.vocab_size`: rows of the head."""
     return model.Vocab.size
 
@@ -234,12 +234,12 @@ def hf_checkpoint_converter(config: LmConfig) -> Callable[..., HFCheckpointConve
     return lambda ref=None: HFCheckpointConverter.of(config, ref)
 
 
-def loss_of(model: LmHeadModel) -> Callable[..., Any]:
+def loss_function(model: LmHeadModel) -> Callable[..., Any]:
     """`model.compute_next_token_loss(example, …)`."""
     return lambda example, **keys: compute_next_token_loss(model, example, **keys)
 
 
-def head_of(model: LmHeadModel) -> Callable[[], NamedArray]:
+def lm_head(model: LmHeadModel) -> Callable[[], NamedArray]:
     """`model.get_lm_head()`: the head's matrix, if it is stored as one."""
 
     def head() -> NamedArray:
@@ -254,7 +254,7 @@ def head_of(model: LmHeadModel) -> Callable[[], NamedArray]:
     return head
 
 
-def activations_of(model: LmHeadModel) -> Callable[..., NamedArray]:
+def activations_function(model: LmHeadModel) -> Callable[..., NamedArray]:
     """`model.activations(tokens, attn_mask, …)`."""
 
     def activations(

@@ -43,11 +43,11 @@ SAVE_SECONDS = 1200.0
 Place = str | os.PathLike[str]
 
 
-def save_checkpoint(*given: PyTree, **keys: PyTree) -> str:
+def save_checkpoint(*args: PyTree, **keys: PyTree) -> str:
     """Writes a checkpoint of `(model, training_state, step, path)`, or of `(tree, step, path)`.
 
     Args:
-        given: as above.
+        args: as above.
         keys: the same by name (`model`, `training_state`, or `tree`; `step`, `checkpoint_path`); and `exist_ok`,
             `manager`, `commit_callback` (called without arguments on completion) and `is_temporary`, as upstream's.
 
@@ -57,24 +57,24 @@ def save_checkpoint(*given: PyTree, **keys: PyTree) -> str:
     Raises:
         ValueError: there are no arrays to save, or arguments are missing.
     """
-    old = keys.keys() & {"model", "training_state"} or (len(given) > 1 and not _is_number(given[1]))
+    old = keys.keys() & {"model", "training_state"} or (len(args) > 1 and not _is_number(args[1]))
     names = ("model", "training_state", "step", "checkpoint_path") if old else ("tree", "step", "checkpoint_path")
-    asked = {**dict(zip((*names, "manager") if not old else names, given, strict=False)), **keys}
-    if missing := [name for name in names if name not in asked]:
+    arguments = {**dict(zip((*names, "manager") if not old else names, args, strict=False)), **keys}
+    if missing := [name for name in names if name not in arguments]:
         raise ValueError(f"save_checkpoint: missing {', '.join(missing)}")
-    tree = {name: asked[name] for name in names[:2]} if old else asked["tree"]
-    path = os.fspath(asked["checkpoint_path"])
-    _write(tree, int(asked["step"]), path, kind="temporary" if asked.get("is_temporary") else "kept")
-    if (told := asked.get("commit_callback")) is not None:
-        told()
+    tree = {name: arguments[name] for name in names[:2]} if old else arguments["tree"]
+    path = os.fspath(arguments["checkpoint_path"])
+    _write(tree, int(arguments["step"]), path, kind="temporary" if arguments.get("is_temporary") else "kept")
+    if (callback := arguments.get("commit_callback")) is not None:
+        callback()
     return path
 
 
-def load_checkpoint(*given: PyTree, **keys: PyTree) -> PyTree:
+def load_checkpoint(*args: PyTree, **keys: PyTree) -> PyTree:
     """Reads a checkpoint; `load_checkpoint(model, training_state, path)`, or `load_checkpoint(tree, path)`.
 
     Args:
-        given: as above; the trees say which arrays there are, and where they lie.
+        args: as above; the trees say which arrays there are, and where they lie.
         keys: the same by name; `discover_latest`: whether the path is a folder of checkpoints whose newest is meant
             (one that is a checkpoint is meant itself); `subpath`: the part of the checkpoint that the tree is;
             `axis_mapping` and `mesh`: where arrays with names go; `allow_partial`: whether arrays that the checkpoint
@@ -87,20 +87,20 @@ def load_checkpoint(*given: PyTree, **keys: PyTree) -> PyTree:
         MissingCheckpointError: there is none.
         CheckpointMismatchError: it is of another tree; lists every difference.
     """
-    old = keys.keys() & {"model", "training_state"} or (len(given) > 1 and not isinstance(given[1], str | os.PathLike))
+    old = keys.keys() & {"model", "training_state"} or (len(args) > 1 and not isinstance(args[1], str | os.PathLike))
     names = ("model", "training_state", "checkpoint_path") if old else ("tree", "checkpoint_path")
-    asked = {**dict(zip(names, given, strict=False)), **keys}
-    path = os.fspath(asked["checkpoint_path"])
-    ref = checkpoint_at(path) if asked.get("discover_latest", True) else _exactly(path)
+    arguments = {**dict(zip(names, args, strict=False)), **keys}
+    path = os.fspath(arguments["checkpoint_path"])
+    ref = checkpoint_at(path) if arguments.get("discover_latest", True) else _exactly(path)
     how = {
-        "mesh": asked.get("mesh"),
-        "mapping": asked.get("axis_mapping"),
-        "partial": bool(asked.get("allow_partial", False)),
+        "mesh": arguments.get("mesh"),
+        "mapping": arguments.get("axis_mapping"),
+        "partial": bool(arguments.get("allow_partial", False)),
     }
     if not old:
-        return _read(ref, asked["tree"], prefix=asked.get("subpath"), **how)
-    model = _read(ref, asked["model"], prefix="model", **how)
-    if (state := asked["training_state"]) is not None:
+        return _read(ref, arguments["tree"], prefix=arguments.get("subpath"), **how)
+    model = _read(ref, arguments["model"], prefix="model", **how)
+    if (state := arguments["training_state"]) is not None:
         state = _read(ref, state, prefix="training_state", **how)
     return model, state, ref.step
 
@@ -139,15 +139,15 @@ def tree_deserialize_leaves_tensorstore(
 
 def fs_and_plain_path(path: str, fs: PyTree = None) -> tuple[Any, str]:
     """A file system and a path in it."""
-    found, plain = filesystem(path)
-    return (found if fs is None else fs), plain
+    path_fs, plain = filesystem(path)
+    return (path_fs if fs is None else fs), plain
 
 
 # --- members of `Checkpointer` ---
 
 
 def new_checkpointer(
-    own: Callable[..., None],
+    initialize: Callable[..., None],
     checkpointer: Checkpointer,
     base_path: str,
     save_interval: datetime.timedelta | None = None,
@@ -161,7 +161,7 @@ def new_checkpointer(
     """`Checkpointer(base, interval, policies)`: deletes temporary checkpoints once a newer one is complete."""
     if dt_now_injection is not None:
         ours["clock"] = lambda: dt_now_injection().timestamp()
-    own(
+    initialize(
         checkpointer,
         base_path,
         keep=[(policy.every, policy.until) for policy in step_policies],
@@ -189,7 +189,7 @@ def on_step(checkpointer: Checkpointer) -> Callable[..., None]:
     return save_where_due
 
 
-def load_of(checkpointer: Checkpointer) -> Callable[..., Any]:
+def load_function(checkpointer: Checkpointer) -> Callable[..., Any]:
     """`checkpointer.load_checkpoint(tree, path)`: the newest, where no path is given."""
 
     def load(tree: PyTree, path: Place | None = None, **keys: PyTree) -> PyTree:
@@ -214,10 +214,10 @@ def _is_number(value: PyTree) -> bool:
 
 
 def _exactly(path: str) -> CheckpointRef:
-    found = read_ref(path)
-    if found is None:
+    ref = read_ref(path)
+    if ref is None:
         raise MissingCheckpointError(f"{path}: no complete checkpoint ({METADATA}) in this folder")
-    return found
+    return ref
 
 
 def _array(leaf: PyTree) -> jax.Array | None:
@@ -231,8 +231,8 @@ def _array(leaf: PyTree) -> jax.Array | None:
 
 
 def _arrays(tree: PyTree) -> dict[str, jax.Array]:
-    found = {path or "value": _array(leaf) for path, leaf in leaves_with_paths(tree)}
-    return {path: array for path, array in found.items() if array is not None}
+    arrays = {path or "value": _array(leaf) for path, leaf in leaves_with_paths(tree)}
+    return {path: array for path, array in arrays.items() if array is not None}
 
 
 def _write(tree: PyTree, step: int, path: str, *, kind: PyTree) -> None:
@@ -289,8 +289,8 @@ def _read(
     def where(leaf: PyTree, value: PyTree) -> jax.sharding.Sharding:
         if mapping is not None and isinstance(found_mesh, Mesh) and is_named(leaf):
             return NamedSharding(found_mesh, AxisMapping(mapping).spec(axis.name for axis in leaf.axes))
-        given = getattr(value, "sharding", None)
-        return SingleDeviceSharding(local_devices(MeshConfig()).devices[0]) if given is None else given
+        sharding = getattr(value, "sharding", None)
+        return SingleDeviceSharding(local_devices(MeshConfig()).devices[0]) if sharding is None else sharding
 
     def inside(path: str) -> str:
         return ".".join(part for part in (prefix, path) if part) or "value"

@@ -39,8 +39,8 @@ def to_state_dict(model: LmHeadModel) -> Callable[..., StateDict]:
         plan = plan_export(leaves(model), config, model.Vocab, vocab_size=model.Vocab.size)
         arrays: dict[str, Any] = {}
         map_arrays(lambda leaf, x: arrays.__setitem__(leaf.path, x) or x, model)
-        found = gather_tensors(plan.tensors, arrays)
-        return {_under(prefix, tensor.name): values for tensor, values in found}
+        gathered = gather_tensors(plan.tensors, arrays)
+        return {_under(prefix, tensor.name): values for tensor, values in gathered}
 
     return tensors
 
@@ -66,7 +66,7 @@ def flatten_linear_layers(prefix: str | None, tree: PyTree, out_dims_first_in_di
         tree: layers of `haliax.nn.Linear`.
         out_dims_first_in_dict: whether rows are outputs (as torch has it) or inputs; None leaves the layer's order.
     """
-    found: StateDict = {}
+    flat: StateDict = {}
     for path, layer in _linear_layers(tree):
         In, Out = _axes(layer)
         first = _out_first(layer) if out_dims_first_in_dict is None else out_dims_first_in_dict
@@ -75,11 +75,11 @@ def flatten_linear_layers(prefix: str | None, tree: PyTree, out_dims_first_in_di
         rows, columns = (Out, In) if first else (In, Out)
         matrix = layer.weight.rearrange((*stacks, *order)).array
         under = _under(prefix, path)
-        found[_under(under, "weight")] = matrix.reshape(*(s.size for s in stacks), _size(rows), _size(columns))
+        flat[_under(under, "weight")] = matrix.reshape(*(s.size for s in stacks), _size(rows), _size(columns))
         if layer.bias is not None:
             bias = layer.bias.rearrange((*stacks, *Out)).array
-            found[_under(under, "bias")] = bias.reshape(*(s.size for s in stacks), _size(Out))
-    return found
+            flat[_under(under, "bias")] = bias.reshape(*(s.size for s in stacks), _size(Out))
+    return flat
 
 
 def unflatten_linear_layers(
@@ -89,20 +89,20 @@ def unflatten_linear_layers(
     out_dims_first_in_dict: bool | None,
 ) -> StateDict:
     """The inverse of `flatten_linear_layers`: arrays with the axes of a tree's layers, under the same names."""
-    found: StateDict = {}
-    for path, each in _linear_layers(layer):
-        In, Out = _axes(each)
-        first = _out_first(each) if out_dims_first_in_dict is None else out_dims_first_in_dict
+    restored: StateDict = {}
+    for path, linear in _linear_layers(layer):
+        In, Out = _axes(linear)
+        first = _out_first(linear) if out_dims_first_in_dict is None else out_dims_first_in_dict
         order = (*Out, *In) if first else (*In, *Out)
-        stacks = tuple(axis for axis in each.weight.axes if axis not in order)
+        stacks = tuple(axis for axis in linear.weight.axes if axis not in order)
         under = _under(prefix, path)
-        for name, axes, like in (("weight", order, each.weight), ("bias", Out, each.bias)):
+        for name, axes, like in (("weight", order, linear.weight), ("bias", Out, linear.bias)):
             if like is None:
                 continue
             flat = jnp.asarray(statedict[_under(under, name)])
             whole = hax.named(flat.reshape([axis.size for axis in (*stacks, *axes)]), (*stacks, *axes))
-            found[_under(under, name)] = whole.rearrange(like.axes).array
-    return found
+            restored[_under(under, name)] = whole.rearrange(like.axes).array
+    return restored
 
 
 def tree_from_state_dict(tree: PyTree, state_dict: Mapping[str, Any], prefix: str | None = None) -> PyTree:
@@ -123,9 +123,9 @@ def tree_to_state_dict(tree: PyTree, prefix: str | None = None) -> StateDict:
     """The arrays of a tree by their paths; of a model of ours by Hugging Face's names."""
     if isinstance(tree, LmHeadModel):
         return to_state_dict(tree)(prefix)
-    found: StateDict = {}
-    map_arrays(lambda leaf, x: found.__setitem__(_under(prefix, leaf.path), x) or x, tree)
-    return found
+    state_dict: StateDict = {}
+    map_arrays(lambda leaf, x: state_dict.__setitem__(_under(prefix, leaf.path), x) or x, tree)
+    return state_dict
 
 
 def _linear_layers(tree: PyTree) -> list[tuple[str, Any]]:

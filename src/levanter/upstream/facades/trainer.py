@@ -41,9 +41,9 @@ def initialize(trainer: TrainerConfig) -> Callable[[], None]:
     def begin() -> None:
         setup_logging()
         configure_jax(trainer)
-        found = local_devices(trainer.mesh)
-        require_accelerator(wanted=trainer.require_accelerator, found=found)
-        keep_compiled(trainer, platform=found.platform)
+        devices = local_devices(trainer.mesh)
+        require_accelerator(wanted=trainer.require_accelerator, found=devices)
+        keep_compiled(trainer, platform=devices.platform)
         index = jax.process_index()
         set_global_tracker(start_trackers(trainer.trackers, run_id=run_id(trainer), process_index=index))
 
@@ -102,8 +102,8 @@ def data_dcn_axis_size(trainer: TrainerConfig) -> int:
 
 def num_devices_per_slice(trainer: TrainerConfig) -> int:
     """Devices of one slice."""
-    found = local_devices(trainer.mesh)
-    return len(found.devices) // found.granules
+    devices = local_devices(trainer.mesh)
+    return len(devices.devices) // devices.granules
 
 
 def microbatch_size(trainer: TrainerConfig) -> int:

@@ -158,8 +158,8 @@ class LossFunction(Objective[PyTree, PyTree]):
         raise ValueError(f"a batch with {Batch} and {Pos} must come from the script's loader")
 
     def rows(self, batch: PyTree) -> Axis:
-        found = [leaf for leaf in jax.tree.leaves(batch, is_leaf=is_named) if is_named(leaf)]
-        return next(leaf.resolve_axis(self.Batch) for leaf in found if self.Batch in [a.name for a in leaf.axes])
+        arrays = [leaf for leaf in jax.tree.leaves(batch, is_leaf=is_named) if is_named(leaf)]
+        return next(leaf.resolve_axis(self.Batch) for leaf in arrays if self.Batch in [a.name for a in leaf.axes])
 
     def normalizer(self, batch: PyTree) -> jax.Array:
         return jnp.float32(self.rows(batch).size)
@@ -172,9 +172,9 @@ class LossFunction(Objective[PyTree, PyTree]):
     def of(self, model: PyTree, batch: PyTree) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The loss and the numbers to log, each a float32 mean over the rows."""
         # One key per row, like the batch's arrays; a microbatch uses the key of its first row.
-        (given, keys), rows = batch, self.rows(batch)
-        found = self.function(model, *given, key=keys.take(rows, 0).array)
-        loss, more = found if isinstance(found, tuple) else (found, {})
+        (args, keys), rows = batch, self.rows(batch)
+        result = self.function(model, *args, key=keys.take(rows, 0).array)
+        loss, more = result if isinstance(result, tuple) else (result, {})
         return _mean(loss), {name: _mean(value) for name, value in more.items()}
 
 
@@ -265,8 +265,8 @@ class Trainer:
 
     def __enter__(self) -> "Trainer":
         tracker = start_trackers(self.config.trackers, run_id=self.run_id, process_index=jax.process_index())
-        for each in (current_tracker(tracker), self.device_mesh, hax.axis_mapping(self.parameter_axis_mapping)):
-            self._scope.enter_context(each)
+        for context in (current_tracker(tracker), self.device_mesh, hax.axis_mapping(self.parameter_axis_mapping)):
+            self._scope.enter_context(context)
         self._scope.callback(tracker.finish)
         return self
 
@@ -308,12 +308,12 @@ class Trainer:
     def add_eval_hook(self, eval_dataset: AsyncDataset, name: str | None = None) -> None:
         """Logs the mean loss of a data set at every `steps_per_eval`."""
         loader, most = self.data_loader(eval_dataset, self.EvalBatch), self.config.max_eval_batches
-        loss = hax.named_jit(lambda model, *batch: _loss_of(self.loss_fn(model, *batch, key=None)))
+        loss = hax.named_jit(lambda model, *batch: _reduce_loss(self.loss_fn(model, *batch, key=None)))
         prefix = "eval" if name is None else f"eval/{name}"
 
         def evaluate(info: StepInfo) -> None:
-            found = [float(loss(info.eval_model, batch)) for _, batch in zip(range(most or len(loader)), loader)]  # noqa: B905
-            log({f"{prefix}/loss": float(np.mean(found))}, step=info.step)
+            losses = [float(loss(info.eval_model, batch)) for _, batch in zip(range(most or len(loader)), loader)]  # noqa: B905
+            log({f"{prefix}/loss": float(np.mean(losses))}, step=info.step)
 
         self.add_hook(evaluate, every=self.config.steps_per_eval)
 
@@ -343,7 +343,7 @@ class Trainer:
             else training_key
         )
 
-        def made() -> TrainState:
+        def make_state() -> TrainState:
             whole = model_init() if model_init is not None else model
             parameters = self._precision.cast_to_param(eqx.filter(whole, eqx.is_inexact_array))
             return start(parameters, self.optimizer, jnp.asarray(key, jnp.uint32), self.config.model_averaging)
@@ -353,7 +353,7 @@ class Trainer:
         self._rest = eqx.filter(
             whole, lambda x: not eqx.is_inexact_array(x) and not isinstance(x, jax.ShapeDtypeStruct)
         )
-        state = self._state = eqx.filter_eval_shape(made)
+        state = self._state = eqx.filter_eval_shape(make_state)
         _refuse_asking(state.optimizer)
         self._plan = plan_state(state, self._mappings(state.model), MeshSpec.from_mesh(self._mesh))
         self._plan.whole.check()
@@ -362,7 +362,7 @@ class Trainer:
             return self._outside(with_arrays(state, restore(ref, targets)))
         placed = {path: target.sharding for path, target in targets.items()}
         with jax.set_mesh(self._mesh), hax.axis_mapping(AxisMapping(self.parameter_axis_mapping)):
-            fresh = eqx.filter_jit(made)()
+            fresh = eqx.filter_jit(make_state)()
         arrays = {leaf.path: x for leaf, x in zip(leaves(fresh), jax.tree.leaves(fresh), strict=True)}
         return self._outside(with_arrays(state, {path: jax.device_put(x, placed[path]) for path, x in arrays.items()}))
 
@@ -406,9 +406,11 @@ class Trainer:
                 if step >= self.num_train_steps:
                     break
                 reports: list[StepReport] = []
-                given = self._placed(batch if several else (batch,), step)
-                loop = Loop(step_of=lambda _, given=given: self._step(given), listeners=[reports.append], guard=guard)
-                ended = loop.run(self._inside(state), [(step, given)], first=step)
+                placed = self._placed(batch if several else (batch,), step)
+                loop = Loop(
+                    step_of=lambda _, placed=placed: self._step(placed), listeners=[reports.append], guard=guard
+                )
+                ended = loop.run(self._inside(state), [(step, placed)], first=step)
                 state, (report,) = self._outside(ended.state), reports
                 info = StepInfo(state, report.loss, report.seconds)
                 log({"train/loss": report.loss, **{f"train/{k}": v for k, v in report.terms.items()}}, step=step)
@@ -439,10 +441,10 @@ class Trainer:
     def _resumed(self) -> CheckpointRef | None:
         if self.config.load_checkpoint is False:
             return None
-        found = find_checkpoints(self.checkpoint_path)
-        if self.config.load_checkpoint and not found:
+        checkpoints = find_checkpoints(self.checkpoint_path)
+        if self.config.load_checkpoint and not checkpoints:
             raise ValueError(f"trainer.load_checkpoint is true, but there is no checkpoint in {self.checkpoint_path}")
-        return found[-1] if found else None
+        return checkpoints[-1] if checkpoints else None
 
     def _checkpointer(self) -> Checkpointer:
         written = self.config.checkpointer
@@ -509,8 +511,8 @@ class Trainer:
         rows = objective.rows(batch).size
         divided = plan_batch(rows, per_device=self.config.per_device_parallelism, ways=ways, positions=1)
 
-        def logged(parameters: PyTree, given: PyTree) -> dict[str, jax.Array]:
-            return objective.of(self._precision.cast_to_compute(eqx.combine(parameters, self._rest)), given)[1]
+        def logged(parameters: PyTree, batch: PyTree) -> dict[str, jax.Array]:
+            return objective.of(self._precision.cast_to_compute(eqx.combine(parameters, self._rest)), batch)[1]
 
         assert self._state is not None
         names = tuple(eqx.filter_eval_shape(logged, self._state.model, batch))
@@ -534,11 +536,13 @@ def _without_parameters(model_init: Callable[[], PyTree] | None) -> PyTree:
     """A model without its parameters, which are never materialized."""
     assert model_init is not None
     shapes = eqx.filter_eval_shape(model_init)
-    held = eqx.filter(shapes, lambda x: isinstance(x, jax.ShapeDtypeStruct) and jnp.issubdtype(x.dtype, jnp.inexact))
+    parameters = eqx.filter(
+        shapes, lambda x: isinstance(x, jax.ShapeDtypeStruct) and jnp.issubdtype(x.dtype, jnp.inexact)
+    )
     others = eqx.filter_jit(
         lambda: eqx.filter(model_init(), lambda x: eqx.is_array(x) and not eqx.is_inexact_array(x))
     )()
-    return eqx.combine(others, held, eqx.filter(shapes, lambda x: not isinstance(x, jax.ShapeDtypeStruct)))
+    return eqx.combine(others, parameters, eqx.filter(shapes, lambda x: not isinstance(x, jax.ShapeDtypeStruct)))
 
 
 def _refuse_asking(optimizer_state: PyTree) -> None:
@@ -548,13 +552,13 @@ def _refuse_asking(optimizer_state: PyTree) -> None:
         ValueError: it is one of them.
     """
     kinds = (Recent, HessianEma)
-    found = jax.tree.leaves(optimizer_state, is_leaf=lambda node: isinstance(node, kinds))
-    if any(isinstance(node, kinds) for node in found):
+    nodes = jax.tree.leaves(optimizer_state, is_leaf=lambda node: isinstance(node, kinds))
+    if any(isinstance(node, kinds) for node in nodes):
         raise ValueError("Trainer: skip_bad_steps and sophia-h need the step of a run: use `train_lm`")
 
 
-def _loss_of(found: PyTree) -> jax.Array:
-    return _mean(found[0] if isinstance(found, tuple) else found)
+def _reduce_loss(outputs: PyTree) -> jax.Array:
+    return _mean(outputs[0] if isinstance(outputs, tuple) else outputs)
 
 
 def _arrays(state: TrainState) -> dict[str, jax.Array]:

@@ -28,7 +28,7 @@ _SERVING = "`python -m levanter.main.serve` serves a model by its configuration,
 _LAYERS = "models are one decoder built from specs: levanter.models.decoder, levanter.layers"
 _OPTIMIZERS = "the config builds the optax transformation: `OptimizerConfig.build(steps)`"
 _LAUNCH = "levanter.infra.launch starts runs on TPU VMs, under Slurm and Ray"
-_PARTS = "JAX provides it, or a run does it automatically"
+_PROVIDED = "JAX provides it, or a run does it automatically"
 _EXAMPLE = "rows are `levanter.upstream.facades.models.LmExample` for scripts; levanter.data builds those of a run"
 
 GONE_IN: Mapping[str, Mapping[str, str]] = {
@@ -267,11 +267,11 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
     },
     "levanter.utils.jax_utils": {
         "currently_allocated_array_memory dump_fwd_bwd_jaxprs format_currently_allocated_array_memory "
-        "ordered_tree_map pytree_partial recursive_checkpoint reduce set_hardware_rng_ops": _PARTS,
+        "ordered_tree_map pytree_partial recursive_checkpoint reduce set_hardware_rng_ops": _PROVIDED,
         "sharded_tree_size estimated_free_device_memory": "`levanter.main.plan` reports the memory of each device",
         "assert_equal axis_resource_is_explicit broadcast_one_to_all broadcast_shard flops_estimate is_inside_jit "
         "is_in_jit jnp_to_python join_key leaf_key_paths move_tree_to_memory_kind multihost_broadcast_sync "
-        "sync_global_devices tree_broadcast_to zeros_like_tree": _PARTS,
+        "sync_global_devices tree_broadcast_to zeros_like_tree": _PROVIDED,
     },
     "levanter.utils.fsspec_utils": {
         "mkdirs": "levanter.io.atomic_write creates missing folders",
@@ -280,10 +280,10 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
     },
     "levanter.utils.py_utils": {
         "FailSafeJSONEncoder actual_sizeof cached_classproperty classproperty dataclass_with_default_init "
-        "set_global_rng_seeds": _PARTS,
+        "set_global_rng_seeds": _PROVIDED,
     },
     "levanter.utils.tree_utils": {
-        "NonePolicy PackedLeaf key_path_to_str pack_pytree tree_flatten_one_level_with_keys unpack_pytree": _PARTS,
+        "NonePolicy PackedLeaf key_path_to_str pack_pytree tree_flatten_one_level_with_keys unpack_pytree": _PROVIDED,
     },
     "levanter.main.export_hf_to_lm": {"main": "every entry point reads Hugging Face files directly"},
     "levanter.main.inference_repl": {"repl_mode cli_mode ReplContext console": _SAMPLING},
@@ -320,7 +320,7 @@ GONE_MODULES: Mapping[str, str] = {
     "levanter.data.text.formats": "levanter.data has the formats",
     "levanter.data.text.preference": _PREFERENCES,
     "levanter.data.text.trace_chat": "evaluation of traces is not implemented yet",
-    "levanter.data.utils": _PARTS,
+    "levanter.data.utils": _PROVIDED,
     "levanter.dpo": _PREFERENCES,
     "levanter.generator": _SAMPLING,
     "levanter.grad_accum": "a step splits its batch into microbatches automatically: trainer.per_device_parallelism",
@@ -330,7 +330,7 @@ GONE_MODULES: Mapping[str, str] = {
     "levanter.inference.openai": _SERVING,
     "levanter.inference.openai_protocol": _SERVING,
     "levanter.inference.page_table": "levanter.inference.scheduler_state has the pool of pages and who holds them",
-    "levanter.inference.utils": _PARTS,
+    "levanter.inference.utils": _PROVIDED,
     "levanter.infra.cli_helpers": _LAUNCH,
     "levanter.infra.docker": _LAUNCH,
     "levanter.infra.ray_tpu": _LAUNCH,
@@ -368,25 +368,25 @@ GONE_MODULES: Mapping[str, str] = {
     "levanter.optim.scion": _OPTIMIZER,
     "levanter.optim.soap": _OPTIMIZER,
     "levanter.optim.util": _OPTIMIZERS,
-    "levanter.shapes": _PARTS,
+    "levanter.shapes": _PROVIDED,
     "levanter.store": _STORE,
     "levanter.tracker.helpers": "levanter.tracker.Tracker is a protocol of five methods",
     "levanter.tracker.histogram": "trainer.watch.include_histograms",
     "levanter.utils.cloud_utils": _LAUNCH,
     "levanter.utils.flop_utils": "levanter.models.flops",
     "levanter.utils.hf_utils": "levanter.data.Tokenizer has byte_lengths()",
-    "levanter.utils.index": _PARTS,
-    "levanter.utils.json_utils": _PARTS,
+    "levanter.utils.index": _PROVIDED,
+    "levanter.utils.json_utils": _PROVIDED,
     "levanter.utils.logging": "levanter.io.setup_logging",
     "levanter.utils.profile_dirs": "trainer.profiler selects the steps to profile, and a run prints where the "
     "profiles are",
     "levanter.utils.ray_utils": _LAUNCH,
-    "levanter.utils.stat_utils": _PARTS,
-    "levanter.utils.thread_utils": _PARTS,
+    "levanter.utils.stat_utils": _PROVIDED,
+    "levanter.utils.thread_utils": _PROVIDED,
     "levanter.utils.token_init": "the vocabulary is neither padded nor truncated; rows beyond the tokenizer's ids are "
     "harmless",
-    "levanter.types": _PARTS,
-    "levanter.utils.types": _PARTS,
+    "levanter.types": _PROVIDED,
+    "levanter.utils.types": _PROVIDED,
 }
 """A module → what to use instead of everything in and below it."""
 
