@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from levanter.commands.cli.main import enter
+from levanter.commands.cli.main import run_command
 from levanter.commands.generate import generate
 from levanter.inference import output_writer
 
@@ -61,4 +61,4 @@ def arm(what: str, which: str) -> None:
 if __name__ == "__main__":
     point, *words = sys.argv[1:]
     arm(*(*point.split(" ", 1), "-")[:2])
-    sys.exit(enter("generate", words))
+    sys.exit(run_command("generate", words))

@@ -143,10 +143,10 @@ def test_what_slips_through_is_told_the_same_way(error, says, tmp_path, monkeypa
     loaded = load_written(entry.config, argv)
     if says is None:
         with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
-            shell.perform(entry, loaded.config, written=loaded.written)
+            shell.run_config(entry, loaded.config, written=loaded.written)
         return
     with pytest.raises(DoesNotFitError) as caught:
-        shell.perform(entry, loaded.config, written=loaded.written)
+        shell.run_config(entry, loaded.config, written=loaded.written)
     assert caught.value.exit_code == DOES_NOT_FIT
     for text in says:
         assert text in str(caught.value), str(caught.value)

@@ -160,11 +160,11 @@ def _enter(module: object, command: str, words: list[str]) -> int:
     """As the process would: whatever leaves the door is a traceback and exit code 1."""
     from levanter.commands.catalog import ENTRY_POINTS
     from levanter.commands.cli.errors import run_entry_point
-    from levanter.commands.cli.main import enter
+    from levanter.commands.cli.main import run_command
 
     try:
         if command in ENTRY_POINTS:
-            return enter(command, words)
+            return run_command(command, words)
         # A door may be handed its configuration instead of words: `cache_dataset`, the demos.
         config = next(iter(inspect.signature(module.main).parameters.values())).annotation
         if dataclasses.is_dataclass(config):

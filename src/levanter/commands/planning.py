@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from levanter.base.exit_codes import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, NOT_DECIDED, OK
 from levanter.commands.catalog import ENTRY_POINTS
 from levanter.commands.cli.errors import shell
-from levanter.commands.cli.heartbeat import ticking
+from levanter.commands.cli.heartbeat import heartbeat
 from levanter.commands.plan_options import FULL, LOCAL, PlanRequest, PlanUsageError, asked_for, with_own_options
 from levanter.config import ConfigError, Loaded, load_written
 from levanter.io import Output, atomic_write, probe, setup_logging
@@ -77,7 +77,7 @@ def _environment(**values: str) -> Iterator[None]:
 
 def _planned(asked: PlanRequest) -> int:
     show = sys.stderr
-    with ticking(show) as say:
+    with heartbeat(show) as say:
         say(f"reading the configuration of {asked.entry_point.name}")
         # A misspelt target is reported before anything is done for the others.
         targets = _checked(asked.targets)

@@ -26,7 +26,7 @@ from haliax_ext.leaf_layout import to_slices
 from levanter.commands.cli.compilation_cache import keep_compiled
 from levanter.commands.cli.devices import configure_jax, local_target
 from levanter.commands.cli.errors import run_entry_point
-from levanter.commands.cli.lifecycle import leave
+from levanter.commands.cli.lifecycle import exit_process
 from levanter.commands.memorize.config import EvalCarelessLmConfig
 from levanter.commands.train.lm.train_lm import TrainLmConfig, TrainWork
 from levanter.compat.hf.config_bridge import write_config
@@ -238,4 +238,4 @@ def main(config: DemoConfig) -> int:
 
 
 if __name__ == "__main__":
-    leave(run_entry_point(DemoConfig, main))
+    exit_process(run_entry_point(DemoConfig, main))

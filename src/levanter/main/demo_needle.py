@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from levanter.commands.cli.errors import run_entry_point
-from levanter.commands.cli.lifecycle import leave
-from levanter.commands.cli.runner import perform
+from levanter.commands.cli.lifecycle import exit_process
+from levanter.commands.cli.runner import run_config
 from levanter.commands.evaluate.needles.config import EvalNeedlesConfig
 from levanter.commands.evaluate.needles.run import ENTRY_POINT as NEEDLES
 from levanter.commands.train.lm.train_lm import TrainLmConfig, train
@@ -72,7 +72,7 @@ def _evaluate(config: TrainLmConfig, model: str, folder: Path) -> Mapping[str, A
         output_path=str(folder),
         if_exists="replace",
     )
-    result = perform(NEEDLES, eval_config).result
+    result = run_config(NEEDLES, eval_config).result
     assert result is not None
     return summary_of(result.answered, depths=DEPTHS)["tasks"][TASK]
 
@@ -86,4 +86,4 @@ def _write_lessons(model: str, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    leave(run_entry_point(TrainLmConfig, main))
+    exit_process(run_entry_point(TrainLmConfig, main))

@@ -18,8 +18,8 @@ from dataclasses import replace
 
 from levanter.commands.cli.devices import local_target
 from levanter.commands.cli.errors import run_entry_point
-from levanter.commands.cli.lifecycle import leave
-from levanter.commands.cli.runner import perform
+from levanter.commands.cli.lifecycle import exit_process
+from levanter.commands.cli.runner import run_config
 from levanter.commands.evaluate.config import EvalLmConfig
 from levanter.commands.evaluate.eval_lm import ENTRY_POINT as EVALUATION
 from levanter.commands.generate.chat_session import Dialogue
@@ -104,7 +104,7 @@ def _judged(config: TrainLmConfig, adapter: str | None) -> EvalResult:
         data=config.data,
         max_eval_length=config.positions,
     )
-    result = perform(EVALUATION, eval_config).result
+    result = run_config(EVALUATION, eval_config).result
     assert result is not None
     return result.result
 
@@ -131,4 +131,4 @@ def _answers(config: TrainLmConfig, adapter: str | None) -> list[str]:
 
 
 if __name__ == "__main__":
-    leave(run_entry_point(TrainLmConfig, main))
+    exit_process(run_entry_point(TrainLmConfig, main))

@@ -13,7 +13,7 @@ import sys
 import numpy as np
 
 from levanter.commands.cli.errors import run_entry_point
-from levanter.commands.cli.lifecycle import leave
+from levanter.commands.cli.lifecycle import exit_process
 from levanter.commands.train.lm.train_lm import TrainLmConfig, train
 from levanter.data import python_docs_text
 from levanter.eval.perplexity import EvalResult
@@ -46,4 +46,4 @@ def main(config: TrainLmConfig) -> int:
 
 
 if __name__ == "__main__":
-    leave(run_entry_point(TrainLmConfig, main))
+    exit_process(run_entry_point(TrainLmConfig, main))

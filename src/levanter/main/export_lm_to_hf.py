@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from haliax_ext.lazy_imports import export_on_demand
-from levanter.commands.cli.main import enter, leave
+from levanter.commands.cli.main import exit_process, run_command
 
 if TYPE_CHECKING:
     from levanter.commands.export.config import ConvertLmConfig
@@ -13,4 +13,4 @@ __all__ = ["ENTRY_POINT", "ConvertLmConfig", "describe", "execute", "main"]
 export_on_demand(__name__)
 
 if __name__ == "__main__":
-    leave(enter("export_lm_to_hf"))
+    exit_process(run_command("export_lm_to_hf"))

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from haliax_ext.lazy_imports import export_on_demand
-from levanter.commands.cli.main import enter, leave
+from levanter.commands.cli.main import exit_process, run_command
 
 if TYPE_CHECKING:
     from levanter.commands.train.dpo.config import TrainDpoConfig
@@ -13,4 +13,4 @@ __all__ = ["ENTRY_POINT", "TrainDpoConfig", "describe", "main"]
 export_on_demand(__name__)
 
 if __name__ == "__main__":
-    leave(enter("train_dpo"))
+    exit_process(run_command("train_dpo"))

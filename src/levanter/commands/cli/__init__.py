@@ -1,1 +1,1 @@
-"""A process from its command line to its exit code: devices, interrupts, peers, output."""
+"""The CLI of an entry point: from the command line to the exit code, with devices, signals, peers and output."""

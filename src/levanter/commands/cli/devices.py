@@ -1,4 +1,4 @@
-"""The available devices as a `Target`, and JAX's own options."""
+"""The local devices as a `Target`, and JAX's own options."""
 
 import jax
 
@@ -10,26 +10,27 @@ from levanter.runplan import Target
 from levanter.trainer.config import JAX_CONFIG, TrainerConfig
 
 
-def local_target(found: DeviceSet) -> Target:
-    """The available devices, described."""
+def local_target(devices: DeviceSet) -> Target:
+    """Describes the local devices."""
     return Target(
         name="local",
-        platform=found.platform,
-        kind=found.kind,
-        devices=len(found.devices),
-        granules=found.granules,
-        hosts=found.hosts,
-        hbm_bytes=found.hbm_bytes,
-        host_bytes=host_memory() if found.platform == "cpu" else None,
-        hosts_on=lambda spec: device_hosts(spec.build(found.devices)),
+        platform=devices.platform,
+        kind=devices.kind,
+        devices=len(devices.devices),
+        granules=devices.granules,
+        hosts=devices.hosts,
+        hbm_bytes=devices.hbm_bytes,
+        # Host memory is the devices' memory only on CPUs.
+        host_bytes=host_memory() if devices.platform == "cpu" else None,
+        hosts_on=lambda spec: device_hosts(spec.build(devices.devices)),
     )
 
 
 def configure_jax(trainer: TrainerConfig) -> None:
-    """Sets JAX's options from `trainer.jax_config`, and joins the other processes of the run; call it first.
+    """Sets JAX's options from `trainer.jax_config` and joins the other processes of the run; must be called first.
 
     Raises:
-        ValueError: an option that this JAX does not have (defaults of ours that it lacks are left out).
+        ValueError: JAX has no option of that name (our own defaults that this JAX lacks are skipped).
         RollCallError: not all processes of the run joined in time.
     """
     problems = set_jax_options(trainer)
@@ -39,9 +40,9 @@ def configure_jax(trainer: TrainerConfig) -> None:
 
 
 def set_jax_options(trainer: TrainerConfig) -> list[str]:
-    """Sets the options of `trainer.jax_config`; returns what is wrong with them.
+    """Sets the options of `trainer.jax_config` and returns the problems.
 
-    Defaults of ours that this JAX lacks are left out.
+    Our own defaults that this JAX lacks are skipped.
     """
     problems = []
     for name, value in trainer.jax_config.items():

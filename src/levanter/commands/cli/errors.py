@@ -1,4 +1,4 @@
-"""The shell of every entry point: what a user sees of an error, and the exit code a script sees.
+"""Turns exceptions into messages for the user and exit codes for scripts; used by every entry point.
 
 0 done or fits; 1 internal error; 2 bad input or config; 3 does not fit; 4 compiler crash; 5 a peer is missing;
 75 preempted, saved, resumable; 130 Ctrl-C. `LEVANTER_TRACEBACK=1` shows where a user error was raised.
@@ -13,8 +13,14 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from levanter.base.exit_codes import BAD_INPUT, INTERNAL_ERROR, INTERRUPTED, OK, DoesNotFitError
-from levanter.commands.cli.lifecycle import end_alone, end_if_lost, end_together, end_with_traceback, is_said_already
-from levanter.commands.cli.signals import Interrupts, interrupts_kept
+from levanter.commands.cli.lifecycle import (
+    end_alone,
+    end_if_lost,
+    end_together,
+    end_with_traceback,
+    is_reported_by_leader,
+)
+from levanter.commands.cli.signals import Interrupts, interrupts_retained
 from levanter.config import HelpRequested, arguments_for, load_written
 from levanter.distributed.barrier import current_peers
 from levanter.io import OutputError, output_is_lost, prepare_streams, setup_logging
@@ -23,7 +29,7 @@ from levanter.io.write_errors import NO_SPACE, output_error
 
 C = TypeVar("C")
 OUR_PACKAGES = ("levanter", "haliax_ext")
-NOT_READ = "its output was not read"
+OUTPUT_CLOSED = "its output was not read"
 
 
 def run_entry_point(config_class: type[C], main: Callable[..., int | None], argv: Sequence[str] | None = None) -> int:
@@ -31,14 +37,14 @@ def run_entry_point(config_class: type[C], main: Callable[..., int | None], argv
 
     Args:
         config_class: the entry point's config.
-        main: takes the config, and the keyword `written` if it has one; may return an exit code.
+        main: takes the config, and the keyword `written` if it has that parameter; may return an exit code.
         argv: the command line without the program's name.
     """
 
     def run() -> int | None:
         setup_logging()
-        config, told = arguments_for(main, load_written(config_class, list(sys.argv[1:] if argv is None else argv)))
-        return main(config, **told)
+        config, keywords = arguments_for(main, load_written(config_class, list(sys.argv[1:] if argv is None else argv)))
+        return main(config, **keywords)
 
     return shell(run)
 
@@ -46,15 +52,16 @@ def run_entry_point(config_class: type[C], main: Callable[..., int | None], argv
 def shell(run: Callable[[], int | None]) -> int:
     """Calls `run` and turns the outcome into an exit code; user errors are shown without a traceback.
 
-    One of several processes ends together with the others if all went well, and tells them if it failed. If nobody
-    reads its output anymore (`… | head`), it ends silently.
+    One of several processes ends together with the others if it succeeded, and notifies them if it failed. If its
+    output is no longer read (`… | head`), it ends silently.
     """
     prepare_streams()
     try:
-        with interrupts_kept() as interrupts:
-            code = _told_of_interrupts(run, interrupts)
+        with interrupts_retained() as interrupts:
+            code = _raise_swallowed_interrupts(run, interrupts)
+        # Flushes standard output: a reader that has closed the pipe shows only here.
         if output_is_lost():
-            return end_alone(INTERNAL_ERROR, NOT_READ)
+            return end_alone(INTERNAL_ERROR, OUTPUT_CLOSED)
         return end_together(code or OK)
     except HelpRequested as help_text:
         try:
@@ -64,6 +71,7 @@ def shell(run: Callable[[], int | None]) -> int:
         output_is_lost()
         return OK
     except SystemExit:
+        # argparse ends the process this way.
         output_is_lost()
         raise
     except KeyboardInterrupt as stop:
@@ -71,28 +79,30 @@ def shell(run: Callable[[], int | None]) -> int:
         return end_alone(INTERRUPTED, "interrupted")
     except Exception as error:
         if isinstance(error, BrokenPipeError) and output_is_lost(error):
-            return end_alone(INTERNAL_ERROR, NOT_READ)
-        if type(error).__module__ == "builtins" and isinstance(error, OSError) and (told := _of_the_system(error)):
+            return end_alone(INTERNAL_ERROR, OUTPUT_CLOSED)
+        if type(error).__module__ == "builtins" and isinstance(error, OSError) and (reworded := _system_error(error)):
             output_is_lost()
-            error = told
+            error = reworded
         if isinstance(error, MemoryError):
-            error = DoesNotFitError(f"it does not fit in this machine's memory: {str(error) or 'nothing is left'}")
+            # Exit code 3, as for a plan that does not fit.
+            error = DoesNotFitError(f"it does not fit in this machine's memory: {str(error) or 'allocation failed'}")
             error.__cause__ = sys.exc_info()[1]
         elif not (isinstance(error, (ValueError, OSError)) and is_user_error(error)):
+            # A bug of ours: Python prints the traceback and exits with code 1.
             if current_peers() is None:
                 raise
             return end_with_traceback(error)
         end_if_lost(error)
-        if not is_said_already(str(error)):
-            _show(error)
+        if not is_reported_by_leader(str(error)):
+            _print_error(error)
         return end_alone(getattr(error, "exit_code", BAD_INPUT), str(error))
 
 
-def _told_of_interrupts(run: Callable[[], int | None], interrupts: Interrupts) -> int | None:
+def _raise_swallowed_interrupts(run: Callable[[], int | None], interrupts: Interrupts) -> int | None:
     """Calls `run`; an error caused by an interrupt is raised as an interrupt.
 
-    A library that swallows one (`except BaseException` around an import) leaves a half-imported module, and an error
-    that means nothing to whoever pressed Ctrl-C.
+    A library that swallows an interrupt (`except BaseException` around an import) leaves a half-imported module, and
+    the error that follows means nothing to the user who pressed Ctrl-C.
     """
     try:
         code = run()
@@ -110,6 +120,7 @@ def is_user_error(error: BaseException) -> bool:
     """
     if _is_ours(type(error).__module__):
         return True
+    # The innermost frame is the one that raised the error.
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
@@ -118,20 +129,20 @@ def is_user_error(error: BaseException) -> bool:
 
 def _is_ours(module: str) -> bool:
     if module == "__main__":
-        # `python -m levanter.main.x`: only the spec keeps the module's own name.
+        # In `python -m levanter.main.x`, only the spec keeps the module's own name.
         spec = getattr(sys.modules["__main__"], "__spec__", None)
         module = spec.name if spec is not None else ""
     return module.split(".")[0] in OUR_PACKAGES
 
 
-def _show(error: BaseException) -> None:
+def _print_error(error: BaseException) -> None:
     if os.environ.get("LEVANTER_TRACEBACK"):
         traceback.print_exception(error)
     print(f"error: {error}", file=for_errors())
 
 
-def _of_the_system(error: OSError) -> OutputError | None:
-    """A library's disk error, worded like our own; None if the user cannot fix it."""
+def _system_error(error: OSError) -> OutputError | None:
+    """A library's disk error in the words of our own; None if the user cannot fix it."""
     if error.errno not in (*NO_SPACE, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG, errno.ENOTDIR):
         return None
     name = error.filename2 or error.filename

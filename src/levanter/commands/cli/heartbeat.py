@@ -1,4 +1,4 @@
-"""Reports current activity on standard error, so that nothing is silent for long."""
+"""Prints the current activity on standard error at intervals, so that a command is never silent for long."""
 
 import shutil
 import threading
@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO
 
-LOGGED = 5
-"""In a log, only every so many ticks are written."""
+LOG_EVERY = 5
+"""In a log file, only every so many ticks are written."""
 
 
 @contextmanager
-def ticking(stream: IO[str], *, every: float = 2.0) -> Iterator[Callable[[str], None]]:
-    """Prints the current activity on `stream`, and how long it has taken; on a terminal in one line.
+def heartbeat(stream: IO[str], *, every: float = 2.0) -> Iterator[Callable[[str], None]]:
+    """Prints the current activity on `stream` and how long it has taken; a terminal shows one updated line.
 
     Args:
         stream: standard error.
@@ -28,7 +28,7 @@ def ticking(stream: IO[str], *, every: float = 2.0) -> Iterator[Callable[[str], 
         stream.write(("\x1b[2K" if on_terminal else "") + text)
         stream.flush()
 
-    def say(what: str) -> None:
+    def start(what: str) -> None:
         nonlocal doing, since
         doing, since = what, time.monotonic()
         write(f"[{since - began:5.1f} s] {what}\n")
@@ -36,19 +36,20 @@ def ticking(stream: IO[str], *, every: float = 2.0) -> Iterator[Callable[[str], 
     def tick() -> None:
         while not done.wait(every):
             now = time.monotonic()
+            # The activity has just been printed by `start`.
             if now - since < every:
                 continue
             text = f"[{now - began:5.1f} s] … {doing} ({now - since:.0f} s)"
             if on_terminal:
-                # At most one terminal line, or the carriage return would not reach its beginning.
+                # Cut to one terminal line, or the carriage return would not reach its beginning.
                 write(text[: shutil.get_terminal_size().columns - 1] + "\r")
-            elif int((now - since) / every) % LOGGED == 0:
+            elif int((now - since) / every) % LOG_EVERY == 0:
                 write(text + "\n")
 
     ticker = threading.Thread(target=tick, daemon=True)
     ticker.start()
     try:
-        yield say
+        yield start
     finally:
         done.set()
         ticker.join()

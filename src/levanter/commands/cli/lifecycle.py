@@ -1,9 +1,9 @@
-"""One process among several: joining the others, ending with them, and ending when one of them is lost.
+"""Lifecycle of one process among several: joining the others, ending with them, and ending when a peer is lost.
 
-A process whose peers are lost is usually stuck in a collective, where no exception reaches it. A thread notices,
-reports who is lost and where, and ends the process with exit code 5. JAX's own service notices too and aborts the
-process with a C++ stack trace; while the run has several processes, that signal is caught, and the same error is
-printed instead.
+A process whose peers are lost is usually blocked in a collective, where no exception reaches it. A thread detects the
+loss, reports which peer is lost and where, and ends the process with exit code 5. JAX's coordination service detects it
+too and aborts the process with a C++ stack trace; while the run has several processes, SIGABRT is caught, and the same
+error is printed instead.
 """
 
 import contextlib
@@ -28,29 +28,29 @@ from levanter.io import release_all, setup_logging
 
 logger = logging.getLogger(__name__)
 
-PARTING_SECONDS = 0.3
-"""Seconds that a failing process stays, so that its last message reaches the others."""
+LINGER_SECONDS = 0.3
+"""Seconds that a failing process lingers, so that its last message reaches the others."""
 SUSPECT_SECONDS = 3.0
-"""Seconds after an unexpected error within which a lost peer counts as its cause."""
+"""Seconds after an unexpected error within which a lost peer is considered its cause."""
 SAME_ERROR_SECONDS = 3.0
 _SIGABRT_ACTION = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
 
 @dataclass
-class _Kept:
-    """Objects that must live as long as the process."""
+class _ProcessState:
+    """State that must live as long as the process."""
 
     abort_action: Any = None
-    final: int | None = None
-    ending: threading.Lock = field(default_factory=threading.Lock)
-    last_words: list[Callable[[str], object]] = field(default_factory=list)
+    final_code: int | None = None
+    end_lock: threading.Lock = field(default_factory=threading.Lock)
+    on_peer_lost: list[Callable[[str], object]] = field(default_factory=list)
 
 
-_kept = _Kept()
+_state = _ProcessState()
 
 
 def join_processes(config: DistributedConfig, environment: Mapping[str, str] = os.environ) -> None:
-    """Joins the other processes of this run, if there are any; call it before anything asks JAX for devices.
+    """Joins the other processes of this run, if there are any; must be called before JAX initializes its devices.
 
     Raises:
         PlaceError: this process's index is unknown.
@@ -66,6 +66,7 @@ def join_processes(config: DistributedConfig, environment: Mapping[str, str] = o
     setup_logging(process_index=place.process, process_count=place.processes)
     peers = join(config, place)
     set_peers(peers)
+    # Before `start_jax`: a peer may already be lost while JAX's own service connects.
     peers.on_lost(_end_with)
     _catch_aborts(peers)
     start_jax(config, place)
@@ -74,21 +75,21 @@ def join_processes(config: DistributedConfig, environment: Mapping[str, str] = o
 
 
 @contextlib.contextmanager
-def last_words(say: Callable[[str], object]) -> Iterator[None]:
-    """Has `say` called with the reason if the process ends in the block because a peer is lost: somebody waits for it.
+def peer_loss_reported(report: Callable[[str], object]) -> Iterator[None]:
+    """Calls `report` with the reason if the process ends inside the block because a peer is lost, to notify clients.
 
     Args:
-        say: returns at once; it is called in another thread, and what it starts has some tenths of a second.
+        report: must return at once; called in another thread, a few tenths of a second before the process ends.
     """
-    _kept.last_words.append(say)
+    _state.on_peer_lost.append(report)
     try:
         yield
     finally:
-        _kept.last_words.remove(say)
+        _state.on_peer_lost.remove(report)
 
 
-def left_to_process_0(config: DistributedConfig, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process has nothing to do: work that needs no device is done by process 0, however many are started.
+def is_idle_process(config: DistributedConfig, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process has nothing to do: work that needs no device runs on process 0 only.
 
     Raises:
         PlaceError: this process's index is unknown.
@@ -98,7 +99,7 @@ def left_to_process_0(config: DistributedConfig, environment: Mapping[str, str] 
 
 
 def end_together(code: int) -> int:
-    """Ends a finished run: waits for the others, so that no service disappears under them.
+    """Ends a finished run: waits for the other processes, so that no service they use disappears.
 
     Returns:
         The exit code.
@@ -109,64 +110,66 @@ def end_together(code: int) -> int:
     import jax
 
     barrier("the end")
-    # From here on, processes may end in any order.
-    _kept.final = code
+    # After the barrier, processes may end in any order.
+    _state.final_code = code
     peers.part()
     jax.distributed.shutdown()
+    # A preempted process saved its state, so its end is not a failure to the others.
     peers.leave(OK if code == PREEMPTED else code)
     return code
 
 
-def end_alone(code: int, said: str) -> int:
-    """Ends a run that failed here; with several processes the others are told why, and this call does not return."""
+def end_alone(code: int, reason: str) -> int:
+    """Ends a run that failed in this process; with several processes the others are notified and this never returns."""
     peers = current_peers()
     if peers is None:
         return code
-    peers.leave(code, said)
+    peers.leave(code, reason)
     _exit(code)
 
 
-def leave(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """Ends the program with an entry point's exit code; the last call of a `__main__`.
 
-    After an interrupt the process ends at once: XLA may still be compiling in a thread of its own, and crashes if the
-    interpreter takes the devices down meanwhile. What had to be closed or given back has been.
+    After an interrupt the process ends at once: XLA may still be compiling in another thread, and crashes if the
+    interpreter shuts the devices down meanwhile. Files are closed and leases released by then.
     """
     if code == INTERRUPTED and "jax" in sys.modules:
         _exit(code)
     sys.exit(code)
 
 
-def is_said_already(said: str) -> bool:
-    """Whether process 0 ended with the same error, which then is not shown by every process."""
+def is_reported_by_leader(message: str) -> bool:
+    """Whether process 0 ended with the same error, which the other processes then do not repeat."""
     peers = current_peers()
-    return peers is not None and peers.process != 0 and peers.said_by(0, SAME_ERROR_SECONDS) == said
+    return peers is not None and peers.process != 0 and peers.said_by(0, SAME_ERROR_SECONDS) == message
 
 
 def end_with_traceback(error: BaseException) -> int:
-    """Ends one process of several after an unexpected error; if a peer is lost, that was its cause."""
+    """Ends one process of several after an unexpected error; a lost peer is reported as the cause instead."""
     peers = current_peers()
     assert peers is not None, "a process that is alone raises its errors"
-    said = f"{type(error).__name__}: {error}".splitlines()[0]
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    # A collective fails at once if a peer dies; the heartbeat that identifies the peer takes a moment longer.
     if peers.wait_lost(SUSPECT_SECONDS):
         if os.environ.get("LEVANTER_TRACEBACK"):
             traceback.print_exception(error)
         _end_with(peers.lost())
     traceback.print_exception(error)
-    return end_alone(INTERNAL_ERROR, said)
+    return end_alone(INTERNAL_ERROR, reason)
 
 
 def end_if_lost(error: BaseException) -> None:
     """Ends one process of several if a user error was caused by a collective that a peer has left.
 
-    A checkpoint cannot be written if the step before it failed; the user cannot fix that.
+    For example, a checkpoint cannot be written if the step before it failed; the user cannot fix that.
     """
     peers = current_peers()
     if peers is None:
         return
     import jax
 
-    if not any(isinstance(each, jax.errors.JaxRuntimeError) for each in _causes(error)):
+    if not any(isinstance(cause, jax.errors.JaxRuntimeError) for cause in _causes(error)):
         return
     if peers.wait_lost(SUSPECT_SECONDS):
         if os.environ.get("LEVANTER_TRACEBACK"):
@@ -183,15 +186,17 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _end_with(error: PeerLostError) -> NoReturn:
-    """Prints the error and ends the process, whatever its other threads are doing."""
-    with _kept.ending:
+    """Prints the error and ends the process, regardless of its other threads."""
+    # Never released: the first of several threads that get here ends the process.
+    with _state.end_lock:
+        # Not print: another thread may hold the lock of sys.stderr.
         os.write(2, f"\nerror: {error}\n".encode())
         if os.environ.get("LEVANTER_TRACEBACK"):
             faulthandler.dump_traceback(all_threads=True)
-        for say in list(_kept.last_words):
-            # An event loop that has closed has nobody to tell.
+        for report in list(_state.on_peer_lost):
+            # A closed event loop raises: there is no client left to notify.
             with contextlib.suppress(RuntimeError):
-                say(str(error).splitlines()[0])
+                report(str(error).splitlines()[0])
         peers = current_peers()
         if peers is not None:
             peers.leave(PEER_LOST, str(error).splitlines()[0])
@@ -199,16 +204,16 @@ def _end_with(error: PeerLostError) -> NoReturn:
 
 
 def _exit(code: int) -> NoReturn:
-    """Exits without waiting for anything that waits for peers."""
-    # Another thread may hold a stream's lock forever.
-    flusher = threading.Thread(target=_part, daemon=True)
+    """Exits without running handlers that wait for peers."""
+    # Another thread may hold a stream's lock forever, so the cleanup runs in a thread with a time limit.
+    flusher = threading.Thread(target=_clean_up, daemon=True)
     flusher.start()
-    time.sleep(PARTING_SECONDS)
+    time.sleep(LINGER_SECONDS)
     flusher.join(1.0)
     os._exit(code)
 
 
-def _part() -> None:
+def _clean_up() -> None:
     """Best-effort cleanup before the process ends."""
     _flush()
     release_all()
@@ -221,20 +226,22 @@ def _flush() -> None:
 
 
 def _catch_aborts(peers: Peers) -> None:
-    """Reports an abort caused by a lost peer like any other loss of a peer; other aborts are left alone."""
+    """Reports an abort caused by a lost peer like any other lost peer; other aborts keep their default action."""
 
     def action(number: int) -> None:
-        # Called in the thread that aborts, which is one of JAX's service.
-        if _kept.final is not None:
-            _exit(_kept.final)
+        # Runs in the aborting thread, which belongs to JAX's coordination service.
+        if _state.final_code is not None:
+            _exit(_state.final_code)
         if peers.wait_lost(SUSPECT_SECONDS):
-            # Either `on_lost` ends the process, or its own error does.
+            # The `on_lost` thread ends the process meanwhile; the exit below is a fallback.
             time.sleep(60)
             os._exit(PEER_LOST)
         _libc().signal(number, signal.SIG_DFL)
 
-    _kept.abort_action = _SIGABRT_ACTION(action)
-    _libc().signal(int(signal.SIGABRT), _kept.abort_action)
+    # ctypes does not keep the callback alive, so the module does. A Python signal handler would never run: the aborting
+    # thread is not the main thread.
+    _state.abort_action = _SIGABRT_ACTION(action)
+    _libc().signal(int(signal.SIGABRT), _state.abort_action)
 
 
 def _libc() -> Any:

@@ -1,7 +1,7 @@
-"""Whether a run can write its outputs, and what becomes of its results if it cannot after all.
+"""Checks that a run can write its outputs, and writes results so that a failed write does not lose them.
 
-A plan inspects folders without touching them (`output_checks`). A run tries them before it reads a weight
-(`try_outputs`): an entry point lists its outputs, so none is forgotten.
+A plan inspects folders without writing (`output_checks`). A run tests them before it reads a weight (`try_outputs`); an
+entry point lists all of its outputs.
 """
 
 import os
@@ -17,37 +17,38 @@ from levanter.runplan import Check
 
 
 def output_checks(key: str, path: str | Path) -> list[Check]:
-    """Whether a path is writable, as far as can be told without writing.
+    """Checks whether a path is writable, as far as that can be determined without writing.
 
     Args:
-        key: its config key.
+        key: config key of the path.
         path: a file or folder that may not exist yet.
     """
+    # A URL needs a network and credentials, which a plan must not use.
     if is_remote(str(path)):
-        message = f"{key}: {path}: can only be checked where the run is"
+        message = f"{key}: {path}: can only be checked on the machine of the run"
         return [Check(name="output", status="unchecked", message=message)]
     at = Path(local_path(str(path))).absolute()
     try:
-        there = next(each for each in (at, *at.parents) if each.exists())
+        existing = next(parent for parent in (at, *at.parents) if parent.exists())
     except OSError as error:
         problem = ValueError(f"{key}: {output_error(str(path), error)}")
         return [Check(name="output", status="unchecked", message=str(problem), error=problem)]
-    if there != at and not there.is_dir():
-        problem = f"{key}: {path}: {there} is a file, not a folder"
-    elif not os.access(there, os.W_OK):
-        problem = f"{key}: {path}: no permission to write in {there}"
+    if existing != at and not existing.is_dir():
+        problem = f"{key}: {path}: {existing} is a file, not a folder"
+    elif not os.access(existing, os.W_OK):
+        problem = f"{key}: {path}: no permission to write in {existing}"
     else:
         return []
-    # Another machine may have it: an error when running, not when planning.
+    # The run may use another machine, so this is an error when running, not when planning.
     return [Check(name="output", status="unchecked", message=problem, error=ValueError(problem))]
 
 
 def try_outputs(outputs: Iterable[Output], *, process: int) -> None:
-    """Creates the folders of a run's outputs and writes a small file in each, before there is anything to lose.
+    """Creates the folders of a run's outputs and writes a small file in each, before any work is done.
 
     Args:
-        outputs: those of the entry point and of its trackers.
-        process: this process's index; what only process 0 writes is tried only there.
+        outputs: the outputs of the entry point and of its trackers.
+        process: this process's index; outputs that only process 0 writes are tested only there.
 
     Raises:
         OutputError: lists each output that cannot be written, with its key.
@@ -70,32 +71,33 @@ def write_or_show(path: str, text: str) -> None:
 
 
 def write_or_keep(path: str, content: bytes) -> None:
-    """Writes a result unfit for a terminal; if that fails, it is kept in the folder for temporary files.
+    """Writes a binary result; if that fails, writes it to the folder for temporary files instead.
 
     Raises:
-        OutputError: it could not be written; the message says where it was kept.
+        OutputError: it could not be written; the message names the temporary file.
     """
     try:
         with atomic_write(path) as file:
             file.write(content)
     except OutputError as error:
-        elsewhere = os.path.join(tempfile.gettempdir(), f"{secrets.token_hex(4)}-{base_name(path)}")
+        # The random prefix keeps the results of parallel runs apart.
+        fallback = os.path.join(tempfile.gettempdir(), f"{secrets.token_hex(4)}-{base_name(path)}")
         try:
-            with atomic_write(elsewhere) as file:
+            with atomic_write(fallback) as file:
                 file.write(content)
         except OutputError:
             raise error from None
-        raise OutputError(f"{error}\n  it was kept in {elsewhere}") from error
+        raise OutputError(f"{error}\n  it was kept in {fallback}") from error
 
 
 def write_all(contents: Mapping[str, bytes]) -> list[str]:
-    """Writes the files of a result in their order; what cannot be written is kept, and the others are still written.
+    """Writes the files of a result in order; a file that fails goes to the folder for temporary files.
 
     Returns:
         The paths.
 
     Raises:
-        OutputError: lists what could not be written, and where it was kept.
+        OutputError: lists the files that could not be written, and their temporary files.
     """
     problems = []
     for path, content in contents.items():

@@ -1,6 +1,6 @@
-"""An entry point as a process: configured, described, shown, checked, compared, tracked, executed, concluded.
+"""Runs an entry point as a process: parse, describe, print, check, compare processes, track, execute, finish.
 
-`run` is what a door of `levanter.main` calls; `perform` is the same for an existing configuration.
+`run` starts from a command line; `run_config` starts from an existing configuration.
 """
 
 import os
@@ -13,12 +13,11 @@ from typing import Generic, TypeVar
 
 import jax
 
-from levanter.commands.cli.compilation_cache import keep_compiled
+from levanter.commands.cli.compilation_cache import keep_compiled, try_compiler_options
 from levanter.commands.cli.consistency import require_same_config
 from levanter.commands.cli.devices import configure_jax, local_target
 from levanter.commands.cli.errors import shell
-from levanter.commands.cli.lifecycle import left_to_process_0
-from levanter.commands.cli.options import try_compiler_options
+from levanter.commands.cli.lifecycle import is_idle_process
 from levanter.commands.cli.outputs import try_outputs
 from levanter.commands.cli.signals import raise_if_interrupted
 from levanter.config import ExplicitKeys, load_written, plain
@@ -41,8 +40,8 @@ class RunResult(Generic[R]):
     """The outcome of a run.
 
     Attributes:
-        result: its result; None in a process that had nothing to do.
-        exit_code: of the process.
+        result: the result of the entry point; None in a process that had nothing to do.
+        exit_code: exit code of the process.
     """
 
     result: R | None
@@ -57,49 +56,51 @@ def run(entry: EntryPoint[C, W, R], argv: Sequence[str] | None = None) -> int:
         argv: the command line without the program's name; None for this process's.
     """
 
-    def of_command_line() -> int:
+    def run_command_line() -> int:
         setup_logging()
         loaded = load_written(entry.config, list(sys.argv[1:] if argv is None else argv))
-        return perform(entry, loaded.config, written=loaded.written).exit_code
+        return run_config(entry, loaded.config, written=loaded.written).exit_code
 
-    return shell(of_command_line)
+    return shell(run_command_line)
 
 
-def perform(entry: EntryPoint[C, W, R], config: C, *, written: ExplicitKeys | None = None) -> RunResult[R]:
+def run_config(entry: EntryPoint[C, W, R], config: C, *, written: ExplicitKeys | None = None) -> RunResult[R]:
     """Runs an entry point on the available devices.
 
     Args:
         entry: the entry point.
         config: its configuration.
-        written: the keys that the user wrote; None for a configuration made in Python.
+        written: the keys that the user set; None for a configuration built in Python.
 
     Raises:
         RunRefused: the plan has errors; lists all of them.
     """
     trainer: TrainerConfig = config.trainer  # pyright: ignore[reportAttributeAccessIssue]
     if not entry.uses_devices:
-        return _on_files(entry, config, trainer, written)
+        return _run_without_devices(entry, config, trainer, written)
     configure_jax(trainer)
-    found = local_devices(trainer.mesh)
-    require_accelerator(wanted=trainer.require_accelerator, found=found)
-    keep_compiled(trainer, platform=found.platform)
+    devices = local_devices(trainer.mesh)
+    require_accelerator(wanted=trainer.require_accelerator, found=devices)
+    keep_compiled(trainer, platform=devices.platform)
+    # Process 0 prints for all of them.
     show = jax.process_index() == 0
+    # Agreed by all processes, since folder names contain it.
     id_ = run_id(trainer)
-    plan = entry.describe(config, local_target(found), written=written)
+    plan = entry.describe(config, local_target(devices), written=written)
     raise_if_interrupted()
     if show:
-        _show(plan, found)
+        _print_plan(plan, devices)
     plan.check()
     require_room(plan)
     require_same_config(config)
     session = Session(run_id=id_, show=show)
     trackers = trainer.trackers if entry.tracked else ()
     try_outputs(
-        [*entry.outputs(plan, session), *(each for tracker in trackers for each in tracker.outputs(id_))],
+        [*entry.outputs(plan, session), *(output for tracker in trackers for output in tracker.outputs(id_))],
         process=jax.process_index(),
     )
     with ExitStack() as stack:
-        # From here on there is work to lose: closing the terminal does not end the run.
+        # From here on work could be lost, so a closed terminal must not end the run.
         stack.enter_context(printing_may_fail())
         if entry.tracked:
             tracker = start_trackers(trainer.trackers, run_id=id_, process_index=jax.process_index())
@@ -107,7 +108,8 @@ def perform(entry: EntryPoint[C, W, R], config: C, *, written: ExplicitKeys | No
             tracker.log_hyperparameters({"config": plain(config), "mesh": str(plan.mesh), **entry.facts(plan)})
             session = Session(run_id=id_, show=show, tracker=tracker)
         try:
-            mesh = plan.mesh.build(found.devices)
+            mesh = plan.mesh.build(devices.devices)
+            # Seconds now instead of an error after the weights are loaded.
             try_compiler_options(trainer, plan, mesh)
             result = entry.execute(plan, mesh, session)
         except KeyboardInterrupt as stop:
@@ -115,18 +117,18 @@ def perform(entry: EntryPoint[C, W, R], config: C, *, written: ExplicitKeys | No
                 raise
             raise KeyboardInterrupt(entry.interrupted_message(plan, session)) from stop
         except (jax.errors.JaxRuntimeError, MemoryError) as error:
-            if (beyond := ran_out(plan, error)) is None:
+            if (oom := ran_out(plan, error)) is None:
                 raise
-            raise beyond from error
+            raise oom from error
         code = entry.finish(plan, result, session)
     return RunResult(result=result, exit_code=code)
 
 
-def _on_files(
+def _run_without_devices(
     entry: EntryPoint[C, W, R], config: C, trainer: TrainerConfig, written: ExplicitKeys | None
 ) -> RunResult[R]:
-    """Runs work that needs no device; of several processes, the first does all of it."""
-    if left_to_process_0(trainer.distributed):
+    """Runs an entry point that needs no device; of several processes, only process 0 does the work."""
+    if is_idle_process(trainer.distributed):
         return RunResult(result=None, exit_code=OK)
     plan = entry.describe(config, Target(name="local", platform="cpu", kind="host", devices=1), written=written)
     for check in plan.checks:
@@ -139,9 +141,9 @@ def _on_files(
         return RunResult(result=result, exit_code=entry.finish(plan, result, session))
 
 
-def _show(plan: RunPlan[W], found: DeviceSet) -> None:
+def _print_plan(plan: RunPlan[W], devices: DeviceSet) -> None:
     resident = plan.resident_bytes or {"parameters": plan.sharding.bytes_per_device}
-    print(mesh_report(plan.mesh, found, mappings=plan.sharding.mappings, bytes_per_device=resident))
+    print(mesh_report(plan.mesh, devices, mappings=plan.sharding.mappings, bytes_per_device=resident))
     print(plan.report())
 
 

@@ -1,12 +1,17 @@
-"""Ctrl-C that cannot get lost, and that says so if it has to wait.
+"""Ctrl-C and termination signals: no interrupt is lost, and SIGTERM releases leases before the process dies of it.
 
 Python raises `KeyboardInterrupt` wherever the main thread happens to be. Inside a callback that may not raise (one of
-the garbage collector's, which JAX installs, or a destructor) it is dropped with a note, and the program continues: then
-it is raised once more. While the main thread is inside a library (a compiler takes minutes) or waits for a checkpoint
-to be written, it is not raised before that returns: then a second thread, which the signal reaches at once, says what
-is being waited for, and ends the process when Ctrl-C is pressed again. Half-written files then count for nothing.
+the garbage collector's, which JAX installs, or a destructor) the exception is dropped with a note and the program
+continues; it is then raised once more. While the main thread is inside a library (a compiler runs for minutes) or waits
+for a checkpoint to be written, the exception is not raised before that call returns. A second thread, which receives
+the signal at once through a pipe, then prints what the process is waiting for, and a second Ctrl-C ends the process.
+
+SIGTERM and SIGHUP end a process with nothing to save: the same thread releases its leases and re-raises the signal. A
+run that saves itself first handles these signals on its own (`trainer.loop.stop_signal`), so `terminate` checks whose
+handler is installed.
 """
 
+import ctypes
 import os
 import signal
 import sys
@@ -17,17 +22,22 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from levanter.commands.cli.termination import ends, polite_ends
+from levanter.io import release_all
 
-AGAIN = 0.05
+RERAISE_SECONDS = 0.05
 """Seconds until a dropped interrupt is raised again."""
-PATIENCE = 1.0
-"""Seconds that an interrupt may take to end the program before a message is printed."""
+MESSAGE_SECONDS = 1.0
+"""Seconds until a message is printed if an interrupt has not ended the program."""
 INTERRUPTED = 130
-WAITING = (
+PENDING_MESSAGE = (
     "interrupted: ending as soon as the current operation returns (the compiler, or a checkpoint being written); "
     "press Ctrl-C again to end at once"
 )
+
+TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+"""Signals that end a process without an error of its own."""
+RELEASE_SECONDS = 5.0
+"""Seconds that releasing leases may take at termination: the storage itself may be what fails."""
 
 
 @dataclass
@@ -35,49 +45,49 @@ class Interrupts:
     """The interrupts that a program has received.
 
     Attributes:
-        received: whether there was one.
-        taken: whether somebody deals with them, and goes on.
+        received: whether an interrupt was received.
+        delegated: whether a session handles interrupts itself and continues.
     """
 
     received: bool = False
-    taken: bool = False
+    delegated: bool = False
 
 
 _current = Interrupts()
 
 
 def raise_if_interrupted() -> None:
-    """Raises an interrupt that somebody else caught and swallowed; to be called between two parts of the work.
+    """Raises an interrupt that a library caught and swallowed; called between two phases of the work.
 
-    Libraries do: around imports that may fail, and in callbacks.
+    Libraries swallow interrupts around imports that may fail, and in callbacks.
 
     Raises:
-        KeyboardInterrupt: there was one since `interrupts_kept` began.
+        KeyboardInterrupt: an interrupt was received since `interrupts_retained` began.
     """
     if _current.received:
         raise KeyboardInterrupt
 
 
 @contextmanager
-def interrupts_wait() -> Iterator[None]:
-    """Raises an interrupt after the block instead of inside it: for imports, which cannot handle it.
+def interrupts_deferred() -> Iterator[None]:
+    """Raises an interrupt after the block instead of inside it: for imports, which cannot handle interrupts.
 
-    Some swallow it, and C++ modules that are interrupted during initialization abort the process. If it takes long,
-    the user is told, and the second Ctrl-C ends the process.
+    Some modules swallow them, and C++ modules that are interrupted during initialization abort the process. If the
+    block takes long, a message is printed, and a second Ctrl-C ends the process.
 
     Raises:
-        KeyboardInterrupt: there was one.
+        KeyboardInterrupt: an interrupt was received inside the block.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
         return
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def record(number: int, frame: FrameType | None) -> None:
         del number, frame
         _current.received = True
 
-    signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGINT, record)
     try:
         yield
     finally:
@@ -86,11 +96,11 @@ def interrupts_wait() -> Iterator[None]:
 
 
 @contextmanager
-def interrupts_taken(take: Callable[[], object]) -> Iterator[None]:
-    """Hands every Ctrl-C in the block to `take`, on the main thread, and to nobody else: a session at a terminal.
+def interrupts_delegated(handle: Callable[[], object]) -> Iterator[None]:
+    """Calls `handle` for every Ctrl-C in the block, on the main thread, instead of raising: for a terminal session.
 
     Args:
-        take: what one does; it may raise KeyboardInterrupt.
+        handle: called without arguments; may raise KeyboardInterrupt.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
@@ -99,48 +109,51 @@ def interrupts_taken(take: Callable[[], object]) -> Iterator[None]:
 
     def handler(number: int, frame: FrameType | None) -> None:
         del number, frame
-        take()
+        handle()
 
     signal.signal(signal.SIGINT, handler)
-    _current.taken = True
+    _current.delegated = True
     try:
         yield
     finally:
-        _current.taken = False
+        _current.delegated = False
         signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
-def interrupts_kept(*, patience: float = PATIENCE, end: Callable[[int], object] = os._exit) -> Iterator[Interrupts]:
+def interrupts_retained(
+    *, message_seconds: float = MESSAGE_SECONDS, end: Callable[[int], object] = os._exit
+) -> Iterator[Interrupts]:
     """Raises a dropped interrupt once more in the main thread, and ends the process at the second Ctrl-C.
 
     Args:
-        patience: seconds until a message about a waiting interrupt.
+        message_seconds: seconds until a message about a pending interrupt.
         end: ends the process with an exit code, without cleaning up.
     """
-    own = _Count()
+    injected = _Counter()
     _current.received = False
+    # Python calls this hook for exceptions that it cannot raise: in destructors and GC callbacks.
     before = sys.unraisablehook
 
-    def hook(found: Any) -> None:
-        if found.exc_type is None or not issubclass(found.exc_type, KeyboardInterrupt):
-            before(found)
+    def hook(unraisable: Any) -> None:
+        if unraisable.exc_type is None or not issubclass(unraisable.exc_type, KeyboardInterrupt):
+            before(unraisable)
             return
-        # Not from here: what is raised inside this hook is dropped as well.
+        # An exception raised inside this hook would be dropped as well, so a timer sends the signal again.
         main = threading.main_thread().ident
         assert main is not None
 
         def raise_again() -> None:
-            own.add()
+            injected.add()
             signal.pthread_kill(main, signal.SIGINT)
 
-        timer = threading.Timer(AGAIN, raise_again)
+        timer = threading.Timer(RERAISE_SECONDS, raise_again)
         timer.daemon = True
         timer.start()
 
     sys.unraisablehook = hook
     try:
-        with _noted(), _watched(own, patience, end):
+        with _receipt_recorded(), _signals_watched(injected, message_seconds, end):
             yield _current
     finally:
         if sys.unraisablehook is hook:
@@ -148,8 +161,8 @@ def interrupts_kept(*, patience: float = PATIENCE, end: Callable[[int], object] 
 
 
 @contextmanager
-def _noted() -> Iterator[None]:
-    """Notes each interrupt before Python's own handler raises it."""
+def _receipt_recorded() -> Iterator[None]:
+    """Records each interrupt before Python's own handler raises it."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
         yield
@@ -166,8 +179,8 @@ def _noted() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-class _Count:
-    """Interrupts that come from here, and not from a user."""
+class _Counter:
+    """Counts SIGINTs that this module sent itself, so that they are not taken for a second Ctrl-C."""
 
     def __init__(self) -> None:
         self._lock, self._count = threading.Lock(), 0
@@ -178,45 +191,81 @@ class _Count:
 
     def take(self) -> bool:
         with self._lock:
-            self._count -= 1 if (found := self._count > 0) else 0
-            return found
+            pending = self._count > 0
+            self._count -= pending
+            return pending
 
 
 @contextmanager
-def _watched(own: _Count, patience: float, end: Callable[[int], object]) -> Iterator[None]:
-    """Has a thread read the signals of the process, which the system writes into a pipe as they arrive."""
+def _signals_watched(injected: _Counter, message_seconds: float, end: Callable[[int], object]) -> Iterator[None]:
+    """Runs a thread that reads the signals of the process from the wakeup pipe, as they arrive."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    # The C-level signal handler writes each signal number here even while the main thread runs native code.
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     over = threading.Event()
 
-    def say() -> None:
-        if not over.wait(patience):
-            print(f"\n{WAITING}", file=sys.stderr, flush=True)
+    def print_pending() -> None:
+        if not over.wait(message_seconds):
+            print(f"\n{PENDING_MESSAGE}", file=sys.stderr, flush=True)
 
     def watch() -> None:
         presses = 0
-        while number := os.read(reading, 1):
-            if ends(number[0]) or number[0] != signal.SIGINT or own.take() or _current.taken:
+        while number := os.read(read_end, 1):
+            # Signals that this module sent itself, and those that a session handles, are not a user's second Ctrl-C.
+            if terminate(number[0]) or number[0] != signal.SIGINT or injected.take() or _current.delegated:
                 continue
             presses += 1
             if presses == 1:
-                threading.Thread(target=say, daemon=True, name="interrupted").start()
+                threading.Thread(target=print_pending, daemon=True, name="interrupted").start()
             else:
                 end(INTERRUPTED)
-        os.close(reading)
+        os.close(read_end)
 
     thread = threading.Thread(target=watch, daemon=True, name="interrupts")
     thread.start()
     try:
-        with polite_ends():
+        with termination_handled():
             yield
     finally:
         over.set()
         signal.set_wakeup_fd(before)
         # The thread ends with the pipe.
-        os.close(writing)
+        os.close(write_end)
         thread.join()
+
+
+def _deferred_handler(number: int, frame: FrameType | None) -> None:
+    """Does nothing: Python also writes the signal number into the wakeup pipe, which the thread reads."""
+    del number, frame
+
+
+@contextmanager
+def termination_handled() -> Iterator[None]:
+    """Installs a handler for termination signals that have none; only the main thread may."""
+    handled = [number for number in TERMINATION_SIGNALS if signal.getsignal(number) == signal.SIG_DFL]
+    for number in handled:
+        signal.signal(number, _deferred_handler)
+    try:
+        yield
+    finally:
+        for number in handled:
+            if signal.getsignal(number) is _deferred_handler:
+                signal.signal(number, signal.SIG_DFL)
+
+
+def terminate(number: int) -> bool:
+    """Ends the process by a signal, from any thread; returns False if `termination_handled` does not handle it."""
+    if number not in TERMINATION_SIGNALS or signal.getsignal(number) is not _deferred_handler:
+        return False
+    releasing = threading.Thread(target=release_all, daemon=True, name="releasing leases")
+    releasing.start()
+    releasing.join(RELEASE_SECONDS)
+    # Python sets handlers only in the main thread, so libc resets the default one. The parent process then sees that
+    # this process died of the signal.
+    ctypes.CDLL(None).signal(number, 0)
+    os.kill(os.getpid(), number)
+    return True

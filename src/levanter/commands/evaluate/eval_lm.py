@@ -26,7 +26,7 @@ from haliax_ext.prefetch import results
 from haliax_ext.program import Input, Program
 from levanter.commands.cli.consistency import require_same_text
 from levanter.commands.cli.outputs import output_checks, write_or_show
-from levanter.commands.cli.runner import perform
+from levanter.commands.cli.runner import run_config
 from levanter.commands.evaluate.config import EvalLmConfig
 from levanter.commands.model.pretrained import ModelChoice, PretrainedModel, describe_pretrained, load_pretrained
 from levanter.commands.model.scoring_common import beyond_context, output_key, per_device, result_output, rows_asked
@@ -354,4 +354,4 @@ ENTRY_POINT = EntryPoint(
 
 def main(config: EvalLmConfig, *, written: ExplicitKeys | None = None) -> int:
     """Runs an evaluation on the devices of this run."""
-    return perform(ENTRY_POINT, config, written=written).exit_code
+    return run_config(ENTRY_POINT, config, written=written).exit_code

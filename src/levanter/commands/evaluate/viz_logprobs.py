@@ -17,7 +17,7 @@ from haliax_ext.abstract import with_arrays
 from haliax_ext.prefetch import results
 from levanter.commands.cli.consistency import require_same_text
 from levanter.commands.cli.outputs import write_or_keep
-from levanter.commands.cli.runner import perform
+from levanter.commands.cli.runner import run_config
 from levanter.commands.evaluate import eval_lm
 from levanter.commands.evaluate.config import VizLmConfig
 from levanter.commands.evaluate.eval_lm import EvalWork
@@ -159,4 +159,4 @@ ENTRY_POINT = EntryPoint(
 
 def main(config: VizLmConfig, *, written: ExplicitKeys | None = None) -> int:
     """Writes the page, with the devices of this run."""
-    return perform(ENTRY_POINT, config, written=written).exit_code
+    return run_config(ENTRY_POINT, config, written=written).exit_code

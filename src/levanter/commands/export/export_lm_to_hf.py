@@ -26,7 +26,7 @@ from haliax_ext.rules import WeightMismatchError
 from haliax_ext.sources import TensorSource
 from levanter.checkpoint import same_names
 from levanter.commands.cli.outputs import output_checks
-from levanter.commands.cli.runner import perform
+from levanter.commands.cli.runner import run_config
 from levanter.commands.export.config import ConvertLmConfig
 from levanter.commands.export.merging import Merge, Slices, find_merge
 from levanter.commands.model.saved_model import SavedModel, find_saved
@@ -262,4 +262,4 @@ ENTRY_POINT = EntryPoint(
 
 def main(config: ConvertLmConfig, *, written: ExplicitKeys | None = None) -> int:
     """Exports a checkpoint; of several processes, only the first does."""
-    return perform(ENTRY_POINT, config, written=written).exit_code
+    return run_config(ENTRY_POINT, config, written=written).exit_code

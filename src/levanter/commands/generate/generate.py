@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from haliax_ext.load_progress import LoadReport
 from levanter.base.exit_codes import BAD_INPUT, INTERNAL_ERROR, OK
 from levanter.base.json_types import Json
-from levanter.commands.cli.runner import perform
+from levanter.commands.cli.runner import run_config
 from levanter.commands.generate.chat_session import Dialogue
 from levanter.commands.generate.config import GenerateConfig
 from levanter.commands.generate.engine_setup import running
@@ -344,4 +344,4 @@ ENTRY_POINT = EntryPoint(
 
 def main(config: GenerateConfig, *, written: ExplicitKeys | None = None) -> int:
     """Generates on the devices of this run."""
-    return perform(ENTRY_POINT, config, written=written).exit_code
+    return run_config(ENTRY_POINT, config, written=written).exit_code

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from levanter.base.exit_codes import BAD_INPUT, INTERNAL_ERROR, OK
 from levanter.checkpoint.discovery import checkpoint_at
 from levanter.checkpoint.errors import MissingCheckpointError
-from levanter.commands.cli.runner import perform
+from levanter.commands.cli.runner import run_config
 from levanter.commands.generate import plan as generation
 from levanter.commands.generate.chat_session import Dialogue
 from levanter.commands.generate.engine_setup import running
@@ -218,4 +218,4 @@ ENTRY_POINT = EntryPoint(
 
 def main(config: InferenceReplConfig, *, written: ExplicitKeys | None = None) -> int:
     """Talks on the devices of this run."""
-    return perform(ENTRY_POINT, config, written=written).exit_code
+    return run_config(ENTRY_POINT, config, written=written).exit_code

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from haliax_ext.abstract import with_arrays
 from haliax_ext.load_progress import LoadReport
 from levanter.base.exit_codes import INTERNAL_ERROR, OK
-from levanter.commands.cli.runner import perform
+from levanter.commands.cli.runner import run_config
 from levanter.commands.generate import plan as generation
 from levanter.commands.generate.plan import GenerateWork
 from levanter.commands.generate.sample_config import SampleLmConfig
@@ -205,4 +205,4 @@ ENTRY_POINT = EntryPoint(
 
 def main(config: SampleLmConfig, *, written: ExplicitKeys | None = None) -> int:
     """Samples on the devices of this run."""
-    return perform(ENTRY_POINT, config, written=written).exit_code
+    return run_config(ENTRY_POINT, config, written=written).exit_code

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from levanter.base.exit_codes import OK
-from levanter.commands.cli.signals import interrupts_taken
+from levanter.commands.cli.signals import interrupts_delegated
 from levanter.commands.generate.chat_session import ChatTurn, Dialogue
 from levanter.config.errors import did_you_mean
 from levanter.inference.prompts import PromptRequest
@@ -105,7 +105,7 @@ class Terminal:
 
     def each_line(self, take: Callable[[str], bool], prompt: str = PROMPT) -> None:
         """Gives `take` the lines that are not empty, until it has enough or there are no more."""
-        with interrupts_taken(self._pressed):
+        with interrupts_delegated(self._pressed):
             while True:
                 try:
                     line = self._read(prompt)
@@ -122,7 +122,7 @@ class Terminal:
 
     def once(self, act: Callable[[], object]) -> None:
         """Does one thing, whose answers Ctrl-C ends."""
-        with interrupts_taken(self._pressed):
+        with interrupts_delegated(self._pressed):
             act()
 
     def ask(self, asked: Callable[[Dialogue], PromptRequest]) -> ChatTurn | None:

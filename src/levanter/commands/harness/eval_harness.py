@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from haliax_ext.abstract import with_arrays
 from haliax_ext.load_progress import LoadReport
 from levanter.commands.cli.outputs import write_all
-from levanter.commands.cli.runner import perform
+from levanter.commands.cli.runner import run_config
 from levanter.commands.harness.config import EvalHarnessConfig
 from levanter.commands.harness.generation import Texts
 from levanter.commands.harness.plan import NAME, HarnessWork, describe
@@ -183,4 +183,4 @@ ENTRY_POINT = EntryPoint(
 
 def main(config: EvalHarnessConfig, *, written: ExplicitKeys | None = None) -> int:
     """Evaluates a model on the devices of this run."""
-    return perform(ENTRY_POINT, config, written=written).exit_code
+    return run_config(ENTRY_POINT, config, written=written).exit_code

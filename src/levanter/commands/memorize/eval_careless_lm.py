@@ -9,7 +9,7 @@ inspected, so that a finished book is left alone and an unfinished one resumes; 
 final shards; the windows are scored; tables, pictures and a report are written.
 """
 
-from levanter.commands.cli.runner import perform
+from levanter.commands.cli.runner import run_config
 from levanter.commands.memorize.config import Book, EvalCarelessLmConfig, books_of
 from levanter.commands.memorize.plan import BookJob, MemorizationWork, OpenJob, describe_jobs
 from levanter.commands.memorize.run import execute_jobs, finish, outputs
@@ -134,4 +134,4 @@ ENTRY_POINT = EntryPoint(
 
 def main(config: EvalCarelessLmConfig, *, written: ExplicitKeys | None = None) -> int:
     """Runs the evaluation on the devices of this run."""
-    return perform(ENTRY_POINT, config, written=written).exit_code
+    return run_config(ENTRY_POINT, config, written=written).exit_code

@@ -7,7 +7,7 @@ windows that slide over a book. Rows may differ in length; see `levanter.memoriz
 component of `data:` is a separate set, with its own folder of results.
 """
 
-from levanter.commands.cli.runner import perform
+from levanter.commands.cli.runner import run_config
 from levanter.commands.memorize.plan import (
     DEFAULT_BATCH,
     BookJob,
@@ -151,4 +151,4 @@ ENTRY_POINT = EntryPoint(
 
 def main(config: EvalSlidingLmConfig, *, written: ExplicitKeys | None = None) -> int:
     """Runs the evaluation on the devices of this run."""
-    return perform(ENTRY_POINT, config, written=written).exit_code
+    return run_config(ENTRY_POINT, config, written=written).exit_code

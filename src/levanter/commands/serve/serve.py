@@ -25,9 +25,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from haliax_ext.load_progress import LoadReport
-from levanter.commands.cli.lifecycle import last_words
-from levanter.commands.cli.runner import perform
-from levanter.commands.cli.signals import interrupts_taken
+from levanter.commands.cli.lifecycle import peer_loss_reported
+from levanter.commands.cli.runner import run_config
+from levanter.commands.cli.signals import interrupts_delegated
 from levanter.commands.generate import plan as generation
 from levanter.commands.generate.engine_setup import LoadedEngine, running
 from levanter.commands.generate.plan import GenerateWork
@@ -296,9 +296,9 @@ def answer(plan: RunPlan[ServeWork], ready: LoadedEngine, listening: socket, add
         opened=opened,
     )
     with (
-        interrupts_taken(server.stop),
+        interrupts_delegated(server.stop),
         _termination(server.stop),
-        last_words(service.fail),
+        peer_loss_reported(service.fail),
         short_turns(),
         rare_collections(),
     ):
@@ -334,7 +334,7 @@ def rare_collections() -> Iterator[None]:
 @contextmanager
 def _until_process_0_ends() -> Iterator[None]:
     """Drops SIGTERM and Ctrl-C: a launcher tells all processes to end, and process 0 still answers who is there."""
-    with interrupts_taken(lambda: None), _termination(lambda: None):
+    with interrupts_delegated(lambda: None), _termination(lambda: None):
         yield
 
 
@@ -379,4 +379,4 @@ ENTRY_POINT = EntryPoint(
 
 def main(config: ServeConfig, *, written: ExplicitKeys | None = None) -> int:
     """Serves on the devices of this run."""
-    return perform(ENTRY_POINT, config, written=written).exit_code
+    return run_config(ENTRY_POINT, config, written=written).exit_code

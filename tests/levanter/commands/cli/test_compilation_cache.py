@@ -58,7 +58,7 @@ def test_what_jax_was_told_stays_unless_the_config_says_otherwise(tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_an_error_only_where_it_was_asked_for(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"trainer\.jax_compilation_cache_dir: .*/file/x cannot be made"):
+    with pytest.raises(ValueError, match=r"trainer\.jax_compilation_cache_dir: .*/file/x"):
         keep_compiled(asked(str(tmp_path / "file/x")), platform="tpu")
     monkeypatch.setenv("LEVANTER_CACHE", str(tmp_path / "file"))
     assert keep_compiled(asked(None), platform="tpu") is None and jax.config.jax_compilation_cache_dir is None

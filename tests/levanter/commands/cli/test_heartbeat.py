@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from levanter.commands.cli.heartbeat import ticking
+from levanter.commands.cli.heartbeat import heartbeat
 
 pytestmark = pytest.mark.quick
 
@@ -29,7 +29,7 @@ class Stream(io.StringIO):
 def test_what_takes_long_shows_that_it_lives(terminal, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     stream = Stream(terminal=terminal)
-    with ticking(stream, every=0.01) as say:
+    with heartbeat(stream, every=0.01) as say:
         say("compiling a program with quite a long name for v4-256")
         shown = stream.wait_for("… compiling")
     assert "s] compiling a program with quite a long name for v4-256\n" in shown
@@ -47,7 +47,7 @@ def test_the_ticker_ends_with_what_it_shows():
     stream = Stream(terminal=False)
 
     def interrupted() -> None:
-        with ticking(stream, every=0.01) as say:
+        with heartbeat(stream, every=0.01) as say:
             say("working")
             raise KeyboardInterrupt
 

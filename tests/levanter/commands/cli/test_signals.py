@@ -7,13 +7,13 @@ import sys
 import pytest
 
 from levanter.commands.cli.errors import shell
-from levanter.commands.cli.main import enter
-from levanter.commands.cli.signals import interrupts_kept, raise_if_interrupted
+from levanter.commands.cli.main import run_command
+from levanter.commands.cli.signals import interrupts_retained, raise_if_interrupted
 from levanter.commands.evaluate.config import EvalLmConfig
 
 IN_A_COLLECTION = """
 import gc, signal, time
-from levanter.commands.cli.signals import interrupts_kept
+from levanter.commands.cli.signals import interrupts_retained
 
 def interrupted(phase, _):
     if phase == "start":
@@ -24,7 +24,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.disable()
 gc.callbacks.append(interrupted)
 try:
-    with interrupts_kept():
+    with interrupts_retained():
         gc.collect()
         time.sleep(60)
 except KeyboardInterrupt:
@@ -47,7 +47,7 @@ def test_other_exceptions_are_told_of_as_before(monkeypatch):
         def __del__(self):
             raise ValueError("in a destructor")
 
-    with interrupts_kept():
+    with interrupts_retained():
         Bad()
     assert [found.exc_type for found in heard] == [ValueError]
     assert sys.unraisablehook == heard.append
@@ -55,8 +55,8 @@ def test_other_exceptions_are_told_of_as_before(monkeypatch):
 
 BUSY = """
 import hashlib, threading
-from levanter.commands.cli.signals import interrupts_kept
-with interrupts_kept(patience=0.2):
+from levanter.commands.cli.signals import interrupts_retained
+with interrupts_retained(message_seconds=0.2):
     # Said by another thread when this one has been inside of the library for a while.
     threading.Timer(0.5, print, ["busy"], {"flush": True}).start()
     # As a compiler does: the interpreter is free for other threads, and nobody looks for signals before this returns.
@@ -80,7 +80,7 @@ def test_the_second_interrupt_ends_what_does_not_look_for_the_first():
 def test_one_interrupt_of_a_program_that_looks_for_them_ends_it_without_a_word(capsys):
     ended = []
     for _ in range(2):
-        with pytest.raises(KeyboardInterrupt), interrupts_kept(patience=5.0, end=ended.append):
+        with pytest.raises(KeyboardInterrupt), interrupts_retained(message_seconds=5.0, end=ended.append):
             signal.raise_signal(signal.SIGINT)
     # Each program has a first interrupt of its own.
     assert not ended and capsys.readouterr().err == ""
@@ -100,9 +100,9 @@ def test_an_interrupt_that_a_library_swallowed_is_raised_between_two_parts():
         swallowing()
         raise_if_interrupted()
 
-    with pytest.raises(KeyboardInterrupt), interrupts_kept():
+    with pytest.raises(KeyboardInterrupt), interrupts_retained():
         main()
-    with interrupts_kept():
+    with interrupts_retained():
         raise_if_interrupted()  # that of the program before does not count
 
 
@@ -127,5 +127,5 @@ def test_the_door_does_not_go_on_behind_imports_that_swallow(monkeypatch, capsys
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr("levanter.commands.cli.main.ENTRY_POINTS", {"eval_lm": Importing()})
-    assert enter("eval_lm", ["--hf_checkpoint", "not/there"]) == 130
+    assert run_command("eval_lm", ["--hf_checkpoint", "not/there"]) == 130
     assert "interrupted" in capsys.readouterr().err

@@ -83,7 +83,7 @@ def half_checkpoint(folder: Path) -> bool:
 KILLED = """
 import os, signal, sys
 from levanter.checkpoint.checkpointer import Checkpointer
-from levanter.commands.cli.main import enter
+from levanter.commands.cli.main import run_command
 
 complete, saved = Checkpointer._complete, []
 
@@ -94,7 +94,7 @@ def then_killed(self, ref):
     return complete(self, ref)
 
 Checkpointer._complete = then_killed
-sys.exit(enter("train_lm"))
+sys.exit(run_command("train_lm"))
 """
 
 

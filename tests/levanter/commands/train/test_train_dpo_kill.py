@@ -110,7 +110,7 @@ def test_killed_while_it_saves(folder, tmp_path, cache):
 SAVING = """
 import os, signal, sys
 from levanter.checkpoint.checkpointer import Checkpointer
-from levanter.commands.cli.main import enter
+from levanter.commands.cli.main import run_command
 
 complete, saved = Checkpointer._complete, []
 
@@ -121,7 +121,7 @@ def then_killed(self, ref):
     return complete(self, ref)
 
 Checkpointer._complete = then_killed
-sys.exit(enter("train_dpo"))
+sys.exit(run_command("train_dpo"))
 """
 
 
@@ -154,11 +154,11 @@ def test_told_to_stop_it_saves_and_goes_on(folder, tmp_path, cache):
 PARTS = """
 import sys
 from levanter.data import reference_store
-from levanter.commands.cli.main import enter
+from levanter.commands.cli.main import run_command
 
 reference_store.PART = 8
 WRITTEN
-sys.exit(enter("train_dpo"))
+sys.exit(run_command("train_dpo"))
 """
 KILLED = """
 import os, signal

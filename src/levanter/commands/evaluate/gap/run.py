@@ -21,7 +21,7 @@ from haliax_ext.prefetch import results
 from haliax_ext.program import Program
 from levanter.commands.cli.consistency import require_same_text
 from levanter.commands.cli.outputs import write_all
-from levanter.commands.cli.runner import perform
+from levanter.commands.cli.runner import run_config
 from levanter.commands.evaluate import eval_lm
 from levanter.commands.evaluate.gap.config import PerplexityGapConfig
 from levanter.commands.evaluate.gap.plan import NAME, GapWork, ModelHalf, describe
@@ -195,4 +195,4 @@ ENTRY_POINT = EntryPoint(
 
 def main(config: PerplexityGapConfig, *, written: ExplicitKeys | None = None) -> int:
     """Compares two models on the devices of this run."""
-    return perform(ENTRY_POINT, config, written=written).exit_code
+    return run_config(ENTRY_POINT, config, written=written).exit_code

@@ -23,7 +23,7 @@ from haliax_ext.load_progress import LoadReport
 from haliax_ext.prefetch import results
 from haliax_ext.pytree import PyTree
 from levanter.commands.cli.outputs import write_all
-from levanter.commands.cli.runner import perform
+from levanter.commands.cli.runner import run_config
 from levanter.commands.evaluate.needles.config import EvalNeedlesConfig
 from levanter.commands.evaluate.needles.plan import NAME, NeedleWork, describe
 from levanter.commands.model.pretrained import load_pretrained
@@ -251,4 +251,4 @@ ENTRY_POINT = EntryPoint(
 
 def main(config: EvalNeedlesConfig, *, written: ExplicitKeys | None = None) -> int:
     """Looks for needles on the devices of this run."""
-    return perform(ENTRY_POINT, config, written=written).exit_code
+    return run_config(ENTRY_POINT, config, written=written).exit_code

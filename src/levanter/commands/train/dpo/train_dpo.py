@@ -5,7 +5,7 @@
 The run is that of `train_lm`, with pairs in the place of text and `trainer.preference`'s objective.
 """
 
-from levanter.commands.cli.runner import perform
+from levanter.commands.cli.runner import run_config
 from levanter.commands.train.aliases import by_other_keys
 from levanter.commands.train.dpo.config import TrainDpoConfig
 from levanter.config import ExplicitKeys
@@ -17,4 +17,4 @@ describe = ENTRY_POINT.describe
 
 def main(config: TrainDpoConfig, *, written: ExplicitKeys | None = None) -> int:
     """Trains; returns 75 if the run was told to stop before its end and saved itself."""
-    return perform(ENTRY_POINT, config, written=written).exit_code
+    return run_config(ENTRY_POINT, config, written=written).exit_code

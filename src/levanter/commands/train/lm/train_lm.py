@@ -20,7 +20,7 @@ from haliax_ext.abstract import abstract, cast
 from haliax_ext.program import Program
 from haliax_ext.replica_slices import replica_slices_program
 from haliax_ext.saving import saving_programs
-from levanter.commands.cli.runner import perform
+from levanter.commands.cli.runner import run_config
 from levanter.commands.model.sharding import planned_loading, vocabulary_axis
 from levanter.commands.model.workloads import training_workloads
 from levanter.commands.train.adapters import begun_with, found_adapters, frozen_base, planned_peft
@@ -339,11 +339,11 @@ ENTRY_POINT = EntryPoint(
 
 def train(config: TrainLmConfig) -> Trained:
     """Trains on the available devices; prints the plan before and the outcome after."""
-    done = perform(ENTRY_POINT, config).result
+    done = run_config(ENTRY_POINT, config).result
     assert done is not None, "training is done by every process"
     return done
 
 
 def main(config: TrainLmConfig, *, written: ExplicitKeys | None = None) -> int:
     """Trains; returns 75 if the run was told to stop before its end and saved itself."""
-    return perform(ENTRY_POINT, config, written=written).exit_code
+    return run_config(ENTRY_POINT, config, written=written).exit_code

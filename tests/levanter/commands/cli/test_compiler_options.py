@@ -7,13 +7,13 @@ import jax
 import pytest
 
 from haliax_ext.compiler_options import CompilerOptionError
-from levanter.commands.cli.options import try_compiler_options
+from levanter.commands.cli.compilation_cache import try_compiler_options
 from levanter.runplan import RunPlan
 from levanter.trainer.config import TrainerConfig
 
 pytestmark = pytest.mark.quick
 
-REMEDY = "trainer.compiler: default leaves out the tuned ones"
+REMEDY = "trainer.compiler: default"
 
 
 def tried(options: dict[str, str], trainer: TrainerConfig) -> str:
