@@ -19,7 +19,7 @@ MOST_ANY = 60
 """Lines that still annotate with a bare `Any`."""
 
 MOST_LINES_OF_DOORS = 1200
-"""Lines of `main/`: a door of a command has 16."""
+"""Lines of `main/`: the module of a command has 16."""
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_a_name_is_one_class(known):
     assert not {name for name, count in names.items() if count > 1}
 
 
-def test_doors_are_thin(known):
+def test_modules_of_main_are_thin(known):
     assert sum(m.text.count("\n") for m in known.values() if m.package == "main") <= MOST_LINES_OF_DOORS
 
 
