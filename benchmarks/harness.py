@@ -97,7 +97,7 @@ def theirs(asked: argparse.Namespace, tokenizer: Any) -> Any:
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    from levanter.eval.harness.tasks import quiet
+    from levanter.eval.harness.tasks import silence_lm_eval
 
     if asked.model == SMOLLM2:
         from helpers.torch_smollm2 import torch_smollm2
@@ -108,7 +108,7 @@ def theirs(asked: argparse.Namespace, tokenizer: Any) -> Any:
     judge = HFLM(pretrained=model, tokenizer=tokenizer, device="cpu", batch_size=asked.batch, max_length=asked.length)
     before = os.getcwd()
     os.chdir(FOLDER)
-    with quiet():
+    with silence_lm_eval():
         tasks = TaskManager(include_path=str(FOLDER), include_defaults=False).load(asked.tasks.split(","))
     os.chdir(before)
     for task in tasks["tasks"].values():
@@ -118,7 +118,7 @@ def theirs(asked: argparse.Namespace, tokenizer: Any) -> Any:
         for task in tasks["tasks"].values():
             # What solved questions are drawn from goes on from one evaluation to the next.
             task.set_fewshot_seed(seed=1234)
-        with quiet():
+        with silence_lm_eval():
             return evaluate(judge, tasks, limit=asked.limit, bootstrap_iters=0)
 
     return run

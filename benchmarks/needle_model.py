@@ -28,7 +28,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
 from levanter.eval.needles import haystack
-from levanter.eval.needles.training_docs import BESIDE, lesson, weights_of
+from levanter.eval.needles.training_docs import OTHER_WEIGHT, token_weights, training_document
 
 END, UNKNOWN = "<|endoftext|>", "<|unknown|>"
 WIDTH, HEADS, MLP, LAYERS, THETA, EPSILON = 128, 2, 128, 2, 10_000.0, 1e-5
@@ -44,7 +44,7 @@ special magic numbers for . ! ' " ( )
 
 def tokenizer() -> dict[str, Any]:
     """Words of the templates, and numbers of up to two digits; everything else is unknown."""
-    lists = (haystack.ADJECTIVES, haystack.NOUNS, haystack.VERBS, haystack.PLACES)
+    lists = (haystack.ADJECTIVES, haystack.NOUNS, haystack.VERBS, haystack.LOCATIONS)
     said = " ".join([_SAID, *haystack.NOISE, *(" ".join(each) for each in lists), "The the"])
     words = list(dict.fromkeys(re.findall(_PIECES, said)))
     numbers = [f"{n:0{digits}}" for digits in (1, 2) for n in range(10**digits)]
@@ -220,7 +220,7 @@ class Rows:
         ids, counts, n = np.zeros(0, int), np.zeros(0), 0
         while len(ids) < length:
             ids = np.concatenate([ids, listed[n if n < len(listed) else int(random.integers(len(listed)))]])
-            counts = np.concatenate([counts, [BESIDE] * 4, [float(n >= len(listed))] * 4, [BESIDE]])
+            counts = np.concatenate([counts, [OTHER_WEIGHT] * 4, [float(n >= len(listed))] * 4, [OTHER_WEIGHT]])
             n += 1
         return ids[:length], counts[:length]
 
@@ -240,11 +240,11 @@ class Rows:
             spans.append((len(text), len(text) + len(values[n])))
             text += f"{values[n]}. "
         ids, offsets = self.encode(text)
-        return ids[:length], weights_of(offsets, spans[count:])[:length]
+        return ids[:length], token_weights(offsets, spans[count:])[:length]
 
     def texts(self, random: np.random.Generator, length: int) -> Row:
         """Needles in hay, and questions after them."""
-        return lesson(random, self.encode, length)
+        return training_document(random, self.encode, length)
 
     def batch(self, random: np.random.Generator, rows: int, length: int, mix: Mapping[str, float]) -> Row:
         """Rows of these kinds, `[row, length + 1]`; padding does not count."""

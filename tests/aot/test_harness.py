@@ -11,7 +11,7 @@ from levanter.commands.harness.config import EvalHarnessConfig
 from levanter.commands.harness.eval_harness import ENTRY_POINT
 from levanter.config import load_written
 from levanter.eval.harness import task_discovery
-from levanter.eval.harness.tasks import AbsentTaskError
+from levanter.eval.harness.tasks import UnavailableTaskError
 from levanter.plan.aot import Compiled
 
 CONFIG = Path(__file__).parents[2] / "config" / "harness" / "llama3.1_8b.yaml"
@@ -34,7 +34,7 @@ pytestmark = [
 
 def test_every_bucket_takes_what_the_page_says(monkeypatch):
     def absent(*_: object):
-        raise AbsentTaskError("eval_harness.task_spec: hellaswag: its documents cannot be had here")
+        raise UnavailableTaskError("eval_harness.task_spec: hellaswag: its documents cannot be had here")
 
     monkeypatch.setattr(task_discovery, "load_tasks", absent)
     argv = ["--config_path", str(CONFIG)]

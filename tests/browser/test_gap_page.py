@@ -9,10 +9,9 @@ from helpers.browser import CONTRAST, Browser, needs_chromium
 from helpers.browser import browser as browser
 
 from levanter.data.gap_texts import ComparedText
-from levanter.eval.gap.byte_losses import token_losses
+from levanter.eval.gap.byte_losses import ComparedDocument, token_losses
 from levanter.eval.gap.page import gap_page
 from levanter.eval.gap.report import GapReport
-from levanter.eval.gap.sums import ComparedDocument
 
 pytestmark = needs_chromium
 

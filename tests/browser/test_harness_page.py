@@ -6,8 +6,8 @@ import pytest
 from helpers.browser import CONTRAST, Browser, needs_chromium
 from helpers.browser import browser as browser
 
-from levanter.eval.harness.page import page_of
-from levanter.eval.harness.samples import Sample
+from levanter.eval.harness.page import harness_page
+from levanter.eval.harness.results import Sample
 from levanter.eval.harness.significance import compare
 
 pytestmark = needs_chromium
@@ -22,7 +22,7 @@ def choice(n: int, *, right: bool) -> Sample:
         doc_hash=f"h{n}",
         filter="none",
         target="1",
-        asked=((f"Question {n}: {HOSTILE}", " first"), (f"Question {n}: {HOSTILE}", " second")),
+        arguments=((f"Question {n}: {HOSTILE}", " first"), (f"Question {n}: {HOSTILE}", " second")),
         answers=((-1.0, False), (-0.5 if right else -3.0, right)),
         metrics={"acc": float(right)},
     )
@@ -34,7 +34,7 @@ def written(n: int) -> Sample:
         doc_hash=f"h{n}",
         filter="number",
         target=f"{n}",
-        asked=((f"{n} + 0 =", {"until": ["\n"]}),),
+        arguments=((f"{n} + 0 =", {"until": ["\n"]}),),
         answers=(f" it is {n}",),
         metrics={"exact_match": 1.0},
     )
@@ -54,7 +54,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         },
         "n-samples": {"choices": {"effective": COUNT}, "sums": {"effective": 5}},
     }
-    page = page_of(
+    page = harness_page(
         found,
         ours,
         title=f"A model {HOSTILE}",
@@ -120,7 +120,7 @@ def test_it_fits_a_telephone(browser: Browser, path: Path):
 
 def test_without_documents_there_is_a_table(browser: Browser, tmp_path: Path):
     where = tmp_path / "page.html"
-    where.write_text(page_of({"results": {"a": {"acc,none": 0.5}}}, {}, title="a", facts={}), encoding="utf-8")
+    where.write_text(harness_page({"results": {"a": {"acc,none": 0.5}}}, {}, title="a", facts={}), encoding="utf-8")
     page = browser.open(where)
     page.wait_for("document.querySelectorAll('#metrics tbody tr').length === 1")
     assert page.evaluate(

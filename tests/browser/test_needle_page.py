@@ -8,16 +8,16 @@ from helpers.browser import CONTRAST, Browser, needs_chromium
 from helpers.browser import browser as browser
 
 from levanter.eval.needles.page import needle_page
-from levanter.eval.needles.prompts import AskedNeedle
-from levanter.eval.needles.results import NeedleAnswer, summary_of
+from levanter.eval.needles.prompts import NeedlePrompt
+from levanter.eval.needles.results import NeedleAnswer, summarize_needles
 
 pytestmark = needs_chromium
 
 HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">"
 
 
-def asked(task: str, length: int, number: int, depth: float | None) -> AskedNeedle:
-    return AskedNeedle(
+def asked(task: str, length: int, number: int, depth: float | None) -> NeedlePrompt:
+    return NeedlePrompt(
         task=task,
         length=length,
         number=number,
@@ -40,7 +40,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
             found = NeedleAnswer(logprobs=(-0.1, -0.2), ranks=(0, 0 if hit else 3))
             answered.append((asked("niah_single_1", length, n, n % 3 / 2), found))
             answered.append((asked("vt", length, n, None), found))
-    page = needle_page(summary_of(answered, depths=3), answered, title=f"Needles {HOSTILE}", facts={"model": HOSTILE})
+    page = needle_page(
+        summarize_needles(answered, depths=3), answered, title=f"Needles {HOSTILE}", facts={"model": HOSTILE}
+    )
     where = tmp_path_factory.mktemp("needles") / "page.html"
     where.write_text(page, "utf-8")
     return where

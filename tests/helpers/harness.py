@@ -93,7 +93,7 @@ def by_hflm(model: Any, tokenizer: Any, tasks: str, *, limit: int | None = 12, *
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    from levanter.eval.harness.tasks import quiet
+    from levanter.eval.harness.tasks import silence_lm_eval
 
     length = more.pop("max_length", CONTEXT)
     judge = HFLM(pretrained=model, tokenizer=tokenizer, device="cpu", batch_size=8, max_length=length)
@@ -102,7 +102,7 @@ def by_hflm(model: Any, tokenizer: Any, tasks: str, *, limit: int | None = 12, *
         called = judge._model_call
         # Tokens of every forward pass, padding included.
         judge._model_call = lambda inps, **each: forwarded.append(inps.numel()) or called(inps, **each)
-    with quiet(), _within(TASKS):
+    with silence_lm_eval(), _within(TASKS):
         found = simple_evaluate(
             model=judge,
             tasks=tasks.split(","),

@@ -26,7 +26,7 @@ from levanter.commands.train.dpo import lora_dpo, train_dpo
 from levanter.commands.train.lm import lora_config, lora_lm, train_lm
 from levanter.config import ExplicitKeys, load_written
 from levanter.eval.harness import task_discovery
-from levanter.eval.harness.tasks import AbsentTaskError
+from levanter.eval.harness.tasks import UnavailableTaskError
 from levanter.plan.compile_cache import KeptAnswers
 from levanter.plan.preflight.pipeline import preflight
 from levanter.plan.preflight.state import Question
@@ -40,7 +40,7 @@ def _without_documents(config: EvalHarnessConfig, target: Target, *, written: Ex
     """A list of tasks where neither lm_eval nor its documents are at hand, whether they are or not."""
 
     def absent(*_: object) -> None:
-        raise AbsentTaskError("eval_harness.task_spec: the documents cannot be had here")
+        raise UnavailableTaskError("eval_harness.task_spec: the documents cannot be had here")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(task_discovery, "load_tasks", absent)

@@ -13,8 +13,7 @@ from levanter.commands.model.eval_prompts import reading_checks, rows_reach
 from levanter.commands.model.pretrained import load_pretrained
 from levanter.eval.harness.encoding import Query
 from levanter.eval.harness.packing import RowShape, row_shapes
-from levanter.eval.harness.program import score_programs
-from levanter.eval.harness.scoring import Scorer, answers
+from levanter.eval.harness.scoring import Scorer, query_scores, score_programs
 
 # Two frameworks compute the same with the same weights: what is compiled is compiled as in a run.
 pytestmark = pytest.mark.optimized
@@ -69,9 +68,9 @@ def test_endings_behind_a_trunk_are_as_likely_as_alone(name: str, tmp_path):
     scorer = Scorer(programs=programs, mesh=mesh, model=weights, cost=price)
     questions = asked_of(256)
     table = scorer.table(questions)
-    assert any(len(parts) > 2 for parts in table.items.parts)
+    assert any(len(parts) > 2 for parts in table.items.segment_sizes)
     assert sum(len(each) for each in table.items.inputs) < 0.5 * table.tokens
-    found = answers(table, len(questions), scorer.run(table))
+    found = query_scores(table, len(questions), scorer.run(table))
     np.testing.assert_allclose(found.logprobs, by_torch(model, questions), atol=2e-4, rtol=1e-5)
 
 

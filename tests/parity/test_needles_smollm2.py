@@ -13,7 +13,7 @@ from levanter.commands.cli.devices import local_target
 from levanter.commands.evaluate.needles.config import EvalNeedlesConfig
 from levanter.commands.evaluate.needles.run import NeedlesResult, describe, execute
 from levanter.config import parse
-from levanter.eval.needles.results import summary_of
+from levanter.eval.needles.results import summarize_needles
 from levanter.mesh import describe_devices
 from levanter.runplan import Session
 
@@ -47,7 +47,7 @@ def test_three_tasks_at_4k_and_8k(task, length, tmp_path, record_property):
     """A task and a length at a time, so that each ends within minutes; eight devices, a ring."""
     keys = {"tasks": f"[{task}]", "lengths": f"[{length}]", "samples": "2"}
     done = asked(tmp_path / "all", RING, 8, **keys)
-    summary = summary_of(done.answered, depths=5)
+    summary = summarize_needles(done.answered, depths=5)
     assert summary["questions"] == 2 and summary["tasks"].keys() == {task}
     row = summary["tasks"][task][str(length)]
     assert summary["tasks"][task].keys() == {str(length)}

@@ -1,11 +1,10 @@
-"""A page that shows a text token by token, each shaded by how much it surprised the model.
+"""A page that shows a text token by token, each shaded by its surprise.
 
-The page is one self-contained file. The *surprise* of a token is −log p given those before it, in nats: 0 for one the
-model was sure of, ln(vocabulary) for a blind guess. Hovering over a token shows its numbers. Tokens without a score
-(the first one of a document) are grey.
+The *surprise* of a token is −log p given the tokens before it, in nats: 0 for a certain token, ln(vocabulary) for a
+uniform guess. Hovering over a token shows its numbers. Tokens without a score (the first one of a document) are gray.
 
-Tokens may hold parts of a character (byte-level vocabularies): such tokens are shown as the character they form, with
-their surprises added up.
+In byte-level vocabularies a token may be part of a character: such tokens are shown as the character that they form,
+with the sum of their surprises.
 """
 
 import math
@@ -31,9 +30,9 @@ class ScoredText:
 
     Attributes:
         name: of its data set.
-        place: where in the set it is, for people.
+        place: its position in the data set, for display.
         ids: int32 `[n]`.
-        logprobs: float32 `[n]`, of each token given those before it; NaN where it was not scored.
+        logprobs: float32 `[n]`, of each token given those before it; NaN for tokens that were not scored.
     """
 
     name: str
@@ -58,7 +57,7 @@ def pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> Iterat
     """
     context, first = 0, 0
     for at in range(len(ids)):
-        # What a token looks like depends on the one before it (SentencePiece's spaces).
+        # The text of a token depends on the token before it (spaces of SentencePiece): decode both, and subtract.
         before = decode(ids[context:first]) if first > context else ""
         whole = decode(ids[context : at + 1])
         last = at + 1 == len(ids)
@@ -161,7 +160,7 @@ def _histogram(scored: np.ndarray) -> Html:
     step = round_step(float(counts.max()))
     top = max(step, math.ceil(counts.max() / step - 1e-9) * step)
     width = axes.inner_width / BARS
-    parts = [
+    elements = [
         axes.rule(axes.baseline - axes.inner_height * n * step / top, f"{n * step:,.3g}")
         for n in range(round(top / step) + 1)
     ]
@@ -169,9 +168,11 @@ def _histogram(scored: np.ndarray) -> Html:
         nats = f"{n * bar_nats:.1f} to {(n + 1) * bar_nats:.1f}" if n + 1 < BARS else f"{n * bar_nats:.1f} and more"
         y = axes.baseline - axes.inner_height * count / top
         title = f"{nats} nats: {count:,} tokens"
-        parts.append(axes.bar(axes.left + n * width, width - 2, y, css_class=f"f{shade(-n * bar_nats)}", title=title))
-    parts += [axes.tick(axes.left + n * width, f"{n * bar_nats:.1f}") for n in range(0, BARS, 4)]
-    return axes.svg(parts, title="Tokens by surprise in nats", x_name="surprise, nats", y_name="tokens")
+        elements.append(
+            axes.bar(axes.left + n * width, width - 2, y, css_class=f"f{shade(-n * bar_nats)}", title=title)
+        )
+    elements += [axes.tick(axes.left + n * width, f"{n * bar_nats:.1f}") for n in range(0, BARS, 4)]
+    return axes.svg(elements, title="Tokens by surprise in nats", x_name="surprise, nats", y_name="tokens")
 
 
 _STYLE = (

@@ -4,12 +4,12 @@ With n scored tokens that represent b UTF-8 bytes, and N = −Σ log p in nats o
 
     loss = N / n        perplexity = exp(loss)        bits per byte = N / (b · ln 2)
 
-The *accuracy*, where it is asked for, is the share of the scored tokens that were the likeliest.
+The *accuracy*, where it is computed, is the share of the scored tokens that were the most likely token.
 
 A *micro* average treats several sets as one (N, n and b are added); a *macro* average is the mean of the sets' own
-values. *Tags* group sets; a tag `a/b` also belongs to `a`. Log-probabilities arrive as float32 in any pieces, from any
-process; sums are float64, first per row and then over rows in order, so that neither the batch size nor the number of
-processes changes a result.
+values. *Tags* group sets; a set with tag `a/b` also has the tag `a`. Log-probabilities arrive as float32 in any pieces,
+from any process; sums are float64, first per row and then over rows in order, so that neither the batch size nor the
+number of processes changes a result.
 """
 
 import itertools
@@ -25,13 +25,13 @@ from levanter.data.eval_sequences import EvalRows, EvalSequences
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """The sums of some scored tokens, and what follows from them.
+    """The sums of scored tokens, and the metrics that follow from them.
 
     Attributes:
         nats: −Σ log p.
-        tokens: scored tokens.
+        tokens: number of scored tokens.
         bytes: the UTF-8 bytes that these represent.
-        likeliest: of the tokens, how many were the likeliest; None where that was not asked for.
+        likeliest: number of tokens that were the most likely token; None if that was not computed.
     """
 
     nats: float
@@ -65,7 +65,7 @@ class Score:
 
     @property
     def accuracy(self) -> float | None:
-        """The share of the tokens that were the likeliest; None where that was not asked for."""
+        """The share of the tokens that were the most likely token; None if that was not computed."""
         return None if self.likeliest is None or not self.tokens else self.likeliest / self.tokens
 
     def to_json(self) -> dict[str, Any]:
@@ -134,11 +134,11 @@ class EvalResult:
     def tags(self) -> dict[str, Average]:
         """The average of every tag that is not just a set's own name, and of the parents of tags."""
         names = {one.name for one in self.sets}
-        found: dict[str, list[SetScore]] = {}
+        sets_by_tag: dict[str, list[SetScore]] = {}
         for one in self.sets:
             for tag in dict.fromkeys(itertools.chain.from_iterable(map(with_parents, one.tags))):
-                found.setdefault(tag, []).append(one)
-        return {tag: _average(sets) for tag, sets in found.items() if tag not in names or len(sets) > 1}
+                sets_by_tag.setdefault(tag, []).append(one)
+        return {tag: _average(sets) for tag, sets in sets_by_tag.items() if tag not in names or len(sets) > 1}
 
     @property
     def not_finite(self) -> tuple[str, ...]:
@@ -223,14 +223,15 @@ class RowScores:
         Args:
             batch: the complete rows.
             logprobs: float `[batch, position]`: entry t is log p(token t+1 | tokens 0 … t). Values at positions that
-                are not scored do not matter.
-            index: which block of the batch `logprobs` is; by default the full batch.
-            likeliest: bool, of the shape of `logprobs`: whether token t+1 was the likeliest; None where that is not
-                asked for, which is then so for every batch.
+                are not scored are ignored.
+            index: which block of the batch `logprobs` is; by default the entire batch.
+            likeliest: bool, of the shape of `logprobs`: whether token t+1 was the most likely token; None if that is
+                not computed, in this and in every other batch.
         """
         block = (slice(None), slice(None)) if index is None else index
         mask, rows = batch.loss_mask[block], batch.rows[block[0]]
         assert logprobs.shape == mask.shape, f"log-probabilities {logprobs.shape} for a block of {mask.shape}"
+        # Rows below 0 are padding of the batch.
         real = rows >= 0
         mask, rows, logprobs = mask[real], rows[real], logprobs[real]
         if likeliest is not None:
@@ -241,12 +242,13 @@ class RowScores:
         self.tokens[rows] += mask.sum(axis=1)
         for n in np.flatnonzero(~np.isfinite(added)):
             at = int(np.flatnonzero(mask[n] & ~np.isfinite(logprobs[n]))[0])
-            # Entry t is of the token after it.
-            found = (at + (block[1].start or 0) + 1, float(logprobs[n, at]))
-            self._bad[int(rows[n])] = min(found, self._bad.get(int(rows[n]), found), key=lambda each: each[0])
+            # Entry t is the log-probability of token t + 1.
+            position_and_value = (at + (block[1].start or 0) + 1, float(logprobs[n, at]))
+            first = self._bad.get(int(rows[n]), position_and_value)
+            self._bad[int(rows[n])] = min(position_and_value, first, key=lambda pair: pair[0])
 
     def first_not_finite(self, sequences: EvalSequences) -> str | None:
-        """The first scored token without a finite log-probability, in a line; None if all are finite."""
+        """Describes the first scored token without a finite log-probability; None if all are finite."""
         if not self._bad:
             return None
         row = min(self._bad)
@@ -256,13 +258,25 @@ class RowScores:
         return f"the first is {where} (log p = {value}), of {len(self._bad):,} such rows"
 
 
+def fetch_scores(outputs: Any) -> tuple[np.ndarray, np.ndarray | None]:
+    """The outputs of a scoring Program for a batch: log-probabilities, and whether each target was the most likely
+    token.
+
+    The second is None for Programs that do not compute it.
+    """
+    if isinstance(outputs, tuple):
+        logprobs, hits = outputs
+        return logprobs.array, hits.array
+    return outputs.array, None
+
+
 def summarize(sequences: EvalSequences, scores: RowScores, *, max_rows_per_set: int | None = None) -> EvalResult:
     """The result of an evaluation whose rows have all been scored.
 
     Args:
         sequences: the rows.
         scores: their log-probabilities, merged over processes.
-        max_rows_per_set: how many rows of each set were to be scored; all by default.
+        max_rows_per_set: number of rows of each set that were to be scored; all by default.
     """
     sets = []
     for span in sequences.sets:
@@ -291,8 +305,8 @@ def perplexity(loss: float) -> float:
 
 def with_parents(tag: str) -> tuple[str, ...]:
     """A tag and its parents: `a/b/c` → `a/b/c`, `a`, `a/b`."""
-    parts = tag.split("/")
-    return (tag, *("/".join(parts[:i]) for i in range(1, len(parts)) if parts[i - 1]))
+    components = tag.split("/")
+    return (tag, *("/".join(components[:i]) for i in range(1, len(components)) if components[i - 1]))
 
 
 def _average(sets: Sequence[SetScore]) -> Average:

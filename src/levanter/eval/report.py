@@ -1,4 +1,4 @@
-"""The result of an evaluation as a table for people and as JSON for programs."""
+"""The result of an evaluation as a text table and as JSON."""
 
 import io
 import json
@@ -16,11 +16,11 @@ from levanter.tracker.base import as_json
 
 
 def result_table(result: EvalResult) -> Table:
-    """A table with a row per set, and averages over each tag of several sets and over all sets."""
+    """A table with a row per set, and averages over each tag with several sets and over all sets."""
     table = Table()
     table.add_column("set", overflow="fold")
-    told = any(one.score.accuracy is not None for one in result.sets)
-    for name in ("tokens", "bytes", "loss", "perplexity", "bits/byte", *(["accuracy"] if told else [])):
+    has_accuracy = any(one.score.accuracy is not None for one in result.sets)
+    for name in ("tokens", "bytes", "loss", "perplexity", "bits/byte", *(["accuracy"] if has_accuracy else [])):
         table.add_column(name, justify="right", no_wrap=True)
     for one in result.sets:
         table.add_row(Text(one.name), *_cells(one.score), *_accuracy(one.score))
@@ -43,8 +43,8 @@ def format_result(result: EvalResult, facts: Mapping[str, str] | None = None, *,
     """The result as plain text.
 
     Args:
-        result: the result, shown in a table.
-        facts: further lines below it: model source, load time, tokens per second, …
+        result: the result, shown as a table.
+        facts: further lines below the table: model source, load time, tokens per second, …
         width: columns of the terminal.
     """
     out = io.StringIO()
@@ -96,7 +96,7 @@ def _macro_cells(average: Average) -> list[str]:
     ]
 
 
-def _number(value: float, places: int) -> str:
+def _number(value: float, digits: int) -> str:
     if math.isnan(value):
         return "–"
-    return f"{value:.{places}f}" if abs(value) < 1e6 else f"{value:.{places}g}"
+    return f"{value:.{digits}f}" if abs(value) < 1e6 else f"{value:.{digits}g}"

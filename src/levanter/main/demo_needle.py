@@ -19,8 +19,8 @@ from levanter.commands.evaluate.needles.config import EvalNeedlesConfig
 from levanter.commands.evaluate.needles.run import ENTRY_POINT as NEEDLES
 from levanter.commands.train.lm.train_lm import TrainLmConfig, train
 from levanter.compat.open import load_tokenizer
-from levanter.eval.needles.results import summary_of
-from levanter.eval.needles.training_docs import lessons
+from levanter.eval.needles.results import summarize_needles
+from levanter.eval.needles.training_docs import training_documents
 from levanter.io import atomic_write
 from levanter.runplan import INTERNAL_ERROR, OK, PREEMPTED
 
@@ -74,13 +74,13 @@ def _evaluate(config: TrainLmConfig, model: str, folder: Path) -> Mapping[str, A
     )
     result = run_config(NEEDLES, eval_config).result
     assert result is not None
-    return summary_of(result.answered, depths=DEPTHS)["tasks"][TASK]
+    return summarize_needles(result.answered, depths=DEPTHS)["tasks"][TASK]
 
 
 def _write_lessons(model: str, path: Path) -> None:
     """Texts of the long length with needles and questions, by a seed of their own."""
     encode = load_tokenizer(model).encode_with_offsets
-    lines = (json.dumps(lesson) + "\n" for lesson in lessons(encode, length=LONG, count=TEXTS, seed=1))
+    lines = (json.dumps(document) + "\n" for document in training_documents(encode, length=LONG, count=TEXTS, seed=1))
     with atomic_write(str(path)) as file:
         file.write("".join(lines).encode())
 

@@ -16,7 +16,7 @@ from helpers.browser import needs_chromium
 from levanter.commands.train.lm.train_lm import TrainLmConfig, describe
 from levanter.compat.open import load_tokenizer
 from levanter.config import load_written
-from levanter.eval.needles.prompts import NeedleSpec, questions
+from levanter.eval.needles.prompts import NeedleSpec, build_prompts
 from levanter.main.demo_needle import DEPTHS, LONG, SAMPLES, SHORT, TASK
 from levanter.runplan import Target
 
@@ -27,7 +27,7 @@ CONFIG = ["--config_path", "config/needles/demo.yaml"]
 
 def asked(length: int, samples: int) -> list:
     plan = NeedleSpec(tasks=(TASK,), lengths=(length,), samples=samples, depths=DEPTHS, seed=1)
-    return questions(plan, load_tokenizer(str(MODEL)).encode_with_offsets, bos=None)[length]
+    return build_prompts(plan, load_tokenizer(str(MODEL)).encode_with_offsets, bos=None)[length]
 
 
 def test_its_tokenizer_is_made_by_its_script_and_knows_every_word():

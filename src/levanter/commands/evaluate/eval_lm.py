@@ -45,8 +45,7 @@ from levanter.data import (
     resolve_evaluation,
 )
 from levanter.distributed.compile_barrier import jit_together
-from levanter.eval.accuracy import fetched
-from levanter.eval.perplexity import EvalResult, RowScores, summarize
+from levanter.eval.perplexity import EvalResult, RowScores, fetch_scores, summarize
 from levanter.eval.report import format_result, result_json
 from levanter.io import MissingFileError, Output, Progress, UnreadableFileError
 from levanter.models.registry import LmConfig
@@ -262,7 +261,7 @@ def execute(plan: RunPlan[EvalWork], mesh: Mesh | None, session: Session | None 
     with Progress("scoring", total=_scored_tokens(batches), unit="tokens", show=show) as progress:
         given = ((batch, batch.inputs) for batch in batches)
         for batch, found in results(program, mesh, model, given, behind=FETCH_BEHIND, jit=jit_together):
-            logprobs, hits = fetched(found)
+            logprobs, hits = fetch_scores(found)
             scores.add(batch, logprobs, likeliest=hits)
             first = first or time.perf_counter() - began
             done += batch.scored_tokens.sum()

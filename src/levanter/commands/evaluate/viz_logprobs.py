@@ -25,9 +25,8 @@ from levanter.commands.model.pretrained import load_pretrained
 from levanter.config import ExplicitKeys
 from levanter.data import EvalSequences
 from levanter.distributed.compile_barrier import jit_together
-from levanter.eval.accuracy import fetched
 from levanter.eval.logprob_page import ScoredText, logprob_page
-from levanter.eval.perplexity import RowScores
+from levanter.eval.perplexity import RowScores, fetch_scores
 from levanter.io import Output, Progress
 from levanter.runplan import OK, EntryPoint, NonFiniteResultError, RunPlan, Session, Target
 
@@ -80,7 +79,7 @@ def execute(plan: RunPlan[VizWork], mesh: Mesh | None, session: Session | None =
     with Progress("scoring", total=len(chosen), unit="rows", show=show) as progress:
         scored = results(plan.program("score"), mesh, model, given, behind=eval_lm.FETCH_BEHIND, jit=jit_together)
         for (part, batch), outputs in scored:
-            logprobs, _ = fetched(outputs)
+            logprobs, _ = fetch_scores(outputs)
             scores = RowScores(sequences.row_count)
             scores.add(batch, logprobs)
             if (bad := scores.first_not_finite(sequences)) is not None:

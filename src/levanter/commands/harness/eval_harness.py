@@ -27,13 +27,13 @@ from levanter.commands.model.scoring_common import result_output
 from levanter.config import ExplicitKeys
 from levanter.distributed.barrier import is_process_0
 from levanter.eval.harness import results
-from levanter.eval.harness.broadcast import follow, leading
+from levanter.eval.harness.broadcast import follow_process_0, lead_processes
+from levanter.eval.harness.driver import run_tasks, select_samples
 from levanter.eval.harness.encoding import HarnessError
-from levanter.eval.harness.leading import ask, written_samples
-from levanter.eval.harness.page import page_of
-from levanter.eval.harness.samples import Sample, read_run, samples_of
+from levanter.eval.harness.page import harness_page
+from levanter.eval.harness.results import Sample, parse_samples, read_run
 from levanter.eval.harness.scoring import Scorer
-from levanter.eval.harness.significance import Difference, compare, table_of
+from levanter.eval.harness.significance import Difference, compare, differences_table
 from levanter.io import Output, join
 from levanter.runplan import OK, EntryPoint, RunPlan, Session
 
@@ -65,9 +65,9 @@ def execute(plan: RunPlan[HarnessWork], mesh: Mesh | None, session: Session | No
     texts = None if work.texts is None else Texts(work=work.texts, mesh=mesh, model=model, show=show)
     began = time.perf_counter()
     if not is_process_0():
-        follow(scorer, _nothing if texts is None else texts.follow)
+        follow_process_0(scorer, _nothing if texts is None else texts.follow)
         return HarnessResult(loading=loaded.report, seconds=time.perf_counter() - began)
-    with leading():
+    with lead_processes():
         found, samples = _ask(plan, scorer, texts, show=show)
     return HarnessResult(results=found, samples=samples, loading=loaded.report, seconds=time.perf_counter() - began)
 
@@ -82,7 +82,7 @@ def _ask(
     """Runs lm_eval on process 0."""
     work = plan.work
     assert work.encoder is not None and work.tasks.loaded is not None, "RunPlan.check() comes before a run"
-    found, samples = ask(
+    found, samples = run_tasks(
         work.tasks.loaded,
         work.config.harness,
         encoder=work.encoder,
@@ -103,12 +103,12 @@ def finish(plan: RunPlan[HarnessWork], done: HarnessResult, session: Session) ->
         return OK
     (output,) = outputs(plan, session)
     config = plan.work.config
-    metrics = results.tracked(done.results)
-    samples = {task: samples_of(lines) for task, lines in done.samples.items()}
+    metrics = results.tracker_metrics(done.results)
+    samples = {task: parse_samples(lines) for task, lines in done.samples.items()}
     try:
         if session.show:
             asked = done.results["levanter"]
-            print(results.table_of(done.results))
+            print(results.results_table(done.results))
             count = sum(asked["requests"].values())
             print(
                 f"{count:,} requests, {asked['tokens']:,} tokens in {asked['seconds']:.1f} s, compilation included; "
@@ -116,11 +116,11 @@ def finish(plan: RunPlan[HarnessWork], done: HarnessResult, session: Session) ->
                 flush=True,
             )
         date = results.date_id(datetime.now())
-        logged = written_samples(config.harness, done.samples)
+        logged = select_samples(config.harness, done.samples)
         differences, problem = _differences(config.against, samples)
-        page = page_of(
+        page = harness_page(
             done.results,
-            {task: samples_of(lines) for task, lines in logged.items()},
+            {task: parse_samples(lines) for task, lines in logged.items()},
             title=f"{plan.work.pretrained.checkpoint.description.split(' (')[0]} on {', '.join(done.samples)}",
             facts=_facts(plan, done),
             differences=differences,
@@ -130,7 +130,7 @@ def finish(plan: RunPlan[HarnessWork], done: HarnessResult, session: Session) ->
         paths = write_all({**files, **results.result_files(output.path, done.results, logged, date)})
         if session.show:
             if differences:
-                print(f"\nbeside {config.against}:\n{table_of(differences)}")
+                print(f"\nbeside {config.against}:\n{differences_table(differences)}")
             print(f"results in {paths[-1]}\npage in {paths[0]}")
         if problem is not None:
             raise problem

@@ -30,12 +30,12 @@ from levanter.commands.model.unsupported import not_carried
 from levanter.config import ExplicitKeys
 from levanter.data.chat import ChatTemplate
 from levanter.distributed.barrier import is_process_0
-from levanter.eval.harness.counting import Counted
 from levanter.eval.harness.encoding import HarnessError, QueryEncoder
 from levanter.eval.harness.packing import RowShape, row_shapes
-from levanter.eval.harness.program import score_programs
-from levanter.eval.harness.samples import read_run
-from levanter.eval.harness.task_discovery import FoundTasks, count_requests, find_tasks
+from levanter.eval.harness.request_table import RequestCount
+from levanter.eval.harness.results import read_run
+from levanter.eval.harness.scoring import score_programs
+from levanter.eval.harness.task_discovery import DiscoveredTasks, count_requests, discover_tasks
 from levanter.runplan import Check, RunPlan, Target, Workload
 from levanter.trainer.config import TrainerConfig
 
@@ -65,7 +65,7 @@ class HarnessWork:
 
     config: EvalHarnessConfig
     pretrained: PretrainedModel
-    tasks: FoundTasks
+    tasks: DiscoveredTasks
     encoder: QueryEncoder | None
     template: ChatTemplate | None
     programs: Mapping[RowShape, Program]
@@ -85,10 +85,10 @@ def describe(config: EvalHarnessConfig, target: Target, *, written: ExplicitKeys
         written: the keys that the user wrote; None for a config made in Python.
     """
     written = ExplicitKeys.in_python(config) if written is None else written
-    tasks = find_tasks(config.harness, config.folders)
+    tasks = discover_tasks(config.harness, config.folders)
     pretrained, texts = _pretrained(config, target, written), None
     length, checking = question_length(config.harness.max_length, pretrained.config, LONGEST)
-    if tasks.writes:
+    if tasks.generates:
         generation = generating.describe(_generation(config, length), target, written=written)
         pretrained, texts = generation.work.pretrained, generation.work
         checks = [check for check in generation.checks if check.name not in ("input_path", "output_path", "rows")]
@@ -115,7 +115,7 @@ def describe(config: EvalHarnessConfig, target: Target, *, written: ExplicitKeys
     checks += [] if problem is None else [problem]
     shapes = shapes if counted is None else counted.shapes
     if counted is None and problem is None and config.plan.assume_requests is not None:
-        counted = Counted.assumed(config.plan.assume_requests, ASSUMED_TOKENS, shapes)
+        counted = RequestCount.assumed(config.plan.assume_requests, ASSUMED_TOKENS, shapes)
     programs = score_programs(
         pretrained.abstract,
         shapes,
@@ -218,7 +218,7 @@ def _tokens(trainer: TrainerConfig, target: Target, length: int) -> int:
     return TOKENS_ON_CPU if target.platform == "cpu" else TOKENS
 
 
-def _against_checks(config: EvalHarnessConfig, tasks: FoundTasks) -> list[Check]:
+def _against_checks(config: EvalHarnessConfig, tasks: DiscoveredTasks) -> list[Check]:
     """Looks for the run that this one is compared with, before there is anything to compare."""
     if config.against is None or not is_process_0():
         return []
@@ -235,7 +235,7 @@ def _against_checks(config: EvalHarnessConfig, tasks: FoundTasks) -> list[Check]
     return [Check(name="against", status="ok", message=f"{config.against}: {', '.join(samples)}")]
 
 
-def _workload(work: HarnessWork, shape: RowShape, counted: Counted | None) -> Workload:
+def _workload(work: HarnessWork, shape: RowShape, counted: RequestCount | None) -> Workload:
     executions, reason = None, "the tasks' documents are not available here; set plan.assume_requests"
     if counted is not None:
         executions, reason = counted.executions.get(shape.name, 0), counted.reason

@@ -6,7 +6,7 @@ from levanter.commands.model.scoring_common import beyond_context
 from levanter.compat.hf.tokenizer import FastTokenizer
 from levanter.data import Tokenizer
 from levanter.data.chat import ChatTemplate
-from levanter.eval.harness.batch_shapes import Room
+from levanter.eval.harness.batch_shapes import RowLimits
 from levanter.eval.harness.encoding import HarnessError, QueryEncoder
 from levanter.eval.harness.packing import RowShape
 from levanter.mesh import ResolvedMesh
@@ -107,7 +107,7 @@ def reading_checks(model: LmConfig, longest: int) -> list[Check]:
     return [Check(name="rotary", status="note", message=said)]
 
 
-def rows_room(resolved: ResolvedMesh, platform: str) -> Room:
+def rows_room(resolved: ResolvedMesh, platform: str) -> RowLimits:
     """What rows may be on a platform: of any length on CPUs, in pieces of 128 elsewhere, as hardware multiplies them.
 
     Where positions are cut, each shard has two pieces (one of the beginning, one of the end).
@@ -116,7 +116,7 @@ def rows_room(resolved: ResolvedMesh, platform: str) -> Room:
     cut = 2 * resolved.position_ways if resolved.position_ways > 1 else 1
     # Beyond CPUs a batch has costs that its rows do not: the weights are gathered for each.
     unit, (fewer, larger) = (1 if on_cpu else 128) * cut, (2.0, 4.0) if on_cpu else (1.0, 1.0)
-    return Room(ways=resolved.batch_ways, unit=unit, fewer=fewer, larger=larger)
+    return RowLimits(num_shards=resolved.batch_ways, multiple=unit, max_batch_factor=fewer, max_row_factor=larger)
 
 
 def rows_flops(model: LmConfig, vocab: int, shape: RowShape, attention: Literal["causal", "full"]) -> float:

@@ -11,7 +11,7 @@ from haliax_ext.program import Program
 from levanter.commands.train.dpo.evaluation import PROGRAM as EVALUATE_PAIRS
 from levanter.commands.train.dpo.setup import SCORE, Preferences
 from levanter.commands.train.lm.evaluation import PROGRAM as EVALUATE
-from levanter.eval.harness.packing import SCORES
+from levanter.eval.harness.packing import PROGRAM_PREFIX
 from levanter.models.adapters.whole import paths_of
 from levanter.plan.hbm_budget import residents_of
 from levanter.plan.load_budget import loading_coresident_bytes
@@ -56,7 +56,7 @@ def coresident_bytes(
             taken = residents_of(program, plan.parameters.mesh)
             found[INIT] -= sum(each.nbytes for each in taken if each.path.startswith(f"{COPIED}."))
     # The harness's Programs take what an evaluation takes.
-    found |= {each.name: resident - parameters for each in computing if each.name.startswith(SCORES)}
+    found |= {each.name: resident - parameters for each in computing if each.name.startswith(PROGRAM_PREFIX)}
     second = 0
     if pairs is not None and pairs.model is not None and pairs.model.load is not None:
         load, stays = pairs.model.load, pairs.resident is not None
@@ -64,7 +64,7 @@ def coresident_bytes(
         # Loaded last, where it stays; else before anything.
         already = loading_coresident_bytes(load)
         there = resident if stays else 0
-        grows = (name for name in found if name in (EVALUATE, DIGEST) or name.startswith(SCORES))
+        grows = (name for name in found if name in (EVALUATE, DIGEST) or name.startswith(PROGRAM_PREFIX))
         found |= {name: found[name] + second for name in grows}
         found |= {program.name: there + already.get(program.name, 0) for program in load.programs}
     for program in computing:

@@ -1,21 +1,25 @@
-"""What two models say of the same bytes: bits per byte of each set, of each kind of text, and where they part.
+"""Comparison of two models on the same bytes: bits per byte of each set and category, and the largest differences.
 
-    bits per byte = Σ −log2 p over the bytes that count / how many there are        gap = that of A − that of B
+    bits per byte = Σ −log2 p over the counted bytes / their number        gap = that of A − that of B
 
-A gap above 0 says that A finds the text harder. *Groups* are the tags of sets and the parents of their names. The names
-in `summary` are upstream's, so that what reads its files reads ours.
+A gap above 0 means that the text is harder for A. *Groups* are the tags of sets and the parents of their names. The
+keys of `summary` are upstream's.
+
+For categories, a text is split into *segments* of one kind: an address (`https://…`), white space, a number with its
+dots and dashes, a word with its apostrophes and hyphens, or anything else. *Literals* are short segments that occur
+repeatedly, summed by content. The names of categories are upstream's.
 """
 
-from collections.abc import Iterable
+import re
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from levanter.eval.gap.byte_losses import byte_offsets
-from levanter.eval.gap.categories import segments
-from levanter.eval.gap.literals import Literals, visible, window
-from levanter.eval.gap.sums import ComparedDocument, GapSums
+from levanter.eval.gap.byte_losses import ComparedDocument, GapSums, TokenLosses, byte_offsets
 from levanter.eval.perplexity import with_parents
 
 DOCUMENTS, SEGMENTS, LITERALS = 25, 40, 40
@@ -23,51 +27,217 @@ DOCUMENTS, SEGMENTS, LITERALS = 25, 40, 40
 LITERAL_BYTES = 32
 
 
+_URL = re.compile(r"(?:https?://|www\.)\S+")
+_CONNECTORS = "'\u2019-.,:/"
+# Matches a text's shadow, in which every letter is `a`, every digit `0` and white space a space.
+_SHADOW = re.compile(
+    r"(?P<space> +)|(?P<number>0+(?:[.,:/-]0+)*)|(?P<word>[a_]+(?:['\u2019-][a_]+)*)|(?P<other>[^a0 ]+)"
+)
+_MAY_BE_URL = frozenset("hw")
+
+
+class _Shadows(dict[int, str]):
+    """Character → its class; computed once per character."""
+
+    def __missing__(self, point: int) -> str:
+        character = chr(point)
+        category = unicodedata.category(character)
+        if character.isspace():
+            character_class = " "
+        elif category[0] in "LM":
+            character_class = "a"
+        elif category[0] == "N":
+            character_class = "0"
+        else:
+            character_class = character if character in _CONNECTORS or character == "_" else "!"
+        self[point] = character_class
+        return character_class
+
+
+_SHADOWS = _Shadows()
+
+
+def segments(text: str) -> Iterator[tuple[int, int, str]]:
+    """A text's segments in order, as (first character, end, category); together they are the text."""
+    shadow = text.translate(_SHADOWS)
+    at = 0
+    while at < len(text):
+        if text[at] in _MAY_BE_URL and (address := _URL.match(text, at)):
+            yield at, address.end(), "text/url"
+            at = address.end()
+            continue
+        match = _SHADOW.match(shadow, at)
+        assert match is not None, shadow[at : at + 8]
+        end = match.end()
+        yield at, end, _kind(text[at:end], match.lastgroup or "")
+        at = end
+
+
+@lru_cache(maxsize=1 << 16)
+def _kind(segment: str, group: str) -> str:
+    if group == "space":
+        return f"whitespace/{_space(segment)}"
+    if group == "number":
+        return "text/number"
+    if group == "word":
+        return "text/word" if segment.isascii() else "text/non_ascii_word"
+    return "text/punctuation" if segment.isascii() else "text/non_ascii"
+
+
+def _space(segment: str) -> str:
+    if "\t" in segment or "\r" in segment:
+        return "tab_or_cr"
+    if set(segment) == {" "}:
+        return "single_space" if len(segment) == 1 else "multi_space"
+    if set(segment) == {"\n"}:
+        return "newline" if len(segment) == 1 else "multi_newline"
+    return "mixed"
+
+
+_WHITESPACE_SYMBOLS = str.maketrans({" ": "\u2420", "\n": "\u23ce", "\t": "\u21e5", "\r": "\u21b5"})
+_LONGEST, _WINDOW = 32, 120
+
+
+def visible(text: str, limit: int = _LONGEST) -> str:
+    """A text with symbols for white space, truncated to a length."""
+    shown = text.translate(_WHITESPACE_SYMBOLS)
+    return shown if len(shown) <= limit else f"{shown[: limit - 1]}…"
+
+
+def window(text: str, first: int, end: int, limit: int = _WINDOW) -> str:
+    """The surroundings of a span of a text, with symbols for white space."""
+    if len(text) <= limit:
+        return text.translate(_WHITESPACE_SYMBOLS)
+    begin = max(0, min((first + end) // 2 - limit // 2, len(text) - limit))
+    shown = text[begin : begin + limit].translate(_WHITESPACE_SYMBOLS)
+    return f"{'…' if begin else ''}{shown}{'…' if begin + limit < len(text) else ''}"
+
+
+def boundaries(text: bytes, losses: TokenLosses, first: int, end: int) -> str:
+    """The tokens of a span of a text, separated by bars; an ellipsis where one extends beyond the span."""
+    here = np.flatnonzero((losses.ends > first) & (losses.begins < end) & (losses.ends > losses.begins))
+    if not len(here):
+        return "(no token)"
+    pieces: list[str] = []
+    spans = [(int(losses.begins[n]), int(losses.ends[n])) for n in here]
+    # Tokens that share a character are shown once.
+    for begin, stop in dict.fromkeys(spans):
+        shown = text[max(begin, first) : min(stop, end)].decode(errors="replace").translate(_WHITESPACE_SYMBOLS)
+        pieces.append(f"{'…' if begin < first else ''}{shown}{'…' if stop > end else ''}")
+    return f"|{'|'.join(pieces)}|"
+
+
+@dataclass(kw_only=True)
+class _Literal:
+    """The sums of a literal, and its occurrence with the largest difference: document and bytes."""
+
+    sums: GapSums
+    delta: float
+    example: ComparedDocument
+    place: tuple[int, int]
+
+
+@dataclass(kw_only=True)
+class Literals:
+    """Sums pieces of text with equal content."""
+
+    rows: dict[tuple[str, str], _Literal] = field(default_factory=dict)
+
+    def add(self, kind: str, text: str, sums: GapSums, where: ComparedDocument, place: tuple[int, int]) -> None:
+        """Adds an occurrence.
+
+        Args:
+            kind: category of the text.
+            text: the piece.
+            sums: of its bytes.
+            where: the document that contains it.
+            place: its first byte in the document, and its end.
+        """
+        delta = abs(sums.delta_bits)
+        entry = self.rows.get((kind, text))
+        if entry is None:
+            self.rows[kind, text] = _Literal(sums=sums, delta=delta, example=where, place=place)
+            return
+        entry.sums = entry.sums + sums
+        if delta > entry.delta:
+            entry.delta, entry.example, entry.place = delta, where, place
+
+    def top(self, count: int) -> dict[str, list[dict[str, Any]]]:
+        """The literals with the largest differences, for each model."""
+        ordered = sorted(self.rows.items(), key=lambda item: -item[1].sums.delta_bits)
+        return {
+            "model_a_worse": _rows([item for item in ordered[:count] if item[1].sums.delta_bits > 0]),
+            "model_b_worse": _rows([item for item in ordered[::-1][:count] if item[1].sums.delta_bits < 0]),
+        }
+
+
+def _rows(literals: Sequence[tuple[tuple[str, str], _Literal]]) -> list[dict[str, Any]]:
+    rows = []
+    for (kind, text), one in literals:
+        row = one.sums.row(visible(text))
+        document = one.example.text.text
+        content = document.encode()
+        first = len(content[: one.place[0]].decode(errors="ignore"))
+        rows.append(
+            {
+                "name": row["name"],
+                "bucket": kind,
+                **{key: row[key] for key in list(row)[1:]},
+                "example_dataset": one.example.text.name,
+                "example_doc_preview": window(document, first, first + len(text)),
+                "model_a_token_boundaries": boundaries(content, one.example.a, *one.place),
+                "model_b_token_boundaries": boundaries(content, one.example.b, *one.place),
+            }
+        )
+    return rows
+
+
 @dataclass(kw_only=True)
 class _Top:
-    """The rows that stand out most, for each model: those above 0 say that A is worse.
+    """The rows with the largest differences, for each model; a difference above 0 means that A is worse.
 
     Attributes:
-        count: how many are kept for each.
-        rows: those so far, more than are kept.
-        floors: by whether a row is above 0, what it has to exceed.
+        count: number of rows for each model.
+        rows: candidates, more than `count`.
+        floors: sign of the difference → the size that a new row has to exceed.
     """
 
     count: int
     rows: list[tuple[float, dict[str, Any]]] = field(default_factory=list)
     floors: dict[bool, float] = field(default_factory=lambda: {True: 0.0, False: 0.0})
 
-    def wants(self, delta: float) -> bool:
+    def may_rank(self, delta: float) -> bool:
         """Whether a row may be among them."""
         return abs(delta) > self.floors[delta > 0]
 
     def add(self, delta: float, row: dict[str, Any]) -> None:
-        """Adds a row that is wanted."""
+        """Adds a row that may rank."""
         self.rows.append((delta, row))
+        # Rows are pruned in batches: sorting at every addition would cost more than keeping some candidates.
         if len(self.rows) > 8 * self.count:
-            self.rows = [*self._kept(above=True), *self._kept(above=False)]
+            self.rows = [*self._largest(above=True), *self._largest(above=False)]
 
-    def _kept(self, *, above: bool) -> list[tuple[float, dict[str, Any]]]:
-        kept = sorted((each for each in self.rows if (each[0] > 0) == above), key=lambda each: -abs(each[0]))
-        if len(kept) >= self.count:
-            self.floors[above] = abs(kept[self.count - 1][0])
-        return kept[: self.count]
+    def _largest(self, *, above: bool) -> list[tuple[float, dict[str, Any]]]:
+        largest = sorted((entry for entry in self.rows if (entry[0] > 0) == above), key=lambda entry: -abs(entry[0]))
+        if len(largest) >= self.count:
+            self.floors[above] = abs(largest[self.count - 1][0])
+        return largest[: self.count]
 
     @property
-    def found(self) -> dict[str, list[dict[str, Any]]]:
-        """The rows, the largest first."""
+    def rows_by_model(self) -> dict[str, list[dict[str, Any]]]:
+        """The rows, in descending order of difference."""
         return {
-            "model_a_worse": [row for _, row in self._kept(above=True)],
-            "model_b_worse": [row for _, row in self._kept(above=False)],
+            "model_a_worse": [row for _, row in self._largest(above=True)],
+            "model_b_worse": [row for _, row in self._largest(above=False)],
         }
 
 
 @dataclass(kw_only=True)
 class GapReport:
-    """Takes documents one by one, and sums them up.
+    """Sums up documents one by one.
 
     Attributes:
-        model_a, model_b: what the models are called.
+        model_a, model_b: names of the models.
     """
 
     model_a: str
@@ -79,68 +249,73 @@ class GapReport:
     _segments: _Top = field(default_factory=lambda: _Top(count=SEGMENTS))
     _literals: Literals = field(default_factory=Literals)
 
-    def add(self, one: ComparedDocument) -> None:
+    def add(self, document: ComparedDocument) -> None:
         """Adds a document."""
-        name, whole = one.text.name, one.sums
+        name, whole = document.text.name, document.sums
         self.sets[name] = self.sets.get(name, GapSums()) + whole
-        for tag in {part for each in (*one.text.tags, name) for part in with_parents(each)}:
+        for tag in {part for tag_name in (*document.text.tags, name) for part in with_parents(tag_name)}:
             self.leaves.setdefault(tag, set()).add(name)
         if not whole.bytes:
             return
-        worst = self._add_segments(one)
-        if not self._documents.wants(whole.delta_bits):
+        worst = self._add_segments(document)
+        if not self._documents.may_rank(whole.delta_bits):
             return
-        place = worst.get(whole.delta_bits > 0)
-        text = one.text.text
+        worst_place = worst.get(whole.delta_bits > 0)
+        text = document.text.text
         row = whole.row(name)
         self._documents.add(
             whole.delta_bits,
             {
                 "dataset": name,
-                "shard": one.text.shard,
-                "row_index": one.text.row,
+                "shard": document.text.shard,
+                "row_index": document.text.row,
                 "bytes": whole.bytes,
-                "score_byte_start": one.begin,
-                "score_byte_end": one.a.bytes,
+                "score_byte_start": document.begin,
+                "score_byte_end": document.a.bytes,
                 **{key: row[key] for key in ("model_a_bpb", "model_b_bpb", "gap_bpb", "delta_bits")},
-                "worst_bucket": None if place is None else place.kind,
-                "worst_text": None if place is None else visible(text[place.first : place.end]),
-                "worst_gap_bpb": None if place is None else place.delta / place.bytes,
-                "preview": window(text, *((0, 0) if place is None else (place.first, place.end))),
+                "worst_bucket": None if worst_place is None else worst_place.kind,
+                "worst_text": None if worst_place is None else visible(text[worst_place.first : worst_place.end]),
+                "worst_gap_bpb": None if worst_place is None else worst_place.delta / worst_place.bytes,
+                "preview": window(text, *((0, 0) if worst_place is None else (worst_place.first, worst_place.end))),
             },
         )
 
-    def _add_segments(self, one: ComparedDocument) -> dict[bool, "_Place"]:
-        """Adds the segments of a document; the worst of each sign."""
-        text, begin = one.text.text, one.begin
-        at = byte_offsets(text)
-        first_counted = int(np.searchsorted(at, begin))
-        ahead_a, ahead_b = (np.concatenate([[0.0], np.cumsum(each.per_byte)]) for each in (one.a, one.b))
+    def _add_segments(self, document: ComparedDocument) -> dict[bool, "_Place"]:
+        """Adds the segments of a document; returns the one with the largest difference of each sign."""
+        text, begin = document.text.text, document.begin
+        bytes_at = byte_offsets(text)
+        first_counted = int(np.searchsorted(bytes_at, begin))
+        prefix_a, prefix_b = (
+            np.concatenate([[0.0], np.cumsum(losses.per_byte)]) for losses in (document.a, document.b)
+        )
         worst: dict[bool, _Place] = {}
         for first, end, kind in segments(text):
-            if at[end] <= begin:
+            if bytes_at[end] <= begin:
                 continue
             first = max(first, first_counted)
-            low, high = max(int(at[first]), begin), int(at[end])
+            low, high = max(int(bytes_at[first]), begin), int(bytes_at[end])
             sums = GapSums(
-                a=float(ahead_a[high] - ahead_a[low]), b=float(ahead_b[high] - ahead_b[low]), bytes=high - low, count=1
+                a=float(prefix_a[high] - prefix_a[low]),
+                b=float(prefix_b[high] - prefix_b[low]),
+                bytes=high - low,
+                count=1,
             )
             self.kinds[kind] = self.kinds.get(kind, GapSums()) + sums
             delta, segment = sums.delta_bits, text[first:end]
             if sums.bytes <= LITERAL_BYTES:
-                self._literals.add(kind, segment, sums, one, (low, high))
+                self._literals.add(kind, segment, sums, document, (low, high))
             if not delta:
                 continue
             place = _Place(first=first, end=end, kind=kind, delta=delta, bytes=sums.bytes)
             above, known = delta > 0, worst.get(delta > 0)
             if known is None or abs(delta) > abs(known.delta):
                 worst[above] = place
-            if not self._segments.wants(delta):
+            if not self._segments.may_rank(delta):
                 continue
             self._segments.add(
                 delta,
                 {
-                    "dataset": one.text.name,
+                    "dataset": document.text.name,
                     "bucket": kind,
                     "bytes": sums.bytes,
                     "delta_bits": delta,
@@ -152,10 +327,10 @@ class GapReport:
         return worst
 
     def summary(self, seconds: tuple[float, float] = (0.0, 0.0)) -> dict[str, Any]:
-        """Everything, with the largest differences first.
+        """The summary, with the largest differences first.
 
         Args:
-            seconds: that scoring took with each model.
+            seconds: of scoring, by model.
         """
         groups = {
             tag: sum((self.sets[leaf] for leaf in sorted(leaves)), GapSums())
@@ -182,9 +357,9 @@ class GapReport:
             "datasets": _ordered(timed(name, sums) for name, sums in sorted(self.sets.items())),
             "dataset_groups": _ordered(timed(name, sums) for name, sums in groups.items() if sums.bytes),
             "pattern_buckets": _ordered(sums.row(name) for name, sums in sorted(self.kinds.items())),
-            "top_documents": self._documents.found,
-            "top_segments": self._segments.found,
-            "top_literals": self._literals.found(LITERALS),
+            "top_documents": self._documents.rows_by_model,
+            "top_segments": self._segments.rows_by_model,
+            "top_literals": self._literals.top(LITERALS),
         }
 
 

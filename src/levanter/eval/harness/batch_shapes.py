@@ -1,7 +1,7 @@
-"""Rows that suit what is asked, where all of it is known: as long as they are filled, and as many as there are.
+"""Row shapes that suit a known list of queries: lengths that are filled, and few empty rows.
 
-The lengths of `packing.row_shapes` are made for anything. A few documents fill them badly: a row of 128 positions for
-102 tokens, four rows where two are used. Where every request was seen, each length that is used becomes that of its
+The lengths of `packing.row_shapes` suit any requests, and few documents fill them badly: a row of 128 positions for 102
+tokens, four rows where two are used. Where every request is known, each length that is used is reduced to that of its
 fullest row, and lengths that split the requests into equal parts are tried as well.
 """
 
@@ -13,160 +13,185 @@ from dataclasses import dataclass, replace
 
 from levanter.eval.harness.encoding import Query
 from levanter.eval.harness.packing import (
-    SHARE,
+    SPARSE_RATIO,
     PackedQueries,
     Piece,
     RowShape,
-    best,
-    branching_room,
-    items_of,
-    pieces_of,
+    group_queries,
+    max_branch_tokens,
+    pack_cheapest,
+    split_by_density,
 )
 
-MOST = 6
-"""Lengths, of sparse and of dense rows together."""
-WORTH = 0.004
-"""What a further length has to save: it is a Program that has to be compiled."""
-_TRIED = 64
-"""Weights of which lengths are made."""
+MAX_LENGTHS = 6
+"""The largest number of row lengths, those of sparse and dense rows together."""
+LENGTH_OVERHEAD = 0.004
+"""The share of the cost that a further length has to save: every length is a Program that has to be compiled."""
+_MAX_CANDIDATES = 64
+"""Weights from which the lengths are chosen."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
-    """What rows may be on some devices.
+class RowLimits:
+    """Limits of the rows of a batch on given devices.
 
     Attributes:
-        ways: shards of a batch: its rows are a multiple of them.
-        unit: lengths are multiples of it.
-        fewer: for the sake of fewer empty rows there may be so many times as many batches,
-        larger: or so many times as many rows in one.
+        num_shards: of a batch; its number of rows is a multiple of it.
+        multiple: lengths are multiples of it.
+        max_batch_factor: how many times as many batches are accepted in exchange for fewer empty rows.
+        max_row_factor: how many times as many rows a batch may have for the same reason.
     """
 
-    ways: int
-    unit: int = 1
-    fewer: float = 1.0
-    larger: float = 1.0
+    num_shards: int
+    multiple: int = 1
+    max_batch_factor: float = 1.0
+    max_row_factor: float = 1.0
 
 
-def fitted(
-    asked: Sequence[Sequence[Query]], shapes: Sequence[RowShape], cost: Callable[[RowShape], float], room: Room
+def fit_shapes(
+    query_lists: Sequence[Sequence[Query]],
+    shapes: Sequence[RowShape],
+    cost: Callable[[RowShape], float],
+    limits: RowLimits,
 ) -> tuple[RowShape, ...]:
-    """The shapes for lists of questions that are all there will be; those given where there is no question.
+    """The shapes for lists of queries that are all queries of a run; `shapes` unchanged if there are no queries.
 
     Args:
-        asked: the questions of each table.
-        shapes: made for anything, with as many rows as may be.
+        query_lists: the queries of each table.
+        shapes: shapes for any queries, with the largest number of rows.
         cost: of a batch, in any unit.
-        room: what rows may be.
+        limits: of the rows.
     """
-    tried = [_fitted(asked, shapes, cost, room)]
-    if branching_room(shapes) is not None:
-        # Few questions with trunks may leave rows emptier than all of them without.
-        tried.append(_fitted(asked, [replace(shape, branches=0) for shape in shapes], cost, room))
-    return min(tried, key=lambda each: each[0])[1]
+    candidates = [_fit_kinds(query_lists, shapes, cost, limits)]
+    if max_branch_tokens(shapes) is not None:
+        # With few queries, items that share a trunk may leave rows emptier than separate items.
+        candidates.append(_fit_kinds(query_lists, [replace(shape, branches=0) for shape in shapes], cost, limits))
+    return min(candidates, key=lambda candidate: candidate[0])[1]
 
 
-def _fitted(
-    asked: Sequence[Sequence[Query]], shapes: Sequence[RowShape], cost: Callable[[RowShape], float], room: Room
+def _fit_kinds(
+    query_lists: Sequence[Sequence[Query]],
+    shapes: Sequence[RowShape],
+    cost: Callable[[RowShape], float],
+    limits: RowLimits,
 ) -> tuple[float, tuple[RowShape, ...]]:
-    """Shapes with branches as they are; and what all batches cost then."""
-    branches = branching_room(shapes)
-    tables = [pieces_of(items_of(questions, room=branches), shapes) for questions in asked if questions]
+    """The cost of all batches, and the shapes, with `branches` as it is."""
+    branches = max_branch_tokens(shapes)
+    tables = [
+        split_by_density(group_queries(queries, branch_tokens=branches), shapes) for queries in query_lists if queries
+    ]
     if not tables:
         return 0.0, tuple(shapes)
-    price, found = 0.0, []
+    total_cost, selected = 0.0, []
     kinds = [dense for dense in (False, True) if any(table[dense] for table in tables)]
     for dense in kinds:
-        most = MOST - len(found) if dense == kinds[-1] else MOST - 2
+        max_lengths = MAX_LENGTHS - len(selected) if dense == kinds[-1] else MAX_LENGTHS - 2
         pieces = [sorted(table[dense], reverse=True) for table in tables if table[dense]]
-        mine = [shape for shape in shapes if shape.is_dense == dense]
-        tokens = max(shape.rows * shape.length for shape in mine) // room.ways
+        # Sparse and dense rows are fitted separately: the last kind may use all lengths that the other one did not.
+        kind_shapes = [shape for shape in shapes if shape.is_dense == dense]
+        tokens = max(shape.rows * shape.length for shape in kind_shapes) // limits.num_shards
 
-        def of(length: int, dense: bool = dense, tokens: int = tokens) -> RowShape:
-            slots, rows = length if dense else length // SHARE, room.ways * max(1, tokens // length)
+        def shape_of_length(length: int, dense: bool = dense, tokens: int = tokens) -> RowShape:
+            slots, rows = length if dense else length // SPARSE_RATIO, limits.num_shards * max(1, tokens // length)
             return RowShape(length=length, slots=slots, rows=rows, branches=branches or 0)
 
         @functools.cache
-        def used(length: int, count: int, most: int = tokens) -> int:
-            rows = fewest_rows(room.ways * max(1, most // length), [count], room)
+        def padded_rows(length: int, count: int, max_lengths: int = tokens) -> int:
+            rows = rows_per_batch(limits.num_shards * max(1, max_lengths // length), [count], limits)
             return -(-count // rows) * rows
 
         weights = sorted(weight for table in pieces for weight, *_ in table)
-        longest = max(shape.length for shape in mine)
-        starts = [[shape.length for shape in mine], *closest(weights, most, used)]
-        lengths = [sorted({_rounded(length, room.unit, longest) for length in some}) for some in starts]
-        tried = [_settled(some, pieces, cost, room, of) for some in lengths]
-        best_price, chosen = min(tried, key=lambda each: each[0])
-        price, found = price + best_price, found + chosen
-    return price, tuple(found)
+        longest = max(shape.length for shape in kind_shapes)
+        initial_lengths = [[shape.length for shape in kind_shapes], *best_lengths(weights, max_lengths, padded_rows)]
+        length_choices = [
+            sorted({_round_up(length, limits.multiple, longest) for length in candidate_lengths})
+            for candidate_lengths in initial_lengths
+        ]
+        candidates = [
+            _shrink_to_fullest(candidate_lengths, pieces, cost, limits, shape_of_length)
+            for candidate_lengths in length_choices
+        ]
+        best_cost, best_shapes = min(candidates, key=lambda candidate: candidate[0])
+        total_cost, selected = total_cost + best_cost, selected + best_shapes
+    return total_cost, tuple(selected)
 
 
-def closest(weights: Sequence[int], most: int, rows: Callable[[int, int], int]) -> list[list[int]]:
-    """The one, two and more lengths whose batches have the fewest tokens, were each weight alone in its row.
+def best_lengths(weights: Sequence[int], max_lengths: int, rows: Callable[[int, int], int]) -> list[list[int]]:
+    """The best one, two, … lengths: those whose batches have the fewest tokens if each weight has a row of its own.
 
     Args:
         weights: ascending.
-        most: lengths.
-        rows: that batches of a length have together if so many are used.
+        max_lengths: the largest number of lengths.
+        rows: (length, used rows) → the rows of all batches of that length.
     """
     # Weights as they are, where these are few; of many the lengths that split them into equal parts.
-    step = -(-len(weights) // _TRIED)
+    step = -(-len(weights) // _MAX_CANDIDATES)
     ends = sorted({*weights[step - 1 :: step], weights[-1]})
-    upto = [0, *(bisect.bisect_right(weights, end) for end in ends)]
-    # Of the weights up to each end: the tokens, and the lengths.
-    least, chosen, found = [0.0, *[math.inf] * len(ends)], [[] for _ in upto], []
-    for _ in range(min(most, len(ends))):
-        further, longer = [math.inf] * len(upto), [[] for _ in upto]
+    counts_below = [0, *(bisect.bisect_right(weights, end) for end in ends)]
+    # Dynamic program over candidates: `least[k]` is the fewest tokens for all weights up to candidate k, and
+    # `chosen[k]` are the lengths that reach it. Each iteration allows one more length.
+    least, chosen, choices = [0.0, *[math.inf] * len(ends)], [[] for _ in counts_below], []
+    for _ in range(min(max_lengths, len(ends))):
+        next_least, next_chosen = [math.inf] * len(counts_below), [[] for _ in counts_below]
         for last, end in enumerate(ends, 1):
             for n in range(last):
-                if (tokens := least[n] + end * rows(end, upto[last] - upto[n])) < further[last]:
-                    further[last], longer[last] = tokens, [*chosen[n], end]
-        least, chosen = further, longer
-        found.append(chosen[-1])
-    return found
+                if (tokens := least[n] + end * rows(end, counts_below[last] - counts_below[n])) < next_least[last]:
+                    next_least[last], next_chosen[last] = tokens, [*chosen[n], end]
+        least, chosen = next_least, next_chosen
+        choices.append(chosen[-1])
+    return choices
 
 
-def fewest_rows(most: int, counts: Sequence[int], room: Room) -> int:
-    """Rows of a batch with which the fewest are empty.
+def rows_per_batch(max_rows: int, counts: Sequence[int], limits: RowLimits) -> int:
+    """The number of rows per batch that leaves the fewest rows empty.
 
     Args:
-        most: rows that a batch may have.
+        max_rows: the largest number of rows of a batch.
         counts: the rows of each table.
-        room: how far it may be from that.
+        limits: by how much batches and rows may exceed it.
     """
 
     def batches(rows: int) -> int:
         return sum(-(-count // rows) for count in counts)
 
-    allowed = int(batches(most) * room.fewer)
-    usable = [rows for rows in range(room.ways, int(most * room.larger) + 1, room.ways) if batches(rows) <= allowed]
-    return min(usable or [most], key=lambda rows: (batches(rows) * rows, batches(rows)))
+    max_batches = int(batches(max_rows) * limits.max_batch_factor)
+    usable = [
+        rows
+        for rows in range(limits.num_shards, int(max_rows * limits.max_row_factor) + 1, limits.num_shards)
+        if batches(rows) <= max_batches
+    ]
+    return min(usable or [max_rows], key=lambda rows: (batches(rows) * rows, batches(rows)))
 
 
-def _settled(
+def _shrink_to_fullest(
     lengths: Sequence[int],
     pieces: Sequence[Sequence[Piece]],
     cost: Callable[[RowShape], float],
-    room: Room,
-    of: Callable[[int], RowShape],
+    limits: RowLimits,
+    shape_of_length: Callable[[int], RowShape],
 ) -> tuple[float, list[RowShape]]:
-    """Shapes of some lengths, those that are used, as long as their fullest rows; and what all batches cost then."""
+    """The cost of all batches, and the shapes: lengths that are used, each reduced to its fullest row."""
     longest = max(lengths)
 
     def packed(lengths: Sequence[int]) -> list[PackedQueries]:
-        """Each table's rows, however many there are: how many a batch has is decided by them."""
-        few = [replace(of(length), rows=room.ways) for length in lengths]
-        return [each for table in pieces for each in best(few, table, cost)]
+        """The rows of each table, with the smallest batch: the number of rows per batch is chosen afterwards."""
+        small_shapes = [replace(shape_of_length(length), rows=limits.num_shards) for length in lengths]
+        return [packed_rows for table in pieces for packed_rows in pack_cheapest(small_shapes, table, cost)]
 
-    shorter = sorted({_rounded(each.filled, room.unit, longest) for each in packed(lengths)})
+    shorter = sorted({_round_up(packed_rows.filled, limits.multiple, longest) for packed_rows in packed(lengths)})
     counts: dict[int, list[int]] = {}
-    for each in packed(shorter):
-        counts.setdefault(each.shape.length, []).append(len(each.rows))
-    shapes = [replace(of(n), rows=fewest_rows(of(n).rows, each, room)) for n, each in sorted(counts.items())]
-    final = [each for table in pieces for each in best(shapes, table, cost)]
-    used = [shape for shape in shapes if any(each.shape == shape for each in final)]
-    return sum(each.batches * cost(each.shape) for each in final) * (1 + WORTH * len(used)), used
+    for packed_rows in packed(shorter):
+        counts.setdefault(packed_rows.shape.length, []).append(len(packed_rows.rows))
+    shapes = [
+        replace(shape_of_length(n), rows=rows_per_batch(shape_of_length(n).rows, row_counts, limits))
+        for n, row_counts in sorted(counts.items())
+    ]
+    final = [packed_rows for table in pieces for packed_rows in pack_cheapest(shapes, table, cost)]
+    used = [shape for shape in shapes if any(packed_rows.shape == shape for packed_rows in final)]
+    return sum(packed_rows.batches * cost(packed_rows.shape) for packed_rows in final) * (
+        1 + LENGTH_OVERHEAD * len(used)
+    ), used
 
 
-def _rounded(length: int, unit: int, longest: int) -> int:
+def _round_up(length: int, unit: int, longest: int) -> int:
     return min(longest, -(-length // unit) * unit)

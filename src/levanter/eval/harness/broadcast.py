@@ -1,7 +1,7 @@
-"""What process 0 tells the others of a harness: tables, texts to come, and that it is done or failed.
+"""Messages from process 0 to the other processes of a harness run: tables, requests for text, and the end of the run.
 
-Nothing is said for a batch: whoever has the table knows all of them. An exception on process 0 is told like everything
-else, so nobody waits for a request that never comes.
+Batches need no messages: a table contains all of them. An exception on process 0 is sent like everything else, so that
+no process waits for a request that never comes.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,27 +15,27 @@ from levanter.eval.harness.scoring import Scorer
 _TOPIC = "the harness"
 
 
-class FailedElsewhereError(ValueError):
-    """Process 0 failed; this process says and ends as it does."""
+class Process0Error(ValueError):
+    """Process 0 failed; this process reports its message and exits with its code."""
 
-    def __init__(self, said: str, exit_code: int):
+    def __init__(self, message: str, exit_code: int):
         self.exit_code = exit_code
-        super().__init__(said)
+        super().__init__(message)
 
 
-def tell_table(table: Table) -> None:
-    """Lets the other processes compute a table, which this one has to compute too."""
+def send_table(table: Table) -> None:
+    """Has the other processes execute a table, which this process executes as well."""
     tell_all(_TOPIC, {"what": "table", "table": table.message()})
 
 
-def tell_texts() -> None:
-    """Lets the other processes follow the engine, until it is let go."""
+def send_generation() -> None:
+    """Has the other processes follow the engine until it is released."""
     tell_all(_TOPIC, {"what": "texts"})
 
 
 @contextmanager
-def leading() -> Iterator[None]:
-    """Surrounds all that process 0 asks of the model; behind it the others are let go, or told what went wrong."""
+def lead_processes() -> Iterator[None]:
+    """Surrounds the work of process 0; at its end the other processes are released, or receive the error."""
     try:
         yield
     except Exception as error:
@@ -45,27 +45,27 @@ def leading() -> Iterator[None]:
     tell_all(_TOPIC, {"what": "done"})
 
 
-def follow(scorer: Scorer, texts: Callable[[], object]) -> int:
-    """Computes what process 0 tells, until it tells no more.
+def follow_process_0(scorer: Scorer, follow_engine: Callable[[], object]) -> int:
+    """Executes the tables that process 0 sends, until it reports the end of the run.
 
     Args:
-        scorer: this process's part of the model.
-        texts: follows the engine until it is let go.
+        scorer: the model on its devices.
+        follow_engine: executes the engine's calls until process 0 releases it.
 
     Returns:
-        How many tables there were.
+        The number of tables.
 
     Raises:
-        FailedElsewhereError: process 0 failed.
-        PeerLostError: it is gone.
+        Process0Error: process 0 failed.
+        PeerLostError: the connection to process 0 is lost.
     """
     count = 0
-    while (told := hear_next(_TOPIC))["what"] != "done":
-        if told["what"] == "failed":
-            raise FailedElsewhereError(told["said"], told["code"])
-        if told["what"] == "texts":
-            texts()
+    while (message := hear_next(_TOPIC))["what"] != "done":
+        if message["what"] == "failed":
+            raise Process0Error(message["said"], message["code"])
+        if message["what"] == "texts":
+            follow_engine()
         else:
-            scorer.run(Table.of_message(told["table"]))
+            scorer.run(Table.from_message(message["table"]))
             count += 1
     return count

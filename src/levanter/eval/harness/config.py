@@ -1,4 +1,4 @@
-"""What the evaluation harness evaluates: the block `eval_harness:`, with upstream's keys and defaults."""
+"""The configuration of the evaluation harness: the block `eval_harness:`, with upstream's keys and defaults."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -7,20 +7,20 @@ from typing import Any, ClassVar
 from levanter.config.validators import Count, PathText, PositiveInt, Ranged
 
 GENERATION: Mapping[str, Any] = {"max_gen_toks": 256, "temperature": 0.0, "n": 1, "seed": None}
-"""How texts are generated where a task does not say."""
+"""Keys of generation for tasks that do not set them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HarnessTaskConfig(Ranged):
-    """One task, and what is changed of it; what is left out stays as lm_eval's file of the task has it.
+    """One task with changes to its lm_eval definition; keys that are not given keep the values of lm_eval's file.
 
-    With a name that no task has, a `dataset_path` and an `output_type`, it is a task of its own.
+    An entry whose name is not an lm_eval task, with a `dataset_path` and an `output_type`, defines a new task.
 
     Attributes:
-        task: its name, or that of a group or a tag.
-        task_alias: what its results are called; several variants of a task need one each.
-        num_fewshot: solved documents that stand before each question.
-        additional_stop_strings: strings that end a text, beside the task's `until`.
+        task: name of a task, a group or a tag.
+        task_alias: its name in the results; required where a task is listed in several variants.
+        num_fewshot: number of solved examples before each question.
+        additional_stop_strings: strings that end a generated text, in addition to the task's `until`.
         use_prompt, description, target_delimiter, fewshot_delimiter, doc_to_text, doc_to_target, doc_to_choice,
             dataset_path, dataset_name, output_type, test_split, training_split, validation_split, fewshot_split,
             metric_list, tag, metadata: lm_eval's keys of a task.
@@ -50,20 +50,20 @@ class HarnessTaskConfig(Ranged):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it says enough to be a task of its own."""
+        """Whether it defines a task without lm_eval's file."""
         return self.dataset_path is not None and self.output_type is not None
 
     @property
     def changes(self) -> dict[str, Any]:
-        """What lm_eval is given over the task's own file."""
-        own = ("task", "task_alias", "additional_stop_strings")
-        given = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in own}
-        return {key: value for key, value in given.items() if value is not None}
+        """The keys that override the task's lm_eval definition."""
+        excluded = ("task", "task_alias", "additional_stop_strings")
+        values = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in excluded}
+        return {key: value for key, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleLoggingConfig(Ranged):
-    """Upstream's way to log samples to its tracker; here they go into files, as with `log_samples`.
+    """Upstream's keys for logging samples to its tracker; here samples are written to files, as with `log_samples`.
 
     Attributes:
         log_all: whether all samples are written.
@@ -75,13 +75,13 @@ class SampleLoggingConfig(Ranged):
 
     @property
     def logs(self) -> bool:
-        """Whether any are written."""
+        """Whether samples are written."""
         return self.log_all or bool(self.max_samples_per_benchmark)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HarnessConfig(Ranged):
-    """What the evaluation harness evaluates.
+    """The tasks of an evaluation and how requests are built.
 
     Attributes:
         task_spec: tasks, groups and tags of lm_eval by name, or with changes.
@@ -121,10 +121,10 @@ class HarnessConfig(Ranged):
 
     @property
     def tasks(self) -> tuple[HarnessTaskConfig, ...]:
-        """The tasks, those given by name included."""
-        return tuple(HarnessTaskConfig(task=each) if isinstance(each, str) else each for each in self.task_spec)
+        """The entries of `task_spec`; a name is an entry without changes."""
+        return tuple(HarnessTaskConfig(task=task) if isinstance(task, str) else task for task in self.task_spec)
 
 
 def listed(text: str | None) -> list[str]:
-    """The words of a list that is separated by commas."""
-    return [each.strip() for each in (text or "").split(",") if each.strip()]
+    """The items of a comma-separated list."""
+    return [item.strip() for item in (text or "").split(",") if item.strip()]

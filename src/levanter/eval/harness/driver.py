@@ -1,41 +1,133 @@
-"""A run of lm_eval over loaded tasks: its `evaluate`, and the dictionary that its `simple_evaluate` makes around it."""
+"""The lm_eval run on process 0: all tasks evaluated on the model, with progress, and its dictionary of results."""
 
 import importlib.metadata
+import platform
 import time
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
-from lm_eval.evaluator import evaluate as _lm_eval
+import jax
 
+from levanter.data.chat import ChatTemplate
 from levanter.eval.harness.config import HarnessConfig
-from levanter.eval.harness.encoding import HarnessError
-from levanter.eval.harness.lm import HarnessLM
-from levanter.eval.harness.tasks import FEWSHOT_SEED, RANDOM_SEED, LoadedTasks, quiet, said_of_a_task, seed_everything
+from levanter.eval.harness.encoding import HarnessError, QueryEncoder
+from levanter.eval.harness.generation import Generator
+from levanter.eval.harness.scoring import Scorer
+from levanter.eval.harness.tasks import (
+    FEWSHOT_SEED,
+    RANDOM_SEED,
+    LoadedTasks,
+    seed_everything,
+    silence_lm_eval,
+    task_error_message,
+)
+from levanter.io import Progress
+
+if TYPE_CHECKING:
+    from levanter.eval.harness.lm import HarnessLM
 
 
-def evaluate(model: HarnessLM, tasks: LoadedTasks, config: HarnessConfig, *, name: str) -> dict[str, Any]:
-    """Asks all tasks of a model.
+def run_tasks(
+    tasks: LoadedTasks,
+    config: HarnessConfig,
+    *,
+    encoder: QueryEncoder,
+    scorer: Scorer,
+    texts: Generator | None,
+    template: ChatTemplate | None,
+    name: str,
+    show: bool,
+) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """Evaluates all tasks and shows progress.
+
+    Args:
+        tasks: the tasks.
+        config: how requests are built.
+        encoder: texts to tokens.
+        scorer: the model on its devices.
+        texts: generates text; None if no task requests any.
+        template: renders conversations; None if the tokenizer has no chat template.
+        name: the model's name in the results.
+        show: whether progress is shown.
+
+    Returns:
+        lm_eval's results, with statistics of the requests under `levanter`, and its samples by task.
+    """
+    # Only process 0 imports lm_eval, and only when it evaluates.
+    from levanter.eval.harness.lm import HarnessLM
+
+    bars: list[Progress] = []
+
+    def watch(kind: str, total: int) -> Callable[[int], None]:
+        while bars:
+            bars.pop().__exit__(None, None, None)
+        bars.append(Progress(f"scoring {kind}", total=total, unit="tokens", show=show).__enter__())
+        return bars[-1].advance_to
+
+    model = HarnessLM(
+        encoder=encoder,
+        scorer=scorer,
+        generate=texts,
+        template=template,
+        generation=config.generation_kwargs,
+        stops=tasks.stops,
+        watch=watch,
+    )
+    try:
+        results = evaluate(model, tasks, config, name=name)
+    finally:
+        while bars:
+            bars.pop().__exit__(None, None, None)
+    samples = results.pop("samples", {})
+    log = model.log
+    results["levanter"] = {
+        "requests": log.requests,
+        "request_digest": log.digest,
+        "first_ids": log.first_ids,
+        "tokens": log.tokens,
+        "tokens_asked_alone": log.unshared_tokens,
+        "cut_requests": log.truncated,
+        "seconds": log.seconds,
+        "versions": {"python": platform.python_version(), "jax": jax.__version__},
+    }
+    return results, samples
+
+
+def select_samples(config: HarnessConfig, samples: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The samples to write: all of them, or as many as upstream's `sample_logging` allows."""
+    logging = config.sample_logging
+    if config.log_samples:
+        return samples
+    limit = None if logging.log_all else logging.max_samples_per_benchmark
+    return {task: lines[:limit] for task, lines in samples.items()} if logging.logs else {}
+
+
+def evaluate(model: "HarnessLM", tasks: LoadedTasks, config: HarnessConfig, *, name: str) -> dict[str, Any]:
+    """Evaluates tasks with lm_eval.
 
     Args:
         model: the model.
-        tasks: what is asked.
-        config: how.
-        name: of the model, for the results.
+        tasks: the tasks.
+        config: how requests are built.
+        name: the model's name in the results.
 
     Returns:
         lm_eval's results, with `samples`.
 
     Raises:
-        HarnessError: a task cannot be asked, or what is answered cannot be evaluated.
+        HarnessError: a task's requests are invalid, or it fails to evaluate the answers.
     """
+    from lm_eval.evaluator import evaluate as evaluate_tasks
+
     seed_everything()
     for task in tasks.tasks.values():
         task.set_fewshot_seed(seed=FEWSHOT_SEED)
     began = time.time()
     try:
-        with quiet():
-            found = _lm_eval(
+        with silence_lm_eval():
+            evaluated = evaluate_tasks(
                 model,
-                tasks.as_lm_eval(),  # pyright: ignore[reportArgumentType]
+                tasks.asevaluate_tasks(),  # pyright: ignore[reportArgumentType]
                 limit=config.max_examples,
                 bootstrap_iters=config.bootstrap_iters,
                 log_samples=True,
@@ -44,11 +136,11 @@ def evaluate(model: HarnessLM, tasks: LoadedTasks, config: HarnessConfig, *, nam
                 confirm_run_unsafe_code=config.confirm_run_unsafe_code,
             )
     except Exception as error:
-        if (said := said_of_a_task(error)) is None:
+        if (message := task_error_message(error)) is None:
             raise
-        raise HarnessError(said) from error
-    assert found is not None, "process 0 has the results"
-    results: dict[str, Any] = dict(found)
+        raise HarnessError(message) from error
+    assert evaluated is not None, "process 0 has the results"
+    results: dict[str, Any] = dict(evaluated)
     results["config"] = {
         "model": name,
         "model_args": None,

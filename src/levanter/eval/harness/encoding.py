@@ -1,12 +1,12 @@
-"""Texts as tokens by lm_eval's rules: what is put into the model, and which tokens are scored.
+"""Texts to tokens by lm_eval's rules: the model's inputs, and which tokens are scored.
 
-A *question* is a sequence of tokens whose last ones are scored. For `loglikelihood` it is a context and a continuation,
-encoded together, so that a token may not be cut at their border; spaces that end the context belong to the
-continuation. A tokenizer that puts BOS before a text does so here too, unless the text has it. An empty context is BOS,
-or EOS where there is none. Of what is longer than the model's context the beginning is dropped.
+A *query* is a sequence of tokens whose last ones are scored. For `loglikelihood` it is a context and a continuation,
+encoded together, so that a token may span their border; spaces at the end of the context are moved to the continuation.
+A tokenizer that adds BOS to a text does so here too, unless the text begins with it. An empty context is BOS, or EOS if
+the tokenizer has no BOS. A query that is longer than the model's context loses its beginning.
 
-For `loglikelihood_rolling` a text is cut into windows whose targets do not overlap; the last one reaches back as far as
-the context does.
+For `loglikelihood_rolling` a text is split into windows with disjoint targets; the last window is extended backwards to
+the full context.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,7 @@ from levanter.data import Tokenizer
 
 
 class HarnessError(ValueError):
-    """A task asks for something that cannot be answered; the message says which and why."""
+    """A task has invalid requests; the message names the task and the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,29 +27,29 @@ class Query:
     """A sequence whose end is scored.
 
     Attributes:
-        inputs: int32, what the model sees: all tokens but the last.
-        targets: int32, the tokens that are scored; the last one follows `inputs`.
-        cut: tokens of the beginning that were dropped, since there is no room for them.
+        inputs: int32, the model's inputs: all tokens but the last.
+        targets: int32, the scored tokens; the last one follows `inputs`.
+        truncated: number of tokens that were dropped from the beginning because they exceed the context.
     """
 
     inputs: np.ndarray
     targets: np.ndarray
-    cut: int = 0
+    truncated: int = 0
 
     @property
-    def places(self) -> np.ndarray:
+    def target_positions(self) -> np.ndarray:
         """The positions of `inputs` that predict the targets."""
         return np.arange(len(self.inputs) - len(self.targets), len(self.inputs), dtype=np.int32)
 
 
 @dataclass(frozen=True)
 class QueryEncoder:
-    """How texts become questions.
+    """Builds queries from texts.
 
     Attributes:
         tokenizer: the model's.
-        adds_bos: whether it puts BOS before a text.
-        max_length: tokens that the model sees at once.
+        adds_bos: whether the tokenizer adds BOS to a text.
+        max_length: maximum number of tokens of an input.
     """
 
     tokenizer: Tokenizer
@@ -58,114 +58,119 @@ class QueryEncoder:
 
     @cached_property
     def prefix(self) -> int:
-        """What stands before a text that nothing else stands before: BOS, or EOS where there is none."""
-        found = self.tokenizer.bos_id if self.tokenizer.bos_id is not None else self.tokenizer.eos_id
-        if found is None:
+        """The token before a text without a context: BOS, or EOS if the tokenizer has no BOS."""
+        token = self.tokenizer.bos_id if self.tokenizer.bos_id is not None else self.tokenizer.eos_id
+        if token is None:
             raise HarnessError(
-                f"{self.tokenizer.name}: the tokenizer has neither BOS nor EOS, so nothing can stand before a text "
-                "that is scored from its first token on\n  → name a tokenizer with one of them (tokenizer: …)"
+                f"{self.tokenizer.name}: the tokenizer has neither BOS nor EOS, one of which must precede a text "
+                "that is scored from its first token\n  → tokenizer: one with BOS or EOS"
             )
-        return found
+        return token
 
     @cached_property
     def _prefix_text(self) -> str:
         return self.tokenizer.decode([self.prefix])
 
     def encode(self, texts: Sequence[str], *, bare: bool = False) -> list[np.ndarray]:
-        """The ids of texts, as the tokenizer gives them.
+        """The tokenizer's ids of texts.
 
         Args:
             texts: the texts.
-            bare: without a BOS that the tokenizer adds.
+            bare: whether the tokenizer's BOS is omitted.
         """
         ids = self.tokenizer.encode_batch(texts)
         if bare or not self.adds_bos or self.tokenizer.bos_id is None:
             return ids
-        begin = np.asarray([self.tokenizer.bos_id], np.int32)
-        has = [text.startswith(self._prefix_text) for text in texts]
-        return [each if there else np.concatenate([begin, each]) for each, there in zip(ids, has, strict=True)]
+        bos = np.asarray([self.tokenizer.bos_id], np.int32)
+        has_bos = [text.startswith(self._prefix_text) for text in texts]
+        return [
+            text_ids if starts_with_bos else np.concatenate([bos, text_ids])
+            for text_ids, starts_with_bos in zip(ids, has_bos, strict=True)
+        ]
 
-    def questions(self, pairs: Sequence[tuple[str, str]], names: Sequence[str]) -> list[Query]:
-        """Contexts and continuations as questions.
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]], names: Sequence[str]) -> list[Query]:
+        """Queries for pairs of context and continuation.
 
         Args:
-            pairs: of text.
-            names: what to call each in an error.
+            pairs: the texts.
+            names: names of the pairs in errors.
 
         Raises:
             HarnessError: lists continuations without a token, and those longer than the model's context.
         """
-        moved = [_spaces_moved(context, continuation) for context, continuation in pairs]
-        texts = list(dict.fromkeys(text for a, b in moved if a for text in (a, a + b)))
-        known = dict(zip(texts, self.encode(texts), strict=True))
-        alone = list(dict.fromkeys(b for a, b in moved if not a))
+        adjusted = [_move_trailing_spaces(context, continuation) for context, continuation in pairs]
+        # Each distinct text is encoded once: contexts, and contexts joined with their continuations.
+        texts = list(dict.fromkeys(text for a, b in adjusted if a for text in (a, a + b)))
+        encoded = dict(zip(texts, self.encode(texts), strict=True))
+        alone = list(dict.fromkeys(b for a, b in adjusted if not a))
         bare = dict(zip(alone, self.encode(alone, bare=True), strict=True))
-        found, wrong = [], []
-        for (context, continuation), name in zip(moved, names, strict=True):
+        queries, errors = [], []
+        for (context, continuation), name in zip(adjusted, names, strict=True):
             if context:
-                whole, begin = known[context + continuation], len(known[context])
-                before, after = known[context], whole[begin:]
+                whole, begin = encoded[context + continuation], len(encoded[context])
+                before, after = encoded[context], whole[begin:]
             else:
-                before, after = self._after_nothing(bare[continuation])
-            problem = self._problem(continuation, after)
+                before, after = self._without_context(bare[continuation])
+            problem = self._pair_error(continuation, after)
             if problem is None:
-                found.append(self.question(before, after))
+                queries.append(self.make_query(before, after))
             else:
-                wrong.append(f"{name}: {problem}")
-        if wrong:
-            more = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
-            raise HarnessError("\n".join([*wrong[:_SHOWN], *more]))
-        return found
+                errors.append(f"{name}: {problem}")
+        if errors:
+            more = [f"and {len(errors) - _MAX_ERRORS} more"] if len(errors) > _MAX_ERRORS else []
+            raise HarnessError("\n".join([*errors[:_MAX_ERRORS], *more]))
+        return queries
 
-    def _after_nothing(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _without_context(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if len(ids) and ids[0] == self.prefix:
             return ids[:1], ids[1:]
         return np.asarray([self.prefix], np.int32), ids
 
-    def _problem(self, continuation: str, after: np.ndarray) -> str | None:
+    def _pair_error(self, continuation: str, after: np.ndarray) -> str | None:
         if not len(after):
-            return f"the answer {_shown(continuation)} has no token of its own behind its context"
+            return f"the answer {_quoted(continuation)} has no token after its context"
         if len(after) > self.max_length:
             return (
-                f"the answer {_shown(continuation)} has {len(after):,} tokens, and the model sees {self.max_length:,} "
+                f"the answer {_quoted(continuation)} has {len(after):,} tokens, more than the context of "
+                f"{self.max_length:,} "
                 "(eval_harness.max_length)"
             )
         return None
 
-    def question(self, before: np.ndarray, after: np.ndarray) -> Query:
-        """Tokens that are given and tokens that are scored, without what there is no room for."""
+    def make_query(self, before: np.ndarray, after: np.ndarray) -> Query:
+        """The query for context tokens and scored tokens, truncated at the beginning to the model's context."""
         whole = np.concatenate([before, after]).astype(np.int32)
         kept = whole[-(self.max_length + 1) :]
-        return Query(inputs=kept[:-1], targets=kept[-len(after) :], cut=len(whole) - len(kept))
+        return Query(inputs=kept[:-1], targets=kept[-len(after) :], truncated=len(whole) - len(kept))
 
-    def windows(self, text: str) -> list[Query]:
-        """A text as questions whose targets are its tokens, each once."""
+    def rolling_windows(self, text: str) -> list[Query]:
+        """Queries that score every token of a text exactly once."""
         (ids,) = self.encode([text])
         whole = np.concatenate([np.asarray([self.prefix], np.int32), ids])
-        found = []
+        queries = []
         for begin in range(0, len(ids), self.max_length):
             end = min(begin + self.max_length, len(ids))
-            # `whole` is a token ahead of `ids`: the inputs of a window end before its last target.
+            # `whole[n]` is the token before `ids[n]`, so that `end` is exclusive for both.
             inputs = whole[max(0, end - self.max_length) if begin else 0 : end]
-            found.append(Query(inputs=inputs, targets=ids[begin:end]))
-        return found
+            queries.append(Query(inputs=inputs, targets=ids[begin:end]))
+        return queries
 
 
-_SHOWN = 5
+_MAX_ERRORS = 5
 
 
-def _shown(text: str) -> str:
+def _quoted(text: str) -> str:
     return repr(text if len(text) <= 60 else f"{text[:57]}…")
 
 
-def _spaces_moved(context: str, continuation: str) -> tuple[str, str]:
-    """Spaces at the end of a context at the beginning of what follows; a context of nothing else stays."""
+def _move_trailing_spaces(context: str, continuation: str) -> tuple[str, str]:
+    """Moves spaces at the end of a context to the continuation; a context of only spaces is not changed."""
     kept = context.rstrip()
     if len(kept) == len(context):
         return context, continuation
     return kept, context[len(kept) :] + continuation
 
 
-def token_count(questions: Iterable[Query]) -> int:
-    """The tokens that the model sees in all of them."""
-    return sum(len(each.inputs) for each in questions)
+def token_count(queries: Iterable[Query]) -> int:
+    """The number of input tokens of all queries."""
+    return sum(len(query.inputs) for query in queries)

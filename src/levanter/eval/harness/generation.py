@@ -1,6 +1,6 @@
-"""Texts that a task wants written: lm_eval's keys of generation as values, and who answers them.
+"""Requests for generated text: lm_eval's generation keys as values, and the interface of the engine that answers them.
 
-`eval` knows no engine. A command passes a `Generator`, which answers prompts of ids with texts.
+`eval` does not import an engine. A command passes a `Generator`, which returns texts for prompts of token ids.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,22 +13,22 @@ from levanter.config.errors import did_you_mean
 from levanter.eval.harness.encoding import HarnessError
 
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""Names of the number of tokens, the first that is there counts: lm_eval's order."""
+"""Keys for the number of tokens; the first one that is set counts, which is lm_eval's order."""
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-"""Keys of sampling that the engine has under the same names."""
+"""Sampling keys that the engine has under the same names."""
 _KNOWN = ("until", "do_sample", "seed", "n", *_LENGTHS, *SAMPLING)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Continuation:
-    """A prompt, and how it goes on.
+    """A prompt and how its continuation is generated.
 
     Attributes:
         tokens: int32, the prompt.
-        until: strings before the first of which the text ends.
-        max_tokens: of the text.
-        sampling: of the engine's parameters; nothing for the likeliest token each time.
-        seed: of the noise; None for one that follows from the place in the list.
+        until: stop strings; the text ends before the first of them.
+        max_tokens: maximum number of generated tokens.
+        sampling: the engine's sampling parameters; empty for greedy decoding.
+        seed: of the random numbers; None for one derived from the index in the list.
     """
 
     tokens: np.ndarray
@@ -39,16 +39,16 @@ class Continuation:
 
 
 class Generator(Protocol):
-    """What writes texts."""
+    """Generates texts."""
 
-    def __call__(self, asked: Sequence[Continuation]) -> list[str]:
-        """The text behind each prompt, without what ended it."""
+    def __call__(self, prompts: Sequence[Continuation]) -> list[str]:
+        """The generated text for each prompt, without the stop string."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationKeys:
-    """How a request goes on, by lm_eval's keys.
+    """The validated generation keys of a request.
 
     Attributes:
         until: see `Continuation`.
@@ -64,36 +64,36 @@ class GenerationKeys:
 
     @staticmethod
     def of(
-        given: Mapping[str, Any], defaults: Mapping[str, Any], more_stops: Sequence[str], name: str
+        request: Mapping[str, Any], defaults: Mapping[str, Any], more_stops: Sequence[str], name: str
     ) -> "GenerationKeys":
-        """Reads the keys of a request.
+        """Validates the keys of a request.
 
         Args:
-            given: the request's.
-            defaults: the run's, for those that it leaves out.
-            more_stops: strings that end a text besides.
-            name: what to call it in an error.
+            request: the request's keys.
+            defaults: the run's keys, for those that the request does not set.
+            more_stops: further stop strings.
+            name: of the request in errors.
 
         Raises:
-            HarnessError: lists keys that are not known, and values that cannot be.
+            HarnessError: lists unknown keys and invalid values.
         """
-        wrong = [
-            f"{key}: not a key of generation here{did_you_mean(key, _KNOWN)}" for key in given if key not in _KNOWN
+        errors = [
+            f"{key}: not a key of generation here{did_you_mean(key, _KNOWN)}" for key in request if key not in _KNOWN
         ]
         keys = {**{key: value for key, value in defaults.items() if value is not None}}
-        if any(given.get(key) is not None for key in _LENGTHS):
+        if any(request.get(key) is not None for key in _LENGTHS):
             keys = {key: value for key, value in keys.items() if key not in _LENGTHS}
-        keys |= {key: value for key, value in given.items() if value is not None}
+        keys |= {key: value for key, value in request.items() if value is not None}
         until = keys.get("until") or []
         stops = [until] if isinstance(until, str) else list(until)
         length = next((keys[key] for key in _LENGTHS if key in keys), 256)
         if not isinstance(length, int) or length < 1:
-            wrong.append(f"max_gen_toks: expected a number of tokens, got {length!r}")
+            errors.append(f"max_gen_toks: expected a number of tokens, got {length!r}")
         if not all(isinstance(stop, str) for stop in stops):
-            wrong.append(f"until: expected texts, got {until!r}")
+            errors.append(f"until: expected texts, got {until!r}")
         if keys.get("n", 1) != 1:
-            wrong.append(
-                "n: one text is scored for a document; leave it out, or repeat documents (repeats: in the task)"
+            errors.append(
+                "n: one text per document is evaluated; remove the key, or repeat documents (repeats: in the task)"
             )
         numbers = {key: keys[key] for key in SAMPLING if key in keys}
         for key, value in numbers.items():
@@ -102,12 +102,13 @@ class GenerationKeys:
                 or not isinstance(value, (int, float))
                 or (key == "top_k" and value != int(value))
             ):
-                wrong.append(f"{key}: expected {'an integer' if key == 'top_k' else 'a number'}, got {value!r}")
-        sampling = {key: int(value) if key == "top_k" else value for key, value in numbers.items() if not wrong}
+                errors.append(f"{key}: expected {'an integer' if key == 'top_k' else 'a number'}, got {value!r}")
+        sampling = {key: int(value) if key == "top_k" else value for key, value in numbers.items() if not errors}
         if keys.get("do_sample") is False or not sampling.get("temperature"):
-            # Without a temperature the likeliest token is taken, whatever else is said.
+            # Decoding is greedy at temperature 0, where the other sampling keys have no effect; penalties still have
+            # one.
             sampling = {key: value for key, value in sampling.items() if key.endswith("penalty")}
-        if wrong:
-            raise HarnessError("\n".join(f"{name}: generation_kwargs.{each}" for each in wrong))
-        found = tuple(dict.fromkeys(stop for stop in [*stops, *more_stops] if stop))
-        return GenerationKeys(until=found, max_tokens=length, sampling=sampling, seed=keys.get("seed"))
+        if errors:
+            raise HarnessError("\n".join(f"{name}: generation_kwargs.{error}" for error in errors))
+        all_stops = tuple(dict.fromkeys(stop for stop in [*stops, *more_stops] if stop))
+        return GenerationKeys(until=all_stops, max_tokens=length, sampling=sampling, seed=keys.get("seed"))

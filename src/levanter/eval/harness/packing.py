@@ -1,14 +1,14 @@
-"""Which questions share a row, and how long rows are.
+"""Which queries share a row, and how long rows are.
 
-A question whose inputs another one begins with needs no inputs of its own: its targets are predicted on the way (the
-answers of one token of one context are one item). Where rows take *branches*, questions whose inputs begin alike (the
-endings of one context) are one item too: a trunk, computed once, and what each goes on with (a tree of one level, as
-tree attention of speculative decoding has them: Miao et al., arXiv:2305.09781). Items go into rows as segments that do
-not see each other, but for the trunk. Rows have one of a few lengths, each with a Program; which lengths are used is
-decided by what they would cost, and rows are filled with the longest item that still fits.
+A query whose inputs are the beginning of another query's inputs needs none of its own: its targets are predicted from
+the other one's (one-token answers to one context are one *item*). In rows with *branches*, queries whose inputs share a
+beginning (several endings of one context) are one item too: the *trunk* is computed once, and every branch continues it
+(a tree of one level, as in the tree attention of speculative decoding: Miao et al., arXiv:2305.09781). Items are packed
+into rows as segments that attend to themselves and to their trunk only. Rows have one of a few lengths, each with a
+Program. The set of lengths with the lowest cost is used, and rows are filled with the longest item that still fits.
 
-An item has a *weight*: its tokens, or its targets where it has more of these. In *sparse* rows a quarter of the
-positions is scored, so there are items with few targets for their tokens; in *dense* rows as many as there are.
+An item's *weight* is its number of tokens, or of targets if that is larger. In *sparse* rows a quarter of the positions
+is scored, for items with few targets per token; in *dense* rows every position may be scored.
 """
 
 import bisect
@@ -20,19 +20,19 @@ import numpy as np
 
 from levanter.eval.harness.encoding import HarnessError, Query
 
-SCORES = "score_"
-"""How the names of the Programs begin."""
-SHARE = 4
-"""One position in so many is scored in a sparse row."""
-SHORTEST = 64
+PROGRAM_PREFIX = "score_"
+"""The beginning of the names of the scoring Programs."""
+SPARSE_RATIO = 4
+"""Positions per scored position in a sparse row."""
+MIN_LENGTH = 64
 """Positions of the shortest rows, unless the model's context is shorter."""
 Piece = tuple[int, int, int, int]
-"""A part of an item that lies in one row: its weight, the item, the first of its targets, how many."""
-_SAMPLE = 2048
-"""Items by which the lengths are chosen."""
-_MOST_BRANCHES = 64
-_LEAST_SHARED = 4
-"""A trunk is at least one part in so many of each question that it begins: less is not worth a longer row."""
+"""The part of an item in one row: (weight, item, index of the first target, number of targets)."""
+_SAMPLED_ITEMS = 2048
+"""Number of items from which the lengths are chosen."""
+_MAX_BRANCHES = 64
+_MIN_SHARED = 4
+"""A trunk is at least 1/4 of each query that shares it: a shorter one does not justify a longer row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,8 @@ class RowShape:
         length: positions of a row.
         slots: targets of a row.
         rows: of a batch.
-        branches: tokens, and targets, that an item with branches may have, whatever rows of this shape may; 0 where
-            segments do not go on from others.
+        branches: the largest number of tokens, and of targets, of an item with branches, for all shapes of a run; 0 for
+            rows without branches.
     """
 
     length: int
@@ -60,115 +60,127 @@ class RowShape:
     @property
     def name(self) -> str:
         """The name of its Program."""
-        return f"{SCORES}{self.length}" + ("_all" if self.is_dense else "")
+        return f"{PROGRAM_PREFIX}{self.length}" + ("_all" if self.is_dense else "")
 
 
 def row_shapes(max_length: int, *, tokens: int, ways: int, branches: bool = False) -> tuple[RowShape, ...]:
-    """The shapes of a run, six at most: four sparse ones, two dense ones.
+    """The shapes of a run, at most six: four sparse ones and two dense ones.
 
     Args:
         max_length: positions of the longest rows.
         tokens: of a batch on each of its shards.
-        ways: how many shards the batch has.
-        branches: whether segments may go on from others.
+        ways: number of shards of a batch.
+        branches: whether segments may continue other segments.
     """
-    room = max_length if branches else 0
+    branch_tokens = max_length if branches else 0
 
-    def of(length: int, slots: int) -> RowShape:
-        return RowShape(length=length, slots=slots, rows=ways * max(1, tokens // length), branches=room)
+    def shape_of_length(length: int, slots: int) -> RowShape:
+        return RowShape(length=length, slots=slots, rows=ways * max(1, tokens // length), branches=branch_tokens)
 
-    sparse = [n for n in (max_length, max_length // 2, max_length // 4, max_length // 8) if n >= SHORTEST]
-    dense = [n for n in (max_length, max_length // 4) if n >= SHORTEST]
+    sparse = [n for n in (max_length, max_length // 2, max_length // 4, max_length // 8) if n >= MIN_LENGTH]
+    dense = [n for n in (max_length, max_length // 4) if n >= MIN_LENGTH]
     sparse, dense = sparse or [max_length], dense or [max_length]
-    found = [of(n, n // SHARE) for n in reversed(sparse) if n // SHARE >= 1]
-    return (*found, *(of(n, n) for n in reversed(dense)))
+    sparse_shapes = [shape_of_length(n, n // SPARSE_RATIO) for n in reversed(sparse) if n // SPARSE_RATIO >= 1]
+    return (*sparse_shapes, *(shape_of_length(n, n) for n in reversed(dense)))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UniqueQueries:
-    """Questions without those that others answer on the way.
+    """The sequences that have to be computed to answer all queries.
 
     Attributes:
-        inputs: the tokens of each: of its trunk, then of its branches.
-        targets: of each, its targets as (place, token, question, which of the question's).
-        parts: of each, the tokens of its trunk and of every branch; of the trunk alone where it has none.
+        inputs: the tokens of each item: those of its trunk, then those of its branches.
+        targets: the targets of each item as rows of (position, token, query, index in the query).
+        segment_sizes: the numbers of tokens of the trunk and of every branch; of the trunk alone for items without
+            branches.
     """
 
     inputs: tuple[np.ndarray, ...]
     targets: tuple[np.ndarray, ...]
-    parts: tuple[tuple[int, ...], ...]
+    segment_sizes: tuple[tuple[int, ...], ...]
 
 
-def items_of(questions: Sequence[Query], *, room: int | None = None) -> UniqueQueries:
-    """The sequences that have to be computed to answer all questions.
+def group_queries(queries: Sequence[Query], *, branch_tokens: int | None = None) -> UniqueQueries:
+    """Merges queries into the items that have to be computed.
 
     Args:
-        questions: the questions.
-        room: tokens, and targets, that an item with branches may have; None for no branches.
+        queries: the queries.
+        branch_tokens: the largest number of tokens, and of targets, of an item with branches; None for no branches.
     """
-    keys = [each.inputs.astype(">i4").tobytes() for each in questions]
+    keys = [query.inputs.astype(">i4").tobytes() for query in queries]
     order = sorted(range(len(keys)), key=keys.__getitem__)
-    # Sorted, a sequence that begins others stands right before one of them.
+    # In sorted order (big-endian bytes sort like token ids) a sequence is directly followed by one that begins with it,
+    # if there is any. The owner of a query is the longest sequence that contains its inputs.
     owner: dict[int, int] = {}
     for at in range(len(order) - 1, -1, -1):
-        mine = order[at]
-        after = order[at + 1] if at + 1 < len(order) else None
-        owner[mine] = owner[after] if after is not None and keys[after].startswith(keys[mine]) else mine
-    asked: dict[int, list[int]] = {}
-    for n in range(len(questions)):
-        asked.setdefault(owner[n], []).append(n)
+        current = order[at]
+        following = order[at + 1] if at + 1 < len(order) else None
+        owner[current] = (
+            owner[following] if following is not None and keys[following].startswith(keys[current]) else current
+        )
+    queries_by_owner: dict[int, list[int]] = {}
+    for n in range(len(queries)):
+        queries_by_owner.setdefault(owner[n], []).append(n)
     whole = [n for n in order if owner[n] == n]
-    groups = [[n] for n in whole] if room is None else _branching(questions, whole, asked, room)
-    inputs, targets, parts = [], [], []
+    groups = (
+        [[n] for n in whole]
+        if branch_tokens is None
+        else _group_by_trunk(queries, whole, queries_by_owner, branch_tokens)
+    )
+    inputs, targets, segment_sizes = [], [], []
     for group in sorted(sorted(group) for group in groups):
-        trunk = len(questions[group[0]].inputs) if len(group) == 1 else _alike(questions, group)
-        ids, found, sizes = [questions[group[0]].inputs[:trunk]], [], [trunk]
-        for owning in group:
-            # What is predicted within the trunk is predicted there.
-            moved = sum(sizes) - trunk
-            for n in asked[owning]:
-                q = questions[n]
-                places = q.places + np.where(q.places < trunk, 0, moved)
-                found.append(
-                    np.stack([places, q.targets, np.full(len(q.targets), n), np.arange(len(q.targets))], axis=1)
+        trunk = len(queries[group[0]].inputs) if len(group) == 1 else _common_prefix_length(queries, group)
+        ids, item_targets, sizes = [queries[group[0]].inputs[:trunk]], [], [trunk]
+        for member in group:
+            # Targets within the trunk keep their positions; those behind it move to this member's branch.
+            shift = sum(sizes) - trunk
+            for n in queries_by_owner[member]:
+                q = queries[n]
+                positions = q.target_positions + np.where(q.target_positions < trunk, 0, shift)
+                item_targets.append(
+                    np.stack([positions, q.targets, np.full(len(q.targets), n), np.arange(len(q.targets))], axis=1)
                 )
             if len(group) > 1:
-                ids.append(questions[owning].inputs[trunk:])
+                ids.append(queries[member].inputs[trunk:])
                 sizes.append(len(ids[-1]))
         inputs.append(np.concatenate(ids))
-        targets.append(np.concatenate(found).astype(np.int64))
-        parts.append(tuple(sizes))
-    return UniqueQueries(inputs=tuple(inputs), targets=tuple(targets), parts=tuple(parts))
+        targets.append(np.concatenate(item_targets).astype(np.int64))
+        segment_sizes.append(tuple(sizes))
+    return UniqueQueries(inputs=tuple(inputs), targets=tuple(targets), segment_sizes=tuple(segment_sizes))
 
 
-def _branching(
-    questions: Sequence[Query], whole: Sequence[int], asked: Mapping[int, Sequence[int]], room: int
+def _group_by_trunk(
+    queries: Sequence[Query], whole: Sequence[int], queries_by_owner: Mapping[int, Sequence[int]], branch_tokens: int
 ) -> list[list[int]]:
-    """Which sequences have a trunk together, so that the most tokens are saved.
+    """Groups sequences that share a trunk so that the most tokens are saved.
 
     Args:
-        questions: all of them.
-        whole: those that no other one begins with, in the order of their tokens: what begins alike stands together.
-        asked: the questions that each of these answers.
-        room: see `items_of`.
+        queries: all queries.
+        whole: indices of queries that are no other query's beginning, in the order of their tokens, so that those with
+            a common beginning are neighbors.
+        queries_by_owner: the queries that each of these answers.
+        branch_tokens: see `group_queries`.
     """
-    sizes = [len(questions[n].inputs) for n in whole]
-    counts = [sum(len(questions[each].targets) for each in asked[n]) for n in whole]
-    alike = [_alike(questions, pair) for pair in itertools.pairwise(whole)]
-    # Of the first sequences: the tokens that are saved at best, and where the last of their groups begins.
+    sizes = [len(queries[n].inputs) for n in whole]
+    counts = [sum(len(queries[member].targets) for member in queries_by_owner[n]) for n in whole]
+    common = [_common_prefix_length(queries, pair) for pair in itertools.pairwise(whole)]
+    # Dynamic program over prefixes of `whole`: the most tokens saved in the first k sequences, and the index at which
+    # the last of their groups begins.
     saved, begins = [0], [0]
     for last in range(len(whole)):
-        best, begin = saved[last], last
+        most, begin = saved[last], last
         trunk, size, count, longest = sizes[last], sizes[last], counts[last], sizes[last]
-        for first in range(last - 1, max(-1, last - _MOST_BRANCHES), -1):
-            trunk, size, count = min(trunk, alike[first]), size + sizes[first], count + counts[first]
-            longest, less = max(longest, sizes[first]), (last - first) * trunk
-            if trunk * _LEAST_SHARED < longest or count > room:
+        for first in range(last - 1, max(-1, last - _MAX_BRANCHES), -1):
+            trunk, size, count = min(trunk, common[first]), size + sizes[first], count + counts[first]
+            longest, shared = max(longest, sizes[first]), (last - first) * trunk
+            # Adding further sequences only shortens the trunk and adds targets: no longer group can be valid.
+            if trunk * _MIN_SHARED < longest or count > branch_tokens:
                 break
-            if size - less <= room and saved[first] + less > best:
-                best, begin = saved[first] + less, first
-        saved.append(best)
+            if size - shared <= branch_tokens and saved[first] + shared > most:
+                most, begin = saved[first] + shared, first
+        saved.append(most)
         begins.append(begin)
+    # Follow the stored beginnings back from the last sequence.
     groups, end = [], len(whole)
     while end:
         groups.append(list(whole[begins[end] : end]))
@@ -176,29 +188,29 @@ def _branching(
     return groups
 
 
-def _alike(questions: Sequence[Query], some: Sequence[int]) -> int:
-    """With how many same tokens the inputs of some questions begin."""
-    shortest = min(len(questions[n].inputs) for n in some)
-    first = questions[some[0]].inputs[:shortest]
-    other = np.zeros(shortest, bool)
-    for n in some[1:]:
-        other |= questions[n].inputs[:shortest] != first
-    return int(np.argmax(other)) if other.any() else shortest
+def _common_prefix_length(queries: Sequence[Query], members: Sequence[int]) -> int:
+    """The number of leading tokens that the inputs of some queries share."""
+    shortest = min(len(queries[n].inputs) for n in members)
+    first = queries[members[0]].inputs[:shortest]
+    differs = np.zeros(shortest, bool)
+    for n in members[1:]:
+        differs |= queries[n].inputs[:shortest] != first
+    return int(np.argmax(differs)) if differs.any() else shortest
 
 
-def branching_room(shapes: Sequence[RowShape]) -> int | None:
-    """Tokens that an item with branches may have in rows of some shapes; None where they take none."""
+def max_branch_tokens(shapes: Sequence[RowShape]) -> int | None:
+    """The largest number of tokens of an item with branches in rows of these shapes; None if they allow no branches."""
     return max(shape.branches for shape in shapes) or None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedQueries:
-    """Rows of one shape.
+    """The rows of one shape.
 
     Attributes:
-        shape: theirs.
-        rows: the pieces of each, as (item, first target, targets).
-        filled: weight of the fullest row; 0 where only the rows were heard of.
+        shape: of the rows.
+        rows: the pieces of each row, as (item, first target, targets).
+        filled: weight of the fullest row; 0 on processes that received the rows.
     """
 
     shape: RowShape
@@ -207,119 +219,125 @@ class PackedQueries:
 
     @property
     def batches(self) -> int:
-        """Executions of its Program."""
+        """Number of executions of its Program."""
         return -(-len(self.rows) // self.shape.rows)
 
 
 def pack(
     items: UniqueQueries, shapes: Sequence[RowShape], cost: Callable[[RowShape], float]
 ) -> tuple[PackedQueries, ...]:
-    """Puts items into rows.
+    """Packs items into rows.
 
     Args:
-        items: the items; none longer than the longest shape.
-        shapes: those there are.
-        cost: of executing one batch, in any unit.
+        items: the items; none is longer than the longest shape.
+        shapes: the available shapes.
+        cost: of the execution of one batch, in any unit.
     """
-    found = []
-    for dense, mine in pieces_of(items, shapes).items():
-        if mine:
-            found += best([shape for shape in shapes if shape.is_dense == dense], sorted(mine, reverse=True), cost)
-    return tuple(found)
+    packed = []
+    for dense, pieces in split_by_density(items, shapes).items():
+        if pieces:
+            packed += pack_cheapest(
+                [shape for shape in shapes if shape.is_dense == dense], sorted(pieces, reverse=True), cost
+            )
+    return tuple(packed)
 
 
-def pieces_of(items: UniqueQueries, shapes: Sequence[RowShape]) -> Mapping[bool, list[Piece]]:
-    """What goes into sparse rows, and into dense ones.
+def split_by_density(items: UniqueQueries, shapes: Sequence[RowShape]) -> Mapping[bool, list[Piece]]:
+    """The pieces for sparse rows (False) and for dense rows (True).
 
     Args:
         items: the items.
-        shapes: those there are.
+        shapes: the available shapes.
     """
     pieces: Mapping[bool, list[Piece]] = {False: [], True: []}
     has_sparse = any(not shape.is_dense for shape in shapes)
     longest = max(shape.length for shape in shapes)
     for item, (tokens, targets) in enumerate(zip(items.inputs, items.targets, strict=True)):
         count = len(targets)
-        if has_sparse and count * SHARE <= len(tokens):
+        if has_sparse and count * SPARSE_RATIO <= len(tokens):
             pieces[False].append((len(tokens), item, 0, count))
             continue
-        # More targets than a row holds: the sequence is computed again for the rest.
+        # More targets than slots of a row: the sequence is computed again for the remaining ones.
         for first in range(0, count, longest):
-            part = min(longest, count - first)
-            pieces[True].append((max(len(tokens), part), item, first, part))
+            size = min(longest, count - first)
+            pieces[True].append((max(len(tokens), size), item, first, size))
     return pieces
 
 
-def best(shapes: Sequence[RowShape], pieces: Sequence[Piece], cost: Callable[[RowShape], float]) -> list[PackedQueries]:
-    """The rows in those shapes that cost least, by a sample of the pieces.
+def pack_cheapest(
+    shapes: Sequence[RowShape], pieces: Sequence[Piece], cost: Callable[[RowShape], float]
+) -> list[PackedQueries]:
+    """The rows in the subset of shapes that costs least, estimated from a sample of the pieces.
 
     Args:
-        shapes: sparse ones, or dense ones.
-        pieces: of that kind, the heaviest first.
+        shapes: only sparse ones, or only dense ones.
+        pieces: of that kind, in descending order of weight.
         cost: of a batch.
 
     Raises:
-        HarnessError: one is longer than all rows.
+        HarnessError: a piece is longer than all rows.
     """
     longest = max(weight for weight, *_ in pieces)
     if longest > (planned := max(shape.length for shape in shapes)):
         raise HarnessError(
-            f"a task asks for {longest:,} tokens, and for {planned:,} at most when it was planned: its "
-            "documents or its prompts are not the same each time\n"
-            "  → trainer.per_device_eval_parallelism: a number of rows; then they are as long as the model sees"
+            f"a task has a request of {longest:,} tokens, and its longest one was {planned:,} when the run was "
+            "planned: "
+            "its documents or prompts change between runs\n"
+            "  → trainer.per_device_eval_parallelism: a number of rows; rows then have the model's full context"
         )
-    step = -(-len(pieces) // _SAMPLE)
+    step = -(-len(pieces) // _SAMPLED_ITEMS)
     sample = pieces[::step]
 
     def price(allowed: Sequence[RowShape]) -> float:
-        packed = _filled(allowed, sample, cost)
+        packed_sample = _fill_rows(allowed, sample, cost)
         if step == 1:
-            return sum(each.batches * cost(each.shape) for each in packed)
-        return sum(step * len(each.rows) / each.shape.rows * cost(each.shape) for each in packed)
+            return sum(rows.batches * cost(rows.shape) for rows in packed_sample)
+        return sum(step * len(rows.rows) / rows.shape.rows * cost(rows.shape) for rows in packed_sample)
 
     ladder = sorted(shapes, key=lambda shape: shape.length)
     choices = [[shape for n, shape in enumerate(ladder) if chosen >> n & 1] for chosen in range(1, 1 << len(ladder))]
     usable = [allowed for allowed in choices if allowed[-1].length >= longest]
-    return _filled(min(usable, key=price), pieces, cost)
+    return _fill_rows(min(usable, key=price), pieces, cost)
 
 
-def _filled(
+def _fill_rows(
     shapes: Sequence[RowShape], pieces: Sequence[Piece], cost: Callable[[RowShape], float]
 ) -> list[PackedQueries]:
-    """Rows: each begins with the longest piece left, in the shape that suits it, and takes what else fits."""
+    """Fills rows greedily: each begins with the longest remaining piece, in its cheapest shape, and takes what fits."""
     weights = [piece[0] for piece in reversed(pieces)]  # ascending
-    waiting: dict[int, list[Piece]] = {}
+    queues: dict[int, list[Piece]] = {}
     for piece in reversed(pieces):
-        waiting.setdefault(piece[0], []).append(piece)
-    left = sorted(set(weights))
-    suits = {weight: _suiting(shapes, weight, cost) for weight in left}
+        queues.setdefault(piece[0], []).append(piece)
+    # Weights that still have a piece, ascending, so that the heaviest piece that fits is found by bisection.
+    weights_left = sorted(set(weights))
+    shape_by_weight = {weight: _cheapest_shape(shapes, weight, cost) for weight in weights_left}
     rows: dict[RowShape, list[tuple[tuple[int, int, int], ...]]] = {}
     filled: dict[RowShape, int] = {}
 
-    def take(room: int) -> Piece | None:
-        at = bisect.bisect_right(left, room) - 1
+    def pop_longest(space: int) -> Piece | None:
+        at = bisect.bisect_right(weights_left, space) - 1
         if at < 0:
             return None
-        of = waiting[left[at]]
-        piece = of.pop()
-        if not of:
-            del left[at]
+        queue = queues[weights_left[at]]
+        piece = queue.pop()
+        if not queue:
+            del weights_left[at]
         return piece
 
-    while left:
-        shape = suits[left[-1]]
-        row, room = [], shape.length
-        while (piece := take(room)) is not None:
+    while weights_left:
+        shape = shape_by_weight[weights_left[-1]]
+        row, space = [], shape.length
+        while (piece := pop_longest(space)) is not None:
             row.append(piece[1:])
-            room -= piece[0]
+            space -= piece[0]
         rows.setdefault(shape, []).append(tuple(row))
-        filled[shape] = max(filled.get(shape, 0), shape.length - room)
+        filled[shape] = max(filled.get(shape, 0), shape.length - space)
     return [
         PackedQueries(shape=shape, rows=tuple(rows[shape]), filled=filled[shape]) for shape in shapes if shape in rows
     ]
 
 
-def _suiting(shapes: Sequence[RowShape], weight: int, cost: Callable[[RowShape], float]) -> RowShape:
-    """The shape in which a piece of a weight costs least, if the row is filled with its like."""
+def _cheapest_shape(shapes: Sequence[RowShape], weight: int, cost: Callable[[RowShape], float]) -> RowShape:
+    """The shape in which a piece of a weight costs least in a row that is filled with pieces of the same weight."""
     fitting = [shape for shape in shapes if shape.length >= weight]
     return min(fitting, key=lambda shape: (cost(shape) / (shape.rows * (shape.length // weight)), shape.length))

@@ -1,6 +1,6 @@
-"""A page of a harness's run: tasks with error bars, every document with what the model made of it, another run.
+"""The HTML page of a harness run: metrics with standard errors, every document with its answers, a comparison.
 
-It is one self-contained file. Documents are data in it, which its script shows, so their text is never taken for HTML.
+Documents are data in the page, which its script inserts as text.
 """
 
 import math
@@ -8,18 +8,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from levanter.eval.harness.results import numbers
-from levanter.eval.harness.samples import Sample
+from levanter.eval.harness.results import Sample, metric_values
 from levanter.eval.harness.significance import Difference
 from levanter.html.page import result_page
 
 _PAGE = Path(__file__).with_name("page.html")
 _SHARES = ("acc", "acc_norm", "exact_match", "f1")
-"""Metrics between 0 and 1."""
+"""Metrics between 0 and 1, which are drawn as bars."""
 
 
-def page_of(
-    found: Mapping[str, Any],
+def harness_page(
+    results: Mapping[str, Any],
     samples: Mapping[str, Sequence[Sample]],
     *,
     title: str,
@@ -30,31 +29,31 @@ def page_of(
     """The page.
 
     Args:
-        found: the results.
-        samples: of each task; nothing for a page without documents.
-        title: above it.
+        results: lm_eval's results.
+        samples: task → samples; empty for a page without documents.
+        title: its heading.
         facts: of the run.
         differences: from another run.
-        against: what that one is called.
+        against: the name of the other run.
     """
     data = {
-        "metrics": _metrics(found),
+        "metrics": _metrics(results),
         "against": against,
         "differences": [
             {
-                **{key: getattr(each, key) for key in ("task", "metric", "documents", "verdict")},
-                **{key: _finite(getattr(each, key)) for key in ("ours", "theirs", "low", "high", "p")},
+                **{key: getattr(item, key) for key in ("task", "metric", "documents", "verdict")},
+                **{key: _finite(getattr(item, key)) for key in ("ours", "theirs", "low", "high", "p")},
             }
-            for each in differences
+            for item in differences
         ],
-        "samples": {task: [_shown(each) for each in some] for task, some in samples.items()},
+        "samples": {task: [_sample_json(item) for item in some] for task, some in samples.items()},
     }
     return result_page(_PAGE, data, title=title, facts=facts)
 
 
-def _metrics(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    values = {(task, metric): value for task, metric, value in numbers(found)}
-    counts = found.get("n-samples") or {}
+def _metrics(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    values = {(task, metric): value for task, metric, value in metric_values(results)}
+    counts = results.get("n-samples") or {}
     rows = []
     for (task, metric), value in values.items():
         if "_stderr" in metric:
@@ -78,23 +77,23 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _shown(sample: Sample) -> dict[str, Any]:
-    chances = sample.probabilities
+def _sample_json(sample: Sample) -> dict[str, Any]:
+    probabilities = sample.probabilities
     answers = []
-    for n, (asked, answer) in enumerate(zip(sample.asked, sample.answers, strict=False)):
+    for n, (arguments, answer) in enumerate(zip(sample.arguments, sample.answers, strict=False)):
         if isinstance(answer, tuple):
             answers.append(
                 {
-                    "text": str(asked[1]),
+                    "text": str(arguments[1]),
                     "logprob": _finite(answer[0]),
                     "greedy": answer[1],
-                    "share": chances[n] if chances else None,
+                    "share": probabilities[n] if probabilities else None,
                 }
             )
         else:
             number = isinstance(answer, float)
             answers.append({"text": None if number else str(answer), "logprob": _finite(answer) if number else None})
-    contexts = list(dict.fromkeys(str(asked[0]) for asked in sample.asked))
+    contexts = list(dict.fromkeys(str(arguments[0]) for arguments in sample.arguments))
     return {
         "id": sample.doc_id,
         "filter": sample.filter,

@@ -1,14 +1,14 @@
-"""`Table`: what all processes compute, as one frozen value with a digest.
+"""`Table`: the rows of a list of queries, which all processes execute, as one frozen value with a digest.
 
-Process 0 makes it of a list of questions; the others hear it (`following`) and run the same batches, with nothing to
-say to each other. Only process 0 knows which question a target belongs to.
+Process 0 builds it from queries; the other processes receive it (`broadcast`) and execute the same batches without
+further communication. Only process 0 knows to which query a target belongs.
 """
 
 import base64
 import hashlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -16,50 +16,50 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from levanter.eval.harness.encoding import Query
-from levanter.eval.harness.packing import PackedQueries, RowShape, UniqueQueries, branching_room, items_of, pack
+from levanter.eval.harness.packing import PackedQueries, RowShape, UniqueQueries, group_queries, max_branch_tokens, pack
 
 PADDING = -1
-"""The segment of positions without a token, and the question of slots without a target."""
+"""The segment of positions without a token, and the query of slots without a target."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
-    """One execution of a Program.
+    """The inputs of one execution of a Program.
 
     Attributes:
-        tokens, segment_ids, positions: int32 `[rows, length]`; positions count from the beginning of a segment, or go
-            on from its trunk's.
-        places, targets: int32 `[rows, slots]`: where a target is predicted, and its id.
-        questions, numbers: int64 `[rows, slots]`: whose target it is, and which of its; `PADDING` for none. None on
-            processes that do not know.
-        trunks: int32 `[rows, length]`: the segment that each segment goes on from, itself where it begins there; None
-            where rows have no branches.
+        tokens, segment_ids, positions: int32 `[rows, length]`; positions count from the beginning of a segment, or
+            continue those of its trunk.
+        target_positions, targets: int32 `[rows, slots]`: the position that predicts a target, and the target's id.
+        queries, target_indices: int64 `[rows, slots]`: the query of a target, and the target's index in it; `PADDING`
+            for empty slots. None on processes that do not know them.
+        trunks: int32 `[rows, length]`: the segment that each segment continues, its own id if it continues none; None
+            for rows without branches.
     """
 
     tokens: np.ndarray
     segment_ids: np.ndarray
     positions: np.ndarray
-    places: np.ndarray
+    target_positions: np.ndarray
     targets: np.ndarray
-    questions: np.ndarray | None = None
-    numbers: np.ndarray | None = None
+    queries: np.ndarray | None = None
+    target_indices: np.ndarray | None = None
     trunks: np.ndarray | None = None
 
     @property
     def inputs(self) -> tuple[np.ndarray, ...]:
-        """What the Program takes besides the model."""
+        """The Program's inputs other than the model."""
         trunks = () if self.trunks is None else (self.trunks,)
-        return self.tokens, self.segment_ids, self.positions, self.places, self.targets, *trunks
+        return self.tokens, self.segment_ids, self.positions, self.target_positions, self.targets, *trunks
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Table:
-    """Rows of questions.
+    """The rows of a list of queries.
 
     Attributes:
-        items: the sequences in them.
+        items: the sequences in the rows.
         packed: the rows, by shape.
-        tokens: that the model would see, were every question asked alone.
+        tokens: inputs of all queries together, if none were shared.
     """
 
     items: UniqueQueries
@@ -67,135 +67,201 @@ class Table:
     tokens: int = 0
 
     @staticmethod
-    def of(questions: Sequence[Query], shapes: Sequence[RowShape], cost: Callable[[RowShape], float]) -> "Table":
-        """The table of a list of questions.
+    def from_queries(
+        queries: Sequence[Query], shapes: Sequence[RowShape], cost: Callable[[RowShape], float]
+    ) -> "Table":
+        """The table of a list of queries.
 
         Args:
-            questions: the questions.
-            shapes: of the rows that there are Programs for.
+            queries: the queries.
+            shapes: of the rows for which there are Programs.
             cost: of a batch, in any unit.
         """
-        items = items_of(questions, room=branching_room(shapes))
-        tokens = sum(len(each.inputs) for each in questions)
+        items = group_queries(queries, branch_tokens=max_branch_tokens(shapes))
+        tokens = sum(len(query.inputs) for query in queries)
         return Table(items=items, packed=pack(items, shapes, cost), tokens=tokens)
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens that the Programs take, padding included."""
-        return sum(each.batches * each.shape.rows * each.shape.length for each in self.packed)
+        """Tokens that the Programs process, padding included."""
+        return sum(rows.batches * rows.shape.rows * rows.shape.length for rows in self.packed)
 
     @property
     def executions(self) -> Mapping[str, int]:
-        """How often each Program runs, by its name."""
-        return {each.shape.name: each.batches for each in self.packed}
+        """Program name → number of executions."""
+        return {rows.shape.name: rows.batches for rows in self.packed}
 
     @cached_property
     def digest(self) -> str:
-        """Hex SHA-256 of what is computed."""
-        found = hashlib.sha256()
-        for part in self._parts():
-            found.update(part.astype("<i8").tobytes())
-            found.update(b"|")
-        return found.hexdigest()
+        """Hex SHA-256 of everything that is computed."""
+        result = hashlib.sha256()
+        for array in self._digest_arrays():
+            result.update(array.astype("<i8").tobytes())
+            result.update(b"|")
+        return result.hexdigest()
 
-    def _parts(self) -> Iterator[np.ndarray]:
-        yield np.asarray([len(each) for each in self.items.inputs], np.int64)
+    def _digest_arrays(self) -> Iterator[np.ndarray]:
+        yield np.asarray([len(array) for array in self.items.inputs], np.int64)
         yield from self.items.inputs
-        yield np.asarray([len(each) for each in self.items.targets], np.int64)
-        for each in self.items.targets:
-            yield each[:, :2]
-        if any(len(parts) > 1 for parts in self.items.parts):
-            yield np.asarray([len(each) for each in self.items.parts], np.int64)
-            yield np.concatenate(self.items.parts)
-        for each in self.packed:
-            shape = each.shape
-            yield np.asarray([shape.length, shape.slots, shape.rows, len(each.rows)], np.int64)
-            for row in each.rows:
+        yield np.asarray([len(array) for array in self.items.targets], np.int64)
+        for array in self.items.targets:
+            yield array[:, :2]
+        if any(len(sizes) > 1 for sizes in self.items.segment_sizes):
+            yield np.asarray([len(array) for array in self.items.segment_sizes], np.int64)
+            yield np.concatenate(self.items.segment_sizes)
+        for array in self.packed:
+            shape = array.shape
+            yield np.asarray([shape.length, shape.slots, shape.rows, len(array.rows)], np.int64)
+            for row in array.rows:
                 yield np.asarray(row, np.int64).reshape(-1, 3)
 
     def batches(self, packed: PackedQueries) -> Iterator[Batch]:
-        """The batches of one shape, in order; the last one is filled up with empty rows."""
+        """The batches of one shape, in order; the last one is completed with empty rows."""
         for first in range(0, len(packed.rows), packed.shape.rows):
             yield self._batch(packed.shape, packed.rows[first : first + packed.shape.rows])
 
     def _batch(self, shape: RowShape, rows: Sequence[Sequence[tuple[int, int, int]]]) -> Batch:
-        size, slots = (shape.rows, shape.length), (shape.rows, shape.slots)
-        tokens, positions = np.zeros(size, np.int32), np.zeros(size, np.int32)
-        segments, trunks = np.full(size, PADDING, np.int32), np.full(size, PADDING, np.int32)
-        places, targets = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
-        asked = np.full((*slots, 2), PADDING, np.int64)
+        row_shape, slot_shape = (shape.rows, shape.length), (shape.rows, shape.slots)
+        tokens, positions = np.zeros(row_shape, np.int32), np.zeros(row_shape, np.int32)
+        segments, trunks = np.full(row_shape, PADDING, np.int32), np.full(row_shape, PADDING, np.int32)
+        target_positions, targets = np.zeros(slot_shape, np.int32), np.zeros(slot_shape, np.int32)
+        origins = np.full((*slot_shape, 2), PADDING, np.int64)
+        # Pieces of a row are placed one after the other: tokens from `at`, targets from `slot`, segment ids from
+        # `segment`.
         for n, row in enumerate(rows):
             at = slot = segment = 0
             for item, first, count in row:
-                ids, parts = self.items.inputs[item], self.items.parts[item]
-                mine = self.items.targets[item][first : first + count]
+                ids, sizes = self.items.inputs[item], self.items.segment_sizes[item]
+                item_targets = self.items.targets[item][first : first + count]
                 end = at + len(ids)
-                within = np.concatenate([np.arange(parts[0]), *(parts[0] + np.arange(size) for size in parts[1:])])
-                tokens[n, at:end], positions[n, at:end], trunks[n, at:end] = ids, within, segment
-                segments[n, at:end] = segment + np.repeat(np.arange(len(parts)), parts)
-                places[n, slot : slot + count], targets[n, slot : slot + count] = at + mine[:, 0], mine[:, 1]
-                asked[n, slot : slot + count] = mine[:, 2:]
-                at, slot, segment = end, slot + count, segment + len(parts)
+                # Branches continue the trunk's positions, each from the trunk's end.
+                item_positions = np.concatenate(
+                    [np.arange(sizes[0]), *(sizes[0] + np.arange(row_shape) for row_shape in sizes[1:])]
+                )
+                tokens[n, at:end], positions[n, at:end], trunks[n, at:end] = ids, item_positions, segment
+                segments[n, at:end] = segment + np.repeat(np.arange(len(sizes)), sizes)
+                target_positions[n, slot : slot + count], targets[n, slot : slot + count] = (
+                    at + item_targets[:, 0],
+                    item_targets[:, 1],
+                )
+                origins[n, slot : slot + count] = item_targets[:, 2:]
+                at, slot, segment = end, slot + count, segment + len(sizes)
         return Batch(
             tokens=tokens,
             segment_ids=segments,
             positions=positions,
-            places=places,
+            target_positions=target_positions,
             targets=targets,
-            questions=asked[..., 0],
-            numbers=asked[..., 1],
+            queries=origins[..., 0],
+            target_indices=origins[..., 1],
             trunks=trunks if shape.branches else None,
         )
 
     def message(self) -> dict[str, Any]:
-        """The table as JSON, for other processes: without whose targets they are."""
+        """The table as JSON for other processes; it does not contain which query a target belongs to."""
         inputs, targets = self.items.inputs, self.items.targets
         rows = [
             {
-                "shape": [each.shape.length, each.shape.slots, each.shape.rows, each.shape.branches],
-                "sizes": _packed_array([len(row) for row in each.rows]),
-                "pieces": _packed_array([piece for row in each.rows for piece in row]),
+                "shape": [packed.shape.length, packed.shape.slots, packed.shape.rows, packed.shape.branches],
+                "sizes": _packed_array([len(row) for row in packed.rows]),
+                "pieces": _packed_array([piece for row in packed.rows for piece in row]),
             }
-            for each in self.packed
+            for packed in self.packed
         ]
         return {
             "digest": self.digest,
-            "lengths": _packed_array([len(each) for each in inputs]),
+            "lengths": _packed_array([len(item) for item in inputs]),
             "ids": _packed_array(np.concatenate(inputs)),
-            "branches": _packed_array([len(each) for each in self.items.parts]),
-            "parts": _packed_array(np.concatenate(self.items.parts)),
-            "counts": _packed_array([len(each) for each in targets]),
+            "branches": _packed_array([len(item) for item in self.items.segment_sizes]),
+            "segment_sizes": _packed_array(np.concatenate(self.items.segment_sizes)),
+            "counts": _packed_array([len(item) for item in targets]),
             "targets": _packed_array(np.concatenate(targets)[:, :2]),
             "rows": rows,
         }
 
     @staticmethod
-    def of_message(message: Mapping[str, Any]) -> "Table":
-        """What `message` was made of.
+    def from_message(message: Mapping[str, Any]) -> "Table":
+        """The table from its `message`.
 
         Raises:
-            ValueError: it is damaged.
+            ValueError: the message is damaged.
         """
         inputs = _cut(_array(message["ids"]), _array(message["lengths"]))
-        parts = _cut(_array(message["parts"]), _array(message["branches"]))
+        segment_sizes = _cut(_array(message["segment_sizes"]), _array(message["branches"]))
         targets = _cut(_array(message["targets"]).reshape(-1, 2), _array(message["counts"]))
-        unknown = [np.pad(each, ((0, 0), (0, 2)), constant_values=PADDING) for each in targets]
+        unknown = [np.pad(values, ((0, 0), (0, 2)), constant_values=PADDING) for values in targets]
         packed = []
-        for each in message["rows"]:
-            length, slots, count, branches = each["shape"]
-            pieces = _cut(_array(each["pieces"]).reshape(-1, 3), _array(each["sizes"]))
+        for values in message["rows"]:
+            length, slots, count, branches = values["shape"]
+            pieces = _cut(_array(values["pieces"]).reshape(-1, 3), _array(values["sizes"]))
             rows = tuple(tuple((a, b, c) for a, b, c in row.tolist()) for row in pieces)
             shape = RowShape(length=length, slots=slots, rows=count, branches=branches)
             packed.append(PackedQueries(shape=shape, rows=rows))
         items = UniqueQueries(
-            inputs=tuple(each.astype(np.int32) for each in inputs),
+            inputs=tuple(values.astype(np.int32) for values in inputs),
             targets=tuple(unknown),
-            parts=tuple(tuple(each.tolist()) for each in parts),
+            segment_sizes=tuple(tuple(values.tolist()) for values in segment_sizes),
         )
         table = Table(items=items, packed=tuple(packed))
         if table.digest != message["digest"]:
-            raise ValueError(f"a table of requests was damaged on its way: {table.digest} is not {message['digest']}")
+            raise ValueError(f"a table of requests was damaged in transit: {table.digest} is not {message['digest']}")
         return table
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestCount:
+    """The requests of a run and the executions that they take.
+
+    Attributes:
+        executions: Program name → number of executions; Programs that are not listed do not run.
+        requests: number of requests of all tasks.
+        exact: whether every document was read.
+        is_assumed: whether the number of requests is an assumption.
+        shapes: of the rows: as planned, or fitted to the requests where all are known.
+    """
+
+    executions: Mapping[str, int]
+    requests: int
+    exact: bool
+    is_assumed: bool = False
+    shapes: tuple[RowShape, ...] = ()
+
+    @property
+    def reason(self) -> str:
+        """Where the numbers come from."""
+        if self.is_assumed:
+            return f"{self.requests:,} requests (plan.assume_requests)"
+        return f"{self.requests:,} requests of the tasks" + ("" if self.exact else ", by a sample of their documents")
+
+    def message(self) -> dict[str, Any]:
+        """The count as JSON, for other processes."""
+        return asdict(self)
+
+    @staticmethod
+    def from_message(message: Mapping[str, Any]) -> "RequestCount":
+        """The count from its `message`."""
+        return RequestCount(**{**message, "shapes": tuple(RowShape(**shape) for shape in message["shapes"])})
+
+    @staticmethod
+    def assumed(requests: int, tokens: int, shapes: Sequence[RowShape]) -> "RequestCount":
+        """The count for an assumed number of requests of equal length, in the smallest sparse shape that holds one.
+
+        Args:
+            requests: number of requests.
+            tokens: of each request.
+            shapes: of the rows.
+        """
+        sparse = [shape for shape in shapes if not shape.is_dense] or list(shapes)
+        fitting = [shape for shape in sparse if shape.length >= tokens] or sparse[-1:]
+        shape = min(fitting, key=lambda candidate: candidate.length)
+        rows = -(-requests // max(1, shape.length // tokens))
+        return RequestCount(
+            executions={shape.name: -(-rows // shape.rows)},
+            requests=requests,
+            exact=False,
+            is_assumed=True,
+            shapes=tuple(shapes),
+        )
 
 
 def _packed_array(values: ArrayLike) -> str:

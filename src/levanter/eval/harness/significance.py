@@ -1,8 +1,9 @@
-"""Two runs on the same documents: how much of a difference is noise, by the paired bootstrap.
+"""Comparison of two runs on the same documents by the paired bootstrap.
 
-Documents are drawn with replacement, the same ones for both runs, and a metric is computed of each draw. Because both
-runs answered the same documents, what is hard for both cancels: an interval is narrower than that of two separate ones.
-The *interval* holds 95 % of the differences, and *p* is how often a difference this far from none would come of chance.
+Documents are drawn with replacement, the same ones for both runs, and a metric is computed from each draw. Because both
+runs answered the same documents, their common difficulty cancels: the interval is narrower than that of two independent
+runs. The *interval* contains 95 % of the differences, and *p* is the probability of a difference of at least this size
+without a cause.
 """
 
 import math
@@ -12,14 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from levanter.eval.harness.encoding import HarnessError
-from levanter.eval.harness.samples import Sample
+from levanter.eval.harness.results import Sample
 
 DRAWS = 10_000
-"""Samples of the bootstrap."""
-_AT_ONCE = 1 << 22
-"""Numbers that are drawn at once."""
+"""Number of bootstrap draws."""
+_DRAWS_PER_STEP = 1 << 22
+"""Random numbers that are drawn at once."""
 Aggregate = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""Sums of a metric's values and of their weights → the metric."""
+"""(sums of a metric's values, sums of their weights) → the metric."""
 
 
 def _perplexity(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -41,11 +42,11 @@ class Difference:
 
     Attributes:
         task: the task.
-        metric: the metric, with the answers' filter behind a comma unless there is none.
-        documents: how many both answered.
-        ours, theirs: the metric of this run and of the other.
-        low, high: the interval of the difference, ours less theirs.
-        p: the probability of a difference as large without a cause.
+        metric: the metric; the answers' filter follows a comma, unless it is `none`.
+        documents: number of documents in both runs.
+        ours, theirs: the metric of this run and of the other run.
+        low, high: the interval of the difference, ours minus theirs.
+        p: two-sided p-value.
     """
 
     task: str
@@ -59,7 +60,7 @@ class Difference:
 
     @property
     def verdict(self) -> str:
-        """`better`, `worse`, `equal`, or `noise` where the interval holds no difference."""
+        """`better`, `worse`, `equal`, or `noise` if the interval contains 0."""
         if self.ours == self.theirs and self.low == self.high == 0:
             return "equal"
         if self.low <= 0 <= self.high:
@@ -74,52 +75,54 @@ def compare(
     """The metrics of tasks that both runs have.
 
     Args:
-        ours: samples of this run, by task.
-        theirs: those of the other.
+        ours: task → samples of this run.
+        theirs: task → samples of the other run.
         seed: of the draws.
 
     Raises:
-        HarnessError: they have no document in common, or documents of one number differ.
+        HarnessError: the runs have no document in common, or different documents have the same index.
     """
-    found, other_documents = [], []
+    differences, other_documents = [], []
     for task in ours:
         pairs = _pairs(ours[task], theirs.get(task, ()))
-        if any(mine.doc_hash != other.doc_hash for mine, other in pairs):
+        if any(ours_sample.doc_hash != theirs_sample.doc_hash for ours_sample, theirs_sample in pairs):
             other_documents.append(task)
             continue
-        found += _differences(task, pairs, np.random.default_rng(seed))
+        differences += _differences(task, pairs, np.random.default_rng(seed))
     if other_documents:
         raise HarnessError(
             f"against: {', '.join(other_documents)}: the other run had other documents under the same numbers; only "
             "answers to the same documents are compared"
         )
-    if not found:
+    if not differences:
         raise HarnessError(
             f"against: no task and document in common: here {', '.join(ours)}; there {', '.join(theirs)}"
         )
-    return found
+    return differences
 
 
 def _pairs(ours: Sequence[Sample], theirs: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
-    others = {(each.doc_id, each.filter): each for each in theirs}
-    return [(each, others[each.doc_id, each.filter]) for each in ours if (each.doc_id, each.filter) in others]
+    others = {(sample.doc_id, sample.filter): sample for sample in theirs}
+    return [
+        (sample, others[sample.doc_id, sample.filter]) for sample in ours if (sample.doc_id, sample.filter) in others
+    ]
 
 
-def _differences(task: str, pairs: Sequence[tuple[Sample, Sample]], dice: np.random.Generator) -> list[Difference]:
+def _differences(task: str, pairs: Sequence[tuple[Sample, Sample]], generator: np.random.Generator) -> list[Difference]:
     by_metric: dict[tuple[str, str], list[tuple[object, object]]] = {}
     for mine, other in pairs:
         for name in mine.metrics.keys() & other.metrics.keys():
             by_metric.setdefault((name, mine.filter), []).append((mine.metrics[name], other.metrics[name]))
-    found = []
+    differences = []
     for (name, filtered), values in sorted(by_metric.items()):
-        if not all(_is_value(each) for pair in values for each in pair):
+        if not all(_is_value(value) for pair in values for value in pair):
             continue
         a, b = (np.asarray([_weighted(pair[n]) for pair in values], np.float64) for n in (0, 1))
         aggregate = _AGGREGATES.get(name, lambda values, weights: values / weights)
-        draws = _drawn(a, b, aggregate, dice)
+        draws = _bootstrap_differences(a, b, aggregate, generator)
         low, high = np.percentile(draws, [2.5, 97.5])
         p = 2 * min((draws <= 0).mean(), (draws >= 0).mean())
-        found.append(
+        differences.append(
             Difference(
                 task=task,
                 metric=name if filtered == "none" else f"{name},{filtered}",
@@ -131,12 +134,12 @@ def _differences(task: str, pairs: Sequence[tuple[Sample, Sample]], dice: np.ran
                 p=float(min(1.0, p)),
             )
         )
-    return found
+    return differences
 
 
 def _is_value(value: object) -> bool:
     if isinstance(value, tuple):
-        return len(value) == 2 and all(isinstance(each, float) for each in value)
+        return len(value) == 2 and all(isinstance(item, float) for item in value)
     return isinstance(value, float)
 
 
@@ -148,30 +151,32 @@ def _weighted(value: object) -> tuple[float, float]:
     return value, 1.0
 
 
-def _drawn(a: np.ndarray, b: np.ndarray, aggregate: Aggregate, dice: np.random.Generator) -> np.ndarray:
-    """Differences of the metric in draws of documents, `[DRAWS]`."""
-    count, found = len(a), []
-    step = max(1, _AT_ONCE // count)
+def _bootstrap_differences(
+    a: np.ndarray, b: np.ndarray, aggregate: Aggregate, generator: np.random.Generator
+) -> np.ndarray:
+    """The metric's difference in each draw of documents, `[DRAWS]`."""
+    count, differences = len(a), []
+    step = max(1, _DRAWS_PER_STEP // count)
     for first in range(0, DRAWS, step):
-        rows = dice.integers(0, count, (min(step, DRAWS - first), count))
-        mine, other = (aggregate(*np.moveaxis(each[rows].sum(axis=1), -1, 0)) for each in (a, b))
-        found.append(mine - other)
-    return np.concatenate(found)
+        rows = generator.integers(0, count, (min(step, DRAWS - first), count))
+        mine, other = (aggregate(*np.moveaxis(values[rows].sum(axis=1), -1, 0)) for values in (a, b))
+        differences.append(mine - other)
+    return np.concatenate(differences)
 
 
-def table_of(found: Sequence[Difference]) -> str:
-    """The differences as lines."""
+def differences_table(differences: Sequence[Difference]) -> str:
+    """The differences as text lines."""
     rows = [
         (
-            each.task,
-            each.metric,
-            f"{each.ours:.4f}",
-            f"{each.theirs:.4f}",
-            f"{each.ours - each.theirs:+.4f} [{each.low:+.4f}, {each.high:+.4f}]",
-            f"p {each.p:.3f}",
-            each.verdict,
+            difference.task,
+            difference.metric,
+            f"{difference.ours:.4f}",
+            f"{difference.theirs:.4f}",
+            f"{difference.ours - difference.theirs:+.4f} [{difference.low:+.4f}, {difference.high:+.4f}]",
+            f"p {difference.p:.3f}",
+            difference.verdict,
         )
-        for each in found
+        for difference in differences
     ]
     head = ("task", "metric", "here", "there", "difference, 95 %", "", "")
     widths = [max(len(row[n]) for row in [head, *rows]) for n in range(len(head))]

@@ -1,7 +1,7 @@
-"""lm_eval's tasks: found by name, loaded with their documents, ready to be asked.
+"""lm_eval's tasks by name, loaded with their documents.
 
-Tasks of folders that a run names are looked for first; lm_eval's own index of 14,000 names, which takes seconds to
-read, is opened where a name is in none of them.
+Folders that a run names are searched first; lm_eval's own index of 14,000 names, which takes seconds to read, is opened
+only for names that are in none of them.
 """
 
 import importlib
@@ -25,17 +25,17 @@ from levanter.eval.harness.encoding import HarnessError
 
 INSTALL = 'pip install "levanter[harness]"'
 FEWSHOT_SEED = 1234
-"""lm_eval's, of the choice of solved documents."""
+"""lm_eval's seed for the choice of few-shot examples."""
 RANDOM_SEED = 0
-"""lm_eval's, of Python's `random`."""
+"""lm_eval's seed of Python's `random`."""
 
 
-class AbsentTaskError(HarnessError):
-    """A task's documents, or lm_eval itself, are not available here."""
+class UnavailableTaskError(HarnessError):
+    """A task's documents, or lm_eval itself, are not available on this machine."""
 
 
 class LmTask(Protocol):
-    """What is used of lm_eval's tasks."""
+    """The part of lm_eval's task interface that is used here."""
 
     @property
     def eval_docs(self) -> Sized:
@@ -52,15 +52,15 @@ class LmTask(Protocol):
         ...
 
     def set_config(self, key: str, value: object) -> None:
-        """Changes a key of the task."""
+        """Sets a key of the task."""
         ...
 
     def set_fewshot_seed(self, seed: int) -> None:
-        """Seeds the choice of solved documents."""
+        """Seeds the choice of few-shot examples."""
         ...
 
     def build_all_requests(self, **options: object) -> None:
-        """Makes the requests."""
+        """Builds the requests."""
         ...
 
 
@@ -90,9 +90,10 @@ class LoadedTasks:
     """Tasks with their documents.
 
     Attributes:
-        tasks: lm_eval's tasks by name.
-        groups: lm_eval's groups by name, and `group_map`, the members of each.
-        stops: strings that end texts of a task besides its own, by its name.
+        tasks: name → lm_eval's task.
+        groups: name → lm_eval's group.
+        group_map: group → names of its members.
+        stops: task name → stop strings in addition to the task's.
     """
 
     tasks: Mapping[str, LmTask]
@@ -107,25 +108,25 @@ class LoadedTasks:
         return frozenset("loglikelihood" if kind == "multiple_choice" else kind for kind in kinds)
 
     def documents(self, limit: int | None) -> dict[str, int]:
-        """How many documents of each task are asked."""
+        """Task → number of documents that are evaluated."""
         counts = {name: len(task.eval_docs) for name, task in self.tasks.items()}
         return {name: count if limit is None else min(count, limit) for name, count in counts.items()}
 
     def as_lm_eval(self) -> dict[str, Any]:
-        """What `lm_eval.evaluator.evaluate` takes."""
+        """The argument of `lm_eval.evaluator.evaluate`."""
         return {"tasks": dict(self.tasks), "groups": dict(self.groups), "group_map": dict(self.group_map)}
 
 
 def load_tasks(config: HarnessConfig, include_path: Sequence[str] = ()) -> LoadedTasks:
-    """Finds and loads tasks.
+    """Loads tasks.
 
     Args:
-        config: which.
-        include_path: folders of tasks beside lm_eval's own.
+        config: the tasks.
+        include_path: folders with tasks in addition to lm_eval's.
 
     Raises:
-        AbsentTaskError: lm_eval is not installed, or documents cannot be had here.
-        HarnessError: a task is not known (with the nearest names), runs code and may not, or is named twice.
+        UnavailableTaskError: lm_eval is not installed, or documents are not available.
+        HarnessError: a task is unknown (with the nearest names), runs code without permission, or is listed twice.
     """
     manager = _Manager(include_path)
     unknown = [
@@ -134,27 +135,27 @@ def load_tasks(config: HarnessConfig, include_path: Sequence[str] = ()) -> Loade
         if not spec.is_whole and not manager.has(spec.task)
     ]
     if unknown:
-        raise HarnessError("\n".join(f"eval_harness.task_spec: {each}" for each in unknown))
+        raise HarnessError("\n".join(f"eval_harness.task_spec: {message}" for message in unknown))
     tasks: dict[str, LmTask] = {}
     groups: dict[str, Any] = {}
     group_map: dict[str, list[str]] = {}
     stops: dict[str, tuple[str, ...]] = {}
     for spec in config.tasks:
         loaded = manager.load(spec)
-        found = _renamed(spec, loaded["tasks"])
-        if twice := sorted(tasks.keys() & found.keys()):
+        task_by_name = _apply_alias(spec, loaded["tasks"])
+        if duplicates := sorted(tasks.keys() & task_by_name.keys()):
             raise HarnessError(
-                f"eval_harness.task_spec: {', '.join(twice)}: named twice\n  → task_alias: a name for each"
+                f"eval_harness.task_spec: {', '.join(duplicates)}: listed twice\n  → task_alias: a name for each"
             )
-        tasks |= found
+        tasks |= task_by_name
         groups |= loaded.get("groups") or {}
         group_map |= loaded.get("group_map") or {}
-        stops |= dict.fromkeys(found, tuple(spec.additional_stop_strings or ()))
+        stops |= dict.fromkeys(task_by_name, tuple(spec.additional_stop_strings or ()))
     unsafe = [name for name, task in tasks.items() if getattr(task, "UNSAFE_CODE", False)]
     if unsafe and not config.confirm_run_unsafe_code:
         raise HarnessError(
-            f"eval_harness.task_spec: {', '.join(unsafe)}: runs code that the model wrote\n"
-            "  → eval_harness.confirm_run_unsafe_code: true, on a machine where that may do no harm"
+            f"eval_harness.task_spec: {', '.join(unsafe)}: runs code that a model wrote\n"
+            "  → eval_harness.confirm_run_unsafe_code: true, on a machine where that is safe"
         )
     for task in tasks.values():
         if task.get_config("num_fewshot") is None:
@@ -163,37 +164,39 @@ def load_tasks(config: HarnessConfig, include_path: Sequence[str] = ()) -> Loade
     return LoadedTasks(tasks=tasks, groups=groups, group_map=group_map, stops=stops)
 
 
-def said_of_a_task(error: BaseException) -> str | None:
-    """What is said of an error that a task raised; None for one of ours, or of what we called."""
+def task_error_message(error: BaseException) -> str | None:
+    """The message for an error that a task raised; None for errors of this package or of what it called."""
     frames = traceback.extract_tb(error.__traceback__)
     files = [frame.filename.replace("\\", "/") for frame in frames[1:]]
-    # Behind whoever asks, a task is in lm_eval, in `datasets`, or in a file of its own.
+    # The first frame is the caller. An error of a task comes from lm_eval, `datasets`, or the task's own file.
     if isinstance(error, HarnessError) or any("/levanter/" in file or "/haliax_ext/" in file for file in files):
         return None
     last = frames[-1]
     causes = [error, *([error.__cause__] if error.__cause__ is not None else [])]
-    what = "; ".join(f"{type(each).__name__}: {' '.join(str(each).split())[:300]}".rstrip(": ") for each in causes)
-    return f"a task failed: {what} ({last.filename}, line {last.lineno})\n  → leave the task out, or mend it"
+    description = "; ".join(
+        f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}".rstrip(": ") for cause in causes
+    )
+    return f"a task failed: {description} ({last.filename}, line {last.lineno})\n  → remove the task, or correct it"
 
 
 def seed_everything() -> None:
-    """Seeds Python's and NumPy's generators as lm_eval does, so that equal runs ask the same."""
+    """Seeds Python's and NumPy's generators as lm_eval does, so that equal runs build equal requests."""
     random.seed(RANDOM_SEED)
     np.random.seed(FEWSHOT_SEED)
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """lm_eval and datasets without their bars and remarks: a run says itself how far it is."""
+def silence_lm_eval() -> Iterator[None]:
+    """Suppresses progress bars and log messages of lm_eval and datasets; the run shows its own progress."""
     loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets")]
-    levels = [each.level for each in loggers]
-    for each in loggers:
-        each.setLevel(logging.ERROR)
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     with ExitStack() as stack:
         task = sys.modules.get("lm_eval.api.task")
         if task is not None:
             stack.callback(setattr, task, "tqdm", task.tqdm)
-            task.tqdm = _unshown  # pyright: ignore[reportAttributeAccessIssue]
+            task.tqdm = _no_progress  # pyright: ignore[reportAttributeAccessIssue]
         bars = sys.modules.get("datasets")
         if bars is not None and bars.utils.is_progress_bar_enabled():
             bars.disable_progress_bars()
@@ -201,56 +204,56 @@ def quiet() -> Iterator[None]:
         try:
             yield
         finally:
-            for each, level in zip(loggers, levels, strict=True):
-                each.setLevel(level)
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
 
 
-def _unshown(values: Iterable[object], **_: object) -> Iterable[object]:
-    """What stands for tqdm: the values, without a bar."""
+def _no_progress(values: Iterable[object], **_: object) -> Iterable[object]:
+    """Replaces tqdm: the values, without a progress bar."""
     return values
 
 
 class _Manager:
-    """lm_eval's task managers: that of the run's folders, and that of lm_eval's own, once it is needed."""
+    """lm_eval's task managers: one for the run's folders, and one for lm_eval's own tasks, created on first use."""
 
     def __init__(self, include_path: Sequence[str]):
         missing = [path for path in include_path if not Path(path).is_dir()]
         if missing:
             raise HarnessError("\n".join(f"include_path: {path}: no such folder" for path in missing))
         self._folders = [str(Path(path).absolute()) for path in include_path]
-        self._own = self._made(defaults=False) if include_path else None
+        self._run_manager = self._create_manager(defaults=False) if include_path else None
         self._all: _LmManager | None = None
 
-    def _made(self, *, defaults: bool) -> "_LmManager":
+    def _create_manager(self, *, defaults: bool) -> "_LmManager":
         try:
-            with quiet():
+            with silence_lm_eval():
                 module = importlib.import_module("lm_eval.tasks")
                 return module.TaskManager(include_path=self._folders or None, include_defaults=defaults)
         except ModuleNotFoundError as error:
             if (error.name or "").split(".")[0] != "lm_eval":
                 raise
-            raise AbsentTaskError(
-                f"eval_harness: the tasks are lm_eval's, which is not installed here\n  → {INSTALL}"
+            raise UnavailableTaskError(
+                f"eval_harness: the tasks need lm_eval, which is not installed here\n  → {INSTALL}"
             ) from None
 
-    def _of(self, name: str) -> "_LmManager":
-        if self._own is not None and name in self._own.task_index:
-            return self._own
-        self._all = self._all or self._made(defaults=True)
+    def _manager_with(self, name: str) -> "_LmManager":
+        if self._run_manager is not None and name in self._run_manager.task_index:
+            return self._run_manager
+        self._all = self._all or self._create_manager(defaults=True)
         return self._all
 
     def has(self, name: str) -> bool:
-        """Whether there is such a task, group, tag, or file."""
-        return name in self._of(name).task_index or (Path(name).suffix == ".yaml" and Path(name).is_file())
+        """Whether there is a task, group, tag or file of this name."""
+        return name in self._manager_with(name).task_index or (Path(name).suffix == ".yaml" and Path(name).is_file())
 
     def nearest(self, name: str) -> str:
-        """What is meant perhaps, for an error."""
-        own = [] if self._own is None else list(self._own.all_tasks)
-        return did_you_mean(name, own) or did_you_mean(name, self._of(name).all_tasks)
+        """A suggestion for an unknown name, for an error."""
+        names = [] if self._run_manager is None else list(self._run_manager.all_tasks)
+        return did_you_mean(name, names) or did_you_mean(name, self._manager_with(name).all_tasks)
 
     def load(self, spec: HarnessTaskConfig) -> Mapping[str, Any]:
         """A task, or the tasks of a group, with their documents."""
-        manager = self._of(spec.task)
+        manager = self._manager_with(spec.task)
         entry = manager.task_index.get(spec.task)
         if spec.changes and entry is not None and entry.kind.name == "GROUP":
             raise HarnessError(
@@ -262,34 +265,35 @@ class _Manager:
                 f"eval_harness.task_spec: {spec.task}: a file; changes ({', '.join(spec.changes)}) are a task's\n"
                 "  → its folder as include_path, and the name that the file gives it"
             )
-        # Alone, a mapping is a task of its own; in a group it is over the task that it names.
+        # lm_eval reads a mapping as a new task; inside a group, as changes to the task that it names.
         mapping = {"task": spec.task, **spec.changes}
-        asked = {"group": "changed", "task": [mapping]} if entry is not None else mapping
+        spec_dict = {"group": "changed", "task": [mapping]} if entry is not None else mapping
         try:
-            with quiet(), _beside(entry, manager, spec.task):
-                return {"tasks": manager.load([asked])["tasks"]} if spec.changes else manager.load([spec.task])
+            with silence_lm_eval(), _working_directory(entry, manager, spec.task):
+                return {"tasks": manager.load([spec_dict])["tasks"]} if spec.changes else manager.load([spec.task])
         except ImportError as error:
-            said = " ".join(map(str, error.args)).strip()[:300]
+            detail = " ".join(map(str, error.args)).strip()[:300]
             raise HarnessError(
-                f"eval_harness.task_spec: {spec.task}: it needs what is not installed here ({said})\n"
-                "  → install it, or leave the task out"
+                f"eval_harness.task_spec: {spec.task}: it needs a package that is not installed here ({detail})\n"
+                "  → install it, or remove the task"
             ) from error
         except OSError as error:
-            said = " ".join(str(error).split())[:300]
-            raise AbsentTaskError(
-                f"eval_harness.task_spec: {spec.task}: its documents cannot be had here ({said})\n"
-                "  → fetch them where there is a network (datasets keeps them), or name a task with files of its own"
+            detail = " ".join(str(error).split())[:300]
+            raise UnavailableTaskError(
+                f"eval_harness.task_spec: {spec.task}: its documents are not available here ({detail})\n"
+                "  → download them on a machine with network access (datasets caches them), or use a task with local "
+                "files"
             ) from error
         except Exception as error:
-            if (told := said_of_a_task(error)) is None:
+            if (message := task_error_message(error)) is None:
                 raise
-            raise HarnessError(f"eval_harness.task_spec: {spec.task}: {told}") from error
+            raise HarnessError(f"eval_harness.task_spec: {spec.task}: {message}") from error
 
 
 @contextmanager
-def _beside(entry: "_Entry | None", manager: "_LmManager", name: str) -> Iterator[None]:
-    """Relative data files are looked for beside the task's own file, if they are not where the process is."""
-    folder = _folder(entry, manager, name)
+def _working_directory(entry: "_Entry | None", manager: "_LmManager", name: str) -> Iterator[None]:
+    """Changes to the folder of the task's file, so that relative paths of its data files are resolved there."""
+    folder = _task_folder(entry, manager, name)
     before = os.getcwd()
     if folder is not None:
         os.chdir(folder)
@@ -299,17 +303,17 @@ def _beside(entry: "_Entry | None", manager: "_LmManager", name: str) -> Iterato
         os.chdir(before)
 
 
-def _folder(entry: "_Entry | None", manager: "_LmManager", name: str) -> Path | None:
-    """The folder of a task's file, where the run named it."""
+def _task_folder(entry: "_Entry | None", manager: "_LmManager", name: str) -> Path | None:
+    """The folder of a task's file, if the run named it."""
     if entry is None:
         return Path(name).absolute().parent
     path = None if entry.yaml_path is None else Path(entry.yaml_path).absolute()
-    named = [Path(each) for each in (manager.include_path or [])]
-    return path.parent if path is not None and any(each in path.parents for each in named) else None
+    run_folders = [Path(folder) for folder in (manager.include_path or [])]
+    return path.parent if path is not None and any(folder in path.parents for folder in run_folders) else None
 
 
-def _renamed(spec: HarnessTaskConfig, tasks: Mapping[str, LmTask]) -> dict[str, LmTask]:
-    """The tasks by the names that their results have."""
+def _apply_alias(spec: HarnessTaskConfig, tasks: Mapping[str, LmTask]) -> dict[str, LmTask]:
+    """The tasks by their names in the results."""
     if spec.task_alias is None:
         return dict(tasks)
     if len(tasks) > 1:

@@ -1,1 +1,1 @@
-"""Needles: can a model find, in a long text, what was hidden there? Texts, questions, scores, files, page."""
+"""Retrieval from long contexts: values hidden in generated texts, and whether a model returns them (RULER's tasks)."""

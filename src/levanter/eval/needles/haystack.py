@@ -1,4 +1,4 @@
-"""What haystacks are made of: sentences, words, names and numbers, all by a generator and none of them downloaded."""
+"""Generated material of haystacks: sentences, words, names and numbers; nothing is downloaded."""
 
 import itertools
 import string
@@ -47,7 +47,7 @@ carries crosses draws faces follows guards hides holds keeps leaves meets paints
 touches turns watches
 """
 )
-PLACES = _words(
+LOCATIONS = _words(
     """
 above across along around before behind below beside near over past under
 """
@@ -57,56 +57,56 @@ _SYLLABLES = tuple(a + b for a in "bdfgklmnprstvz" for b in "aeiou")
 
 
 def noise() -> Iterator[str]:
-    """The same five sentences, over and over."""
+    """The same five sentences, repeated."""
     return itertools.cycle(NOISE)
 
 
 def prose(random: np.random.Generator) -> Iterator[str]:
-    """Sentences that differ, and mean nothing: what an essay is to a haystack, where there is none."""
-    lists = (ADJECTIVES, NOUNS, VERBS, NOUNS, PLACES, ADJECTIVES, NOUNS)
+    """Distinct sentences without meaning, in place of RULER's essays."""
+    lists = (ADJECTIVES, NOUNS, VERBS, NOUNS, LOCATIONS, ADJECTIVES, NOUNS)
     while True:
-        # Many at a time: a call of the generator for each word takes longer than everything else about a sentence.
-        drawn = (random.integers(len(each), size=_DRAWN).tolist() for each in lists)
+        # Random numbers are drawn in batches: one call of the generator per word would dominate the run time.
+        drawn = (random.integers(len(options), size=_DRAWN).tolist() for options in lists)
         for at in zip(*drawn, strict=True):
-            x, a, verb, b, where, y, c = (each[n] for each, n in zip(lists, at, strict=True))
+            x, a, verb, b, where, y, c = (options[n] for options, n in zip(lists, at, strict=True))
             yield f"The {x} {a} {verb} the {b} {where} the {y} {c}."
 
 
 def keys(random: np.random.Generator, count: int) -> list[str]:
-    """Different names such as `swift-lantern`; with one more word where there are not enough of these."""
+    """Distinct names such as `swift-lantern`, with further words if there are not enough of two words."""
     lists = [ADJECTIVES, NOUNS]
-    while count > np.prod([len(each) for each in lists]) // 2:
+    while count > np.prod([len(words) for words in lists]) // 2:
         lists.insert(0, ADJECTIVES)
-    return _different(count, lambda: "-".join(_one(random, each) for each in lists))
+    return _distinct(count, lambda: "-".join(_choose(random, words) for words in lists))
 
 
 def numbers(random: np.random.Generator, count: int, digits: int = 7) -> list[str]:
-    """Different numbers of so many digits."""
-    return _different(count, lambda: str(random.integers(10 ** (digits - 1), 10**digits)))
+    """Distinct numbers with a given number of digits."""
+    return _distinct(count, lambda: str(random.integers(10 ** (digits - 1), 10**digits)))
 
 
 def uuids(random: np.random.Generator, count: int) -> list[str]:
-    """Different names such as `1b4e28ba-2fa1-41d2-883f-0016d3cca427`."""
-    return _different(count, lambda: str(uuid.UUID(bytes=random.bytes(16), version=4)))
+    """Distinct names such as `1b4e28ba-2fa1-41d2-883f-0016d3cca427`."""
+    return _distinct(count, lambda: str(uuid.UUID(bytes=random.bytes(16), version=4)))
 
 
 def variables(random: np.random.Generator, count: int, letters: int = 5) -> list[str]:
-    """Different names of variables, in capitals."""
+    """Distinct names of variables, in capitals."""
     alphabet = string.ascii_uppercase
-    return _different(count, lambda: "".join(_one(random, alphabet) for _ in range(letters)))
+    return _distinct(count, lambda: "".join(_choose(random, alphabet) for _ in range(letters)))
 
 
-def made_words(random: np.random.Generator, count: int) -> list[str]:
-    """Different words that mean nothing: three syllables each."""
-    return _different(count, lambda: "".join(_one(random, _SYLLABLES) for _ in range(3)))
+def invented_words(random: np.random.Generator, count: int) -> list[str]:
+    """Distinct words without meaning, of three syllables each."""
+    return _distinct(count, lambda: "".join(_choose(random, _SYLLABLES) for _ in range(3)))
 
 
-def _one(random: np.random.Generator, of: tuple[str, ...] | str) -> str:
+def _choose(random: np.random.Generator, of: tuple[str, ...] | str) -> str:
     return of[int(random.integers(len(of)))]
 
 
-def _different(count: int, make: Callable[[], str]) -> list[str]:
-    found: dict[str, None] = {}
-    while len(found) < count:
-        found[make()] = None
-    return list(found)
+def _distinct(count: int, draw: Callable[[], str]) -> list[str]:
+    values: dict[str, None] = {}
+    while len(values) < count:
+        values[draw()] = None
+    return list(values)

@@ -1,6 +1,6 @@
-"""A page of needles: for each task a table of depth by length, in color, and the values that were not found.
+"""The HTML page of a needle evaluation: for each task a table of depth by length, and the values that were not found.
 
-It is one self-contained file. What stands in it is data, which its script shows, so no text is taken for HTML.
+Texts are data in the page, which its script inserts as text.
 """
 
 import math
@@ -14,21 +14,21 @@ from levanter.html.page import result_page
 
 _PAGE = Path(__file__).with_name("page.html")
 SHOWN = 60
-"""Values that were not found, at most."""
+"""Maximum number of listed values that were not found."""
 
 
 def needle_page(summary: Mapping[str, Any], answered: Answered, *, title: str, facts: Mapping[str, str]) -> str:
     """The page.
 
     Args:
-        summary: see `summary_of`.
-        answered: the questions.
-        title: above it.
+        summary: see `summarize_needles`.
+        answered: prompts and answers.
+        title: its heading.
         facts: of the run.
     """
     data = {
-        "lengths": [int(each) for each in summary["overall"]],
-        "overall": [_finite(each) for each in summary["overall"].values()],
+        "lengths": [int(value) for value in summary["overall"]],
+        "overall": [_finite(value) for value in summary["overall"].values()],
         "tasks": [
             {"name": name, "summary": TASKS[name].summary, "lengths": rows} for name, rows in summary["tasks"].items()
         ],
@@ -39,20 +39,20 @@ def needle_page(summary: Mapping[str, Any], answered: Answered, *, title: str, f
 
 def _missed(answered: Answered) -> list[dict[str, Any]]:
     rows = []
-    for asked, found in answered:
-        for n, hit in enumerate(found.hits(asked)):
+    for prompt, answer in answered:
+        for n, hit in enumerate(answer.hits(prompt)):
             if hit:
                 continue
-            mine = [each for each, owner in zip(found.logprobs, asked.owners, strict=True) if owner == n]
-            ranks = [each for each, owner in zip(found.ranks, asked.owners, strict=True) if owner == n]
-            chance = math.exp(sum(mine)) if all(map(math.isfinite, mine)) else None
+            logprobs = [score for score, owner in zip(answer.logprobs, prompt.owners, strict=True) if owner == n]
+            ranks = [score for score, owner in zip(answer.ranks, prompt.owners, strict=True) if owner == n]
+            probability = math.exp(sum(logprobs)) if all(map(math.isfinite, logprobs)) else None
             rows.append(
                 {
-                    "task": asked.task,
-                    "length": asked.length,
-                    "depth": asked.depths[n],
-                    "value": asked.values[n],
-                    "chance": chance,
+                    "task": prompt.task,
+                    "length": prompt.length,
+                    "depth": prompt.depths[n],
+                    "value": prompt.values[n],
+                    "chance": probability,
                     "right": sum(rank == 0 for rank in ranks),
                     "tokens": len(ranks),
                 }

@@ -1,4 +1,4 @@
-"""The Program that looks for needles: how likely the tokens of answers are, and how they rank, in rows of a length."""
+"""The Program of needle evaluation: log-probabilities and ranks of answer tokens, in rows of one length."""
 
 from collections.abc import Mapping
 
@@ -27,15 +27,15 @@ def needle_program(
     matmul_precision: str | None = None,
     compiler_options: Mapping[str, str] | None = None,
 ) -> Program:
-    """model, tokens, places, targets → float32 log-probabilities and int32 ranks, `[batch, suffix]` both.
+    """(model, tokens, target positions, targets) → float32 log-probabilities and int32 ranks, both `[batch, suffix]`.
 
     Args:
         model: abstract, its weights in the compute dtype.
         rows: of a batch.
         length: tokens of a row.
         mappings: in scope.
-        placement: where the parameters are.
-        batch_axis: the name of the batch's axis.
+        placement: of the parameters.
+        batch_axis: the name of the batch axis.
         matmul_precision, compiler_options: see `Program`.
     """
     Batch, Pos = hax.Axis(batch_axis, rows), hax.Axis("position", length)
@@ -47,7 +47,7 @@ def needle_program(
 
     return Program(
         name=program_name(length),
-        function=_find,
+        function=_score_answers,
         inputs=(
             Input(name="model", value=model, placement=placement),
             declared("tokens", Batch, Pos),
@@ -55,7 +55,7 @@ def needle_program(
             declared("targets", Batch, Suffix),
         ),
         mappings=mappings,
-        # A few kilobytes that every host reads: replicated.
+        # Every host reads the results, a few kilobytes: they are replicated on purpose.
         out_placement=AxisMapping(),
         matmul_precision=matmul_precision,
         compiler_options=dict(compiler_options or {}),
@@ -67,23 +67,24 @@ def program_name(length: int) -> str:
     return f"needles_{length}"
 
 
-def _find(
-    model: LmHeadModel, tokens: hax.NamedArray, places: hax.NamedArray, targets: hax.NamedArray
+def _score_answers(
+    model: LmHeadModel, tokens: hax.NamedArray, target_positions: hax.NamedArray, targets: hax.NamedArray
 ) -> tuple[hax.NamedArray, hax.NamedArray]:
-    parts = position_parts(model)
-    Pos, Suffix = tokens.resolve_axis("position"), places.resolve_axis("suffix")
-    activations = outputs_in_order(model, tokens, parts=parts).activations
-    # A product with a one-hot matrix, and not a gather: positions may lie on several devices, in any order, and none of
-    # them then holds more than its part. Each sum has one term; the precision keeps that as it is.
-    where = positions(Pos, parts)
-    both = [
-        each.rearrange((*places.axes, Pos)) for each in (places.broadcast_axis(Pos), where.broadcast_axis(places.axes))
+    sequence_shards = position_parts(model)
+    Pos, Suffix = tokens.resolve_axis("position"), target_positions.resolve_axis("suffix")
+    activations = outputs_in_order(model, tokens, parts=sequence_shards).activations
+    # A product with a one-hot matrix instead of a gather: positions may be sharded over devices, in zigzag order, and a
+    # gather would have to replicate the activations. Each sum has one nonzero term, so HIGHEST precision copies it.
+    row_positions = positions(Pos, sequence_shards)
+    operands = [
+        indices.rearrange((*target_positions.axes, Pos))
+        for indices in (target_positions.broadcast_axis(Pos), row_positions.broadcast_axis(target_positions.axes))
     ]
-    chosen = hax.named(both[0].array == both[1].array, both[0].axes).astype(activations.dtype)
-    found = hax.dot(chosen, activations, axis=Pos, precision=jax.lax.Precision.HIGHEST)
-    (Batch,) = (axis for axis in places.axes if axis != Suffix)
+    one_hot = hax.named(operands[0].array == operands[1].array, operands[0].axes).astype(activations.dtype)
+    target_activations = hax.dot(one_hot, activations, axis=Pos, precision=jax.lax.Precision.HIGHEST)
+    (Batch,) = (axis for axis in target_positions.axes if axis != Suffix)
     scores = score_targets(
-        hax.auto_sharded(found.rearrange((Batch, Suffix, ...))),
+        hax.auto_sharded(target_activations.rearrange((Batch, Suffix, ...))),
         model.head,
         targets,
         laws=(),

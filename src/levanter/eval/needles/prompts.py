@@ -1,7 +1,7 @@
-"""Questions of a wanted length: as much hay as a model's context takes, as tokens, with the places that are scored.
+"""Needle prompts of a given length in tokens, and the positions that are scored.
 
-Everything follows from the seed: each process of a run makes the same questions, and so does a run that goes on with
-what a killed one left. Lengths are counted in the model's tokens, the answer included.
+Everything follows from the seed: every process builds the same prompts, and so does a resumed run. Lengths are counted
+in the model's tokens, the answer included. A prompt contains as much haystack as fits.
 """
 
 import hashlib
@@ -13,40 +13,40 @@ import numpy as np
 
 from levanter.eval.needles.tasks import TASKS, NeedleText, Task
 
-_TRIES = 12
-"""Texts that are made for a question at most, until one is as long as may be."""
+_MAX_TRIES = 12
+"""Maximum number of texts that are generated for a prompt while its length is adjusted."""
 SLOTS = 128
-"""Tokens of an answer that count, at most."""
+"""Maximum number of scored tokens of an answer."""
 Encode = Callable[[str], tuple[np.ndarray, np.ndarray]]
-"""A text's ids, and the span of characters of each."""
+"""text → ids, and the span of characters of each token."""
 
 
 class NeedleError(ValueError):
-    """A question cannot be made; the message says which and why."""
+    """A prompt cannot be built; the message names the task and the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class AskedNeedle:
-    """A question as a model sees it.
+class NeedlePrompt:
+    """A tokenized prompt with its answer.
 
     Attributes:
-        task: its name.
-        length: tokens that were wanted.
-        number: which of its task and length.
-        tokens: int32, what the model sees: everything but the last token.
-        places: int32, the positions that predict what counts.
-        targets: int32, the tokens that count.
-        owners: int32, of which value each is.
-        values: what is asked for.
-        depths: where each lies, from 0 to 1; None where it is everywhere.
-        asks: how the text ends, for people.
+        task: name of the task.
+        length: requested number of tokens.
+        number: index among the prompts of its task and length.
+        tokens: int32, the model's inputs: everything but the last token.
+        target_positions: int32, the positions that predict the scored tokens.
+        targets: int32, the scored tokens.
+        owners: int32, the index of the value to which each scored token belongs.
+        values: the hidden values.
+        depths: relative position of each in the text, from 0 to 1; None for values without a single position.
+        asks: the end of the text, for display.
     """
 
     task: str
     length: int
     number: int
     tokens: np.ndarray
-    places: np.ndarray
+    target_positions: np.ndarray
     targets: np.ndarray
     owners: np.ndarray
     values: tuple[str, ...]
@@ -56,13 +56,13 @@ class AskedNeedle:
 
 @dataclass(frozen=True, kw_only=True)
 class NeedleSpec:
-    """What is asked.
+    """The prompts of an evaluation.
 
     Attributes:
         tasks: their names.
         lengths: in tokens.
-        samples: questions of each task and length.
-        depths: how many depths they are spread over.
+        samples: number of prompts of each task and length.
+        depths: number of depths over which they are spread.
         seed: of the generator.
     """
 
@@ -73,7 +73,7 @@ class NeedleSpec:
     seed: int
 
     def depth(self, number: int) -> float:
-        """The depth of a question: all of them in turn, evenly chosen where there are fewer questions."""
+        """The depth of a prompt: all depths in turn, or an even selection if there are fewer prompts."""
         if self.depths == 1:
             return 0.5
         if self.samples >= self.depths:
@@ -84,176 +84,188 @@ class NeedleSpec:
 
     @property
     def count(self) -> int:
-        """Questions of one length."""
+        """Number of prompts of one length."""
         return len(self.tasks) * self.samples
 
 
-def questions(
-    plan: NeedleSpec, encode: Encode, *, bos: int | None, on_made: Callable[[int], None] = lambda _: None
-) -> dict[int, list[AskedNeedle]]:
-    """All questions, by length.
+def build_prompts(
+    spec: NeedleSpec, encode: Encode, *, bos: int | None, on_prompt: Callable[[int], None] = lambda _: None
+) -> dict[int, list[NeedlePrompt]]:
+    """All prompts, by length.
 
     Args:
-        plan: what is asked.
+        spec: tasks, lengths and numbers of prompts.
         encode: the tokenizer.
-        bos: what stands before a text; None for nothing.
-        on_made: hears how many there are.
+        bos: token before a text; None for none.
+        on_prompt: called with the number of prompts so far.
 
     Raises:
         NeedleError: lists the tasks that do not fit in a length.
     """
-    found: dict[int, list[AskedNeedle]] = {}
-    problems, made = [], 0
-    for length in plan.lengths:
-        of_task = []
-        for name in plan.tasks:
-            maker = _Maker(TASKS[name], length, plan, encode, bos)
+    prompts: dict[int, list[NeedlePrompt]] = {}
+    problems, count = [], 0
+    for length in spec.lengths:
+        by_task = []
+        for name in spec.tasks:
+            builder = _PromptBuilder(TASKS[name], length, spec, encode, bos)
             try:
-                mine = []
-                for number in range(plan.samples):
-                    mine.append(maker.make(number))
-                    made += 1
-                    on_made(made)
-                of_task.append(mine)
+                task_prompts = []
+                for number in range(spec.samples):
+                    task_prompts.append(builder.make(number))
+                    count += 1
+                    on_prompt(count)
+                by_task.append(task_prompts)
             except NeedleError as error:
                 problems.append(str(error))
-        # Whatever kills a run, of each task some questions have been asked by then.
-        found[length] = [mine[n] for n in range(plan.samples) for mine in of_task]
+        # Tasks are interleaved, so that an interrupted run has results of every task.
+        prompts[length] = [task_prompts[n] for n in range(spec.samples) for task_prompts in by_task]
     if problems:
         raise NeedleError("\n".join(problems))
-    return found
+    return prompts
 
 
-class _Maker:
-    """Makes the questions of a task and a length; knows how much hay the last one took."""
+class _PromptBuilder:
+    """Builds the prompts of one task and length; remembers how much haystack the last one needed."""
 
-    def __init__(self, task: Task, length: int, plan: NeedleSpec, encode: Encode, bos: int | None):
-        self.task, self.length, self.plan, self.encode, self.bos = task, length, plan, encode, bos
+    def __init__(self, task: Task, length: int, spec: NeedleSpec, encode: Encode, bos: int | None):
+        self.task, self.length, self.spec, self.encode, self.bos = task, length, spec, encode, bos
         self.units: int | None = None
-        self.each = 1.0
+        self.tokens_per_unit = 1.0
 
-    def make(self, number: int) -> AskedNeedle:
-        """The question of a number, as long as may be."""
+    def make(self, number: int) -> NeedlePrompt:
+        """The prompt of an index, as long as fits."""
         least = self.task.least
+        # The first prompt measures the tokens per unit of haystack from two short texts.
         if self.units is None:
-            few, more = least, least + 16
-            short, longer = self._sized(number, few)[0], self._sized(number, more)[0]
-            self.each = max((longer - short) / (more - few), 0.25)
-            self.units = max(least, few + int((self.length - short) / self.each))
-        # Between what fits and what does not, guessing by what the last unit of hay took.
+            low, high = least, least + 16
+            short, longer = self._tokenize(number, low)[0], self._tokenize(number, high)[0]
+            self.tokens_per_unit = max((longer - short) / (high - low), 0.25)
+            self.units = max(least, low + int((self.length - short) / self.tokens_per_unit))
+        # Search between the largest number of units that fits and the smallest that does not; the next guess divides
+        # the remaining tokens by the tokens per unit.
         fits: tuple[int, NeedleText, np.ndarray, np.ndarray] | None = None
-        units, beyond = self.units, None
-        for _ in range(_TRIES):
-            size, question, ids, offsets = self._sized(number, units)
-            left = self.length - size
-            if left < 0:
+        units, too_many = self.units, None
+        for _ in range(_MAX_TRIES):
+            size, question, ids, offsets = self._tokenize(number, units)
+            remaining = self.length - size
+            if remaining < 0:
                 if units <= least:
                     raise NeedleError(
-                        f"{self.task.name}: its shortest text has {size:,} tokens, and {self.length:,} are wanted\n  → "
+                        f"{self.task.name}: its shortest text has {size:,} tokens, more than the length of {self.length:,}\n  → "
                         f"lengths: at least {size:,} for this task"
                     )
-                beyond = units
+                too_many = units
             else:
                 fits = units, question, ids, offsets
-            if left >= 0 and (left < 2 * self.each or units + 1 == beyond):
+            if remaining >= 0 and (remaining < 2 * self.tokens_per_unit or units + 1 == too_many):
                 break
             lowest = least if fits is None else fits[0]
-            if beyond is not None and fits is not None and fits[0] + 1 >= beyond:
+            if too_many is not None and fits is not None and fits[0] + 1 >= too_many:
                 break
-            units = max(lowest, units + (int(left / self.each) if left >= 0 else -max(1, round(-left / self.each))))
+            units = max(
+                lowest,
+                units
+                + (
+                    int(remaining / self.tokens_per_unit)
+                    if remaining >= 0
+                    else -max(1, round(-remaining / self.tokens_per_unit))
+                ),
+            )
             if fits is not None:
                 units = max(units, fits[0] + 1)
-            if beyond is not None:
-                units = min(units, beyond - 1)
+            if too_many is not None:
+                units = min(units, too_many - 1)
         if fits is None:
-            size, question, ids, offsets = self._sized(number, least)
+            size, question, ids, offsets = self._tokenize(number, least)
             assert size <= self.length, f"{self.task.name}: {size} tokens for {self.length}"
             fits = least, question, ids, offsets
         units, question, ids, offsets = fits
         self.units = units
-        return self._asked(number, question, ids, offsets)
+        return self._build(number, question, ids, offsets)
 
-    def _sized(self, number: int, units: int) -> tuple[int, NeedleText, np.ndarray, np.ndarray]:
-        seed = [self.plan.seed, zlib.crc32(self.task.name.encode()), self.length, number]
-        make = self.task.made_for(self.length)
-        question = make(np.random.default_rng(seed), units, self.plan.depth(number))
+    def _tokenize(self, number: int, units: int) -> tuple[int, NeedleText, np.ndarray, np.ndarray]:
+        seed = [self.spec.seed, zlib.crc32(self.task.name.encode()), self.length, number]
+        make = self.task.make_for_length(self.length)
+        question = make(np.random.default_rng(seed), units, self.spec.depth(number))
         ids, offsets = self.encode(question.prompt + question.answer)
         return len(ids) + (self.bos is not None), question, ids, offsets
 
-    def _asked(self, number: int, question: NeedleText, ids: np.ndarray, offsets: np.ndarray) -> AskedNeedle:
+    def _build(self, number: int, question: NeedleText, ids: np.ndarray, offsets: np.ndarray) -> NeedlePrompt:
         begin = 0 if self.bos is None else 1
         whole = ids if self.bos is None else np.concatenate([np.asarray([self.bos]), ids])
-        at, owners = [], []
+        indices, owners = [], []
         for owner, value in enumerate(question.hidden):
-            first, last = (len(question.prompt) + each for each in (value.begin, value.end))
-            mine = np.flatnonzero((offsets[:, 1] > first) & (offsets[:, 0] < last)) + begin
-            new = [n for n in mine.tolist() if n not in at]
-            at += new
+            first, last = (len(question.prompt) + needle for needle in (value.begin, value.end))
+            overlapping = np.flatnonzero((offsets[:, 1] > first) & (offsets[:, 0] < last)) + begin
+            new = [n for n in overlapping.tolist() if n not in indices]
+            indices += new
             owners += [owner] * len(new)
             if not new:
                 raise NeedleError(
-                    f"{self.task.name}: {question.answer[value.begin : value.end]!r} has no token of its own in this "
+                    f"{self.task.name}: {question.answer[value.begin : value.end]!r} has no separate token in this "
                     "tokenizer"
                 )
-        if len(at) > SLOTS:
-            raise NeedleError(f"{self.task.name}: an answer has {len(at)} tokens, and {SLOTS} at most can be scored")
-        places = np.asarray(at, np.int32)
-        if places[0] == 0:
-            raise NeedleError(f"{self.task.name}: nothing stands before the answer")
-        return AskedNeedle(
+        if len(indices) > SLOTS:
+            raise NeedleError(
+                f"{self.task.name}: an answer has {len(indices)} tokens, more than the {SLOTS} that can be scored"
+            )
+        target_tokens = np.asarray(indices, np.int32)
+        if target_tokens[0] == 0:
+            raise NeedleError(f"{self.task.name}: no token precedes the answer")
+        return NeedlePrompt(
             task=self.task.name,
             length=self.length,
             number=number,
             tokens=whole[:-1].astype(np.int32),
-            places=places - 1,
-            targets=whole[places].astype(np.int32),
+            target_positions=target_tokens - 1,
+            targets=whole[target_tokens].astype(np.int32),
             owners=np.asarray(owners, np.int32),
-            values=tuple(question.answer[each.begin : each.end] for each in question.hidden),
-            depths=tuple(each.depth for each in question.hidden),
+            values=tuple(question.answer[needle.begin : needle.end] for needle in question.hidden),
+            depths=tuple(needle.depth for needle in question.hidden),
             asks=question.prompt[-240:],
         )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NeedleBatch:
-    """One execution of a Program.
+    """The inputs of one execution of a Program.
 
     Attributes:
-        asked: its questions; the rows behind them are empty.
-        tokens: int32 `[rows, length]`; what follows a question is not seen by it.
-        places, targets: int32 `[rows, SLOTS]`.
+        prompts: its prompts; further rows are empty.
+        tokens: int32 `[rows, length]`; causal attention hides the padding behind a prompt.
+        target_positions, targets: int32 `[rows, SLOTS]`.
     """
 
-    asked: tuple[AskedNeedle, ...]
+    prompts: tuple[NeedlePrompt, ...]
     tokens: np.ndarray
-    places: np.ndarray
+    target_positions: np.ndarray
     targets: np.ndarray
 
     @property
     def inputs(self) -> tuple[np.ndarray, ...]:
-        """What the Program takes besides the model."""
-        return self.tokens, self.places, self.targets
+        """The Program's inputs other than the model."""
+        return self.tokens, self.target_positions, self.targets
 
 
-def batches(asked: Sequence[AskedNeedle], rows: int, length: int) -> Iterator[NeedleBatch]:
-    """The questions of a length, so many at a time."""
-    for first in range(0, len(asked), rows):
-        some = tuple(asked[first : first + rows])
+def batches(prompts: Sequence[NeedlePrompt], rows: int, length: int) -> Iterator[NeedleBatch]:
+    """The prompts of one length in batches."""
+    for first in range(0, len(prompts), rows):
+        batch = tuple(prompts[first : first + rows])
         tokens = np.zeros((rows, length), np.int32)
-        places, targets = (np.zeros((rows, SLOTS), np.int32) for _ in range(2))
-        for n, each in enumerate(some):
-            tokens[n, : len(each.tokens)] = each.tokens
-            places[n, : len(each.places)] = each.places
-            targets[n, : len(each.targets)] = each.targets
-        yield NeedleBatch(asked=some, tokens=tokens, places=places, targets=targets)
+        target_positions, targets = (np.zeros((rows, SLOTS), np.int32) for _ in range(2))
+        for n, prompt in enumerate(batch):
+            tokens[n, : len(prompt.tokens)] = prompt.tokens
+            target_positions[n, : len(prompt.target_positions)] = prompt.target_positions
+            targets[n, : len(prompt.targets)] = prompt.targets
+        yield NeedleBatch(prompts=batch, tokens=tokens, target_positions=target_positions, targets=targets)
 
 
-def digest(found: dict[int, list[AskedNeedle]]) -> str:
-    """Hex SHA-256 of all questions."""
+def digest(prompts: dict[int, list[NeedlePrompt]]) -> str:
+    """Hex SHA-256 of all prompts."""
     hashed = hashlib.sha256()
-    for length, asked in found.items():
-        hashed.update(f"{length}:{len(asked)}|".encode())
-        for each in asked:
-            for array in (each.tokens, each.places, each.targets, each.owners):
+    for length, length_prompts in prompts.items():
+        hashed.update(f"{length}:{len(length_prompts)}|".encode())
+        for prompt in length_prompts:
+            for array in (prompt.tokens, prompt.target_positions, prompt.targets, prompt.owners):
                 hashed.update(array.astype("<i4").tobytes() + b"|")
     return hashed.hexdigest()

@@ -1,8 +1,8 @@
-"""What came of the questions: which values were found, by task, length and depth.
+"""Results of needle evaluation: which values were found, by task, length and depth.
 
-A value is found where each of its tokens is the likeliest one, given the text and what stands before it in the answer:
-a model that writes greedily, and has written the answer so far, writes it. So values behind the first one are judged
-with the right ones before them.
+A value is found if each of its tokens is the most likely one, given the text and the preceding answer tokens: that is
+what greedy decoding writes after a correct beginning. A value behind the first one is therefore scored with the correct
+values before it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,131 +11,137 @@ from typing import Any
 
 import numpy as np
 
-from levanter.eval.needles.prompts import AskedNeedle
+from levanter.eval.needles.prompts import NeedlePrompt
 from levanter.eval.needles.tasks import TASKS
 
 
 @dataclass(frozen=True, kw_only=True)
 class NeedleAnswer:
-    """What a model made of a question.
+    """The scores of a prompt's answer.
 
     Attributes:
-        logprobs: of each token that counts.
-        ranks: of each: how many tokens were likelier.
+        logprobs: of each scored token.
+        ranks: number of tokens that are more likely than the scored token.
     """
 
     logprobs: tuple[float, ...]
     ranks: tuple[int, ...]
 
-    def hits(self, asked: AskedNeedle) -> list[bool]:
-        """Of each value, whether it was found."""
-        hit = np.ones(len(asked.values), bool)
-        np.logical_and.at(hit, asked.owners, np.asarray(self.ranks) == 0)
+    def hits(self, prompt: NeedlePrompt) -> list[bool]:
+        """Whether each value was found."""
+        hit = np.ones(len(prompt.values), bool)
+        np.logical_and.at(hit, prompt.owners, np.asarray(self.ranks) == 0)
         return hit.tolist()
 
     @property
     def is_finite(self) -> bool:
-        """Whether every log-probability is."""
+        """Whether all log-probabilities are finite."""
         return bool(np.isfinite(self.logprobs).all())
 
 
-Answered = Sequence[tuple[AskedNeedle, NeedleAnswer]]
+Answered = Sequence[tuple[NeedlePrompt, NeedleAnswer]]
 
 
-def summary_of(answered: Answered, *, depths: int) -> dict[str, Any]:
-    """The numbers: by task and length, by depth, over all tasks.
+def summarize_needles(answered: Answered, *, depths: int) -> dict[str, Any]:
+    """The metrics: by task and length, by depth, and over all tasks.
 
     Args:
-        answered: all questions.
-        depths: how many there are in a table.
+        answered: all prompts with their answers.
+        depths: number of depths in a table.
     """
     tasks: dict[str, dict[str, Any]] = {}
-    for name in dict.fromkeys(asked.task for asked, _ in answered):
+    for name in dict.fromkeys(prompt.task for prompt, _ in answered):
         lengths = {}
-        for length in sorted({asked.length for asked, _ in answered}):
-            mine = [(asked, found) for asked, found in answered if (asked.task, asked.length) == (name, length)]
-            if mine:
-                lengths[str(length)] = _of_length(mine, depths if TASKS[name].has_depth else None)
+        for length in sorted({prompt.length for prompt, _ in answered}):
+            selected = [
+                (prompt, answer) for prompt, answer in answered if (prompt.task, prompt.length) == (name, length)
+            ]
+            if selected:
+                lengths[str(length)] = _summarize_length(selected, depths if TASKS[name].has_depth else None)
         tasks[name] = lengths
-    every = sorted({asked.length for asked, _ in answered})
-    overall = {str(n): _mean([rows[str(n)]["score"] for rows in tasks.values() if str(n) in rows]) for n in every}
+    all_lengths = sorted({prompt.length for prompt, _ in answered})
+    overall = {str(n): _mean([rows[str(n)]["score"] for rows in tasks.values() if str(n) in rows]) for n in all_lengths}
     return {"tasks": tasks, "overall": overall, "questions": len(answered)}
 
 
-def _of_length(mine: Answered, depths: int | None) -> dict[str, Any]:
-    hits = [found.hits(asked) for asked, found in mine]
-    nats = [-sum(found.logprobs) / len(found.logprobs) for _, found in mine]
+def _summarize_length(answered: Answered, depths: int | None) -> dict[str, Any]:
+    hits = [answer.hits(prompt) for prompt, answer in answered]
+    nats = [-sum(answer.logprobs) / len(answer.logprobs) for _, answer in answered]
     row: dict[str, Any] = {
-        "samples": len(mine),
-        "score": _mean([_mean(each) for each in hits]),
-        "all_found": _mean([all(each) for each in hits]),
+        "samples": len(answered),
+        "score": _mean([_mean(value_hit) for value_hit in hits]),
+        "all_found": _mean([all(value_hit) for value_hit in hits]),
         "nats_per_token": _mean(nats),
-        "tokens": _mean([len(asked.tokens) + 1 for asked, _ in mine]),
+        "tokens": _mean([len(prompt.tokens) + 1 for prompt, _ in answered]),
     }
     if depths is not None:
-        cells: list[dict[str, Any]] = [{"depth": _share(n, depths), "found": 0, "asked": 0} for n in range(depths)]
-        for (asked, _), hit in zip(mine, hits, strict=True):
-            for depth, each in zip(asked.depths, hit, strict=True):
+        cells: list[dict[str, Any]] = [
+            {"depth": _depth_of_row(n, depths), "found": 0, "asked": 0} for n in range(depths)
+        ]
+        for (prompt, _), hit in zip(answered, hits, strict=True):
+            for depth, value_hit in zip(prompt.depths, hit, strict=True):
                 if depth is not None:
                     cell = cells[round(depth * (depths - 1))]
                     cell["asked"] += 1
-                    cell["found"] += int(each)
+                    cell["found"] += int(value_hit)
         row["depths"] = cells
     return row
 
 
-def _share(n: int, depths: int) -> float:
+def _depth_of_row(n: int, depths: int) -> float:
     return n / (depths - 1) if depths > 1 else 0.5
 
 
 def _mean(values: Sequence[float]) -> float:
-    return float(np.mean([float(each) for each in values])) if len(values) else float("nan")
+    return float(np.mean([float(value) for value in values])) if len(values) else float("nan")
 
 
 def sample_lines(answered: Answered) -> list[dict[str, Any]]:
-    """Each question with what came of it, without its text."""
+    """The answers of each prompt as JSON objects, without the prompt's text."""
     return [
         {
-            "task": asked.task,
-            "length": asked.length,
-            "number": asked.number,
-            "tokens": len(asked.tokens) + 1,
-            "values": list(asked.values),
-            "depths": list(asked.depths),
-            "found": found.hits(asked),
-            "logprobs": [round(each, 6) for each in found.logprobs],
-            "ranks": list(found.ranks),
-            "owners": asked.owners.tolist(),
+            "task": prompt.task,
+            "length": prompt.length,
+            "number": prompt.number,
+            "tokens": len(prompt.tokens) + 1,
+            "values": list(prompt.values),
+            "depths": list(prompt.depths),
+            "found": answer.hits(prompt),
+            "logprobs": [round(logprob, 6) for logprob in answer.logprobs],
+            "ranks": list(answer.ranks),
+            "owners": prompt.owners.tolist(),
         }
-        for asked, found in answered
+        for prompt, answer in answered
     ]
 
 
-def tracked(summary: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers for trackers."""
-    found = {f"needles/overall/{length}": value for length, value in summary["overall"].items()}
+def tracker_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics for trackers."""
+    metrics = {f"needles/overall/{length}": value for length, value in summary["overall"].items()}
     for name, rows in summary["tasks"].items():
-        found |= {f"needles/{name}/{length}": row["score"] for length, row in rows.items()}
-    return found
+        metrics |= {f"needles/{name}/{length}": row["score"] for length, row in rows.items()}
+    return metrics
 
 
-def table_of(summary: Mapping[str, Any]) -> str:
-    """Tasks by length, then for tasks with a depth what was found at each, as lines."""
+def needles_table(summary: Mapping[str, Any]) -> str:
+    """Tasks by length as text lines; for tasks with a depth, also the values found at each depth."""
     lengths = list(summary["overall"])
-    rows = [("values found", *(f"{int(each):,}" for each in lengths))]
-    for name, mine in summary["tasks"].items():
-        rows.append((name, *(_percent(mine[each]["score"]) if each in mine else "" for each in lengths)))
-        for n, cell in enumerate(next(iter(mine.values())).get("depths", [])):
-            cells = [mine[each]["depths"][n] if each in mine else None for each in lengths]
-            shown = ["" if c is None or not c["asked"] else f"{c['found']}/{c['asked']}" for c in cells]
-            if any(shown):
-                rows.append((f"  depth {cell['depth']:.0%}", *shown))
+    rows = [("values found", *(f"{int(length):,}" for length in lengths))]
+    for name, task_rows in summary["tasks"].items():
+        rows.append(
+            (name, *(_percent(task_rows[length]["score"]) if length in task_rows else "" for length in lengths))
+        )
+        for n, cell in enumerate(next(iter(task_rows.values())).get("depths", [])):
+            cells = [task_rows[length]["depths"][n] if length in task_rows else None for length in lengths]
+            counts = ["" if c is None or not c["asked"] else f"{c['found']}/{c['asked']}" for c in cells]
+            if any(counts):
+                rows.append((f"  depth {cell['depth']:.0%}", *counts))
     if len(summary["tasks"]) > 1:
-        rows.append(("all tasks", *(_percent(summary["overall"][each]) for each in lengths)))
+        rows.append(("all tasks", *(_percent(summary["overall"][length]) for length in lengths)))
     widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
     return "\n".join(
         "  ".join(
-            [row[0].ljust(widths[0]), *(each.rjust(width) for each, width in zip(row[1:], widths[1:], strict=True))]
+            [row[0].ljust(widths[0]), *(length.rjust(width) for length, width in zip(row[1:], widths[1:], strict=True))]
         )
         for row in rows
     )

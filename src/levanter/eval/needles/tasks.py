@@ -1,9 +1,9 @@
-"""The tasks: texts of any length with something hidden in them, and a question after it.
+"""The needle tasks: texts of any length with hidden values, and a question at the end.
 
-They are the synthetic ones of RULER (Hsieh et al., arXiv:2404.06654), by its names and with its wording. What differs:
-where RULER hides needles in essays, which would have to be downloaded, sentences are made here, and so are the words
-that are counted in `cwe`. A task is a function of a random generator, of how much hay there is, and of a depth: how
-deep in the text what is asked for lies, 0 at its beginning and 1 at its end.
+They are the synthetic tasks of RULER (Hsieh et al., arXiv:2404.06654), with its names and wording. There are two
+differences: instead of essays, which would have to be downloaded, sentences are generated, and so are the words that
+are counted in `cwe`. A task is a function of a random generator, the amount of haystack, and a depth: the relative
+position of the value in the text, 0 at its beginning and 1 at its end.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,11 +19,11 @@ from levanter.eval.needles import haystack
 
 @dataclass(frozen=True, kw_only=True)
 class Needle:
-    """Something that is asked for.
+    """A hidden value.
 
     Attributes:
-        begin, end: where it stands in the answer, in characters.
-        depth: where it is hidden, from 0 to 1; None where it is everywhere.
+        begin, end: its characters in the answer.
+        depth: its relative position in the text, from 0 to 1; None for values without a single position.
     """
 
     begin: int
@@ -33,12 +33,12 @@ class Needle:
 
 @dataclass(frozen=True, kw_only=True)
 class NeedleText:
-    """A text with a question behind it.
+    """A text with a question at its end, and the answer.
 
     Attributes:
-        prompt: the text, the question, and how the answer begins.
-        answer: how it goes on.
-        hidden: the parts of the answer that count.
+        prompt: the text, the question, and the beginning of the answer.
+        answer: the rest of the answer.
+        hidden: the scored parts of the answer.
     """
 
     prompt: str
@@ -48,20 +48,20 @@ class NeedleText:
 
 Make = Callable[[np.random.Generator, int, float], NeedleText]
 SHORT = 4096
-"""Tokens below which RULER asks `cwe` with fewer words."""
+"""Length in tokens below which RULER's `cwe` has fewer words."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A kind of question.
+    """A kind of prompt.
 
     Attributes:
-        name: RULER's.
-        summary: what is hidden, and what is asked.
-        make: a question, of a random generator, units of hay, and a depth.
-        short: the same for texts of less than `SHORT` tokens, where that is another one.
-        least: units of hay at least.
-        has_depth: whether what is asked for lies at one depth.
+        name: RULER's name.
+        summary: what is hidden, and what the question is.
+        make: (random generator, units of haystack, depth) → a text.
+        short: the same for texts of less than `SHORT` tokens, if it differs.
+        least: minimum units of haystack.
+        has_depth: whether the value has a single position.
     """
 
     name: str
@@ -71,13 +71,13 @@ class Task:
     least: int = 1
     has_depth: bool = True
 
-    def made_for(self, length: int) -> Make:
-        """What makes questions of so many tokens."""
+    def make_for_length(self, length: int) -> Make:
+        """The function that makes texts of a given number of tokens."""
         return self.short if self.short is not None and length < SHORT else self.make
 
 
 def _answer(values: Sequence[str], depths: Sequence[float | None], before: Sequence[str]) -> tuple[str, list[Needle]]:
-    """Values behind what stands before each."""
+    """The answer that consists of prefixes and values, and the values' spans."""
     text, hidden = "", []
     for value, depth, prefix in zip(values, depths, before, strict=True):
         text += prefix
@@ -86,17 +86,17 @@ def _answer(values: Sequence[str], depths: Sequence[float | None], before: Seque
     return text, hidden
 
 
-def _listed(count: int) -> list[str]:
-    """What stands before each of several values in a sentence."""
+def _separators(count: int) -> list[str]:
+    """The text before each value of an enumeration."""
     return [" "] if count == 1 else [" ", *[", "] * (count - 2), ", and " if count > 2 else " and "]
 
 
-def _spread(sentences: Iterator[str], units: int, inserted: Sequence[tuple[float, str]]) -> str:
-    """Hay with sentences inserted at their depths."""
-    parts = [next(sentences) for _ in range(units)]
-    for depth, text in sorted(inserted, key=lambda each: -each[0]):
-        parts.insert(round(depth * units), text)
-    return " ".join(parts)
+def _insert(sentences: Iterator[str], units: int, inserted: Sequence[tuple[float, str]]) -> str:
+    """Haystack with sentences inserted at their depths."""
+    texts = [next(sentences) for _ in range(units)]
+    for depth, text in sorted(inserted, key=lambda item: -item[0]):
+        texts.insert(round(depth * units), text)
+    return " ".join(texts)
 
 
 _VALUES = {"numbers": haystack.numbers, "uuids": haystack.uuids}
@@ -115,26 +115,30 @@ def _needle(
     values: int = 1,
     queries: int = 1,
 ) -> NeedleText:
-    """RULER's `niah`: `values` of each of `keys`, of which `queries` are asked for; the first of these at the depth."""
-    own = max(keys, queries)
-    names = (haystack.uuids if uuid_keys else haystack.keys)(random, own + (units if hay == "needles" else 0))
-    count = own * values + (units if hay == "needles" else 0)
-    drawn = _VALUES[kind](random, count)
-    said = [
-        f"One of the special magic {kind} for {names[n // values if n < own * values else n - own * (values - 1)]} is: "
+    """RULER's `niah`: `values` values for each of `keys` names; the question asks for `queries` of the names.
+
+    The first value is at `depth`.
+    """
+    num_own = max(keys, queries)
+    names = (haystack.uuids if uuid_keys else haystack.keys)(random, num_own + (units if hay == "needles" else 0))
+    count = num_own * values + (units if hay == "needles" else 0)
+    drawn_values = _VALUES[kind](random, count)
+    needles = [
+        f"One of the special magic {kind} for "
+        f"{names[n // values if n < num_own * values else n - num_own * (values - 1)]} is: "
         f"{value}."
-        for n, value in enumerate(drawn)
+        for n, value in enumerate(drawn_values)
     ]
-    depths = [float(each) for each in random.uniform(size=own * values)]
+    depths = [float(x) for x in random.uniform(size=num_own * values)]
     depths[0] = depth
-    sentences = iter(said[own * values :]) if hay == "needles" else haystack.noise()
+    sentences = iter(needles[num_own * values :]) if hay == "needles" else haystack.noise()
     if hay == "prose":
         sentences = haystack.prose(random)
-    context = _spread(sentences, units, list(zip(depths, said, strict=False)))
-    asked = list(range(queries * values))
+    context = _insert(sentences, units, list(zip(depths, needles, strict=False)))
+    query_order = list(range(queries * values))
     names = names[:queries]
     query = names[0] if queries == 1 else ", ".join(names[:-1]) + f", and {names[-1]}"
-    if len(asked) == 1:
+    if len(query_order) == 1:
         one = _ONE[kind]
         head = f"A special magic {one} is hidden within the following text. Make sure to memorize it. I will quiz you "
         head += f"about the {one} afterwards.\n"
@@ -146,33 +150,35 @@ def _needle(
         end = f"\nWhat are all the special magic {kind} for {query} mentioned in the provided text? The special magic "
         end += f"{kind} for {query} mentioned in the provided text are"
     if queries == 1:
-        # The values of one name, in the order in which a reader meets them.
-        asked.sort(key=lambda n: round(depths[n] * units))
-    answer, hidden = _answer([drawn[n] for n in asked], [depths[n] for n in asked], _listed(len(asked)))
+        # The values of one name are expected in the order of their appearance.
+        query_order.sort(key=lambda n: round(depths[n] * units))
+    answer, hidden = _answer(
+        [drawn_values[n] for n in query_order], [depths[n] for n in query_order], _separators(len(query_order))
+    )
     return NeedleText(prompt=head + context + end, answer=answer, hidden=tuple(hidden))
 
 
 def _variables(random: np.random.Generator, units: int, depth: float, *, hops: int = 4) -> NeedleText:
-    """RULER's `vt`: a chain of assignments, all of whose variables have one value; an example stands before it."""
+    """RULER's `vt`: a chain of assignments whose variables all have one value, preceded by an example."""
     del depth
-    example, shown = _chain(random, 5, hops)
-    asked, answer = _chain(random, units, hops)
+    example, example_names = _chain(random, 5, hops)
+    question, answer = _chain(random, units, hops)
     text, hidden = _answer(answer, [None] * len(answer), [" "] * len(answer))
-    return NeedleText(prompt=f"{example} {' '.join(shown)}\n\n{asked}", answer=text, hidden=tuple(hidden))
+    return NeedleText(prompt=f"{example} {' '.join(example_names)}\n\n{question}", answer=text, hidden=tuple(hidden))
 
 
 def _chain(random: np.random.Generator, units: int, hops: int) -> tuple[str, list[str]]:
     names = haystack.variables(random, hops + 1)
     (value,) = haystack.numbers(random, 1, digits=5)
-    said = [f"VAR {names[0]} = {value}."]
-    said += [f"VAR {b} = VAR {a}." for a, b in pairwise(names)]
-    depths = sorted(float(each) for each in random.uniform(size=len(said)))
-    parts = [sentence for _, sentence in zip(range(units), haystack.noise(), strict=False)]
-    for depth, sentence in reversed(list(zip(depths, said, strict=True))):
-        parts.insert(round(depth * units), sentence)
+    assignments = [f"VAR {names[0]} = {value}."]
+    assignments += [f"VAR {b} = VAR {a}." for a, b in pairwise(names)]
+    depths = sorted(float(x) for x in random.uniform(size=len(assignments)))
+    sentences = [sentence for _, sentence in zip(range(units), haystack.noise(), strict=False)]
+    for depth, sentence in reversed(list(zip(depths, assignments, strict=True))):
+        sentences.insert(round(depth * units), sentence)
     prompt = (
         "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
-        f"{' '.join(parts)}\nQuestion: Find all variables that are assigned the value {value} in the text above. "
+        f"{' '.join(sentences)}\nQuestion: Find all variables that are assigned the value {value} in the text above. "
         f"Answer: According to the chain(s) of variable assignment in the text above, {len(names)} variables are "
         f"assigned the value {value}, they are:"
     )
@@ -189,34 +195,34 @@ def _common_words(
     seldom: int,
     common: int = 10,
 ) -> NeedleText:
-    """RULER's `cwe`: ten words that are often in a list, among others that are seldom; an example stands before it.
+    """RULER's `cwe`: the ten most frequent words of a list, preceded by an example.
 
     Args:
-        random: of the generator.
-        units: other words.
-        depth: nothing; the words are everywhere.
-        example: of its list: other words, how often the common ones are there, and how often these.
-        often, seldom: the same of the list that is asked about.
-        common: how many words are asked for.
+        random: generator.
+        units: number of other words.
+        depth: ignored; the words are everywhere.
+        example: of the example's list: other words, frequency of the common words, frequency of the others.
+        often, seldom: frequencies in the list of the question.
+        common: number of common words.
     """
     del depth
     others, shown_often, shown_seldom = example
     first, shown = _word_list(random, others, common, often=shown_often, seldom=shown_seldom)
-    asked, answer = _word_list(random, units, common, often=often, seldom=seldom)
+    question, answer = _word_list(random, units, common, often=often, seldom=seldom)
     before = [f" {n + 1}. " for n in range(common)]
     text, hidden = _answer(answer, [None] * common, before)
     written, _ = _answer(shown, [None] * common, before)
-    return NeedleText(prompt=f"{first}{written}\n\n{asked}", answer=text, hidden=tuple(hidden))
+    return NeedleText(prompt=f"{first}{written}\n\n{question}", answer=text, hidden=tuple(hidden))
 
 
 def _word_list(
     random: np.random.Generator, units: int, common: int, *, often: int, seldom: int
 ) -> tuple[str, list[str]]:
-    words = haystack.made_words(random, common + units)
+    words = haystack.invented_words(random, common + units)
     every = [*(words[:common] * often), *(words[common:] * seldom)]
     random.shuffle(every)
-    # RULER counts these ten in any order. In one pass they are judged in one, which a model must be able to know: that
-    # in which they were first seen, in the example before it, too.
+    # RULER accepts the ten words in any order. Scoring in one pass needs a single order that a model can infer: that of
+    # their first appearance, which the example shows.
     answer = sorted(words[:common], key=every.index)
     listed = " ".join(f"{n + 1}. {word}" for n, word in enumerate(every))
     prompt = (
@@ -228,13 +234,14 @@ def _word_list(
 
 
 def _frequent_words(random: np.random.Generator, units: int, depth: float, *, power: float = 2.0) -> NeedleText:
-    """RULER's `fwe`: words by a power law, of which the three most frequent are asked for; the first one is dots."""
+    """RULER's `fwe`: words with frequencies by a power law; the answer is the three most frequent ones behind the "
+    "dots."""
     del depth
-    words = ["....", *haystack.made_words(random, max(4, min(units // 8, 2000)))]
+    words = ["....", *haystack.invented_words(random, max(4, min(units // 8, 2000)))]
     shares = np.arange(1, len(words) + 1, dtype=np.float64) ** -power
     counts = np.maximum(1, np.floor(units * shares / shares.sum())).astype(int)
     for n in (3, 2, 1, 0):
-        # Whatever the length, the most frequent ones are not equally frequent.
+        # At every length, the most frequent words have distinct frequencies.
         counts[n] = max(counts[n], counts[n + 1] + 1)
     every = [word for word, count in zip(words, counts, strict=True) for _ in range(count)]
     random.shuffle(every)
@@ -244,11 +251,11 @@ def _frequent_words(random: np.random.Generator, units: int, depth: float, *, po
         "'....'. What are the three most frequently appeared words in the above coded text? Answer: According to the "
         "coded text above, the three most frequently appeared words are:"
     )
-    text, hidden = _answer(words[1:4], [None] * 3, _listed(3))
+    text, hidden = _answer(words[1:4], [None] * 3, _separators(3))
     return NeedleText(prompt=prompt, answer=text, hidden=tuple(hidden))
 
 
-def _niah(name: str, summary: str, **how: object) -> Task:
+def _niah_task(name: str, summary: str, **how: object) -> Task:
     return Task(name=name, summary=summary, make=partial(_needle, **how))
 
 
@@ -256,20 +263,20 @@ TASKS: Mapping[str, Task] = MappingProxyType(
     {
         task.name: task
         for task in (
-            _niah("niah_single_1", "a number by a name, in five sentences over and over", hay="noise"),
-            _niah("niah_single_2", "a number by a name, in prose", hay="prose"),
-            _niah("niah_single_3", "a uuid by a name, in prose", hay="prose", kind="uuids"),
-            _niah("niah_multikey_1", "a number by its name, one of four in prose", hay="prose", keys=4),
-            _niah("niah_multikey_2", "a number by its name, among nothing but others", hay="needles"),
-            _niah(
+            _niah_task("niah_single_1", "a number by a name, in five sentences over and over", hay="noise"),
+            _niah_task("niah_single_2", "a number by a name, in prose", hay="prose"),
+            _niah_task("niah_single_3", "a uuid by a name, in prose", hay="prose", kind="uuids"),
+            _niah_task("niah_multikey_1", "a number by its name, one of four in prose", hay="prose", keys=4),
+            _niah_task("niah_multikey_2", "a number by its name, among nothing but others", hay="needles"),
+            _niah_task(
                 "niah_multikey_3",
                 "a uuid by a uuid, among nothing but others",
                 hay="needles",
                 kind="uuids",
                 uuid_keys=True,
             ),
-            _niah("niah_multivalue", "four numbers of one name, in prose", hay="prose", values=4),
-            _niah("niah_multiquery", "four numbers by their names, in prose", hay="prose", queries=4),
+            _niah_task("niah_multivalue", "four numbers of one name, in prose", hay="prose", values=4),
+            _niah_task("niah_multiquery", "four numbers by their names, in prose", hay="prose", queries=4),
             Task(name="vt", summary="variables that have a value by assignments", make=_variables, has_depth=False),
             Task(
                 name="cwe",

@@ -211,10 +211,10 @@ def test_two_variants_of_a_task(model):
 
 def test_assumed_requests_give_minutes_without_documents(model, monkeypatch):
     from levanter.eval.harness import task_discovery as finding
-    from levanter.eval.harness.tasks import AbsentTaskError
+    from levanter.eval.harness.tasks import UnavailableTaskError
 
     def absent(*_: object):
-        raise AbsentTaskError("eval_harness.task_spec: hellaswag: its documents cannot be had here (no network)")
+        raise UnavailableTaskError("eval_harness.task_spec: hellaswag: its documents cannot be had here (no network)")
 
     monkeypatch.setattr(finding, "load_tasks", absent)
     config = parse(

@@ -8,7 +8,7 @@ from levanter.commands.harness.config import EvalHarnessConfig
 from levanter.commands.harness.plan import describe
 from levanter.config import load_written
 from levanter.eval.harness import task_discovery
-from levanter.eval.harness.tasks import AbsentTaskError
+from levanter.eval.harness.tasks import UnavailableTaskError
 from levanter.plan.target_from_name import target_of_pod
 
 CONFIG = Path(__file__).resolve().parents[4] / "config" / "harness" / "llama3.1_8b.yaml"
@@ -19,7 +19,7 @@ def plan(monkeypatch):
     """Of Llama 3.1 8B on a v4-64, without the tasks' documents and without a tokenizer."""
 
     def absent(*_: object):
-        raise AbsentTaskError("eval_harness.task_spec: hellaswag: its documents cannot be had here")
+        raise UnavailableTaskError("eval_harness.task_spec: hellaswag: its documents cannot be had here")
 
     monkeypatch.setattr(task_discovery, "load_tasks", absent)
     loaded = load_written(EvalHarnessConfig, ["--config_path", str(CONFIG)])

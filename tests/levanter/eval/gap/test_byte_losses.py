@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from levanter.eval.gap.byte_losses import byte_offsets, cells, token_losses
-from levanter.eval.gap.categories import segments
+from levanter.eval.gap.report import segments
 
 TEXTS = ["the cat, didn't it? 12.5", "naïve — 日本語 🎉\n\n", "", " ", "a\tb\r\nc"]
 

@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 
 from levanter.data.gap_texts import ComparedText, cut
-from levanter.eval.gap.byte_losses import token_losses
-from levanter.eval.gap.categories import segments
-from levanter.eval.gap.files import gap_files, markdown, table_of, tracked, worst_documents
-from levanter.eval.gap.page import SHOWN_BYTES, drawn, gap_page
-from levanter.eval.gap.report import GapReport
-from levanter.eval.gap.sums import ComparedDocument
+from levanter.eval.gap.byte_losses import ComparedDocument, token_losses
+from levanter.eval.gap.files import gap_files, gap_table, markdown, tracker_metrics, worst_documents
+from levanter.eval.gap.page import SHOWN_BYTES, gap_page, text_cells
+from levanter.eval.gap.report import GapReport, segments
 
 pytestmark = pytest.mark.quick
 
@@ -132,10 +130,10 @@ def test_files_have_upstreams_names(tmp_path):
     report = (tmp_path / "report.md").read_text()
     assert report == markdown(summary) and "**Model A:** A\\|x" in report
     assert report.count("\n## ") == 9 and "| name | documents | bytes |" in report
-    metrics = tracked(summary)
+    metrics = tracker_metrics(summary)
     assert metrics["gap/datasets/web/a/bpb_gap"] == summary_row(summary, "web/a")["gap_bpb"]
     assert metrics["gap/groups/web/model_a_tokens"] > 0 and "gap/patterns/text/word/bpb_gap" in metrics
-    assert "web/a" in table_of(summary)
+    assert "web/a" in gap_table(summary)
 
 
 def summary_row(summary: dict, name: str) -> dict:
@@ -145,7 +143,7 @@ def summary_row(summary: dict, name: str) -> dict:
 
 def test_cells_of_a_drawn_text_are_the_text_and_its_bits():
     for one in scored():
-        shown = drawn(one)
+        shown = text_cells(one)
         assert "".join(cell[0] for cell in shown["cells"]) == one.text.text
         if not one.text.begin:
             for n, model in ((1, one.a), (2, one.b)):
@@ -161,7 +159,7 @@ def test_a_long_text_is_drawn_where_models_part():
     a, b = (token_losses(text, spans, nats.copy(), leading=0) for _ in range(2))
     b.nats[2 * SHOWN_BYTES] = 9
     one = ComparedDocument(text=ComparedText(name="n", tags=("n",), shard="s", row=0, text=text), a=a, b=b)
-    shown = drawn(one)
+    shown = text_cells(one)
     assert shown["cut"] == [True, True] and sum(len(cell[0]) for cell in shown["cells"]) == SHOWN_BYTES
     assert any(cell[2] > 12 for cell in shown["cells"])
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from levanter.eval.harness.batch_shapes import MOST, Room, closest, fewest_rows, fitted
+from levanter.eval.harness.batch_shapes import MAX_LENGTHS, RowLimits, best_lengths, fit_shapes, rows_per_batch
 from levanter.eval.harness.encoding import HarnessError, Query
 from levanter.eval.harness.packing import RowShape, row_shapes
 from levanter.eval.harness.request_table import Table
@@ -35,18 +35,20 @@ def question(length: int, targets: int = 1, *, first: int = 3) -> Query:
     ],
 )
 def test_a_batch_has_as_few_empty_rows_as_may_be(most: int, counts: list[int], spread: float, kept: int):
-    assert fewest_rows(most, counts, Room(ways=8, fewer=spread, larger=spread)) == kept
+    assert rows_per_batch(most, counts, RowLimits(num_shards=8, max_batch_factor=spread, max_row_factor=spread)) == kept
 
 
 def test_rows_are_as_long_as_what_is_in_them():
     shapes = row_shapes(128, tokens=512, ways=1)
     asked = [question(102, first=n) for n in range(5)]
-    found = fitted([asked], shapes, price, Room(ways=1, fewer=2.0, larger=4.0))
+    found = fit_shapes([asked], shapes, price, RowLimits(num_shards=1, max_batch_factor=2.0, max_row_factor=4.0))
     assert found == (RowShape(length=102, slots=25, rows=5),)
-    assert Table.of(asked, found, price).computed_tokens == 5 * 102
+    assert Table.from_queries(asked, found, price).computed_tokens == 5 * 102
     # In pieces of 128, as hardware has it, there is nothing to gain.
-    assert {shape.length for shape in fitted([asked], shapes, price, Room(ways=1, unit=128))} == {128}
-    assert fitted([[]], shapes, price, Room(ways=1)) == shapes
+    assert {shape.length for shape in fit_shapes([asked], shapes, price, RowLimits(num_shards=1, multiple=128))} == {
+        128
+    }
+    assert fit_shapes([[]], shapes, price, RowLimits(num_shards=1)) == shapes
 
 
 def test_trunks_where_they_save_something():
@@ -57,19 +59,21 @@ def test_trunks_where_they_save_something():
         for _ in range(4):
             ids = np.concatenate([context, dice.integers(3, 99, int(dice.integers(10, 20)))]).astype(np.int32)
             asked.append(Query(inputs=ids[:-1], targets=ids[len(context) :]))
-    room = Room(ways=1, fewer=2.0, larger=4.0)
+    room = RowLimits(num_shards=1, max_batch_factor=2.0, max_row_factor=4.0)
     computed = [
-        Table.of(asked, fitted([asked], row_shapes(256, tokens=512, ways=1, branches=each), price, room), price)
+        Table.from_queries(
+            asked, fit_shapes([asked], row_shapes(256, tokens=512, ways=1, branches=each), price, room), price
+        )
         for each in (False, True)
     ]
     assert 2 * computed[1].computed_tokens < computed[0].computed_tokens <= 1.05 * computed[0].tokens
     most = row_shapes(256, tokens=512, ways=1, branches=True)
-    assert {shape.branches for shape in fitted([asked], most, price, room)} == {256}
+    assert {shape.branches for shape in fit_shapes([asked], most, price, room)} == {256}
     # Two that begin alike, of which rows twice as long would cost more than they save.
     alike = [question(100, first=n) for n in (7, 7, 8, 8)]
     for n, each in enumerate(alike):
         each.inputs[30:] = n
-    dear = fitted([alike], most, lambda shape: shape.rows * shape.length**2, room)
+    dear = fit_shapes([alike], most, lambda shape: shape.rows * shape.length**2, room)
     assert {shape.branches for shape in dear} == {0}
 
 
@@ -86,7 +90,7 @@ def test_lengths_are_the_closest_that_there_are():
         own = [min(n for n in lengths if n >= weight) for weight in weights]
         return sum(n * rows(n, own.count(n)) for n in lengths)
 
-    found = closest(weights, 4, rows)
+    found = best_lengths(weights, 4, rows)
     assert [len(each) for each in found] == [1, 2, 3, 4]
     for mine in found:
         others = itertools.combinations(sorted(set(weights[:-1]) - {weights[-1]}), len(mine) - 1)
@@ -104,10 +108,15 @@ def test_no_question_is_without_a_place_and_no_more_is_computed(seed: int, count
     for n in range(count):
         length = int(dice.integers(1, 129))
         asked.append(question(length, int(dice.integers(1, length + 1)) if dice.random() < 0.3 else 1, first=n + 10))
-    found = fitted([asked, asked[:1]], shapes, price, Room(ways=ways, unit=unit, fewer=2.0, larger=4.0))
-    assert len(found) <= MOST and len({shape.name for shape in found}) == len(found)
+    found = fit_shapes(
+        [asked, asked[:1]],
+        shapes,
+        price,
+        RowLimits(num_shards=ways, multiple=unit, max_batch_factor=2.0, max_row_factor=4.0),
+    )
+    assert len(found) <= MAX_LENGTHS and len({shape.name for shape in found}) == len(found)
     assert all(shape.rows % ways == 0 and (shape.length % unit == 0 or shape.length == 128) for shape in found)
-    before, after = (Table.of(asked, each, price) for each in (shapes, found))
+    before, after = (Table.from_queries(asked, each, price) for each in (shapes, found))
     assert sorted(n for packed in after.packed for row in packed.rows for n, *_ in row) == sorted(
         n for packed in before.packed for row in packed.rows for n, *_ in row
     )
@@ -117,6 +126,6 @@ def test_no_question_is_without_a_place_and_no_more_is_computed(seed: int, count
 
 
 def test_what_is_longer_than_it_was_is_said():
-    found = fitted([[question(40)]], row_shapes(128, tokens=128, ways=1), price, Room(ways=1))
+    found = fit_shapes([[question(40)]], row_shapes(128, tokens=128, ways=1), price, RowLimits(num_shards=1))
     with pytest.raises(HarnessError, match="asks for 41 tokens, and for 40 at most when it was planned"):
-        Table.of([question(41)], found, price)
+        Table.from_queries([question(41)], found, price)

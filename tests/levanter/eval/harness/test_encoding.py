@@ -50,7 +50,7 @@ def test_pairs_are_lm_evals(adds_bos: bool):
 
     judge = Judge()
     asked = [pair for pair in pairs(0) if not pair[0] or pair[0].strip()]
-    found = own.questions(asked, [str(n) for n in range(len(asked))])
+    found = own.encode_pairs(asked, [str(n) for n in range(len(asked))])
     for (context, continuation), question in zip(asked, found, strict=True):
         if context:
             before, after = judge._encode_pair(context, continuation)
@@ -59,8 +59,8 @@ def test_pairs_are_lm_evals(adds_bos: bool):
         whole = (list(before) + list(after))[-(LENGTH + 1) :]
         assert question.inputs.tolist() == whole[:-1]
         assert question.targets.tolist() == list(after)
-        assert question.cut == max(0, len(before) + len(after) - LENGTH - 1)
-    assert any(each.cut for each in found) and any(not context for context, _ in asked)
+        assert question.truncated == max(0, len(before) + len(after) - LENGTH - 1)
+    assert any(each.truncated for each in found) and any(not context for context, _ in asked)
 
 
 @pytest.mark.parametrize("length", [3, 5, 12])
@@ -77,7 +77,7 @@ def test_windows_are_lm_evals(length: int):
                 ),
             )
         )
-        found = own.windows(text)
+        found = own.rolling_windows(text)
         assert [each.targets.tolist() for each in found] == [list(after) for _, after in windows]
         assert [each.inputs.tolist() for each in found] == [[*a, *b][-(length + 1) :][:-1] for a, b in windows]
         # Each token once, in order.
@@ -88,20 +88,20 @@ def test_what_cannot_be_scored_is_listed():
     own = encoder(adds_bos=False)
     long = "x" * 5 + " 1234567890" * 3
     with pytest.raises(HarnessError) as told:
-        own.questions(
+        own.encode_pairs(
             [("the cat", " sat"), ("the cat", ""), ("the cat", long)], ["a, document 0", "b", "c, document 7"]
         )
     first, second = str(told.value).splitlines()
     assert first == "b: the answer '' has no token of its own behind its context"
     assert second.startswith("c, document 7: the answer 'xxxxx 1234567890") and "the model sees 12" in second
-    many = own.questions([("the cat", " sat")] * 3, ["a"] * 3)
+    many = own.encode_pairs([("the cat", " sat")] * 3, ["a"] * 3)
     assert len({each.inputs.tobytes() for each in many}) == 1
 
 
 def test_a_tokenizer_without_ends_is_named():
     bare = FastTokenizer(json.loads(byte_level_tokenizer().to_str()), name="small")
     with pytest.raises(HarnessError, match="small: the tokenizer has neither BOS nor EOS"):
-        QueryEncoder(bare, False, LENGTH).questions([("", "the cat")], ["a"])
+        QueryEncoder(bare, False, LENGTH).encode_pairs([("", "the cat")], ["a"])
 
 
 @pytest.mark.parametrize(

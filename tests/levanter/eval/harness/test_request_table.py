@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from levanter.eval.harness.encoding import Query
-from levanter.eval.harness.packing import RowShape, items_of, row_shapes
+from levanter.eval.harness.packing import RowShape, group_queries, row_shapes
 from levanter.eval.harness.request_table import PADDING, Table
-from levanter.eval.harness.scoring import answers
+from levanter.eval.harness.scoring import query_scores
 
 
 def price(shape: RowShape) -> float:
@@ -37,9 +37,9 @@ def check(table: Table, asked: list[Query]) -> None:
     for packed in table.packed:
         for batch in table.batches(packed):
             assert batch.tokens.shape == (packed.shape.rows, packed.shape.length)
-            for row, slot in zip(*np.nonzero(batch.questions != PADDING), strict=True):
-                owner, number = int(batch.questions[row, slot]), int(batch.numbers[row, slot])
-                question, place = asked[owner], int(batch.places[row, slot])
+            for row, slot in zip(*np.nonzero(batch.queries != PADDING), strict=True):
+                owner, number = int(batch.queries[row, slot]), int(batch.target_indices[row, slot])
+                question, place = asked[owner], int(batch.target_positions[row, slot])
                 given_ids = np.concatenate([question.inputs, question.targets[-1:]])
                 behind = given_ids[: len(question.inputs) - len(question.targets) + 1 + number]
                 # What the token sees, as attention does: its own segment and its trunk, no position after its own.
@@ -70,9 +70,9 @@ def test_every_target_is_asked_once_behind_its_own_tokens(
     asked = questions(seed, count, length)
     shapes = row_shapes(length, tokens=256, ways=ways, branches=branches)
     assert 1 <= len(shapes) <= 6 and len({shape.name for shape in shapes}) == len(shapes)
-    table = Table.of(asked, shapes, price)
+    table = Table.from_queries(asked, shapes, price)
     check(table, asked)
-    heard = Table.of_message(table.message())
+    heard = Table.from_message(table.message())
     assert heard.digest == table.digest
     for mine, theirs in zip(table.packed, heard.packed, strict=True):
         for one, other in zip(table.batches(mine), heard.batches(theirs), strict=True):
@@ -85,7 +85,7 @@ def test_answers_of_one_token_to_one_question_are_one_sequence():
     asked = [Query(inputs=context, targets=np.asarray([n], np.int32)) for n in range(4)]
     longer = np.concatenate([context, [2]]).astype(np.int32)
     asked.append(Query(inputs=longer, targets=np.asarray([2, 9], np.int32)))
-    items = items_of(asked)
+    items = group_queries(asked)
     assert len(items.inputs) == 1 and items.inputs[0].tolist() == longer.tolist()
     assert len(items.targets[0]) == 6
 
@@ -94,15 +94,18 @@ def test_endings_of_one_context_are_computed_behind_it_once():
     context = np.arange(3, 43, dtype=np.int32)
     endings = [np.asarray(ids, np.int32) for ids in ([2, 9, 9], [2, 8], [7, 7, 7, 7], [9])]
     asked = [Query(inputs=np.concatenate([context, each])[:-1], targets=each) for each in endings]
-    items = items_of(asked, room=64)
+    items = group_queries(asked, branch_tokens=64)
     # Of an ending's tokens all but the last are inputs; the second and the last have none that others have not.
-    assert items.parts == ((40, 2, 3),) and len(items.inputs[0]) == 45
-    assert len(items_of(asked, room=44).inputs) == 2, "what does not fit is not together"
-    assert items_of(asked).parts == ((42,), (43,))
-    table = Table.of(asked, row_shapes(64, tokens=64, ways=1, branches=True), price)
+    assert items.segment_sizes == ((40, 2, 3),) and len(items.inputs[0]) == 45
+    assert len(group_queries(asked, branch_tokens=44).inputs) == 2, "what does not fit is not together"
+    assert group_queries(asked).segment_sizes == ((42,), (43,))
+    table = Table.from_queries(asked, row_shapes(64, tokens=64, ways=1, branches=True), price)
     check(table, asked)
     assert (
-        table.computed_tokens == 64 < 128 == Table.of(asked, row_shapes(64, tokens=64, ways=1), price).computed_tokens
+        table.computed_tokens
+        == 64
+        < 128
+        == Table.from_queries(asked, row_shapes(64, tokens=64, ways=1), price).computed_tokens
     )
 
 
@@ -111,7 +114,7 @@ def test_endings_of_one_context_are_computed_behind_it_once():
 def test_trunks_save_the_most_tokens_that_neighbours_can(seed: int, count: int, room: int):
     """Of all ways to cut the sorted sequences into groups, by brute force."""
     asked = questions(seed, count, 12, vocab=5)[:9]
-    alone = items_of(asked)
+    alone = group_queries(asked)
     rows = sorted((each.tolist(), len(targets)) for each, targets in zip(alone.inputs, alone.targets, strict=True))
 
     def size(group: list[tuple[list[int], int]]) -> float:
@@ -126,13 +129,13 @@ def test_trunks_save_the_most_tokens_that_neighbours_can(seed: int, count: int, 
         for count in range(len(rows))
         for cuts in itertools.combinations(range(1, len(rows)), count)
     )
-    assert sum(len(each) for each in items_of(asked, room=room).inputs) == least
+    assert sum(len(each) for each in group_queries(asked, branch_tokens=room).inputs) == least
 
 
 def test_more_targets_than_a_row_holds_are_asked_in_several():
     context = np.asarray([5, 6], np.int32)
     asked = [Query(inputs=context, targets=np.asarray([n % 7], np.int32)) for n in range(150)]
-    table = Table.of(asked, row_shapes(64, tokens=64, ways=1), price)
+    table = Table.from_queries(asked, row_shapes(64, tokens=64, ways=1), price)
     check(table, asked)
     assert sum(len(packed.rows) for packed in table.packed) == 3
 
@@ -140,32 +143,32 @@ def test_more_targets_than_a_row_holds_are_asked_in_several():
 def test_no_more_tokens_than_asked_alone_in_full_rows():
     """As a harness's typical tasks are: contexts of some length, four short answers."""
     asked = questions(3, 400, 256, vocab=40)
-    table = Table.of(asked, row_shapes(256, tokens=2048, ways=1), price)
+    table = Table.from_queries(asked, row_shapes(256, tokens=2048, ways=1), price)
     assert table.computed_tokens < table.tokens
 
 
 def test_a_damaged_table_is_refused():
-    told = Table.of(questions(1, 5, 64), row_shapes(64, tokens=64, ways=1), price).message()
-    other = Table.of(questions(2, 5, 64), row_shapes(64, tokens=64, ways=1), price).message()
+    told = Table.from_queries(questions(1, 5, 64), row_shapes(64, tokens=64, ways=1), price).message()
+    other = Table.from_queries(questions(2, 5, 64), row_shapes(64, tokens=64, ways=1), price).message()
     with pytest.raises(ValueError, match="a table of requests was damaged on its way"):
-        Table.of_message({**told, "ids": other["ids"], "lengths": other["lengths"]})
+        Table.from_message({**told, "ids": other["ids"], "lengths": other["lengths"]})
 
 
 @pytest.mark.parametrize("length", [64, 256])
 def test_answers_are_the_sums_of_their_tokens(length: int):
     asked = questions(5, 30, length)
-    table = Table.of(asked, row_shapes(length, tokens=length, ways=2), price)
+    table = Table.from_queries(asked, row_shapes(length, tokens=length, ways=2), price)
 
     def values(batch):
         # What each target is worth depends on it and on what stands before it only.
-        before = np.take_along_axis(batch.positions, batch.places, axis=1)
+        before = np.take_along_axis(batch.positions, batch.target_positions, axis=1)
         likely = -(batch.targets + 0.125 * before).astype(np.float32)
         return np.stack([likely, (batch.targets % 3).astype(np.float32)])
 
     computed = [values(batch) for packed in table.packed for batch in table.batches(packed)]
-    found = answers(table, len(asked), computed)
+    found = query_scores(table, len(asked), computed)
     for n, each in enumerate(asked):
         assert found.logprobs[n] == -float(
-            (each.targets + 0.125 * each.places).astype(np.float32).sum(dtype=np.float64)
+            (each.targets + 0.125 * each.target_positions).astype(np.float32).sum(dtype=np.float64)
         )
         assert found.is_greedy[n] == bool((each.targets % 3 == 0).all())

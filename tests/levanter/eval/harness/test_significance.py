@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from levanter.eval.harness.encoding import HarnessError
-from levanter.eval.harness.samples import Sample, read_run, samples_of
-from levanter.eval.harness.significance import compare, table_of
+from levanter.eval.harness.results import Sample, parse_samples, read_run
+from levanter.eval.harness.significance import compare, differences_table
 
 
 def sample(n: int, filter: str = "none", hash: str | None = None, **metrics) -> Sample:
@@ -17,7 +17,7 @@ def sample(n: int, filter: str = "none", hash: str | None = None, **metrics) -> 
         doc_hash=hash or f"h{n}",
         filter=filter,
         target="0",
-        asked=(("q", " a"), ("q", " b")),
+        arguments=(("q", " a"), ("q", " b")),
         answers=((-1.0, True), (-2.0, False)),
         metrics=metrics,
     )
@@ -66,7 +66,7 @@ def test_perplexities_are_ratios_of_sums_and_less_is_better():
     assert words.theirs == pytest.approx(math.exp(-a / b)) and words.ours == pytest.approx(math.exp(-0.9 * a / b))
     assert bits.theirs == pytest.approx(-a / b / math.log(2))
     assert {words.verdict, bits.verdict} == {"better"}
-    assert "a     bits_per_byte" in table_of([bits, words])
+    assert "a     bits_per_byte" in differences_table([bits, words])
 
 
 def test_only_the_same_documents_are_compared():
@@ -95,7 +95,7 @@ def test_a_run_is_read_from_its_files(tmp_path):
     (tmp_path / "samples_a_1.jsonl").write_text(json.dumps(line) + "\n")
     _, found = read_run(str(tmp_path / "results_1.json"))
     in_memory = {**line, "arguments": [("q", " a")], "resps": [[(-1.5, True)]]}
-    assert found == {"a": samples_of([in_memory])} and found["a"][0].answers == ((-1.5, True),)
+    assert found == {"a": parse_samples([in_memory])} and found["a"][0].answers == ((-1.5, True),)
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", '{"results": {}}', '{"results": {"a": {}}}'])

@@ -13,7 +13,7 @@ from helpers.harness import TASKS
 from levanter.eval.harness import tasks
 from levanter.eval.harness.config import HarnessConfig, HarnessTaskConfig
 from levanter.eval.harness.encoding import HarnessError
-from levanter.eval.harness.tasks import AbsentTaskError, load_tasks
+from levanter.eval.harness.tasks import UnavailableTaskError, load_tasks
 
 SOUND = (
     "task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {name}.jsonl}}}}\ntest_split: test\n"
@@ -54,7 +54,7 @@ def test_a_group_is_its_tasks_and_changes_are_over_their_files():
     ("change", "lines", "error", "said"),
     [
         (("", ""), '{"q": "a", "a": 0}\n{"q": \n', HarnessError, "a task failed: DatasetGenerationError: "),
-        (("", ""), None, AbsentTaskError, "its documents cannot be had here (Unable to find '"),
+        (("", ""), None, UnavailableTaskError, "its documents cannot be had here (Unable to find '"),
         (("", ""), "", HarnessError, "a task failed: "),
         (("test_split: test", "test_split: train"), LINES, HarnessError, "a task failed: KeyError: 'train'"),
         (("doc_to_text: q", "doc_to_text: '{{zzz}}'"), LINES, HarnessError, "UndefinedError: 'zzz' is undefined"),
@@ -83,7 +83,7 @@ def test_documents_of_the_hub_come_from_its_cache(tmp_path: Path):
 
     cache = tmp_path / "cache"
     (tmp_path / "mine.jsonl").write_text(LINES)
-    with tasks.quiet():
+    with tasks.silence_lm_eval():
         datasets.load_dataset("json", data_files={"test": str(tmp_path / "mine.jsonl")}, cache_dir=str(cache))
     (arrow,) = cache.rglob("*.arrow")
     kept = cache / "acme___made" / "default" / "0.0.0" / ("0" * 40)
@@ -99,5 +99,5 @@ def test_documents_of_the_hub_come_from_its_cache(tmp_path: Path):
         (tmp_path / f"{name}.yaml").write_text(text)
     found = load_tasks(HarnessConfig(task_spec=["made"]), [str(tmp_path)])
     assert found.documents(None) == {"made": 2}
-    with pytest.raises(AbsentTaskError, match="absent: its documents cannot be had here"):
+    with pytest.raises(UnavailableTaskError, match="absent: its documents cannot be had here"):
         load_tasks(HarnessConfig(task_spec=["absent"]), [str(tmp_path)])

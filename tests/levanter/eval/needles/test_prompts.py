@@ -6,7 +6,7 @@ import zlib
 import numpy as np
 import pytest
 
-from levanter.eval.needles.prompts import NeedleError, NeedleSpec, batches, digest, questions
+from levanter.eval.needles.prompts import NeedleError, NeedleSpec, batches, build_prompts, digest
 from levanter.eval.needles.tasks import TASKS
 
 
@@ -27,7 +27,7 @@ def plan(**more) -> NeedleSpec:
 
 
 def test_texts_are_as_long_as_they_may_be():
-    found = questions(plan(lengths=(2048, 6000)), by_words, bos=None)
+    found = build_prompts(plan(lengths=(2048, 6000)), by_words, bos=None)
     for length, asked in found.items():
         assert len(asked) == 2 * len(TASKS)
         for each in asked:
@@ -38,7 +38,7 @@ def test_texts_are_as_long_as_they_may_be():
 
 @pytest.mark.parametrize("bos", [None, 7])
 def test_targets_are_the_letters_of_the_values(bos):
-    for each in questions(plan(lengths=(9000,), samples=1), by_letters, bos=bos)[9000]:
+    for each in build_prompts(plan(lengths=(9000,), samples=1), by_letters, bos=bos)[9000]:
         whole = np.concatenate([each.tokens, each.targets[-1:]])
         assert (whole[0] == 7) == (bos is not None)
         for owner, value in enumerate(each.values):
@@ -49,7 +49,7 @@ def test_targets_are_the_letters_of_the_values(bos):
 
 
 def test_tokens_that_begin_with_a_space_belong_to_their_value():
-    (each,) = questions(plan(tasks=("niah_multiquery",), samples=1), by_words, bos=None)[2048]
+    (each,) = build_prompts(plan(tasks=("niah_multiquery",), samples=1), by_words, bos=None)[2048]
     assert np.bincount(each.owners).tolist() == [3, 3, 3, 3]
 
 
@@ -61,23 +61,23 @@ def test_depths_are_spread():
 
 
 def test_the_same_questions_by_the_same_seed():
-    one, again, other = (digest(questions(plan(seed=seed), by_words, bos=None)) for seed in (1, 1, 2))
+    one, again, other = (digest(build_prompts(plan(seed=seed), by_words, bos=None)) for seed in (1, 1, 2))
     assert one == again != other
     # More questions are the same ones, and more.
-    few = questions(plan(samples=2, depths=1), by_words, bos=None)[2048]
-    more = questions(plan(samples=3, depths=1), by_words, bos=None)[2048]
+    few = build_prompts(plan(samples=2, depths=1), by_words, bos=None)[2048]
+    more = build_prompts(plan(samples=3, depths=1), by_words, bos=None)[2048]
     assert [each.tokens.tolist() for each in few] == [each.tokens.tolist() for each in more[: len(few)]]
 
 
 def test_what_does_not_fit_is_said_of_all_tasks():
     with pytest.raises(NeedleError) as refused:
-        questions(plan(lengths=(64, 2048)), by_words, bos=None)
+        build_prompts(plan(lengths=(64, 2048)), by_words, bos=None)
     said = str(refused.value)
     assert "niah_single_1: its shortest text has " in said and "cwe: its shortest" in said and "at least" in said
 
 
 def test_batches_hold_every_question_once():
-    asked = questions(plan(samples=3), by_words, bos=None)[2048]
+    asked = build_prompts(plan(samples=3), by_words, bos=None)[2048]
     rows = list(batches(asked, 4, 2048))
     assert [each for batch in rows for each in batch.asked] == asked
     for batch in rows:

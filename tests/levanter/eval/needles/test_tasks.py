@@ -103,6 +103,6 @@ def test_frequent_words_are_in_the_order_of_their_frequency(units):
 @pytest.mark.parametrize("count", [600, pytest.param(12_000, marks=pytest.mark.slow)])
 def test_words_are_different_and_there_are_enough(count):
     random = np.random.default_rng(0)
-    for made_by in (haystack.keys, haystack.numbers, haystack.uuids, haystack.variables, haystack.made_words):
+    for made_by in (haystack.keys, haystack.numbers, haystack.uuids, haystack.variables, haystack.invented_words):
         assert len(set(made_by(random, count))) == count
     assert len(set(haystack.NOUNS)) == len(haystack.NOUNS) and len(set(haystack.ADJECTIVES)) == len(haystack.ADJECTIVES)

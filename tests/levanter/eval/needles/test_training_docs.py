@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from levanter.eval.needles.training_docs import BESIDE, MOST, lesson, lessons
+from levanter.eval.needles.training_docs import MAX_NEEDLES, OTHER_WEIGHT, training_document, training_documents
 
 pytestmark = pytest.mark.quick
 
@@ -30,15 +30,15 @@ class Words:
 def test_what_counts_is_what_was_hidden(length):
     most, words = 0, Words()
     for seed in range(20):
-        ids, weights = lesson(np.random.default_rng(seed), words, length)
+        ids, weights = training_document(np.random.default_rng(seed), words, length)
         assert len(ids) == len(weights) <= length
         text = words.text(ids)
         number = r"(\d(?: \d){6})"
         hidden = dict(re.findall(rf"One of the special magic numbers for (\S+) is : {number} \.", text))
         asked = re.findall(rf"magic number for (\S+) mentioned in the provided text is {number}", text)
         assert asked and " ".join(value for _, value in asked) == words.text(ids[weights == 1])
-        assert all(hidden[name] == value for name, value in asked) and len(hidden) == len(asked) <= MOST
-        assert set(np.unique(weights).tolist()) == {np.float32(BESIDE), 1.0}
+        assert all(hidden[name] == value for name, value in asked) and len(hidden) == len(asked) <= MAX_NEEDLES
+        assert set(np.unique(weights).tolist()) == {np.float32(OTHER_WEIGHT), 1.0}
         # As the task asks it, where there is one.
         assert ("A special magic number is hidden" in text) == (len(asked) == 1)
         most = max(most, len(asked))
@@ -47,9 +47,9 @@ def test_what_counts_is_what_was_hidden(length):
 
 def test_a_seed_makes_them():
     def made(seed: int) -> list:
-        return list(lessons(Words(), length=900, count=4, seed=seed))
+        return list(training_documents(Words(), length=900, count=4, seed=seed))
 
     assert made(1) == made(1) != made(2)
     assert all(set(each) == {"input_ids", "loss_weights"} and len(each["input_ids"]) <= 900 for each in made(1))
     # Each is made by itself, however many there are.
-    assert list(lessons(Words(), length=900, count=2, seed=1)) == made(1)[:2]
+    assert list(training_documents(Words(), length=900, count=2, seed=1)) == made(1)[:2]

@@ -29,14 +29,19 @@ from levanter.commands.model.pretrained import load_pretrained
 from levanter.config import ExplicitKeys
 from levanter.data import EvalBatches, EvalSequences
 from levanter.distributed.compile_barrier import jit_together
-from levanter.eval.accuracy import fetched
-from levanter.eval.gap.byte_losses import TokenLosses, token_losses
-from levanter.eval.gap.files import gap_files, table_of, tracked
-from levanter.eval.gap.one_model import score_files, score_summary, score_table, tracked_score
+from levanter.eval.gap.byte_losses import ComparedDocument, TokenLosses, token_losses
+from levanter.eval.gap.files import (
+    gap_files,
+    gap_table,
+    score_files,
+    score_summary,
+    score_table,
+    tracked_score,
+    tracker_metrics,
+)
 from levanter.eval.gap.page import gap_page
 from levanter.eval.gap.report import GapReport
-from levanter.eval.gap.sums import ComparedDocument
-from levanter.eval.perplexity import RowScores
+from levanter.eval.perplexity import RowScores, fetch_scores
 from levanter.io import Output, Progress
 from levanter.runplan import OK, EntryPoint, NonFiniteResultError, RunPlan, Session
 
@@ -88,7 +93,7 @@ def _scored(
     with Progress(f"scoring by {half.key}", total=sequences.token_count, unit="tokens", show=show) as progress:
         given = ((batch, batch.inputs) for batch in batches)
         for batch, found in results(program, mesh, model, given, behind=eval_lm.FETCH_BEHIND, jit=jit_together):
-            logprobs, _ = fetched(found)
+            logprobs, _ = fetch_scores(found)
             scores.add(batch, logprobs)
             # What is at a position is of the token behind it.
             nats[sequences.places(batch.rows)[batch.loss_mask] + 1] = -logprobs[batch.loss_mask].astype(np.float64)
@@ -143,9 +148,9 @@ def finish(plan: RunPlan[GapWork], done: tuple[ModelLosses, ...], session: Sessi
         print(score_table(alone), flush=True)
         files, metrics = score_files(work.config.folder, alone, texts, first.ids), tracked_score(alone)
     else:
-        print(f"A: {work.halves[0].label}\nB: {work.halves[1].label}\n{table_of(summary)}", flush=True)
+        print(f"A: {work.halves[0].label}\nB: {work.halves[1].label}\n{gap_table(summary)}", flush=True)
         page = gap_page(summary, _shown(texts), title="Two models on the same bytes", facts=_facts(plan, done))
-        files, metrics = gap_files(work.config.folder, summary, page), tracked(summary)
+        files, metrics = gap_files(work.config.folder, summary, page), tracker_metrics(summary)
     try:
         print("\n".join(write_all(files)))
     finally:

@@ -32,8 +32,15 @@ from levanter.distributed.barrier import agreed, is_process_0, require_same
 from levanter.distributed.compile_barrier import jit_together
 from levanter.eval.needles.page import needle_page
 from levanter.eval.needles.program import program_name
-from levanter.eval.needles.prompts import AskedNeedle, NeedleBatch, batches, digest, questions
-from levanter.eval.needles.results import Answered, NeedleAnswer, sample_lines, summary_of, table_of, tracked
+from levanter.eval.needles.prompts import NeedleBatch, NeedlePrompt, batches, build_prompts, digest
+from levanter.eval.needles.results import (
+    Answered,
+    NeedleAnswer,
+    needles_table,
+    sample_lines,
+    summarize_needles,
+    tracker_metrics,
+)
 from levanter.eval.needles.store import RESULTS, NeedleIdentity, NeedleStore
 from levanter.io import Output, Progress, join, leased
 from levanter.memorization.books import weights_digest
@@ -96,14 +103,14 @@ def execute(plan: RunPlan[NeedleWork], mesh: Mesh | None, session: Session | Non
         return NeedlesResult(answered=answered, identity=identity, loading=loading, seconds=seconds, kept=kept)
 
 
-def _questions(work: NeedleWork, *, show: bool) -> dict[int, list[AskedNeedle]]:
+def _questions(work: NeedleWork, *, show: bool) -> dict[int, list[NeedlePrompt]]:
     asked, tokenizer = work.config.asked, work.pretrained.tokenizer
     total = asked.count * len(asked.lengths)
     with Progress("making texts", total=total, unit="texts", show=show, lazy=True) as progress:
-        return questions(asked, tokenizer.encode_with_offsets, bos=work.bos, on_made=progress.advance_to)
+        return build_prompts(asked, tokenizer.encode_with_offsets, bos=work.bos, on_prompt=progress.advance_to)
 
 
-def _batches(asked: Mapping[int, Sequence[AskedNeedle]], rows: int) -> list[tuple[int, NeedleBatch]]:
+def _batches(asked: Mapping[int, Sequence[NeedlePrompt]], rows: int) -> list[tuple[int, NeedleBatch]]:
     return [(length, batch) for length, mine in asked.items() for batch in batches(mine, rows, length)]
 
 
@@ -157,12 +164,12 @@ def _ask(
                 progress.advance(len(batch.asked) * length)
 
 
-def _found(asked: AskedNeedle, logprobs: np.ndarray, ranks: np.ndarray) -> NeedleAnswer:
+def _found(asked: NeedlePrompt, logprobs: np.ndarray, ranks: np.ndarray) -> NeedleAnswer:
     count = len(asked.targets)
     return NeedleAnswer(logprobs=tuple(logprobs[:count].tolist()), ranks=tuple(ranks[:count].tolist()))
 
 
-def _identity(plan: RunPlan[NeedleWork], asked: dict[int, list[AskedNeedle]]) -> NeedleIdentity:
+def _identity(plan: RunPlan[NeedleWork], asked: dict[int, list[NeedlePrompt]]) -> NeedleIdentity:
     """What the answers depend on."""
     pretrained, config = plan.work.pretrained, plan.work.config
     choice = pretrained.choice
@@ -192,10 +199,10 @@ def finish(plan: RunPlan[NeedleWork], done: NeedlesResult, session: Session) -> 
     if not done.answered:
         print(f"nothing to do; the results are in {folder}", flush=True)
         return OK
-    summary = summary_of(done.answered, depths=plan.work.config.depths)
+    summary = summarize_needles(done.answered, depths=plan.work.config.depths)
     if session.show:
         again = f", {done.kept:,} of them by a run before" if done.kept else ""
-        print(table_of(summary))
+        print(needles_table(summary))
         print(f"{summary['questions']:,} questions{again}; {done.seconds:.1f} s, compilation included", flush=True)
     try:
         title = f"Needles: {plan.work.pretrained.checkpoint.description.split(' (')[0]}"
@@ -213,8 +220,8 @@ def finish(plan: RunPlan[NeedleWork], done: NeedlesResult, session: Session) -> 
         if session.show:
             print("\n".join(paths), flush=True)
     finally:
-        session.tracker.log(tracked(summary), step=0)
-        session.tracker.log_summary(tracked(summary))
+        session.tracker.log(tracker_metrics(summary), step=0)
+        session.tracker.log_summary(tracker_metrics(summary))
     return OK
 
 

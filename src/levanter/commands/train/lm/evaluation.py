@@ -35,8 +35,7 @@ from levanter.data import (
 )
 from levanter.data.documents import Formats
 from levanter.distributed.compile_barrier import jit_together
-from levanter.eval.accuracy import fetched
-from levanter.eval.perplexity import EvalResult, RowScores, summarize
+from levanter.eval.perplexity import EvalResult, RowScores, fetch_scores, summarize
 from levanter.io import Progress
 from levanter.mesh import ResolvedMesh
 from levanter.models.base import LmHeadModel
@@ -200,7 +199,7 @@ class Evaluate:
             for batch, found in results(
                 self.program, self.mesh, bind(state.judged, self.frozen), given, behind=FETCH_BEHIND, jit=jit_together
             ):
-                logprobs, hits = fetched(found)
+                logprobs, hits = fetch_scores(found)
                 scores.add(batch, logprobs, likeliest=hits)
                 progress.advance(1)
         self.result = summarize(self.sequences, scores, max_rows_per_set=batches.max_rows_per_set)

@@ -28,16 +28,15 @@ from levanter.commands.train.programs import TrainedRun
 from levanter.data import Tokenizer
 from levanter.data.chat import ChatTemplate
 from levanter.distributed.barrier import is_process_0
-from levanter.eval.harness.broadcast import follow, leading
+from levanter.eval.harness.broadcast import follow_process_0, lead_processes
 from levanter.eval.harness.config import HarnessConfig, listed
-from levanter.eval.harness.counting import Counted
+from levanter.eval.harness.driver import run_tasks, select_samples
 from levanter.eval.harness.encoding import HarnessError, QueryEncoder
-from levanter.eval.harness.leading import ask, written_samples
 from levanter.eval.harness.packing import RowShape, row_shapes
-from levanter.eval.harness.program import score_programs
-from levanter.eval.harness.results import date_id, result_files, table_of, tracked
-from levanter.eval.harness.scoring import Scorer
-from levanter.eval.harness.task_discovery import FoundTasks, count_requests, find_tasks
+from levanter.eval.harness.request_table import RequestCount
+from levanter.eval.harness.results import date_id, result_files, results_table, tracker_metrics
+from levanter.eval.harness.scoring import Scorer, score_programs
+from levanter.eval.harness.task_discovery import DiscoveredTasks, count_requests, discover_tasks
 from levanter.io import OutputError, atomic_write, join
 from levanter.models.base import LmHeadModel
 from levanter.runplan import Check, Recorder, Workload
@@ -65,12 +64,12 @@ class TrainingHarness:
     """
 
     config: HarnessConfig
-    tasks: FoundTasks
+    tasks: DiscoveredTasks
     encoder: QueryEncoder | None
     template: ChatTemplate | None
     programs: Mapping[RowShape, Program]
     run: TrainedRun
-    counted: Counted | None
+    counted: RequestCount | None
     checks: tuple[Check, ...]
 
     def cost(self, shape: RowShape) -> float:
@@ -111,9 +110,9 @@ def find_harness(run: TrainedRun, tokenizer: Tokenizer | None, largest: BatchPla
     config = run.config.eval_harness
     if config is None or not config.task_spec:
         return None
-    tasks = find_tasks(config, listed(config.include_path))
+    tasks = discover_tasks(config, listed(config.include_path))
     checks = [tasks.check, *sampling_checks(logged=config.sample_logging.logs)]
-    if tasks.writes:
+    if tasks.generates:
         error = HarnessError(
             "eval_harness.task_spec: there are tasks that want texts written (generate_until), and between steps there "
             "are no rows that write\n  → leave them out here, and ask them of a checkpoint: eval_harness "
@@ -206,11 +205,11 @@ class AskHarness:
             programs=harness.programs, mesh=self.mesh, model=bind(state.judged, self.frozen), cost=harness.cost
         )
         if not is_process_0():
-            follow(scorer, _no_texts)
+            follow_process_0(scorer, _no_texts)
             return
         assert harness.encoder is not None and harness.tasks.loaded is not None, "RunPlan.check() comes before a run"
-        with leading():
-            found, samples = ask(
+        with lead_processes():
+            found, samples = run_tasks(
                 harness.tasks.loaded,
                 harness.config,
                 encoder=harness.encoder,
@@ -220,10 +219,10 @@ class AskHarness:
                 name=f"{self.name}, step {taken}",
                 show=self.show,
             )
-        self.tracker.log(tracked(found), step=max(taken - 1, 0))
-        logger.info("step %d:\n%s", taken, table_of(found))
+        self.tracker.log(tracker_metrics(found), step=max(taken - 1, 0))
+        logger.info("step %d:\n%s", taken, results_table(found))
         where = join(self.folder, f"step-{taken}")
-        logged = written_samples(harness.config, samples)
+        logged = select_samples(harness.config, samples)
         try:
             for path, content in result_files(where, found, logged, date_id(datetime.now())).items():
                 with atomic_write(path) as file:

@@ -17,7 +17,7 @@ from levanter.commands.evaluate.needles.config import EvalNeedlesConfig
 from levanter.commands.evaluate.needles.plan import bos_of
 from levanter.compat.open import load_tokenizer
 from levanter.config import load_written
-from levanter.eval.needles.prompts import questions
+from levanter.eval.needles.prompts import build_prompts
 from levanter.eval.needles.store import NeedleStore
 from levanter.plan.target_from_name import target_of_pod
 
@@ -86,7 +86,7 @@ def judged(folder: Path, lines: list[dict], lengths: list[int]) -> list[int]:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = load_tokenizer(str(folder))
     asked = EvalNeedlesConfig(hf_checkpoint="x", tasks=TASKS, samples=2, lengths=lengths).asked
-    made = questions(asked, tokenizer.encode_with_offsets, bos=bos_of(tokenizer))
+    made = build_prompts(asked, tokenizer.encode_with_offsets, bos=bos_of(tokenizer))
     mine = [each for some in made.values() for each in some]
     assert len(lines) == len(mine) == 4 * len(lengths)
     ranks = []
