@@ -22,7 +22,7 @@ def asked(task: str, length: int, number: int, depth: float | None) -> NeedlePro
         length=length,
         number=number,
         tokens=np.zeros(length - 1, np.int32),
-        places=np.arange(2, dtype=np.int32),
+        target_positions=np.arange(2, dtype=np.int32),
         targets=np.arange(2, dtype=np.int32),
         owners=np.zeros(2, np.int32),
         values=(f"{number} {HOSTILE}",),

@@ -23,6 +23,7 @@ from levanter.io.paths import open_read as open_read
 from levanter.io.progress import Progress as Progress
 from levanter.io.resumable import OtherRunError as OtherRunError
 from levanter.io.resumable import PartFolder as PartFolder
+from levanter.io.resumable import ResumableResults as ResumableResults
 from levanter.io.stdout import output_is_lost as output_is_lost
 from levanter.io.stdout import prepare_streams as prepare_streams
 from levanter.io.stdout import printing_may_fail as printing_may_fail

@@ -178,4 +178,4 @@ def test_a_finished_folder_of_an_earlier_version_is_done(tmp_path):
     (tmp_path / "windows.parquet").write_bytes(b"?")
     record = {"windows.parquet": {"bytes": 1, "sha256": hashlib.sha256(b"?").hexdigest()}}
     (tmp_path / ".success").write_bytes(json.dumps({**json.loads(said), "results": record}, indent=2).encode())
-    assert store(tmp_path).is_done() and store(tmp_path).lost() == {}
+    assert store(tmp_path).is_done() and store(tmp_path).missing_or_changed() == {}

@@ -28,7 +28,7 @@ def held_or_finished(work: MemorizationWork, job: BookJob, store: PartStore, hel
         LeaseTakenError: another process writes there.
     """
     replaces = work.config.if_exists == "replace"
-    lost = store.lost() if not replaces and store.is_done() else None
+    lost = store.missing_or_changed() if not replaces and store.is_done() else None
     if lost is not None and not lost:
         return store, True
     lease = leased(store.folder, what="a memorization run", advice="give another output_base_path")

@@ -54,8 +54,8 @@ class TokenLosses:
         scored = self.scored
         begins, widths = self.begins[scored], (self.ends - self.begins)[scored]
         nats, covers = self.nats[scored], widths > 0
-        # `receiver[n]` is the token that gets the loss of token n: itself if it covers bytes, else the next one that does
-        # (the last one for tokens at the end).
+        # `receiver[n]` is the token that gets the loss of token n: itself if it covers bytes, else the next one that
+        # does (the last one for tokens at the end).
         covering = np.flatnonzero(covers)
         nats_per_byte = np.zeros(self.bytes)
         if not len(covering):

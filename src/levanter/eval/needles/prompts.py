@@ -151,7 +151,8 @@ class _PromptBuilder:
             if remaining < 0:
                 if units <= least:
                     raise NeedleError(
-                        f"{self.task.name}: its shortest text has {size:,} tokens, more than the length of {self.length:,}\n  → "
+                        f"{self.task.name}: its shortest text has {size:,} tokens, more than the length of "
+                        f"{self.length:,}\n  → "
                         f"lengths: at least {size:,} for this task"
                     )
                 too_many = units

@@ -13,6 +13,11 @@ import numpy as np
 
 from levanter.eval.needles.prompts import NeedlePrompt
 from levanter.eval.needles.tasks import TASKS
+from levanter.io import ResumableResults
+
+RESULTS = "results.json"
+NeedleIdentity = Mapping[str, Any]
+"""Every fact that answers depend on, as JSON values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,3 +154,32 @@ def needles_table(summary: Mapping[str, Any]) -> str:
 
 def _percent(value: float) -> str:
     return f"{100 * value:.1f} %"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeedleStore(ResumableResults):
+    """The result folder of a run; a part contains the answers of one batch."""
+
+    marker = RESULTS
+    digits = 6
+    ending = ".json"
+    writer = "eval_needles"
+    advice = "another output_path, or if_exists: replace"
+    key = "output_path: "
+
+    def finished_identity(self, marker: object) -> object:
+        """The identity in `results.json`."""
+        return marker.get("identity") if isinstance(marker, Mapping) else None
+
+    def write(self, number: int, answers: Sequence[NeedleAnswer]) -> None:
+        """Adds the answers of a batch."""
+        self.write_rows(number, [{"logprobs": list(a.logprobs), "ranks": list(a.ranks)} for a in answers])
+
+    def read(self) -> dict[int, tuple[NeedleAnswer, ...]]:
+        """Batch → answers; damaged parts are omitted, so that their prompts are evaluated again."""
+        return self.read_rows(
+            lambda rows: tuple(
+                NeedleAnswer(logprobs=tuple(row["logprobs"]), ranks=tuple(row["ranks"])) for row in rows
+            ),
+            consequence="its prompts are evaluated again",
+        )

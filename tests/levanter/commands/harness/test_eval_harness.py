@@ -106,7 +106,7 @@ def test_a_full_disk_at_the_end_loses_nothing(tmp_path, model, capsys, monkeypat
     ("words", "said"),
     [
         (["--tasks", "made_leters"], "made_leters: no task, group or tag of this name; did you mean `made_letters`"),
-        (["--tasks", "made,made_sums"], "made_sums: named twice"),
+        (["--tasks", "made,made_sums"], "made_sums: listed twice"),
         ([], "no tasks: give tasks (names, separated by commas) or eval_harness.task_spec"),
         (["--tasks", "made", "--eval_harness.task_spec", "[made]"], "tasks and eval_harness.task_spec both name tasks"),
         (["--tasks", "made_sums", "--limit", "2", "--eval_harness.max_examples", "3"], "are one key; give one"),
@@ -119,7 +119,7 @@ def test_a_full_disk_at_the_end_loses_nothing(tmp_path, model, capsys, monkeypat
         (["--tasks", "made_endings", "--eval_harness.max_length", "4"], "made_endings, document 0: the answer"),
         (
             ["--tasks", "made_sums", "--eval_harness.max_length", "8", "--limit", "2"],
-            "made_sums, document 0: max_gen_toks: 8 leave no room for a prompt in the 8 tokens",
+            "made_sums, document 0: max_gen_toks: 8 leave no tokens for a prompt in the context of 8 tokens",
         ),
     ],
 )
@@ -214,7 +214,9 @@ def test_assumed_requests_give_minutes_without_documents(model, monkeypatch):
     from levanter.eval.harness.tasks import UnavailableTaskError
 
     def absent(*_: object):
-        raise UnavailableTaskError("eval_harness.task_spec: hellaswag: its documents cannot be had here (no network)")
+        raise UnavailableTaskError(
+            "eval_harness.task_spec: hellaswag: its documents are not available here (no network)"
+        )
 
     monkeypatch.setattr(finding, "load_tasks", absent)
     config = parse(

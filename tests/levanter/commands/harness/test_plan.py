@@ -19,7 +19,7 @@ def plan(monkeypatch):
     """Of Llama 3.1 8B on a v4-64, without the tasks' documents and without a tokenizer."""
 
     def absent(*_: object):
-        raise UnavailableTaskError("eval_harness.task_spec: hellaswag: its documents cannot be had here")
+        raise UnavailableTaskError("eval_harness.task_spec: hellaswag: its documents are not available here")
 
     monkeypatch.setattr(task_discovery, "load_tasks", absent)
     loaded = load_written(EvalHarnessConfig, ["--config_path", str(CONFIG)])

@@ -133,11 +133,11 @@ WHOLE = "task: own, dataset_path: ./tiny/choices, output_type: multiple_choice, 
         ),
         (
             "{task: own, dataset_path: ./tiny/none, output_type: multiple_choice, test_split: test}",
-            "own: its documents cannot be had here",
+            "own: its documents are not available here",
         ),
         (
             f"{{{WHOLE}, use_prompt: 'promptsource:a'}}",
-            "own: it needs what is not installed here (Tried to load a Promptsource template",
+            "own: it needs a package that is not installed here (Tried to load a Promptsource template",
         ),
         ("{task: ./tiny/own.yaml, num_fewshot: 1}", "own.yaml: a file; changes (num_fewshot) are a task's"),
     ],

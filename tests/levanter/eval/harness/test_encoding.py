@@ -92,8 +92,8 @@ def test_what_cannot_be_scored_is_listed():
             [("the cat", " sat"), ("the cat", ""), ("the cat", long)], ["a, document 0", "b", "c, document 7"]
         )
     first, second = str(told.value).splitlines()
-    assert first == "b: the answer '' has no token of its own behind its context"
-    assert second.startswith("c, document 7: the answer 'xxxxx 1234567890") and "the model sees 12" in second
+    assert first == "b: the answer '' has no token after its context"
+    assert second.startswith("c, document 7: the answer 'xxxxx 1234567890") and "the context of 12" in second
     many = own.encode_pairs([("the cat", " sat")] * 3, ["a"] * 3)
     assert len({each.inputs.tobytes() for each in many}) == 1
 

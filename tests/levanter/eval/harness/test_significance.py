@@ -110,10 +110,10 @@ def test_what_is_no_run_is_said(tmp_path, content):
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        ("{", "line 1: not a sample of a run (JSONDecodeError"),
-        ("\n\n[]", "line 3: not a sample of a run (TypeError"),
-        ('{"doc_id": 1, "arguments": []}', "line 1: not a sample of a run (KeyError: 'doc_hash')"),
-        ('{"arguments": 3}', "line 1: not a sample of a run (KeyError: 'doc_id')"),
+        ("{", "line 1: not a sample (JSONDecodeError"),
+        ("\n\n[]", "line 3: not a sample (TypeError"),
+        ('{"doc_id": 1, "arguments": []}', "line 1: not a sample (KeyError: 'doc_hash')"),
+        ('{"arguments": 3}', "line 1: not a sample (KeyError: 'doc_id')"),
     ],
 )
 def test_a_damaged_sample_is_said_with_its_line(tmp_path, lines: str, said: str):

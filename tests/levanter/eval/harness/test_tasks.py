@@ -54,7 +54,7 @@ def test_a_group_is_its_tasks_and_changes_are_over_their_files():
     ("change", "lines", "error", "said"),
     [
         (("", ""), '{"q": "a", "a": 0}\n{"q": \n', HarnessError, "a task failed: DatasetGenerationError: "),
-        (("", ""), None, UnavailableTaskError, "its documents cannot be had here (Unable to find '"),
+        (("", ""), None, UnavailableTaskError, "its documents are not available here (Unable to find '"),
         (("", ""), "", HarnessError, "a task failed: "),
         (("test_split: test", "test_split: train"), LINES, HarnessError, "a task failed: KeyError: 'train'"),
         (("doc_to_text: q", "doc_to_text: '{{zzz}}'"), LINES, HarnessError, "UndefinedError: 'zzz' is undefined"),
@@ -99,5 +99,5 @@ def test_documents_of_the_hub_come_from_its_cache(tmp_path: Path):
         (tmp_path / f"{name}.yaml").write_text(text)
     found = load_tasks(HarnessConfig(task_spec=["made"]), [str(tmp_path)])
     assert found.documents(None) == {"made": 2}
-    with pytest.raises(UnavailableTaskError, match="absent: its documents cannot be had here"):
+    with pytest.raises(UnavailableTaskError, match="absent: its documents are not available here"):
         load_tasks(HarnessConfig(task_spec=["absent"]), [str(tmp_path)])

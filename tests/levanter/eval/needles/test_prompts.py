@@ -44,8 +44,8 @@ def test_targets_are_the_letters_of_the_values(bos):
         for owner, value in enumerate(each.values):
             mine = each.owners == owner
             assert "".join(map(chr, each.targets[mine])) == value
-            assert np.array_equal(whole[each.places[mine] + 1], each.targets[mine])
-        assert each.places[-1] == len(each.tokens) - 1
+            assert np.array_equal(whole[each.target_positions[mine] + 1], each.targets[mine])
+        assert each.target_positions[-1] == len(each.tokens) - 1
 
 
 def test_tokens_that_begin_with_a_space_belong_to_their_value():
@@ -79,9 +79,9 @@ def test_what_does_not_fit_is_said_of_all_tasks():
 def test_batches_hold_every_question_once():
     asked = build_prompts(plan(samples=3), by_words, bos=None)[2048]
     rows = list(batches(asked, 4, 2048))
-    assert [each for batch in rows for each in batch.asked] == asked
+    assert [each for batch in rows for each in batch.prompts] == asked
     for batch in rows:
         assert batch.tokens.shape == (4, 2048)
-        for n, each in enumerate(batch.asked):
+        for n, each in enumerate(batch.prompts):
             assert np.array_equal(batch.tokens[n, : len(each.tokens)], each.tokens)
             assert not batch.tokens[n, len(each.tokens) :].any()

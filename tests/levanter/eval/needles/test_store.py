@@ -5,8 +5,7 @@ import zlib
 
 import pytest
 
-from levanter.eval.needles.results import NeedleAnswer
-from levanter.eval.needles.store import NeedleStore
+from levanter.eval.needles.results import NeedleAnswer, NeedleStore
 from levanter.io import OtherRunError
 
 pytestmark = pytest.mark.quick

@@ -77,7 +77,7 @@ def test_variables_follow_from_each_other():
 )
 def test_common_words_are_the_most_common_ones(length, often, seldom, example):
     """RULER's numbers; the words in the order in which they are first seen, of the example, too."""
-    question = TASKS["cwe"].made_for(length)(np.random.default_rng(0), 30, 0.5)
+    question = TASKS["cwe"].make_for_length(length)(np.random.default_rng(0), 30, 0.5)
     shown, asked = question.prompt.split("\n\n")
     listed, answer = shown.split("\nQuestion")
     words = re.findall(r"\d+\. ([a-z]+)", asked)

@@ -34,14 +34,16 @@ from levanter.eval.needles.page import needle_page
 from levanter.eval.needles.program import program_name
 from levanter.eval.needles.prompts import NeedleBatch, NeedlePrompt, batches, build_prompts, digest
 from levanter.eval.needles.results import (
+    RESULTS,
     Answered,
     NeedleAnswer,
+    NeedleIdentity,
+    NeedleStore,
     needles_table,
     sample_lines,
     summarize_needles,
     tracker_metrics,
 )
-from levanter.eval.needles.store import RESULTS, NeedleIdentity, NeedleStore
 from levanter.io import Output, Progress, join, leased
 from levanter.memorization.books import weights_digest
 from levanter.runplan import OK, EntryPoint, NonFiniteResultError, RunPlan, Session
@@ -89,7 +91,7 @@ def execute(plan: RunPlan[NeedleWork], mesh: Mesh | None, session: Session | Non
         known = {n for n in parts if n < len(numbered)}
         known = set(json.loads(agreed("needles that are found already", json.dumps(sorted(known)))))
         todo = [(n, length, batch) for n, (length, batch) in numbered if n not in known]
-        kept = sum(len(batch.asked) for n, (_, batch) in numbered if n in known)
+        kept = sum(len(batch.prompts) for n, (_, batch) in numbered if n in known)
         loading, began = None, time.perf_counter()
         if todo:
             loaded = load_pretrained(work.pretrained, mesh, show=show)
@@ -99,7 +101,7 @@ def execute(plan: RunPlan[NeedleWork], mesh: Mesh | None, session: Session | Non
         seconds = time.perf_counter() - began
         if not is_process_0():
             return NeedlesResult(answered=(), identity=identity, loading=loading, seconds=seconds, kept=kept)
-        answered = [pair for n, (_, batch) in numbered for pair in zip(batch.asked, parts[n], strict=True)]
+        answered = [pair for n, (_, batch) in numbered for pair in zip(batch.prompts, parts[n], strict=True)]
         return NeedlesResult(answered=answered, identity=identity, loading=loading, seconds=seconds, kept=kept)
 
 
@@ -146,22 +148,22 @@ def _ask(
     show: bool,
 ) -> None:
     """Runs the batches that are not there yet, and keeps what comes of each."""
-    total = sum(len(batch.asked) * length for _, length, batch in todo)
+    total = sum(len(batch.prompts) * length for _, length, batch in todo)
     with Progress("looking for needles", total=total, unit="tokens", show=show) as progress:
         for length in dict.fromkeys(length for _, length, _ in todo):
             given = (((n, batch), batch.inputs) for n, at, batch in todo if at == length)
             program = plan.program(program_name(length))
             for (n, batch), found in results(program, mesh, model, given, behind=FETCH_BEHIND, jit=jit_together):
                 logprobs, ranks = (each.array for each in found)
-                answers = tuple(_found(each, logprobs[row], ranks[row]) for row, each in enumerate(batch.asked))
-                for each, answer in zip(batch.asked, answers, strict=True):
+                answers = tuple(_found(each, logprobs[row], ranks[row]) for row, each in enumerate(batch.prompts))
+                for each, answer in zip(batch.prompts, answers, strict=True):
                     if not answer.is_finite:
                         where = f"{each.task}, {each.length} tokens, question {each.number + 1}"
                         raise NonFiniteResultError(f"log-probabilities are not finite: {where}")
                 parts[n] = answers
                 if is_process_0():
                     store.write(n, answers)
-                progress.advance(len(batch.asked) * length)
+                progress.advance(len(batch.prompts) * length)
 
 
 def _found(asked: NeedlePrompt, logprobs: np.ndarray, ranks: np.ndarray) -> NeedleAnswer:

@@ -18,7 +18,7 @@ from levanter.commands.evaluate.needles.plan import bos_of
 from levanter.compat.open import load_tokenizer
 from levanter.config import load_written
 from levanter.eval.needles.prompts import build_prompts
-from levanter.eval.needles.store import NeedleStore
+from levanter.eval.needles.results import NeedleStore
 from levanter.plan.target_from_name import target_of_pod
 
 TASKS = ["niah_single_1", "niah_multiquery"]
@@ -92,7 +92,9 @@ def judged(folder: Path, lines: list[dict], lengths: list[int]) -> list[int]:
     ranks = []
     for each, line in zip(mine, lines, strict=True):
         with torch.no_grad():
-            logits = model(torch.from_numpy(each.tokens[None].astype(np.int64))).logits[0, each.places].numpy()
+            logits = (
+                model(torch.from_numpy(each.tokens[None].astype(np.int64))).logits[0, each.target_positions].numpy()
+            )
         logits = logits.astype(np.float64)
         chosen = np.take_along_axis(logits, each.targets[:, None].astype(np.int64), 1)
         logprobs = chosen[:, 0] - np.log(np.exp(logits - logits.max()).sum(1)) - logits.max()
