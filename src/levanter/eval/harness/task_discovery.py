@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from levanter.data.chat import ChatTemplate
 from levanter.distributed.barrier import ONE_FOR_ALL_SECONDS, agreed, current_peers, is_process_0
@@ -25,8 +25,6 @@ from levanter.eval.harness.tasks import (
 from levanter.runplan import Check
 
 if TYPE_CHECKING:
-    from lm_eval.api.instance import Instance
-
     from levanter.eval.harness.lm import HarnessLM
 
 SAMPLED_DOCUMENTS = 128
@@ -190,7 +188,7 @@ def count_documents(
     return RequestCount(executions=executions, requests=requests, exact=exact, shapes=tuple(shapes))
 
 
-def _instances(task: LmTask, limit: int, config: HarnessConfig, model: "HarnessLM") -> list["Instance"]:
+def _instances(task: LmTask, limit: int, config: HarnessConfig, model: "HarnessLM") -> list[Any]:
     """The requests of a task's first documents."""
     seed_everything()
     task.set_fewshot_seed(seed=FEWSHOT_SEED)
@@ -210,7 +208,7 @@ def _instances(task: LmTask, limit: int, config: HarnessConfig, model: "HarnessL
     return list(task.instances)
 
 
-def _queries(instances: list["Instance"], encoder: QueryEncoder) -> list[Query]:
+def _queries(instances: list[Any], encoder: QueryEncoder) -> list[Query]:
     from levanter.eval.harness.lm import context_pairs
 
     scored = [instance for instance in instances if instance.request_type == "loglikelihood"]
