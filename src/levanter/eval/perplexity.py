@@ -16,11 +16,14 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from levanter.data.eval_sequences import EvalRows, EvalSequences
+
+if TYPE_CHECKING:
+    from haliax import NamedArray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,16 +261,15 @@ class RowScores:
         return f"the first is {where} (log p = {value}), of {len(self._bad):,} such rows"
 
 
-def fetch_scores(outputs: Any) -> tuple[np.ndarray, np.ndarray | None]:
-    """The outputs of a scoring Program for a batch: log-probabilities, and whether each target was the most likely
-    token.
+def fetch_scores(outputs: "NamedArray | tuple[NamedArray, NamedArray]") -> tuple[np.ndarray, np.ndarray | None]:
+    """The outputs of a scoring Program for a batch: log-probabilities, and hits (the most likely token was the target).
 
-    The second is None for Programs that do not compute it.
+    Hits are None for Programs that do not compute them.
     """
     if isinstance(outputs, tuple):
         logprobs, hits = outputs
-        return logprobs.array, hits.array
-    return outputs.array, None
+        return logprobs.array, hits.array  # pyright: ignore
+    return outputs.array, None  # pyright: ignore
 
 
 def summarize(sequences: EvalSequences, scores: RowScores, *, max_rows_per_set: int | None = None) -> EvalResult:

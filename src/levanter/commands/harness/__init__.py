@@ -1,1 +1,1 @@
-"""`eval_harness`: a model on tasks of lm_eval."""
+"""`eval_harness`: evaluates a model on lm_eval's tasks."""

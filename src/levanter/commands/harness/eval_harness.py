@@ -1,10 +1,10 @@
-"""Asks a model the tasks of lm_eval: choices, whole texts, and texts that it writes.
+"""Evaluates a model on lm_eval's tasks: multiple choice, log-likelihood of texts, and generated text.
 
     python -m levanter.main.eval_harness --config_path config/harness/demo.yaml --tasks hellaswag,boolq
 
-What happens, in order: process 0 finds the tasks and loads their documents; the run is described (model, mesh, rows,
-Programs) and checked; the weights are streamed into their final shards; lm_eval's requests come, all of a kind at once,
-are frozen into a table that every process computes, and their answers go back to lm_eval, which makes metrics of them.
+The steps: process 0 loads the tasks with their documents; the run is described (model, mesh, rows, Programs) and
+checked; the weights are streamed into their final shards; lm_eval passes all requests of a kind at once, which become
+a table that every process executes; lm_eval computes metrics from the answers.
 """
 
 import time
@@ -17,36 +17,47 @@ from jax.sharding import Mesh
 
 from haliax_ext.abstract import with_arrays
 from haliax_ext.load_progress import LoadReport
+from haliax_ext.pytree import PyTree
 from levanter.commands.cli.outputs import write_all
 from levanter.commands.cli.runner import run_config
+from levanter.commands.generate.plan import GenerateWork
 from levanter.commands.harness.config import EvalHarnessConfig
-from levanter.commands.harness.generation import Texts
 from levanter.commands.harness.plan import NAME, HarnessWork, describe
 from levanter.commands.model.pretrained import load_pretrained
 from levanter.commands.model.scoring_common import result_output
 from levanter.config import ExplicitKeys
-from levanter.distributed.barrier import is_process_0
+from levanter.distributed.barrier import current_peers, is_process_0
+from levanter.distributed.broadcast import WAIT_SECONDS
+from levanter.distributed.compile_barrier import jit_together
 from levanter.eval.harness import results
 from levanter.eval.harness.broadcast import follow_process_0, lead_processes
 from levanter.eval.harness.driver import run_tasks, select_samples
 from levanter.eval.harness.encoding import HarnessError
+from levanter.eval.harness.generation import Continuation
 from levanter.eval.harness.page import harness_page
 from levanter.eval.harness.results import Sample, parse_samples, read_run
 from levanter.eval.harness.scoring import Scorer
 from levanter.eval.harness.significance import Difference, compare, differences_table
-from levanter.io import Output, join
+from levanter.inference.detokenizer import ChoiceText
+from levanter.inference.engine import DeviceRunner, Engine, make_schedule
+from levanter.inference.multihost import LeaderRunner, run_follower
+from levanter.inference.prompts import end_of_text_ids
+from levanter.inference.requests import ChoiceId, Failed, Request, SamplingParams, Token, merge_stop_ids
+from levanter.io import Output, Progress, join
 from levanter.runplan import OK, EntryPoint, RunPlan, Session
+
+_CALLS = "the next call of a text"
 
 
 @dataclass(frozen=True, kw_only=True)
 class HarnessResult:
-    """What came of a run.
+    """The result of a run.
 
     Attributes:
-        results: lm_eval's dictionary, with a block of ours, on process 0; nothing elsewhere.
+        results: lm_eval's dictionary with a block `levanter`, on process 0; empty on other processes.
         samples: of each task.
-        loading: how loading went.
-        seconds: of everything behind loading.
+        loading: the report of loading.
+        seconds: of everything after loading.
     """
 
     results: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -55,21 +66,91 @@ class HarnessResult:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TextGenerator:
+    """Generates text with the engine; its cache exists while a list of prompts is answered, and is freed afterwards.
+
+    Attributes:
+        work: the plan of generation.
+        mesh: the devices.
+        model: the weights.
+        show: whether progress is shown.
+    """
+
+    work: GenerateWork
+    mesh: Mesh
+    model: PyTree
+    show: bool
+
+    def __call__(self, prompts: Sequence[Continuation]) -> list[str]:
+        """The generated text for each prompt, without the stop string."""
+        requests, unfinished, limits = [], {}, {}
+        schedule = make_schedule(self.work.programs, share_prefixes=self.work.config.inference.share_prefixes)
+        tokenizer = self.work.pretrained.tokenizer
+        for n, prompt in enumerate(prompts):
+            requests.append(self._request(n, prompt))
+            unfinished[str(n)] = ChoiceText.of(requests[-1], tokenizer.stream(), limit=prompt.max_tokens)
+            limits[str(n)] = prompt.max_tokens
+        texts: dict[str, list[str]] = {request.id: [] for request in requests}
+        runner = self._runner()
+        peers = current_peers()
+        leader = None if peers is None else LeaderRunner(runner, lambda text: peers.follow(_CALLS, lambda: text))
+        engine = Engine(runner if leader is None else leader, schedule)
+        with Progress("writing texts", total=len(requests), unit="texts", show=self.show) as progress:
+            for event in engine.run(requests):
+                name = event.of.request
+                if isinstance(event, Failed):
+                    raise HarnessError(f"text {int(name) + 1} of {len(requests)}: {event.error}")
+                if name not in unfinished or not isinstance(event, Token):
+                    continue
+                piece = unfinished[name].push(event.id)
+                texts[name].append(piece.text)
+                if piece.reason is not None:
+                    engine.give_up(ChoiceId(name, 0))
+                    del unfinished[name]
+                    progress.advance(1)
+        assert not unfinished, f"{len(unfinished)} texts are unfinished"
+        if leader is not None:
+            leader.end()
+        return ["".join(texts[request.id]) for request in requests]
+
+    def follow(self) -> None:
+        """Executes the same engine calls as process 0, until it releases the engine."""
+        peers = current_peers()
+        assert peers is not None
+        run_follower(self._runner(), lambda: peers.follow(_CALLS, lambda: "", seconds=WAIT_SECONDS))
+
+    def _rows(self) -> DeviceRunner:
+        return DeviceRunner(self.work.programs, self.mesh, self.model, jit=jit_together)
+
+    def _request(self, n: int, prompt: Continuation) -> Request:
+        seed = prompt.seed if prompt.seed is not None else self.work.config.trainer.seed + n
+        sampling: dict[str, Any] = {"temperature": 0.0, **prompt.sampling}
+        params = SamplingParams(**sampling, max_tokens=prompt.max_tokens, stop=prompt.until, seed=seed)
+        return Request(
+            id=str(n),
+            tokens=tuple(prompt.tokens.tolist()),
+            params=params,
+            seed=seed,
+            stop_ids=merge_stop_ids(params, end_of_text_ids(self.work.pretrained.tokenizer)),
+        )
+
+
 def execute(plan: RunPlan[HarnessWork], mesh: Mesh | None, session: Session | None = None) -> HarnessResult:
-    """Loads the model and asks it; nothing runs that is not in `plan`."""
+    """Loads the model and evaluates it; only Programs of `plan` are executed."""
     assert mesh is not None, "models run on devices"
     work, show = plan.work, session is not None and session.show
     loaded = load_pretrained(work.pretrained, mesh, show=show)
     model = with_arrays(work.pretrained.abstract, loaded.arrays)
     scorer = Scorer(programs=work.programs, mesh=mesh, model=model, cost=work.cost)
-    texts = None if work.texts is None else Texts(work=work.texts, mesh=mesh, model=model, show=show)
+    texts = None if work.texts is None else TextGenerator(work=work.texts, mesh=mesh, model=model, show=show)
     began = time.perf_counter()
     if not is_process_0():
         follow_process_0(scorer, _nothing if texts is None else texts.follow)
         return HarnessResult(loading=loaded.report, seconds=time.perf_counter() - began)
     with lead_processes():
-        found, samples = _ask(plan, scorer, texts, show=show)
-    return HarnessResult(results=found, samples=samples, loading=loaded.report, seconds=time.perf_counter() - began)
+        results, samples = _ask(plan, scorer, texts, show=show)
+    return HarnessResult(results=results, samples=samples, loading=loaded.report, seconds=time.perf_counter() - began)
 
 
 def _nothing() -> None:
@@ -77,12 +158,12 @@ def _nothing() -> None:
 
 
 def _ask(
-    plan: RunPlan[HarnessWork], scorer: Scorer, texts: Texts | None, *, show: bool
+    plan: RunPlan[HarnessWork], scorer: Scorer, texts: TextGenerator | None, *, show: bool
 ) -> tuple[dict[str, Any], Mapping[str, Any]]:
     """Runs lm_eval on process 0."""
     work = plan.work
     assert work.encoder is not None and work.tasks.loaded is not None, "RunPlan.check() comes before a run"
-    found, samples = run_tasks(
+    results, samples = run_tasks(
         work.tasks.loaded,
         work.config.harness,
         encoder=work.encoder,
@@ -92,13 +173,13 @@ def _ask(
         name=work.pretrained.checkpoint.description,
         show=show,
     )
-    asked = {"mesh": str(plan.mesh), "precision": str(work.pretrained.precision), "devices": plan.target.devices}
-    found["levanter"] = {"plan": asked, **found["levanter"]}
-    return found, samples
+    facts = {"mesh": str(plan.mesh), "precision": str(work.pretrained.precision), "devices": plan.target.devices}
+    results["levanter"] = {"plan": facts, **results["levanter"]}
+    return results, samples
 
 
 def finish(plan: RunPlan[HarnessWork], done: HarnessResult, session: Session) -> int:
-    """Prints the results, writes their files, tells trackers."""
+    """Prints the results, writes their files, and logs metrics to trackers."""
     if not done.results:
         return OK
     (output,) = outputs(plan, session)
@@ -107,12 +188,12 @@ def finish(plan: RunPlan[HarnessWork], done: HarnessResult, session: Session) ->
     samples = {task: parse_samples(lines) for task, lines in done.samples.items()}
     try:
         if session.show:
-            asked = done.results["levanter"]
+            log = done.results["levanter"]
             print(results.results_table(done.results))
-            count = sum(asked["requests"].values())
+            count = sum(log["requests"].values())
             print(
-                f"{count:,} requests, {asked['tokens']:,} tokens in {asked['seconds']:.1f} s, compilation included; "
-                f"{asked['tokens_asked_alone']:,} tokens were each asked alone",
+                f"{count:,} requests, {log['tokens']:,} tokens in {log['seconds']:.1f} s, compilation included; "
+                f"{log['tokens_asked_alone']:,} tokens were each asked alone",
                 flush=True,
             )
         date = results.date_id(datetime.now())
@@ -143,7 +224,7 @@ def finish(plan: RunPlan[HarnessWork], done: HarnessResult, session: Session) ->
 def _differences(
     against: str | None, samples: Mapping[str, Sequence[Sample]]
 ) -> tuple[list[Difference], HarnessError | None]:
-    """This run beside another one, or why that cannot be: what was computed is written in any case."""
+    """The comparison with another run, or the error that prevents it: results are written in any case."""
     try:
         return ([] if against is None else compare(samples, read_run(against)[1])), None
     except HarnessError as error:
@@ -151,15 +232,15 @@ def _differences(
 
 
 def _facts(plan: RunPlan[HarnessWork], done: HarnessResult) -> dict[str, str]:
-    """What a page says of a run."""
-    work, asked = plan.work, done.results["levanter"]
+    """The facts of the run on its page."""
+    work, log = plan.work, done.results["levanter"]
     config = work.config.harness
     return {
         "model": work.pretrained.checkpoint.description,
         "precision": str(work.pretrained.precision),
         "mesh": f"{plan.mesh} of {plan.target.devices} {plan.target.kind}",
-        "requests": ", ".join(f"{count:,} {kind}" for kind, count in asked["requests"].items()),
-        "request digest": asked["request_digest"][:16],
+        "requests": ", ".join(f"{count:,} {kind}" for kind, count in log["requests"].items()),
+        "request digest": log["request_digest"][:16],
         "documents": "all" if config.max_examples is None else f"{config.max_examples:,} of each task at most",
         "conversations": "yes" if config.apply_chat_template else "no",
         "lm_eval": str(done.results.get("lm_eval_version")),

@@ -1,7 +1,7 @@
-"""What `eval_harness` will do, before it does it: tasks, model, rows, the Programs that score them, how often they run.
+"""The plan of `eval_harness`: tasks, model, rows, the scoring Programs and the number of their executions.
 
-Which tasks there are and how much they ask process 0 finds out, with lm_eval; the others hear it, and describe the same
-run. Where a task wants texts, the model lies as `generate` lays it out, and its Programs are there too.
+Process 0 loads the tasks with lm_eval and counts requests; the other processes receive the numbers and describe the
+same run. If a task requests generated text, the model is sharded as by `generate`, and its Programs are added.
 """
 
 from collections.abc import Mapping
@@ -44,23 +44,23 @@ TOKENS_ON_CPU, TOKENS = 512, 16384
 """Tokens of a batch on each of its shards, where nobody says: enough for the products to be fast, few enough for the
 last batches, which are not full, to cost little."""
 LONGEST = 4096
-"""Tokens that the model sees at once, where nobody says: rows as long as today's contexts would not fit."""
+"""Default maximum number of tokens of an input: rows of a model's full context often do not fit."""
 ASSUMED_TOKENS = 128
-"""Of a request whose text is not there."""
+"""Assumed number of tokens of a request if the documents are not available."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HarnessWork:
-    """What `execute` needs besides the Programs.
+    """The values that `execute` needs in addition to the Programs.
 
     Attributes:
         config: as the user wrote it.
         pretrained: the model.
-        tasks: what is asked.
-        encoder: makes tokens of texts; None where there is no tokenizer.
-        template: writes conversations; None where there is none.
-        programs: that score rows, by their shape.
-        texts: how texts are written; None where no task wants that.
+        tasks: the tasks.
+        encoder: texts to tokens; None if there is no tokenizer.
+        template: renders conversations; None if the tokenizer has no chat template.
+        programs: shape → Program that scores rows.
+        texts: the plan of generation; None if no task requests generated text.
     """
 
     config: EvalHarnessConfig
@@ -80,14 +80,14 @@ def describe(config: EvalHarnessConfig, target: Target, *, written: ExplicitKeys
     """Describes the run for `target`; reads metadata and the tasks' documents, no weights.
 
     Args:
-        config: what is evaluated.
+        config: the configuration.
         target: the devices.
         written: the keys that the user wrote; None for a config made in Python.
     """
     written = ExplicitKeys.in_python(config) if written is None else written
     tasks = discover_tasks(config.harness, config.folders)
     pretrained, texts = _pretrained(config, target, written), None
-    length, checking = question_length(config.harness.max_length, pretrained.config, LONGEST)
+    length, length_checks = question_length(config.harness.max_length, pretrained.config, LONGEST)
     if tasks.generates:
         generation = generating.describe(_generation(config, length), target, written=written)
         pretrained, texts = generation.work.pretrained, generation.work
@@ -97,25 +97,25 @@ def describe(config: EvalHarnessConfig, target: Target, *, written: ExplicitKeys
     else:
         checks = [*pretrained.checks, *not_carried(config, written)]
         notes, coresident, resident, more, more_work = pretrained.notes, {}, None, (), ()
-    shapes, reading = _shapes(config.trainer, target, pretrained, length)
+    shapes, position_checks = _shapes(config.trainer, target, pretrained, length)
     tokenizer = pretrained.found_tokenizer
-    template, found = conversation_template(tokenizer, asked=config.harness.apply_chat_template)
-    checks += [*reading, tasks.check, *checking, *found, *_against_checks(config, tasks)]
+    template, template_checks = conversation_template(tokenizer, asked=config.harness.apply_chat_template)
+    checks += [*position_checks, tasks.check, *length_checks, *template_checks, *_against_checks(config, tasks)]
     checks += sampling_checks(logged=config.harness.sample_logging.logs)
     checks += output_checks(*output_key(config))
-    encoder, found = question_encoder(tokenizer, length)
-    checks += found
+    encoder, template_checks = question_encoder(tokenizer, length)
+    checks += template_checks
 
     def cost(shape: RowShape) -> float:
         return rows_flops(pretrained.config, pretrained.Vocab.size, shape, "full")
 
-    # Who says how many rows there are has them, in any case.
-    room = rows_room(pretrained.resolved, target.platform) if rows_asked(config.trainer) is None else None
-    counted, problem = count_requests(tasks, config.harness, encoder, template, shapes, cost, room)
+    # A configured number of rows is kept; otherwise shapes are fitted to the requests.
+    limits = rows_room(pretrained.resolved, target.platform) if rows_asked(config.trainer) is None else None
+    request_count, problem = count_requests(tasks, config.harness, encoder, template, shapes, cost, limits)
     checks += [] if problem is None else [problem]
-    shapes = shapes if counted is None else counted.shapes
-    if counted is None and problem is None and config.plan.assume_requests is not None:
-        counted = RequestCount.assumed(config.plan.assume_requests, ASSUMED_TOKENS, shapes)
+    shapes = shapes if request_count is None else request_count.shapes
+    if request_count is None and problem is None and config.plan.assume_requests is not None:
+        request_count = RequestCount.assumed(config.plan.assume_requests, ASSUMED_TOKENS, shapes)
     programs = score_programs(
         pretrained.abstract,
         shapes,
@@ -137,7 +137,7 @@ def describe(config: EvalHarnessConfig, target: Target, *, written: ExplicitKeys
     rows = "; ".join(f"{shape.rows} × {shape.length} ({shape.slots} scored)" for shape in shapes)
     checks.append(Check(name="rows", status="ok", message=f"batches of {rows}"))
     if resident is not None and texts is not None:
-        # Rows that write texts are let go before others are scored.
+        # The cache of generation is freed before rows are scored, so their memory does not add up.
         resident = {"parameters": pretrained.sharding.bytes_per_device, **resident}
     return RunPlan(
         entry_point=NAME,
@@ -148,7 +148,7 @@ def describe(config: EvalHarnessConfig, target: Target, *, written: ExplicitKeys
         activations=pretrained.activations,
         load=pretrained.load_plan,
         computing=(*programs.values(), *more),
-        workloads=(*(_workload(work, shape, counted) for shape in programs), *more_work),
+        workloads=(*(_workload(work, shape, request_count) for shape in programs), *more_work),
         notes=notes,
         work=work,
         resident_bytes=resident,
@@ -162,7 +162,7 @@ def describe(config: EvalHarnessConfig, target: Target, *, written: ExplicitKeys
 
 
 def _generation(config: EvalHarnessConfig, length: int) -> GenerateConfig:
-    """The same model as `generate` would have it, in rows as long as the model sees."""
+    """The configuration of `generate` for the same model, with rows of the maximum input length."""
     inference = replace(config.inference, max_seq_len=config.inference.max_seq_len or length)
     return GenerateConfig(
         hf_checkpoint=config.files,
@@ -181,7 +181,7 @@ def _generation(config: EvalHarnessConfig, length: int) -> GenerateConfig:
 
 
 def _pretrained(config: EvalHarnessConfig, target: Target, written: ExplicitKeys) -> PretrainedModel:
-    def described(length: int) -> PretrainedModel:
+    def describe_length(length: int) -> PretrainedModel:
         return describe_pretrained(
             ModelChoice.of(
                 config,
@@ -195,16 +195,16 @@ def _pretrained(config: EvalHarnessConfig, target: Target, written: ExplicitKeys
             positions=length,
         )
 
-    asked = config.harness.max_length or LONGEST
-    found = described(asked)
-    meant_for = found.config.max_seq_len
-    return described(meant_for) if config.harness.max_length is None and meant_for < asked else found
+    requested = config.harness.max_length or LONGEST
+    pretrained = describe_length(requested)
+    max_seq_len = pretrained.config.max_seq_len
+    return describe_length(max_seq_len) if config.harness.max_length is None and max_seq_len < requested else pretrained
 
 
 def _shapes(
     trainer: TrainerConfig, target: Target, pretrained: PretrainedModel, length: int
 ) -> tuple[tuple[RowShape, ...], list[Check]]:
-    """Rows for anything that may be asked."""
+    """Row shapes for any requests."""
     tokens, model = _tokens(trainer, target, length), pretrained.config
     longest, branches = rows_reach(model, pretrained.resolved, target.platform, length=length, tokens=tokens)
     shapes = row_shapes(longest, tokens=tokens, ways=pretrained.resolved.batch_ways, branches=branches)
@@ -213,13 +213,13 @@ def _shapes(
 
 def _tokens(trainer: TrainerConfig, target: Target, length: int) -> int:
     """Tokens of a batch on each of its shards."""
-    if (asked := rows_asked(trainer)) is not None:
-        return asked[0] * length
+    if (rows := rows_asked(trainer)) is not None:
+        return rows[0] * length
     return TOKENS_ON_CPU if target.platform == "cpu" else TOKENS
 
 
 def _against_checks(config: EvalHarnessConfig, tasks: DiscoveredTasks) -> list[Check]:
-    """Looks for the run that this one is compared with, before there is anything to compare."""
+    """Checks that the other run of a comparison exists, before anything is computed."""
     if config.against is None or not is_process_0():
         return []
     try:
@@ -235,10 +235,10 @@ def _against_checks(config: EvalHarnessConfig, tasks: DiscoveredTasks) -> list[C
     return [Check(name="against", status="ok", message=f"{config.against}: {', '.join(samples)}")]
 
 
-def _workload(work: HarnessWork, shape: RowShape, counted: RequestCount | None) -> Workload:
+def _workload(work: HarnessWork, shape: RowShape, request_count: RequestCount | None) -> Workload:
     executions, reason = None, "the tasks' documents are not available here; set plan.assume_requests"
-    if counted is not None:
-        executions, reason = counted.executions.get(shape.name, 0), counted.reason
+    if request_count is not None:
+        executions, reason = request_count.executions.get(shape.name, 0), request_count.reason
     return Workload(
         program=shape.name,
         tokens=shape.rows * shape.length,

@@ -127,7 +127,7 @@ def evaluate(model: "HarnessLM", tasks: LoadedTasks, config: HarnessConfig, *, n
         with silence_lm_eval():
             evaluated = evaluate_tasks(
                 model,
-                tasks.asevaluate_tasks(),  # pyright: ignore[reportArgumentType]
+                tasks.as_lm_eval(),  # pyright: ignore[reportArgumentType]
                 limit=config.max_examples,
                 bootstrap_iters=config.bootstrap_iters,
                 log_samples=True,
