@@ -37,8 +37,8 @@ def logits(model) -> np.ndarray:
 def read_adapter(folder: Path, model, rules):
     """The targets and the factors of a folder of `peft`."""
     every = groups_of(model, rules)
-    adapter = open_peft(str(folder)).of_model(every)
-    part = part_of(model, adapter.whole(leaves(model), rules))
+    adapter = open_peft(str(folder)).per_expert(every)
+    part = part_of(model, adapter.copied_paths(leaves(model), rules))
     targets = adapter.targets(every, rules, part)
     return targets, adapter.read(targets, rules, part)
 

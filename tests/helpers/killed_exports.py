@@ -82,7 +82,7 @@ def main() -> None:
     def export(arrays, where: Path, *, kill_at: int = 0, overwrite: bool) -> int:
         watch(where, kill_at)
         try:
-            write_export(plan, arrays, where / "out", beside=ExportExtras(eos_ids=(2,)), overwrite=overwrite)
+            write_export(plan, arrays, where / "out", extras=ExportExtras(eos_ids=(2,)), overwrite=overwrite)
         except ExportPathError:
             return 2
         return 0

@@ -89,9 +89,9 @@ class PretrainedCheckpoint:
         Raises:
             CheckpointError: there is none, it cannot be read, or it has more ids than the model has embeddings.
         """
-        found = self._open_tokenizer()
-        check_vocabulary(found, self.vocab_size, where=self.where)
-        return found
+        tokenizer = self._open_tokenizer()
+        check_vocabulary(tokenizer, self.vocab_size, where=self.where)
+        return tokenizer
 
     def check_model_block(self, block: Mapping[str, Any], *, block_name: str = "model") -> None:
         """Holds the keys of a YAML `model:` block, as written, against the checkpoint's config."""
@@ -114,13 +114,13 @@ def open_checkpoint(
     refs = RepoRef.parse_alternatives(ref)
     if len(refs) == 1:
         return _open(locate(refs[0], cache=cache), allow_pickle)
-    passed: list[str] = []
-    for each in refs:
+    failures: list[str] = []
+    for alternative in refs:
         try:
-            return _open(locate(each, cache=cache, passed_over=tuple(passed)), allow_pickle)
+            return _open(locate(alternative, cache=cache, passed_over=tuple(failures)), allow_pickle)
         except (UnreachableError, MissingCheckpointFileError) as error:
-            passed.append(f"{each}: {'; '.join(error.problems)}")
-    raise MissingCheckpointFileError(str(ref), passed)
+            failures.append(f"{alternative}: {'; '.join(error.problems)}")
+    raise MissingCheckpointFileError(str(ref), failures)
 
 
 def int8_format(document: Mapping[str, Any], *, where: object) -> tuple[Mapping[str, Any], Int8Format | None]:

@@ -12,7 +12,7 @@ from helpers.heron import CONFIG, FIXTURES, shapes, with_packages
 
 from levanter.compat.hf.config_bridge import family_for, read_config, write_config
 from levanter.compat.hf.errors import CheckpointError, UnknownModelError
-from levanter.compat.hf.expected_tensors import expected_tensors, of_any_model
+from levanter.compat.hf.expected_tensors import _leaf_tensors, expected_tensors
 from levanter.config import ConfigError, parse_text
 from levanter.config.help import explain
 from levanter.models import registry
@@ -134,7 +134,7 @@ def test_a_packages_family_is_found_by_its_model_type(packages):
     found = {name: each.shape for each in expected_tensors(bridged.config) for name in each.names}
     assert {name: found[name] for name in shapes()} == shapes()
     # A model that is no decoder says the same of itself, leaf by leaf.
-    alone = {name: each.shape for each in of_any_model(bridged.config) for name in each.names}
+    alone = {name: each.shape for each in _leaf_tensors(bridged.config) for name in each.names}
     assert {name: alone[name] for name in shapes()} == shapes()
     flops = bridged.config.flops(vocab_size=300, context_length=48, attention="full")
     matrices = sum(shape[0] * shape[1] for name, shape in shapes().items() if len(shape) == 2 and "words" not in name)

@@ -31,7 +31,7 @@ from levanter.commands.export.config import ConvertLmConfig
 from levanter.commands.export.merging import Merge, Slices, find_merge
 from levanter.commands.model.saved_model import SavedModel, find_saved
 from levanter.commands.model.source import ModelBlock, find_origin, find_tokenizer, vocabulary
-from levanter.compat.hf.export import ExportExtras, ExportPlan, plan_export, refuse_taken, write_export
+from levanter.compat.hf.export import ExportExtras, ExportPlan, plan_export, refuse_existing, write_export
 from levanter.compat.hf.export_dir import ExportPathError
 from levanter.compat.hf.export_int8 import Int8Tensor
 from levanter.compat.hf.peft.merge import rounding_lines
@@ -195,7 +195,7 @@ def _dtype(name: str | None) -> np.dtype | None:
 def _output(config: ConvertLmConfig) -> list[Check]:
     if not config.overwrite:
         try:
-            refuse_taken(config.output_dir)
+            refuse_existing(config.output_dir)
         except ExportPathError as error:
             return [Check(name="output", status="error", message=str(error), error=error)]
         except ValueError as error:
@@ -222,7 +222,7 @@ def execute(plan: RunPlan[ConvertWork], mesh: Mesh | None = None, session: Sessi
             work.files,
             Slices(work.source) if merged is None else merged,
             config.output_dir if is_remote(config.output_dir) else local_path(config.output_dir),
-            beside=ExportExtras(
+            extras=ExportExtras(
                 tokenizer=work.tokenizer,
                 eos_ids=tuple(config.generation_eos_token_ids or ()),
                 overrides=config.config_overrides or {},

@@ -15,8 +15,8 @@ from levanter.checkpoint import CheckpointMismatchError
 from levanter.commands.model.saved_adapters import SavedAdapters
 from levanter.commands.model.source import Origin
 from levanter.compat.hf.errors import CheckpointError, MissingCheckpointFileError, UnreachableError
-from levanter.compat.hf.peft import PeftAdapter, UnsupportedTargetError, open_peft, plan_peft, read_when_asked
-from levanter.compat.hf.peft.merge import MergedTensors, copies_of, stored_leaves
+from levanter.compat.hf.peft import PeftAdapter, UnsupportedTargetError, lazy_adapter, open_peft, plan_peft
+from levanter.compat.hf.peft.merge import MergedTensors, copied_tensors, stored_leaves
 from levanter.models.adapters.lora_targets import TargetGroup, groups_of
 from levanter.models.adapters.whole import part_of
 from levanter.models.registry import LmConfig
@@ -53,7 +53,7 @@ class Merge:
             rules=self.rules,
             adapter=self.adapter,
             targets=self.targets,
-            copies=copies_of(self.own, self.rules, self.whole),
+            copies=copied_tensors(self.own, self.rules, self.whole),
         )
 
 
@@ -87,8 +87,8 @@ def find_merge(
         if adapter_path is None:
             adapter, targets, whole = _of_checkpoint(origin, every, rules, module)
         else:
-            adapter = open_peft(adapter_path).of_model(every)
-            whole = adapter.whole(own, rules)
+            adapter = open_peft(adapter_path).per_expert(every)
+            whole = adapter.copied_paths(own, rules)
             targets = adapter.targets(every, rules, part_of(module, whole))
     except (MissingCheckpointFileError, UnreachableError) as error:
         return nothing, [Check(name="adapter", status="unchecked", message=str(error), error=error)]
@@ -119,7 +119,7 @@ def _of_checkpoint(
     targets = saved.targets(every)
     own = leaves(saved.tree(targets, part_of(module, saved.part.whole)))
     plan = plan_peft(targets, every, rules, own, use_rslora=saved.config.use_rslora, base=origin.reference)
-    found = read_when_asked(plan, Slices(saved.source), where=saved.where).of_model(every)
+    found = lazy_adapter(plan, Slices(saved.source), where=saved.where).per_expert(every)
     return found, targets, saved.part.whole
 
 

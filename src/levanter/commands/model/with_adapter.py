@@ -73,9 +73,9 @@ def find_adapted(
             own = same_names(leaves(tree), padded=adapter.padded)
         else:
             every = groups_of(module, named)
-            opened = open_peft(adapter).of_model(every)
+            opened = open_peft(adapter).per_expert(every)
             plain = abstract(lambda: config.build(Vocab, key=jax.random.PRNGKey(0)))
-            part = _copied(module, opened.whole(leaves(plain), named), opened.where)
+            part = _copied(module, opened.copied_paths(leaves(plain), named), opened.where)
             targets = opened.targets(every, named, part)
             tree = cast(opened.tree(targets, part), precision.compute)
             own = peft_rules(targets, named, paths_of(part))

@@ -15,8 +15,8 @@ from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.run_dirs import RunDirs
 from levanter.commands.train.work import TrainWork
 from levanter.compat.hf.export import ExportExtras, plan_export, tokenizer_documents, write_export
-from levanter.compat.hf.peft import PeftAdapter, PeftPlan, gathered, open_peft, plan_peft, write_peft
-from levanter.compat.hf.peft.merge import MergedTensors, copies_of, rounding_lines, stored_leaves
+from levanter.compat.hf.peft import PeftAdapter, PeftPlan, gather_adapter, open_peft, plan_peft, write_peft
+from levanter.compat.hf.peft.merge import MergedTensors, copied_tensors, rounding_lines, stored_leaves
 from levanter.compat.hf.tokenizer import FastTokenizer
 from levanter.distributed.barrier import ONE_FOR_ALL_SECONDS, barrier
 from levanter.io import join
@@ -67,10 +67,10 @@ def begun_with(adapted: Adapted | None, model: LmConfig, Vocab: hax.Axis, module
     if adapted is None or named is None:
         return None
     key, config, rules = f"{KEY}.initialize_from", adapted.config, model.weight_rules(Vocab)
-    opened = open_peft(named).of_model(adapted.every)
+    opened = open_peft(named).per_expert(adapted.every)
     # Unasked, peft writes the matrix of a head that has factors.
     adapted_too = {f"{member.path}.weight" for group in adapted.targets for member in group.members}
-    found = opened.whole(leaves(module), rules)
+    found = opened.copied_paths(leaves(module), rules)
     whole = tuple(path for path in found if path not in adapted_too)
     theirs = {each.path: each for each in opened.targets(adapted.every, rules, part_of(module, found))}
     ours = {each.path: each for each in adapted.targets}
@@ -202,11 +202,11 @@ def save_adapters(work: TrainWork, state: TrainState, places: RunDirs, taken: in
     barrier("exporting")
     if work.config.peft_save_path is not None:
         beside = {} if tokenizer is None else tokenizer_documents(tokenizer)
-        write_peft(work.peft, arrays, folder, beside=beside, overwrite=True)
+        write_peft(work.peft, arrays, folder, extra_files=beside, overwrite=True)
     if work.config.merged_hf_save_path is not None:
         merged = folder if places.merged is None else join(places.merged, f"step-{taken}")
         assert work.adapted is not None
-        adapter = gathered(work.peft, arrays, where=f"step {taken}").of_model(work.adapted.every)
+        adapter = gather_adapter(work.peft, arrays, where=f"step {taken}").per_expert(work.adapted.every)
         _save_merged(work, adapter, merged, tokenizer, show=show)
     # Process 0 was still writing when the others had nothing left to send.
     barrier("exported", seconds=ONE_FOR_ALL_SECONDS)
@@ -231,9 +231,9 @@ def _save_merged(
         rules=rules,
         adapter=adapter,
         targets=work.adapted.targets,
-        copies=copies_of(own, rules, work.adapted.whole),
+        copies=copied_tensors(own, rules, work.adapted.whole),
     )
     beside = ExportExtras(tokenizer=tokenizer, eos_ids=tuple(work.config.hf_generation_eos_token_ids or ()))
-    write_export(files, merged, folder, beside=beside, overwrite=True)
+    write_export(files, merged, folder, extras=beside, overwrite=True)
     if show:
         print("\n".join(rounding_lines(tuple(merged.rounding.values()))), flush=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from levanter.checkpoint import CheckpointRef, SaveWatch, checkpoint_at, latest
 from levanter.commands.train.config import TrainLmConfig
 from levanter.compat.hf.export import ExportPathError
-from levanter.compat.hf.export_dir import exports_in, is_whole
+from levanter.compat.hf.export_dir import exports_in, is_complete
 from levanter.distributed.process_group import meeting
 from levanter.io import Lease, Output, is_remote, join, leased
 from levanter.io.paths import base_name, check_writable, filesystem
@@ -82,7 +82,7 @@ class RunDirs:
 
     def lacks_export(self, taken: int) -> bool:
         """Whether there is no export after a number of steps."""
-        return not all(is_whole(join(folder, f"step-{taken}")) for folder in self.exported)
+        return not all(is_complete(join(folder, f"step-{taken}")) for folder in self.exported)
 
     @property
     def exported(self) -> tuple[str, ...]:

@@ -169,7 +169,7 @@ def _export(work: TrainWork, model: LmHeadModel, folder: str, *, show: bool) -> 
             model,
             work.model,
             folder,
-            beside=ExportExtras(tokenizer=tokenizer, eos_ids=tuple(work.config.hf_generation_eos_token_ids or ())),
+            extras=ExportExtras(tokenizer=tokenizer, eos_ids=tuple(work.config.hf_generation_eos_token_ids or ())),
             dtype=work.config.hf_save_dtype,
             overwrite=True,
             progress=tell,

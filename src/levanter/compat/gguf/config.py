@@ -140,15 +140,15 @@ def _rope(
     if kind not in ("linear", "yarn"):
         problems.append(f"rope.scaling.type {kind!r} is not one of none, linear, yarn")
         return None
-    found: dict[str, Any] = {"rope_type": kind, "rope_theta": theta, "factor": factor}
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": theta, "factor": factor}
     if kind == "yarn":
-        found["original_max_position_embeddings"] = original or context
+        rope["original_max_position_embeddings"] = original or context
         attention = keys.pop("rope.scaling.attn_factor", None)
         if attention not in (None, 1.0):
             # llama.cpp multiplies it with the paper's factor.
-            found["attention_factor"] = attention * (0.1 * float(np.log(factor)) + 1.0)
-        found |= {name: keys.pop(key) for key, name in _YARN.items() if key in keys}
-    return found
+            rope["attention_factor"] = attention * (0.1 * float(np.log(factor)) + 1.0)
+        rope |= {name: keys.pop(key) for key, name in _YARN.items() if key in keys}
+    return rope
 
 
 def _llama3(

@@ -30,7 +30,7 @@ def check_header(path: Path) -> None:
         CorruptFileError: one does not; nothing was allocated for it.
     """
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        walk = _Walk(path, content, len(content))
+        walk = _HeaderWalk(path, content, len(content))
         try:
             walk.header()
         except struct.error:
@@ -38,7 +38,7 @@ def check_header(path: Path) -> None:
 
 
 @dataclass
-class _Walk:
+class _HeaderWalk:
     """Walks over a header; the contents of texts and arrays of numbers are skipped."""
 
     path: Path
@@ -47,9 +47,9 @@ class _Walk:
     at: int = 4
     order: str = "<"
 
-    def wrong(self, said: str) -> CorruptFileError:
+    def wrong(self, problem: str) -> CorruptFileError:
         return CorruptFileError(
-            self.path, f"it is a damaged or truncated GGUF file ({self.size} bytes; {said})", suggestion=_AGAIN
+            self.path, f"it is a damaged or truncated GGUF file ({self.size} bytes; {problem})", suggestion=_AGAIN
         )
 
     def header(self) -> None:
@@ -109,5 +109,5 @@ class _Walk:
         shape = [self.number("Q") for _ in range(axes)]
         self.at += 12  # its kind and its offset
         if math.prod(shape) > self.size * _NUMBERS_A_BYTE:
-            shown = " × ".join(f"{each:,}" for each in shape)
-            raise self.wrong(f"tensor {name!r} of {shown} numbers, more than a file of this size holds")
+            sizes = " × ".join(f"{size:,}" for size in shape)
+            raise self.wrong(f"tensor {name!r} of {sizes} numbers, more than a file of this size holds")

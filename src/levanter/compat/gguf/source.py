@@ -47,11 +47,11 @@ _IN_CONFIG = ("rope_freqs.weight",)
 
 def hf_name(name: str) -> str | None:
     """The Hugging Face name of a llama tensor; None for one that is not known."""
-    found = _TENSOR.match(name)
-    if found is None or found["part"] not in _NAMES:
+    match = _TENSOR.match(name)
+    if match is None or match["part"] not in _NAMES:
         return None
-    prefix = "" if found["layer"] is None else f"model.layers.{int(found['layer'])}."
-    return f"{prefix}{_NAMES[found['part']]}.{found['kind']}"
+    prefix = "" if match["layer"] is None else f"model.layers.{int(match['layer'])}."
+    return f"{prefix}{_NAMES[match['part']]}.{match['kind']}"
 
 
 class GgufSource:

@@ -58,8 +58,8 @@ def tokenizer(file: GgufFile) -> FastTokenizer:
 
 def _adds_bos(file: GgufFile, kind: str) -> bool:
     """Whether BOS is put before a text; where a file says nothing, llama.cpp does so with SentencePiece."""
-    found = file.get("tokenizer.ggml.add_bos_token")
-    return found if isinstance(found, bool) else kind == "llama"
+    add_bos = file.get("tokenizer.ggml.add_bos_token")
+    return add_bos if isinstance(add_bos, bool) else kind == "llama"
 
 
 _ENDS = ("eot", "eom")
@@ -132,6 +132,6 @@ def _add(built: Tokenizer, tokens: Sequence[str], types: Sequence[int], *, byte_
     special = [t for t, kind in zip(tokens, types, strict=True) if kind == CONTROL]
     if not byte_level:
         special += [t for t, kind in zip(tokens, types, strict=True) if kind == UNKNOWN]
-    own = [t for t, kind in zip(tokens, types, strict=True) if kind == USER_DEFINED]
+    user_defined = [t for t, kind in zip(tokens, types, strict=True) if kind == USER_DEFINED]
     built.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    built.add_tokens([AddedToken(token, special=False, normalized=False) for token in own])
+    built.add_tokens([AddedToken(token, special=False, normalized=False) for token in user_defined])

@@ -52,10 +52,10 @@ class BlockGrid:
 
     def offsets(self) -> np.ndarray:
         """The start of every block, ascending, in bytes from the start of the tensor."""
-        found = np.asarray([self.base], dtype=np.int64)
+        starts = np.asarray([self.base], dtype=np.int64)
         for count, stride in zip(self.counts, self.strides, strict=True):
-            found = (found[:, None] + np.arange(count, dtype=np.int64) * stride).reshape(-1)
-        return found
+            starts = (starts[:, None] + np.arange(count, dtype=np.int64) * stride).reshape(-1)
+        return starts
 
 
 def _canonical(shape: Sequence[int], index: Index) -> list[tuple[int, int, int]]:

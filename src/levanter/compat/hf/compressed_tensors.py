@@ -54,8 +54,8 @@ class Int8Format:
     def covers(self, tensor: str) -> bool:
         """Whether the weight of a linear module is int8, by the words of config.json."""
         module = tensor.removesuffix(".weight")
-        return any(_matches(each, module) for each in self.targets) and not any(
-            _matches(each, module) for each in self.ignored
+        return any(_matches(pattern, module) for pattern in self.targets) and not any(
+            _matches(pattern, module) for pattern in self.ignored
         )
 
 
@@ -80,8 +80,8 @@ def read_quantization(document: Mapping[str, Any], *, where: object) -> Int8Form
     method = block.get("quant_method")
     if method != METHOD:
         bits = block.get("bits") or block.get("num_bits")
-        of_bits = f" of {bits} bits" if isinstance(bits, int) else ""
-        problem = f"weights are quantized by {method!r:.40}{of_bits} ({FIELD}.quant_method), which is not read"
+        width = f" of {bits} bits" if isinstance(bits, int) else ""
+        problem = f"weights are quantized by {method!r:.40}{width} ({FIELD}.quant_method), which is not read"
         raise CheckpointError(where, problem, suggestion=suggestion)
     problems = list(_problems(block))
     raise_if(CheckpointError, where, problems, suggestion=suggestion)
@@ -96,36 +96,36 @@ def read_quantization(document: Mapping[str, Any], *, where: object) -> Int8Form
 
 def _problems(block: Mapping[str, Any]) -> Sequence[str]:
     """What is not W8A16 in a block of compressed-tensors."""
-    found = []
+    problems = []
     if block.get("format") not in (PACKED, *PLAIN):
-        found.append(f"{FIELD}.format is {block.get('format')!r:.40}, not {PACKED} or {' or '.join(PLAIN)}")
+        problems.append(f"{FIELD}.format is {block.get('format')!r:.40}, not {PACKED} or {' or '.join(PLAIN)}")
     if block.get("kv_cache_scheme") is not None:
-        found.append(f"{FIELD}.kv_cache_scheme: a quantized cache of keys and values is not read")
+        problems.append(f"{FIELD}.kv_cache_scheme: a quantized cache of keys and values is not read")
     sparse = block.get("sparsity_config") or {"format": "dense"}
     if not isinstance(sparse, Mapping) or sparse.get("format") != "dense":
-        found.append(f"{FIELD}.sparsity_config: sparse weights are not read")
+        problems.append(f"{FIELD}.sparsity_config: sparse weights are not read")
     groups = block.get("config_groups")
     if not isinstance(groups, Mapping) or not groups or not all(isinstance(g, Mapping) for g in groups.values()):
-        return [*found, f"{FIELD}.config_groups is {groups!r:.60}, expected a mapping of groups"]
+        return [*problems, f"{FIELD}.config_groups is {groups!r:.60}, expected a mapping of groups"]
     for name, group in groups.items():
         where = f"{FIELD}.config_groups.{name}"
         for part in ("input_activations", "output_activations"):
             if group.get(part) is not None:
-                found.append(f"{where}.{part}: quantized activations are not supported")
+                problems.append(f"{where}.{part}: quantized activations are not supported")
         weights = group.get("weights")
         if not isinstance(weights, Mapping):
-            found.append(f"{where}.weights is {weights!r:.60}, expected a mapping")
+            problems.append(f"{where}.weights is {weights!r:.60}, expected a mapping")
             continue
-        wanted = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
-        own = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False} | dict(weights)
-        if own.get("strategy") is None and own.get("group_size") in (None, -1):
-            own["strategy"] = "channel" if own.get("group_size") == -1 else "tensor"
-        found += [
-            f"{where}.weights.{key} is {own.get(key)!r:.40}, not {value!r}"
-            for key, value in wanted.items()
-            if own.get(key) != value
+        required = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+        settings = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False} | dict(weights)
+        if settings.get("strategy") is None and settings.get("group_size") in (None, -1):
+            settings["strategy"] = "channel" if settings.get("group_size") == -1 else "tensor"
+        problems += [
+            f"{where}.weights.{key} is {settings.get(key)!r:.40}, not {value!r}"
+            for key, value in required.items()
+            if settings.get(key) != value
         ]
-    return found
+    return problems
 
 
 def without_quantization(document: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -160,15 +160,15 @@ class Int8Source(SafetensorsSource):
         """A file's header as if its packed tensors were int8."""
         # Symmetric integers have zero points of 0, where they have any.
         dropped = {name + ending for name in self.int8 for ending in (SHAPE_NAME, _ZERO_POINT)}
-        found = []
+        entries = []
         for entry in header.tensors:
             name = entry.name.removesuffix(PACKED_NAME)
             if name != entry.name and name in self._packed:
                 shape = (entry.shape[0], entry.shape[1] * _FOUR)
-                found.append(TensorEntry(name, np.dtype(np.int8), shape, entry.start, entry.stop))
+                entries.append(TensorEntry(name, np.dtype(np.int8), shape, entry.start, entry.stop))
             elif entry.name not in dropped:
-                found.append(entry)
-        return ShardHeader(header.file, tuple(found), header.metadata)
+                entries.append(entry)
+        return ShardHeader(header.file, tuple(entries), header.metadata)
 
     def read(self, name: str, index: Index, out: np.ndarray | None = None) -> np.ndarray:
         out = super().read(name, index, out)
@@ -181,20 +181,22 @@ class Int8Source(SafetensorsSource):
 def _tensor_problems(
     stored: Mapping[str, TensorEntry], packed: Collection[str], int8: Collection[str]
 ) -> Sequence[str]:
-    found = []
+    problems = []
     for name in sorted(int8):
         entry = stored[name + PACKED_NAME if name in packed else name]
         scale = stored.get(name + SCALE)
         if name in packed and (entry.dtype != np.int32 or len(entry.shape) != 2):
-            found.append(f"tensor {entry.name!r} is {entry.dtype.name}{list(entry.shape)}, expected int32[out, in / 4]")
+            problems.append(
+                f"tensor {entry.name!r} is {entry.dtype.name}{list(entry.shape)}, expected int32[out, in / 4]"
+            )
         elif scale is None:
-            found.append(f"tensor {name!r} is int8, and there is no {name + SCALE!r}")
+            problems.append(f"tensor {name!r} is int8, and there is no {name + SCALE!r}")
         elif scale.shape != (entry.shape[0], 1):
-            found.append(
+            problems.append(
                 f"tensor {scale.name!r} has shape {list(scale.shape)}, expected {[entry.shape[0], 1]}: a scale per "
                 "output channel"
             )
-    return found
+    return problems
 
 
 def quantized_rows(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

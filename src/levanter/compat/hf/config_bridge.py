@@ -43,7 +43,7 @@ class BridgedConfig:
     findings: tuple[FieldFinding, ...]
 
 
-def _kind_of(document: Mapping[str, Any], *, where: object) -> tuple[Family[Any], ConfigJson[Any]]:
+def _find_family(document: Mapping[str, Any], *, where: object) -> tuple[Family[Any], ConfigJson[Any]]:
     """The family of a config.json, and which of its kinds it is.
 
     Raises:
@@ -51,10 +51,10 @@ def _kind_of(document: Mapping[str, Any], *, where: object) -> tuple[Family[Any]
             packages whose families could not be asked.
     """
     model_type = document.get("model_type")
-    said = model_type if isinstance(model_type, str) else None
-    known = families_of_config_json(said)
-    if said is not None and said in known:
-        return known[said]
+    type_name = model_type if isinstance(model_type, str) else None
+    known = families_of_config_json(type_name)
+    if type_name is not None and type_name in known:
+        return known[type_name]
     names = ", ".join(sorted(known))
     if model_type is None:
         raise UnknownModelError(where, f"model_type is missing; known model types: {names}")
@@ -73,7 +73,7 @@ def read_config(document: Mapping[str, Any], *, where: object = "config.json") -
         UnknownModelError: unknown model type.
         CheckpointError: with everything in it that is missing, contradicts itself or cannot be computed here.
     """
-    family, kind = _kind_of(document, where=where)
+    family, kind = _find_family(document, where=where)
     fields = ConfigJsonReader(document)
     config = kind.read(fields)
     fields.leftovers(HARMLESS)
@@ -173,8 +173,8 @@ def _dtype_problems(document: Mapping[str, Any], tensors: Mapping[str, TensorInf
     integers = [name for name, info in tensors.items() if info.dtype.kind in "iub" and info.shape]
     problems = []
     if integers:
-        found = ", ".join(sorted({tensors[name].dtype.name for name in integers}))
-        problems.append(f"tensor {_some(integers)} has dtype {found}: quantized or packed weights are not read")
+        dtypes = ", ".join(sorted({tensors[name].dtype.name for name in integers}))
+        problems.append(f"tensor {_some(integers)} has dtype {dtypes}: quantized or packed weights are not read")
     if not isinstance(stated, str) or stated.removeprefix("torch.") not in _DTYPES:
         return problems
     expected = _DTYPES[stated.removeprefix("torch.")]
@@ -247,19 +247,24 @@ def _effective(config: LmConfig, name: str) -> object:
     return getattr(config, name)
 
 
-def _compare(key: str, said: object, own: object, where: object) -> list[str]:
-    if isinstance(said, Mapping) and dataclasses.is_dataclass(own):
-        values = {f.name: getattr(own, f.name) for f in dataclasses.fields(own)}
-        values["type"] = type(own).get_choice_name(type(own))  # type: ignore[attr-defined]
+def _compare(key: str, configured: object, expected: object, where: object) -> list[str]:
+    if isinstance(configured, Mapping) and dataclasses.is_dataclass(expected):
+        values = {f.name: getattr(expected, f.name) for f in dataclasses.fields(expected)}
+        values["type"] = type(expected).get_choice_name(type(expected))  # type: ignore[attr-defined]
         return [
             problem
-            for name, value in said.items()
+            for name, value in configured.items()
             for problem in _compare(f"{key}.{name}", value, values.get(name), where)
         ]
-    said = tuple(said) if isinstance(said, list) else said
-    if said is None or said == own or _close(said, own) or _same_function(said, own):
+    configured = tuple(configured) if isinstance(configured, list) else configured
+    if (
+        configured is None
+        or configured == expected
+        or _close(configured, expected)
+        or _same_function(configured, expected)
+    ):
         return []
-    return [f"{key} is {said!r}, {where} says {own!r}"]
+    return [f"{key} is {configured!r}, {where} says {expected!r}"]
 
 
 def _same_function(a: object, b: object) -> bool:

@@ -9,7 +9,7 @@ scripts running:
         model = converter.load_pretrained(LlamaLMHeadModel, axis_mapping={"embed": "data", "mlp": "model"})
     converter.save_pretrained(model, "exported")
 
-Unlike upstream's it reads nothing before it is asked to, works without a mesh in scope (on one device), reports tensors
+Unlike upstream's it reads nothing before a method needs it, works without a mesh in scope (on one device), reports tensors
 that are missing or unexpected, and never runs code out of a repository.
 """
 
@@ -37,7 +37,7 @@ from haliax_ext.sources import TensorInfo, TensorSource
 from levanter.compat.hf.config_bridge import read_config, write_config
 from levanter.compat.hf.export import MAX_SHARD_BYTES, ExportExtras, export
 from levanter.compat.hf.refs import RepoRef
-from levanter.compat.hf.tokenizer import FastTokenizer, of_transformers
+from levanter.compat.hf.tokenizer import FastTokenizer, from_transformers
 from levanter.compat.open import PretrainedCheckpoint, hf_config, load_tokenizer, open_checkpoint
 from levanter.config import ExplicitKeys, plain
 from levanter.mesh import MeshConfig, local_devices, resolve
@@ -88,8 +88,8 @@ class HFCheckpointConverter:
     @staticmethod
     def from_hf(ref: Reference, trust_remote_code: bool = False) -> "HFCheckpointConverter":
         """A converter for the family that the files at `ref` are of."""
-        found = type(read_config(hf_config(ref), where=ref).config)
-        return HFCheckpointConverter(found, ref, trust_remote_code=trust_remote_code)
+        config_class = type(read_config(hf_config(ref), where=ref).config)
+        return HFCheckpointConverter(config_class, ref, trust_remote_code=trust_remote_code)
 
     @staticmethod
     def of(config: LmConfig, ref: Reference | None = None) -> "HFCheckpointConverter":
@@ -116,8 +116,8 @@ class HFCheckpointConverter:
         before = self.config_overrides if merge else {}
         return self._with(config_overrides={**before, **config_overrides})
 
-    def _with(self, **parts: object) -> "HFCheckpointConverter":
-        own = {
+    def _with(self, **changes: object) -> "HFCheckpointConverter":
+        arguments = {
             "LevConfigClass": self.LevConfigClass,
             "reference_checkpoint": self.reference_checkpoint,
             "HfConfigClass": self.HfConfigClass,
@@ -126,7 +126,7 @@ class HFCheckpointConverter:
             "trust_remote_code": self.trust_remote_code,
             "ignore_prefix": self.ignore_prefix,
         }
-        return HFCheckpointConverter(**{**own, **parts})
+        return HFCheckpointConverter(**{**arguments, **changes})
 
     # --- configs ---
 
@@ -168,11 +168,11 @@ class HFCheckpointConverter:
 
     @cached_property
     def tokenizer(self) -> FastTokenizer:
-        """The tokenizer, read when it is first asked for."""
-        given = self._reference(None) if self._tokenizer is None else self._tokenizer
-        if isinstance(given, str | RepoRef):
-            return load_tokenizer(given)
-        return given if isinstance(given, FastTokenizer) else of_transformers(given)
+        """The tokenizer, read on first use."""
+        reference = self._reference(None) if self._tokenizer is None else self._tokenizer
+        if isinstance(reference, str | RepoRef):
+            return load_tokenizer(reference)
+        return reference if isinstance(reference, FastTokenizer) else from_transformers(reference)
 
     def HFAutoModelClass(self, auto_class: type | None = None) -> type:
         """The class of transformers that reads such files (it needs torch to do so)."""
@@ -198,7 +198,7 @@ class HFCheckpointConverter:
         """
         source = open_checkpoint(self._reference(ref)).source
         mesh, _ = _placement({})
-        return {name: _spread(source, info, mesh, dtype) for name, info in source.tensors.items()}
+        return {name: _sharded_array(source, info, mesh, dtype) for name, info in source.tensors.items()}
 
     def load_pretrained(
         self,
@@ -256,58 +256,60 @@ class HFCheckpointConverter:
         """Writes a model as a folder that `transformers` reads; the folder must not exist.
 
         Raises:
-            ValueError: a part of upstream's that is not here is asked for.
+            ValueError: an option of upstream that is not supported is set.
             ExportPathError: the folder exists.
         """
-        refused = {
+        options = {
             "upload_to_hf": upload_to_hf,
             "save_reference_code": save_reference_code,
             "save_feature_extractor": save_feature_extractor,
             "generation_config": generation_config,
         }
-        if asked := [name for name, value in refused.items() if value]:
-            raise ValueError(f"{', '.join(asked)}: not supported; the folder gets config.json, weights and tokenizer")
+        if unsupported := [name for name, value in options.items() if value]:
+            raise ValueError(
+                f"{', '.join(unsupported)}: not supported; the folder gets config.json, weights and tokenizer"
+            )
         assert isinstance(model.config, LmConfig)
         export(
             model,
             model.config,
             path,
-            beside=ExportExtras(tokenizer=self.tokenizer if save_tokenizer else None, overrides=self.config_overrides),
+            extras=ExportExtras(tokenizer=self.tokenizer if save_tokenizer else None, overrides=self.config_overrides),
             dtype=None if dtype is None else np.dtype(dtype),
             max_shard_bytes=max_shard_size,
         )
 
     def _reference(self, ref: Reference | None) -> Reference:
-        found = self.reference_checkpoint if ref is None else ref
-        if found is None:
+        reference = self.reference_checkpoint if ref is None else ref
+        if reference is None:
             raise ValueError("no checkpoint is given: pass ref, or give the converter a reference_checkpoint")
-        return found
+        return reference
 
     def _architecture(self, checkpoint: PretrainedCheckpoint, config: LmConfig | None) -> LmConfig:
-        own = read_config({**checkpoint.document, **self.config_overrides}, where=checkpoint.where).config
-        if self.LevConfigClass is not None and not isinstance(own, self.LevConfigClass):
+        architecture = read_config({**checkpoint.document, **self.config_overrides}, where=checkpoint.where).config
+        if self.LevConfigClass is not None and not isinstance(architecture, self.LevConfigClass):
             raise ValueError(
-                f"{checkpoint.description} is a {type(own).__name__}, but the converter is for "
+                f"{checkpoint.description} is a {type(architecture).__name__}, but the converter is for "
                 f"{self.LevConfigClass.__name__}; HFCheckpointConverter.from_hf finds the right one"
             )
         if config is None:
-            return own
+            return architecture
         keys = ExplicitKeys.in_python(config).top
         checkpoint.check_model_block({k: v for k, v in plain(config).items() if k in keys or k == "type"})
-        return dataclasses.replace(own, **{k: getattr(config, k) for k in sorted(keys - {"vocab_size"})})
+        return dataclasses.replace(architecture, **{k: getattr(config, k) for k in sorted(keys - {"vocab_size"})})
 
 
-def _spread(source: TensorSource, info: TensorInfo, mesh: Mesh, dtype: DTypeLike | None) -> jax.Array:
+def _sharded_array(source: TensorSource, info: TensorInfo, mesh: Mesh, dtype: DTypeLike | None) -> jax.Array:
     stored = info.dtype
-    wanted = stored if dtype is None or not jnp.issubdtype(stored, jnp.floating) else np.dtype(dtype)
+    target_dtype = stored if dtype is None or not jnp.issubdtype(stored, jnp.floating) else np.dtype(dtype)
 
-    def piece(index: tuple[slice, ...] | None) -> np.ndarray:
-        asked = (slice(None),) * len(info.shape) if index is None else index
-        whole = tuple(slice(*one.indices(size)[:2]) for one, size in zip(asked, info.shape, strict=True))
-        return source.read(info.name, whole).astype(wanted)
+    def read_shard(index: tuple[slice, ...] | None) -> np.ndarray:
+        slices = (slice(None),) * len(info.shape) if index is None else index
+        whole = tuple(slice(*one.indices(size)[:2]) for one, size in zip(slices, info.shape, strict=True))
+        return source.read(info.name, whole).astype(target_dtype)
 
-    sharding = best_effort_sharding(info.shape, mesh=mesh, dtype=wanted)
-    return jax.make_array_from_callback(info.shape, sharding, piece)
+    sharding = best_effort_sharding(info.shape, mesh=mesh, dtype=target_dtype)
+    return jax.make_array_from_callback(info.shape, sharding, read_shard)
 
 
 def _stored(checkpoint: PretrainedCheckpoint) -> np.dtype:

@@ -35,10 +35,10 @@ class ExpectedTensor:
 
 def expected_tensors(config: LmConfig) -> tuple[ExpectedTensor, ...]:
     """The shapes that a config implies, from its weight rules."""
-    return of_decoder(config) if isinstance(config, DecoderConfig) else of_any_model(config)
+    return _decoder_tensors(config) if isinstance(config, DecoderConfig) else _leaf_tensors(config)
 
 
-def of_any_model(config: LmConfig) -> tuple[ExpectedTensor, ...]:
+def _leaf_tensors(config: LmConfig) -> tuple[ExpectedTensor, ...]:
     """The shapes of the tensors that a model's leaves come from, one by one."""
     assert config.vocab_size is not None
     Vocab = hax.Axis("vocab", config.vocab_size)
@@ -50,7 +50,7 @@ def of_any_model(config: LmConfig) -> tuple[ExpectedTensor, ...]:
     )
 
 
-def of_decoder(config: DecoderConfig) -> tuple[ExpectedTensor, ...]:
+def _decoder_tensors(config: DecoderConfig) -> tuple[ExpectedTensor, ...]:
     """The shapes of a decoder's tensors, with a reason in config.json's words; alike ones of all layers together."""
     head = config.HeadSize.size
     words = {
@@ -65,13 +65,13 @@ def of_decoder(config: DecoderConfig) -> tuple[ExpectedTensor, ...]:
     outside = {"embed": config.hidden_dim, "vocab": config.vocab_size, "position": config.max_seq_len}
     # Unrolled, a rule is one tensor (or one for each expert) of one layer.
     rules = dataclasses.replace(config, scan_layers=False).weight_rules(hax.Axis("vocab", config.vocab_size))
-    found: dict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], str, dict[str, None]]] = {}
+    by_kind: dict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], str, dict[str, None]]] = {}
 
     def add(names: list[str], shape: Sequence[int], reasons: Sequence[str]) -> None:
         # Layers of several kinds may have tensors of one name and several shapes.
         kind = re.sub(r"\.\d+\.", ".N.", names[0]), tuple(shape)
-        _, _, held = found.setdefault(kind, (tuple(shape), " by ".join(reasons), {}))
-        held.update((spelling, None) for name in names for spelling in rules.spellings(name))
+        _, _, kind_names = by_kind.setdefault(kind, (tuple(shape), " by ".join(reasons), {}))
+        kind_names.update((spelling, None) for name in names for spelling in rules.spellings(name))
 
     for rule in rules.rules:
         layer = re.match(r"transformer\.layers\.blocks\.(\d+)\.", rule.target)
@@ -88,4 +88,4 @@ def of_decoder(config: DecoderConfig) -> tuple[ExpectedTensor, ...]:
         # A tied head may be stored a second time; it must then have the right shape.
         heads = [name for name in rules.ignored if "*" not in name]
         add(heads, (config.vocab_size, config.hidden_dim), (words[("vocab",)], words[("embed",)]))
-    return tuple(ExpectedTensor(tuple(names), shape, reason) for shape, reason, names in found.values())
+    return tuple(ExpectedTensor(tuple(names), shape, reason) for shape, reason, names in by_kind.values())

@@ -24,10 +24,10 @@ from haliax_ext.saving import OutTensor, Readable, contribute_tensors, gather_te
 from levanter.compat.hf.compressed_tensors import FIELD
 from levanter.compat.hf.config_bridge import write_config
 from levanter.compat.hf.errors import CheckpointError
-from levanter.compat.hf.export_dir import CONFIG, ExportPlace, place_of
+from levanter.compat.hf.export_dir import CONFIG, ExportDir, export_dir
 from levanter.compat.hf.export_dir import INCOMPLETE as INCOMPLETE
 from levanter.compat.hf.export_dir import ExportPathError as ExportPathError
-from levanter.compat.hf.export_int8 import Int8Tensor, as_int8, encoded, quantization_of, stored_as
+from levanter.compat.hf.export_int8 import Int8Tensor, encode, quantization_config, quantize_tensors, stored_tensors
 from levanter.compat.hf.header import DTYPES
 from levanter.compat.hf.index import open_weights
 from levanter.compat.hf.limits import MAX_SHARD_BYTES
@@ -54,7 +54,7 @@ class Shard:
         """What the file begins with, length included; data begins on a multiple of 8 bytes."""
         document: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         at = 0
-        for stored in (each for tensor in self.tensors for each in stored_as(tensor)):
+        for stored in (stored_tensor for tensor in self.tensors for stored_tensor in stored_tensors(tensor)):
             document[stored.name] = {
                 "dtype": _NAMES[stored.dtype],
                 "shape": list(stored.shape),
@@ -66,16 +66,16 @@ class Shard:
         return struct.pack("<Q", len(text)) + text
 
 
-def shards_of(tensors: Sequence[OutTensor], *, max_bytes: int = MAX_SHARD_BYTES) -> tuple[Shard, ...]:
+def split_shards(tensors: Sequence[OutTensor], *, max_bytes: int = MAX_SHARD_BYTES) -> tuple[Shard, ...]:
     """The files of an export: tensors in order, as many to a file as fit."""
     groups: list[list[OutTensor]] = []
-    held = 0
+    nbytes = 0
     for tensor in tensors:
-        if not groups or held + tensor.nbytes > max_bytes:
+        if not groups or nbytes + tensor.nbytes > max_bytes:
             groups.append([])
-            held = 0
+            nbytes = 0
         groups[-1].append(tensor)
-        held += tensor.nbytes
+        nbytes += tensor.nbytes
     if len(groups) == 1:
         return (Shard(file="model.safetensors", tensors=tuple(groups[0])),)
     return tuple(
@@ -135,7 +135,7 @@ def export(
     *,
     vocab_size: int | None = None,
     dtype: str | np.dtype | None = None,
-    beside: ExportExtras | None = None,
+    extras: ExportExtras | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
@@ -150,7 +150,7 @@ def export(
         folder: a path or URL that does not exist yet.
         vocab_size: ids that there are, where the model has more rows; default `config.vocab_size`.
         dtype: of the weights; None keeps the model's.
-        beside: what lies beside the weights; None for config.json alone.
+        extras: what lies beside the weights; None for config.json alone.
         max_shard_bytes: of one file.
         overwrite: whether an existing folder is replaced: on a disk atomically, once the new one is complete; at a URL,
             file by file.
@@ -169,11 +169,11 @@ def export(
     )
     arrays: dict[str, Any] = {}
     map_arrays(lambda leaf, x: arrays.__setitem__(leaf.path, x) or x, model)
-    return write_export(plan, arrays, folder, beside=beside or ExportExtras(), overwrite=overwrite, progress=progress)
+    return write_export(plan, arrays, folder, extras=extras or ExportExtras(), overwrite=overwrite, progress=progress)
 
 
 def plan_export(
-    own: Sequence[Leaf],
+    model_leaves: Sequence[Leaf],
     config: LmConfig,
     Vocab: hax.Axis,
     *,
@@ -186,7 +186,7 @@ def plan_export(
     """Plans an export; reads no array.
 
     Args:
-        own: the model's leaves.
+        model_leaves: the model's leaves.
         config: its architecture.
         Vocab: rows of its embedding.
         vocab_size: ids that there are; default `config.vocab_size`.
@@ -202,30 +202,30 @@ def plan_export(
     # Rows that are left out must be called padding by the rules.
     rules = (config if rows is None else replace(config, vocab_size=rows)).weight_rules(Vocab)
     tensors = plan_saving(
-        own,
+        model_leaves,
         rules,
         dtype=None if dtype is None else np.dtype(dtype),
         true_sizes={} if rows is None else {"vocab": rows},
     )
     quantization = None
     if int8 is not None:
-        tensors = as_int8(tensors, own, rules, int8)
-        quantization = quantization_of(own, rules, int8, linear)
+        tensors = quantize_tensors(tensors, model_leaves, rules, int8)
+        quantization = quantization_config(model_leaves, rules, int8, linear)
     return ExportPlan(
         config=config,
         vocab_size=rows,
-        shards=shards_of(tensors, max_bytes=max_bytes),
+        shards=split_shards(tensors, max_bytes=max_bytes),
         quantization=quantization,
     )
 
 
-def refuse_taken(folder: str | Path) -> None:
+def refuse_existing(folder: str | Path) -> None:
     """Refuses a folder that exists.
 
     Raises:
         ExportPathError: it does.
     """
-    place_of(folder).refuse_taken()
+    export_dir(folder).refuse_existing()
 
 
 class StreamedTensors(Protocol):
@@ -245,7 +245,7 @@ def write_export(
     arrays: Arrays,
     folder: Folder,
     *,
-    beside: ExportExtras,
+    extras: ExportExtras,
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Folder:
@@ -255,31 +255,31 @@ def write_export(
         plan: from `plan_export`.
         arrays: by leaf path; on devices, in memory, or in files that are read slice by slice. Or tensors by rows.
         folder, overwrite, progress: as `export` takes them.
-        beside: what lies beside the weights.
+        extras: what lies beside the weights.
     """
     if jax.process_index() != 0:
-        _bring(None, plan, arrays, progress)
+        _write_weights(None, plan, arrays, progress)
         return folder
-    place = place_of(folder)
+    target = export_dir(folder)
     advice = "name another folder"
-    with leased(place.name, what="an export", advice=advice, folder=place.lease) as lease:
-        place.recover()
+    with leased(target.name, what="an export", advice=advice, folder=target.lease) as lease:
+        target.recover()
         if not overwrite:
-            place.refuse_taken()
-        place.begin()
-        _bring(place, plan, arrays, progress)
+            target.refuse_existing()
+        target.begin()
+        _write_weights(target, plan, arrays, progress)
         lease.check()
-        config = _write_beside(place, plan, beside)
-        _check(place, plan.tensors)
+        config = _write_extras(target, plan, extras)
+        _check(target, plan.tensors)
         # Last: with it, the folder is a checkpoint.
-        _write_json(place, CONFIG, config)
+        _write_json(target, CONFIG, config)
         lease.check()
-        place.finish()
+        target.finish()
     return folder
 
 
-def _bring(
-    place: ExportPlace | None,
+def _write_weights(
+    target: ExportDir | None,
     plan: ExportPlan,
     arrays: Arrays,
     progress: Callable[[int, int], None] | None,
@@ -287,58 +287,58 @@ def _bring(
     """Brings the weights to process 0, which writes them."""
     total, done = plan.nbytes, 0
     for shard in plan.shards:
-        for size in _write_shard(place, shard, arrays):
+        for size in _write_shard(target, shard, arrays):
             done += size
             if progress is not None:
                 progress(done, total)
 
 
-def _write_shard(place: ExportPlace | None, shard: Shard, arrays: Arrays) -> Iterator[int]:
+def _write_shard(target: ExportDir | None, shard: Shard, arrays: Arrays) -> Iterator[int]:
     """Writes one file, where this process does; yields bytes as they are written."""
     if not isinstance(arrays, Mapping):
-        if place is not None:
-            with place.open(shard.file) as file:
+        if target is not None:
+            with target.open(shard.file) as file:
                 file.write(shard.header)
                 for tensor in shard.tensors:
                     for rows in arrays.rows(tensor):
                         file.write(np.ascontiguousarray(rows).view(np.uint8).data)
                         yield rows.nbytes
         return
-    if place is None:
+    if target is None:
         for tensor in contribute_tensors(shard.tensors, arrays, jit=jit_together):
             yield tensor.nbytes
         return
-    with place.open(shard.file) as file:
+    with target.open(shard.file) as file:
         file.write(shard.header)
         for tensor, values in gather_tensors(shard.tensors, arrays, jit=jit_together):
-            for each in encoded(tensor, values):
-                file.write(np.ascontiguousarray(each).view(np.uint8).data)
+            for array in encode(tensor, values):
+                file.write(np.ascontiguousarray(array).view(np.uint8).data)
             yield tensor.nbytes
 
 
-def _write_beside(place: ExportPlace, plan: ExportPlan, beside: ExportExtras) -> Mapping[str, Any]:
+def _write_extras(target: ExportDir, plan: ExportPlan, extras: ExportExtras) -> Mapping[str, Any]:
     """Writes what lies beside the weights, but for config.json, which it returns."""
     dtypes = sorted({tensor.dtype.name for tensor in plan.tensors if not isinstance(tensor, Int8Tensor)})
-    document = write_config(plan.config, vocab_size=plan.vocab_size, dtype=dtypes[0], spelling=beside.spelling)
-    tokenizer, shards = beside.tokenizer, plan.shards
+    document = write_config(plan.config, vocab_size=plan.vocab_size, dtype=dtypes[0], spelling=extras.spelling)
+    tokenizer, shards = extras.tokenizer, plan.shards
     ids: dict[str, Any] = {}
     if tokenizer is not None:
         for file, text in tokenizer_documents(tokenizer).items():
-            _write_json(place, file, text)
+            _write_json(target, file, text)
         roles = {f"{role}_token_id": getattr(tokenizer, f"{role}_id") for role in ("bos", "eos", "pad")}
         ids = {name: number for name, number in roles.items() if number is not None}
     quantization = {} if plan.quantization is None else {FIELD: plan.quantization}
-    config = {**document, **ids, **quantization, **beside.overrides}
-    if beside.eos_ids:
-        ids = {**ids, "eos_token_id": list(beside.eos_ids)}
+    config = {**document, **ids, **quantization, **extras.overrides}
+    if extras.eos_ids:
+        ids = {**ids, "eos_token_id": list(extras.eos_ids)}
     if ids:
-        _write_json(place, "generation_config.json", ids)
+        _write_json(target, "generation_config.json", ids)
     if len(shards) > 1:
         weight_map = {
-            stored.name: shard.file for shard in shards for tensor in shard.tensors for stored in stored_as(tensor)
+            stored.name: shard.file for shard in shards for tensor in shard.tensors for stored in stored_tensors(tensor)
         }
         index = {"metadata": {"total_size": plan.nbytes}, "weight_map": dict(sorted(weight_map.items()))}
-        _write_json(place, "model.safetensors.index.json", index)
+        _write_json(target, "model.safetensors.index.json", index)
     return config
 
 
@@ -348,21 +348,21 @@ def tokenizer_documents(tokenizer: FastTokenizer) -> dict[str, Mapping[str, Any]
     return {DEFINITION: tokenizer.document, "tokenizer_config.json": config}
 
 
-def _write_json(place: ExportPlace, file: str, document: Mapping[str, Any]) -> None:
-    with place.open(file) as opened:
+def _write_json(target: ExportDir, file: str, document: Mapping[str, Any]) -> None:
+    with target.open(file) as opened:
         opened.write(json.dumps(document, indent=2, ensure_ascii=False).encode() + b"\n")
 
 
-def _check(place: ExportPlace, plan: Iterable[OutTensor]) -> None:
+def _check(target: ExportDir, plan: Iterable[OutTensor]) -> None:
     """Reads the headers again.
 
     Raises:
         CheckpointError: a tensor is not there as it was meant to be.
     """
-    found = open_weights(place.written()).tensors
-    wanted = [stored for tensor in plan for stored in stored_as(tensor)]
-    wrong = [each.name for each in wanted if each.name not in found or found[each.name].shape != each.shape]
+    tensors = open_weights(target.written()).tensors
+    expected = [stored for tensor in plan for stored in stored_tensors(tensor)]
+    wrong = [x.name for x in expected if x.name not in tensors or tensors[x.name].shape != x.shape]
     if wrong:
         raise CheckpointError(
-            place.name, f"{len(wrong)} tensors do not read back as they were written: {', '.join(wrong[:5])}"
+            target.name, f"{len(wrong)} tensors do not read back as they were written: {', '.join(wrong[:5])}"
         )

@@ -32,7 +32,7 @@ class ExportPathError(CheckpointError):
     """The place of an export is taken."""
 
 
-class ExportPlace(Protocol):
+class ExportDir(Protocol):
     """Where one export is written."""
 
     @property
@@ -45,7 +45,7 @@ class ExportPlace(Protocol):
         """How messages call it."""
         ...
 
-    def refuse_taken(self) -> None:
+    def refuse_existing(self) -> None:
         """Refuses a place where something is.
 
         Raises:
@@ -74,14 +74,14 @@ class ExportPlace(Protocol):
         ...
 
 
-def place_of(folder: str | Path) -> ExportPlace:
+def export_dir(folder: str | Path) -> ExportDir:
     """The place that a path or URL names."""
     if is_remote(str(folder)):
-        return RemotePlace(str(folder).rstrip("/"))
-    return LocalPlace(Path(local_path(str(folder))))
+        return RemoteExportDir(str(folder).rstrip("/"))
+    return LocalExportDir(Path(local_path(str(folder))))
 
 
-def is_whole(folder: str) -> bool:
+def is_complete(folder: str) -> bool:
     """Whether a path or URL is an export, and not a part of one."""
     if not is_remote(folder):
         return bool(_names_in(local_path(folder)))
@@ -110,15 +110,15 @@ def _remote_names(url: str) -> frozenset[str]:
     # fsspec caches listings; another process may have written since.
     fs.invalidate_cache()
     try:
-        found = fs.find(root)
+        paths = fs.find(root)
     except FileNotFoundError:
         return frozenset()
     inside = root.strip("/") + "/"
-    names = (path.lstrip("/").removeprefix(inside) for path in found if path.lstrip("/").startswith(inside))
+    names = (path.lstrip("/").removeprefix(inside) for path in paths if path.lstrip("/").startswith(inside))
     return frozenset(name for name in names if LEASE not in name.split("/"))
 
 
-class LocalPlace:
+class LocalExportDir:
     """A folder on a disk, which gets its name by a rename.
 
     Args:
@@ -140,10 +140,10 @@ class LocalPlace:
         """The path."""
         return str(self._path)
 
-    def refuse_taken(self) -> None:
+    def refuse_existing(self) -> None:
         """Refuses a path where a folder is, or the one that a killed export was about to replace."""
         if self._path.exists() or self._replaced.exists():
-            raise taken(self.name)
+            raise exists_error(self.name)
 
     def recover(self) -> None:
         """Puts the folder back that a killed export had moved aside, or drops it if the new one is complete."""
@@ -177,7 +177,7 @@ class LocalPlace:
             os.replace(self._partial, self._path)
 
 
-class RemotePlace:
+class RemoteExportDir:
     """A folder of an object store, or of any other file system that fsspec knows.
 
     Args:
@@ -198,11 +198,11 @@ class RemotePlace:
         """The URL."""
         return self._url
 
-    def refuse_taken(self) -> None:
+    def refuse_existing(self) -> None:
         """Refuses a URL below which files are, unless they are of an export that was not finished."""
         names = _remote_names(self._url)
         if names and MARK not in names:
-            raise taken(self.name)
+            raise exists_error(self.name)
 
     def recover(self) -> None:
         """Does nothing: a URL has no rename that could have been interrupted."""
@@ -242,6 +242,6 @@ class RemotePlace:
         return f"{self._root.rstrip('/')}/{file}"
 
 
-def taken(name: str) -> ExportPathError:
+def exists_error(name: str) -> ExportPathError:
     """The error for a place where something is."""
     return ExportPathError(name, "it exists already", suggestion="choose another folder, or allow it to be replaced")

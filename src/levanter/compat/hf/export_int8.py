@@ -53,10 +53,10 @@ class Int8Tensor(OutTensor):
     @property
     def nbytes(self) -> int:
         """Bytes as it is written."""
-        return sum(each.nbytes for each in stored_as(self))
+        return sum(stored.nbytes for stored in stored_tensors(self))
 
 
-def stored_as(tensor: OutTensor) -> tuple[StoredInt8Tensor, ...]:
+def stored_tensors(tensor: OutTensor) -> tuple[StoredInt8Tensor, ...]:
     """What a file has for a tensor, in order."""
     if not isinstance(tensor, Int8Tensor):
         return (StoredInt8Tensor(tensor.name, tensor.dtype, tensor.shape),)
@@ -67,64 +67,67 @@ def stored_as(tensor: OutTensor) -> tuple[StoredInt8Tensor, ...]:
     )
 
 
-def encoded(tensor: OutTensor, values: np.ndarray) -> tuple[np.ndarray, ...]:
-    """The numbers of what `stored_as` lists."""
+def encode(tensor: OutTensor, values: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The numbers of what `stored_tensors` lists."""
     if not isinstance(tensor, Int8Tensor):
         return (values,)
     q, scale = quantized_rows(values)
     return packed(q), scale, np.asarray(values.shape, np.int64)
 
 
-def as_int8(
-    tensors: Sequence[OutTensor], own: Sequence[Leaf], rules: WeightRules, inputs: Mapping[str, tuple[str, ...]]
+def quantize_tensors(
+    tensors: Sequence[OutTensor],
+    model_leaves: Sequence[Leaf],
+    rules: WeightRules,
+    inputs: Mapping[str, tuple[str, ...]],
 ) -> tuple[OutTensor, ...]:
     """The tensors of an export, those of projections to be written as int8.
 
     Args:
         tensors: as they are written without.
-        own: the model's leaves.
+        model_leaves: the model's leaves.
         rules: where these go.
         inputs: paths of the leaves that are int8, with the names of their contracted axes.
 
     Raises:
         Int8ExportError: rows of a matrix are not output channels, or not a multiple of four long; lists them.
     """
-    table, dtypes = rules.by_target(), {leaf.path: leaf.dtype for leaf in own}
+    table, dtypes = rules.by_target(), {leaf.path: leaf.dtype for leaf in model_leaves}
     problems: dict[str, None] = {}
-    found: list[OutTensor] = []
+    converted: list[OutTensor] = []
     for tensor in tensors:
         targets = [piece.target for piece in tensor.pieces]
         if not all(target in inputs for target in targets):
-            found.append(tensor)
+            converted.append(tensor)
             continue
         rule = table[targets[0]]
         if len(rule.axes) != 2 or any(set(table[t].axes[1]) != set(inputs[t]) for t in targets):
             problems[f"rows of {rule.source} are not output channels, and the format has no other kind"] = None
         elif tensor.shape[1] % UNPACKED:
-            said = f"{rule.source} has {tensor.shape[1]} input features, which is not a multiple of {UNPACKED}"
-            problems[said] = None
+            message = f"{rule.source} has {tensor.shape[1]} input features, which is not a multiple of {UNPACKED}"
+            problems[message] = None
         else:
-            same = {field.name: getattr(tensor, field.name) for field in fields(tensor)}
-            found.append(Int8Tensor(**{**same, "dtype": dtypes[targets[0]]}))
+            attributes = {field.name: getattr(tensor, field.name) for field in fields(tensor)}
+            converted.append(Int8Tensor(**{**attributes, "dtype": dtypes[targets[0]]}))
     if problems:
         raise Int8ExportError("\n".join(f"int8: {problem}" for problem in problems) + "\n  → int8: false")
-    return tuple(found)
+    return tuple(converted)
 
 
-def quantization_of(
-    own: Sequence[Leaf], rules: WeightRules, inputs: Mapping[str, tuple[str, ...]], linear: Sequence[str]
+def quantization_config(
+    model_leaves: Sequence[Leaf], rules: WeightRules, inputs: Mapping[str, tuple[str, ...]], linear: Sequence[str]
 ) -> Mapping[str, Any]:
     """`quantization_config` of an export.
 
     Args:
-        own: the model's leaves.
+        model_leaves: the model's leaves.
         rules: where these go.
-        inputs: see `as_int8`.
-        linear: paths of the weights of all projections of the model; of those that are not int8 it is said.
+        inputs: see `quantize_tensors`.
+        linear: paths of the weights of all projections of the model; those not in `inputs` are listed under `ignore`.
     """
-    table, leaves = rules.by_target(), {leaf.path: leaf for leaf in own}
-    kept = [path for path in linear if path not in inputs and path in table]
-    ignored = [name.removesuffix(".weight") for path in kept for name in table[path].source_names(leaves[path])]
+    table, leaves = rules.by_target(), {leaf.path: leaf for leaf in model_leaves}
+    unquantized = [path for path in linear if path not in inputs and path in table]
+    ignored = [name.removesuffix(".weight") for path in unquantized for name in table[path].source_names(leaves[path])]
     if not any("vocab" in leaves[path].names for path in inputs):
         # The head is the embedding table; readers make a module of it all the same.
         is_neox = any(rule.source.startswith("gpt_neox.") for rule in rules.rules)

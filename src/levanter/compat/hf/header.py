@@ -84,12 +84,12 @@ class _DuplicateKey(ValueError):
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in values:
             raise _DuplicateKey(key)
-        found[key] = value
-    return found
+        values[key] = value
+    return values
 
 
 def _is_size(value: object) -> bool:

@@ -15,7 +15,7 @@ from levanter.compat.hf.errors import CorruptFileError, MissingCheckpointFileErr
 from levanter.compat.hf.readers import ByteReader, LocalFile, with_retry
 from levanter.compat.hf.repository import LocalFolder, Repository
 
-ASK_SECONDS = 10.0
+TIMEOUT_SECONDS = 10.0
 """How long to wait for the Hub's first answer."""
 
 
@@ -41,7 +41,7 @@ def open_hub(repo_id: str, revision: str | None) -> Repository:
     if constants.HF_HUB_OFFLINE:
         return _cached(repo_id, revision, name, "HF_HUB_OFFLINE is set")
     try:
-        info = HfApi().model_info(repo_id, revision=revision, timeout=ASK_SECONDS)
+        info = HfApi().model_info(repo_id, revision=revision, timeout=TIMEOUT_SECONDS)
     except GatedRepoError as error:
         raise MissingCheckpointFileError(
             name, "this repository is gated: its terms must be accepted on the Hub first", suggestion="hf auth login"
@@ -164,7 +164,7 @@ class HubFile:
 
         if self._cached_file is not None:
             return self._cached_file.size
-        size = with_retry(lambda: get_hf_file_metadata(self._url, timeout=ASK_SECONDS).size, what=self.name)
+        size = with_retry(lambda: get_hf_file_metadata(self._url, timeout=TIMEOUT_SECONDS).size, what=self.name)
         if size is None:
             raise CorruptFileError(self.name, "the Hub does not report the file's size")
         return size
@@ -179,7 +179,7 @@ class HubFile:
 
         def once() -> bytes:
             headers = {**build_hf_headers(), "Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
-            response = get_session().get(self._url, headers=headers, timeout=ASK_SECONDS)
+            response = get_session().get(self._url, headers=headers, timeout=TIMEOUT_SECONDS)
             hf_raise_for_status(response)
             if len(response.content) != stop - start:
                 raise OSError(f"asked for {stop - start} bytes at {start}, got {len(response.content)}")

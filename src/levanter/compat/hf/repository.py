@@ -38,7 +38,7 @@ KNOWN_FILES = (
 """The names that transformers gives the files of a checkpoint."""
 
 
-ASKED_AT_ONCE = 16
+PROBE_THREADS = 16
 """Files whose being there is asked for side by side."""
 
 
@@ -142,28 +142,28 @@ class RemoteFolder:
             return self._probe()
         fs, root = self._filesystem
         try:
-            found = with_retry(lambda: fs.find(root), what=self.url)
+            paths = with_retry(lambda: fs.find(root), what=self.url)
         except FileNotFoundError:
             raise MissingCheckpointFileError(self.url, "there is no such folder") from None
         # A memory:// root begins with a slash that its paths may lack.
         root = root.strip("/") + "/"
-        return frozenset(path.lstrip("/")[len(root) :] for path in found if path.lstrip("/").startswith(root))
+        return frozenset(path.lstrip("/")[len(root) :] for path in paths if path.lstrip("/").startswith(root))
 
     def _probe(self) -> frozenset[str]:
         """The files of a web server, which cannot list a folder: known names, and those that the index names."""
-        present = self._there(KNOWN_FILES)
+        present = self._existing(KNOWN_FILES)
         if INDEX in present:
             try:
                 named = set(parse_json(self.text(INDEX).decode())["weight_map"].values())
             except (ValueError, KeyError, TypeError, AttributeError):
                 return frozenset(present)  # reading the index says what is wrong with it
-            present |= self._there(file for file in named if isinstance(file, str) and stays_inside(file))
+            present |= self._existing(file for file in named if isinstance(file, str) and stays_inside(file))
         return frozenset(present)
 
-    def _there(self, files: Iterable[str]) -> set[str]:
-        wanted = list(files)
-        with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
-            return {file for file, there in zip(wanted, pool.map(self._has, wanted), strict=True) if there}
+    def _existing(self, files: Iterable[str]) -> set[str]:
+        candidates = list(files)
+        with ThreadPoolExecutor(PROBE_THREADS) as pool:
+            return {file for file, exists in zip(candidates, pool.map(self._has, candidates), strict=True) if exists}
 
     def _has(self, file: str) -> bool:
         return self._fetcher.ask(self._web_file(file).exists, what=self.where(file))
@@ -175,9 +175,9 @@ class RemoteFolder:
     def text(self, file: str) -> bytes:
         """The whole of a small file, fetched again where a request fails for a moment."""
         if is_web(self.url):
-            asked = self._web_file(file)
-            found = self._fetcher.ask(lambda: asked.whole(JSON_BYTES), what=self.where(file))
-            return read_bounded(io.BytesIO(found), JSON_BYTES, where=self.where(file))
+            web_file = self._web_file(file)
+            content = self._fetcher.ask(lambda: web_file.whole(JSON_BYTES), what=self.where(file))
+            return read_bounded(io.BytesIO(content), JSON_BYTES, where=self.where(file))
         fs, root = self._filesystem
         return with_retry(lambda: fs.cat_file(f"{root.rstrip('/')}/{file}"), what=self.where(file))
 
@@ -186,9 +186,9 @@ class RemoteFolder:
         return RemoteFile(remote_file(self.where(file), self._connections), self._fetcher)
 
     def _web_file(self, file: str) -> HttpFile:
-        found = remote_file(self.where(file), self._connections)
-        assert isinstance(found, HttpFile), self.url
-        return found
+        web_file = remote_file(self.where(file), self._connections)
+        assert isinstance(web_file, HttpFile), self.url
+        return web_file
 
     @cached_property
     def _connections(self) -> Connections:

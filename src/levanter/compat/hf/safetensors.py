@@ -112,7 +112,7 @@ class SafetensorsSource:
             for name, index, out in slices:
                 self.read(name, index, out)
             return
-        ranges = [each for name, index, _ in slices for each in self.byte_ranges(name, index)]
+        ranges = [byte_range for name, index, _ in slices for byte_range in self.byte_ranges(name, index)]
         assert all(a.file == b.file and a.stop == b.start for a, b in itertools.pairwise(ranges)), ranges
         reader.read_range(ranges[0].start, *(out.reshape(-1).view(np.uint8).data for _, _, out in slices))
         with self._lock:
@@ -129,8 +129,8 @@ def read_headers(readers: Mapping[str, ByteReader]) -> list[ShardHeader]:
             return error
 
     with ThreadPoolExecutor(max_workers=min(16, max(1, len(readers)))) as pool:
-        found = list(pool.map(one, readers.items()))
-    errors = [each for each in found if isinstance(each, CorruptFileError)]
+        results = list(pool.map(one, readers.items()))
+    errors = [result for result in results if isinstance(result, CorruptFileError)]
     if len(errors) == 1:
         raise errors[0]
     if errors:
@@ -139,4 +139,4 @@ def read_headers(readers: Mapping[str, ByteReader]) -> list[ShardHeader]:
             [f"{error.where}: {problem}" for error in errors for problem in error.problems],
             suggestion=next((error.suggestion for error in errors if error.suggestion), None),
         )
-    return [each for each in found if isinstance(each, ShardHeader)]
+    return [result for result in results if isinstance(result, ShardHeader)]

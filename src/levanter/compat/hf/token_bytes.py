@@ -60,7 +60,7 @@ def byte_lengths(definition: Mapping[str, Any]) -> np.ndarray:
     return lengths
 
 
-def _parts(definition: Mapping[str, Any], name: str) -> Iterator[Mapping[str, Any]]:
+def _components(definition: Mapping[str, Any], name: str) -> Iterator[Mapping[str, Any]]:
     """The parts of a component, sequences flattened."""
     inner = {"decoder": "decoders", "pre_tokenizer": "pretokenizers", "normalizer": "normalizers"}[name]
 
@@ -68,8 +68,8 @@ def _parts(definition: Mapping[str, Any], name: str) -> Iterator[Mapping[str, An
         if part is None:
             return
         if part["type"] == "Sequence":
-            for each in part[inner]:
-                yield from walk(each)
+            for child in part[inner]:
+                yield from walk(child)
         else:
             yield part
 
@@ -85,9 +85,9 @@ def byte_reader(definition: Mapping[str, Any]) -> Callable[[str], bytes]:
     Raises:
         ValueError: the tokenizer writes its tokens in a way that is not known here.
     """
-    decoders = list(_parts(definition, "decoder"))
+    decoders = list(_components(definition, "decoder"))
     kinds = {part["type"] for part in decoders}
-    splits = {part["type"] for part in _parts(definition, "pre_tokenizer")}
+    splits = {part["type"] for part in _components(definition, "pre_tokenizer")}
     if "ByteLevel" in kinds or (not kinds and "ByteLevel" in splits):
         alphabet = byte_alphabet()
 

@@ -91,7 +91,7 @@ class FastTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The int32 ids of each text, without special tokens."""
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.asarray(each.ids, np.int32) for each in encoded]
+        return [np.asarray(encoding.ids, np.int32) for encoding in encoded]
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """The ids of a text and the span of characters of each.
@@ -218,17 +218,17 @@ def as_transformers(tokenizer: FastTokenizer) -> "PreTrainedTokenizerFast":
     )
 
 
-def of_transformers(given: "PreTrainedTokenizerBase") -> FastTokenizer:
+def from_transformers(tokenizer: "PreTrainedTokenizerBase") -> FastTokenizer:
     """A tokenizer of transformers as ours.
 
     Raises:
         TypeError: it has no definition that the `tokenizers` library reads.
     """
-    backend = getattr(given, "backend_tokenizer", None)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise TypeError(f"tokenizer: expected a transformers fast tokenizer, a name or a folder, got {given!r}")
-    ids = {f"{role}_id": getattr(given, f"{role}_token_id") for role in _ROLES}
-    return FastTokenizer(json.loads(backend.to_str()), name=str(given.name_or_path), **ids)
+        raise TypeError(f"tokenizer: expected a transformers fast tokenizer, a name or a folder, got {tokenizer!r}")
+    ids = {f"{role}_id": getattr(tokenizer, f"{role}_token_id") for role in _ROLES}
+    return FastTokenizer(json.loads(backend.to_str()), name=str(tokenizer.name_or_path), **ids)
 
 
 def load_from_repository(repository: Repository, *, file: str = DEFINITION) -> FastTokenizer:
@@ -279,7 +279,7 @@ def _roles(repository: Repository, definition: Mapping[str, Any]) -> dict[str, i
     """The ids of the special tokens, from the settings beside the definition."""
     ids = dict(definition["model"].get("vocab", {})) if isinstance(definition["model"].get("vocab"), dict) else {}
     ids |= {token["content"]: token["id"] for token in definition.get("added_tokens") or ()}
-    found: dict[str, int | None] = {}
+    role_ids: dict[str, int | None] = {}
     for file in _SETTINGS:
         if file not in repository.files:
             continue
@@ -287,16 +287,16 @@ def _roles(repository: Repository, definition: Mapping[str, Any]) -> dict[str, i
         for role in _ROLES:
             token = settings.get(f"{role}_token")
             content = token.get("content") if isinstance(token, dict) else token
-            if isinstance(content, str) and found.get(f"{role}_id") is None:
-                found[f"{role}_id"] = ids.get(content)
+            if isinstance(content, str) and role_ids.get(f"{role}_id") is None:
+                role_ids[f"{role}_id"] = ids.get(content)
     if "config.json" in repository.files:
         config = read_json(repository, "config.json", purpose="special tokens")
         for role in _ROLES:
             value = config.get(f"{role}_token_id")
             first = value[0] if isinstance(value, list) and value else value
-            if found.get(f"{role}_id") is None and isinstance(first, int) and 0 <= first < count_ids(definition):
-                found[f"{role}_id"] = first
-    return found
+            if role_ids.get(f"{role}_id") is None and isinstance(first, int) and 0 <= first < count_ids(definition):
+                role_ids[f"{role}_id"] = first
+    return role_ids
 
 
 def _chat_template(repository: Repository) -> str | None:
@@ -305,29 +305,29 @@ def _chat_template(repository: Repository) -> str | None:
         return repository.text(CHAT_TEMPLATE).decode("utf-8", "replace")
     if _SETTINGS[0] not in repository.files:
         return None
-    found = read_json(repository, _SETTINGS[0], purpose="the chat template").get("chat_template")
-    if isinstance(found, list):
-        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
-        found = named.get("default")
-    return found if isinstance(found, str) else None
+    template = read_json(repository, _SETTINGS[0], purpose="the chat template").get("chat_template")
+    if isinstance(template, list):
+        named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
 
 
 def _adds_bos(repository: Repository) -> bool | None:
     """Whether the settings say that BOS is put before a text; None where they say nothing."""
     if _SETTINGS[0] not in repository.files:
         return None
-    found = read_json(repository, _SETTINGS[0], purpose="special tokens").get("add_bos_token")
-    return found if isinstance(found, bool) else None
+    add_bos = read_json(repository, _SETTINGS[0], purpose="special tokens").get("add_bos_token")
+    return add_bos if isinstance(add_bos, bool) else None
 
 
 def _end_ids(repository: Repository) -> tuple[int, ...]:
     """The ids that end a text by what the model's files say; transformers stops at the first of these."""
-    found: list[int] = []
+    end_ids: list[int] = []
     for file in _ENDS:
         if file in repository.files:
             value = read_json(repository, file, purpose="the ids that end a text").get("eos_token_id")
-            found += [i for i in (value if isinstance(value, list) else [value]) if type(i) is int]
-    return tuple(found)
+            end_ids += [i for i in (value if isinstance(value, list) else [value]) if type(i) is int]
+    return tuple(end_ids)
 
 
 def _convert(repository: Repository) -> Mapping[str, Any]:

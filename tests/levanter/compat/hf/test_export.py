@@ -81,7 +81,7 @@ def test_what_is_read_and_written_again_is_the_same_bytes(tmp_path):
         values[leaf.path] = jax.numpy.asarray(array)
     model = with_arrays(module, values)
     tokenizer = checkpoint.tokenizer()
-    second = export(model, config, tmp_path / "second", beside=ExportExtras(tokenizer=tokenizer))
+    second = export(model, config, tmp_path / "second", extras=ExportExtras(tokenizer=tokenizer))
     mine = load_file(second / "model.safetensors")
     for file in first.glob("*.safetensors"):
         for name, tensor in load_file(file).items():
@@ -125,14 +125,14 @@ def test_a_taken_place_is_refused_and_a_failed_export_leaves_no_half(tmp_path, m
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("levanter.compat.hf.export._write_beside", full)
+    monkeypatch.setattr("levanter.compat.hf.export._write_extras", full)
     with pytest.raises(OSError, match="No space left"):
         export(model, config, folder, overwrite=True)
     assert (folder / "model.safetensors").read_bytes() == before
     monkeypatch.undo()
     # The remains of the failed one do not stand in the way.
     tokenizer = FastTokenizer(json.loads(byte_level_tokenizer().to_str()), name="bytes", eos_id=2)
-    export(model, config, folder, overwrite=True, beside=ExportExtras(tokenizer=tokenizer))
+    export(model, config, folder, overwrite=True, extras=ExportExtras(tokenizer=tokenizer))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
     assert (folder / "tokenizer.json").is_file()
 
@@ -140,7 +140,7 @@ def test_a_taken_place_is_refused_and_a_failed_export_leaves_no_half(tmp_path, m
 def test_what_a_killed_replacement_left_is_put_back(tmp_path):
     config = tiny_config()
     model = placed(config, random_arrays(config), MESHES[0])
-    folder = export(model, config, tmp_path / "out", beside=ExportExtras(eos_ids=(2, 5)))
+    folder = export(model, config, tmp_path / "out", extras=ExportExtras(eos_ids=(2, 5)))
     assert transformers.GenerationConfig.from_pretrained(folder).eos_token_id == [2, 5]
     before = (folder / "model.safetensors").read_bytes()
     # Killed between its two renames: the old one has its other name, and the new one is not there yet.

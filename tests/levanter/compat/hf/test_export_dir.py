@@ -7,7 +7,7 @@ from safetensors.numpy import load
 
 from haliax_ext.abstract import with_arrays
 from levanter.compat.hf.export import ExportPathError, export
-from levanter.compat.hf.export_dir import MARK, RemotePlace, exports_in, is_whole
+from levanter.compat.hf.export_dir import MARK, RemoteExportDir, exports_in, is_complete
 from levanter.compat.open import open_checkpoint
 from levanter.io.paths import filesystem
 
@@ -37,7 +37,7 @@ def test_it_reads_like_one_on_a_disk(url, tmp_path):
     for name, info in read.source.tensors.items():
         whole = tuple(slice(0, size) for size in info.shape)
         np.testing.assert_array_equal(read.source.read(name, whole), local.source.read(name, whole))
-    assert is_whole(url) and exports_in(url.rpartition("/")[0]) == ["step-8"]
+    assert is_complete(url) and exports_in(url.rpartition("/")[0]) == ["step-8"]
     with pytest.raises(ExportPathError, match="it exists already"):
         export(model, config, url)
 
@@ -46,23 +46,23 @@ def test_it_reads_like_one_on_a_disk(url, tmp_path):
 def test_an_end_at_any_file_leaves_nothing_that_counts(url, monkeypatch, file):
     model, config = the_model(0)
     export(model, config, url, max_shard_bytes=60_000)
-    opened = RemotePlace.open
+    opened = RemoteExportDir.open
 
     def ends(self, name):
         if name.startswith(file):
             raise OSError("the connection is gone")
         return opened(self, name)
 
-    monkeypatch.setattr(RemotePlace, "open", ends)
+    monkeypatch.setattr(RemoteExportDir, "open", ends)
     other, _ = the_model(1)
     with pytest.raises(OSError, match="the connection is gone"):
         export(other, config, url, max_shard_bytes=60_000, overwrite=True)
     assert MARK in names(url) and "config.json" not in names(url)
-    assert not is_whole(url) and exports_in(url.rpartition("/")[0]) == []
+    assert not is_complete(url) and exports_in(url.rpartition("/")[0]) == []
     monkeypatch.undo()
     # The remains are replaced, without being asked.
     export(other, config, url)
-    assert names(url) == {"config.json", "model.safetensors"} and is_whole(url)
+    assert names(url) == {"config.json", "model.safetensors"} and is_complete(url)
     fs, root = filesystem(url)
     found = load(fs.cat_file(f"{root}/model.safetensors"))
     np.testing.assert_array_equal(
@@ -76,5 +76,5 @@ def test_a_folder_of_something_else_is_not_replaced(url):
     model, config = the_model(0)
     with pytest.raises(ExportPathError, match="it exists already"):
         export(model, config, url)
-    assert names(url) == {"notes.txt"} and not is_whole(url)
+    assert names(url) == {"notes.txt"} and not is_complete(url)
     assert exports_in(url.rpartition("/")[0]) == ["step-8"]

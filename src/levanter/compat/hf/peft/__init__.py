@@ -9,7 +9,7 @@ from levanter.compat.hf.peft.names import UnsupportedTargetError as UnsupportedT
 from levanter.compat.hf.peft.read import PeftAdapter as PeftAdapter
 from levanter.compat.hf.peft.read import open_peft as open_peft
 from levanter.compat.hf.peft.write import PeftPlan as PeftPlan
-from levanter.compat.hf.peft.write import gathered as gathered
+from levanter.compat.hf.peft.write import gather_adapter as gather_adapter
+from levanter.compat.hf.peft.write import lazy_adapter as lazy_adapter
 from levanter.compat.hf.peft.write import plan_peft as plan_peft
-from levanter.compat.hf.peft.write import read_when_asked as read_when_asked
 from levanter.compat.hf.peft.write import write_peft as write_peft

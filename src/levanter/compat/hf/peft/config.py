@@ -16,7 +16,7 @@ WEIGHTS = "adapter_model.safetensors"
 
 _ALTERS_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Initializations that change the base's weights: the adapter is of a base that no checkpoint is."""
-_ABSENT = (
+_UNSUPPORTED = (
     "use_dora",
     "lora_bias",
     "use_qalora",
@@ -57,11 +57,11 @@ class PeftConfig:
     saved: tuple[str, ...] = ()
     tied: bool = False
 
-    def rank_of(self, module: str) -> int:
+    def module_rank(self, module: str) -> int:
         """The rank of a module."""
         return _by_pattern(self.rank_pattern, module, self.r)
 
-    def alpha_of(self, module: str) -> float:
+    def module_alpha(self, module: str) -> float:
         """What a module has for `alpha`."""
         return _by_pattern(self.alpha_pattern, module, self.alpha)
 
@@ -93,26 +93,26 @@ def read_peft_config(document: Mapping[str, Any], *, where: str) -> PeftConfig:
         raise CheckpointError(where, f"peft_type is {kind!r}; only adapters of type LORA are read")
     refused = [
         f"{key}: {document[key]!r} is not implemented; only plain low-rank adapters are read"
-        for key in _ABSENT
+        for key in _UNSUPPORTED
         if document.get(key)
     ]
     if (bias := document.get("bias", "none")) != "none":
         refused.append(f"bias: {bias!r} is not implemented; biases that were trained cannot be read")
-    begun = document.get("init_lora_weights", True)
-    if isinstance(begun, str) and begun.lower().startswith(_ALTERS_BASE):
+    initialization = document.get("init_lora_weights", True)
+    if isinstance(initialization, str) and initialization.lower().startswith(_ALTERS_BASE):
         refused.append(
-            f"init_lora_weights: {begun!r} changed the weights of the base too, so the adapter does not go with any "
-            "checkpoint; convert it with peft (save_pretrained with path_initial_model_for_weight_conversion)"
+            f"init_lora_weights: {initialization!r} also changed the base weights, so the adapter matches no checkpoint; "
+            " convert it with peft (save_pretrained with path_initial_model_for_weight_conversion)"
         )
     raise_if(CheckpointError, where, refused)
     problems: list[str] = []
-    taken = _Taken(document, problems)
+    fields = _FieldReader(document, problems)
     config = PeftConfig(
-        r=taken.value("r", 8, _is_rank, "a positive integer"),
-        alpha=taken.value("lora_alpha", 8, _is_alpha, "a finite number other than 0"),
-        use_rslora=taken.value("use_rslora", False, lambda x: isinstance(x, bool), "true or false"),
-        rank_pattern=taken.patterns("rank_pattern", _is_rank, "positive integers"),
-        alpha_pattern=taken.patterns("alpha_pattern", _is_alpha, "finite numbers other than 0"),
+        r=fields.read("r", 8, _is_rank, "a positive integer"),
+        alpha=fields.read("lora_alpha", 8, _is_alpha, "a finite number other than 0"),
+        use_rslora=fields.read("use_rslora", False, lambda x: isinstance(x, bool), "true or false"),
+        rank_pattern=fields.read_patterns("rank_pattern", _is_rank, "positive integers"),
+        alpha_pattern=fields.read_patterns("alpha_pattern", _is_alpha, "finite numbers other than 0"),
         targets=_targets(document.get("target_modules"), problems),
         base=document.get("base_model_name_or_path") or None,
         saved=_names("modules_to_save", document.get("modules_to_save"), problems),
@@ -123,31 +123,31 @@ def read_peft_config(document: Mapping[str, Any], *, where: str) -> PeftConfig:
 
 
 @dataclass(frozen=True)
-class _Taken:
+class _FieldReader:
     """Values of a document, with what is wrong with them."""
 
     document: Mapping[str, Any]
     problems: list[str]
 
-    def value(self, key: str, default: T, right: Callable[[object], bool], expected: str) -> T:
-        found = self.document.get(key, default)
-        if right(found):
-            return found
-        self.problems.append(f"{key} must be {expected}, got {found!r}")
+    def read(self, key: str, default: T, is_valid: Callable[[object], bool], expected: str) -> T:
+        value = self.document.get(key, default)
+        if is_valid(value):
+            return value
+        self.problems.append(f"{key} must be {expected}, got {value!r}")
         return default
 
-    def patterns(self, key: str, right: Callable[[object], bool], expected: str) -> dict[str, Any]:
-        found = self.document.get(key) or {}
-        if not isinstance(found, Mapping) or not all(right(value) for value in found.values()):
-            self.problems.append(f"{key} must map names of modules to {expected}, got {found!r}")
+    def read_patterns(self, key: str, is_valid: Callable[[object], bool], expected: str) -> dict[str, Any]:
+        patterns = self.document.get(key) or {}
+        if not isinstance(patterns, Mapping) or not all(is_valid(value) for value in patterns.values()):
+            self.problems.append(f"{key} must map names of modules to {expected}, got {patterns!r}")
             return {}
-        for pattern in found:
+        for pattern in patterns:
             try:
                 re.compile(pattern)
             except re.error as error:
                 self.problems.append(f"{key}: {pattern!r} is not a regular expression: {error}")
                 return {}
-        return dict(found)
+        return dict(patterns)
 
 
 def _is_rank(value: object) -> bool:
@@ -160,15 +160,15 @@ def _is_alpha(value: object) -> bool:
     return math.isfinite(value) and value != 0
 
 
-def _targets(found: object, problems: list[str]) -> tuple[str, ...] | str:
-    return found if isinstance(found, str) else _names("target_modules", found, problems, "a list of names or a text")
+def _targets(value: object, problems: list[str]) -> tuple[str, ...] | str:
+    return value if isinstance(value, str) else _names("target_modules", value, problems, "a list of names or a text")
 
 
-def _names(key: str, found: object, problems: list[str], expected: str = "a list of names") -> tuple[str, ...]:
-    if isinstance(found, list) and all(isinstance(each, str) for each in found):
-        return tuple(found)
-    if found is not None:
-        problems.append(f"{key} must be {expected}, got {found!r}")
+def _names(key: str, value: object, problems: list[str], expected: str = "a list of names") -> tuple[str, ...]:
+    if isinstance(value, list) and all(isinstance(name, str) for name in value):
+        return tuple(value)
+    if value is not None:
+        problems.append(f"{key} must be {expected}, got {value!r}")
     return ()
 
 

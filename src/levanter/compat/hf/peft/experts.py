@@ -26,7 +26,15 @@ from haliax_ext.saving import OutTensor
 from haliax_ext.sources import ByteRange, Index, TensorInfo, TensorSource
 from levanter.compat.hf.errors import CheckpointError, raise_if
 from levanter.compat.hf.peft.config import PeftConfig
-from levanter.compat.hf.peft.names import PREFIX, A, B, UnsupportedTargetError, layers_of, modules_of, peft_rules
+from levanter.compat.hf.peft.names import (
+    PREFIX,
+    A,
+    B,
+    UnsupportedTargetError,
+    module_names,
+    modules_by_layer,
+    peft_rules,
+)
 from levanter.layers.quantized import EXPERT
 from levanter.models.adapters.lora_targets import TargetGroup
 
@@ -57,10 +65,13 @@ class PerExpertSource:
     def __init__(self, source: TensorSource, views: Mapping[str, _View], renamed: Mapping[str, str]):
         self._source, self._views = source, views
         self._last: tuple[str, np.ndarray] = "", np.empty(0)
-        self._renamed = {own: theirs for theirs, own in renamed.items()}
+        self._renamed = {new_name: stored_name for stored_name, new_name in renamed.items()}
         hidden = {view.source for view in views.values()} | renamed.keys()
         kept = {name: info for name, info in source.tensors.items() if name not in hidden}
-        moved = {own: replace(source.tensors[theirs], name=own) for own, theirs in self._renamed.items()}
+        moved = {
+            new_name: replace(source.tensors[stored_name], name=new_name)
+            for new_name, stored_name in self._renamed.items()
+        }
         self.tensors = {**kept, **moved, **{name: view.info for name, view in views.items()}}
 
     def byte_ranges(self, name: str, index: Index) -> Sequence[ByteRange]:
@@ -72,20 +83,20 @@ class PerExpertSource:
         view = self._views.get(name)
         if view is None:
             return self._source.read(self._renamed.get(name, name), index, out)
-        name, whole = self._last
+        name, fused = self._last
         if name != view.source:
             # The other experts are in it too, and are read next.
             info = self._source.tensors[view.source]
-            whole = self._source.read(view.source, tuple(slice(0, size) for size in info.shape))
-            self._last = view.source, whole
-        found = np.ascontiguousarray(whole[view.rows, view.columns][index])
+            fused = self._source.read(view.source, tuple(slice(0, size) for size in info.shape))
+            self._last = view.source, fused
+        values = np.ascontiguousarray(fused[view.rows, view.columns][index])
         if out is None:
-            return found
-        out[...] = found
+            return values
+        out[...] = values
         return out
 
 
-def one_by_one(
+def split_experts(
     source: TensorSource, config: PeftConfig, groups: Sequence[TargetGroup], *, where: str
 ) -> tuple[TensorSource, PeftConfig]:
     """The tensors of an adapter with a pair for each expert, and its configuration with their ranks.
@@ -105,26 +116,26 @@ def one_by_one(
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
     for layer in _layers(groups):
-        for name in _fused(source, layer.fused):
-            part = _part_of(source, name, layer)
-            if part is None:
+        for name in _fused_names(source, layer.fused):
+            parameter = _fused_parameter(source, name, layer)
+            if parameter is None:
                 shapes = " and ".join(str(source.tensors[f"{name}{which}"].shape) for which in (A, B))
                 problems.append(f"{name.removeprefix(PREFIX)}: factors of {shapes} are of no parameter of its experts")
                 continue
             rank = source.tensors[f"{name}{A}"].shape[0] // layer.experts
-            alpha = config.alpha_of(f"{layer.fused}.{part}")
-            for own in (GATE, UP) if part == FUSED[GATE] else (DOWN,):
-                if own not in layer.modules:
+            alpha = config.module_alpha(f"{layer.fused}.{parameter}")
+            for projection in (GATE, UP) if parameter == FUSED[GATE] else (DOWN,):
+                if projection not in layer.modules:
                     continue
-                for expert, module in enumerate(layer.modules[own]):
-                    views |= _views(source, name, f"{PREFIX}{module}", layer, own, expert, rank)
+                for expert, module in enumerate(layer.modules[projection]):
+                    views |= _views(source, name, f"{PREFIX}{module}", layer, projection, expert, rank)
                     ranks[re.escape(module)], alphas[re.escape(module)] = rank, alpha
         for which in (A, B):
-            theirs, own = (f"{PREFIX}{name}{which}" for name in (layer.new_router, layer.router))
-            if theirs != own and theirs in source.tensors:
-                renamed[theirs] = own
-                alphas[re.escape(layer.router)] = config.alpha_of(layer.new_router)
-                ranks[re.escape(layer.router)] = config.rank_of(layer.new_router)
+            stored_name, name_here = (f"{PREFIX}{name}{which}" for name in (layer.new_router, layer.router))
+            if stored_name != name_here and stored_name in source.tensors:
+                renamed[stored_name] = name_here
+                alphas[re.escape(layer.router)] = config.module_alpha(layer.new_router)
+                ranks[re.escape(layer.router)] = config.module_rank(layer.new_router)
     raise_if(CheckpointError, where, problems)
     if not views and not renamed:
         return source, config
@@ -148,52 +159,52 @@ class FusedExperts:
     alphas: Mapping[str, float]
 
 
-def fused_experts(
-    targets: Sequence[TargetGroup], rules: WeightRules, own: Sequence[Leaf], *, use_rslora: bool
+def fuse_experts(
+    targets: Sequence[TargetGroup], rules: WeightRules, factor_leaves: Sequence[Leaf], *, use_rslora: bool
 ) -> FusedExperts:
     """The factors of experts as transformers 5 has them: one pair for gate and up, with B in two blocks.
 
     Args:
         targets: the groups of experts that have factors, and routers.
         rules: of the model's weights.
-        own: the leaves of the factors.
+        factor_leaves: the leaves of the factors.
         use_rslora: see `LoraConfig`.
 
     Raises:
         UnsupportedTargetError: gate and up are multiplied by different numbers; lists all.
     """
-    chosen = [each for each in targets if is_of_experts(each)]
-    paths = {rule.target for rule in peft_rules(chosen, rules).rules}
-    of_factors = peft_rules(chosen, rules).sources([leaf for leaf in own if leaf.path in paths])
-    leaves = {leaf.path: leaf for leaf in own}
+    expert_groups = [group for group in targets if is_expert_group(group)]
+    paths = {rule.target for rule in peft_rules(expert_groups, rules).rules}
+    factor_sources = peft_rules(expert_groups, rules).sources([leaf for leaf in factor_leaves if leaf.path in paths])
+    leaves = {leaf.path: leaf for leaf in factor_leaves}
     tensors: list[OutTensor] = []
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
     problems: list[str] = []
     parameters: dict[str, None] = {}
-    groups = {each.members[0].name: each for each in chosen}
+    groups = {group.members[0].name: group for group in expert_groups}
     for layer in _layers(targets):
-        parts = [tuple(name for name in names if name in layer.modules) for names in ((GATE, UP), (DOWN,))]
-        for names in filter(None, parts):
-            of_part = [groups[name] for name in names]
-            scales = {_scale(each, use_rslora) for each in of_part}
-            rank = sum(each.rank for each in of_part)
+        name_sets = [tuple(name for name in names if name in layer.modules) for names in ((GATE, UP), (DOWN,))]
+        for names in filter(None, name_sets):
+            fused_groups = [groups[name] for name in names]
+            scales = {_scale(group, use_rslora) for group in fused_groups}
+            rank = sum(group.rank for group in fused_groups)
             if len(scales) > 1:
                 problems.append(
-                    f"{of_part[0].path} and {of_part[1].path} have one adapter in files of peft, and here they are "
-                    "multiplied by different numbers (alpha / r); give them the same rank_pattern and alpha_pattern"
+                    f"{fused_groups[0].path} and {fused_groups[1].path} share one adapter in peft files, but have different "
+                    "scales (alpha / r); give them the same rank_pattern and alpha_pattern"
                 )
                 continue
-            part = f"experts.{FUSED[names[0]]}"
-            parameters[f"mlp.{part}"] = None
+            parameter = f"experts.{FUSED[names[0]]}"
+            parameters[f"mlp.{parameter}"] = None
             # `.base_layer` is what was adapted first.
             inner = ".base_layer" if names != (DOWN,) and DOWN in layer.modules else ""
             name = f"{PREFIX}{layer.fused}{inner}"
-            ranks[re.escape(f"mlp.{part}")] = rank
-            alphas[re.escape(f"mlp.{part}")] = scales.pop() * (math.sqrt(rank) if use_rslora else rank)
-            tensors += _fused_tensors(name, layer, names, of_part, rank, of_factors, leaves)
-    for each in targets:
-        if each.is_router:
+            ranks[re.escape(f"mlp.{parameter}")] = rank
+            alphas[re.escape(f"mlp.{parameter}")] = scales.pop() * (math.sqrt(rank) if use_rslora else rank)
+            tensors += _fused_tensors(name, layer, names, fused_groups, rank, factor_sources, leaves)
+    for group in targets:
+        if group.is_router:
             parameters["mlp.gate.weight"] = None
     if problems:
         raise UnsupportedTargetError("\n".join(dict.fromkeys(problems)))
@@ -210,7 +221,7 @@ def _fused_tensors(
     names: Sequence[str],
     groups: Sequence[TargetGroup],
     rank: int,
-    of_factors: Mapping[str, tuple[tuple[int, ...], tuple[SourcePiece, ...]]],
+    factor_sources: Mapping[str, tuple[tuple[int, ...], tuple[SourcePiece, ...]]],
     leaves: Mapping[str, Leaf],
 ) -> Iterator[OutTensor]:
     """A and B of one parameter: ranks of one expert follow one another in A, those of one rank in B."""
@@ -221,29 +232,30 @@ def _fused_tensors(
     }
     for which in (A, B):
         pieces: list[SourcePiece] = []
-        begun = 0
-        for own, group in zip(names, groups, strict=True):
-            ended, first = begun + group.rank, outer if own == UP else 0
-            for expert, module in enumerate(layer.modules[own]):
-                place = (
-                    (slice(expert * rank + begun, expert * rank + ended), slice(0, inner))
+        start = 0
+        for projection, group in zip(names, groups, strict=True):
+            stop, first = start + group.rank, outer if projection == UP else 0
+            for expert, module in enumerate(layer.modules[projection]):
+                region = (
+                    (slice(expert * rank + start, expert * rank + stop), slice(0, inner))
                     if which == A
                     else (
                         slice(first, first + outer),
-                        slice(begun * layer.experts + expert, ended * layer.experts, layer.experts),
+                        slice(start * layer.experts + expert, stop * layer.experts, layer.experts),
                     )
                 )
-                _, found = of_factors[f"{PREFIX}{module}{which}"]
+                _, factor_pieces = factor_sources[f"{PREFIX}{module}{which}"]
                 pieces += [
-                    _InFused(**{each.name: getattr(x, each.name) for each in fields(x)}, place=place) for x in found
+                    _FusedPiece(**{attribute.name: getattr(x, attribute.name) for attribute in fields(x)}, place=region)
+                    for x in factor_pieces
                 ]
-            begun = ended
+            start = stop
         (dtype,) = {leaves[piece.target].dtype for piece in pieces}
         yield OutTensor(name=f"{name}{which}", shape=shapes[which], dtype=dtype, pieces=tuple(pieces))
 
 
 @dataclass(frozen=True, kw_only=True)
-class _InFused(SourcePiece):
+class _FusedPiece(SourcePiece):
     """A factor of one expert, as a part of one of all experts.
 
     Attributes:
@@ -254,9 +266,9 @@ class _InFused(SourcePiece):
 
     def write(self, block: np.ndarray, tensor: np.ndarray, box: Box | None = None) -> None:
         """See `SourcePiece`."""
-        own = np.ascontiguousarray(tensor[self.place])
-        super().write(block, own, box)
-        tensor[self.place] = own
+        factor = np.ascontiguousarray(tensor[self.place])
+        super().write(block, factor, box)
+        tensor[self.place] = factor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,75 +295,79 @@ class _Layer:
 
 
 def _layers(groups: Sequence[TargetGroup]) -> list[_Layer]:
-    of_experts = [each for each in groups if each.source is not None and is_of_experts(each)]
-    found: list[_Layer] = []
-    parents = dict.fromkeys(str(each.source).partition(".experts.")[0] for each in of_experts)
+    expert_groups = [group for group in groups if group.source is not None and is_expert_group(group)]
+    layers: list[_Layer] = []
+    parents = dict.fromkeys(str(group.source).partition(".experts.")[0] for group in expert_groups)
     for parent in parents:
-        own = {each.members[0].name: each for each in of_experts if str(each.source).startswith(f"{parent}.experts.")}
-        routers = [each for each in groups if each.is_router and str(each.source).rpartition(".")[0] == parent]
-        names = {name: layers_of(each) for name, each in own.items()}
+        by_projection = {
+            group.members[0].name: group
+            for group in expert_groups
+            if str(group.source).startswith(f"{parent}.experts.")
+        }
+        routers = [group for group in groups if group.is_router and str(group.source).rpartition(".")[0] == parent]
+        names = {name: modules_by_layer(group) for name, group in by_projection.items()}
         for n, modules in enumerate(next(iter(names.values()))):
-            here = modules[0].partition(".experts.")[0]
-            new = f"{here.rpartition('.')[0]}.mlp"
-            router = layers_of(routers[0])[n][0] if routers else f"{here}.gate"
-            found.append(
+            block = modules[0].partition(".experts.")[0]
+            new = f"{block.rpartition('.')[0]}.mlp"
+            router = modules_by_layer(routers[0])[n][0] if routers else f"{block}.gate"
+            layers.append(
                 _Layer(
                     fused=f"{new}.experts",
-                    modules={name: each[n] for name, each in names.items()},
-                    sizes={name: each.sides for name, each in own.items()},
+                    modules={name: group[n] for name, group in names.items()},
+                    sizes={name: group.sides for name, group in by_projection.items()},
                     router=router,
                     new_router=f"{new}.{router.rpartition('.')[2]}",
                 )
             )
-    return found
+    return layers
 
 
-def is_of_experts(group: TargetGroup) -> bool:
+def is_expert_group(group: TargetGroup) -> bool:
     """Whether it has a matrix for each expert."""
     return any(axis.name == EXPERT for axis in group.copies) and group.members[0].name in FUSED
 
 
-def _fused(source: TensorSource, fused: str) -> list[str]:
+def _fused_names(source: TensorSource, fused: str) -> list[str]:
     """What the fused tensors of a layer are called, without the factor's name."""
     pattern = re.compile(rf"({re.escape(PREFIX + fused)}(\.base_layer)*){re.escape(A)}")
-    found = (pattern.fullmatch(name) for name in source.tensors)
-    return [each[1] for each in found if each is not None and f"{each[1]}{B}" in source.tensors]
+    matches = (pattern.fullmatch(name) for name in source.tensors)
+    return [match[1] for match in matches if match is not None and f"{match[1]}{B}" in source.tensors]
 
 
-def _part_of(source: TensorSource, name: str, layer: _Layer) -> str | None:
+def _fused_parameter(source: TensorSource, name: str, layer: _Layer) -> str | None:
     """Which parameter fused factors are of, by their shapes."""
     (rows, inner), (outer, columns) = (source.tensors[f"{name}{which}"].shape for which in (A, B))
     if rows != columns or rows % layer.experts:
         return None
-    for own in (GATE, DOWN):
-        sizes = layer.sizes.get(own)
-        if sizes is not None and (inner, outer) == (sizes[0], sizes[1] * (2 if own == GATE else 1)):
-            return FUSED[own]
+    for projection in (GATE, DOWN):
+        sizes = layer.sizes.get(projection)
+        if sizes is not None and (inner, outer) == (sizes[0], sizes[1] * (2 if projection == GATE else 1)):
+            return FUSED[projection]
     return None
 
 
 def _views(
-    source: TensorSource, name: str, module: str, layer: _Layer, own: str, expert: int, rank: int
+    source: TensorSource, name: str, module: str, layer: _Layer, projection: str, expert: int, rank: int
 ) -> dict[str, _View]:
-    inner, outer = layer.sizes[own]
-    first = outer if own == UP else 0
+    inner, outer = layer.sizes[projection]
+    first = outer if projection == UP else 0
     regions = {
         A: (slice(expert * rank, (expert + 1) * rank), slice(0, inner), (rank, inner)),
         B: (slice(first, first + outer), slice(expert, None, layer.experts), (outer, rank)),
     }
-    found: dict[str, _View] = {}
+    views: dict[str, _View] = {}
     for which, (rows, columns, shape) in regions.items():
-        held = source.tensors[f"{name}{which}"]
-        nbytes = shape[0] * shape[1] * held.dtype.itemsize
-        info = TensorInfo(f"{module}{which}", shape, held.dtype, nbytes)
-        found[info.name] = _View(source=f"{name}{which}", rows=rows, columns=columns, info=info)
-    return found
+        fused_info = source.tensors[f"{name}{which}"]
+        nbytes = shape[0] * shape[1] * fused_info.dtype.itemsize
+        info = TensorInfo(f"{module}{which}", shape, fused_info.dtype, nbytes)
+        views[info.name] = _View(source=f"{name}{which}", rows=rows, columns=columns, info=info)
+    return views
 
 
 def with_new_router(name: str, routers: Sequence[TargetGroup]) -> str:
     """A tensor's name, as transformers 5 has it where it is a router's."""
     for group in routers:
-        for module in modules_of(group):
+        for module in module_names(group):
             if name.startswith(f"{PREFIX}{module}."):
                 parent, last = module.rsplit(".", 1)
                 return f"{PREFIX}{parent.rpartition('.')[0]}.mlp.{last}{name.removeprefix(PREFIX + module)}"

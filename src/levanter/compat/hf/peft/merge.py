@@ -16,11 +16,11 @@ from haliax_ext.rules import WeightRules
 from haliax_ext.saving import OutTensor
 from haliax_ext.sources import Index, TensorSource
 from levanter.compat.hf.errors import CorruptFileError
-from levanter.compat.hf.peft.names import BASE, PREFIX, A, B, is_transposed, modules_of
+from levanter.compat.hf.peft.names import BASE, PREFIX, A, B, is_transposed, module_names
 from levanter.compat.hf.peft.read import PeftAdapter
 from levanter.models.adapters.lora_targets import TargetGroup
 
-WORTH_SAYING = 0.05
+ROUNDING_WARNING = 0.05
 """The part of an adapter that may be lost in rounding before it is worth a warning."""
 BLOCK_BYTES = 16 << 20
 """How many bytes of float32 sums are made at a time; about seven times as much is in memory for that."""
@@ -35,14 +35,14 @@ class Rounding:
         group: what a checkpoint calls the modules, with `{layers}` for their number.
         lost: the sum of squares of what rounding changed.
         added: the sum of squares of what the adapter adds.
-        still: weights that are the same as before.
+        unchanged: weights that are the same as before.
         weights: all of them.
     """
 
     group: str
     lost: float = 0.0
     added: float = 0.0
-    still: int = 0
+    unchanged: int = 0
     weights: int = 0
 
     @property
@@ -51,8 +51,8 @@ class Rounding:
         return math.sqrt(self.lost / self.added) if self.added else 0.0
 
     def __str__(self) -> str:
-        still = self.still / self.weights if self.weights else 0.0
-        return f"{self.group}: {self.share:.2%} lost in rounding, {still:.1%} of the weights did not move"
+        unchanged = self.unchanged / self.weights if self.weights else 0.0
+        return f"{self.group}: {self.share:.2%} lost in rounding, {unchanged:.1%} of the weights did not move"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,19 +88,19 @@ class MergedTensors:
         Raises:
             CorruptFileError: the adapter's numbers are not finite, or a sum is not.
         """
-        held = self._held(tensor.name, self.source)
-        info = self.source.tensors[held]
+        stored_name = self._stored_name(tensor.name, self.source)
+        info = self.source.tensors[stored_name]
         assert info.shape == tensor.shape, f"{tensor.name}: {info.shape} is merged as {tensor.shape}"
-        exact = self._exact(tensor.name)
+        merge = self._row_merger(tensor.name)
         for region in _blocks(tensor.shape, self.block_bytes // 4):
-            values = self.source.read(held, region)
-            if exact is None:
+            values = self.source.read(stored_name, region)
+            if merge is None:
                 yield values.astype(tensor.dtype, copy=False)
             else:
                 before = values.astype(np.float32)
-                yield self._rounded(before, exact(before, region), tensor)
+                yield self._round(before, merge(before, region), tensor)
 
-    def _exact(self, name: str) -> Callable[[np.ndarray, Index], np.ndarray] | None:
+    def _row_merger(self, name: str) -> Callable[[np.ndarray, Index], np.ndarray] | None:
         """What some rows of a tensor become, float32, from what they are; None where they stay."""
         module = name.removesuffix(_WEIGHT)
         target = self._modules.get(module) if name.endswith(_WEIGHT) else None
@@ -109,59 +109,61 @@ class MergedTensors:
             return None
         product = None if target is None else self._product(module, target)
 
-        def found(before: np.ndarray, region: Index) -> np.ndarray:
-            base = self._finite(f"{PREFIX}{name}", region) if copied else before
+        def merge(before: np.ndarray, region: Index) -> np.ndarray:
+            base = self._read_finite(f"{PREFIX}{name}", region) if copied else before
             return base if product is None else product(region) + base
 
-        return found
+        return merge
 
-    def _rounded(self, before: np.ndarray, exact: np.ndarray, tensor: OutTensor) -> np.ndarray:
+    def _round(self, before: np.ndarray, exact: np.ndarray, tensor: OutTensor) -> np.ndarray:
         written = exact.astype(tensor.dtype)
-        back = written.astype(np.float32)
-        still = int(np.count_nonzero(back == before))
-        back -= exact
-        lost = _squares(back)
+        difference = written.astype(np.float32)
+        unchanged = int(np.count_nonzero(difference == before))
+        difference -= exact
+        lost = _squares(difference)
         if not math.isfinite(lost):
             # An infinity has no distance to itself.
             module = tensor.name.removesuffix(_WEIGHT)
             raise CorruptFileError(
                 self.adapter.where, f"{module}: the merged weights are not finite in {written.dtype}"
             )
-        kind = self._kind(tensor.name)
-        found = self.rounding.setdefault(kind, Rounding(group=kind))
-        found.still += still
-        found.weights += written.size
-        found.lost += lost
-        np.subtract(exact, before, out=back)
-        found.added += _squares(back)
+        kind = self._group(tensor.name)
+        rounding = self.rounding.setdefault(kind, Rounding(group=kind))
+        rounding.unchanged += unchanged
+        rounding.weights += written.size
+        rounding.lost += lost
+        np.subtract(exact, before, out=difference)
+        rounding.added += _squares(difference)
         return written
 
     def _product(self, module: str, group: TargetGroup) -> Callable[[Index], np.ndarray]:
         """s · B A, as far as a region of the module's matrix has it."""
-        a, b = (self._finite(f"{PREFIX}{module}{which}") for which in (A, B))
+        a, b = (self._read_finite(f"{PREFIX}{module}{which}") for which in (A, B))
         b *= np.float32(self.adapter.config.scale(group.rank, group.alpha))
         if is_transposed(group):
             return lambda region: a.T[region[0]] @ b.T[:, region[1]]
         return lambda region: b[region[0]] @ a[:, region[1]]
 
-    def _finite(self, name: str, region: Index | None = None) -> np.ndarray:
+    def _read_finite(self, name: str, region: Index | None = None) -> np.ndarray:
         """A tensor of the adapter, or a part of one, float32."""
-        held = self._held(name, self.adapter.source)
-        shape = self.adapter.source.tensors[held].shape
-        values = self.adapter.source.read(held, region or tuple(slice(0, size) for size in shape)).astype(np.float32)
+        stored_name = self._stored_name(name, self.adapter.source)
+        shape = self.adapter.source.tensors[stored_name].shape
+        values = self.adapter.source.read(stored_name, region or tuple(slice(0, size) for size in shape)).astype(
+            np.float32
+        )
         if not np.isfinite(values).all():
             count = int((~np.isfinite(values)).sum())
-            raise CorruptFileError(self.adapter.where, f"{held}: {count:,} numbers are not finite")
+            raise CorruptFileError(self.adapter.where, f"{stored_name}: {count:,} numbers are not finite")
         return values
 
-    def _held(self, name: str, source: TensorSource) -> str:
+    def _stored_name(self, name: str, source: TensorSource) -> str:
         """What a source calls a tensor."""
         prefix = PREFIX if name.startswith(PREFIX) else ""
         others = [f"{prefix}{other}" for other in self.rules.spellings(name.removeprefix(PREFIX))]
-        below = (f"{other.removesuffix(_WEIGHT)}{BASE}" for other in others)
-        return next(other for other in (*others, *below) if other in source.tensors)
+        with_base_layer = (f"{other.removesuffix(_WEIGHT)}{BASE}" for other in others)
+        return next(other for other in (*others, *with_base_layer) if other in source.tensors)
 
-    def _kind(self, name: str) -> str:
+    def _group(self, name: str) -> str:
         group = self._modules.get(name.removesuffix(_WEIGHT))
         if group is None:
             return self.copies[name].removesuffix(_WEIGHT)
@@ -170,19 +172,19 @@ class MergedTensors:
 
     @cached_property
     def _modules(self) -> Mapping[str, TargetGroup]:
-        return {module: group for group in self.targets for module in modules_of(group)}
+        return {module: group for group in self.targets for module in module_names(group)}
 
 
-def copies_of(own: Sequence[Leaf], rules: WeightRules, whole: Collection[str]) -> Mapping[str, str]:
+def copied_tensors(model_leaves: Sequence[Leaf], rules: WeightRules, whole: Collection[str]) -> Mapping[str, str]:
     """The tensors of leaves, each with what it is called with the axes' names in the place of numbers.
 
     Args:
-        own: a model's leaves.
+        model_leaves: a model's leaves.
         rules: of its weights.
         whole: the paths of those that are wanted.
     """
     table = rules.by_target()
-    chosen = [leaf for leaf in own if leaf.path in whole]
+    chosen = [leaf for leaf in model_leaves if leaf.path in whole]
     return {name: table[leaf.path].source for leaf in chosen for name in table[leaf.path].source_names(leaf)}
 
 
@@ -199,36 +201,41 @@ def _blocks(shape: tuple[int, ...], elements: int) -> Iterator[Index]:
 
 def _squares(x: np.ndarray) -> float:
     """The sum of squares; of a block, in which float32 is mostly enough to add up in."""
-    found = float(np.vdot(x, x))
-    return found if math.isfinite(found) else float(np.sum(np.square(x, dtype=np.float64)))
+    total = float(np.vdot(x, x))
+    return total if math.isfinite(total) else float(np.sum(np.square(x, dtype=np.float64)))
 
 
 def stored_leaves(
-    own: Sequence[Leaf], rules: WeightRules, source: TensorSource | None, stored: np.dtype
+    model_leaves: Sequence[Leaf], rules: WeightRules, source: TensorSource | None, default_dtype: np.dtype
 ) -> tuple[Leaf, ...]:
     """Leaves with the dtypes of the tensors that they come from.
 
     Args:
-        own: a model's.
+        model_leaves: a model's.
         rules: of its weights.
         source: the tensors; None where they are not available.
-        stored: the dtype of what is not there.
+        default_dtype: the dtype of what is not there.
     """
-    found = []
-    for leaf in own:
+    converted = []
+    for leaf in model_leaves:
         rule = rules.by_target().get(leaf.path)
         names = () if rule is None or source is None else rules.spellings(rule.source_names(leaf)[0])
-        held = next((name for name in names if source is not None and name in source.tensors), None)
-        found.append(replace(leaf, dtype=stored if held is None or source is None else source.tensors[held].dtype))
-    return tuple(found)
+        stored_name = next((name for name in names if source is not None and name in source.tensors), None)
+        converted.append(
+            replace(
+                leaf,
+                dtype=default_dtype if stored_name is None or source is None else source.tensors[stored_name].dtype,
+            )
+        )
+    return tuple(converted)
 
 
-def rounding_lines(found: Sequence[Rounding]) -> list[str]:
+def rounding_lines(roundings: Sequence[Rounding]) -> list[str]:
     """What was lost, a line for each kind of module; a warning where it is much."""
-    lines = [f"merged {each}" for each in found]
-    if any(each.share > WORTH_SAYING for each in found):
+    lines = [f"merged {rounding}" for rounding in roundings]
+    if any(rounding.share > ROUNDING_WARNING for rounding in roundings):
         lines.append(
-            f"warning: of some adapters more than {WORTH_SAYING:.0%} is lost in rounding; --dtype float32 keeps all of "
-            "it, and so does serving the adapter beside its base"
+            f"warning: rounding loses more than {ROUNDING_WARNING:.0%} of some adapters; --dtype float32 loses nothing, "
+            "and neither does serving the adapter separately from its base"
         )
     return lines

@@ -21,7 +21,7 @@ class UnsupportedTargetError(ValueError):
     """A target has no place in the files of `peft`."""
 
 
-def modules_of(group: TargetGroup) -> tuple[str, ...]:
+def module_names(group: TargetGroup) -> tuple[str, ...]:
     """What a checkpoint calls the modules of a group: one for each layer, or expert."""
     assert group.source is not None
     rule = WeightRule(target="", source=group.source, axes=())
@@ -29,12 +29,12 @@ def modules_of(group: TargetGroup) -> tuple[str, ...]:
     return tuple(rule.source_name(index) for index in itertools.product(*(range(sizes[n]) for n in rule.stacked)))
 
 
-def layers_of(group: TargetGroup) -> tuple[tuple[str, ...], ...]:
+def modules_by_layer(group: TargetGroup) -> tuple[tuple[str, ...], ...]:
     """The modules of a group, layer by layer."""
     layers = next((axis.size for axis in group.copies if axis.name == "layers"), 1)
-    modules = modules_of(group)
-    each = len(modules) // layers
-    return tuple(modules[n * each : (n + 1) * each] for n in range(layers))
+    modules = module_names(group)
+    per_layer = len(modules) // layers
+    return tuple(modules[n * per_layer : (n + 1) * per_layer] for n in range(layers))
 
 
 def is_transposed(group: TargetGroup) -> bool:
@@ -55,8 +55,8 @@ def peft_rules(groups: Sequence[TargetGroup], rules: WeightRules, whole: Sequenc
     Raises:
         UnsupportedTargetError: a target is in no checkpoint; lists all.
     """
-    if homeless := [group.path for group in groups if group.source is None]:
-        raise UnsupportedTargetError(f"no module of a checkpoint is {', '.join(homeless)}: adapters of it have no name")
+    if unmapped := [group.path for group in groups if group.source is None]:
+        raise UnsupportedTargetError(f"no module of a checkpoint is {', '.join(unmapped)}: adapters of it have no name")
     table: list[WeightRule] = []
     for group in groups:
         where = f"{PAIRS}.{group.path}"
@@ -90,33 +90,33 @@ def peft_rules(groups: Sequence[TargetGroup], rules: WeightRules, whole: Sequenc
     return WeightRules(rules=tuple(table), aliases=aliases, ignored=ignored)
 
 
-def short_names(chosen: Sequence[str], every: Sequence[str]) -> tuple[str, ...]:
+def short_names(chosen: Sequence[str], all_modules: Sequence[str]) -> tuple[str, ...]:
     """Names that mean some modules and no others: the last name where all modules of that name are meant.
 
     Args:
         chosen: the modules that are meant.
-        every: all that there are.
+        all_modules: all that there are.
     """
     meant = set(chosen)
-    others = {name.rsplit(".", 1)[-1] for name in every if name not in meant}
+    others = {name.rsplit(".", 1)[-1] for name in all_modules if name not in meant}
     last = {name: name.rsplit(".", 1)[-1] for name in chosen}
     return tuple(sorted({name if last[name] in others else last[name] for name in chosen}))
 
 
-def saved_names(chosen: Sequence[str], every: Sequence[str]) -> tuple[str, ...]:
+def saved_names(chosen: Sequence[str], all_modules: Sequence[str]) -> tuple[str, ...]:
     """Names for `modules_to_save`, which mean every module whose name ends with one of them.
 
     Args:
         chosen: the modules that are meant.
-        every: all that there are.
+        all_modules: all that there are.
     """
-    found = []
+    saved = []
     for name in chosen:
-        parts = name.split(".")
-        tails = [".".join(parts[-n:]) for n in range(1, len(parts) + 1)]
-        others = [other for other in every if other not in chosen]
-        found.append(next((tail for tail in tails if not any(other.endswith(tail) for other in others)), name))
-    return tuple(sorted(set(found)))
+        components = name.split(".")
+        tails = [".".join(components[-n:]) for n in range(1, len(components) + 1)]
+        others = [other for other in all_modules if other not in chosen]
+        saved.append(next((tail for tail in tails if not any(other.endswith(tail) for other in others)), name))
+    return tuple(sorted(set(saved)))
 
 
 def as_pattern(name: str) -> str:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import haliax as hax
 import jax
 import numpy as np
 
@@ -14,8 +13,8 @@ from haliax_ext.sources import TensorSource
 from levanter.compat.hf.errors import CheckpointError, CorruptFileError, MissingCheckpointFileError, raise_if
 from levanter.compat.hf.locate import locate_first
 from levanter.compat.hf.peft.config import CONFIG, WEIGHTS, PeftConfig, read_peft_config
-from levanter.compat.hf.peft.experts import one_by_one
-from levanter.compat.hf.peft.names import BASE, PREFIX, A, B, modules_of, peft_rules
+from levanter.compat.hf.peft.experts import split_experts
+from levanter.compat.hf.peft.names import BASE, PREFIX, A, B, module_names, peft_rules
 from levanter.compat.hf.repository import read_json, require_file
 from levanter.compat.hf.safetensors import SafetensorsSource
 from levanter.models.adapters.config import LoraConfig
@@ -41,7 +40,7 @@ class PeftAdapter:
     config: PeftConfig
     source: TensorSource
 
-    def of_model(self, groups: Sequence[TargetGroup]) -> "PeftAdapter":
+    def per_expert(self, groups: Sequence[TargetGroup]) -> "PeftAdapter":
         """The adapter with factors for each expert, where it has them for all experts of a layer in one.
 
         Args:
@@ -50,42 +49,44 @@ class PeftAdapter:
         Raises:
             CheckpointError: they are of no experts of the model.
         """
-        source, config = one_by_one(self.source, self.config, groups, where=self.where)
+        source, config = split_experts(self.source, self.config, groups, where=self.where)
         return replace(self, source=source, config=config)
 
-    def whole(self, own: Sequence[Leaf], rules: WeightRules) -> tuple[str, ...]:
+    def copied_paths(self, model_leaves: Sequence[Leaf], rules: WeightRules) -> tuple[str, ...]:
         """The paths of a model's parameters of which it has whole copies.
 
         Args:
-            own: the model's leaves.
+            model_leaves: the model's leaves.
             rules: of its weights.
 
         Raises:
             CheckpointError: of a model with tied weights it has another table for the head than for the tokens.
         """
         table = rules.by_target()
-        held = frozenset(self.source.tensors)
+        stored = frozenset(self.source.tensors)
 
-        def is_here(name: str) -> bool:
+        def is_stored(name: str) -> bool:
             others = [f"{PREFIX}{other}" for other in rules.spellings(name)]
-            return any(each in held or f"{each.removesuffix('.weight')}{BASE}" in held for each in others)
+            return any(
+                spelling in stored or f"{spelling.removesuffix('.weight')}{BASE}" in stored for spelling in others
+            )
 
-        found = tuple(
+        paths = tuple(
             leaf.path
-            for leaf in own
-            if leaf.path in table and any(is_here(name) for name in table[leaf.path].source_names(leaf))
+            for leaf in model_leaves
+            if leaf.path in table and any(is_stored(name) for name in table[leaf.path].source_names(leaf))
         )
-        groups = {parameter_group(leaf) for leaf in own}
+        groups = {parameter_group(leaf) for leaf in model_leaves}
         if HEAD not in groups and not self.config.tied:
-            tables = [leaf.path for leaf in own if leaf.path in found and parameter_group(leaf) == EMBEDDING]
-            if any("vocab" in leaf.names for leaf in own if leaf.path in tables):
+            tables = [leaf.path for leaf in model_leaves if leaf.path in paths and parameter_group(leaf) == EMBEDDING]
+            if any("vocab" in leaf.names for leaf in model_leaves if leaf.path in tables):
                 raise CheckpointError(
                     self.where,
                     "modules_to_save has the embedding table of a model whose output head is that table (tied "
                     "weights), and the head kept the one of the base: with ensure_weight_tying: true both are the "
                     "copy, and nothing else is implemented",
                 )
-        return found
+        return paths
 
     def targets(
         self, groups: Sequence[TargetGroup], rules: WeightRules, whole: PyTree = None
@@ -102,12 +103,12 @@ class PeftAdapter:
             WeightMismatchError: it has tensors that are of no projection of the model, or of another shape.
         """
         problems: list[str] = []
-        found: list[TargetGroup] = []
-        known = peft_rules([group for group in groups if group.source is not None], rules)
+        adapted: list[TargetGroup] = []
+        rank_rules = peft_rules([group for group in groups if group.source is not None], rules)
         for group in groups:
             if group.source is None:
                 continue
-            ranks = {module: self._rank(module, known) for module in modules_of(group)}
+            ranks = {module: self._rank(module, rank_rules) for module in module_names(group)}
             if all(rank is None for rank in ranks.values()):
                 continue
             absent = [module for module, rank in ranks.items() if rank is None]
@@ -118,7 +119,7 @@ class PeftAdapter:
                 )
                 continue
             first = next(iter(ranks))
-            alphas = {self.config.alpha_of(module) for module in ranks}
+            alphas = {self.config.module_alpha(module) for module in ranks}
             if len(set(ranks.values())) > 1 or len(alphas) > 1:
                 problems.append(
                     f"{group.source}: layers have different ranks or values of alpha (rank_pattern, alpha_pattern), "
@@ -127,9 +128,9 @@ class PeftAdapter:
                 continue
             rank = ranks[first]
             assert rank is not None
-            if rank != self.config.rank_of(first):
-                problems.append(f"{first}: rank {rank}, but {CONFIG} says {self.config.rank_of(first)}")
-            found.append(replace(group, rank=rank, alpha=self.config.alpha_of(first)))
+            if rank != self.config.module_rank(first):
+                problems.append(f"{first}: rank {rank}, but {CONFIG} says {self.config.module_rank(first)}")
+            adapted.append(replace(group, rank=rank, alpha=self.config.module_alpha(first)))
         copied = {name.removeprefix(PREFIX).rsplit(".", 1)[0] for name in self.source.tensors if not _is_factor(name)}
         problems += [
             f"modules_to_save: {name!r}, and it has no tensor of a module of that name"
@@ -137,10 +138,10 @@ class PeftAdapter:
             if not any(module.removesuffix(".base_layer").endswith(name) for module in copied)
         ]
         raise_if(CheckpointError, self.where, problems)
-        self._match(found, rules, whole)
-        if not found:
+        self._match(adapted, rules, whole)
+        if not adapted:
             raise CheckpointError(self.where, "it has no adapter of any projection")
-        return tuple(found)
+        return tuple(adapted)
 
     def _rank(self, module: str, rules: WeightRules) -> int | None:
         for name in rules.spellings(f"{PREFIX}{module}{A}"):
@@ -187,15 +188,15 @@ class PeftAdapter:
             CorruptFileError: a factor holds numbers that are not finite; lists all of these.
         """
         tree = self.tree(groups, whole)
-        table, own = peft_rules(groups, rules, paths_of(whole)), {leaf.path: leaf for leaf in leaves(tree)}
-        arrays = {path: np.zeros(leaf.shape, np.float32) for path, leaf in own.items()}
+        table, by_path = peft_rules(groups, rules, paths_of(whole)), {leaf.path: leaf for leaf in leaves(tree)}
+        arrays = {path: np.zeros(leaf.shape, np.float32) for path, leaf in by_path.items()}
         problems: list[str] = []
-        for name, (_, pieces) in table.sources(own.values(), true_sizes=true_sizes).items():
-            held = next(other for other in table.spellings(name) if other in self.source.tensors)
-            info = self.source.tensors[held]
-            values = self.source.read(held, tuple(slice(0, size) for size in info.shape)).astype(np.float32)
+        for name, (_, pieces) in table.sources(by_path.values(), true_sizes=true_sizes).items():
+            stored_name = next(other for other in table.spellings(name) if other in self.source.tensors)
+            info = self.source.tensors[stored_name]
+            values = self.source.read(stored_name, tuple(slice(0, size) for size in info.shape)).astype(np.float32)
             if not np.isfinite(values).all():
-                problems.append(f"{held}: {int((~np.isfinite(values)).sum()):,} numbers are not finite")
+                problems.append(f"{stored_name}: {int((~np.isfinite(values)).sum()):,} numbers are not finite")
             for piece in pieces:
                 block = arrays[piece.target][tuple(slice(start, stop) for start, stop in piece.box)]
                 piece.read(values, block)
@@ -232,13 +233,3 @@ def open_peft(reference: str) -> PeftAdapter:
     require_file(repository, WEIGHTS, purpose="the weights of the adapter")
     source = SafetensorsSource({repository.where(WEIGHTS): repository.reader(WEIGHTS)})
     return PeftAdapter(where=repository.name, config=config, source=source)
-
-
-def factors_of(adapters: Adapters) -> Mapping[str, hax.NamedArray]:
-    """The arrays of adapters by path."""
-    found: dict[str, hax.NamedArray] = {}
-    for group, pair in adapters.pairs.items():
-        found[f"pairs.{group}.a.weight"] = pair.a.operand.array  # pyright: ignore
-        for name, linear in pair.b.items():
-            found[f"pairs.{group}.b.{name}.weight"] = linear.operand.array  # pyright: ignore
-    return found

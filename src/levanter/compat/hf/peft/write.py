@@ -16,15 +16,15 @@ from haliax_ext.saving import OutTensor, Readable, contribute_tensors, gather_te
 from haliax_ext.sources import ByteRange, Index, TensorInfo
 from levanter.compat.hf.errors import CheckpointError
 from levanter.compat.hf.export import Shard
-from levanter.compat.hf.export_dir import place_of
+from levanter.compat.hf.export_dir import export_dir
 from levanter.compat.hf.peft.config import CONFIG, WEIGHTS, PeftConfig, peft_document
-from levanter.compat.hf.peft.experts import fused_experts, is_of_experts, with_new_router
+from levanter.compat.hf.peft.experts import fuse_experts, is_expert_group, with_new_router
 from levanter.compat.hf.peft.names import (
     BASE,
     PREFIX,
     as_pattern,
     is_transposed,
-    modules_of,
+    module_names,
     peft_rules,
     saved_names,
     short_names,
@@ -62,9 +62,9 @@ class PeftPlan:
 
 def plan_peft(
     targets: Sequence[TargetGroup],
-    every: Sequence[TargetGroup],
+    all_groups: Sequence[TargetGroup],
     rules: WeightRules,
-    own: Sequence[Leaf],
+    adapter_leaves: Sequence[Leaf],
     *,
     use_rslora: bool,
     base: str | None,
@@ -74,47 +74,47 @@ def plan_peft(
 
     Args:
         targets: the groups that have factors.
-        every: all groups of the model.
+        all_groups: all groups of the model.
         rules: of the model's weights.
-        own: the leaves of the factors, and of whole copies.
+        adapter_leaves: the leaves of the factors, and of whole copies.
         use_rslora: see `LoraConfig`.
         base: what the adapter is for.
         true_sizes: of axes that are padded in the leaves.
 
     Raises:
-        UnsupportedTargetError: a target has no place in such files; lists all.
+        UnsupportedTargetError: a target has no target in such files; lists all.
     """
-    of_experts = [group for group in targets if is_of_experts(group)]
-    fused = fused_experts(targets, rules, own, use_rslora=use_rslora) if of_experts else None
+    expert_groups = [group for group in targets if is_expert_group(group)]
+    fused = fuse_experts(targets, rules, adapter_leaves, use_rslora=use_rslora) if expert_groups else None
     # Where there are experts, their router is a parameter too.
-    plain = [group for group in targets if group not in of_experts and not (of_experts and group.is_router)]
-    routers = [group for group in targets if of_experts and group.is_router]
-    whole = tuple(leaf.path.removeprefix(f"{WHOLE}.") for leaf in own if leaf.path.startswith(f"{WHOLE}."))
+    plain = [group for group in targets if group not in expert_groups and not (expert_groups and group.is_router)]
+    routers = [group for group in targets if expert_groups and group.is_router]
+    whole = tuple(leaf.path.removeprefix(f"{WHOLE}.") for leaf in adapter_leaves if leaf.path.startswith(f"{WHOLE}."))
     table = peft_rules([*plain, *routers], rules, whole)
     paths = table.by_target()
-    tensors = plan_saving([leaf for leaf in own if leaf.path in paths], table, true_sizes=true_sizes)
-    modules = {module: group for group in plain for module in modules_of(group)}
-    known = [module for group in every if group.source is not None for module in modules_of(group)]
+    tensors = plan_saving([leaf for leaf in adapter_leaves if leaf.path in paths], table, true_sizes=true_sizes)
+    modules = {module: group for group in plain for module in module_names(group)}
+    known = [module for group in all_groups if group.source is not None for module in module_names(group)]
     counted = list(modules.values()) or list(targets)
     rank, _ = Counter(group.rank for group in counted).most_common(1)[0]
     alpha, _ = Counter(group.alpha for group in counted).most_common(1)[0]
 
     def pattern(attribute: str, default: float) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        pattern_values: dict[str, Any] = {}
         for value in sorted({getattr(group, attribute) for group in plain} - {default}):
             named = [module for module, group in modules.items() if getattr(group, attribute) == value]
             others = [module for module, group in modules.items() if getattr(group, attribute) != value]
-            found |= {as_pattern(name): value for name in short_names(named, [*named, *others])}
+            pattern_values |= {as_pattern(name): value for name in short_names(named, [*named, *others])}
         if routers and getattr(routers[0], attribute) != default:
-            found[as_pattern("mlp.gate.weight")] = getattr(routers[0], attribute)
-        return found
+            pattern_values[as_pattern("mlp.gate.weight")] = getattr(routers[0], attribute)
+        return pattern_values
 
     ranks, alphas = pattern("rank", rank), pattern("alpha", alpha)
     saved, tied = _saved(tensors, rules), _is_tied(whole, rules)
     if tied:
-        tensors = (*tensors, *_under_the_head(tensors, rules))
+        tensors = (*tensors, *_head_tensors(tensors, rules))
     if fused is not None:
-        tensors = (*(replace(each, name=with_new_router(each.name, routers)) for each in tensors), *fused.tensors)
+        tensors = (*(replace(tensor, name=with_new_router(tensor.name, routers)) for tensor in tensors), *fused.tensors)
         ranks |= {name: value for name, value in fused.ranks.items() if value != rank}
         alphas |= {name: value for name, value in fused.alphas.items() if value != alpha}
     return PeftPlan(
@@ -143,8 +143,8 @@ def _saved(tensors: Sequence[OutTensor], rules: WeightRules) -> tuple[str, ...]:
         if any(piece.target.startswith(f"{WHOLE}.") for piece in tensor.pieces) and not tensor.name.endswith(BASE)
     }
     # The first of each kind: all of a kind are chosen, or none.
-    every = [rule.source_name([0] * len(rule.stacked)).rsplit(".", 1)[0] for rule in rules.rules]
-    return saved_names(sorted(chosen), every)
+    all_modules = [rule.source_name([0] * len(rule.stacked)).rsplit(".", 1)[0] for rule in rules.rules]
+    return saved_names(sorted(chosen), all_modules)
 
 
 def _is_tied(whole: Sequence[str], rules: WeightRules) -> bool:
@@ -153,7 +153,7 @@ def _is_tied(whole: Sequence[str], rules: WeightRules) -> bool:
     return not has_head and any("vocab" in group for path in whole for group in rules.by_target()[path].axes)
 
 
-def _under_the_head(tensors: Sequence[OutTensor], rules: WeightRules) -> Iterator[OutTensor]:
+def _head_tensors(tensors: Sequence[OutTensor], rules: WeightRules) -> Iterator[OutTensor]:
     """The one table of a tied model once more, under the head's name, which peft looks for."""
     # A family's own name for it is the last one.
     *_, head = (name for name in rules.ignored if "*" not in name)
@@ -167,7 +167,7 @@ def _axes(piece: SourcePiece, rules: WeightRules) -> set[str]:
     return {name for group in rule.axes for name in group}
 
 
-def gathered(plan: PeftPlan, arrays: Mapping[str, jax.Array | Readable], *, where: str) -> PeftAdapter:
+def gather_adapter(plan: PeftPlan, arrays: Mapping[str, jax.Array | Readable], *, where: str) -> PeftAdapter:
     """An adapter in the memory of process 0; the others take part, and get none of it.
 
     Args:
@@ -178,12 +178,12 @@ def gathered(plan: PeftPlan, arrays: Mapping[str, jax.Array | Readable], *, wher
     if jax.process_index() != 0:
         for _ in contribute_tensors(plan.tensors, arrays, jit=jit_together):
             pass
-        return PeftAdapter(where=where, config=plan.config, source=_Held({}))
-    found = {tensor.name: values for tensor, values in gather_tensors(plan.tensors, arrays, jit=jit_together)}
-    return PeftAdapter(where=where, config=plan.config, source=_Held(found))
+        return PeftAdapter(where=where, config=plan.config, source=_MemorySource({}))
+    arrays_by_name = {tensor.name: values for tensor, values in gather_tensors(plan.tensors, arrays, jit=jit_together)}
+    return PeftAdapter(where=where, config=plan.config, source=_MemorySource(arrays_by_name))
 
 
-def read_when_asked(plan: PeftPlan, arrays: Mapping[str, Readable], *, where: str) -> PeftAdapter:
+def lazy_adapter(plan: PeftPlan, arrays: Mapping[str, Readable], *, where: str) -> PeftAdapter:
     """An adapter whose tensors are put together when they are read.
 
     Args:
@@ -191,10 +191,10 @@ def read_when_asked(plan: PeftPlan, arrays: Mapping[str, Readable], *, where: st
         arrays: the factors by path, read slice by slice.
         where: how messages call it.
     """
-    return PeftAdapter(where=where, config=plan.config, source=_Planned(plan, arrays))
+    return PeftAdapter(where=where, config=plan.config, source=_LazySource(plan, arrays))
 
 
-class _Planned:
+class _LazySource:
     """Tensors that a plan makes of arrays, as a source."""
 
     def __init__(self, plan: PeftPlan, arrays: Mapping[str, Readable]):
@@ -215,7 +215,7 @@ class _Planned:
         return out
 
 
-class _Held:
+class _MemorySource:
     """Tensors in memory as a source."""
 
     def __init__(self, values: Mapping[str, np.ndarray]):
@@ -229,10 +229,10 @@ class _Held:
 
     def read(self, name: str, index: Index, out: np.ndarray | None = None) -> np.ndarray:
         """See `TensorSource`."""
-        found = self._values[name][index]
+        selection = self._values[name][index]
         if out is None:
-            return found
-        out[...] = found
+            return selection
+        out[...] = selection
         return out
 
 
@@ -241,7 +241,7 @@ def write_peft(
     arrays: Mapping[str, jax.Array | Readable],
     folder: Folder,
     *,
-    beside: Mapping[str, Any] | None = None,
+    extra_files: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> Folder:
     """Writes a planned adapter. With several processes every one must call it; the first one writes.
@@ -250,7 +250,7 @@ def write_peft(
         plan: from `plan_peft`.
         arrays: the factors by path, on devices or in memory.
         folder: a path or URL.
-        beside: further files, JSON documents by name, such as a tokenizer's.
+        extra_files: further files, JSON documents by name, such as a tokenizer's.
         overwrite: whether an existing folder is replaced.
 
     Returns:
@@ -265,25 +265,25 @@ def write_peft(
         for _ in contribute_tensors(plan.tensors, arrays, jit=jit_together):
             pass
         return folder
-    place = place_of(folder)
-    with leased(place.name, what="an adapter", advice="name another folder", folder=place.lease) as lease:
-        place.recover()
+    target = export_dir(folder)
+    with leased(target.name, what="an adapter", advice="name another folder", folder=target.lease) as lease:
+        target.recover()
         if not overwrite:
-            place.refuse_taken()
-        place.begin()
-        with place.open(WEIGHTS) as file:
+            target.refuse_existing()
+        target.begin()
+        with target.open(WEIGHTS) as file:
             file.write(Shard(file=WEIGHTS, tensors=plan.tensors).header)
             for _, values in gather_tensors(plan.tensors, arrays, jit=jit_together):
                 file.write(np.ascontiguousarray(values).view(np.uint8).data)
-        for name, document in (beside or {}).items():
-            with place.open(name) as file:
+        for name, document in (extra_files or {}).items():
+            with target.open(name) as file:
                 file.write(_json(document))
-        _check(plan, SafetensorsSource({WEIGHTS: place.written().reader(WEIGHTS)}), place.name)
+        _check(plan, SafetensorsSource({WEIGHTS: target.written().reader(WEIGHTS)}), target.name)
         # Last: with it, the folder is an adapter.
-        with place.open(CONFIG) as file:
+        with target.open(CONFIG) as file:
             file.write(_json(peft_document(plan.config, transposed=plan.transposed)))
         lease.check()
-        place.finish()
+        target.finish()
     return folder
 
 
@@ -291,11 +291,11 @@ def _json(document: Mapping[str, Any]) -> bytes:
     return json.dumps(document, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
-def _check(plan: PeftPlan, found: SafetensorsSource, where: str) -> None:
+def _check(plan: PeftPlan, source: SafetensorsSource, where: str) -> None:
     wrong = [
-        each.name
-        for each in plan.tensors
-        if each.name not in found.tensors or found.tensors[each.name].shape != each.shape
+        tensor.name
+        for tensor in plan.tensors
+        if tensor.name not in source.tensors or source.tensors[tensor.name].shape != tensor.shape
     ]
     if wrong:
         some = ", ".join(wrong[:5])
