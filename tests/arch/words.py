@@ -27,9 +27,11 @@ SUFFIX = "_of"
 ALLOWED: Mapping[str, tuple[str, ...]] = {
     "places": ("src/levanter/models/decoder/", "src/levanter/models/stack.py", "src/levanter/trainer/loss.py"),
     "parts": ("src/levanter/layers/layer.py",),
+    "left": ("src/levanter/data/template_sandbox.py",),
     "connection_made": ("src/levanter/serving/",),
 }
-"""Name → the files or folders that may use it: slots of a scan period, sublayers, a method of `asyncio.Protocol`."""
+"""Name → the files or folders that may use it: slots of a scan period, sublayers, a parameter of Jinja's
+`call_binop`, a method of `asyncio.Protocol`."""
 
 
 @dataclass(frozen=True, kw_only=True, order=True)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from levanter.data.errors import AbsentTextError as AbsentTextError
     from levanter.data.errors import DataError as DataError
     from levanter.data.errors import ManyDataErrors as ManyDataErrors
-    from levanter.data.eval_rows import as_records as as_records
+    from levanter.data.eval_rows import as_training_set as as_training_set
     from levanter.data.eval_rows import evaluation_rows as evaluation_rows
     from levanter.data.eval_sequences import EvalBatches as EvalBatches
     from levanter.data.eval_sequences import EvalRows as EvalRows
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from levanter.data.pairs import pair_targets as pair_targets
     from levanter.data.passthrough import PassthroughTokenizer as PassthroughTokenizer
     from levanter.data.readers import read_records as read_records
-    from levanter.data.row_windows import joined as joined
+    from levanter.data.row_windows import concatenate_sequences as concatenate_sequences
     from levanter.data.rows import TrainRows as TrainRows
     from levanter.data.sources import HfDatasetSource as HfDatasetSource
     from levanter.data.sources import PythonDocsSource as PythonDocsSource

@@ -25,9 +25,9 @@ from levanter.data.tokenizer import Tokenizer
 Turns = Literal["all", "last", "split"]
 
 ASSISTANT = "assistant"
-MARK_IT = "give a chat_template that marks what counts with {% generation %} … {% endgeneration %}"
-WAYS_OUT = (
-    f"{MARK_IT}, or set turns: last (only the last answer counts) or turns: split (each answer is a conversation of "
+MARK_HINT = "give a chat_template that marks what counts with {% generation %} … {% endgeneration %}"
+OPTIONS_HINT = (
+    f"{MARK_HINT}, or set turns: last (only the last answer counts) or turns: split (each answer is a conversation of "
     "its own, rendered as inference would)"
 )
 """Where an answer is written in another way once more messages follow; its last writing may be derived."""
@@ -59,10 +59,10 @@ class Masked:
     @property
     def counted(self) -> np.ndarray:
         """Whether each token counts: bool `[tokens]`."""
-        found = np.zeros(len(self.ids), bool)
+        mask = np.zeros(len(self.ids), bool)
         for span in self.spans:
-            found[span.first : span.stop] = True
-        return found
+            mask[span.first : span.stop] = True
+        return mask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,35 +113,37 @@ class MaskedTemplate:
         return Masked(ids=ids, spans=tuple(self._derived(whole, messages, turn, more, origin) for turn in turns))
 
     def _derived(
-        self, whole: "_Rendered", messages: Sequence[Any], turn: int, more: Mapping[str, Any], origin: str
+        self, conversation: "_Rendered", messages: Sequence[Any], turn: int, more: Mapping[str, Any], origin: str
     ) -> Span:
         """One of the assistant's turns in the rendering of all messages."""
         where = f"{origin}: message {turn + 1} of {len(messages)} (assistant)"
-        asked, _ = self.template.render(messages[:turn], {**more, "add_generation_prompt": True}, where)
-        if not whole.text.startswith(asked):
-            ways = WAYS_OUT if turn < len(messages) - 1 else MARK_IT
+        prompt, _ = self.template.render(messages[:turn], {**more, "add_generation_prompt": True}, where)
+        if not conversation.text.startswith(prompt):
+            ways = OPTIONS_HINT if turn < len(messages) - 1 else MARK_HINT
             raise DataError(
                 f"{where}: what counts cannot be derived: the text before it with the generation prompt is no prefix "
-                f"of the conversation's; {_parting(asked, whole.text)}; {ways}"
+                f"of the conversation's; {_describe_difference(prompt, conversation.text)}; {ways}"
             )
         if turn == len(messages) - 1:
-            found = _tokens(whole.offsets, len(asked), len(whole.text))
-            return Span(len(whole.ids), len(whole.ids)) if found is None else found
-        said, _ = self.template.render(messages[: turn + 1], more, where)
-        ids, _ = self.tokenizer.encode_with_offsets(said)
-        stop = _agreement(ids, whole.ids)
-        behind = self._content_end(messages, turn, more, said, where)
-        ended = self._only_ends(ids[stop:]) if behind is None else _reach(whole.offsets, stop) >= behind
-        found = _tokens(whole.offsets[:stop], len(asked), _reach(whole.offsets, stop))
-        if found is None or not ended:
+            span = _tokens(conversation.offsets, len(prompt), len(conversation.text))
+            return Span(len(conversation.ids), len(conversation.ids)) if span is None else span
+        prefix, _ = self.template.render(messages[: turn + 1], more, where)
+        ids, _ = self.tokenizer.encode_with_offsets(prefix)
+        stop = _common_prefix(ids, conversation.ids)
+        content_end = self._content_end(messages, turn, more, prefix, where)
+        ended = (
+            self._only_ends(ids[stop:]) if content_end is None else _reach(conversation.offsets, stop) >= content_end
+        )
+        span = _tokens(conversation.offsets[:stop], len(prompt), _reach(conversation.offsets, stop))
+        if span is None or not ended:
             raise DataError(
                 f"{where}: what counts cannot be derived: the template writes this turn in another way once more "
-                f"messages follow; {_parting(said, whole.text)}; {WAYS_OUT}"
+                f"messages follow; {_describe_difference(prefix, conversation.text)}; {OPTIONS_HINT}"
             )
-        return found
+        return span
 
     def _content_end(
-        self, messages: Sequence[Any], turn: int, more: Mapping[str, Any], said: str, where: str
+        self, messages: Sequence[Any], turn: int, more: Mapping[str, Any], rendered: str, where: str
     ) -> int | None:
         """Where the content of a turn ends in the rendering that ends with it; None where that cannot be told."""
         content = messages[turn].get("content")
@@ -150,7 +152,7 @@ class MaskedTemplate:
         marked = {**messages[turn], "content": content.rstrip() + _CONTENT_END}
         text, _ = self.template.render([*messages[:turn], marked], more, where)
         end = text.find(_CONTENT_END)
-        return end if end >= 0 and text[:end] == said[:end] else None
+        return end if end >= 0 and text[:end] == rendered[:end] else None
 
     def _only_ends(self, ids: np.ndarray) -> bool:
         """Whether there is nothing but blanks and tokens that stand for no text."""
@@ -174,7 +176,7 @@ def _tokens(offsets: np.ndarray, start: int, stop: int) -> Span | None:
     return Span(first, end) if first < end else None
 
 
-def _agreement(ids: np.ndarray, others: np.ndarray) -> int:
+def _common_prefix(ids: np.ndarray, others: np.ndarray) -> int:
     """How many ids two texts begin with in common."""
     count = min(len(ids), len(others))
     differ = np.flatnonzero(ids[:count] != others[:count])
@@ -186,7 +188,7 @@ def _reach(offsets: np.ndarray, tokens: int) -> int:
     return int(offsets[tokens - 1, 1]) if tokens else 0
 
 
-def _parting(one: str, other: str) -> str:
+def _describe_difference(one: str, other: str) -> str:
     """Where two texts part, with what each goes on with."""
     at = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     before = one[max(0, at - _SHOWN) : at]

@@ -13,7 +13,7 @@ from levanter.data.manifest import Manifest, SourceFile, StoreError, StoreIdenti
 from levanter.io.file_identity import file_digest
 from levanter.io.paths import exists, file_size, is_remote, join
 
-MOST_SHOWN = 8
+MAX_LISTED = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +62,9 @@ def compare_sources(manifest: Manifest, wanted: StoreIdentity, *, thorough: bool
             unverified += 1
         elif not same:
             problems.append(f"source {source.name}: was {source.version}, is {current.version}")
-    more = [f"… and {len(problems) - MOST_SHOWN} more sources"] if len(problems) > MOST_SHOWN else []
+    more = [f"… and {len(problems) - MAX_LISTED} more sources"] if len(problems) > MAX_LISTED else []
     return Freshness(
-        problems=tuple(problems[:MOST_SHOWN] + more),
+        problems=tuple(problems[:MAX_LISTED] + more),
         unverified=unverified,
         read=read,
         identity=replace(manifest.identity, sources=tuple(sources)),
@@ -77,13 +77,13 @@ def refuse_stale(folder: str, manifest: Manifest, wanted: StoreIdentity) -> Fres
     Raises:
         StoreError: listing them.
     """
-    found = compare_sources(manifest, wanted, thorough=False)
-    if found.problems:
-        raise StoreError(stale(folder, found.problems))
-    return found
+    freshness = compare_sources(manifest, wanted, thorough=False)
+    if freshness.problems:
+        raise StoreError(stale_message(folder, freshness.problems))
+    return freshness
 
 
-def stale(folder: str, problems: Sequence[str]) -> str:
+def stale_message(folder: str, problems: Sequence[str]) -> str:
     """The message for a store whose sources have changed."""
     listed = "\n".join(f"  {problem}" for problem in problems)
     return (
@@ -99,21 +99,21 @@ def is_unbuilt(manifest: Manifest) -> bool:
 
 def source_digests(manifest: Manifest) -> dict[str, str]:
     """The digests of content that a finished store kept, by the source's name."""
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for numbers, mark in zip(manifest.identity.shards, manifest.shards or (), strict=False):
         for number, digest in zip(numbers, mark.source_digests, strict=False):
             if digest is not None:
-                found[manifest.identity.sources[number].name] = digest
-    return found
+                digests[manifest.identity.sources[number].name] = digest
+    return digests
 
 
-def digests_of_sources(sources: Sequence[SourceFile]) -> tuple[str | None, ...]:
+def digest_sources(sources: Sequence[SourceFile]) -> tuple[str | None, ...]:
     """Digests of the content of files on a disk; None for what has no file, and for what a store's tag stands for."""
 
-    def told_otherwise(source: SourceFile) -> bool:
+    def has_other_identity(source: SourceFile) -> bool:
         return source.digest is not None or source.version is None or is_remote(source.name)
 
-    return tuple(None if told_otherwise(source) else file_digest(source.name) for source in sources)
+    return tuple(None if has_other_identity(source) else file_digest(source.name) for source in sources)
 
 
 def changed_files(folder: str, manifest: Manifest) -> tuple[list[str], int]:

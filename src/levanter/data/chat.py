@@ -89,7 +89,7 @@ class ChatTemplate:
             template = self._template
             marked = run(lambda: template.render(**{**known, **more, "messages": messages}))
         except (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-            where = _line_of(error)
+            where = _error_line(error)
             raise DataError(f"{origin}: the chat template refuses these messages{where} ({error})") from error
         pieces = _MARKS.split(marked)
         marks = _MARKS.findall(marked)
@@ -104,28 +104,28 @@ class ChatTemplate:
         return "".join(pieces), spans
 
 
-def is_template(given: str) -> bool:
+def is_template(text: str) -> bool:
     """Whether a text is a template itself: no path has a tag of Jinja, or several lines."""
-    return "{{" in given or "{%" in given or "\n" in given
+    return "{{" in text or "{%" in text or "\n" in text
 
 
-def template_text(given: str | None) -> str | None:
+def template_text(template: str | None) -> str | None:
     """A chat template, written down or in a file.
 
     Raises:
         ValueError: the file is not UTF-8, or is larger than any template.
         MissingFileError: it is not there.
     """
-    if given is None or is_template(given):
-        return given
-    with open_read(given) as file:
+    if template is None or is_template(template):
+        return template
+    with open_read(template) as file:
         try:
-            return read_bounded(file, MIB, where=f"chat_template: {given}").decode()
+            return read_bounded(file, MIB, where=f"chat_template: {template}").decode()
         except UnicodeDecodeError as error:
-            raise ValueError(f"chat_template: {given}: not UTF-8 at byte {error.start}") from None
+            raise ValueError(f"chat_template: {template}: not UTF-8 at byte {error.start}") from None
 
 
-def _line_of(error: BaseException) -> str:
+def _error_line(error: BaseException) -> str:
     """The line of the template where it failed, where that is known: Jinja puts it into the traceback."""
     line, at = None, error.__traceback__
     while at is not None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from levanter.data.assistant_mask import ASSISTANT, WAYS_OUT, Masked, MaskedTemplate
+from levanter.data.assistant_mask import ASSISTANT, OPTIONS_HINT, Masked, MaskedTemplate
 from levanter.data.chat import ChatTemplate
 from levanter.data.errors import DataError
 from levanter.data.store_write import Encoded
@@ -15,8 +15,8 @@ from levanter.data.tokenizer import TemplateTokenizer, Tokenizer
 
 NOTHING = Encoded(np.zeros(0, np.int32), np.zeros(0, np.float32))
 """A conversation in which nothing can count, since the assistant says nothing."""
-ENCLOSE = "enclose the end of the turn in {% generation %} too"
-LATER = "the template ends this turn in another way once more messages follow"
+ENCLOSE_HINT = "enclose the end of the turn in {% generation %} too"
+REWRITTEN_TURN = "the template ends this turn in another way once more messages follow"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,17 +58,23 @@ class AnswerEncoder:
         """
         masked = self._masked.assistant(messages, more, origin, since=since)
         if not masked.counted[1:].any():
-            said = [m for m in messages[since:] if m["role"] == ASSISTANT and (m.get("content") or m.get("tool_calls"))]
-            if not said:
+            answers = [
+                m for m in messages[since:] if m["role"] == ASSISTANT and (m.get("content") or m.get("tool_calls"))
+            ]
+            if not answers:
                 return NOTHING
             raise DataError(
-                f"{origin}: nothing counts in the loss: the assistant has {len(said)} messages, and nothing of them is "
-                "within the template's {% generation %}"
+                f"{origin}: nothing counts in the loss: the assistant has {len(answers)} messages, none of them within "
+                "the template's {% generation %}"
             )
         if not self.allow_unstopped:
             spans = masked.spans[-1:] if self.template.marks_generation else masked.spans
             for number, span in enumerate(spans, start=1):
-                ways = ENCLOSE if self.template.marks_generation or number == len(spans) else f"{LATER}; {WAYS_OUT}"
+                ways = (
+                    ENCLOSE_HINT
+                    if self.template.marks_generation or number == len(spans)
+                    else f"{REWRITTEN_TURN}; {OPTIONS_HINT}"
+                )
                 self._check_end(masked, span.first, span.stop, origin, ways)
         return self._weighted(masked, origin)
 
@@ -105,5 +111,5 @@ class AnswerEncoder:
         """The ids that may end an answer: tokens that were added to the vocabulary, and EOS."""
         added = self.tokenizer.added_ids if isinstance(self.tokenizer, TemplateTokenizer) else frozenset()
         silent = np.flatnonzero(self.tokenizer.byte_lengths() == 0).tolist()
-        own = () if self.tokenizer.eos_id is None else (self.tokenizer.eos_id,)
-        return frozenset((*added, *silent, *own))
+        eos = () if self.tokenizer.eos_id is None else (self.tokenizer.eos_id,)
+        return frozenset((*added, *silent, *eos))

@@ -17,7 +17,7 @@ LONG_SPAN = 512
 """Mean span length from which copying spans one by one is faster than gathering their values by index."""
 
 
-def span_places(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def span_indices(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """int64: every place within the spans, one span after the other."""
     counts = np.asarray(counts, np.int64)
     ends = np.cumsum(counts)
@@ -52,12 +52,12 @@ class Chunks:
         self._lock, self._clock = threading.Lock(), 0
 
     @cached_property
-    def _slot_of(self) -> np.ndarray:
+    def _chunk_slots(self) -> np.ndarray:
         """int32: the slot of each chunk, −1 for none."""
         return np.full(self._first_chunks[-1], -1, np.int32)
 
     @cached_property
-    def _chunk_of(self) -> np.ndarray:
+    def _slot_chunks(self) -> np.ndarray:
         """int64: the chunk in each slot, −1 for none."""
         return np.full(self._slots, -1, np.int64)
 
@@ -76,7 +76,7 @@ class Chunks:
         begins, counts = np.asarray(begins, np.int64), np.asarray(counts, np.int64)
         begins, counts = begins[counts > 0], counts[counts > 0]
         assert not len(begins) or (begins.min() >= 0 and (begins + counts).max() <= self._starts[-1])
-        found = np.empty(int(counts.sum()), self._dtype)
+        values = np.empty(int(counts.sum()), self._dtype)
         chunks, begins, counts = self._pieces(begins, counts)
         with self._lock:
             # All pieces at once, where there is room for their chunks.
@@ -85,14 +85,14 @@ class Chunks:
             for start in range(0, len(chunks), max(step, 1)):
                 part = slice(start, start + step)
                 size = int(counts[part].sum())
-                self._copy(self._placed(chunks[part]) + begins[part], counts[part], found[at : at + size])
+                self._copy(self._chunk_starts(chunks[part]) + begins[part], counts[part], values[at : at + size])
                 at += size
-        return found
+        return values
 
     def _copy(self, begins: np.ndarray, counts: np.ndarray, out: np.ndarray) -> None:
         """Copies spans of the slots: short ones all at once, long ones one by one."""
         if len(out) < LONG_SPAN * len(counts):
-            np.take(self._values, span_places(begins, counts), out=out, mode="clip")
+            np.take(self._values, span_indices(begins, counts), out=out, mode="clip")
             return
         at = 0
         for begin, count in zip(begins.tolist(), counts.tolist(), strict=True):
@@ -104,44 +104,44 @@ class Chunks:
         ends = begins + counts
         first = np.searchsorted(self._starts, begins, side="right") - 1
         number = np.searchsorted(self._starts, ends, side="left") - first
-        array, span = span_places(first, number), np.repeat(np.arange(len(begins)), number)
+        array, span = span_indices(first, number), np.repeat(np.arange(len(begins)), number)
         starts = np.maximum(begins[span], self._starts[array]) - self._starts[array]
         stops = np.minimum(ends[span], self._starts[array + 1]) - self._starts[array]
         array, starts, stops = (x[stops > starts] for x in (array, starts, stops))
         first = starts // self._chunk
         number = (stops - 1) // self._chunk - first + 1
-        inside, piece = span_places(first, number), np.repeat(np.arange(len(starts)), number)
+        inside, piece = span_indices(first, number), np.repeat(np.arange(len(starts)), number)
         cut = inside * self._chunk
         starts, stops = np.maximum(starts[piece], cut), np.minimum(stops[piece], cut + self._chunk)
         return self._first_chunks[array[piece]] + inside, starts - cut, stops - starts
 
-    def _placed(self, chunks: np.ndarray) -> np.ndarray:
+    def _chunk_starts(self, chunks: np.ndarray) -> np.ndarray:
         """Where each of these chunks begins in the slots; those that are not there are read."""
         self._clock += 1
-        wanted = np.unique(chunks)
-        there = self._slot_of[wanted]
-        self._used[there[there >= 0]] = self._clock
-        missing = wanted[there < 0]
+        unique = np.unique(chunks)
+        slots = self._chunk_slots[unique]
+        self._used[slots[slots >= 0]] = self._clock
+        missing = unique[slots < 0]
         if len(missing):
             self._fetch(missing)
-        return self._slot_of[chunks].astype(np.int64) * self._chunk
+        return self._chunk_slots[chunks].astype(np.int64) * self._chunk
 
     def _fetch(self, chunks: np.ndarray) -> None:
         free = np.argpartition(self._used, len(chunks) - 1)[: len(chunks)]
         assert (self._used[free] < self._clock).all(), "more chunks are needed at once than there are slots"
         arrays = np.searchsorted(self._first_chunks, chunks, side="right") - 1
-        waiting = []
+        reads = []
         for chunk, number in zip(chunks.tolist(), arrays.tolist(), strict=True):
             start = (chunk - int(self._first_chunks[number])) * self._chunk
             stop = min(start + self._chunk, self._arrays[number].shape[0])
-            waiting.append((chunk, number, start, stop, self._arrays[number][start:stop].read()))
-        for slot, (chunk, number, start, stop, future) in zip(free.tolist(), waiting, strict=True):
+            reads.append((chunk, number, start, stop, self._arrays[number][start:stop].read()))
+        for slot, (chunk, number, start, stop, future) in zip(free.tolist(), reads, strict=True):
             try:
                 read = future.result()
             except (ValueError, OSError) as error:
                 raise self._damaged(number, start, stop, error) from error
-            before = self._chunk_of[slot]
+            before = self._slot_chunks[slot]
             if before >= 0:
-                self._slot_of[before] = -1
+                self._chunk_slots[before] = -1
             self._values[slot * self._chunk : slot * self._chunk + len(read)] = read
-            self._chunk_of[slot], self._slot_of[chunk], self._used[slot] = chunk, slot, self._clock
+            self._slot_chunks[slot], self._chunk_slots[chunk], self._used[slot] = chunk, slot, self._clock

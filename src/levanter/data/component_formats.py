@@ -15,7 +15,7 @@ from levanter.data.config import (
     DirectDatasetComponent,
     LmDataConfig,
 )
-from levanter.data.documents import Formats, format_of
+from levanter.data.documents import Formats, component_format
 from levanter.data.errors import DataError, raise_problems
 from levanter.data.formats import (
     ChatLmDatasetFormat,
@@ -56,7 +56,7 @@ def with_template(component: DatasetComponentBase, template: str | None) -> Data
     for holder in (component, source):
         format = getattr(holder, "format", None)
         if isinstance(format, ChatLmDatasetFormat | PreferenceChatLmDatasetFormat):
-            text = _text_of(template if format.chat_template is None else format.chat_template)
+            text = _read_template(template if format.chat_template is None else format.chat_template)
             changed = replace(holder, format=replace(format, chat_template=text))  # type: ignore[type-var]
             component = changed if holder is component else replace(component, source=changed)  # type: ignore
     return component
@@ -75,7 +75,7 @@ def has_chats(config: LmDataConfig) -> bool:
     return False
 
 
-def _text_of(template: str | None) -> str | None:
+def _read_template(template: str | None) -> str | None:
     try:
         return template_text(template)
     except MissingFileError as error:
@@ -91,24 +91,26 @@ def format_and_pack(
 ) -> tuple[LmDatasetFormatBase, bool | int | str | None]:
     """A component's format, one of `formats`, and how its documents are packed. All children of one have one format."""
     if isinstance(component, DatasetComponent):
-        format = format_of(where, component, formats)
+        format = component_format(where, component, formats)
         raise_problems([f"{where}.format.{problem}" for problem in _format_problems(format)])
         pack = component.pack if component.pack is not None else getattr(format, "pack", None)
         if isinstance(pack, int) and not isinstance(pack, bool) and pack < 1:
             raise DataError(f"{where}.pack: documents per row must be at least 1, got {pack}")
         return format, pack
     if isinstance(component, ConcatDatasetComponent):
-        found = [
+        child_formats = [
             format_and_pack(f"{where}.children.{name}", child, formats) for name, child in component.children.items()
         ]
-        if not found:
+        if not child_formats:
             raise DataError(f"{where}.children: is empty")
-        if any(each != found[0] for each in found):
+        if any(child_format != child_formats[0] for child_format in child_formats):
             raise DataError(f"{where}.children: have different formats or packing; make them separate components")
-        own = [name for name, child in component.children.items() if child.cache_dir is not None]
-        if own:
-            raise DataError(f"{where}.children.{own[0]}.cache_dir: children share the token store of {where}")
-        return found[0]
+        cached_children = [name for name, child in component.children.items() if child.cache_dir is not None]
+        if cached_children:
+            raise DataError(
+                f"{where}.children.{cached_children[0]}.cache_dir: children share the token store of {where}"
+            )
+        return child_formats[0]
     if TextLmDatasetFormat not in formats:
         raise DataError(
             f"{where}: texts in the configuration are no pairs; expected a source of preference_chat records"
@@ -150,18 +152,18 @@ def store_folder(config: LmDataConfig, name: str, component: DatasetComponentBas
     `cache_dir` of their own, the second also by one that is written in `data:`.
     """
     source = getattr(component, "source", None)
-    own = getattr(component, "cache_dir", None) or getattr(source, "cache_dir", None)
+    cache_dir = getattr(component, "cache_dir", None) or getattr(source, "cache_dir", None)
     small = isinstance(component, DirectDatasetComponent) or (
         isinstance(source, PythonDocsSource) and not is_set(config, "cache_dir")
     )
-    if own is None and (config.cache_dir is None or small):
+    if cache_dir is None and (config.cache_dir is None or small):
         return None
-    folder = own if own is not None else join(str(config.cache_dir), name)
+    folder = cache_dir if cache_dir is not None else join(str(config.cache_dir), name)
     return folder if getattr(component, "flat_cache", False) else join(folder, split)
 
 
 def is_set(config: LmDataConfig | DatasetComponentBase | CacheOptions, key: str) -> bool:
     """Whether a key differs from its default."""
-    found = next(field for field in fields(config) if field.name == key)
-    default = found.default_factory() if found.default_factory is not MISSING else found.default
+    (key_field,) = (field for field in fields(config) if field.name == key)
+    default = key_field.default_factory() if key_field.default_factory is not MISSING else key_field.default
     return getattr(config, key) != default

@@ -70,7 +70,7 @@ def _rule(format: ChatLmDatasetFormat, template: ChatTemplate) -> str:
     return how if format.turns == "all" else f"{how}, turns {format.turns}"
 
 
-def described(format: ChatLmDatasetFormat, tokenizer: Tokenizer) -> str:
+def describe_chat(format: ChatLmDatasetFormat, tokenizer: Tokenizer) -> str:
     """Which template a set has, and how what counts is found, in a line.
 
     Raises:
@@ -143,9 +143,9 @@ class ChatEncoder:
         )
 
     def _messages(self, value: Mapping[str, Any], origin: str) -> list[dict[str, Any]]:
-        given = record_value(value, self.format.messages_field, list, origin)
+        raw = record_value(value, self.format.messages_field, list, origin)
         system, roles = self.format.system_prompt, self.format.roles or {}
-        found = checked_messages(given, value, origin, system=system, roles=roles)
-        if not found:
+        messages = checked_messages(raw, value, origin, system=system, roles=roles)
+        if not messages:
             raise DataError(f"{origin}: the conversation is empty ({self.format.messages_field!r} has no message)")
-        return found
+        return messages

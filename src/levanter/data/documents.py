@@ -1,7 +1,7 @@
 """Documents: a component of the `data:` block resolved into places to read from, without reading.
 
-`component_parts` looks at names only: it expands patterns and checks that every file exists and that a reader knows it.
-What comes back reads its documents when asked, in the same order every time.
+`component_documents` looks at names only: it expands patterns and checks that every file exists and that a reader knows
+its type. The result reads its documents when iterated, in the same order every time.
 """
 
 import pydoc_data.topics
@@ -16,7 +16,7 @@ from levanter.data.config import (
 )
 from levanter.data.errors import DataError, raise_problems
 from levanter.data.formats import LmDatasetFormatBase, TextLmDatasetFormat, format_name
-from levanter.data.readers import Document, kind_of, read_documents
+from levanter.data.readers import Document, file_kind, read_documents
 from levanter.data.sources import HfDatasetSource, PythonDocsSource, UrlDatasetSource
 from levanter.io.paths import MissingFileError, expand, is_remote
 
@@ -61,10 +61,10 @@ class PythonTopics:
 
     def __iter__(self) -> Iterator[Document]:
         topics: Mapping[str, str] = pydoc_data.topics.topics
-        left = self.max_chars
+        remaining = self.max_chars
         for number, name in enumerate(sorted(topics)):
-            text = topics[name][:left]
-            left = None if left is None else left - len(text)
+            text = topics[name][:remaining]
+            remaining = None if remaining is None else remaining - len(text)
             held_out = number % self.hold_out_every == self.hold_out_every - 1
             if text and held_out == (self.split == "validation"):
                 yield Document(text, f"pydoc_data.topics[{name!r}]")
@@ -76,7 +76,7 @@ class PythonTopics:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GivenDocuments:
+class InlineDocuments:
     """Documents given in the configuration."""
 
     texts: tuple[str, ...]
@@ -90,7 +90,7 @@ class GivenDocuments:
         return f"{len(self.texts)} texts in the configuration"
 
 
-Documents = FileDocuments | PythonDocuments | PythonTopics | GivenDocuments
+Documents = FileDocuments | PythonDocuments | PythonTopics | InlineDocuments
 
 
 def python_docs_text(max_chars: int | None = None) -> str:
@@ -102,7 +102,7 @@ def python_docs_text(max_chars: int | None = None) -> str:
 Formats = tuple[type[LmDatasetFormatBase], ...]
 
 
-def component_parts(
+def component_documents(
     where: str, component: DatasetComponentBase, split: str | None, *, formats: Formats
 ) -> tuple[Documents, ...]:
     """Where a component's documents of a split are; nothing where it has no such split.
@@ -121,23 +121,23 @@ def component_parts(
         return tuple(
             part
             for name, child in component.children.items()
-            for part in component_parts(f"{where}.children.{name}", child, split, formats=formats)
+            for part in component_documents(f"{where}.children.{name}", child, split, formats=formats)
         )
     if isinstance(component, DirectDatasetComponent):
         texts = component.datasets.get(split or "validation", [])
         origin = f"{where}.datasets.{split or 'validation'}"
-        return (GivenDocuments(texts=tuple(texts), origin=origin),) if texts else ()
+        return (InlineDocuments(texts=tuple(texts), origin=origin),) if texts else ()
     assert isinstance(component, DatasetComponent), component
-    return _source_parts(where, component, split or component.split, formats)
+    return _source_documents(where, component, split or component.split, formats)
 
 
-def _source_parts(where: str, component: DatasetComponent, split: str, formats: Formats) -> tuple[Documents, ...]:
+def _source_documents(where: str, component: DatasetComponent, split: str, formats: Formats) -> tuple[Documents, ...]:
     source = component.source
     if source is None:
         raise DataError(f"{where}: has no source; evaluation reads documents, not token caches")
     if isinstance(source, PythonDocsSource):
-        return _python_parts(source, split)
-    format = format_of(where, component, formats)
+        return _python_documents(source, split)
+    format = component_format(where, component, formats)
     if isinstance(source, HfDatasetSource):
         key, patterns = _hub_patterns(where, source, split)
     else:
@@ -159,14 +159,14 @@ def _source_parts(where: str, component: DatasetComponent, split: str, formats: 
     unreadable = []
     for path in paths:
         try:
-            kind_of(path)
+            file_kind(path)
         except DataError as error:
             unreadable.append(f"{key}: {error}")
     raise_problems(unreadable)
     return (FileDocuments(paths=tuple(paths), format=format),)
 
 
-def _python_parts(source: PythonDocsSource, split: str) -> tuple[Documents, ...]:
+def _python_documents(source: PythonDocsSource, split: str) -> tuple[Documents, ...]:
     if source.hold_out_every is not None:
         return (PythonTopics(max_chars=source.max_chars, hold_out_every=source.hold_out_every, split=split),)
     return (PythonDocuments(max_chars=source.max_chars),) if split == source.split else ()
@@ -186,18 +186,18 @@ def _hub_patterns(where: str, source: HfDatasetSource, split: str) -> tuple[str,
     return f"{where}.source", [f"{folder}/*.parquet"]
 
 
-def format_of(where: str, component: DatasetComponent, formats: Formats) -> LmDatasetFormatBase:
+def component_format(where: str, component: DatasetComponent, formats: Formats) -> LmDatasetFormatBase:
     """The component's format, or the source's where only that one is set.
 
     Raises:
         DataError: both are set and differ; it is not among `formats`.
     """
     default = TextLmDatasetFormat()
-    theirs: LmDatasetFormatBase = getattr(component.source, "format", default)
-    format = component.format if component.format != default else theirs
-    if default not in (component.format, theirs) and component.format != theirs:
-        raise DataError(f"{where}: format is {component.format}, but source.format is {theirs}; keep one")
+    source_format: LmDatasetFormatBase = getattr(component.source, "format", default)
+    format = component.format if component.format != default else source_format
+    if default not in (component.format, source_format) and component.format != source_format:
+        raise DataError(f"{where}: format is {component.format}, but source.format is {source_format}; keep one")
     if not isinstance(format, formats):
-        known = ", ".join(f"`{LmDatasetFormatBase.get_choice_name(each)}`" for each in formats)
+        known = ", ".join(f"`{LmDatasetFormatBase.get_choice_name(format_type)}`" for format_type in formats)
         raise DataError(f"{where}.format: {known} are read; `{format_name(format)}` is not")
     return format

@@ -50,11 +50,11 @@ class TextEncoder:
         """
         before = np.array([] if self.bos is None else [self.bos], np.int32)
         after = np.array([] if self.eos is None else [self.eos], np.int32)
-        found = []
+        documents = []
         for record, ids in zip(records, self.tokenizer.encode_batch([r.text for r in records]), strict=True):
             check_ids(ids, record.origin, self.tokenizer, self.vocab_size)
-            found.append(Encoded(np.concatenate([before, np.asarray(ids, np.int32), after])))
-        return found
+            documents.append(Encoded(np.concatenate([before, np.asarray(ids, np.int32), after])))
+        return documents
 
 
 def check_ids(ids: np.ndarray, origin: str, tokenizer: Tokenizer | None, vocab_size: int) -> None:
@@ -153,14 +153,14 @@ class SupervisedEncoder:
         ids = np.concatenate([before, prompt, middle, target, after]).astype(np.int32)
         weights = np.ones(len(ids), np.float32)
         if self.format.mask_inputs:
-            given = len(before) + len(prompt) + len(middle)
-            weights[: max(given - 1, 0)] = 0.0
+            prompt_length = len(before) + len(prompt) + len(middle)
+            weights[: max(prompt_length - 1, 0)] = 0.0
         return Encoded(ids, weights)
 
 
 def _numbers(values: list, dtype: type[np.generic], key: str, origin: str) -> np.ndarray:
-    found = np.asarray(values) if values else np.zeros(0, dtype)
+    array = np.asarray(values) if values else np.zeros(0, dtype)
     wanted = "iu" if np.issubdtype(dtype, np.integer) else "iufb"
-    if found.ndim != 1 or found.dtype.kind not in wanted:
+    if array.ndim != 1 or array.dtype.kind not in wanted:
         raise DataError(f"{origin}: {key!r} must be a list of {'whole ' if wanted == 'iu' else ''}numbers")
-    return found.astype(dtype)
+    return array.astype(dtype)

@@ -18,11 +18,11 @@ from levanter.data.eval_sequences import EvalSequences, TokenizedText, build_seq
 from levanter.data.eval_sets import EvaluationSet
 from levanter.data.formats import LmDatasetFormatBase
 from levanter.data.manifest import StoreError, compare, read_manifest
-from levanter.data.row_windows import RowSet, joined, row_sequences
+from levanter.data.row_windows import RowSet, concatenate_sequences, row_sequences
 from levanter.data.rows import PackedRows
 from levanter.data.store import StoredTokens, Tokens, open_store
 from levanter.data.tokenizer import Tokenizer
-from levanter.data.train_builder import build_tokens, foreign_ids, lay_rows, store_identity, token_problems
+from levanter.data.train_builder import build_tokens, plan_rows, store_identity, token_problems, vocabulary_error
 from levanter.data.train_sets import TrainingSet
 
 logger = logging.getLogger(__name__)
@@ -53,32 +53,32 @@ def evaluation_rows(
     """
     if not sets or max_length < 2:
         return _text(config, sets, tokenizer, max_length, vocab_size, on_progress)
-    found: EvalSequences | None = None
-    waiting: list[EvaluationSet] = []
+    sequences: EvalSequences | None = None
+    text_sets: list[EvaluationSet] = []
     done = 0
 
-    def tell(chars: int) -> None:
+    def report(chars: int) -> None:
         if on_progress is not None:
             on_progress(done + chars)
 
-    def text_so_far() -> EvalSequences | None:
-        if not waiting:
-            return found
-        rows = _text(config, waiting, tokenizer, max_length, vocab_size, tell)
-        waiting.clear()
-        return joined(found, rows)
+    def flush_text() -> EvalSequences | None:
+        if not text_sets:
+            return sequences
+        rows = _text(config, text_sets, tokenizer, max_length, vocab_size, report)
+        text_sets.clear()
+        return concatenate_sequences(sequences, rows)
 
     for one in sets:
         if one.is_text:
-            waiting.append(one)
+            text_sets.append(one)
             continue
-        found = joined(text_so_far(), _records(config, one, tokenizer, max_length, vocab_size))
-        assert found is not None
-        done = sum(span.chars for span in found.sets)
-        tell(0)
-    found = text_so_far()
-    assert found is not None
-    return found
+        sequences = concatenate_sequences(flush_text(), _records(config, one, tokenizer, max_length, vocab_size))
+        assert sequences is not None
+        done = sum(span.chars for span in sequences.sets)
+        report(0)
+    sequences = flush_text()
+    assert sequences is not None
+    return sequences
 
 
 def _text(
@@ -111,11 +111,11 @@ def _stored_text(
     config: LmDataConfig, one: EvaluationSet, tokenizer: Tokenizer, vocab_size: int
 ) -> TokenizedText | None:
     """A set's text out of its token store, where there is one."""
-    tokens = _opened(config, one, tokenizer)
+    tokens = _open_store(config, one, tokenizer)
     if tokens is None:
         return None
     if tokens.largest_id >= vocab_size:
-        raise DataError(foreign_ids(as_records(one), tokens.largest_id, vocab_size))
+        raise DataError(vocabulary_error(as_training_set(one), tokens.largest_id, vocab_size))
     ids, _ = tokens.read(np.array([0]), tokens.starts[-1:])
     shards = tokens.manifest.shards or ()
     return TokenizedText(
@@ -126,7 +126,7 @@ def _stored_text(
     )
 
 
-def _opened(config: LmDataConfig, one: EvaluationSet, tokenizer: Tokenizer) -> StoredTokens | None:
+def _open_store(config: LmDataConfig, one: EvaluationSet, tokenizer: Tokenizer) -> StoredTokens | None:
     """The finished token store of a set, if it was made from what is configured; else the files are read."""
     if one.folder is None:
         return None
@@ -134,19 +134,19 @@ def _opened(config: LmDataConfig, one: EvaluationSet, tokenizer: Tokenizer) -> S
         manifest = read_manifest(one.folder)
         if manifest is None or manifest.shards is None:
             return None
-        wanted = store_identity(config, as_records(one), tokenizer)
-        compare(one.folder, manifest.identity, wanted, sources=True)
-        refuse_stale(one.folder, manifest, wanted)
+        identity = store_identity(config, as_training_set(one), tokenizer)
+        compare(one.folder, manifest.identity, identity, sources=True)
+        refuse_stale(one.folder, manifest, identity)
     except (OSError, ValueError) as error:
         # Another model's store in the same folder, or storage that is out of reach: neither keeps the text from use.
-        told = "\n".join(str(error).splitlines()[:4]) if isinstance(error, StoreError) else str(error).splitlines()[0]
-        logger.info("%s: its token store is not read, the text is tokenized: %s", one.name, told)
+        reason = "\n".join(str(error).splitlines()[:4]) if isinstance(error, StoreError) else str(error).splitlines()[0]
+        logger.info("%s: its token store is not read, the text is tokenized: %s", one.name, reason)
         return None
     logger.info("%s: read from the token store %s", one.name, one.folder)
     return open_store(one.folder, manifest)
 
 
-def as_records(one: EvaluationSet, *, folder: str | None = None) -> TrainingSet:
+def as_training_set(one: EvaluationSet, *, folder: str | None = None) -> TrainingSet:
     """A set as training would see it.
 
     Args:
@@ -154,12 +154,14 @@ def as_records(one: EvaluationSet, *, folder: str | None = None) -> TrainingSet:
         folder: where its token store is to be built; None for none.
     """
     # Texts may have a key of their own; sets whose files differ in it have no store.
-    formats: list[LmDatasetFormatBase] = [part.format for part in one.parts if isinstance(part, FileDocuments)]
+    formats: list[LmDatasetFormatBase] = [
+        part.format for part in one.document_sources if isinstance(part, FileDocuments)
+    ]
     return TrainingSet(
         name=one.name,
         tags=one.tags,
         format=formats[0] if one.is_text and formats else one.format,
-        parts=one.parts,
+        document_sources=one.document_sources,
         folder=folder,
         pack=one.pack,
         built=None if folder is None else read_manifest(folder),
@@ -170,13 +172,13 @@ def _records(
     config: LmDataConfig, one: EvaluationSet, tokenizer: Tokenizer, max_length: int, vocab_size: int | None
 ) -> EvalSequences:
     """A set of records in the rows that training would lay it into."""
-    records = as_records(one)
-    tokens: Tokens | None = _opened(config, one, tokenizer)
+    records = as_training_set(one)
+    tokens: Tokens | None = _open_store(config, one, tokenizer)
     if tokens is None:
         (tokens,) = build_tokens(config, [records], tokenizer)
     limit = tokenizer.vocab_size if vocab_size is None else vocab_size
     raise_problems(list(token_problems([records], [tokens], limit)))
-    rows = lay_rows(config, records, tokens, max_length)
+    rows = plan_rows(config, records, tokens, max_length)
     if isinstance(rows, PackedRows) and (rows.kept or rows.dropped):
         if rows.cut or rows.dropped or rows.uncounted:
             logger.warning("%s: %s", one.name, rows.describe())
@@ -188,13 +190,13 @@ def _records(
             rows.cut,
             max_length,
         )
-    found = row_sequences(
+    sequences = row_sequences(
         [RowSet(name=one.name, tags=one.tags, rows=rows.take(np.arange(len(rows))))],
         tokenizer.byte_lengths(),
         positions=max_length,
         separate_documents=config.block_cross_document_attention,
     )
-    assert found is not None and found.counts is not None
-    if not found.counts.any():
+    assert sequences is not None and sequences.counts is not None
+    if not sequences.counts.any():
         raise DataError(f"data set {one.name!r}: no token is left to score in rows of {max_length} tokens")
-    return found
+    return sequences

@@ -140,14 +140,14 @@ class EvalSequences:
             ]
         )
 
-    def set_of(self, rows: np.ndarray) -> np.ndarray:
+    def set_indices(self, rows: np.ndarray) -> np.ndarray:
         """The index of the set that each row belongs to."""
         first_rows = np.array([span.first_row for span in self.sets], np.int64)
         return np.searchsorted(first_rows, rows, side="right") - 1
 
-    def places(self, rows: np.ndarray) -> np.ndarray:
+    def stream_indices(self, rows: np.ndarray) -> np.ndarray:
         """int64 `[rows, position]`: where in the stream each position of these rows is, beyond its end where padded."""
-        set_index = self.set_of(np.maximum(rows, 0))
+        set_index = self.set_indices(np.maximum(rows, 0))
         first_row = np.array([span.first_row for span in self.sets], np.int64)[set_index]
         start = np.array([span.start for span in self.sets], np.int64)[set_index]
         strides = [self.max_length - 1 if span.stride is None else span.stride for span in self.sets]
@@ -158,19 +158,19 @@ class EvalSequences:
         """The rows with these indices as arrays; −1 makes a padding row, which scores nothing."""
         rows = np.asarray(rows, np.int64)
         assert rows.ndim == 1 and (rows < self.row_count).all() and (rows >= -1).all(), rows
-        set_index = self.set_of(np.maximum(rows, 0))
+        set_index = self.set_indices(np.maximum(rows, 0))
         stop = np.array([span.stop for span in self.sets], np.int64)[set_index]
-        places = self.places(rows)
-        real = (places < stop[:, None]) & (rows >= 0)[:, None]
-        places = np.clip(places, 0, len(self.stream) - 1)
+        stream_indices = self.stream_indices(rows)
+        real = (stream_indices < stop[:, None]) & (rows >= 0)[:, None]
+        stream_indices = np.clip(stream_indices, 0, len(self.stream) - 1)
         if self.real is not None:
-            real &= self.real[places]
-        tokens = np.where(real, self.stream[places], np.int32(0))
-        document = np.searchsorted(self.document_starts, places, side="right") - 1
+            real &= self.real[stream_indices]
+        tokens = np.where(real, self.stream[stream_indices], np.int32(0))
+        document = np.searchsorted(self.document_starts, stream_indices, side="right") - 1
         mask = np.zeros_like(real)
         mask[:, :-1] = real[:, 1:] & (document[:, 1:] == document[:, :-1])
         if self.counts is not None:
-            mask[:, :-1] &= self.counts[places[:, 1:]]
+            mask[:, :-1] &= self.counts[stream_indices[:, 1:]]
         segments = document - document[:, :1] if self.separate_documents else np.zeros_like(document)
         segment_ids = np.where(real, segments, PADDING_SEGMENT).astype(np.int32)
         target_bytes = np.zeros(tokens.shape, np.int64)
@@ -292,7 +292,7 @@ def build_sequences(
         tokens, documents = len(text.ids), int(np.count_nonzero(text.lengths))
         if tokens - documents < 1:
             what = "no text" if documents == 0 else "no document with at least two tokens"
-            raise DataError(f"data set {one.name!r} is empty: {what} in {'; '.join(map(str, one.parts))}")
+            raise DataError(f"data set {one.name!r} is empty: {what} in {'; '.join(map(str, one.document_sources))}")
         rows = -(-(tokens - 1) // (max_length - 1))
         spans.append(
             SetSpan(

@@ -17,7 +17,7 @@ from levanter.data.config import (
     DatasetComponentBase,
     LmDataConfig,
 )
-from levanter.data.documents import Documents, FileDocuments, Formats, component_parts
+from levanter.data.documents import Documents, FileDocuments, Formats, component_documents
 from levanter.data.errors import AbsentTextError, DataError, ManyDataErrors, raise_problems
 from levanter.data.formats import (
     ChatLmDatasetFormat,
@@ -37,7 +37,7 @@ class EvaluationSet:
     Attributes:
         name: the component's name.
         tags: the names under which its numbers are aggregated; its own name is the last of them.
-        parts: where its documents are, in order.
+        document_sources: where its documents are, in order.
         format: what a record is; with the template, where there is one.
         pack: how records are laid into rows, where they are not text.
         folder: where the store of its tokens lies if `cache_dataset` has built one; None where there can be none.
@@ -45,7 +45,7 @@ class EvaluationSet:
 
     name: str
     tags: tuple[str, ...]
-    parts: tuple[Documents, ...]
+    document_sources: tuple[Documents, ...]
     format: LmDatasetFormatBase = field(default_factory=TextLmDatasetFormat)
     pack: bool | int | str | None = None
     folder: str | None = None
@@ -57,11 +57,11 @@ class EvaluationSet:
 
     def documents(self) -> Iterator[Document]:
         """Reads the documents of a text one by one."""
-        for part in self.parts:
+        for part in self.document_sources:
             yield from part
 
     def __str__(self) -> str:
-        return f"{self.name}: {'; '.join(map(str, self.parts))}"
+        return f"{self.name}: {'; '.join(map(str, self.document_sources))}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,22 +97,22 @@ def resolve_evaluation(
             continue
         try:
             component = with_template(component, config.chat_template)
-            parts = component_parts(where, component, split, formats=formats)
-            format, pack = _format_and_pack(where, component, formats) if parts else (TextLmDatasetFormat(), None)
+            documents = component_documents(where, component, split, formats=formats)
+            format, pack = _format_and_pack(where, component, formats) if documents else (TextLmDatasetFormat(), None)
         except (DataError, MissingFileError) as error:
-            listed = absent if isinstance(error, MissingFileError) else problems
-            each = error.problems if isinstance(error, ManyDataErrors) else [str(error)]
-            listed += [text if text.startswith(where) else f"{where}: {text}" for text in each]
+            problem_list = absent if isinstance(error, MissingFileError) else problems
+            error_problems = error.problems if isinstance(error, ManyDataErrors) else [str(error)]
+            problem_list += [text if text.startswith(where) else f"{where}: {text}" for text in error_problems]
             continue
-        if parts:
+        if documents:
             sets.append(
                 EvaluationSet(
                     name=name,
-                    tags=tags_of(name, component),
-                    parts=parts,
+                    tags=component_tags(name, component),
+                    document_sources=documents,
                     format=format,
                     pack=pack,
-                    folder=_store(config, name, component, split, parts),
+                    folder=_store(config, name, component, split, documents),
                 )
             )
         else:
@@ -157,7 +157,7 @@ def _nothing_to_evaluate(without: list[str], split: str | None) -> str:
     return f"data.components: none of {', '.join(without)} has {split or 'validation'} data ({key} is empty)"
 
 
-def tags_of(name: str, component: DatasetComponentBase) -> tuple[str, ...]:
+def component_tags(name: str, component: DatasetComponentBase) -> tuple[str, ...]:
     """The names under which a component's numbers are aggregated; its own name is the last of them."""
     source: DatasetSourceBase | None = getattr(component, "source", None)
     tags = getattr(component, "tags", None) or getattr(source, "tags", None) or []
@@ -180,10 +180,10 @@ _TRAINING_KEYS = (
 
 
 def _store(
-    config: LmDataConfig, name: str, component: DatasetComponentBase, split: str | None, parts: Sequence[Documents]
+    config: LmDataConfig, name: str, component: DatasetComponentBase, split: str | None, documents: Sequence[Documents]
 ) -> str | None:
     """Where the tokens of a set may lie: one folder holds one split, of files of one format."""
-    formats = {part.format for part in parts if isinstance(part, FileDocuments)}
+    formats = {part.format for part in documents if isinstance(part, FileDocuments)}
     if getattr(component, "flat_cache", False) or len(formats) > 1:
         return None
     return store_folder(config, name, component, split or getattr(component, "split", "validation"))

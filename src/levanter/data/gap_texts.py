@@ -35,7 +35,7 @@ class ComparedText:
     begin: int = 0
 
 
-def compared_texts(
+def read_compared_texts(
     sets: Sequence[EvaluationSet], *, max_documents: int | None, max_bytes: int | None
 ) -> tuple[ComparedText, ...]:
     """Reads the documents of sets, in their order.
@@ -49,18 +49,18 @@ def compared_texts(
         DataError: a set of another format, or without a document that counts; whatever is wrong in a file.
         MissingFileError: a file is gone.
     """
-    found = []
+    texts = []
     for one in sets:
-        before = len(found)
+        before = len(texts)
         for document in _documents(one):
-            if max_documents is not None and len(found) - before >= max_documents:
+            if max_documents is not None and len(texts) - before >= max_documents:
                 break
             text = document.text if max_bytes is None else cut(document.text, max_bytes)
             if len(text.encode()) > document.begin:
-                found.append(ComparedText(**{**vars(document), "text": text}))
-        if len(found) == before:
-            raise DataError(f"data set {one.name!r} is empty: no text in {'; '.join(map(str, one.parts))}")
-    return tuple(found)
+                texts.append(ComparedText(**{**vars(document), "text": text}))
+        if len(texts) == before:
+            raise DataError(f"data set {one.name!r} is empty: no text in {'; '.join(map(str, one.document_sources))}")
+    return tuple(texts)
 
 
 def cut(text: str, max_bytes: int) -> str:
@@ -70,17 +70,17 @@ def cut(text: str, max_bytes: int) -> str:
 
 
 def _documents(one: EvaluationSet) -> Iterator[ComparedText]:
-    for part in one.parts:
+    for part in one.document_sources:
         if not isinstance(part, FileDocuments):
             for row, document in enumerate(part):
                 yield ComparedText(name=one.name, tags=one.tags, shard=str(part), row=row, text=document.text)
             continue
         for path in part.paths:
-            for row, (text, begin) in enumerate(_of_file(one.name, path, part.format)):
+            for row, (text, begin) in enumerate(_file_texts(one.name, path, part.format)):
                 yield ComparedText(name=one.name, tags=one.tags, shard=path, row=row, text=text, begin=begin)
 
 
-def _of_file(name: str, path: str, format: LmDatasetFormatBase) -> Iterator[tuple[str, int]]:
+def _file_texts(name: str, path: str, format: LmDatasetFormatBase) -> Iterator[tuple[str, int]]:
     if isinstance(format, TextLmDatasetFormat):
         for document in read_documents(path, format):
             yield document.text, 0
@@ -93,5 +93,5 @@ def _of_file(name: str, path: str, format: LmDatasetFormatBase) -> Iterator[tupl
     if isinstance(format.separate_with, int):
         raise DataError(f"data set {name!r}: format.separate_with: a token's id has no text; name the text itself")
     for record, origin in read_records(path):
-        given = record_value(record, format.input_key, str, origin) + (format.separate_with or "")
-        yield given + record_value(record, format.target_key, str, origin), len(given.encode())
+        prompt = record_value(record, format.input_key, str, origin) + (format.separate_with or "")
+        yield prompt + record_value(record, format.target_key, str, origin), len(prompt.encode())

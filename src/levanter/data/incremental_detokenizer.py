@@ -22,7 +22,7 @@ class WindowStream:
     Args:
         decode: from ids to their text.
         skipped: ids that have no text.
-        parts: ids of single bytes, which are text only together with those around them.
+        byte_ids: ids of single bytes, which are text only together with those around them.
     """
 
     def __init__(
@@ -30,14 +30,14 @@ class WindowStream:
         decode: Callable[[Sequence[int]], str],
         *,
         skipped: Collection[int] = (),
-        parts: Collection[int] = (),
+        byte_ids: Collection[int] = (),
     ):
         self._decode = decode
-        self._skipped, self._parts = skipped, parts
+        self._skipped, self._byte_ids = skipped, byte_ids
         self._window: list[int] = []
-        self._given = 0
+        self._context = 0
         """How many ids of the window were there when it began: they only give context."""
-        self._shown = ""
+        self._emitted = ""
         """The text of the window that has been given."""
 
     def push(self, id: int) -> str:
@@ -45,24 +45,24 @@ class WindowStream:
         if id in self._skipped:
             return ""
         self._window.append(id)
-        if id in self._parts:
+        if id in self._byte_ids:
             return ""
         text = self._decode(self._window)
         settled = text.removesuffix(REPLACEMENT)
-        if len(settled) <= len(self._shown) or not settled.startswith(self._shown):
+        if len(settled) <= len(self._emitted) or not settled.startswith(self._emitted):
             return ""
-        new = settled[len(self._shown) :]
-        self._shown = settled
+        new = settled[len(self._emitted) :]
+        self._emitted = settled
         if settled == text:
             # A clean end: the next window begins with what has just been given.
-            self._window = self._window[self._given :]
-            self._given = len(self._window)
-            self._shown = self._decode(self._window)
+            self._window = self._window[self._context :]
+            self._context = len(self._window)
+            self._emitted = self._decode(self._window)
         return new
 
     def finish(self) -> str:
         """The rest of the text: there are no more ids."""
         text = self._decode(self._window)
-        rest = text[len(self._shown) :] if text.startswith(self._shown) else ""
-        self._window, self._given, self._shown = [], 0, ""
+        rest = text[len(self._emitted) :] if text.startswith(self._emitted) else ""
+        self._window, self._context, self._emitted = [], 0, ""
         return rest

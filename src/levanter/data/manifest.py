@@ -75,9 +75,9 @@ class StoreIdentity:
         return tuple(tuple(range(a, b)) for a, b in itertools.pairwise(cuts))
 
     @classmethod
-    def of_json(cls, value: Mapping[str, Any]) -> "StoreIdentity":
+    def from_json(cls, value: Mapping[str, Any]) -> "StoreIdentity":
         """The identity that a manifest's JSON object holds."""
-        return cls(**{**value, "sources": tuple(SourceFile(**each) for each in value["sources"])})
+        return cls(**{**value, "sources": tuple(SourceFile(**source) for source in value["sources"])})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,19 +171,19 @@ def read_manifest(folder: str) -> Manifest | None:
         return None
     value = read_json(path)
     if not isinstance(value, dict) or value.get("version") != VERSION:
-        found = value.get("version") if isinstance(value, dict) else type(value).__name__
-        raise StoreError(f"{path}: expected version {VERSION} of a token store, found {found}")
+        version = value.get("version") if isinstance(value, dict) else type(value).__name__
+        raise StoreError(f"{path}: expected version {VERSION} of a token store, found {version}")
     try:
         shards = value["shards"]
         return Manifest(
-            identity=StoreIdentity.of_json(value["identity"]),
-            shards=None if shards is None else tuple(ShardMark(**each) for each in shards),
+            identity=StoreIdentity.from_json(value["identity"]),
+            shards=None if shards is None else tuple(ShardMark(**mark) for mark in shards),
         )
     except (KeyError, TypeError) as error:
         raise StoreError(f"{path}: damaged ({error}); delete the folder to rebuild it") from error
 
 
-def is_bare(folder: str, manifest: Manifest) -> bool:
+def is_empty(folder: str, manifest: Manifest) -> bool:
     """Whether a store has nothing but what it was to be made from: its first records were refused, say.
 
     Who then changes what the refusal advised to change begins it anew.
@@ -220,7 +220,7 @@ def compare(folder: str, stored: StoreIdentity, wanted: StoreIdentity, *, source
         if not differences and stored.groups != wanted.groups:
             differences.append(f"num_shard_groups: built with {stored.groups}, configured {wanted.groups}")
     if differences:
-        listed = "\n".join(f"  {each}" for each in differences)
+        listed = "\n".join(f"  {difference}" for difference in differences)
         raise StoreError(
             f"{folder}: this token store was built from something else:\n{listed}\n"
             "  give another cache_dir, or delete this folder"
@@ -230,14 +230,14 @@ def compare(folder: str, stored: StoreIdentity, wanted: StoreIdentity, *, source
 def _source_differences(stored: Sequence[SourceFile], wanted: Sequence[SourceFile]) -> list[str]:
     before = {source.name: source for source in stored}
     now = {source.name: source for source in wanted}
-    found = [f"source {name}: in the store, not configured" for name in before if name not in now]
-    found += [f"source {name}: configured, not in the store" for name in now if name not in before]
+    differences = [f"source {name}: in the store, not configured" for name in before if name not in now]
+    differences += [f"source {name}: configured, not in the store" for name in now if name not in before]
     for name in before.keys() & now.keys():
         old, new = before[name], now[name]
         if old.size != new.size:
-            found.append(f"source {name}: had {old.size:,} bytes, has {new.size:,}")
+            differences.append(f"source {name}: had {old.size:,} bytes, has {new.size:,}")
         elif old.digest != new.digest:
-            found.append(f"source {name}: the text has changed")
-    if not found and [s.name for s in stored] != [s.name for s in wanted]:
-        found.append("sources: the same files in a different order")
-    return found[:8] + ([f"… and {len(found) - 8} more sources"] if len(found) > 8 else [])
+            differences.append(f"source {name}: the text has changed")
+    if not differences and [s.name for s in stored] != [s.name for s in wanted]:
+        differences.append("sources: the same files in a different order")
+    return differences[:8] + ([f"… and {len(differences) - 8} more sources"] if len(differences) > 8 else [])

@@ -11,7 +11,7 @@ from levanter.data.errors import DataError, raise_problems
 ROLES = ("system", "developer", "user", ASSISTANT, "tool", "function", "ipython", "environment")
 """The roles that templates know. Others are named in `format.roles`."""
 _TOOLS = "tools"
-_NOT_HERE = {
+_RESERVED = {
     "chat_template": "a template for one record is not read; give format.chat_template",
     "messages": "they are a key of the record",
     "tokenize": "it is ours to set",
@@ -21,12 +21,12 @@ _NOT_HERE = {
 
 
 def checked_messages(
-    given: Sequence[Any], record: Mapping[str, Any], origin: str, *, system: str | None, roles: Mapping[str, str]
+    messages: Sequence[Any], record: Mapping[str, Any], origin: str, *, system: str | None, roles: Mapping[str, str]
 ) -> list[dict[str, Any]]:
     """Messages with the record's system message in front, and with roles as templates call them.
 
     Args:
-        given: as they are in the record.
+        messages: as they are in the record.
         record: the record.
         origin: where it is from, for messages.
         system: the key of a record that holds a system message; None for none.
@@ -37,13 +37,13 @@ def checked_messages(
     """
     if system is not None and record.get(system):
         prompt = record[system]
-        given = [{**(prompt if isinstance(prompt, Mapping) else {"content": prompt}), "role": "system"}, *given]
-    raise_problems([f"{origin}: {problem}" for problem in _problems(given, roles)])
+        messages = [{**(prompt if isinstance(prompt, Mapping) else {"content": prompt}), "role": "system"}, *messages]
+    raise_problems([f"{origin}: {problem}" for problem in _problems(messages, roles)])
     # Parquet fills in what some messages have and others do not.
     return [
-        {key: each for key, each in message.items() if each is not None or key == "content"}
+        {key: field for key, field in message.items() if field is not None or key == "content"}
         | {"role": roles.get(message["role"], message["role"])}
-        for message in given
+        for message in messages
     ]
 
 
@@ -61,12 +61,12 @@ def _problems(messages: Sequence[Any], named: Mapping[str, str]) -> Iterator[str
                 f"message {number}: unknown role {role!r}{did_you_mean(role, known)}; known are "
                 f"{', '.join(dict.fromkeys(known))}; format.roles says what others are (roles: {{{role}: …}})"
             )
-        if isinstance(content, str) and (found := NO_TEXT.search(content)) is not None:
-            at = found.start()
-            yield f"message {number}: its content has U+{ord(found.group()):04X} at {at}: no text has that"
+        if isinstance(content, str) and (match := NO_TEXT.search(content)) is not None:
+            at = match.start()
+            yield f"message {number}: its content has U+{ord(match.group()):04X} at {at}: no text has that"
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            found = "missing" if content is None else f"{type(content).__name__}, and only text is read"
-            yield f"message {number}: its content is {found}"
+            problem = "missing" if content is None else f"{type(content).__name__}, and only text is read"
+            yield f"message {number}: its content is {problem}"
 
 
 def template_arguments(record: Mapping[str, Any], key: str | None, origin: str) -> dict[str, Any]:
@@ -80,10 +80,10 @@ def template_arguments(record: Mapping[str, Any], key: str | None, origin: str) 
     Raises:
         DataError: it is no mapping, or says what is ours to say.
     """
-    more = (record.get(key) if key is not None else None) or {}
-    if not isinstance(more, Mapping):
-        raise DataError(f"{origin}: {key!r} is {type(more).__name__}, expected an object")
-    raise_problems([f"{origin}: {key}.{name}: {why}" for name, why in _NOT_HERE.items() if name in more])
+    arguments = (record.get(key) if key is not None else None) or {}
+    if not isinstance(arguments, Mapping):
+        raise DataError(f"{origin}: {key!r} is {type(arguments).__name__}, expected an object")
+    raise_problems([f"{origin}: {key}.{name}: {why}" for name, why in _RESERVED.items() if name in arguments])
     tools = {_TOOLS: record[_TOOLS]} if record.get(_TOOLS) else {}
     # Whether an answer is to follow is not the record's to say; upstream leaves it out, too.
-    return {**tools, **{name: each for name, each in more.items() if name != "add_generation_prompt"}}
+    return {**tools, **{name: argument for name, argument in arguments.items() if name != "add_generation_prompt"}}

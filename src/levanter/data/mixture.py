@@ -104,7 +104,7 @@ class Mixture:
             before[i] = before[i - 1] + self.stages[i - 1].turns_before(length)
         return before
 
-    def _stage_of(self, draw: int) -> int:
+    def _stage_index(self, draw: int) -> int:
         return max(i for i, stage in enumerate(self.stages) if stage.start <= draw)
 
     def at(self, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -131,7 +131,7 @@ class Mixture:
 
     def turns_before(self, draw: int) -> np.ndarray:
         """int64 `[sets]`: how often each set is drawn before `draw`."""
-        i = self._stage_of(draw)
+        i = self._stage_index(draw)
         return self._stage_turns[i] + self.stages[i].turns_before(draw - self.stages[i].start)
 
     @cached_property
@@ -186,7 +186,7 @@ class Mixture:
         return low
 
 
-def shares_of(weights: Mapping[str, float], names: Sequence[str], *, block: int, where: str) -> np.ndarray:
+def round_weights(weights: Mapping[str, float], names: Sequence[str], *, block: int, where: str) -> np.ndarray:
     """Weights as whole numbers of rows in a period: the largest remainders are rounded up.
 
     Args:
@@ -198,21 +198,21 @@ def shares_of(weights: Mapping[str, float], names: Sequence[str], *, block: int,
     Raises:
         ValueError: no weight is positive, one is not finite, or one is too small to be drawn at all.
     """
-    given = np.array([float(weights.get(name, 0.0)) for name in names])
-    if not np.isfinite(given).all() or (given < 0).any():
+    values = np.array([float(weights.get(name, 0.0)) for name in names])
+    if not np.isfinite(values).all() or (values < 0).any():
         raise ValueError(f"{where}: weights must be finite and not negative, got {dict(weights)}")
-    if given.sum() <= 0:
+    if values.sum() <= 0:
         raise ValueError(f"{where}: no weight is positive: {dict(weights)}")
     total = PERIOD * block
-    exact = given / given.sum() * total
+    exact = values / values.sum() * total
     shares = np.floor(exact).astype(np.int64)
     largest = np.argsort(-(exact - shares), kind="stable")
     shares[largest[: total - shares.sum()]] += 1
-    lost = [name for name, weight, share in zip(names, given, shares, strict=True) if weight > 0 and share == 0]
-    if lost:
+    undrawn = [name for name, weight, share in zip(names, values, shares, strict=True) if weight > 0 and share == 0]
+    if undrawn:
         raise ValueError(
-            f"{where}: the weight of {', '.join(lost)} is less than 1 row in {total:,} (mixture_block_size {block} × "
-            f"{PERIOD} blocks) and would never be drawn; raise it, or mixture_block_size, or set it to 0"
+            f"{where}: the weight of {', '.join(undrawn)} is less than 1 row in {total:,} (mixture_block_size {block} "
+            f"× {PERIOD} blocks) and would never be drawn; raise it, or mixture_block_size, or set it to 0"
         )
     return shares
 
@@ -229,7 +229,7 @@ def plan_mixture(
         seed: of the order within blocks.
 
     Raises:
-        ValueError: a weight that cannot be used (`shares_of`), a block without draws.
+        ValueError: a weight that cannot be used (`round_weights`), a block without draws.
     """
     if block < 1:
         raise ValueError(f"data.mixture_block_size must be at least 1, got {block}")
@@ -239,7 +239,7 @@ def plan_mixture(
         stages=tuple(
             MixtureStage(
                 start=start,
-                shares=shares_of(weights, names, block=block, where="data.train_weights"),
+                shares=round_weights(weights, names, block=block, where="data.train_weights"),
                 block=block,
                 key=subkey(seed, "mixture", number),
             )

@@ -70,28 +70,32 @@ def _patterns(histogram: np.ndarray, positions: int, most: int | None) -> list[t
     spaces = 0
     full: list[tuple[tuple[int, ...], int]] = []
     for length in range(positions, 0, -1):
-        waiting = int(histogram[length])
-        while waiting:
+        remaining = int(histogram[length])
+        while remaining:
             fitting = spaces >> length
             if fitting:
                 space = length + (fitting & -fitting).bit_length() - 1
                 pattern, rows = open_rows[space].pop()
-                taken = min(rows, waiting)
-                if taken < rows:
-                    open_rows[space].append((pattern, rows - taken))
+                row_count = min(rows, remaining)
+                if row_count < rows:
+                    open_rows[space].append((pattern, rows - row_count))
                 if not open_rows[space]:
                     spaces &= ~(1 << space)
             else:
                 # New rows, each with as many pieces of this length as fit; the last one may get fewer.
-                each = positions // length if most is None else min(positions // length, most)
-                each = min(each, waiting)
-                taken, pattern, space = waiting // each, (length,) * (each - 1), positions - (each - 1) * length
-                waiting -= taken * (each - 1)
-            waiting -= taken
+                count = positions // length if most is None else min(positions // length, most)
+                count = min(count, remaining)
+                row_count, pattern, space = (
+                    remaining // count,
+                    (length,) * (count - 1),
+                    positions - (count - 1) * length,
+                )
+                remaining -= row_count * (count - 1)
+            remaining -= row_count
             pattern, space = (*pattern, length), space - length
             if space == 0 or len(pattern) == most:
-                full.append((pattern, taken))
+                full.append((pattern, row_count))
             else:
-                open_rows.setdefault(space, []).append((pattern, taken))
+                open_rows.setdefault(space, []).append((pattern, row_count))
                 spaces |= 1 << space
     return full + [entry for space in sorted(open_rows) for entry in open_rows[space]]

@@ -18,7 +18,7 @@ import numpy as np
 
 from levanter.data.errors import DataError
 from levanter.data.rows import TrainRows
-from levanter.data.store import Tokens, span_places
+from levanter.data.store import Tokens, span_indices
 from levanter.data.targets import NO_TARGET
 
 CHOSEN, REJECTED = 0, 1
@@ -68,16 +68,16 @@ class PairRows:
         numbers = np.asarray(numbers, np.int64)
         assert ((numbers >= 0) & (numbers < len(self))).all(), numbers
         lengths = self.lengths[numbers].reshape(-1)
-        places = span_places(np.arange(2 * len(numbers)) * self.half, lengths)
+        positions = span_indices(np.arange(2 * len(numbers)) * self.half, lengths)
         ids, weights = self.tokens.read(self.begins[numbers].reshape(-1), lengths)
         assert weights is not None, "what counts of a pair is stored with it"
-        found = TrainRows.empty(len(numbers), self.positions)
-        found.tokens.reshape(-1)[places] = ids
-        found.loss_weights.reshape(-1)[places] = weights
+        rows = TrainRows.empty(len(numbers), self.positions)
+        rows.tokens.reshape(-1)[positions] = ids
+        rows.loss_weights.reshape(-1)[positions] = weights
         # From the last token of a text nothing is predicted; a text that is cut has a weight there.
-        found.loss_weights.reshape(-1)[np.arange(2 * len(numbers)) * self.half + lengths - 1] = 0.0
-        found.segment_ids.reshape(-1)[places] = np.repeat(np.tile([CHOSEN, REJECTED], len(numbers)), lengths)
-        return found
+        rows.loss_weights.reshape(-1)[np.arange(2 * len(numbers)) * self.half + lengths - 1] = 0.0
+        rows.segment_ids.reshape(-1)[positions] = np.repeat(np.tile([CHOSEN, REJECTED], len(numbers)), lengths)
+        return rows
 
     @cached_property
     def filled(self) -> float:
@@ -86,16 +86,16 @@ class PairRows:
 
     def describe(self) -> str:
         """How full rows are, and what became of pairs that are too long or say nothing."""
-        said = [f"a pair is two texts of up to {self.half:,} tokens, {self.filled:.1%} of positions filled"]
+        clauses = [f"a pair is two texts of up to {self.half:,} tokens, {self.filled:.1%} of positions filled"]
         if self.cut:
-            said.append(f"{self.cut:,} pairs with a longer text, of which the {self.kept} is kept")
+            clauses.append(f"{self.cut:,} pairs with a longer text, of which the {self.kept} is kept")
         if self.dropped:
-            said.append(f"{self.dropped:,} pairs with a longer text left out")
+            clauses.append(f"{self.dropped:,} pairs with a longer text left out")
         if self.uncounted:
-            said.append(f"{self.uncounted:,} pairs left out: nothing counts in the {self.kept} of a text")
+            clauses.append(f"{self.uncounted:,} pairs left out: nothing counts in the {self.kept} of a text")
         if self.alike:
-            said.append(f"{self.alike:,} pairs are one text twice, which teaches nothing")
-        return ", ".join(said)
+            clauses.append(f"{self.alike:,} pairs are one text twice, which teaches nothing")
+        return ", ".join(clauses)
 
 
 def pair_rows(tokens: Tokens, *, half: int, slices: Slice) -> PairRows:
@@ -112,7 +112,7 @@ def pair_rows(tokens: Tokens, *, half: int, slices: Slice) -> PairRows:
     """
     assert len(tokens.starts) % 2 == 1, "a pair is two documents"
     begins, lengths = tokens.starts[:-1].reshape(-1, 2), np.diff(tokens.starts).reshape(-1, 2)
-    alike = sum(int(each.sum()) for each in _alike(tokens, begins, lengths))
+    alike = sum(int(mask.sum()) for mask in _alike(tokens, begins, lengths))
     if alike > MOST_ALIKE * len(begins):
         raise DataError(
             f"{alike:,} of {len(begins):,} pairs ({alike / len(begins):.1%}) have one text as chosen and as rejected, "

@@ -72,7 +72,7 @@ class PairEncoder:
     def chars(self, record: tuple[Any, str]) -> int:
         """The characters of both texts, roughly; at least 1."""
         value, origin = record
-        return 1 + sum(_characters(self._given(value, key, origin)) for key in self._keys)
+        return 1 + sum(_characters(self._read_text(value, key, origin)) for key in self._keys)
 
     def shape(self, record: tuple[Any, str]) -> Shape:
         """Which of the shapes a record has.
@@ -81,11 +81,11 @@ class PairEncoder:
             DataError: none.
         """
         value, origin = record
-        chosen, rejected = (self._given(value, key, origin) for key in self._keys)
-        kinds = {type(each) for each in (chosen, rejected)}
+        chosen, rejected = (self._read_text(value, key, origin) for key in self._keys)
+        kinds = {type(text) for text in (chosen, rejected)}
         has_prompt = value.get(PROMPT) is not None
         if has_prompt:
-            kinds.add(type(self._given(value, PROMPT, origin)))
+            kinds.add(type(self._read_text(value, PROMPT, origin)))
         if len(kinds) > 1:
             keys = ", ".join((*((PROMPT,) if has_prompt else ()), *self._keys))
             raise DataError(f"{origin}: {keys}: expected all of them as lists of messages, or all of them as text")
@@ -105,10 +105,10 @@ class PairEncoder:
     def _pair(self, record: tuple[Any, str]) -> PreferencePair:
         value, origin = record
         shape = self.shape(record)
-        given = [value[key] for key in self._keys]
+        values = [value[key] for key in self._keys]
         if shape in ("prompt and texts", "texts"):
-            prompt = value[PROMPT] if shape == "prompt and texts" else _common_text(*given, origin=origin)
-            answers = given if shape == "prompt and texts" else [text[len(prompt) :] for text in given]
+            prompt = value[PROMPT] if shape == "prompt and texts" else _common_text(*values, origin=origin)
+            answers = values if shape == "prompt and texts" else [text[len(prompt) :] for text in values]
             return PreferencePair(
                 **dict(zip(("chosen", "rejected"), self._texts(prompt, answers, origin), strict=True))
             )
@@ -117,66 +117,66 @@ class PairEncoder:
         more = template_arguments(value, self.format.chat_template_kwargs, origin)
         before = value[PROMPT] if shape == "prompt and messages" else []
         both = [
-            self._messages([*before, *each], value, f"{origin}, {key}")
-            for each, key in zip(given, self._keys, strict=True)
+            self._messages([*before, *answer], value, f"{origin}, {key}")
+            for answer, key in zip(values, self._keys, strict=True)
         ]
-        since = self._since(both, len(both[0]) - len(given[0]) if before else None, origin)
-        made = []
+        since = self._prompt_messages(both, len(both[0]) - len(values[0]) if before else None, origin)
+        encoded = []
         for messages, key in zip(both, self._keys, strict=True):
             where = f"{origin}, {key}"
             if not any(_says(message) for message in messages[since:]):
                 raise DataError(f"{where}: empty completion: the assistant says nothing behind the prompt")
             if not self.format.mask_user_turns:
-                made.append(self._answers.everything(messages, more, where))
+                encoded.append(self._answers.everything(messages, more, where))
             else:
                 counted = 0 if self.format.count == "all" else since
-                made.append(self._answers.counted(messages, more, where, since=counted))
-            if not (made[-1].weights is not None and made[-1].weights[:-1].any()):
+                encoded.append(self._answers.counted(messages, more, where, since=counted))
+            if not (encoded[-1].weights is not None and encoded[-1].weights[:-1].any()):
                 raise DataError(f"{where}: empty completion: nothing that the assistant says counts")
-        return PreferencePair(chosen=made[0], rejected=made[1])
+        return PreferencePair(chosen=encoded[0], rejected=encoded[1])
 
-    def _since(self, both: Sequence[list[dict[str, Any]]], given: int | None, origin: str) -> int:
+    def _prompt_messages(self, both: Sequence[list[dict[str, Any]]], prompt_length: int | None, origin: str) -> int:
         """Where the prompt ends: behind the messages that were given as such, or that both have in common."""
         chosen, rejected = both
-        if given is None:
+        if prompt_length is None:
             pairs = enumerate(zip(chosen, rejected, strict=False))
-            given = next((n for n, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
-            if given == len(chosen) == len(rejected):
+            prompt_length = next((n for n, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
+            if prompt_length == len(chosen) == len(rejected):
                 # Twice the same: its last answer is what would have been preferred.
-                given -= 1
-        if given < 1:
+                prompt_length -= 1
+        if prompt_length < 1:
             first = [f"{message['role']}: {str(message.get('content'))[:40]!r}" for message in (chosen[0], rejected[0])]
             raise DataError(f"{origin}: no common prompt: one begins with {first[0]}, the other with {first[1]}")
-        return given
+        return prompt_length
 
     def _texts(self, prompt: str, answers: Sequence[str], origin: str) -> list[Encoded]:
         """Plain texts: BOS, prompt, answer, EOS; prompt and answer each tokenized for itself."""
         before = [] if self.bos is None else [self.bos]
         after = [] if self.eos is None else [self.eos]
-        made = []
+        encoded = []
         for answer, key in zip(answers, self._keys, strict=True):
             if not answer:
                 raise DataError(f"{origin}, {key}: empty completion: there is nothing behind the prompt")
-            asked, said = self.tokenizer.encode_batch([prompt, answer])
-            ids = np.concatenate([before, asked, said, after]).astype(np.int32)
+            prompt_ids, answer_ids = self.tokenizer.encode_batch([prompt, answer])
+            ids = np.concatenate([before, prompt_ids, answer_ids, after]).astype(np.int32)
             weights = np.ones(len(ids), np.float32)
-            weights[: max(len(before) + len(asked) - 1, 0)] = 0.0
+            weights[: max(len(before) + len(prompt_ids) - 1, 0)] = 0.0
             weights[-1] = 0.0
-            made.append(Encoded(ids, weights))
-        return made
+            encoded.append(Encoded(ids, weights))
+        return encoded
 
-    def _given(self, value: object, key: str, origin: str) -> str | list[Any]:
-        found = record_value(value, key, object, origin)
-        if not isinstance(found, str | list):
-            raise DataError(f"{origin}: {key!r} is {type(found).__name__}, expected a list of messages, or text")
-        if not found:
+    def _read_text(self, value: object, key: str, origin: str) -> str | list[Any]:
+        text = record_value(value, key, object, origin)
+        if not isinstance(text, str | list):
+            raise DataError(f"{origin}: {key!r} is {type(text).__name__}, expected a list of messages, or text")
+        if not text:
             raise DataError(f"{origin}: {key!r} is empty")
-        if isinstance(found, str) and (bad := NO_TEXT.search(found)) is not None:
+        if isinstance(text, str) and (bad := NO_TEXT.search(text)) is not None:
             raise DataError(f"{origin}: {key!r} has U+{ord(bad.group()):04X} at {bad.start()}: no text has that")
-        return found
+        return text
 
-    def _messages(self, given: Sequence[Any], value: Mapping[str, Any], origin: str) -> list[dict[str, Any]]:
-        return checked_messages(given, value, origin, system=self.format.system_prompt, roles={})
+    def _messages(self, messages: Sequence[Any], value: Mapping[str, Any], origin: str) -> list[dict[str, Any]]:
+        return checked_messages(messages, value, origin, system=self.format.system_prompt, roles={})
 
     @property
     def _keys(self) -> tuple[str, str]:
@@ -192,10 +192,10 @@ def _says(message: Mapping[str, Any]) -> bool:
     return message["role"] == ASSISTANT and bool(message.get("content") or message.get("tool_calls"))
 
 
-def _characters(given: str | list[Any]) -> int:
-    if isinstance(given, str):
-        return len(given)
-    return sum(len(str(message.get("content"))) for message in given if isinstance(message, dict))
+def _characters(text: str | list[Any]) -> int:
+    if isinstance(text, str):
+        return len(text)
+    return sum(len(str(message.get("content"))) for message in text if isinstance(message, dict))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,8 +219,8 @@ class PairDocuments:
 
 def pair_template(format: PreferenceChatLmDatasetFormat, tokenizer: Tokenizer) -> ChatTemplate | None:
     """The template of a set; None where neither it nor the tokenizer has one, which plain texts do without."""
-    own = tokenizer.chat_template if isinstance(tokenizer, TemplateTokenizer) else None
-    return None if format.chat_template is None and own is None else chat_template(format, tokenizer)
+    tokenizer_template = tokenizer.chat_template if isinstance(tokenizer, TemplateTokenizer) else None
+    return None if format.chat_template is None and tokenizer_template is None else chat_template(format, tokenizer)
 
 
 def pair_identity(format: PreferenceChatLmDatasetFormat, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -244,7 +244,7 @@ def _rule(format: PreferenceChatLmDatasetFormat, template: ChatTemplate | None) 
     return f"{how}, {'of all turns' if format.count == 'all' else 'behind the prompt'}"
 
 
-def described_pairs(format: PreferenceChatLmDatasetFormat, tokenizer: Tokenizer) -> str:
+def describe_pairs(format: PreferenceChatLmDatasetFormat, tokenizer: Tokenizer) -> str:
     """Which template a set has, and what counts, in a line."""
     template = pair_template(format, tokenizer)
     counts = _rule(format, template)

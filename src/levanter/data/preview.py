@@ -40,11 +40,11 @@ def marked_sample(
     text = [tokenizer.decode(ids[list(run)]) for run in _runs(counted[:TOKENS])]
     numbers = [" ".join(map(str, ids[list(run)].tolist())) for run in _runs(counted[:TOKENS])]
     marks = [bool(counted[run[0]]) for run in _runs(counted[:TOKENS])]
-    left = f" … and {length - TOKENS:,} more tokens" if length > TOKENS else ""
+    omitted = f" … and {length - TOKENS:,} more tokens" if length > TOKENS else ""
     lines = [
         f"{name}: {what}, {length:,} tokens, of which {int(counted.sum()):,} count (between ⟦ and ⟧)",
         *_marked(text, marks, "").splitlines(),
-        f"ids: {_marked(numbers, marks, ' ')}{left}",
+        f"ids: {_marked(numbers, marks, ' ')}{omitted}",
     ]
     bos = tokenizer.bos_id
     if bos is not None and ids[0] != bos:
@@ -54,12 +54,12 @@ def marked_sample(
 
 def _runs(counted: np.ndarray) -> list[range]:
     """The stretches of places that are alike."""
-    found, at = [], 0
+    runs, at = [], 0
     for _, group in groupby(counted.tolist()):
         length = len(list(group))
-        found.append(range(at, at + length))
+        runs.append(range(at, at + length))
         at += length
-    return found
+    return runs
 
 
 def _marked(pieces: list[str], marks: list[bool], between: str) -> str:

@@ -53,13 +53,13 @@ def read_documents(path: str, format: TextLmDatasetFormat) -> Iterator[Document]
         DataError: the name's ending is unknown; the content is not what the name says; text is not UTF-8 (with the
             byte offset); a record lacks the text key (with the line and the keys it has).
     """
-    kind, compression = kind_of(path)
+    kind, compression = file_kind(path)
     if kind == "parquet":
         yield from _parquet(path, format.text_key)
         return
     with _decompressed(path, compression) as file:
         if kind == "txt":
-            yield from (_lines_as_text(path, file) if format.txt_documents == "line" else _whole(path, file))
+            yield from (_lines_as_text(path, file) if format.txt_documents == "line" else _whole_file(path, file))
         elif kind == "json":
             yield from _json(path, file, format.text_key)
         else:
@@ -73,7 +73,7 @@ def read_records(path: str) -> Iterator[tuple[Any, str]]:
         MissingFileError: there is no such file.
         DataError: another ending, damage, or a line that is not JSON.
     """
-    kind, compression = kind_of(path)
+    kind, compression = file_kind(path)
     if kind == "txt":
         known = ".jsonl, .json (also with .gz or .zst) and .parquet"
         raise DataError(f"{path}: records are read from {known}, not from .{kind}")
@@ -84,7 +84,7 @@ def read_records(path: str) -> Iterator[tuple[Any, str]]:
         yield from (_json_list(path, file) if kind == "json" else _json_values(path, file))
 
 
-def kind_of(path: str) -> tuple[str, str | None]:
+def file_kind(path: str) -> tuple[str, str | None]:
     """How a file is read, by its name: (`txt` | `json` | `jsonl` | `parquet`, None | `gz` | `zst`).
 
     Raises:
@@ -167,8 +167,8 @@ def _decode(path: str, content: bytes, offset: int) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         place = offset + error.start
-        found = content[error.start : error.start + 4].hex(" ")
-        raise DataError(f"{path}: not UTF-8 at byte {place} ({found}: {error.reason})") from error
+        invalid = content[error.start : error.start + 4].hex(" ")
+        raise DataError(f"{path}: not UTF-8 at byte {place} ({invalid}: {error.reason})") from error
 
 
 def _without_mark(content: bytes) -> tuple[bytes, int]:
@@ -178,12 +178,12 @@ def _without_mark(content: bytes) -> tuple[bytes, int]:
 
 def _content(path: str, file: IO[bytes]) -> bytes:
     """The whole of a file. What is compressed is bounded, since its size does not say what it holds."""
-    if kind_of(path)[1] is None:
+    if file_kind(path)[1] is None:
         return file.read()
     return read_bounded(file, RECORD_BYTES, where=path)
 
 
-def _whole(path: str, file: IO[bytes]) -> Iterator[Document]:
+def _whole_file(path: str, file: IO[bytes]) -> Iterator[Document]:
     content, offset = _without_mark(_content(path, file))
     if content:
         yield Document(_decode(path, content, offset), path)
@@ -207,7 +207,7 @@ def _lines_as_text(path: str, file: IO[bytes]) -> Iterator[Document]:
 
 def _json_lines(path: str, file: IO[bytes], key: str) -> Iterator[Document]:
     for record, origin in _json_values(path, file):
-        yield Document(_text_of(record, key, origin), origin)
+        yield Document(_record_text(record, key, origin), origin)
 
 
 def _json_values(path: str, file: IO[bytes]) -> Iterator[tuple[Any, str]]:
@@ -226,7 +226,7 @@ def _json_values(path: str, file: IO[bytes]) -> Iterator[tuple[Any, str]]:
 
 def _json(path: str, file: IO[bytes], key: str) -> Iterator[Document]:
     for record, origin in _json_list(path, file):
-        text = _checked(record, origin) if isinstance(record, str) else _text_of(record, key, origin)
+        text = _checked(record, origin) if isinstance(record, str) else _record_text(record, key, origin)
         yield Document(text, origin)
 
 
@@ -245,7 +245,7 @@ def _json_list(path: str, file: IO[bytes]) -> Iterator[tuple[Any, str]]:
         yield record, f"{path}[{number}]" if isinstance(value, list) else path
 
 
-def _text_of(record: object, key: str, origin: str) -> str:
+def _record_text(record: object, key: str, origin: str) -> str:
     if not isinstance(record, dict):
         raise DataError(f"{origin}: expected an object with the key {key!r}, found {type(record).__name__}")
     if key not in record:

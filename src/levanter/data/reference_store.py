@@ -50,7 +50,7 @@ class ReferenceStore:
     pairs: int
 
     @property
-    def parts(self) -> Sequence[range]:
+    def chunks(self) -> Sequence[range]:
         """The pairs of each file."""
         return [range(start, min(start + PART, self.pairs)) for start in range(0, self.pairs, PART)]
 
@@ -63,8 +63,8 @@ class ReferenceStore:
         path = join(self.folder, MANIFEST)
         if not exists(path):
             return
-        found = read_json(path)
-        stored = found.get("identity") if isinstance(found, dict) and found.get("version") == VERSION else None
+        document = read_json(path)
+        stored = document.get("identity") if isinstance(document, dict) and document.get("version") == VERSION else None
         if not isinstance(stored, dict):
             raise ReferenceStoreError(f"{path}: is no manifest of log-probabilities of a reference; delete the folder")
         differences = [
@@ -91,13 +91,13 @@ class ReferenceStore:
             number: of the part.
             values: float32 `[pairs of the part, 2]`.
         """
-        assert values.shape == (len(self.parts[number]), 2), (values.shape, number)
+        assert values.shape == (len(self.chunks[number]), 2), (values.shape, number)
         content = np.ascontiguousarray(values, "<f4").tobytes()
         write_file(self._path(number), content + self._digest(number, content))
 
     def read(self, number: int) -> np.ndarray | None:
         """A part; None where it is missing, or damaged, so that it is to be made again."""
-        path, size = self._path(number), len(self.parts[number]) * 8
+        path, size = self._path(number), len(self.chunks[number]) * 8
         if not exists(path) or file_size(path) != size + _DIGEST:
             return None
         with open_read(path) as file:
@@ -108,7 +108,7 @@ class ReferenceStore:
 
     def missing(self) -> list[int]:
         """The parts that are to be made."""
-        return [number for number in range(len(self.parts)) if self.read(number) is None]
+        return [number for number in range(len(self.chunks)) if self.read(number) is None]
 
     def all(self) -> np.ndarray:
         """All of them, float32 `[pairs, 2]`.
@@ -116,19 +116,19 @@ class ReferenceStore:
         Raises:
             ReferenceStoreError: a part is missing.
         """
-        found = [self.read(number) for number in range(len(self.parts))]
-        absent = [self._path(number) for number, each in enumerate(found) if each is None]
+        chunks = [self.read(number) for number in range(len(self.chunks))]
+        absent = [self._path(number) for number, chunk in enumerate(chunks) if chunk is None]
         if absent:
             raise ReferenceStoreError(f"{absent[0]}: missing; the folder must be storage that all hosts see")
-        return np.concatenate([np.zeros((0, 2), np.float32), *(each for each in found if each is not None)])
+        return np.concatenate([np.zeros((0, 2), np.float32), *(chunk for chunk in chunks if chunk is not None)])
 
     def _path(self, number: int) -> str:
         return join(self.folder, f"part-{number:05d}.f32")
 
     def _digest(self, number: int, content: bytes) -> bytes:
-        own = {key: value for key, value in self.identity.items() if key not in _NAMES_ONLY}
-        said = json.dumps([own, number], sort_keys=True).encode()
-        return hashlib.sha256(said + content).digest()
+        identity = {key: value for key, value in self.identity.items() if key not in _NAMES_ONLY}
+        text = json.dumps([identity, number], sort_keys=True).encode()
+        return hashlib.sha256(text + content).digest()
 
 
 def pairs_digest(rows: PairRows) -> str:

@@ -88,7 +88,7 @@ def _counted(rows: TrainRows) -> np.ndarray:
     return counted & (rows.segment_ids >= 0)
 
 
-def joined(first: EvalSequences | None, second: EvalSequences | None) -> EvalSequences | None:
+def concatenate_sequences(first: EvalSequences | None, second: EvalSequences | None) -> EvalSequences | None:
     """The sets of two evaluations as one; they must have rows of one length."""
     if first is None or second is None:
         return first or second
@@ -103,14 +103,14 @@ def joined(first: EvalSequences | None, second: EvalSequences | None) -> EvalSeq
         sets=(*first.sets, *moved),
         stream=np.concatenate([first.stream, second.stream]),
         document_starts=np.concatenate([first.document_starts, second.document_starts + tokens]),
-        counts=_both(first, second, "counts"),
-        real=_both(first, second, "real"),
+        counts=_concatenate_marks(first, second, "counts"),
+        real=_concatenate_marks(first, second, "real"),
     )
 
 
-def _both(first: EvalSequences, second: EvalSequences, name: str) -> np.ndarray | None:
+def _concatenate_marks(first: EvalSequences, second: EvalSequences, name: str) -> np.ndarray | None:
     """A mark of each token of both, where one of them has it."""
-    marks = [getattr(each, name) for each in (first, second)]
+    marks = [getattr(sequences, name) for sequences in (first, second)]
     if all(mark is None for mark in marks):
         return None
     streams = (first.stream, second.stream)

@@ -21,7 +21,7 @@ import numpy as np
 
 from levanter.data.errors import DataError
 from levanter.data.packing import Packing, pack
-from levanter.data.store import Tokens, span_places
+from levanter.data.store import Tokens, span_indices
 
 PADDING_SEGMENT = -1
 
@@ -104,33 +104,33 @@ class ConcatenatedRows:
         counts = np.minimum(self._total - begins, self.positions)
         ids, weights = self.tokens.read(begins, counts)
         real = np.arange(self.positions) < counts[:, None]
-        found = TrainRows.empty(len(numbers), self.positions)
-        found.tokens[real] = ids
-        found.loss_weights[real] = 1.0 if weights is None else weights
+        rows = TrainRows.empty(len(numbers), self.positions)
+        rows.tokens[real] = ids
+        rows.loss_weights[real] = 1.0 if weights is None else weights
         # The documents that begin behind a row's first token, as marks; their running sum numbers the documents.
         starts = self.tokens.starts
         first = np.searchsorted(starts, begins, side="right")
-        behind = np.searchsorted(starts, begins + counts, side="left")
-        marks = span_places(first, behind - first)
-        at = np.repeat(np.arange(len(numbers)), behind - first)
+        last = np.searchsorted(starts, begins + counts, side="left")
+        marks = span_indices(first, last - first)
+        at = np.repeat(np.arange(len(numbers)), last - first)
         begin_marks = np.zeros((len(numbers), self.positions), np.int32)
         np.add.at(begin_marks, (at, starts[marks] - begins[at]), 1)
-        found.loss_weights[:, :-1] *= real[:, 1:]
-        found.loss_weights[:, -1] = 0.0
+        rows.loss_weights[:, :-1] *= real[:, 1:]
+        rows.loss_weights[:, -1] = 0.0
         if self.separate:
-            found.loss_weights[:, :-1] *= begin_marks[:, 1:] == 0
-            found.segment_ids[real] = np.cumsum(begin_marks, axis=1, dtype=np.int32)[real]
+            rows.loss_weights[:, :-1] *= begin_marks[:, 1:] == 0
+            rows.segment_ids[real] = np.cumsum(begin_marks, axis=1, dtype=np.int32)[real]
         else:
-            found.segment_ids[real] = 0
-        return found
+            rows.segment_ids[real] = 0
+        return rows
 
     def describe(self) -> str:
         """How the documents lie, and how many tokens are left out or padded."""
-        left = max(self._total - len(self) * self.positions, 0)
-        behind = f", {left:,} tokens after the last row dropped" if left else ""
+        dropped = max(self._total - len(self) * self.positions, 0)
+        remainder = f", {dropped:,} tokens after the last row dropped" if dropped else ""
         if self._total < self.positions:
-            behind = f", padded from {self._total:,} tokens"
-        return f"documents concatenated{behind}"
+            remainder = f", padded from {self._total:,} tokens"
+        return f"documents concatenated{remainder}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -168,22 +168,22 @@ class PackedRows:
         numbers = np.asarray(numbers, np.int64)
         first = self.packing.row_starts[numbers]
         count = self.packing.row_starts[numbers + 1] - first
-        pieces = self.packing.pieces[span_places(first, count)]
+        pieces = self.packing.pieces[span_indices(first, count)]
         lengths = self.lengths[pieces]
         row = np.repeat(np.arange(len(numbers)), count)
         # Where each piece begins within its row: the running sum of lengths, less what it was where the row begins.
         ends = np.cumsum(lengths)
         row_base = np.concatenate([[0], ends])[np.concatenate([[0], np.cumsum(count)])[:-1]]
         begin = ends - lengths - row_base[row]
-        places = span_places(row * self.positions + begin, lengths)
+        positions = span_indices(row * self.positions + begin, lengths)
         ids, weights = self.tokens.read(self.begins[pieces], lengths)
-        found = TrainRows.empty(len(numbers), self.positions)
-        found.tokens.reshape(-1)[places] = ids
-        found.loss_weights.reshape(-1)[places] = 1.0 if weights is None else weights
-        found.loss_weights.reshape(-1)[row * self.positions + begin + lengths - 1] = 0.0
+        rows = TrainRows.empty(len(numbers), self.positions)
+        rows.tokens.reshape(-1)[positions] = ids
+        rows.loss_weights.reshape(-1)[positions] = 1.0 if weights is None else weights
+        rows.loss_weights.reshape(-1)[row * self.positions + begin + lengths - 1] = 0.0
         within = np.arange(len(pieces)) - np.repeat(np.cumsum(count) - count, count)
-        found.segment_ids.reshape(-1)[places] = np.repeat(within if self.separate else 0 * within, lengths)
-        return found
+        rows.segment_ids.reshape(-1)[positions] = np.repeat(within if self.separate else 0 * within, lengths)
+        return rows
 
     @cached_property
     def filled(self) -> float:
@@ -291,8 +291,8 @@ def take_mixed(sources: Sequence[Rows], which: np.ndarray, numbers: np.ndarray) 
         which: which of them each row comes from.
         numbers: which row of it.
     """
-    found = TrainRows.empty(len(which), sources[0].positions)
+    rows = TrainRows.empty(len(which), sources[0].positions)
     for i in np.unique(which):
         here = np.flatnonzero(which == i)
-        found.put(here, sources[i].take(numbers[here]))
-    return found
+        rows.put(here, sources[i].take(numbers[here]))
+    return rows

@@ -31,8 +31,8 @@ class Permutation(Protocol):
         """How many numbers it permutes."""
         ...
 
-    def __call__(self, places: np.ndarray) -> np.ndarray:
-        """What is at these places: int64, of the shape of `places`."""
+    def __call__(self, positions: np.ndarray) -> np.ndarray:
+        """What is at these places: int64, of the shape of `positions`."""
         ...
 
 
@@ -67,8 +67,8 @@ class Identity:
 
     size: int
 
-    def __call__(self, places: np.ndarray) -> np.ndarray:
-        return np.asarray(places, np.int64)
+    def __call__(self, positions: np.ndarray) -> np.ndarray:
+        return np.asarray(positions, np.int64)
 
 
 @dataclass(frozen=True)
@@ -86,21 +86,21 @@ class Feistel:
     def _round_keys(self) -> tuple[np.uint64, ...]:
         return tuple(np.uint64(_mix_int(self.key + i * int(_GOLDEN))) for i in range(1, _ROUNDS + 1))
 
-    def __call__(self, places: np.ndarray) -> np.ndarray:
-        found = self._once(np.asarray(places).astype(np.uint64))
-        outside = found >= self.size
+    def __call__(self, positions: np.ndarray) -> np.ndarray:
+        items = self._once(np.asarray(positions).astype(np.uint64))
+        outside = items >= self.size
         while outside.any():
-            found[outside] = self._once(found[outside])
-            outside = found >= self.size
-        return found.astype(np.int64)
+            items[outside] = self._once(items[outside])
+            outside = items >= self.size
+        return items.astype(np.int64)
 
     def _once(self, x: np.ndarray) -> np.ndarray:
         bits = np.uint64(self._half_bits)
         mask = np.uint64((1 << self._half_bits) - 1)
-        left, right = x >> bits, x & mask
+        high, low = x >> bits, x & mask
         for key in self._round_keys:
-            left, right = right, left ^ (_mix((right + _GOLDEN) ^ key) & mask)
-        return (left << bits) | right
+            high, low = low, high ^ (_mix((low + _GOLDEN) ^ key) & mask)
+        return (high << bits) | low
 
 
 @dataclass(frozen=True)
@@ -125,10 +125,10 @@ class Affine:
             factor = (factor + 1) % self.size
         return factor, subkey(self.key, "offset") % self.size
 
-    def __call__(self, places: np.ndarray) -> np.ndarray:
+    def __call__(self, positions: np.ndarray) -> np.ndarray:
         factor, offset = self._factors
         size = np.uint64(self.size)
-        product = np.asarray(places).astype(np.uint64) * np.uint64(factor) % size
+        product = np.asarray(positions).astype(np.uint64) * np.uint64(factor) % size
         return ((product + np.uint64(offset)) % size).astype(np.int64)
 
 
@@ -149,16 +149,16 @@ class ShuffledWindows:
     def __post_init__(self) -> None:
         assert self.window >= 1, self.window
 
-    def __call__(self, places: np.ndarray) -> np.ndarray:
-        places = np.asarray(places, np.int64)
-        number = places // self.window
-        found = np.empty_like(places)
+    def __call__(self, positions: np.ndarray) -> np.ndarray:
+        positions = np.asarray(positions, np.int64)
+        number = positions // self.window
+        items = np.empty_like(positions)
         for one in np.unique(number):
             start = int(one) * self.window
             inside = permutation(self.kind, min(self.window, self.size - start), subkey(self.key, int(one)))
             here = number == one
-            found[here] = start + inside(places[here] - start)
-        return found
+            items[here] = start + inside(positions[here] - start)
+        return items
 
 
 @dataclass(frozen=True)
@@ -206,21 +206,21 @@ class Blocks:
         at, lacking = self._short
         return slot * self.block - np.where(slot > at, lacking, 0)
 
-    def _slot_of(self, place: np.ndarray) -> np.ndarray:
+    def _slots(self, place: np.ndarray) -> np.ndarray:
         at, lacking = self._short
         behind = place >= (at + 1) * self.block - lacking
         return np.where(behind, (place + lacking) // self.block, place // self.block)
 
-    def __call__(self, places: np.ndarray) -> np.ndarray:
-        places = np.asarray(places, np.int64)
-        windows = self._slot_of(places) // self.window
-        found = np.empty_like(places)
+    def __call__(self, positions: np.ndarray) -> np.ndarray:
+        positions = np.asarray(positions, np.int64)
+        windows = self._slots(positions) // self.window
+        items = np.empty_like(positions)
         for one in np.unique(windows):
             first = int(one) * self.window
             start, stop = self._slot_start(np.array([first, min(first + self.window, self._blocks)]))
             inside = permutation(self.kind, int(stop - start), subkey(self.key, "window", int(one)))
             here = windows == one
-            moved = start + inside(places[here] - start)
-            slot = self._slot_of(moved)
-            found[here] = self._order(slot) * self.block + (moved - self._slot_start(slot))
-        return found
+            moved = start + inside(positions[here] - start)
+            slot = self._slots(moved)
+            items[here] = self._order(slot) * self.block + (moved - self._slot_start(slot))
+        return items

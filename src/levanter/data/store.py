@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from levanter.data.chunked_arrays import Chunks, span_places
+from levanter.data.chunked_arrays import Chunks, span_indices
 from levanter.data.errors import DataError, raise_problems
 from levanter.data.manifest import Manifest, StoreError, shard_folder
 from levanter.io.paths import filesystem, is_remote, join, local_path
@@ -93,8 +93,8 @@ class MemoryTokens:
 
     def read(self, begins: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """The ids of some spans, end to end, and their loss weights, copied from memory."""
-        places = span_places(begins, counts)
-        return self.ids[places], None if self.weights is None else self.weights[places]
+        positions = span_indices(begins, counts)
+        return self.ids[positions], None if self.weights is None else self.weights[positions]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -163,7 +163,7 @@ def open_store(folder: str, manifest: Manifest) -> StoredTokens:
         StoreError: listing the files that are missing or cut short; a checksum of the offsets is wrong.
     """
     assert manifest.shards is not None, folder
-    raise_problems_of(folder, manifest)
+    check_file_sizes(folder, manifest)
     # Decoded chunks are kept by `Chunks`; here only what says where they lie.
     context = tensorstore_context(INDEX_BYTES)
     arrays: dict[str, list[Any]] = {"ids": [], "weights": [], "offsets": []}
@@ -196,11 +196,11 @@ def open_store(folder: str, manifest: Manifest) -> StoredTokens:
     return StoredTokens(folder=folder, manifest=manifest, ids=ids, weights=weights, starts=starts)
 
 
-def raise_problems_of(folder: str, manifest: Manifest) -> None:
+def check_file_sizes(folder: str, manifest: Manifest) -> None:
     """Raises a `StoreError` with every file of a finished store that is missing or has another size."""
     fs, name = filesystem(join(folder, "shards"))
-    found: dict[str, Any] = fs.find(name, detail=True)
-    sizes = {path[len(name) :].lstrip("/"): info["size"] for path, info in found.items()}
+    files: dict[str, Any] = fs.find(name, detail=True)
+    sizes = {path[len(name) :].lstrip("/"): info["size"] for path, info in files.items()}
     problems = []
     for number, mark in enumerate(manifest.shards or ()):
         for file, size in mark.files.items():

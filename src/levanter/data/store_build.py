@@ -20,7 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from levanter.data.cache_staleness import digests_of_sources
+from levanter.data.cache_staleness import digest_sources
 from levanter.data.manifest import (
     MANIFEST,
     SHARD_MARK,
@@ -30,7 +30,7 @@ from levanter.data.manifest import (
     StoreError,
     StoreIdentity,
     compare,
-    is_bare,
+    is_empty,
     read_json,
     read_manifest,
     shard_folder,
@@ -56,7 +56,7 @@ class Source(Protocol):
 
 
 @runtime_checkable
-class Described(Protocol):
+class DescribedSource(Protocol):
     """A source that says what it is at the moment."""
 
     def describe(self) -> SourceFile:
@@ -135,22 +135,22 @@ def build_store(
         return finished
     advice = "give another cache_dir"
     with leased(folder, what="building a token store", advice=advice, wait=True) as lease:
-        _sweep(folder)
+        _remove_temporary(folder)
         manifest = read_manifest(folder)
-        if manifest is not None and not is_bare(folder, manifest):
+        if manifest is not None and not is_empty(folder, manifest):
             compare(folder, manifest.identity, identity, sources=True)
             if manifest.shards is not None:
                 return manifest
         # With the versions of today.
         write_file(join(folder, MANIFEST), Manifest(identity=identity, shards=None).content())
         marks = [_finished_mark(folder, number, identity) for number in range(len(identity.shards))]
-        waiting = [number for number, mark in enumerate(marks) if mark is None]
+        missing = [number for number, mark in enumerate(marks) if mark is None]
         done = sum(mark.tokens for mark in marks if mark is not None)
-        if len(waiting) < len(marks):
-            logger.info("%s: %d of %d shards already exist", folder, len(marks) - len(waiting), len(marks))
+        if len(missing) < len(marks):
+            logger.info("%s: %d of %d shards already exist", folder, len(marks) - len(missing), len(marks))
         meter = _Meter(identity, marks, on_progress, done)
         writer: ShardWriter | None = None
-        for batch in _encoded(identity, sources, encoder, waiting):
+        for batch in _encode_batches(identity, sources, encoder, missing):
             if writer is None:
                 writer = ShardWriter(shard_folder(folder, batch.shard), weighted=identity.weighted)
             assert batch.encoded is not None
@@ -158,9 +158,9 @@ def build_store(
             meter.update(batch.shard, writer.sums)
             if batch.last:
                 lease.check()
-                its = [identity.sources[number] for number in identity.shards[batch.shard]]
-                digests = digests_of_sources(its)
-                _refuse_changed(its, sources, identity.shards[batch.shard])
+                shard_sources = [identity.sources[number] for number in identity.shards[batch.shard]]
+                digests = digest_sources(shard_sources)
+                _refuse_changed(shard_sources, sources, identity.shards[batch.shard])
                 marks[batch.shard] = writer.finish(digests)
                 meter.finished(batch.shard, writer.sums)
                 writer = None
@@ -176,7 +176,7 @@ def _refuse_changed(before: Sequence[SourceFile], sources: Sequence[Source], num
     """Refuses files that were written while they were read: what is in the store would be neither text."""
     for was, number in zip(before, numbers, strict=True):
         source = sources[number]
-        now = source.describe() if was.version is not None and isinstance(source, Described) else was
+        now = source.describe() if was.version is not None and isinstance(source, DescribedSource) else was
         if (now.size, now.version) != (was.size, was.version):
             raise StoreError(f"{was.name}: changed while it was tokenized ({was.version}, now {now.version})")
 
@@ -195,7 +195,7 @@ def tokenize_in_memory(
     weights: list[np.ndarray] = []
     ends: list[int] = [0]
     sums, skipped = ShardTotals(), 0
-    for batch in _encoded(identity, sources, encoder, shards):
+    for batch in _encode_batches(identity, sources, encoder, shards):
         assert batch.encoded is not None
         encoded = batch.encoded.result()
         sums.skipped += batch.skipped + sum(not len(one.ids) for one in encoded)
@@ -235,9 +235,9 @@ class _Meter:
     def update(self, shard: int, sums: ShardTotals) -> None:
         """Within a shard, bytes are the characters so far times what a character took in finished shards."""
         if self._tell is not None:
-            each = self._bytes / self._chars if self._chars else 1.0
-            here = min(sums.chars * each, self._sizes[shard])
-            fraction = min((self._bytes + here) / self._total, 1.0)
+            bytes_per_char = self._bytes / self._chars if self._chars else 1.0
+            shard_bytes = min(sums.chars * bytes_per_char, self._sizes[shard])
+            fraction = min((self._bytes + shard_bytes) / self._total, 1.0)
             self._tell(BuildProgress(tokens=self._tokens + sums.tokens, fraction=fraction))
 
     def finished(self, shard: int, sums: ShardTotals) -> None:
@@ -267,7 +267,7 @@ def _batches(
         yield batch
 
 
-def _encoded(
+def _encode_batches(
     identity: StoreIdentity, sources: Sequence[Source], encoder: Encoder, shards: Sequence[int]
 ) -> Iterator[_Batch]:
     """Batches in order, being encoded; readers and tokenizers are a few batches ahead."""
@@ -293,23 +293,23 @@ def _encoded(
     reader = threading.Thread(target=read, name="read-documents", daemon=True)
     with ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize") as pool:
         reader.start()
-        under_way: deque[_Batch] = deque()
+        encoding: deque[_Batch] = deque()
         try:
             while True:
                 item = ready.get()
                 if isinstance(item, _Batch):
                     item.encoded = pool.submit(encoder.encode, item.records)
-                    under_way.append(item)
+                    encoding.append(item)
                 # What was read before an error still counts.
-                while under_way and (not isinstance(item, _Batch) or len(under_way) > 2):
-                    yield under_way.popleft()
+                while encoding and (not isinstance(item, _Batch) or len(encoding) > 2):
+                    yield encoding.popleft()
                 if isinstance(item, BaseException):
                     raise item
                 if item is None:
                     return
         finally:
             stopped.set()
-            for batch in under_way:
+            for batch in encoding:
                 if batch.encoded is not None:
                     batch.encoded.cancel()
             reader.join()
@@ -326,11 +326,11 @@ def _finished_mark(folder: str, number: int, identity: StoreIdentity) -> ShardMa
         return None
     if file_sizes(shard_folder(folder, number)) != dict(mark.files):
         return None
-    its = [identity.sources[source] for source in identity.shards[number]]
-    return mark if not mark.source_digests or tuple(mark.source_digests) == digests_of_sources(its) else None
+    shard_sources = [identity.sources[source] for source in identity.shards[number]]
+    return mark if not mark.source_digests or tuple(mark.source_digests) == digest_sources(shard_sources) else None
 
 
-def _sweep(folder: str) -> None:
+def _remove_temporary(folder: str) -> None:
     """Removes what a killed process left beside the manifest: files on their way to their name."""
     fs, name = filesystem(folder)
     if fs.isdir(name):

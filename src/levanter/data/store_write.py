@@ -161,8 +161,8 @@ class GrowingArray:
 def file_sizes(folder: str) -> dict[str, int]:
     """Bytes of each file of a shard but its mark, by name."""
     fs, name = filesystem(folder)
-    found: dict[str, Any] = fs.find(name, detail=True)
-    sizes = {path[len(name) :].lstrip("/"): int(info["size"]) for path, info in found.items()}
+    files: dict[str, Any] = fs.find(name, detail=True)
+    sizes = {path[len(name) :].lstrip("/"): int(info["size"]) for path, info in files.items()}
     return {file: sizes[file] for file in sorted(sizes) if file != SHARD_MARK}
 
 

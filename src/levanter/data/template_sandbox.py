@@ -34,7 +34,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def __init__(self, extensions: Sequence[str | type[Extension]] = ()):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         self.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-        self.filters = {name: _bounded(name, each) for name, each in self.filters.items()}
+        self.filters = {name: _bounded(name, function) for name, function in self.filters.items()}
         self.globals["raise_exception"] = _refuse
         self.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
         self.globals.pop("lipsum", None)
@@ -48,9 +48,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
             kept.append(piece)
         return "".join(kept)
 
-    def joined(self, *parts: object) -> str:
+    def joined(self, *values: object) -> str:
         """`a ~ b`."""
-        return self.concat(map(str, parts))
+        return self.concat(map(str, values))
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         return _Concatenations(self).visit(super()._parse(source, name, filename))
@@ -65,11 +65,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         elif operator == "*":
             for value, times in ((left, right), (right, left)):
                 if isinstance(times, int) and isinstance(value, str | list | tuple):
-                    _require_of(value, len(value) * times)
+                    _require_size(value, len(value) * times)
                 if isinstance(value, int) and value.bit_length() > _LARGEST_POWER:
                     raise SecurityError(f"a number of more than {_LARGEST_POWER:,} bits")
         elif operator == "+" and isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
-            _require_of(left, len(left) + len(right))
+            _require_size(left, len(left) + len(right))
         elif operator == "%" and isinstance(left, str):
             _check_format(left)
             _require(len(left) + _characters(right), "a text has")
@@ -78,9 +78,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def call(self, __context: Context, __obj: object, *args: object, **kwargs: object) -> object:
         """A call, unless its result is out of bounds."""
         # Jinja wraps `str.format` in a function of its own.
-        own = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
-        if isinstance(own, str):
-            _check(getattr(__obj, "__name__", ""), (own, *args), kwargs)
+        receiver = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
+        if isinstance(receiver, str):
+            _check(getattr(__obj, "__name__", ""), (receiver, *args), kwargs)
         return super().call(__context, __obj, *args, **kwargs)
 
 
@@ -117,30 +117,30 @@ def _refuse(message: str) -> None:
     raise TemplateError(message)
 
 
-def _bounded(name: str, made: Callable[..., object]) -> Callable[..., object]:
+def _bounded(name: str, function: Callable[..., object]) -> Callable[..., object]:
     """A filter that looks at what it is given first."""
 
     def checked(*args: object, **kwargs: object) -> object:
         _check(name, args, kwargs)
-        return made(*args, **kwargs)
+        return function(*args, **kwargs)
 
     for mark in ("jinja_pass_arg", "jinja_async_variant"):
-        if hasattr(made, mark):
-            setattr(checked, mark, getattr(made, mark))
+        if hasattr(function, mark):
+            setattr(checked, mark, getattr(function, mark))
     return checked
 
 
 def _check(name: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
     """Refuses a call of a filter or a method of text whose result could be out of bounds."""
-    given = [*args, *kwargs.values()]
-    for value in given:
+    arguments = [*args, *kwargs.values()]
+    for value in arguments:
         if isinstance(value, int) and not isinstance(value, bool) and abs(value) > TEMPLATE_ITEMS:
             raise SecurityError(f"{name}: {value:.3g} is more than {TEMPLATE_ITEMS:,}, the limit for a template")
-    texts = [value for value in given if isinstance(value, str)]
+    texts = [value for value in arguments if isinstance(value, str)]
     if name in ("format", "format_map") and texts:
         _check_format(texts[0])
-    largest = max([0, *(value for value in given if isinstance(value, int))])
-    for value in given:
+    largest = max([0, *(value for value in arguments if isinstance(value, int))])
+    for value in arguments:
         if isinstance(value, list | tuple):
             longest = max(map(len, texts), default=0)
             _require(_characters(value) + longest * len(value), "a text has")
@@ -166,11 +166,11 @@ def _characters(value: object) -> int:
     if isinstance(value, str):
         return len(value)
     if isinstance(value, list | tuple):
-        return sum(len(each) if isinstance(each, str) else 24 for each in value)
+        return sum(len(item) if isinstance(item, str) else 24 for item in value)
     return 24
 
 
-def _require_of(value: str | list | tuple, size: int) -> None:
+def _require_size(value: str | list | tuple, size: int) -> None:
     if isinstance(value, str):
         _require(size, "a text has")
     elif size > TEMPLATE_ITEMS:

@@ -11,7 +11,7 @@ import numpy as np
 from levanter.data.cache_staleness import refuse_stale
 from levanter.data.component_formats import FORMATS
 from levanter.data.config import BlockShuffleConfig, LmDataConfig
-from levanter.data.conversations import ChatEncoder, chat_template, described
+from levanter.data.conversations import ChatEncoder, chat_template, describe_chat
 from levanter.data.documents import Formats
 from levanter.data.encoders import PrebuiltEncoder, SupervisedEncoder, TextEncoder
 from levanter.data.errors import DataError, raise_problems
@@ -25,7 +25,7 @@ from levanter.data.formats import (
 from levanter.data.manifest import StoreError, StoreIdentity, compare
 from levanter.data.mixture import plan_mixture
 from levanter.data.pairs import SIDES, pair_rows
-from levanter.data.preference import PairDocuments, PairEncoder, described_pairs, pair_template
+from levanter.data.preference import PairDocuments, PairEncoder, describe_pairs, pair_template
 from levanter.data.preview import marked_sample
 from levanter.data.rows import ConcatenatedRows, Overlength, Rows, TrainRows, packed_rows
 from levanter.data.shuffle import Identity, Permutation, permutation, subkey
@@ -73,20 +73,22 @@ def build_training(
     raise_problems(list(token_problems(resolved.sets, tokens, limit)))
     schedule = BatchSchedule.of(batch_sizes)
     sets, lines_of_sets, problems, samples = [], [], [], []
-    for one, its in zip(resolved.sets, tokens, strict=True):
+    for one, set_tokens in zip(resolved.sets, tokens, strict=True):
         try:
-            rows = lay_rows(config, one, its, positions)
+            rows = plan_rows(config, one, set_tokens, positions)
             share = last_held_out
             sets.append(_set_rows(config, one.name, rows, first_batch=schedule.sizes[0], seed=seed, share=share))
         except DataError as error:
             problems.append(str(error))
             continue
-        lines_of_sets.append(_described(one, its, sets[-1], tokenizer))
+        lines_of_sets.append(_describe_set(one, set_tokens, sets[-1], tokenizer))
         if isinstance(one.format, ChatLmDatasetFormat):
-            samples.append(marked_sample(one.name, its, tokenizer))
+            samples.append(marked_sample(one.name, set_tokens, tokenizer))
         elif isinstance(one.format, PreferenceChatLmDatasetFormat):
-            what = [f"the first pair, {side}" for side in SIDES]
-            samples += [marked_sample(one.name, its, tokenizer, number=n, what=each) for n, each in enumerate(what)]
+            titles = [f"the first pair, {side}" for side in SIDES]
+            samples += [
+                marked_sample(one.name, set_tokens, tokenizer, number=n, what=title) for n, title in enumerate(titles)
+            ]
     raise_problems(problems)
     mixture = plan_mixture(
         [(schedule.first_draw(step), weights) for step, weights in resolved.stages],
@@ -143,25 +145,25 @@ def build_tokens(
         0 if one.built is not None and one.built.shards is not None else sum(source.size for source in identity.sources)
         for one, identity in zip(sets, identities, strict=True)
     ]
-    found: list[Tokens] = []
+    opened: list[Tokens] = []
     total, before, tokens = max(sum(sizes), 1), 0, 0
     for one, identity, size in zip(sets, identities, sizes, strict=True):
 
-        def tell(progress: BuildProgress, size: int = size, before: int = before, tokens: int = tokens) -> None:
+        def report(progress: BuildProgress, size: int = size, before: int = before, tokens: int = tokens) -> None:
             if on_progress is not None:
                 fraction = (before + progress.fraction * size) / total
                 on_progress(BuildProgress(tokens=tokens + progress.tokens, fraction=fraction))
 
         manifest = one.built
         if one.folder is not None and (manifest is None or manifest.shards is None):
-            manifest = build_store(one.folder, identity, one.sources(), _encoder(one, identity, tokenizer), tell)
+            manifest = build_store(one.folder, identity, one.sources(), _encoder(one, identity, tokenizer), report)
         if one.folder is not None and manifest is not None:
-            found.append(open_store(one.folder, manifest))
+            opened.append(open_store(one.folder, manifest))
         else:
-            found.append(tokenize_in_memory(identity, one.sources(), _encoder(one, identity, tokenizer), tell))
+            opened.append(tokenize_in_memory(identity, one.sources(), _encoder(one, identity, tokenizer), report))
         before += size
-        tokens += int(found[-1].starts[-1]) if size else 0
-    return found
+        tokens += int(opened[-1].starts[-1]) if size else 0
+    return opened
 
 
 def compare_stores(
@@ -178,7 +180,7 @@ def compare_stores(
     _, problems = _identities(config, sets, tokenizer)
     for one in sets:
         if one.built is not None and one.built.shards is not None and one.built.largest_id >= vocab_size:
-            problems.append(foreign_ids(one, one.built.largest_id, vocab_size))
+            problems.append(vocabulary_error(one, one.built.largest_id, vocab_size))
     return problems
 
 
@@ -191,8 +193,8 @@ def template_lines(sets: Sequence[TrainingSet], tokenizer: Tokenizer) -> list[st
     chats = [(one.name, one.format) for one in sets if isinstance(one.format, ChatLmDatasetFormat)]
     pairs = [(one.name, one.format) for one in sets if isinstance(one.format, PreferenceChatLmDatasetFormat)]
     return [
-        *(f"{name}: {described(format, tokenizer)}" for name, format in chats),
-        *(f"{name}: pairs; {described_pairs(format, tokenizer)}" for name, format in pairs),
+        *(f"{name}: {describe_chat(format, tokenizer)}" for name, format in chats),
+        *(f"{name}: pairs; {describe_pairs(format, tokenizer)}" for name, format in pairs),
     ]
 
 
@@ -212,8 +214,8 @@ def _identities(
         identities.append(identity)
         if one.built is not None and one.folder is not None:
             try:
-                compare(one.folder, one.built.identity, identity, sources=one.parts is not None)
-                if one.parts is not None:
+                compare(one.folder, one.built.identity, identity, sources=one.document_sources is not None)
+                if one.document_sources is not None:
                     refuse_stale(one.folder, one.built, identity)
             except StoreError as error:
                 problems.append(str(error))
@@ -253,18 +255,18 @@ def _encoder(one: TrainingSet, identity: StoreIdentity, tokenizer: Tokenizer) ->
 
 def token_problems(sets: Sequence[TrainingSet], tokens: Sequence[Tokens], vocab_size: int) -> Iterator[str]:
     """What makes sets useless: no text, ids that the model does not have, nothing that counts in the loss."""
-    for one, its in zip(sets, tokens, strict=True):
-        where = one.folder if one.parts is None else "; ".join(map(str, one.parts))
-        if its.starts[-1] - (len(its.starts) - 1) < 1:
-            what = "no text" if its.starts[-1] == 0 else "no document with at least two tokens"
+    for one, set_tokens in zip(sets, tokens, strict=True):
+        where = one.folder if one.document_sources is None else "; ".join(map(str, one.document_sources))
+        if set_tokens.starts[-1] - (len(set_tokens.starts) - 1) < 1:
+            what = "no text" if set_tokens.starts[-1] == 0 else "no document with at least two tokens"
             if isinstance(one.format, ChatLmDatasetFormat):
                 what = "no conversation in which the assistant says something"
             yield f"data set {one.name!r} is empty: {what} in {where}"
-        elif its.largest_id >= vocab_size:
-            yield foreign_ids(one, its.largest_id, vocab_size)
-        elif its.weighted and not counted_tokens(its)[0]:
+        elif set_tokens.largest_id >= vocab_size:
+            yield vocabulary_error(one, set_tokens.largest_id, vocab_size)
+        elif set_tokens.weighted and not counted_tokens(set_tokens)[0]:
             why = _UNCOUNTED[type(one.format)]
-            yield f"data set {one.name!r}: none of its {its.starts[-1]:,} tokens counts in the loss; {why}"
+            yield f"data set {one.name!r}: none of its {set_tokens.starts[-1]:,} tokens counts in the loss; {why}"
 
 
 _UNCOUNTED: dict[type, str] = {
@@ -297,16 +299,16 @@ def counted_tokens(tokens: Tokens) -> tuple[int, int]:
     return counted, stop
 
 
-def foreign_ids(one: TrainingSet, largest: int, vocab_size: int) -> str:
+def vocabulary_error(one: TrainingSet, largest: int, vocab_size: int) -> str:
     """What is said of a set with ids that the model does not have."""
-    where = one.folder if one.parts is None else "; ".join(map(str, one.parts))
+    where = one.folder if one.document_sources is None else "; ".join(map(str, one.document_sources))
     return (
         f"data set {one.name!r}: token id {largest} is outside the model's vocabulary of {vocab_size}; "
         f"{where} and model do not match"
     )
 
 
-def lay_rows(config: LmDataConfig, one: TrainingSet, tokens: Tokens, positions: int) -> Rows:
+def plan_rows(config: LmDataConfig, one: TrainingSet, tokens: Tokens, positions: int) -> Rows:
     """How a set's documents lie in rows: `pack` of the component, or what its format says."""
     if isinstance(one.format, PreferenceChatLmDatasetFormat):
         try:
@@ -371,30 +373,30 @@ def _set_rows(
     )
 
 
-def _described(one: TrainingSet, tokens: Tokens, rows: SetRows, tokenizer: Tokenizer) -> str:
+def _describe_set(one: TrainingSet, tokens: Tokens, rows: SetRows, tokenizer: Tokenizer) -> str:
     documents = len(tokens.starts) - 1
     counted = ""
     if tokens.weighted:
         some, of = counted_tokens(tokens)
         counted = f", {some / of:.1%} of them count" + ("" if of == tokens.starts[-1] else f" (of the first {of:,})")
-    parts = [
+    clauses = [
         f"{one.name}: {int(tokens.starts[-1]):,} tokens{counted} in {documents:,} documents",
         f"{len(rows.rows):,} rows of {rows.rows.positions} ({rows.rows.describe()})",
     ]
     if isinstance(one.format, PreferenceChatLmDatasetFormat):
-        parts.append(described_pairs(one.format, tokenizer))
+        clauses.append(describe_pairs(one.format, tokenizer))
     if isinstance(one.format, ChatLmDatasetFormat):
-        parts.append(described(one.format, tokenizer))
+        clauses.append(describe_chat(one.format, tokenizer))
         if tokens.skipped:
-            parts.append(f"{tokens.skipped:,} conversations in which the assistant says nothing left out")
+            clauses.append(f"{tokens.skipped:,} conversations in which the assistant says nothing left out")
     if rows.held_out:
-        parts.append(f"{rows.held_out:,} rows held out")
+        clauses.append(f"{rows.held_out:,} rows held out")
     if rows.used + rows.held_out < len(rows.rows):
-        parts.append(f"{rows.used:,} rows used")
-    parts.append("in memory" if one.folder is None else f"token store {one.folder}")
+        clauses.append(f"{rows.used:,} rows used")
+    clauses.append("in memory" if one.folder is None else f"token store {one.folder}")
     if one.note:
-        parts.append(one.note)
-    return "; ".join(parts)
+        clauses.append(one.note)
+    return "; ".join(clauses)
 
 
 __all__ = [

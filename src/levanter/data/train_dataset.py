@@ -96,12 +96,12 @@ class SetRows:
 
     def numbers(self, turns: np.ndarray) -> np.ndarray:
         """The row of each turn."""
-        epochs, places = np.divmod(np.asarray(turns, np.int64), self.used)
-        found = np.empty_like(places)
+        epochs, positions = np.divmod(np.asarray(turns, np.int64), self.used)
+        items = np.empty_like(positions)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            found[here] = self._order(int(epoch))(places[here])
-        return self.split(found)
+            items[here] = self._order(int(epoch))(positions[here])
+        return self.split(items)
 
     def held_out_rows(self, start: int, stop: int) -> TrainRows:
         """Rows `start` to `stop` of those held out."""
@@ -182,10 +182,10 @@ class TrainingData:
         for i in np.unique(which):
             here = which == i
             numbers[here] = self.sets[i].numbers(turns[here])
-        found = take_mixed([one.rows for one in self.sets], which, numbers)
+        batch = take_mixed([one.rows for one in self.sets], which, numbers)
         if self.ignored is not None:
-            found.loss_weights[:, :-1] *= found.tokens[:, 1:] != self.ignored
-        return found
+            batch.loss_weights[:, :-1] *= batch.tokens[:, 1:] != self.ignored
+        return batch
 
     def sources(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """The set of each row of a step, and which row of the set it is."""

@@ -18,9 +18,9 @@ from levanter.data.config import (
     LmDataConfig,
 )
 from levanter.data.conversations import format_identity
-from levanter.data.documents import Documents, FileDocuments, Formats, component_parts
+from levanter.data.documents import Documents, FileDocuments, Formats, component_documents
 from levanter.data.errors import AbsentTextError, DataError, ManyDataErrors, raise_problems
-from levanter.data.eval_sets import tags_of
+from levanter.data.eval_sets import component_tags
 from levanter.data.formats import (
     ChatLmDatasetFormat,
     LmDatasetFormatBase,
@@ -28,14 +28,14 @@ from levanter.data.formats import (
     TextLmDatasetFormat,
     format_name,
 )
-from levanter.data.manifest import Manifest, SourceFile, StoreError, is_bare, read_manifest
+from levanter.data.manifest import Manifest, SourceFile, StoreError, is_empty, read_manifest
 from levanter.data.preference import pair_identity
 from levanter.data.readers import read_documents, read_records
 from levanter.data.tokenizer import Tokenizer
 from levanter.io.file_identity import file_version
 from levanter.io.paths import MissingFileError, exists, file_size, is_remote, join
 
-UPSTREAMS_LEDGER = "shard_ledger.json"
+UPSTREAM_LEDGER = "shard_ledger.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class TrainingSet:
         name: the component's name.
         tags: names under which its numbers are aggregated.
         format: the format of a record.
-        parts: where its documents are; None where only its token store is here.
+        document_sources: where its documents are; None where only its token store is here.
         folder: its token store; None where it is tokenized at the start of the run.
         pack: the component's key.
         built: the manifest of its token store, where there is one already.
@@ -96,7 +96,7 @@ class TrainingSet:
     name: str
     tags: tuple[str, ...]
     format: LmDatasetFormatBase
-    parts: tuple[Documents, ...] | None
+    document_sources: tuple[Documents, ...] | None
     folder: str | None
     pack: bool | int | str | None
     built: Manifest | None
@@ -104,13 +104,13 @@ class TrainingSet:
 
     def sources(self) -> list[FileSource | TextSource]:
         """Its records, file by file."""
-        found: list[FileSource | TextSource] = []
-        for part in self.parts or ():
+        records: list[FileSource | TextSource] = []
+        for part in self.document_sources or ():
             if isinstance(part, FileDocuments):
-                found += [FileSource(path=path, format=self.format) for path in part.paths]
+                records += [FileSource(path=path, format=self.format) for path in part.paths]
             else:
-                found.append(TextSource(documents=part))
-        return found
+                records.append(TextSource(documents=part))
+        return records
 
     def format_json(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """The format as recorded in a manifest.
@@ -129,7 +129,7 @@ class TrainingSet:
         return {"type": format_name(self.format), **asdict(self.format)}
 
     def __str__(self) -> str:
-        where = "token store only" if self.parts is None else "; ".join(map(str, self.parts))
+        where = "token store only" if self.document_sources is None else "; ".join(map(str, self.document_sources))
         if self.built is not None and self.built.shards is not None:
             store = f"token store {self.folder} of {self.built.tokens:,} tokens"
         elif self.built is not None:
@@ -187,18 +187,18 @@ def resolve_training(config: LmDataConfig, *, formats: Formats = FORMATS) -> Tra
             continue
         where = f"data.components.{name}"
         try:
-            found = _training_set(config, where, name, component, formats)
+            training_set = _training_set(config, where, name, component, formats)
         except MissingFileError as error:
             absent.append(_at(where, error))
         except ManyDataErrors as error:
-            problems += [_at(where, each) for each in error.problems]
+            problems += [_at(where, problem) for problem in error.problems]
         except DataError as error:
             problems.append(_at(where, error))
         else:
-            if found is None:
+            if training_set is None:
                 without.append(name)
             else:
-                sets.append(found)
+                sets.append(training_set)
     if weighted is not None:
         problems += [
             f"data.components.{name}: has a weight in data.train_weights but no training data (train_urls is empty)"
@@ -230,10 +230,12 @@ def _stages(
     config: LmDataConfig, problems: list[str]
 ) -> tuple[list[tuple[int, Mapping[str, float]]] | None, set[str] | None]:
     """The weights by first step, and the sets that have one above 0; None where the configuration gives none."""
-    given = config.train_weights
-    if given is None:
+    configured = config.train_weights
+    if configured is None:
         return None, None
-    stages = [(0, given)] if isinstance(given, dict) else [(int(step), weights) for step, weights in given]
+    stages = (
+        [(0, configured)] if isinstance(configured, dict) else [(int(step), weights) for step, weights in configured]
+    )
     starts = [step for step, _ in stages]
     if not stages or starts[0] != 0:
         problems.append(f"data.train_weights: the first stage must begin at step 0, got {starts[:1] or 'none'}")
@@ -260,7 +262,7 @@ def _training_set(
     built = None if folder is None else _manifest(where, folder)
     finished = built is not None and built.shards is not None
     note = other = "" if built is not None else _other_cache(folder)
-    parts: tuple[Documents, ...] | None
+    documents: tuple[Documents, ...] | None
     if isinstance(component, DatasetComponent) and component.source is None:
         if folder is None:
             raise DataError(f"{where}: has neither a source nor a cache_dir")
@@ -268,15 +270,18 @@ def _training_set(
             raise MissingFileError(
                 f"{where}: has no source, and there is no finished token store in {folder}{other and '; ' + other}"
             )
-        parts = None
+        documents = None
     else:
         try:
-            parts = component_parts(where, component, "train", formats=formats)
+            documents = component_documents(where, component, "train", formats=formats)
         except MissingFileError as error:
             if not finished:
                 raise
-            parts, note = None, f"its files are not available here and were not compared ({str(error).splitlines()[0]})"
-        if parts == ():
+            documents, note = (
+                None,
+                f"its files are not available here and were not compared ({str(error).splitlines()[0]})",
+            )
+        if documents == ():
             return None
     if not finished and folder is not None and not config.auto_build_caches:
         raise MissingFileError(
@@ -285,9 +290,9 @@ def _training_set(
         )
     return TrainingSet(
         name=name,
-        tags=tags_of(name, component),
+        tags=component_tags(name, component),
         format=format,
-        parts=parts,
+        document_sources=documents,
         folder=folder,
         pack=pack,
         built=built,
@@ -297,7 +302,7 @@ def _training_set(
 
 def _other_cache(folder: str | None) -> str:
     """What is said of a token cache that upstream's Levanter wrote where our store goes."""
-    if folder is None or not exists(join(folder, UPSTREAMS_LEDGER)):
+    if folder is None or not exists(join(folder, UPSTREAM_LEDGER)):
         return ""
     return "upstream's token cache in this folder is not read; the text is tokenized again, beside it"
 
@@ -305,8 +310,8 @@ def _other_cache(folder: str | None) -> str:
 def _manifest(where: str, folder: str) -> Manifest | None:
     """The manifest of a store in which there is something."""
     try:
-        found = read_manifest(folder)
-        return None if found is None or is_bare(folder, found) else found
+        manifest = read_manifest(folder)
+        return None if manifest is None or is_empty(folder, manifest) else manifest
     except StoreError:
         raise
     except (OSError, ValueError) as error:

@@ -7,14 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from levanter.data import DataError, EvalBatches, EvaluationSet, Tokenizer, build_sequences
-from levanter.data.documents import GivenDocuments
+from levanter.data.documents import InlineDocuments
 
 pytestmark = pytest.mark.quick
 
 
 def sets_of(*groups):
     return [
-        EvaluationSet(name=f"set{i}", tags=(f"set{i}",), parts=(GivenDocuments(texts=tuple(texts), origin=f"set{i}"),))
+        EvaluationSet(
+            name=f"set{i}", tags=(f"set{i}",), document_sources=(InlineDocuments(texts=tuple(texts), origin=f"set{i}"),)
+        )
         for i, texts in enumerate(groups)
     ]
 
@@ -48,7 +50,7 @@ def test_every_token_is_scored_exactly_once(groups, max_length, bos, eos):
     taken = sequences.take(np.arange(sequences.row_count))
     found = [[] for _ in groups]
     for row in range(sequences.row_count):
-        which = int(sequences.set_of(np.array([row]))[0])
+        which = int(sequences.set_indices(np.array([row]))[0])
         for t in np.flatnonzero(taken.loss_mask[row]):
             segment = taken.segment_ids[row]
             assert segment[t] == segment[t + 1] >= 0

@@ -8,7 +8,7 @@ from levanter.data import build_sequences, build_training, resolve_evaluation, r
 from levanter.data.config import DirectDatasetComponent, LmDataConfig
 from levanter.data.errors import DataError
 from levanter.data.held_out import held_out_sequences
-from levanter.data.row_windows import joined
+from levanter.data.row_windows import concatenate_sequences
 
 pytestmark = pytest.mark.quick
 
@@ -54,7 +54,7 @@ def test_beside_other_sets():
     held = held_out_sequences(data, TOKENIZER.byte_lengths())
     validation = LmDataConfig(components={"v": DirectDatasetComponent(datasets={"validation": ["the x and é"] * 5})})
     other = build_sequences(resolve_evaluation(validation).sets, TOKENIZER, max_length=16)
-    both = joined(other, held)
+    both = concatenate_sequences(other, held)
     assert [span.name for span in both.sets] == ["v", "b/held_out"]
     taken = both.take(np.arange(both.row_count))
     for part, first in ((other, 0), (held, other.row_count)):
@@ -62,7 +62,7 @@ def test_beside_other_sets():
         here = slice(first, first + part.row_count)
         assert (taken.tokens[here] == alone.tokens).all() and (taken.loss_mask[here] == alone.loss_mask).all()
         assert (taken.scored_bytes[here] == alone.scored_bytes).all()
-    assert joined(None, held) is held and joined(other, None) is other
+    assert concatenate_sequences(None, held) is held and concatenate_sequences(other, None) is other
 
 
 def test_evaluation_alone_does_not_know_them():

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from levanter.data.mixture import PERIOD, plan_mixture, shares_of
+from levanter.data.mixture import PERIOD, plan_mixture, round_weights
 
 NAMES = ("a", "b", "c", "d")
 
@@ -107,10 +107,10 @@ def test_far_draws_are_as_quick_as_near_ones():
 
 def test_weights_that_cannot_be_used():
     with pytest.raises(ValueError, match="no weight is positive"):
-        shares_of({"a": 0.0}, ("a",), block=8, where="data.train_weights")
+        round_weights({"a": 0.0}, ("a",), block=8, where="data.train_weights")
     with pytest.raises(ValueError, match="finite"):
-        shares_of({"a": float("nan")}, ("a",), block=8, where="data.train_weights")
+        round_weights({"a": float("nan")}, ("a",), block=8, where="data.train_weights")
     with pytest.raises(ValueError, match=r"weight of b is less than 1 row in 8,192 \(mixture_block_size 8 × 1024"):
-        shares_of({"a": 1.0, "b": 1e-6}, ("a", "b"), block=8, where="data.train_weights")
+        round_weights({"a": 1.0, "b": 1e-6}, ("a", "b"), block=8, where="data.train_weights")
     with pytest.raises(ValueError, match="mixture_block_size"):
         plan_mixture([(0, {"a": 1.0})], ("a",), block=0, seed=0)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from levanter.data import DataError, EvaluationSet, PassthroughTokenizer, Tokenizer, build_sequences
-from levanter.data.documents import GivenDocuments
+from levanter.data.documents import InlineDocuments
 
 pytestmark = pytest.mark.quick
 
@@ -17,8 +17,10 @@ def test_numbers_pass_through():
     np.testing.assert_array_equal(spans, [[0, 2], [4, 5], [6, 9]])
     assert tokenizer.decode(ids) == "12 7 299" and ids.dtype == np.int32
     assert tokenizer.hash != PassthroughTokenizer(301).hash
-    given = GivenDocuments(texts=("1 2 3", "4 5"), origin="x")
-    sequences = build_sequences([EvaluationSet(name="x", tags=("x",), parts=(given,))], tokenizer, max_length=8)
+    given = InlineDocuments(texts=("1 2 3", "4 5"), origin="x")
+    sequences = build_sequences(
+        [EvaluationSet(name="x", tags=("x",), document_sources=(given,))], tokenizer, max_length=8
+    )
     np.testing.assert_array_equal(sequences.stream, [1, 2, 3, 4, 5])
     assert sequences.take(np.array([0])).scored_bytes.tolist() == [0]
 

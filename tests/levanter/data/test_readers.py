@@ -11,7 +11,7 @@ import zstandard
 
 from levanter.data.errors import DataError
 from levanter.data.formats import TextLmDatasetFormat
-from levanter.data.readers import kind_of, read_documents, read_records
+from levanter.data.readers import file_kind, read_documents, read_records
 from levanter.io import MissingFileError
 
 pytestmark = pytest.mark.quick
@@ -175,8 +175,8 @@ def test_missing_files(tmp_path):
 
 
 def test_kinds():
-    assert kind_of("gs://b/X.JSONL.GZ") == ("jsonl", "gz")
-    assert kind_of("https://host/x.txt?download=true") == ("txt", None)
+    assert file_kind("gs://b/X.JSONL.GZ") == ("jsonl", "gz")
+    assert file_kind("https://host/x.txt?download=true") == ("txt", None)
 
 
 def test_records_whole(tmp_path):

@@ -22,7 +22,7 @@ def fill(store, numbers=(0, 1, 2)):
     store.check()
     store.begin()
     for number in numbers:
-        part = store.parts[number]
+        part = store.chunks[number]
         store.write(number, VALUES[part.start : part.stop])
 
 

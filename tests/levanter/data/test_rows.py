@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from levanter.data.rows import ConcatenatedRows, packed_rows, take_mixed
-from levanter.data.store import MemoryTokens, span_places
+from levanter.data.store import MemoryTokens, span_indices
 
 pytestmark = pytest.mark.quick
 
@@ -115,4 +115,4 @@ def test_rows_of_several_sets_stand_where_they_belong():
 def test_span_places(spans):
     expected = [place for begin, count in spans for place in range(begin, begin + count)]
     begins, counts = np.array([b for b, _ in spans], np.int64), np.array([c for _, c in spans], np.int64)
-    assert span_places(begins, counts).tolist() == expected
+    assert span_indices(begins, counts).tolist() == expected

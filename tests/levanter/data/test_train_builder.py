@@ -230,7 +230,7 @@ def test_python_docs_are_divided():
     config = LmDataConfig(components={"docs": DatasetComponent(source=source)})
     (train,) = resolve_training(config).sets
     assert train.folder is None
-    documents = [document.text for part in train.parts for document in part]
+    documents = [document.text for part in train.document_sources for document in part]
     from levanter.data import python_docs_text, resolve_evaluation
 
     (held,) = resolve_evaluation(config).sets

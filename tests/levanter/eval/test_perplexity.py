@@ -8,7 +8,7 @@ import pytest
 from helpers.small_tokenizer import BOS, EOS, SmallTokenizer
 
 from levanter.data import EvalBatches, EvaluationSet, build_sequences
-from levanter.data.documents import GivenDocuments
+from levanter.data.documents import InlineDocuments
 from levanter.eval import EvalResult, RowScores, Score, SetScore, summarize
 
 pytestmark = pytest.mark.quick
@@ -35,7 +35,7 @@ TAGS = {"wiki": ("web/clean", "wiki"), "books": ("web/raw", "long", "books"), "c
 
 def sequences_of(max_length):
     sets = [
-        EvaluationSet(name=name, tags=TAGS[name], parts=(GivenDocuments(texts=tuple(texts), origin=name),))
+        EvaluationSet(name=name, tags=TAGS[name], parts=(InlineDocuments(texts=tuple(texts), origin=name),))
         for name, texts in GROUPS.items()
     ]
     return build_sequences(sets, SmallTokenizer(), max_length=max_length)

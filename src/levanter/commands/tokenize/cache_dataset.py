@@ -29,12 +29,12 @@ from levanter.data import (
     LmDataConfig,
     TrainingSet,
     TrainingSets,
-    as_records,
+    as_training_set,
     build_tokens,
     resolve_evaluation,
     resolve_training,
 )
-from levanter.data.cache_staleness import changed_files, compare_sources, stale
+from levanter.data.cache_staleness import changed_files, compare_sources, stale_message
 from levanter.data.manifest import StoreError, StoreIdentity
 from levanter.data.store import StoredTokens
 from levanter.data.train_builder import store_identity
@@ -84,7 +84,7 @@ def _build(config: CacheDatasetConfig, *, show: bool) -> None:
     probe(
         Output(key=f"data.cache_dir of {one.name}", path=one.folder, kind="folder")
         for one in stored
-        if one.folder is not None and one.parts is not None
+        if one.folder is not None and one.document_sources is not None
     )
     for line in lines:
         say(line)
@@ -141,7 +141,9 @@ def _sets(config: LmDataConfig) -> tuple[list[TrainingSet], list[str]]:
     validation: list[TrainingSet] = []
     try:
         found = resolve_evaluation(config, in_training=True).sets
-        validation = [replace(as_records(one, folder=one.folder), name=f"{one.name} (validation)") for one in found]
+        validation = [
+            replace(as_training_set(one, folder=one.folder), name=f"{one.name} (validation)") for one in found
+        ]
     except DataError as error:
         if str(error) not in [str(each) for each in problems]:
             problems.append(error)
@@ -178,11 +180,11 @@ def _verify_sources(one: TrainingSet, tokens: StoredTokens, wanted: StoreIdentit
     Raises:
         StoreError: lists those whose text has changed.
     """
-    if one.parts is None:
+    if one.document_sources is None:
         return f"{one.name}: unverified: its sources are not available here"
     found = compare_sources(tokens.manifest, wanted, thorough=True)
     if found.problems:
-        raise StoreError(stale(tokens.folder, found.problems))
+        raise StoreError(stale_message(tokens.folder, found.problems))
     if found.unverified:
         return f"{one.name}: unverified: the store has no digests of {found.unverified:,} of its sources"
     return f"{one.name}: {len(wanted.sources):,} sources match the store"

@@ -9,8 +9,8 @@ scripts running:
         model = converter.load_pretrained(LlamaLMHeadModel, axis_mapping={"embed": "data", "mlp": "model"})
     converter.save_pretrained(model, "exported")
 
-Unlike upstream's it reads nothing before a method needs it, works without a mesh in scope (on one device), reports tensors
-that are missing or unexpected, and never runs code out of a repository.
+Unlike upstream's, it reads nothing before a method needs it, works without a mesh in scope (on one device), reports
+missing and unexpected tensors, and never runs code from a repository.
 """
 
 import dataclasses

@@ -118,7 +118,7 @@ class FastTokenizer:
 
     def stream(self) -> TextStream:
         """A new text, decoded as its ids come, without special tokens."""
-        return WindowStream(self.decode, skipped=self._special_ids, parts=self._byte_ids)
+        return WindowStream(self.decode, skipped=self._special_ids, byte_ids=self._byte_ids)
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:

@@ -16,7 +16,7 @@ from levanter.commands.model.unsupported import not_carried
 from levanter.config import ExplicitKeys
 from levanter.data import AbsentTextError, DataError, resolve_evaluation
 from levanter.data.config import DirectDatasetComponent, LmDataConfig
-from levanter.data.gap_texts import ComparedText, compared_texts
+from levanter.data.gap_texts import ComparedText, read_compared_texts
 from levanter.io import MissingFileError, UnreadableFileError
 from levanter.runplan import Check, RunPlan, Target
 
@@ -117,7 +117,9 @@ def describe(config: PerplexityGapConfig, target: Target, *, written: ExplicitKe
 def _texts(config: PerplexityGapConfig) -> tuple[tuple[ComparedText, ...], list[Check]]:
     try:
         data = resolve_evaluation(LmDataConfig(components=dict(config.datasets)))
-        texts = compared_texts(data.sets, max_documents=config.max_docs_per_dataset, max_bytes=config.max_doc_bytes)
+        texts = read_compared_texts(
+            data.sets, max_documents=config.max_docs_per_dataset, max_bytes=config.max_doc_bytes
+        )
     except (AbsentTextError, DataError, MissingFileError, UnreadableFileError) as error:
         absent = isinstance(error, (AbsentTextError, MissingFileError))
         told = DataError(str(error).replace("data.components.", "datasets.").replace("data.components:", "datasets:"))

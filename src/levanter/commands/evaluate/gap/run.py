@@ -96,7 +96,9 @@ def _scored(
             logprobs, _ = fetch_scores(found)
             scores.add(batch, logprobs)
             # What is at a position is of the token behind it.
-            nats[sequences.places(batch.rows)[batch.loss_mask] + 1] = -logprobs[batch.loss_mask].astype(np.float64)
+            nats[sequences.stream_indices(batch.rows)[batch.loss_mask] + 1] = -logprobs[batch.loss_mask].astype(
+                np.float64
+            )
             progress.advance(int(batch.scored_tokens.sum()))
     if (bad := scores.first_not_finite(sequences)) is not None:
         raise NonFiniteResultError(f"{half.key}: log-probabilities are not finite: {bad}")

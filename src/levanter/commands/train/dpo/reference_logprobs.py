@@ -165,7 +165,7 @@ def made(
     missing = _missing(stores)
     if any(missing):
         model = reference()
-        total = sum(len(store.parts[n]) for store, parts in zip(stores, missing, strict=True) for n in parts)
+        total = sum(len(store.chunks[n]) for store, parts in zip(stores, missing, strict=True) for n in parts)
         with Progress("scoring with the reference", total=total, unit="pairs", show=show) as progress:
             for store, one, parts in zip(stores, wanted, missing, strict=True):
                 if parts:
@@ -195,15 +195,15 @@ def _build(
     progress: Progress,
 ) -> None:
     rows = program.inputs[1].value.axes[0].size
-    if len(parts) < len(store.parts):
+    if len(parts) < len(store.chunks):
         logger.info(
-            "%s: %d of %d parts are there already", store.folder, len(store.parts) - len(parts), len(store.parts)
+            "%s: %d of %d parts are there already", store.folder, len(store.chunks) - len(parts), len(store.chunks)
         )
     here = PairSet(name=one.name, rows=one.rows, numbers=np.arange(len(one.rows)))
 
     def batches() -> Iterator[tuple[tuple[int, int], tuple[np.ndarray, np.ndarray]]]:
         for number in parts:
-            part = store.parts[number]
+            part = store.chunks[number]
             for start in range(part.start, part.stop, rows):
                 numbers = np.arange(start, min(start + rows, part.stop))
                 yield (number, start), pair_inputs(here, numbers, rows)
@@ -212,7 +212,7 @@ def _build(
         values: dict[int, np.ndarray] = {}
         scored = results(program, mesh, model, batches(), behind=FETCH_BEHIND, jit=jit_together)
         for (number, start), found in scored:
-            part = store.parts[number]
+            part = store.chunks[number]
             into = values.setdefault(number, np.zeros((len(part), 2), np.float32))
             stop = min(start + rows, part.stop)
             into[start - part.start : stop - part.start] = found[: stop - start]

@@ -21,12 +21,12 @@ from levanter.data import (
     EvaluationSet,
     PairRows,
     TrainingData,
-    as_records,
+    as_training_set,
     build_tokens,
     evaluation_rows,
 )
 from levanter.data.rows import Rows
-from levanter.data.train_builder import lay_rows
+from levanter.data.train_builder import plan_rows
 from levanter.models.base import LmHeadModel
 from levanter.models.precision import Precision
 from levanter.runplan import Session
@@ -200,9 +200,9 @@ def _own_rows(plan: TrainPlan) -> Iterator[tuple[EvaluationSet, PairRows]]:
     work: TrainWork = plan.work
     assert work.tokenizer is not None
     for one in () if work.validation is None else work.validation.sets:
-        records = as_records(one, folder=one.folder)
+        records = as_training_set(one, folder=one.folder)
         (tokens,) = build_tokens(work.config.data, [records], work.tokenizer)
-        rows = lay_rows(work.config.data, records, tokens, work.config.positions)
+        rows = plan_rows(work.config.data, records, tokens, work.config.positions)
         assert isinstance(rows, PairRows)
         yield one, rows
 

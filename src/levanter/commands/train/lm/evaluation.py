@@ -28,9 +28,9 @@ from levanter.data import (
     LmDataConfig,
     Tokenizer,
     TrainingData,
+    concatenate_sequences,
     evaluation_rows,
     held_out_sequences,
-    joined,
     resolve_evaluation,
 )
 from levanter.data.documents import Formats
@@ -146,7 +146,7 @@ def validation_rows(
     held_out = held_out_sequences(
         data, tokenizer.byte_lengths(), separate_documents=config.block_cross_document_attention
     )
-    found = joined(own, held_out)
+    found = concatenate_sequences(own, held_out)
     assert found is not None, "a run without validation sets has no evaluation"
     return found
 

@@ -101,8 +101,8 @@ def read_peft_config(document: Mapping[str, Any], *, where: str) -> PeftConfig:
     initialization = document.get("init_lora_weights", True)
     if isinstance(initialization, str) and initialization.lower().startswith(_ALTERS_BASE):
         refused.append(
-            f"init_lora_weights: {initialization!r} also changed the base weights, so the adapter matches no checkpoint; "
-            " convert it with peft (save_pretrained with path_initial_model_for_weight_conversion)"
+            f"init_lora_weights: {initialization!r} also changed the base weights, so the adapter matches no "
+            "checkpoint; convert it with peft (save_pretrained with path_initial_model_for_weight_conversion)"
         )
     raise_if(CheckpointError, where, refused)
     problems: list[str] = []

@@ -191,8 +191,8 @@ def fuse_experts(
             rank = sum(group.rank for group in fused_groups)
             if len(scales) > 1:
                 problems.append(
-                    f"{fused_groups[0].path} and {fused_groups[1].path} share one adapter in peft files, but have different "
-                    "scales (alpha / r); give them the same rank_pattern and alpha_pattern"
+                    f"{fused_groups[0].path} and {fused_groups[1].path} share one adapter in peft files, but have "
+                    "different scales (alpha / r); give them the same rank_pattern and alpha_pattern"
                 )
                 continue
             parameter = f"experts.{FUSED[names[0]]}"

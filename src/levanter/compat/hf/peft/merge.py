@@ -235,7 +235,7 @@ def rounding_lines(roundings: Sequence[Rounding]) -> list[str]:
     lines = [f"merged {rounding}" for rounding in roundings]
     if any(rounding.share > ROUNDING_WARNING for rounding in roundings):
         lines.append(
-            f"warning: rounding loses more than {ROUNDING_WARNING:.0%} of some adapters; --dtype float32 loses nothing, "
-            "and neither does serving the adapter separately from its base"
+            f"warning: rounding loses more than {ROUNDING_WARNING:.0%} of some adapters; --dtype float32 loses "
+            "nothing, and neither does serving the adapter separately from its base"
         )
     return lines
