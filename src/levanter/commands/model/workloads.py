@@ -23,7 +23,7 @@ COUNTED_CHARACTERS = 1_000_000
 def is_short(each: EvaluationSet) -> bool:
     """Whether a set's text is local and short enough for planning to tokenize it."""
     left = COUNTED_CHARACTERS
-    for part in each.parts:
+    for part in each.document_sources:
         if isinstance(part, FileDocuments) and any(is_remote(path) or file_size(path) > left for path in part.paths):
             return False
     if not each.is_text:
