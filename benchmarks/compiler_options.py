@@ -27,9 +27,9 @@ from levanter.hardware import parse_accelerator
 from levanter.hardware.compiler import Layout
 from levanter.plan.aot import Compiled, compile_programs
 from levanter.plan.comms import Network
-from levanter.plan.compile_cache import KeptAnswers
+from levanter.plan.compile_cache import CompileCache
 from levanter.plan.step_time_model import step_time
-from levanter.plan.target_from_name import target_of_pod
+from levanter.plan.target_from_name import pod_target
 from levanter.runplan import RunPlan
 
 ROOT = Path(__file__).parent.parent
@@ -282,7 +282,7 @@ def described(case: Case, name: str) -> RunPlan:
     """The plan of a case with a set of options."""
     entry = ENTRY_POINTS[case.entry_point].load()
     loaded = load_written(entry.config, argv_of(case, name))
-    return entry.describe(loaded.config, target_of_pod(parse_accelerator(case.target)), written=loaded.written)
+    return entry.describe(loaded.config, pod_target(parse_accelerator(case.target)), written=loaded.written)
 
 
 def compiled(case: Case, name: str, *, keep_text: Path | None = None) -> Answer:
@@ -300,7 +300,7 @@ def compiled(case: Case, name: str, *, keep_text: Path | None = None) -> Answer:
         target=case.target,
         programs=(case.program,),
         keep_text=keep_text,
-        kept=KeptAnswers.here(),
+        kept=CompileCache.here(),
         plan=plan,
     )
     options = dict(plan.program(case.program).compiler_options)

@@ -118,7 +118,7 @@ def main() -> None:
             f"{name}, temporary bytes over one device's ({whole / 2**20:.1f} MiB)", found / whole, BOUNDS["temporaries"]
         )
     blocks = [
-        SequenceLayout(positions=1 << 16, parts=8, zigzag=z, travels=True, block=1024).share(None)
+        SequenceLayout(positions=1 << 16, shards=8, zigzag=z, travels=True, block=1024).share(None)
         for z in (True, False)
     ]
     said("blocks of the busiest device, 64K, zigzag over natural order", blocks[0] / blocks[1], BOUNDS["blocks"])

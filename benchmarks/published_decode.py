@@ -42,9 +42,9 @@ from levanter.inference.capacity import DecodeCost
 from levanter.plan.aot import Compiled, compile_programs
 from levanter.plan.calibration import GENERATING_SCALE
 from levanter.plan.comms import Network
-from levanter.plan.compile_cache import KeptAnswers
+from levanter.plan.compile_cache import CompileCache
 from levanter.plan.step_time_model import step_time
-from levanter.plan.target_from_name import target_of_pod
+from levanter.plan.target_from_name import pod_target
 
 ROOT = Path(__file__).parent.parent
 FIGURES = ROOT / "tests" / "golden" / "published_decode.json"
@@ -127,7 +127,7 @@ def _compiled(case: Case, *, prompts: bool, keep_text: Path | None = None) -> tu
         path = Path(scratch) / "run.yaml"
         path.write_text(json.dumps(case.document(prompts=prompts)))
         loaded = load_written(GenerateConfig, ["--config_path", str(path)])
-        plan = describe(loaded.config, target_of_pod(pod), written=loaded.written)
+        plan = describe(loaded.config, pod_target(pod), written=loaded.written)
         if plan.errors:
             raise SystemExit(f"{case.name}: {plan.errors}")
         served = plan.work.serving
@@ -143,7 +143,7 @@ def _compiled(case: Case, *, prompts: bool, keep_text: Path | None = None) -> tu
             target=pod,
             programs=(name,),
             keep_text=keep_text and keep_text / case.name,
-            kept=KeptAnswers.here(),
+            kept=CompileCache.here(),
             plan=plan,
         )
     if not isinstance(outcome, Compiled) or outcome.figures is None:
@@ -177,7 +177,7 @@ def floor_row(case: Case) -> str:
         path = Path(scratch) / "run.yaml"
         path.write_text(json.dumps(case.document(prompts=False)))
         loaded = load_written(GenerateConfig, ["--config_path", str(path)])
-        plan = describe(loaded.config, target_of_pod(pod), written=loaded.written)
+        plan = describe(loaded.config, pod_target(pod), written=loaded.written)
     served = plan.work.serving
     held = served.weights.total + served.cache_bytes
     front = f"| {case.name} | {held / (1 << 30):.2f} of {pod.hbm_bytes / (1 << 30):.2f} GiB "

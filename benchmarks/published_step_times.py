@@ -36,9 +36,9 @@ from levanter.models.registry import LmConfig
 from levanter.plan.aot import Compiled, compile_programs
 from levanter.plan.calibration import KERNEL_EFFICIENCY, calibration
 from levanter.plan.comms import Network
-from levanter.plan.compile_cache import KeptAnswers
+from levanter.plan.compile_cache import CompileCache
 from levanter.plan.step_time_model import CYCLE_SCALE, LinkUse, StepTime, mfu, step_time
-from levanter.plan.target_from_name import target_of_pod
+from levanter.plan.target_from_name import pod_target
 
 ROOT = Path(__file__).parent.parent
 FIGURES = ROOT / "tests" / "golden" / "published_step_times.json"
@@ -239,7 +239,7 @@ def compiled(
             target=case.target,
             programs=("train_step",),
             keep_text=folder,
-            kept=None if changed else KeptAnswers.here(),
+            kept=None if changed else CompileCache.here(),
         )
         if not isinstance(outcome, Compiled):
             raise SystemExit(f"{case.config}: refused: {outcome.refusal}")
@@ -254,7 +254,7 @@ def compiled(
 def options_of(case: Case, compiler: CompilerMode) -> dict[str, str]:
     """What the train step of a case is compiled with."""
     config = parse(TrainLmConfig, paths=[str(case.path)], overrides={"trainer.compiler": compiler})
-    plan = describe(config, target_of_pod(parse_accelerator(case.target)))
+    plan = describe(config, pod_target(parse_accelerator(case.target)))
     return dict(plan.program("train_step").compiler_options)
 
 
@@ -271,7 +271,7 @@ def summed(
     """The sums of a case, and its modelled time, from the compiler's text."""
     pod = parse_accelerator(case.target)
     config = parse(TrainLmConfig, paths=[str(case.path)])
-    plan = describe(config, target_of_pod(pod))
+    plan = describe(config, pod_target(pod))
     (work,) = plan.workloads
     assert not isinstance(plan.searchable, str)
     parameters = sum(math.prod(leaf.shape) for leaf in plan.searchable.parameters)

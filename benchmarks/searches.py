@@ -27,12 +27,12 @@ from levanter.commands.train.lm.train_lm import describe as describe_training
 from levanter.config import Loaded, load_written
 from levanter.hardware import Accelerator, parse_accelerator
 from levanter.plan.aot import Compiled, Refused
-from levanter.plan.compile_cache import KeptAnswers
+from levanter.plan.compile_cache import CompileCache
 from levanter.plan.preflight.state import Question
-from levanter.plan.search import Candidate, SearchResult, SearchSubject, candidates, estimate, search, subject_of
+from levanter.plan.search import Candidate, SearchResult, SearchSubject, candidates, estimate, search, search_subject
 from levanter.plan.search.space import LayoutCompiler
 from levanter.plan.step_time_model import StepTime
-from levanter.plan.target_from_name import target_of_pod
+from levanter.plan.target_from_name import pod_target
 from levanter.plan.verdict import ProgramVerdict
 from levanter.runplan import RunPlan, Target, Workload
 
@@ -89,12 +89,12 @@ class Case:
     @cached_property
     def plan(self) -> RunPlan:
         """The run as it is configured."""
-        return self.describe(self.config, target_of_pod(self.pod))
+        return self.describe(self.config, pod_target(self.pod))
 
     @cached_property
     def subject(self) -> SearchSubject:
         """What is laid out."""
-        return subject_of(self.plan)
+        return search_subject(self.plan)
 
 
 CASES = (
@@ -232,7 +232,7 @@ def compile_all(case: Case, most: int) -> None:
         describe=lambda _: case.plan,
         provider="levanter.main.plan:describe",
         payload={"entry_point": case.entry_point, "argv": case.words},
-        kept=KeptAnswers.here(),
+        kept=CompileCache.here(),
     )
     compile_one = LayoutCompiler(
         question=question, config=case.config, describe=case.describe, plan=case.plan, say=print

@@ -25,7 +25,7 @@ from levanter.models.family import Family
 from levanter.models.llama.config_json import write_llama
 from levanter.models.llama.weights import rules
 from levanter.models.registry import LmConfig
-from levanter.plan import target_of_pod
+from levanter.plan import pod_target
 
 CLASS = "HeronForCausalLM"
 RUN = """
@@ -68,7 +68,7 @@ def main(pod: str) -> None:
         info.mkdir()
         (info / "entry_points.txt").write_text("[levanter.families]\nheron = __main__:HERON\n")
         sys.path.insert(0, folder)
-        plan = describe(parse_text(TrainLmConfig, RUN), target_of_pod(parse_accelerator(pod)))
+        plan = describe(parse_text(TrainLmConfig, RUN), pod_target(parse_accelerator(pod)))
         sys.path.remove(folder)
     print(*(check.message for check in plan.checks if check.name == "layers"))
     print(f"{plan.mesh}: {plan.sharding.bytes_per_device / 2**30:.2f} GiB on each chip")

@@ -15,9 +15,9 @@ import yaml
 from levanter.config import parse
 from levanter.hardware import parse_accelerator
 from levanter.main.train_lm import TrainLmConfig, describe
-from levanter.plan import target_of_pod
-from levanter.plan.search import candidates, estimate, subject_of
-from levanter.plan.search.space import keys_of
+from levanter.plan import pod_target
+from levanter.plan.search import candidates, estimate, search_subject
+from levanter.plan.search.space import layout_keys
 
 CONFIG = Path(__file__).parents[1] / "config" / "train" / "llama2_7b_v4-32.yaml"
 SHOWN = 3
@@ -26,13 +26,13 @@ SHOWN = 3
 def main(name: str) -> None:
     """Prints how the run is sharded on a pod, then the layouts that arithmetic expects to be fastest."""
     pod = parse_accelerator(name)
-    plan = describe(parse(TrainLmConfig, paths=[str(CONFIG)]), target_of_pod(pod))
+    plan = describe(parse(TrainLmConfig, paths=[str(CONFIG)]), pod_target(pod))
     used = plan.sharding.bytes_per_device / 2**30
     print(f"{pod}: mesh {plan.mesh}", *(f"refused: {error}" for error in plan.errors), sep="\n")
     print(f"as configured: {used:.2f} of {pod.hbm_bytes / 2**30:.0f} GiB for weights and optimizer state on each chip")
 
     # A layout is a mesh, a mapping of logical axes to it, a microbatch and a choice of what to rematerialize.
-    subject = subject_of(plan)
+    subject = search_subject(plan)
     layouts = candidates(
         subject.axes.sizes,
         tensor_axes=subject.tensor_axes,
@@ -48,7 +48,7 @@ def main(name: str) -> None:
         cost = estimates[layout]
         print(f"  {1 / cost.seconds_per_token:,.0f} tokens/s, bound by {cost.waits_for}: {layout}")
     if fitting:
-        options = {"trainer.mesh": fitting[0].mesh_options(subject.overrides), **keys_of(plan, fitting[0])}
+        options = {"trainer.mesh": fitting[0].mesh_options(subject.overrides), **layout_keys(plan, fitting[0])}
         print(yaml.safe_dump(options, sort_keys=False, default_flow_style=None), end="")
 
 

@@ -12,7 +12,7 @@ import pytest
 from helpers.plan_cases import CASES, Case
 
 from levanter.plan.aot import Compiled
-from levanter.plan.compile_cache import KeptAnswers
+from levanter.plan.compile_cache import CompileCache
 from levanter.plan.preflight.pipeline import Question, preflight
 from levanter.runplan import RunPlan, Target
 
@@ -46,7 +46,7 @@ def test_what_stays_beside_an_evaluation_counts(rows, exit_code):
         provider=f"{__file__}:described",
         payload={"rows": rows},
         scope="run",
-        kept=KeptAnswers.here(),
+        kept=CompileCache.here(),
     )
     verdict = preflight(question)
     assert verdict.exit_code == exit_code, verdict.headline

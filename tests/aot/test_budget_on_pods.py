@@ -13,8 +13,8 @@ import pytest
 from aot import described_budgets
 
 from levanter.plan.aot import Compiled, compile_programs
-from levanter.plan.hbm_budget import budget_of
-from levanter.plan.target_from_name import target_of_pod
+from levanter.plan.hbm_budget import hbm_budget
+from levanter.plan.target_from_name import pod_target
 
 pytestmark = [
     pytest.mark.aot,
@@ -59,7 +59,7 @@ def config(tmp_path, *, mp: str, num_heads: int) -> str:
 )
 def test_inputs_as_the_compiler_counts_them(target, program, mp, num_heads, tmp_path):
     payload = {"path": config(tmp_path, mp=mp, num_heads=num_heads)}
-    budget = budget_of(described_budgets.training(payload, target_of_pod(target)))
+    budget = hbm_budget(described_budgets.training(payload, pod_target(target)))
     (outcome,) = compile_programs(f"{DESCRIBED}:training", payload, target=target, programs=(program,))
     assert isinstance(outcome, Compiled)
     exact = budget.arguments[program]

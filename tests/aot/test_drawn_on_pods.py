@@ -11,9 +11,9 @@ import pytest
 from helpers.plan_cases import CASES, Case
 
 from levanter.plan.aot import Compiled, compile_programs
-from levanter.plan.compile_cache import KeptAnswers
-from levanter.plan.init_memory import drawn_in
-from levanter.plan.target_from_name import target_of_pod
+from levanter.plan.compile_cache import CompileCache
+from levanter.plan.init_memory import init_memory
+from levanter.plan.target_from_name import pod_target
 from levanter.runplan import RunPlan, Target
 
 pytestmark = [
@@ -52,14 +52,14 @@ def case_of(name: str) -> Case:
 @pytest.mark.parametrize("name", SAMPLE)
 def test_the_compiler_needs_no_more_than_arithmetic_says(name):
     case = case_of(name)
-    plan = case.describe(target_of_pod(case.target))
-    ((program, drawn),) = drawn_in(plan).items()
+    plan = case.describe(pod_target(case.target))
+    ((program, drawn),) = init_memory(plan).items()
     (outcome,) = compile_programs(
         f"{__file__}:described",
         {"name": name},
         target=case.target,
         programs=(program,),
-        kept=KeptAnswers.here(),
+        kept=CompileCache.here(),
         plan=plan,
     )
     assert isinstance(outcome, Compiled)

@@ -13,7 +13,7 @@ from helpers.plan_cases import CASES
 from levanter.hardware import parse_accelerator
 from levanter.plan.aot import Compiled, compile_programs
 from levanter.plan.load_budget import beyond_shards, shard_bytes
-from levanter.plan.target_from_name import target_of_pod
+from levanter.plan.target_from_name import pod_target
 
 pytestmark = [
     pytest.mark.aot,
@@ -26,7 +26,7 @@ LIMIT = 512 << 20
 @pytest.mark.parametrize("name", ["405b_v4-256", "405b_v4-128"])
 def test_an_exchange_takes_no_more_than_its_buffer(name):
     case = CASES[name]
-    plan = case.describe(target_of_pod(parse_accelerator(case.target))).load
+    plan = case.describe(pod_target(parse_accelerator(case.target))).load
     assert plan is not None
     pieces = {}
     for step in plan.steps:

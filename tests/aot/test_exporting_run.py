@@ -14,10 +14,10 @@ from haliax_ext.replica_slices import PROGRAM_NAME
 from levanter.commands.train.lm import train_lm
 from levanter.config import load_written
 from levanter.plan.aot import Compiled, compile_programs
-from levanter.plan.compile_cache import KeptAnswers
+from levanter.plan.compile_cache import CompileCache
 from levanter.plan.preflight.pipeline import preflight
 from levanter.plan.preflight.state import Question
-from levanter.plan.target_from_name import target_of_pod
+from levanter.plan.target_from_name import pod_target
 from levanter.runplan import RunPlan, Target
 
 pytestmark = [
@@ -62,13 +62,13 @@ def is_export(name: str) -> bool:
 
 def test_its_exports_fit_beside_the_state(tmp_path):
     """Every Program of the run that exports, and what lies on a chip while it does: parameters and both moments."""
-    payload, target = the_run(tmp_path), target_of_pod(TARGET)
+    payload, target = the_run(tmp_path), pod_target(TARGET)
     plan = described(payload, target)
     names = [program.name for program in plan.programs if is_export(program.name)]
     state = 3 * plan.sharding.bytes_per_device
     assert names and state > 4 * GIB and target.hbm_bytes is not None
     provider = f"{__file__}:described"
-    found = compile_programs(provider, payload, target=TARGET, programs=names, kept=KeptAnswers.here())
+    found = compile_programs(provider, payload, target=TARGET, programs=names, kept=CompileCache.here())
     assert {each.name for each in found} == set(names)
     for outcome in found:
         assert isinstance(outcome, Compiled), outcome.name
@@ -85,7 +85,7 @@ def test_all_that_the_run_does_fits(tmp_path):
             describe=lambda target: described(payload, target),
             provider=f"{__file__}:described",
             payload=payload,
-            kept=KeptAnswers.here(),
+            kept=CompileCache.here(),
             scope="run",
         )
     )

@@ -7,7 +7,7 @@ import pytest
 
 from levanter.hardware import parse_accelerator
 from levanter.plan.aot import Compiled, compile_programs
-from levanter.plan.kernel_cost import GROUPED, grouped_product, shaped_cost
+from levanter.plan.kernel_cost import GROUPED, grouped_product, kernel_cost
 
 pytestmark = [
     pytest.mark.aot,
@@ -42,7 +42,7 @@ def test_a_grouped_product_costs_about_what_a_batch_of_the_same_products_costs(t
     assert grouped is not None and batched is not None and pod.generation.clock_hz is not None
     assert not grouped.unestimated
     (kernel,) = (kernel for kernel in grouped.kernels if grouped_product(kernel) is not None)
-    product, cost = grouped_product(kernel), shaped_cost(kernel, pod)
+    product, cost = grouped_product(kernel), kernel_cost(kernel, pod)
     assert product is not None and (product.groups, product.rows, product.tile) == (8, 16384, tile)
     assert product.flops == 2 * SIZES["rows"] * SIZES["inner"] * SIZES["outer"]
     # The batch has no tiles that are gone through twice, and the compiler gives it 0.65 to 0.88 of peak.

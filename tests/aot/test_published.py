@@ -51,7 +51,7 @@ def test_the_test_half_within_fifteen_percent(case):
     """Or, where nothing calibrates the time, within the range that is stated for it."""
     figures, time = published.compiled(case)
     kept = KEPT[case.config]
-    if published.time_of(case, figures).calibration.said:
+    if published.time_of(case, figures).calibration.reason:
         time = published.time_of(case, figures)
         assert (
             published.per_chip(case, figures, time.high) <= case.tokens <= published.per_chip(case, figures, time.low)

@@ -11,7 +11,7 @@ import pytest
 from aot import described_savings
 
 from levanter.plan.aot import Compiled, compile_programs
-from levanter.plan.compile_cache import KeptAnswers
+from levanter.plan.compile_cache import CompileCache
 
 pytestmark = [
     pytest.mark.aot,
@@ -33,7 +33,7 @@ def test_a_piece_takes_no_more_than_its_buffer(name, target, mesh):
     taking = described_savings.taking_of(payload)
     planned = taking.transient_bytes
     assert planned <= LIMIT
-    found = compile_programs(f"{described_savings.__file__}:savings", payload, target=target, kept=KeptAnswers.here())
+    found = compile_programs(f"{described_savings.__file__}:savings", payload, target=target, kept=CompileCache.here())
     assert {each.name for each in found} == {program.name for program in taking.programs}
     for outcome in found:
         assert isinstance(outcome, Compiled)

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from helpers.plan_cases import CASES, Case
 
-from levanter.plan.compile_cache import KeptAnswers
+from levanter.plan.compile_cache import CompileCache
 from levanter.plan.preflight.pipeline import preflight
 from levanter.plan.preflight.state import Question
 from levanter.plan.verdict import Verdict
@@ -59,7 +59,7 @@ def verdict_of(case: Case, *, compiled: bool) -> Verdict:
         provider=f"{__file__}:described",
         payload={"config": case.config, "entry_point": case.entry_point, "overrides": list(case.overrides)},
         compile=compiled,
-        kept=KeptAnswers.here() if compiled else None,
+        kept=CompileCache.here() if compiled else None,
     )
     return preflight(question)
 

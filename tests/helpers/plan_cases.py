@@ -27,7 +27,7 @@ from levanter.commands.train.lm import lora_config, lora_lm, train_lm
 from levanter.config import ExplicitKeys, load_written
 from levanter.eval.harness import task_discovery
 from levanter.eval.harness.tasks import UnavailableTaskError
-from levanter.plan.compile_cache import KeptAnswers
+from levanter.plan.compile_cache import CompileCache
 from levanter.plan.preflight.pipeline import preflight
 from levanter.plan.preflight.state import Question
 from levanter.plan.verdict import Verdict
@@ -116,7 +116,7 @@ class Case:
             provider=f"{__file__}:described",
             payload={"case": self.name},
             compile=compiled,
-            kept=KeptAnswers.here() if compiled else None,
+            kept=CompileCache.here() if compiled else None,
         )
         return preflight(question)
 

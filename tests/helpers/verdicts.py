@@ -18,10 +18,10 @@ from haliax_ext.planner import plan_sharding
 from levanter.hardware import parse_accelerator
 from levanter.plan.aot import Compiled, Refused
 from levanter.plan.device_order import pod_coordinates
-from levanter.plan.hbm_budget import Budget, Resident, by_group, cut_text
+from levanter.plan.hbm_budget import Budget, Resident, by_group, sharding_text
 from levanter.plan.load_budget import LoadBudget
 from levanter.plan.step_time_model import LinkUse, StepTime, mfu
-from levanter.plan.target_from_name import target_of_pod
+from levanter.plan.target_from_name import pod_target
 from levanter.plan.verdict import ProgramVerdict, Stage, Verdict
 from levanter.runplan import Check, RunPlan, Workload
 
@@ -40,7 +40,7 @@ def tiny_plan(**changes: Any) -> RunPlan:
     sharding = plan_sharding(tiny_leaves(), mappings, MESH)
     values: dict[str, Any] = {
         "entry_point": "eval_lm",
-        "target": target_of_pod(POD),
+        "target": pod_target(POD),
         "mesh": MESH,
         "checks": (
             Check(name="data", status="ok", message="docs: 3 files"),
@@ -65,7 +65,7 @@ def tiny_budget(plan: RunPlan, *, more: Sequence[Resident] = ()) -> Budget:
             group=next((group for name, group in GROUPS.items() if name in leaf.leaf.path), "norm"),
             axes=leaf.leaf.axes,
             dtype=leaf.leaf.dtype.name,
-            spec=cut_text(leaf, MESH),
+            spec=sharding_text(leaf, MESH),
             nbytes=leaf.bytes_per_device,
             whole_bytes=leaf.leaf.nbytes,
             shard_shape=leaf.shard_shape,

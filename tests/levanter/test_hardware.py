@@ -5,9 +5,9 @@ import pytest
 from levanter.hardware import (
     GENERATIONS,
     AcceleratorError,
-    accelerator_of,
     default_topologies,
-    generation_of,
+    find_accelerator,
+    find_generation,
     parse_accelerator,
 )
 
@@ -140,12 +140,12 @@ def test_bad_names_say_what_is_near(name, fragments):
 def test_devices_are_known_by_kind_and_number():
     """Every size that is made is found again; nothing is made of another number, of GPUs or of CPUs."""
     for generation in GENERATIONS:
-        assert generation_of(generation.device_kind) == generation
+        assert find_generation(generation.device_kind) == generation
         for chips in default_topologies(generation):
             pod = parse_accelerator(f"{generation.name}-{chips * generation.cores_per_chip}")
-            assert accelerator_of(generation.device_kind, pod.devices) == pod
-    assert accelerator_of("TPU v6 lite", 16, slices=2) == parse_accelerator("2xv6e-8")
+            assert find_accelerator(generation.device_kind, pod.devices) == pod
+    assert find_accelerator("TPU v6 lite", 16, slices=2) == parse_accelerator("2xv6e-8")
     for kind, devices, slices in (("TPU v6 lite", 12, 1), ("TPU v6 lite", 9, 2), ("cpu", 8, 1)):
-        assert accelerator_of(kind, devices, slices=slices) is None
-    h100 = generation_of("NVIDIA H100 80GB HBM3")
-    assert h100 is not None and h100.name == "h100" and accelerator_of("NVIDIA H100 80GB HBM3", 8) is None
+        assert find_accelerator(kind, devices, slices=slices) is None
+    h100 = find_generation("NVIDIA H100 80GB HBM3")
+    assert h100 is not None and h100.name == "h100" and find_accelerator("NVIDIA H100 80GB HBM3", 8) is None

@@ -22,7 +22,7 @@ from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.lm import train_lm
 from levanter.config import load_written
 from levanter.eval.harness import tasks
-from levanter.plan.target_from_name import target_of_pod
+from levanter.plan.target_from_name import pod_target
 
 MESH = {"axes": {"data": 4, "model": 2}, "shared_mapping": {"vocab": "model"}}
 TEXT = "".join(word + " " for text in TEXTS for word in text.split(" ")) * 12
@@ -202,7 +202,7 @@ def test_bad_input_is_said_before_a_step(tmp_path, capsys, block: dict, said: st
 def test_its_programs_are_in_the_plan(tmp_path):
     base = tiny_llama(tmp_path / "base")
     loaded = load_written(TrainLmConfig, document(tmp_path / "run", base))
-    plan = train_lm.describe(loaded.config, target_of_pod("v4-16"), written=loaded.written)
+    plan = train_lm.describe(loaded.config, pod_target("v4-16"), written=loaded.written)
     assert not plan.errors
     scores = [program.name for program in plan.computing if program.name.startswith("score_")]
     assert scores and len(scores) <= 6

@@ -116,7 +116,7 @@ def help_text() -> str:
     return HELP.format(entry_points=rows)
 
 
-def asked_for(argv: Sequence[str]) -> PlanRequest:
+def parse_plan_request(argv: Sequence[str]) -> PlanRequest:
     """Splits a command line into the options of `plan` and the entry point's own arguments.
 
     Raises:
@@ -191,7 +191,7 @@ def asked_for(argv: Sequence[str]) -> PlanRequest:
     )
 
 
-def with_own_options(problem: Problem) -> Problem:
+def suggest_plan_option(problem: Problem) -> Problem:
     """A word of the command line that is no key of the run may have been meant as an option of ours."""
     words = re.fullmatch(r"--([\w-]+) needs a value", problem.message)
     key = words[1] if words else problem.key if problem.message.startswith("unknown key") else ""

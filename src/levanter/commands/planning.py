@@ -17,7 +17,14 @@ from levanter.base.exit_codes import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, NO
 from levanter.commands.catalog import ENTRY_POINTS
 from levanter.commands.cli.errors import shell
 from levanter.commands.cli.heartbeat import heartbeat
-from levanter.commands.plan_options import FULL, LOCAL, PlanRequest, PlanUsageError, asked_for, with_own_options
+from levanter.commands.plan_options import (
+    FULL,
+    LOCAL,
+    PlanRequest,
+    PlanUsageError,
+    parse_plan_request,
+    suggest_plan_option,
+)
 from levanter.config import ConfigError, Loaded, load_written
 from levanter.io import Output, atomic_write, probe, setup_logging
 
@@ -55,10 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str]) -> int:
     setup_logging("WARNING")
-    asked = asked_for(argv)
+    request = parse_plan_request(argv)
     # Planning does not use the network; what would need it is listed as not checked.
-    with nullcontext() if asked.require_inputs else _environment(HF_HUB_OFFLINE="1", LEVANTER_OFFLINE="1"):
-        return _planned(asked)
+    with nullcontext() if request.require_inputs else _environment(HF_HUB_OFFLINE="1", LEVANTER_OFFLINE="1"):
+        return _planned(request)
 
 
 @contextmanager
@@ -75,24 +82,24 @@ def _environment(**values: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _planned(asked: PlanRequest) -> int:
+def _planned(request: PlanRequest) -> int:
     show = sys.stderr
     with heartbeat(show) as say:
-        say(f"reading the configuration of {asked.entry_point.name}")
+        say(f"reading the configuration of {request.entry_point.name}")
         # A misspelt target is reported before anything is done for the others.
-        targets = _checked(asked.targets)
-        _try_outputs(asked)
-        name = asked.entry_point.name
+        targets = _checked(request.targets)
+        _try_outputs(request)
+        name = request.entry_point.name
         program = f"python -m levanter.main.plan {name}"
         try:
-            loaded = load_written(asked.entry_point.config_class(), list(asked.argv), program=program)
+            loaded = load_written(request.entry_point.config_class(), list(request.argv), program=program)
         except ConfigError as error:
-            raise ConfigError(map(with_own_options, error.problems)) from error
-        entry_point = asked.entry_point.load()
+            raise ConfigError(map(suggest_plan_option, error.problems)) from error
+        entry_point = request.entry_point.load()
         import jax
 
         from levanter.plan.aot import devices_here
-        from levanter.plan.compile_cache import KeptAnswers
+        from levanter.plan.compile_cache import CompileCache
         from levanter.plan.preflight.pipeline import preflight
         from levanter.plan.preflight.state import Question
 
@@ -102,28 +109,28 @@ def _planned(asked: PlanRequest) -> int:
             target=LOCAL,
             describe=lambda target: entry_point.describe(loaded.config, target, written=loaded.written),
             provider="levanter.commands.planning:describe",
-            payload={"entry_point": asked.entry_point.name, "argv": list(asked.argv)},
+            payload={"entry_point": request.entry_point.name, "argv": list(request.argv)},
             local=devices_here,
-            compile=asked.compile,
-            scope=asked.scope,
-            require_inputs=asked.require_inputs,
-            kept=KeptAnswers.here() if asked.cache else None,
+            compile=request.compile,
+            scope=request.scope,
+            require_inputs=request.require_inputs,
+            kept=CompileCache.here() if request.cache else None,
         )
-        if asked.compare and entry_point.describe_full_finetune is None:
+        if request.compare and entry_point.describe_full_finetune is None:
             raise PlanUsageError(f"--compare {FULL}: {name} trains no adapters, so there is nothing to compare")
         verdicts: list[Verdict] = []
         comparisons: list[Comparison] = []
         searches: dict[str, Searched] = {}
         for target in targets:
-            folder = None if asked.keep_hlo is None else Path(asked.keep_hlo) / target.replace(":", "_")
-            say(f"planning {asked.entry_point.name} for {target}")
+            folder = None if request.keep_hlo is None else Path(request.keep_hlo) / target.replace(":", "_")
+            say(f"planning {request.entry_point.name} for {target}")
             one = replace(question, target=target, keep_text=folder)
             verdicts.append(preflight(one, progress=say))
-            if asked.compare:
+            if request.compare:
                 comparisons += _compared(one, entry_point, loaded, verdicts[-1], say)
-            if asked.search:
+            if request.search:
                 searches |= _searched(one, entry_point, loaded, verdicts[-1], say)
-    _report(asked, verdicts, searches, comparisons)
+    _report(request, verdicts, searches, comparisons)
     codes = {verdict.exit_code for verdict in verdicts}
     return next((code for code in (DOES_NOT_FIT, COMPILER_CRASH, BAD_INPUT, NOT_DECIDED) if code in codes), OK)
 
@@ -150,8 +157,8 @@ def _compared(
         keep_text=None if question.keep_text is None else question.keep_text / FULL,
         require_inputs=False,
     )
-    found = compare(verdict, preflight(full, progress=say))
-    return [] if found is None else [found]
+    comparison = compare(verdict, preflight(full, progress=say))
+    return [] if comparison is None else [comparison]
 
 
 def _searched(
@@ -162,9 +169,9 @@ def _searched(
     say: Callable[[str], None],
 ) -> dict[str, "Searched"]:
     """Other layouts of the same run on the same pod; nothing if there is no pod or no run to lay out."""
-    from levanter.plan.row_advice import serving_of
+    from levanter.plan.oom_report import decode_cost
     from levanter.plan.search import NothingToSearch
-    from levanter.plan.search.space import LayoutCompiler, found_layouts, found_rows
+    from levanter.plan.search.space import LayoutCompiler, search_run_decode, search_run_layouts
 
     pod = verdict.accelerator
     if verdict.plan is None or pod is None or not pod.can_compile:
@@ -178,15 +185,19 @@ def _searched(
             plan=verdict.plan,
             say=say,
         )
-        is_text = serving_of(verdict.plan) is not None
-        found = found_rows(run, pod) if is_text else found_layouts(run, pod, own=_own(verdict))
+        is_text = decode_cost(verdict.plan) is not None
+        searched = (
+            search_run_decode(run, pod)
+            if is_text
+            else search_run_layouts(run, pod, configured=_configured_program(verdict))
+        )
     except NothingToSearch as error:
         say(f"{verdict.target}: no layout search: {error}")
         return {}
-    return {verdict.target: found}
+    return {verdict.target: searched}
 
 
-def _own(verdict: "Verdict") -> "ProgramVerdict | None":
+def _configured_program(verdict: "Verdict") -> "ProgramVerdict | None":
     """What came of the Program that a search lays out anew, as the run has it; None where it was not compiled."""
     assert verdict.plan is not None
     name = next((work.program for work in verdict.plan.workloads), None)
@@ -213,7 +224,7 @@ def _checked(targets: Sequence[str]) -> tuple[str, ...]:
 
 
 def _report(
-    asked: PlanRequest,
+    request: PlanRequest,
     verdicts: Sequence["Verdict"],
     searches: Mapping[str, "Searched"],
     comparisons: Sequence["Comparison"],
@@ -226,29 +237,29 @@ def _report(
         texts.append(compared_text(compared))
         pages.append((f"beside full fine-tuning on {compared.target}", texts[-1]))
         document.setdefault("comparisons", []).append(compared_values(compared))
-    for target, found in searches.items():
-        texts.append(found.text)
-        pages.append((f"search on {target}", found.text))
-        document.setdefault("searches", []).append(found.values)
+    for target, searched in searches.items():
+        texts.append(searched.text)
+        pages.append((f"search on {target}", searched.text))
+        document.setdefault("searches", []).append(searched.values)
     # With the JSON on standard output, text for people goes to standard error.
-    print("\n".join(texts), file=sys.stderr if asked.json == "-" else sys.stdout)
-    if asked.json is not None:
+    print("\n".join(texts), file=sys.stderr if request.json == "-" else sys.stdout)
+    if request.json is not None:
         text = json.dumps(document, indent=2, ensure_ascii=False)
-        if asked.json == "-":
+        if request.json == "-":
             print(text)
         else:
-            _write("--json", asked.json, text + "\n")
-    if asked.html is not None:
-        _write("--html", asked.html, to_html(verdicts, more=pages))
+            _write("--json", request.json, text + "\n")
+    if request.html is not None:
+        _write("--html", request.html, to_html(verdicts, more=pages))
 
 
-def _try_outputs(asked: PlanRequest) -> None:
+def _try_outputs(request: PlanRequest) -> None:
     """Tries every output path before compilers run for minutes."""
-    files = {"--json": None if asked.json == "-" else asked.json, "--html": asked.html}
-    found = [Output(key=key, path=path, kind="file") for key, path in files.items() if path is not None]
-    if asked.keep_hlo is not None:
-        found.append(Output(key="--keep_hlo", path=asked.keep_hlo, kind="folder"))
-    probe(found)
+    files = {"--json": None if request.json == "-" else request.json, "--html": request.html}
+    outputs = [Output(key=key, path=path, kind="file") for key, path in files.items() if path is not None]
+    if request.keep_hlo is not None:
+        outputs.append(Output(key="--keep_hlo", path=request.keep_hlo, kind="folder"))
+    probe(outputs)
 
 
 def _write(flag: str, path: str, text: str) -> None:

@@ -12,9 +12,9 @@ chips of a slice. *DCN*: the data-center network between hosts, which joins slic
 
 from levanter.hardware.accelerator import Accelerator as Accelerator
 from levanter.hardware.accelerator import AcceleratorError as AcceleratorError
-from levanter.hardware.accelerator import accelerator_of as accelerator_of
 from levanter.hardware.accelerator import default_topologies as default_topologies
-from levanter.hardware.accelerator import generation_of as generation_of
+from levanter.hardware.accelerator import find_accelerator as find_accelerator
+from levanter.hardware.accelerator import find_generation as find_generation
 from levanter.hardware.accelerator import parse_accelerator as parse_accelerator
 from levanter.hardware.compiler import compiler_options as compiler_options
 from levanter.hardware.generations import GENERATIONS as GENERATIONS

@@ -163,20 +163,20 @@ def parse_accelerator(name: str) -> Accelerator:
     )
 
 
-def generation_of(kind: str) -> Generation | None:
+def find_generation(kind: str) -> Generation | None:
     """The generation of a device, by the vendor's name of it; None where it is not known.
 
     GPUs of one generation are sold under several names, which begin alike.
     """
 
-    def is_it(each: Generation) -> bool:
-        brand = " ".join(each.device_kind.split()[:2])
-        return kind == each.device_kind or (each.platform == "gpu" and kind.startswith(brand))
+    def has_kind(generation: Generation) -> bool:
+        brand = " ".join(generation.device_kind.split()[:2])
+        return kind == generation.device_kind or (generation.platform == "gpu" and kind.startswith(brand))
 
-    return next((each for each in GENERATIONS if is_it(each)), None)
+    return next((generation for generation in GENERATIONS if has_kind(generation)), None)
 
 
-def accelerator_of(kind: str, devices: int, *, slices: int = 1) -> Accelerator | None:
+def find_accelerator(kind: str, devices: int, *, slices: int = 1) -> Accelerator | None:
     """What so many TPU devices of a kind are, in slices of the topology that their number stands for.
 
     Args:
@@ -187,7 +187,7 @@ def accelerator_of(kind: str, devices: int, *, slices: int = 1) -> Accelerator |
     Returns:
         None where the kind is not known, or does not come in slices of that size.
     """
-    generation = generation_of(kind)
+    generation = find_generation(kind)
     if generation is None or generation.platform != "tpu" or devices % (slices * generation.devices_per_chip):
         return None
     cores = devices // slices // generation.devices_per_chip * generation.cores_per_chip
@@ -277,19 +277,19 @@ def default_topologies(generation: Generation) -> dict[int, tuple[int, ...]]:
         }  # fmt: skip
     if generation.topology_axes == 0:
         return {}
-    found: dict[int, tuple[int, ...]] = {4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4)}
+    shapes: dict[int, tuple[int, ...]] = {4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4)}
     for shape in _cubes(generation):
         chips = math.prod(shape)
-        if chips not in found or _surface(shape) < _surface(found[chips]):
-            found[chips] = shape
-    return dict(sorted(found.items()))
+        if chips not in shapes or _surface(shape) < _surface(shapes[chips]):
+            shapes[chips] = shape
+    return dict(sorted(shapes.items()))
 
 
 def _cubes(generation: Generation) -> Iterator[tuple[int, ...]]:
     """Every ascending shape whose sides are multiples of 4 and that the pod holds."""
     for shape in itertools.combinations_with_replacement(range(4, generation.pod[-1] + 1, 4), 3):
-        held = all(side <= limit for side, limit in zip(shape, generation.pod, strict=True))
-        if held and math.prod(shape) <= generation.max_chips:
+        fits = all(side <= limit for side, limit in zip(shape, generation.pod, strict=True))
+        if fits and math.prod(shape) <= generation.max_chips:
             yield shape
 
 

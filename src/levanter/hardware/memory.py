@@ -15,8 +15,8 @@ def host_memory(root: Path = Path("/")) -> int | None:
     Args:
         root: of the file system that has `proc` and `sys`.
     """
-    found = [*_built_in(root), *_allowed(root)]
-    return min(found) if found else None
+    limits = [*_built_in(root), *_allowed(root)]
+    return min(limits) if limits else None
 
 
 def free_memory(root: Path = Path("/")) -> int | None:
@@ -25,7 +25,7 @@ def free_memory(root: Path = Path("/")) -> int | None:
     Args:
         root: of the file system that has `proc` and `sys`.
     """
-    found: list[int] = []
+    amounts: list[int] = []
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
     except OSError:
@@ -33,14 +33,14 @@ def free_memory(root: Path = Path("/")) -> int | None:
     for line in lines:
         name, _, rest = line.partition(":")
         if name == "MemAvailable" and rest.split()[0].isdigit():
-            found.append(int(rest.split()[0]) * 1024)
+            amounts.append(int(rest.split()[0]) * 1024)
     for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
         base = root / ("sys/fs/cgroup" if limit == "memory.max" else "sys/fs/cgroup/memory")
         # Pages of files that were read count as used, and are given up when they are wanted.
         for allowed in _number(base / limit):
             cached = next((n for n in _reclaimable(base / "memory.stat")), 0)
-            found += [max(allowed - now + cached, 0) for now in _number(base / used)]
-    return min(found) if found else None
+            amounts += [max(allowed - now + cached, 0) for now in _number(base / used)]
+    return min(amounts) if amounts else None
 
 
 def _reclaimable(file: Path) -> Iterator[int]:
@@ -82,9 +82,9 @@ def _allowed(root: Path) -> Iterator[int]:
         else:
             continue
         # Inside a container the path is that of the host, and the container's own group is mounted at the base.
-        parts = [part for part in path.split("/") if part]
-        for depth in range(len(parts), -1, -1):
-            yield from _number(base.joinpath(*parts[:depth]) / name)
+        folders = [part for part in path.split("/") if part]
+        for depth in range(len(folders), -1, -1):
+            yield from _number(base.joinpath(*folders[:depth]) / name)
 
 
 def _number(file: Path) -> Iterator[int]:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Rectangle:
-    """A place on the plane; `left` and `top` grow to the right and down."""
+    """A rectangle of the chart: `x` grows to the right, `y` down."""
 
-    left: float
-    top: float
+    x: float
+    y: float
     width: float
     height: float
 
@@ -30,9 +30,9 @@ def squarify(values: Sequence[float], area: Rectangle) -> list[Rectangle]:
     order = sorted(range(len(values)), key=lambda n: -values[n])
     total = sum(values)
     if total <= 0 or area.width <= 0 or area.height <= 0:
-        return [Rectangle(area.left, area.top, 0.0, 0.0) for _ in values]
+        return [Rectangle(area.x, area.y, 0.0, 0.0) for _ in values]
     scale = area.width * area.height / total
-    places: dict[int, Rectangle] = {}
+    rectangles: dict[int, Rectangle] = {}
     rest, at = area, 0
     while at < len(order):
         side = min(rest.width, rest.height)
@@ -43,9 +43,9 @@ def squarify(values: Sequence[float], area: Rectangle) -> list[Rectangle]:
                 break
             row = longer
         placed, rest = _lay(row, rest)
-        places.update(zip(order[at : at + len(row)], placed, strict=True))
+        rectangles.update(zip(order[at : at + len(row)], placed, strict=True))
         at += len(row)
-    return [places[n] for n in range(len(values))]
+    return [rectangles[n] for n in range(len(values))]
 
 
 def _worst(row: Sequence[float], side: float) -> float:
@@ -66,10 +66,10 @@ def _lay(row: Sequence[float], area: Rectangle) -> tuple[list[Rectangle], Rectan
     for value in row:
         length = side * value / total if total > 0 else 0.0
         if upright:
-            placed.append(Rectangle(area.left, area.top + at, depth, length))
+            placed.append(Rectangle(area.x, area.y + at, depth, length))
         else:
-            placed.append(Rectangle(area.left + at, area.top, length, depth))
+            placed.append(Rectangle(area.x + at, area.y, length, depth))
         at += length
     if upright:
-        return placed, Rectangle(area.left + depth, area.top, area.width - depth, area.height)
-    return placed, Rectangle(area.left, area.top + depth, area.width, area.height - depth)
+        return placed, Rectangle(area.x + depth, area.y, area.width - depth, area.height)
+    return placed, Rectangle(area.x, area.y + depth, area.width, area.height - depth)

@@ -15,14 +15,11 @@ from levanter.plan.aot import WorkerBadInput as WorkerBadInput
 from levanter.plan.aot import compile_programs as compile_programs
 from levanter.plan.comms import Network as Network
 from levanter.plan.preflight.state import Question as Question
-from levanter.plan.step_time_model import ModelFlops as ModelFlops
 from levanter.plan.step_time_model import StepTime as StepTime
 from levanter.plan.step_time_model import mfu as mfu
-from levanter.plan.step_time_model import scoring_flops as scoring_flops
 from levanter.plan.step_time_model import step_time as step_time
-from levanter.plan.step_time_model import training_flops as training_flops
-from levanter.plan.target_from_name import target_of_devices as target_of_devices
-from levanter.plan.target_from_name import target_of_pod as target_of_pod
+from levanter.plan.target_from_name import device_target as device_target
+from levanter.plan.target_from_name import pod_target as pod_target
 from levanter.plan.verdict import ProgramVerdict as ProgramVerdict
 from levanter.plan.verdict import Stage as Stage
 from levanter.plan.verdict import Verdict as Verdict

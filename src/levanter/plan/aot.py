@@ -22,15 +22,15 @@ from typing import Any
 from haliax_ext.hlo import CompiledFigures, MemoryFigures, OutOfMemory, read_figures, read_out_of_memory
 from haliax_ext.meshspec import MeshSpec
 from levanter.hardware import Accelerator, parse_accelerator
-from levanter.plan.compile_cache import KeptAnswers, compiler_here
+from levanter.plan.compile_cache import CompileCache, installed_compiler
 from levanter.plan.compile_pool import CompileCrash as CompileCrash
 from levanter.plan.compile_pool import WorkerBadInput as WorkerBadInput
 from levanter.plan.compile_pool import (
-    run_each,
+    mesh_to_json,
+    num_workers,
+    run_requests,
     run_workers,
     scratch_folder,
-    side_by_side,
-    spec_of_mesh,
     worker_environment,
 )
 from levanter.plan.fingerprint import fingerprint
@@ -121,7 +121,7 @@ def compile_programs(
     import_paths: Sequence[str] = (),
     keep_text: Path | None = None,
     on_event: Callable[[Mapping[str, Any]], None] | None = None,
-    kept: KeptAnswers | None = None,
+    kept: CompileCache | None = None,
     plan: RunPlan | None = None,
 ) -> tuple[Outcome, ...]:
     """Compiles what `function` describes.
@@ -159,12 +159,12 @@ def compile_programs(
     with scratch_folder() as scratch:
         folder = scratch if keep_text is None else keep_text
         folder.mkdir(parents=True, exist_ok=True)
-        found: dict[str, Outcome] = {}
+        outcomes: dict[str, Outcome] = {}
         if pod is not None and kept is not None and plan is not None and not compiler_options:
-            found = dict(_found_again(plan, programs, kept, keep_text))
-        missing = [each for each in programs if each not in found]
+            outcomes = dict(_cached_outcomes(plan, programs, kept, keep_text))
+        missing = [name_ for name_ in programs if name_ not in outcomes]
         if programs and not missing:
-            return tuple(found[each] for each in programs)
+            return tuple(outcomes[name_] for name_ in programs)
         request = {
             **_EMPTY,
             "function": function,
@@ -177,9 +177,9 @@ def compile_programs(
             "kept": None if kept is None or pod is None else {"folder": str(kept.folder), "bytes": kept.max_bytes},
         }
         events = _compiled(request, worker_environment(pod), scratch, on_event)
-        found |= {event["name"]: _outcome(event) for event in events if event["event"] == "outcome"}
+        outcomes |= {event["name"]: _outcome(event) for event in events if event["event"] == "outcome"}
         (described,) = (event["programs"] for event in events if event["event"] == "described")
-        return tuple(found[each] for each in programs or described if each in found)
+        return tuple(outcomes[name_] for name_ in programs or described if name_ in outcomes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +201,7 @@ def compile_ahead(
     *,
     target: Accelerator,
     programs: Sequence[str],
-    kept: KeptAnswers,
+    kept: CompileCache,
     on_event: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> None:
     """Compiles Programs of several runs side by side, where there is room: asked for later, their answers are kept.
@@ -218,8 +218,8 @@ def compile_ahead(
     """
     if not target.can_compile or importlib.util.find_spec("libtpu") is None:
         return
-    new = [run for run in runs if {name for name, _ in _found_again(run.plan, programs, kept, None)} != {*programs}]
-    workers = side_by_side(len(new))
+    new = [run for run in runs if {name for name, _ in _cached_outcomes(run.plan, programs, kept, None)} != {*programs}]
+    workers = num_workers(len(new))
     if workers < 2:
         return
     with scratch_folder() as scratch:
@@ -238,7 +238,7 @@ def compile_ahead(
                     "kept": {"folder": str(kept.folder), "bytes": kept.max_bytes},
                 }
             )
-        wrong = run_each(
+        wrong = run_requests(
             requests, environment=worker_environment(target), scratch=scratch, workers=workers, on_event=on_event
         )
     for run, error in zip(new, wrong, strict=True):
@@ -246,11 +246,11 @@ def compile_ahead(
             logger.info("not compiled ahead: %s: %s", run.payload, str(error).splitlines()[0])
 
 
-def _found_again(
-    plan: RunPlan, programs: Sequence[str], kept: KeptAnswers, keep_text: Path | None
+def _cached_outcomes(
+    plan: RunPlan, programs: Sequence[str], kept: CompileCache, keep_text: Path | None
 ) -> Iterator[tuple[str, Outcome]]:
     """Answers that are found without lowering anything."""
-    by_name, compiler = {each.name: each for each in plan.programs}, compiler_here()
+    by_name, compiler = {program.name: program for program in plan.programs}, installed_compiler()
     for name in programs:
         way = fingerprint(by_name[name], plan) if name in by_name else None
         answer = None if way is None else kept.follow(way, compiler)
@@ -258,8 +258,8 @@ def _found_again(
             continue
         if keep_text is not None and answer.text is not None:
             (keep_text / f"{name}.hlo.txt").write_text(answer.text)
-        said = {**answer.said, "name": name, "mesh": spec_of_mesh(plan.mesh), "kept_since": answer.compiled_at}
-        yield name, _outcome(said, answer.text)
+        event = {**answer.report, "name": name, "mesh": mesh_to_json(plan.mesh), "kept_since": answer.compiled_at}
+        yield name, _outcome(event, answer.text)
 
 
 def _compiled(
@@ -270,7 +270,7 @@ def _compiled(
 ) -> list[dict[str, Any]]:
     """The events of as many workers as there is room for; of one, where that was too many."""
     # The devices of this machine are one worker's.
-    workers = 1 if request["target"] == "local" else side_by_side(len(request["programs"]))
+    workers = 1 if request["target"] == "local" else num_workers(len(request["programs"]))
     options: dict[str, Any] = {"environment": environment, "scratch": scratch, "on_event": on_event}
     try:
         return run_workers(request, workers=workers, **options)
@@ -290,8 +290,8 @@ def devices_here() -> Target:
     with scratch_folder() as scratch:
         request = {**_EMPTY, "target": "local", "folder": str(scratch)}
         events = run_workers(request, environment=worker_environment(None), scratch=scratch)
-    found = next(event for event in events if event["event"] == "devices")
-    return Target(name="local", **{key: value for key, value in found.items() if key != "event"})
+    event = next(event for event in events if event["event"] == "devices")
+    return Target(name="local", **{key: value for key, value in event.items() if key != "event"})
 
 
 def _outcome(event: Mapping[str, Any], text: str | None = None) -> Outcome:

@@ -24,14 +24,14 @@ class SequenceLayout:
 
     Attributes:
         positions: in a sequence.
-        parts: devices that have a part of them.
+        shards: the number of devices that the sequence is sharded over.
         zigzag: whether each has an early and a late run.
         travels: whether keys travel in a ring; else each device has all of them.
         block: positions in a block; divides a run.
     """
 
     positions: int
-    parts: int
+    shards: int
     zigzag: bool
     travels: bool
     block: int
@@ -45,16 +45,16 @@ class SequenceLayout:
             window: how many positions back a query sees, its own included; None for all.
         """
         runs = 2 if self.zigzag else 1
-        length = self.positions // (self.parts * runs * self.block)
-        ranks = np.arange(self.parts)
-        own = [ranks * length, (2 * self.parts - 1 - ranks) * length][:runs]
+        length = self.positions // (self.shards * runs * self.block)
+        ranks = np.arange(self.shards)
+        run_starts = [ranks * length, (2 * self.shards - 1 - ranks) * length][:runs]
         reach = None if window is None else (max(window, 1) - 2) // self.block + 2
-        visited = np.zeros((self.parts, self.parts), np.int64)  # [hop, rank]
-        for hop in range(self.parts):
-            theirs = [first[(ranks - hop) % self.parts] for first in own]
-            visited[hop] = sum(_visited(mine - other, length, reach) for mine in own for other in theirs)
+        visited = np.zeros((self.shards, self.shards), np.int64)  # [hop, rank]
+        for hop in range(self.shards):
+            theirs = [first[(ranks - hop) % self.shards] for first in run_starts]
+            visited[hop] = sum(_visited(mine - other, length, reach) for mine in run_starts for other in theirs)
         busiest = visited.max(axis=1).sum() if self.travels else visited.sum(axis=0).max()
-        return float(busiest) * self.parts / (self.positions // self.block) ** 2
+        return float(busiest) * self.shards / (self.positions // self.block) ** 2
 
     def imbalance(self, window: int | None, segments: Numbers | None = None) -> float:
         """What the busiest device visits over the mean, for rows that are gone through one after the other.
@@ -65,14 +65,14 @@ class SequenceLayout:
             window: see `share`.
             segments: of the rows' documents, `[rows, position]` in their own order; None for one document a row.
         """
-        count, each = self.positions // self.block, 2 * self.parts if self.zigzag else self.parts
+        count, runs = self.positions // self.block, 2 * self.shards if self.zigzag else self.shards
         block = np.arange(count)
-        run = block * each // count
-        rank = np.minimum(run, each - 1 - run) if self.zigzag else run
+        run = block * runs // count
+        rank = np.minimum(run, runs - 1 - run) if self.zigzag else run
         ahead = block[:, None] - block[None]
         seen = (ahead >= 0) & (True if window is None else ahead < (max(window, 1) - 2) // self.block + 2)
-        hop = (rank[:, None] - rank[None]) % self.parts if self.travels else np.zeros_like(ahead)
-        where = hop * self.parts + rank[:, None]
+        hop = (rank[:, None] - rank[None]) % self.shards if self.travels else np.zeros_like(ahead)
+        where = hop * self.shards + rank[:, None]
         busiest = total = 0
         for ids in [None] if segments is None or not self.travels else segments:
             shown = seen
@@ -80,9 +80,9 @@ class SequenceLayout:
                 of_blocks = ids.reshape(count, -1)
                 lowest, highest = of_blocks.min(-1), of_blocks.max(-1)
                 shown = seen & (lowest[:, None] <= highest[None]) & (highest[:, None] >= lowest[None])
-            visited = np.bincount(where[shown], minlength=self.parts**2).reshape(self.parts, self.parts)
+            visited = np.bincount(where[shown], minlength=self.shards**2).reshape(self.shards, self.shards)
             busiest, total = busiest + int(visited.max(axis=1).sum()), total + int(visited.sum())
-        return busiest * self.parts / total
+        return busiest * self.shards / total
 
 
 def _visited(ahead: Numbers, length: int, reach: int | None) -> Numbers:
@@ -107,36 +107,44 @@ def _visited(ahead: Numbers, length: int, reach: int | None) -> Numbers:
     return behind(ahead) - (0 if reach is None else behind(ahead - reach))
 
 
-def attended_share(plan: RunPlan) -> float | None:
+def busiest_block_share(plan: RunPlan) -> float | None:
     """What the busiest device visits of the pairs that its kernels are handed, over all layers; None where the kernels'
     own tables say it: positions are whole, or lie in their own order with all keys on each device."""
-    parts, zigzag, travels = _cut_in(plan)
-    if parts == 1 or not (zigzag or travels):
+    shards, zigzag, travels = _cut_in(plan)
+    if shards == 1 or not (zigzag or travels):
         return None
-    found = plan.searchable
-    lying = None if isinstance(found, str) else lying_of(found, parts=parts, zigzag=zigzag, travels=travels)
-    if lying is None or isinstance(found, str):
-        return busiest_share(parts, "zigzag" if zigzag else "natural") / 2
-    return mean_share(lying, found.windows)
+    searchable = plan.searchable
+    layout = (
+        None
+        if isinstance(searchable, str)
+        else sequence_layout(searchable, shards=shards, zigzag=zigzag, travels=travels)
+    )
+    if layout is None or isinstance(searchable, str):
+        return busiest_share(shards, "zigzag" if zigzag else "natural") / 2
+    return mean_share(layout, searchable.windows)
 
 
-def attended_rows(plan: RunPlan) -> Callable[[Numbers | None], float] | None:
+def batch_imbalance(plan: RunPlan) -> Callable[[Numbers | None], float] | None:
     """What of a batch's rows the busiest device visits over the mean of all, over all layers: segments → the figure.
 
     None where positions are whole, or where kernels are not what computes attention.
     """
-    parts, zigzag, travels = _cut_in(plan)
-    found = plan.searchable
-    lying = None if isinstance(found, str) else lying_of(found, parts=parts, zigzag=zigzag, travels=travels)
-    if parts == 1 or lying is None or isinstance(found, str):
+    shards, zigzag, travels = _cut_in(plan)
+    searchable = plan.searchable
+    layout = (
+        None
+        if isinstance(searchable, str)
+        else sequence_layout(searchable, shards=shards, zigzag=zigzag, travels=travels)
+    )
+    if shards == 1 or layout is None or isinstance(searchable, str):
         return None
-    windows = found.windows or ((None, 1),)
+    windows = searchable.windows or ((None, 1),)
 
-    def of_rows(segments: Numbers | None) -> float:
-        each = [(lying.imbalance(window, segments), features) for window, features in windows]
-        return sum(value * features for value, features in each) / sum(features for _, features in each)
+    def imbalance(segments: Numbers | None) -> float:
+        imbalances = [(layout.imbalance(window, segments), features) for window, features in windows]
+        return sum(value * features for value, features in imbalances) / sum(features for _, features in imbalances)
 
-    return of_rows
+    return imbalance
 
 
 def _cut_in(plan: RunPlan) -> tuple[int, bool, bool]:
@@ -147,31 +155,35 @@ def _cut_in(plan: RunPlan) -> tuple[int, bool, bool]:
     return mesh.ways(inside.mesh_axes("position")), "position" in mappings.zigzag, travels
 
 
-def lying_of(found: Searchable, *, parts: int, zigzag: bool, travels: bool) -> SequenceLayout | None:
+def sequence_layout(searchable: Searchable, *, shards: int, zigzag: bool, travels: bool) -> SequenceLayout | None:
     """How a run's positions lie; None where they are no whole blocks, which no kernel for TPUs takes in a ring.
 
     Args:
-        found: of the run.
-        parts, zigzag, travels: see `SequenceLayout`.
+        searchable: the facts of the run.
+        shards, zigzag, travels: see `SequenceLayout`.
     """
-    positions, size, wide = found.sizes["position"], found.sizes.get("head_size", 128), found.compute_bytes > 2
-    run = positions // (parts * (2 if zigzag else 1))
+    positions, size, wide = (
+        searchable.sizes["position"],
+        searchable.sizes.get("head_size", 128),
+        searchable.compute_bytes > 2,
+    )
+    run = positions // (shards * (2 if zigzag else 1))
     try:
         block = run_blocks(run, None, head_size=size, wide=wide).block
     except ValueError:
         return None
     if not travels:
         # The queries' blocks may straddle the runs of a device; that is not counted.
-        block = min(block, splash_blocks(positions // parts, head_size=size).block)
-    return SequenceLayout(positions=positions, parts=parts, zigzag=zigzag, travels=travels, block=block)
+        block = min(block, splash_blocks(positions // shards, head_size=size).block)
+    return SequenceLayout(positions=positions, shards=shards, zigzag=zigzag, travels=travels, block=block)
 
 
-def mean_share(lying: SequenceLayout, windows: Sequence[tuple[int | None, int]]) -> float:
+def mean_share(layout: SequenceLayout, windows: Sequence[tuple[int | None, int]]) -> float:
     """The share over all layers.
 
     Args:
-        lying: how positions lie.
+        layout: how positions lie.
         windows: how far layers see, and the features of their queries; none for layers that see everything.
     """
-    shares = [(lying.share(window), features) for window, features in windows or [(None, 1)]]
+    shares = [(layout.share(window), features) for window, features in windows or [(None, 1)]]
     return sum(share * features for share, features in shares) / sum(features for _, features in shares)

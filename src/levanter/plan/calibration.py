@@ -43,49 +43,49 @@ class TimeCalibration:
     """What an expected time rests on.
 
     Attributes:
-        said: why it is not calibrated; empty where it is.
+        reason: why it is not calibrated; empty where it is.
         spread: shares of the expected time that the range holds at the least.
         estimate: whether no compiled program is behind it.
     """
 
-    said: str = ""
+    reason: str = ""
     spread: tuple[float, float] = (1.0, 1.0)
     estimate: bool = False
 
 
-def with_other_options(found: TimeCalibration, generation: str) -> TimeCalibration:
+def untested_options_calibration(trained: TimeCalibration, generation: str) -> TimeCalibration:
     """What a time rests on if its Program has other compiler options than the train steps of published runs here.
 
     Publishers gave their compilers more options than we give ours, and the scale of the cycles was fitted to their
     speeds, so it holds already what some of those options gain.
 
     Args:
-        found: what it would rest on with the options of those train steps.
+        trained: what it would rest on with the options of those train steps.
         generation: its name.
     """
     if generation not in CALIBRATED:
-        return found
-    said = f"not calibrated for these compiler options: {generation}'s scale was fitted to train steps without them"
-    return TimeCalibration(said="; ".join(filter(None, (found.said, said))), spread=BEYOND)
+        return trained
+    reason = f"not calibrated for these compiler options: {generation}'s scale was fitted to train steps without them"
+    return TimeCalibration(reason="; ".join(filter(None, (trained.reason, reason))), spread=BEYOND)
 
 
-def of_generating(found: TimeCalibration, generation: str) -> TimeCalibration:
+def decode_calibration(trained: TimeCalibration, generation: str) -> TimeCalibration:
     """What the time of a Program that generates text rests on.
 
     Two published loads of a generation set its scale, so the range is the one of times that are not calibrated, within
     which all of the others are that are the chips'. What a server's host takes is in no plan.
 
     Args:
-        found: what a train step's would rest on.
+        trained: what a train step's would rest on.
         generation: its name.
     """
     if generation not in GENERATING_SCALE:
-        return found
-    said = (
+        return trained
+    reason = (
         f"two published loads set {generation}'s scale for generating text; of the sixteen that test it fifteen are "
         "within 25 %, and one whose host took longer than its chips was 1.7 times its modelled time"
     )
-    return TimeCalibration(said=said, spread=BEYOND)
+    return TimeCalibration(reason=reason, spread=BEYOND)
 
 
 def scale_with_options(scale: float, generation: str, options: Mapping[str, str]) -> float:
@@ -99,8 +99,8 @@ def scale_with_options(scale: float, generation: str, options: Mapping[str, str]
         generation: its name.
         options: of the Program.
     """
-    given = options.get(VECTOR_MEMORY, "")
-    return 1.0 if generation == "v6e" and given.isdecimal() and int(given) >= PUBLISHERS_VECTOR_MEMORY else scale
+    limit = options.get(VECTOR_MEMORY, "")
+    return 1.0 if generation == "v6e" and limit.isdecimal() and int(limit) >= PUBLISHERS_VECTOR_MEMORY else scale
 
 
 def calibration(generation: str, parameters: float | None) -> TimeCalibration:
@@ -110,19 +110,19 @@ def calibration(generation: str, parameters: float | None) -> TimeCalibration:
         generation: its name.
         parameters: of the model; None where that is not known.
     """
-    found = CALIBRATED.get(generation)
-    if found is None:
+    sizes = CALIBRATED.get(generation)
+    if sizes is None:
         return TimeCalibration(
-            said=f"not calibrated: no published run on {generation} sets a scale for its cycles, which are taken as "
+            reason=f"not calibrated: no published run on {generation} sets a scale for its cycles, which are taken as "
             "the compiler states them; the range holds every published run that is known of any generation",
             spread=BEYOND,
         )
-    if parameters is None or found[0] / EDGE <= parameters <= found[1] * EDGE:
+    if parameters is None or sizes[0] / EDGE <= parameters <= sizes[1] * EDGE:
         return TimeCalibration()
-    which = "smallest" if parameters < found[0] else "largest"
-    size = found[0] if parameters < found[0] else found[1]
+    which = "smallest" if parameters < sizes[0] else "largest"
+    size = sizes[0] if parameters < sizes[0] else sizes[1]
     return TimeCalibration(
-        said=f"outside the calibrated range: the {which} model with a published speed on {generation} has "
+        reason=f"outside the calibrated range: the {which} model with a published speed on {generation} has "
         f"{size / 1e9:.3g} B parameters, this one {parameters / 1e9:.3g} B; a small model on v6e-8 took 1.27 "
         "times the time modelled for it",
         spread=BEYOND,

@@ -50,7 +50,7 @@ class CollectiveBytes:
         return CollectiveBytes(ici=self.ici * times, dcn=self.dcn * times)
 
 
-def received_in_step(plan: RunPlan) -> Mapping[str, CollectiveBytes]:
+def step_collective_bytes(plan: RunPlan) -> Mapping[str, CollectiveBytes]:
     """What a device receives in one train step, by what it is for; empty for runs that do not train.
 
     Args:
@@ -62,7 +62,7 @@ def received_in_step(plan: RunPlan) -> Mapping[str, CollectiveBytes]:
     compute = plan.sharding.mappings.compute
     batch = tuple(axis for axis in compute.mesh_axes(searchable.batch_axis) if plan.mesh.shape[axis] > 1)
     times = _microbatches(plan, searchable)
-    found: dict[str, CollectiveBytes] = {}
+    by_purpose: dict[str, CollectiveBytes] = {}
     for what, leaf in _parameters(plan):
         cut = {axis for axes in leaf.mesh_axes for axis in axes if plan.mesh.shape[axis] > 1}
         computed = {axis for name in leaf.leaf.names for axis in compute.mesh_axes(name)}
@@ -72,19 +72,19 @@ def received_in_step(plan: RunPlan) -> Mapping[str, CollectiveBytes]:
         is_table = parameter_group(leaf.leaf) == EMBEDDING and RANK not in leaf.leaf.names
         passes = 1 if is_table else 2
         one = collective(plan.mesh, "all-gather", narrow, gathered) * (passes * times)
-        found[what] = found.get(what, CollectiveBytes()) + one
+        by_purpose[what] = by_purpose.get(what, CollectiveBytes()) + one
         if what != FROZEN_GATHERED:
             summed = _summed(plan.mesh, elements * GRADIENT_BYTES, batch, gathered) * times
-            found[GRADIENTS] = found.get(GRADIENTS, CollectiveBytes()) + summed
-    return {what: one for what, one in found.items() if one.ici or one.dcn}
+            by_purpose[GRADIENTS] = by_purpose.get(GRADIENTS, CollectiveBytes()) + summed
+    return {what: one for what, one in by_purpose.items() if one.ici or one.dcn}
 
 
-def compiled_received(mesh: MeshSpec, collectives: tuple[Collective, ...]) -> CollectiveBytes:
+def compiled_collective_bytes(mesh: MeshSpec, collectives: tuple[Collective, ...]) -> CollectiveBytes:
     """What a device receives in one execution of a compiled Program; collectives over unknown groups count nothing."""
     total = CollectiveBytes()
-    for each in collectives:
-        if each.spans is not None:
-            total = total + over_spans(mesh, each.kind, each.total_bytes, each.spans)
+    for collective in collectives:
+        if collective.spans is not None:
+            total = total + span_collective_bytes(mesh, collective.kind, collective.total_bytes, collective.spans)
     return total
 
 
@@ -97,10 +97,12 @@ def collective(mesh: MeshSpec, kind: str, nbytes: float, axes: tuple[str, ...]) 
         nbytes: of the whole array; of one device's for `all-to-all` and `collective-permute`.
         axes: of a group.
     """
-    return over_spans(mesh, kind, nbytes, [AxisSpan(axis, mesh.shape[axis], mesh.shape[axis]) for axis in axes])
+    return span_collective_bytes(
+        mesh, kind, nbytes, [AxisSpan(axis, mesh.shape[axis], mesh.shape[axis]) for axis in axes]
+    )
 
 
-def over_spans(
+def span_collective_bytes(
     mesh: MeshSpec, kind: str, nbytes: float, spans: "tuple[AxisSpan, ...] | list[AxisSpan]"
 ) -> CollectiveBytes:
     """The same over parts of mesh axes."""
@@ -129,15 +131,15 @@ def _summed(mesh: MeshSpec, nbytes: float, batch: tuple[str, ...], stored: tuple
 
 
 def _parameters(plan: RunPlan) -> Iterator[tuple[str, LeafPlan]]:
-    for each in plan.sharding.leaves:
-        if each.leaf.path.startswith(f"{FROZEN}."):
-            yield FROZEN_GATHERED, each
-        elif each.leaf.path.startswith(f"{MODEL}."):
-            yield (ADAPTERS_GATHERED if RANK in each.leaf.names else GATHERED), each
+    for leaf in plan.sharding.leaves:
+        if leaf.leaf.path.startswith(f"{FROZEN}."):
+            yield FROZEN_GATHERED, leaf
+        elif leaf.leaf.path.startswith(f"{MODEL}."):
+            yield (ADAPTERS_GATHERED if RANK in leaf.leaf.names else GATHERED), leaf
 
 
 def _microbatches(plan: RunPlan, searchable: Searchable) -> int:
     """Into how many parts a step takes its batch, one after another."""
-    rows = [dict(each.leaf.axes).get(searchable.batch_axis, 0) for each in plan.activations.leaves]
+    rows = [dict(leaf.leaf.axes).get(searchable.batch_axis, 0) for leaf in plan.activations.leaves]
     largest = max(rows, default=0)
     return max(1, -(-(searchable.global_batch or 1) // largest)) if largest else 1

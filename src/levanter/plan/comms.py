@@ -107,13 +107,13 @@ class Network:
 
     def covered(self, spans: Sequence[AxisSpan]) -> tuple[Ring, ...] | None:
         """The rings of a group inside a slice."""
-        found: list[Ring] = []
+        group_rings: list[Ring] = []
         for span in spans:
             rings = self.rings.get(span.axis)
             if rings is None:
                 return None
-            found += rings if span.extent == span.size else _part(rings, span.extent)
-        return tuple(found)
+            group_rings += rings if span.extent == span.size else _part(rings, span.extent)
+        return tuple(group_rings)
 
     def intake(self, spans: Sequence[AxisSpan]) -> float | None:
         """Bytes/s that each device of a group can take in."""
@@ -175,7 +175,7 @@ class Network:
         return self.seconds(collective.kind, collective.bytes, collective.spans)
 
 
-def spans_of(mesh: MeshSpec, *axes: str) -> tuple[AxisSpan, ...]:
+def axis_spans(mesh: MeshSpec, *axes: str) -> tuple[AxisSpan, ...]:
     """Whole mesh axes as the spans of a group."""
     return tuple(AxisSpan(axis, mesh.shape[axis], mesh.shape[axis]) for axis in axes)
 

@@ -1,14 +1,14 @@
-"""A run that trains adapters beside the same run with the model's own weights trained: `plan … --compare full`.
+"""Compares a run that trains adapters with the same run that trains all weights: `plan … --compare full`.
 
-Both are planned alike, by the same entry point's own description; what is set side by side is what their plans and
-their compiled Programs say.
+Both runs are described by the same entry point. The comparison has the figures of both plans and of both compiled
+Programs.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from levanter.plan.aot import Compiled
-from levanter.plan.collective_bytes import CollectiveBytes, compiled_received, received_in_step
+from levanter.plan.collective_bytes import CollectiveBytes, compiled_collective_bytes, step_collective_bytes
 from levanter.plan.verdict import ProgramVerdict, Verdict
 
 
@@ -17,11 +17,11 @@ class ComparedRun:
     """One of the two runs.
 
     Attributes:
-        verdict: what preflight found out.
-        groups: bytes on a device of what a step holds from beginning to end, and of gradients, by kind.
-        received: bytes that a device receives in a step by arithmetic, by what they are for.
-        step: the Program of its time; None where nothing was planned.
-        compiled: bytes that a device receives in a step as compiled; None where it was not.
+        verdict: the result of preflight.
+        groups: bytes on a device that stay allocated during a step, and of gradients, by kind.
+        received: bytes that a device receives in a step by arithmetic, by purpose.
+        step: the Program of the step; None where nothing was planned.
+        compiled: bytes that a device receives in a step as compiled; None if it was not compiled.
     """
 
     verdict: Verdict
@@ -32,7 +32,7 @@ class ComparedRun:
 
     @property
     def total_received(self) -> CollectiveBytes:
-        """Of everything, by arithmetic."""
+        """The sum over all purposes, by arithmetic."""
         return sum(self.received.values(), CollectiveBytes())
 
 
@@ -42,24 +42,24 @@ class Comparison:
 
     Attributes:
         target: its name.
-        own: the run as configured.
-        other: the same run with the model's own weights trained; None where it cannot be described.
-        problem: why not.
+        configured: the run as configured.
+        other: the same run with all weights trained; None where it cannot be described.
+        problem: why it cannot be described; empty otherwise.
     """
 
     target: str
-    own: ComparedRun
+    configured: ComparedRun
     other: ComparedRun | None = None
     problem: str = field(default="")
 
 
-def compare(own: Verdict, other: Verdict) -> Comparison | None:
-    """What two verdicts on one target come to; None where the run itself could not be described."""
-    first, second = _side(own), _side(other)
+def compare(configured: Verdict, other: Verdict) -> Comparison | None:
+    """Compares two verdicts on one target; None where the configured run could not be described."""
+    first, second = _side(configured), _side(other)
     if first is None:
         return None
     problem = "" if second is not None else other.headline
-    return Comparison(target=own.target, own=first, other=second, problem=problem)
+    return Comparison(target=configured.target, configured=first, other=second, problem=problem)
 
 
 def _side(verdict: Verdict) -> ComparedRun | None:
@@ -70,11 +70,11 @@ def _side(verdict: Verdict) -> ComparedRun | None:
     step = next((program for program in verdict.programs if program.name in timed), None)
     compiled = None
     if step is not None and isinstance(step.outcome, Compiled) and step.outcome.figures is not None:
-        compiled = compiled_received(plan.mesh, step.outcome.figures.collectives)
+        compiled = compiled_collective_bytes(plan.mesh, step.outcome.figures.collectives)
     return ComparedRun(
         verdict=verdict,
         groups=plan.resident_bytes or {},
-        received=received_in_step(plan),
+        received=step_collective_bytes(plan),
         step=step,
         compiled=compiled,
     )

@@ -38,13 +38,13 @@ _MAGIC = b"levanter kept answer 1\n"
 _DIGEST_BYTES = 32
 
 
-def compiler_here() -> dict[str, Any]:
+def installed_compiler() -> dict[str, Any]:
     """Which compiler is installed: versions of libtpu and of what hands it Programs, and the size of its library."""
-    found: dict[str, Any] = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "libtpu")}
+    versions: dict[str, Any] = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "libtpu")}
     spec = importlib.util.find_spec("libtpu")
-    folders = [] if spec is None else [Path(each) for each in spec.submodule_search_locations or ()]
-    sizes = [each.stat().st_size for folder in folders for each in sorted(folder.glob("*.so"))]
-    return {**found, "library_bytes": sizes}
+    folders = [] if spec is None else [Path(path) for path in spec.submodule_search_locations or ()]
+    sizes = [path.stat().st_size for folder in folders for path in sorted(folder.glob("*.so"))]
+    return {**versions, "library_bytes": sizes}
 
 
 class DamagedEntryError(ValueError):
@@ -52,22 +52,22 @@ class DamagedEntryError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class CachedOutcome:
     """What a compiler said of one Program.
 
     Attributes:
-        said: the worker's report, plain values; without the text.
+        report: the worker's report, plain values; without the text.
         text: the compiler's text of the Program; None where there is none.
         compiled_at: when it was compiled, in seconds since the epoch.
     """
 
-    said: Mapping[str, Any]
+    report: Mapping[str, Any]
     text: str | None
     compiled_at: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeptAnswers:
+class CompileCache:
     """A folder of answers.
 
     Attributes:
@@ -79,25 +79,25 @@ class KeptAnswers:
     max_bytes: int = MAX_BYTES
 
     @classmethod
-    def here(cls) -> "KeptAnswers":
+    def here(cls) -> "CompileCache":
         """Those of this user: `$LEVANTER_CACHE/plans`, else in the user's cache."""
         return cls(folder=cache_folder() / "plans")
 
-    def find(self, key: Mapping[str, Any]) -> Answer | None:
+    def find(self, key: Mapping[str, Any]) -> CachedOutcome | None:
         """The answer under a key; None where there is none that can be trusted."""
         entry = self._read(self._path("answer", key))
         return None if entry is None or entry["key"] != dict(key) else _answer(entry)
 
-    def follow(self, way: str, compiler: Mapping[str, Any]) -> Answer | None:
+    def follow(self, way: str, compiler: Mapping[str, Any]) -> CachedOutcome | None:
         """The answer that a way leads to; None where it leads nowhere, or to the answer of another compiler."""
-        found = self._read(self._path("way", way))
-        if found is None or found["way"] != way or found["key"]["compiler"] != dict(compiler):
+        link = self._read(self._path("way", way))
+        if link is None or link["way"] != way or link["key"]["compiler"] != dict(compiler):
             return None
-        return self.find(found["key"])
+        return self.find(link["key"])
 
-    def keep(self, key: Mapping[str, Any], answer: Answer, *, way: str | None = None) -> None:
+    def keep(self, key: Mapping[str, Any], answer: CachedOutcome, *, way: str | None = None) -> None:
         """Keeps an answer, and the way to it; where nothing can be written, says so and goes on."""
-        entry = {"key": dict(key), "said": dict(answer.said), "text": answer.text, "compiled_at": answer.compiled_at}
+        entry = {"key": dict(key), "said": dict(answer.report), "text": answer.text, "compiled_at": answer.compiled_at}
         self._write(self._path("answer", key), entry)
         if way is not None:
             self.lead(way, key)
@@ -135,18 +135,18 @@ class KeptAnswers:
 
     def _bound(self) -> None:
         """Removes what was not asked for the longest until the rest is within the bound."""
-        held: list[tuple[float, int, Path]] = []
+        entries: list[tuple[float, int, Path]] = []
         with contextlib.suppress(OSError):
             for path in self.folder.iterdir():
                 with contextlib.suppress(OSError):
-                    found = path.stat()
-                    left = path.suffix == ".tmp" and time.time() - found.st_mtime > LEFT_BEHIND_SECONDS
-                    if left:
+                    status = path.stat()
+                    abandoned = path.suffix == ".tmp" and time.time() - status.st_mtime > LEFT_BEHIND_SECONDS
+                    if abandoned:
                         path.unlink()
                     elif path.suffix in (".answer", ".way"):
-                        held.append((found.st_mtime, found.st_size, path))
-        total = sum(size for _, size, _ in held)
-        for _, size, path in sorted(held):
+                        entries.append((status.st_mtime, status.st_size, path))
+        total = sum(size for _, size, _ in entries)
+        for _, size, path in sorted(entries):
             if total <= self.max_bytes:
                 break
             with contextlib.suppress(OSError):
@@ -154,8 +154,8 @@ class KeptAnswers:
             total -= size
 
 
-def _answer(entry: Mapping[str, Any]) -> Answer:
-    return Answer(said=entry["said"], text=entry["text"], compiled_at=float(entry["compiled_at"]))
+def _answer(entry: Mapping[str, Any]) -> CachedOutcome:
+    return CachedOutcome(report=entry["said"], text=entry["text"], compiled_at=float(entry["compiled_at"]))
 
 
 def _packed(entry: Mapping[str, Any]) -> bytes:

@@ -28,7 +28,7 @@ LOCK_FILE = Path("/tmp/libtpu_lockfile")
 WORKER_BYTES = 5 << 30
 """What a worker takes at most, as far as seen: the compiler's own memory grows with the Program's text."""
 
-Heard = Callable[[Mapping[str, Any]], None]
+EventListener = Callable[[Mapping[str, Any]], None]
 
 
 class WorkerBadInput(ValueError):
@@ -54,15 +54,15 @@ class CompileCrash(RuntimeError):
         super().__init__(f"the compiler for {target} {how} ({what}):\n" + "\n".join(f"  {x}" for x in last_lines))
 
 
-def side_by_side(programs: int) -> int:
+def num_workers(programs: int) -> int:
     """How many workers a machine like this has room for.
 
     Args:
         programs: how many there are to compile.
     """
     free = free_memory()
-    room = programs if free is None else free // WORKER_BYTES
-    return max(1, min(programs, len(os.sched_getaffinity(0)), room))
+    by_memory = programs if free is None else free // WORKER_BYTES
+    return max(1, min(programs, len(os.sched_getaffinity(0)), by_memory))
 
 
 def worker_environment(pod: Accelerator | None) -> dict[str, str]:
@@ -86,7 +86,7 @@ def worker_environment(pod: Accelerator | None) -> dict[str, str]:
     }
 
 
-def spec_of_mesh(mesh: MeshSpec) -> dict[str, Any]:
+def mesh_to_json(mesh: MeshSpec) -> dict[str, Any]:
     """A mesh as plain values."""
     return {"axes": [list(axis) for axis in mesh.axes], "dcn": list(mesh.dcn), "granule": mesh.granule}
 
@@ -97,7 +97,7 @@ def run_workers(
     environment: Mapping[str, str],
     scratch: Path,
     workers: int = 1,
-    on_event: Heard | None = None,
+    on_event: EventListener | None = None,
 ) -> list[dict[str, Any]]:
     """Runs workers of one request to their end and returns their events, in the order in which they came.
 
@@ -113,13 +113,13 @@ def run_workers(
         CompileCrash: one ended in any other way than by saying that it is done.
     """
     events: list[dict[str, Any]] = []
-    said: set[str] = set()
+    seen: set[str] = set()
 
-    def hear(event: Mapping[str, Any]) -> None:
+    def listener(event: Mapping[str, Any]) -> None:
         once = event["event"] in ("devices", "described", "done")
-        if once and event["event"] in said:
+        if once and event["event"] in seen:
             return
-        said.add(event["event"])
+        seen.add(event["event"])
         events.append(dict(event))
         if on_event is not None:
             on_event(event)
@@ -128,7 +128,7 @@ def run_workers(
     with ExitStack() as stack, selectors.DefaultSelector() as selector:
         stack.callback(_remove_lock, LOCK_FILE.exists())
         for number in range(workers):
-            started = _Worker(request, environment=environment, scratch=scratch, number=number, hear=hear)
+            started = _Worker(request, environment=environment, scratch=scratch, number=number, listener=listener)
             stack.callback(started.end)
             selector.register(started.reports, selectors.EVENT_READ, started)
         while selector.get_map():
@@ -136,17 +136,17 @@ def run_workers(
                 one: _Worker = key.data
                 if not one.read():
                     selector.unregister(one.reports)
-                    one.conclude(request["target"])
+                    one.check_exit(request["target"])
     return events
 
 
-def run_each(
+def run_requests(
     requests: Sequence[Mapping[str, Any]],
     *,
     environment: Mapping[str, str],
     scratch: Path,
     workers: int,
-    on_event: Heard | None = None,
+    on_event: EventListener | None = None,
 ) -> list[WorkerBadInput | CompileCrash | None]:
     """Runs one worker for each of several requests, and returns what went wrong with each of them.
 
@@ -169,7 +169,7 @@ def run_each(
                     environment=environment,
                     scratch=scratch,
                     number=number,
-                    hear=on_event or (lambda _: None),
+                    listener=on_event or (lambda _: None),
                 )
                 stack.callback(started.end)
                 selector.register(started.reports, selectors.EVENT_READ, (number, started))
@@ -178,7 +178,7 @@ def run_each(
                 if not one.read():
                     selector.unregister(one.reports)
                     try:
-                        one.conclude(requests[number]["target"])
+                        one.check_exit(requests[number]["target"])
                     except (WorkerBadInput, CompileCrash) as error:
                         wrong[number] = error
     return wrong
@@ -195,9 +195,15 @@ class _Worker:
     """One process, and what it has said so far."""
 
     def __init__(
-        self, request: Mapping[str, Any], *, environment: Mapping[str, str], scratch: Path, number: int, hear: Heard
+        self,
+        request: Mapping[str, Any],
+        *,
+        environment: Mapping[str, str],
+        scratch: Path,
+        number: int,
+        listener: EventListener,
     ):
-        self._hear = hear
+        self._on_event = listener
         self._rest = b""
         self._last: dict[str, Any] = {}
         self._compiling: str | None = None
@@ -225,10 +231,10 @@ class _Worker:
             self._last = json.loads(line)
             if self._last["event"] == "compiling":
                 self._compiling = self._last["program"]
-            self._hear(self._last)
+            self._on_event(self._last)
         return bool(data)
 
-    def conclude(self, target: str) -> None:
+    def check_exit(self, target: str) -> None:
         """Waits for the end and judges it.
 
         Raises:
@@ -252,8 +258,8 @@ class _Worker:
         os.close(self.reports)
 
 
-def _remove_lock(was_there: bool) -> None:
-    if not was_there:
+def _remove_lock(existed: bool) -> None:
+    if not existed:
         LOCK_FILE.unlink(missing_ok=True)
 
 

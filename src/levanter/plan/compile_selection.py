@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from haliax_ext.errors import gib
 from levanter.plan.aot import Compiled, Outcome
 from levanter.plan.hbm_budget import Budget
-from levanter.plan.init_memory import InitMemory, drawn_in
+from levanter.plan.init_memory import InitMemory, init_memory
 from levanter.plan.load_budget import loading_coresident_bytes
 from levanter.plan.preflight.state import Scope
 from levanter.runplan import RunPlan
@@ -17,7 +17,7 @@ def known_to_fit(plan: RunPlan, scope: Scope) -> Mapping[str, InitMemory]:
     if scope != "run" or limit is None:
         return {}
     coresident = coresident_bytes(plan)
-    return {name: bound for name, bound in drawn_in(plan).items() if bound.total + coresident.get(name, 0) <= limit}
+    return {name: bound for name, bound in init_memory(plan).items() if bound.total + coresident.get(name, 0) <= limit}
 
 
 def select_programs(plan: RunPlan, scope: Scope) -> tuple[str, ...]:
@@ -36,7 +36,7 @@ def select_programs(plan: RunPlan, scope: Scope) -> tuple[str, ...]:
     return tuple(name for name in dict.fromkeys(names) if name not in decided)
 
 
-def largest(budget: Budget) -> tuple[str, int]:
+def largest_inputs(budget: Budget) -> tuple[str, int]:
     """The Program with the largest inputs, and their bytes on a device."""
     return budget.largest, budget.arguments.get(budget.largest, 0)
 

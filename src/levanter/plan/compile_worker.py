@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from haliax_ext.compiler_options import translate_option_errors
 from haliax_ext.meshspec import MeshSpec
 from levanter.hardware import Accelerator, parse_accelerator
-from levanter.plan.compile_cache import Answer, KeptAnswers, compiler_here
-from levanter.plan.compile_pool import spec_of_mesh
-from levanter.plan.error_origin import raised_in_library
-from levanter.plan.fingerprint import fingerprint, lowered_digest, options
+from levanter.plan.compile_cache import CachedOutcome, CompileCache, installed_compiler
+from levanter.plan.compile_pool import mesh_to_json
+from levanter.plan.fingerprint import compiler_environment, fingerprint, lowered_digest
+from levanter.plan.preflight.state import raised_in_library
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -79,12 +79,12 @@ def load_function(spec: str) -> Callable[..., Any]:
     module_name, _, function = spec.rpartition(":")
     if module_name.endswith(".py"):
         path = Path(module_name)
-        found = importlib.util.spec_from_file_location(path.stem, path)
-        if found is None or found.loader is None or not path.is_file():
+        spec_ = importlib.util.spec_from_file_location(path.stem, path)
+        if spec_ is None or spec_.loader is None or not path.is_file():
             raise BadFunction(f"{spec!r}: there is no file {module_name}")
-        module = importlib.util.module_from_spec(found)
+        module = importlib.util.module_from_spec(spec_)
         sys.modules[path.stem] = module
-        found.loader.exec_module(module)
+        spec_.loader.exec_module(module)
     else:
         try:
             module = importlib.import_module(module_name)
@@ -99,13 +99,13 @@ def topology_devices(accelerator: Accelerator) -> list[Any]:
     """Devices of a pod that is not there: they can be meshed and compiled for, and nothing else."""
     from jax.experimental import topologies
 
-    options: dict[str, Any] = {"chips_per_host_bounds": accelerator.chips_per_host_bounds}
+    arguments: dict[str, Any] = {"chips_per_host_bounds": accelerator.chips_per_host_bounds}
     if accelerator.generation.chip_config_name:
-        options["chip_config_name"] = accelerator.generation.chip_config_name
+        arguments["chip_config_name"] = accelerator.generation.chip_config_name
     if accelerator.slices > 1:
-        options["num_slices"] = accelerator.slices
-    found = topologies.get_topology_desc(platform="tpu", topology_name=accelerator.topology_name, **options)
-    devices = list(found.devices)
+        arguments["num_slices"] = accelerator.slices
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=accelerator.topology_name, **arguments)
+    devices = list(topology.devices)
     assert len(devices) == accelerator.devices, f"{accelerator}: libtpu reports {len(devices)} devices"
     return devices
 
@@ -122,7 +122,7 @@ def _coordinates(mesh: "Mesh") -> list[list[int]] | None:
 
 
 @contextmanager
-def without_places() -> Iterator[None]:
+def without_source_locations() -> Iterator[None]:
     """Lowers without saying from which files and lines.
 
     A TPU kernel is in a lowered Program as bytes, its own places among them with every caller's; so a line that moved
@@ -155,7 +155,7 @@ class CompilerSession:
     accelerator: Accelerator | None
     options: Mapping[str, str]
     folder: Path
-    kept: KeptAnswers | None
+    kept: CompileCache | None
 
     def outcome(self, program: Lowerable, described: Describes) -> dict[str, Any]:
         """What the compiler says of one Program, or said before, as plain values; its text in a file."""
@@ -163,10 +163,10 @@ class CompilerSession:
 
         mesh, started = described.mesh, time.monotonic()
         jax_mesh = mesh.build(self.devices)
-        with without_places():
+        with without_source_locations():
             lowered = program.lower(jax_mesh)
         lower_seconds, started = time.monotonic() - started, time.monotonic()
-        own = {"name": program.name, "mesh": spec_of_mesh(mesh)}
+        identity = {"name": program.name, "mesh": mesh_to_json(mesh)}
         key = way = None
         if self.kept is not None:
             key = self._key(program, lowered, described.mesh, _coordinates(jax_mesh))
@@ -174,38 +174,43 @@ class CompilerSession:
             if (answer := self.kept.find(key)) is not None:
                 if way is not None:
                     self.kept.lead(way, key)
-                return {**answer.said, **own, **self._written(program, answer.text), "kept_since": answer.compiled_at}
-        said: dict[str, Any] = {"lower_seconds": lower_seconds}
+                return {
+                    **answer.report,
+                    **identity,
+                    **self._written(program, answer.text),
+                    "kept_since": answer.compiled_at,
+                }
+        report: dict[str, Any] = {"lower_seconds": lower_seconds}
         text = None
-        own_options: Mapping[str, str] = getattr(program, "compiler_options", {})
+        program_options: Mapping[str, str] = getattr(program, "compiler_options", {})
         try:
             # The program's own options are in what was lowered; these come over them.
-            with translate_option_errors(program.name, {**own_options, **self.options}):
+            with translate_option_errors(program.name, {**program_options, **self.options}):
                 compiled = lowered.compile(compiler_options=dict(self.options) or None)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            said |= {"refused": str(error), "compile_seconds": time.monotonic() - started}
+            report |= {"refused": str(error), "compile_seconds": time.monotonic() - started}
         else:
-            said["compile_seconds"] = time.monotonic() - started
+            report["compile_seconds"] = time.monotonic() - started
             facts, text = _read(compiled)
-            said |= {**facts, "coordinates": _coordinates(jax_mesh)}
+            report |= {**facts, "coordinates": _coordinates(jax_mesh)}
         if self.kept is not None and key is not None:
-            self.kept.keep(key, Answer(said=said, text=text, compiled_at=time.time()), way=way)
-        return {**said, **own, **self._written(program, text)}
+            self.kept.keep(key, CachedOutcome(report=report, text=text, compiled_at=time.time()), way=way)
+        return {**report, **identity, **self._written(program, text)}
 
     def _key(
         self, program: Lowerable, lowered: "Lowered", mesh: MeshSpec, coordinates: list[list[int]] | None
     ) -> dict[str, Any]:
         """Everything that an answer depends on, as plain values."""
         assert self.accelerator is not None
-        places = hashlib.sha256(json.dumps(coordinates).encode()).hexdigest()
+        coordinates_digest = hashlib.sha256(json.dumps(coordinates).encode()).hexdigest()
         return {
             "lowered": lowered_digest(lowered.as_text(debug_info=True)),
             "topology": [self.accelerator.name, self.accelerator.topology_name, self.accelerator.slices],
-            "mesh": [spec_of_mesh(mesh), places],
-            "compiler": compiler_here(),
-            "options": [dict(getattr(program, "compiler_options", {})), dict(self.options), options()],
+            "mesh": [mesh_to_json(mesh), coordinates_digest],
+            "compiler": installed_compiler(),
+            "options": [dict(getattr(program, "compiler_options", {})), dict(self.options), compiler_environment()],
         }
 
     def _written(self, program: Lowerable, text: str | None) -> dict[str, str]:
@@ -235,12 +240,12 @@ def run(request: Mapping[str, Any], emit: Callable[[Mapping[str, Any]], None]) -
     """Serves one request."""
     import jax
 
-    from levanter.plan.target_from_name import target_of_devices, target_of_pod
+    from levanter.plan.target_from_name import device_target, pod_target
 
     sys.path[:0] = request["import_paths"]
     accelerator = parse_accelerator(request["target"]) if request["target"] != "local" else None
     devices = jax.devices() if accelerator is None else topology_devices(accelerator)
-    target = target_of_devices(devices) if accelerator is None else target_of_pod(accelerator)
+    target = device_target(devices) if accelerator is None else pod_target(accelerator)
     facts = {
         name: getattr(target, name)
         for name in ("platform", "kind", "devices", "granules", "hosts", "hbm_bytes", "host_bytes")
@@ -252,20 +257,20 @@ def run(request: Mapping[str, Any], emit: Callable[[Mapping[str, Any]], None]) -
     described: Describes = load_function(request["function"])(request["payload"], target)
     by_name = {program.name: program for program in described.programs}
     chosen = [by_name[name] for name in request["programs"] or by_name if name in by_name]
-    emit({"event": "described", "programs": [p.name for p in chosen], "mesh": spec_of_mesh(described.mesh)})
+    emit({"event": "described", "programs": [p.name for p in chosen], "mesh": mesh_to_json(described.mesh)})
     kept = request["kept"]
-    shop = CompilerSession(
+    session = CompilerSession(
         devices=devices,
         accelerator=accelerator,
         options=request["compiler_options"],
         folder=Path(request["folder"]),
-        kept=None if kept is None else KeptAnswers(folder=Path(kept["folder"]), max_bytes=kept["bytes"]),
+        kept=None if kept is None else CompileCache(folder=Path(kept["folder"]), max_bytes=kept["bytes"]),
     )
     for number, program in enumerate(chosen):
         if not _claimed(Path(request["claims"]) / str(number)):
             continue
         emit({"event": "compiling", "program": program.name})
-        emit({"event": "outcome", **shop.outcome(program, described)})
+        emit({"event": "outcome", **session.outcome(program, described)})
     emit({"event": "done"})
 
 

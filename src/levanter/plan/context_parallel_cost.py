@@ -1,19 +1,19 @@
-"""What chips wait for in attention where positions are cut over them: seconds, by arithmetic.
+"""Cost model of context parallelism: the seconds of communication that attention exposes when positions are sharded.
 
-With `n` chips along a sequence, and keys and values of one layer taking `V` bytes, all of them together:
+With `n` chips along a sequence, and `V` the bytes of keys and values of one layer over all of them:
 
-    gather         an all-gather of V a pass, and a reduce-scatter of their gradients; nothing hides them, and what is
-                   gathered is laid out anew in HBM
-    ring           n hops of V / n; backward they bring their gradients along, in float32, or queries travel, with the
-                   gradients of the result and their own, if these are fewer bytes. Kernels hide what they have time
-                   for; every hop's part is added to the sum of the others in HBM
-    heads          an all-to-all of queries, keys, values and results; backward of their gradients
+    gather         one all-gather of V for each pass and one reduce-scatter of their gradients. Nothing hides either of
+                   them, and the gathered arrays are laid out again in HBM
+    ring           n hops of V / n. In the backward pass keys and values travel with their gradients in float32, or
+                   queries travel with their gradients and those of the result, whichever is fewer bytes. The kernels
+                   hide a part of each hop, and each hop adds its partial result to a sum in HBM
+    heads          one all-to-all of queries, keys, values and results (Ulysses); backward the same of their gradients
     ring × heads   both, each over its own mesh axes
 
-A search prices layouts with it, and `attention_mapping: auto` is the exchange that is waited for least
-(`exchange_prices`). Beside compiled steps: a Llama of 0.78 B with 65,536 positions over 8 chips of v6e takes 7.6 ms
-longer for a layer and row by gathers than in a ring, by this arithmetic 1.0 ms; Llama 3.1 8B with 131,072 takes 3.9 ms
-longer in a ring than by heads, by this arithmetic 1.3 ms.
+The layout search uses it, and `attention_mapping: auto` chooses the strategy with the lowest cost
+(`context_parallel_cost`). Compared with compiled steps: a Llama of 0.78 B parameters with 65,536 positions over 8 chips
+of v6e takes 7.6 ms longer for a layer and row with gathers than with a ring, by this arithmetic 1.0 ms. Llama 3.1 8B
+with 131,072 positions takes 3.9 ms longer with a ring than with heads, by this arithmetic 1.3 ms.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,13 +21,13 @@ from dataclasses import dataclass
 
 from haliax_ext.mapping import Mappings
 from haliax_ext.meshspec import MeshSpec
-from levanter.hardware import Accelerator, accelerator_of
+from levanter.hardware import Accelerator, find_accelerator
 from levanter.layers.attention import ring_splash
 from levanter.layers.attention.splash import LANES
 from levanter.mesh.context_parallel import method_from_mapping
 from levanter.models.registry import LmConfig
 from levanter.plan.calibration import kernel_efficiency
-from levanter.plan.comms import Network, spans_of
+from levanter.plan.comms import Network, axis_spans
 from levanter.runplan import Target
 
 LAID_OUT = 5.0
@@ -47,7 +47,7 @@ BACKWARD_PRODUCTS = 3.5
 """Products of attention's backward pass over those of its forward pass, in two kernels."""
 
 
-def exchange_seconds(
+def context_parallel_seconds(
     sizes: Mapping[str, int],
     mappings: Mappings,
     network: Network,
@@ -72,17 +72,17 @@ def exchange_seconds(
     """
     mesh, pod = network.mesh, network.accelerator
     compute, inside = mappings.compute, mappings.inside_attention
-    exchange = method_from_mapping(mappings.attention, compute, mesh)
-    if exchange is None or "kv_head" not in sizes:
+    strategy = method_from_mapping(mappings.attention, compute, mesh)
+    if strategy is None or "kv_head" not in sizes:
         return 0.0
     positions = sizes["position"]
     keys = rows * positions * sizes["kv_head"] * sizes["head_size"] // mesh.ways(compute.mesh_axes("kv_head"))
     queries = keys * sizes.get("q_heads_per_group", 1) // mesh.ways(compute.mesh_axes("q_heads_per_group"))
     along = _cut(compute.mesh_axes("position"), mesh)
     ways = mesh.ways(along)
-    if exchange == "gather":
+    if strategy == "gather":
         nbytes = 2 * keys * itemsize
-        once = network.seconds("all-gather", nbytes, spans_of(mesh, *along)) or 0.0
+        once = network.seconds("all-gather", nbytes, axis_spans(mesh, *along)) or 0.0
         return (once + LAID_OUT * nbytes / pod.hbm_bandwidth) * (forward + 2 * backward)
     around = _cut(inside.mesh_axes("key_position"), mesh)
     to_heads = tuple(axis for axis in along if axis not in around)
@@ -94,7 +94,7 @@ def exchange_seconds(
 
         def hop(nbytes: int, hidden: float, added: int) -> float:
             """Of the bytes that travel, the products meanwhile, and the elements of float32 sums."""
-            travel = network.seconds("collective-permute", nbytes, spans_of(mesh, *around)) or 0.0
+            travel = network.seconds("collective-permute", nbytes, axis_spans(mesh, *around)) or 0.0
             return max(0.0, travel - hidden) + ADDED_BYTES * added / pod.hbm_bandwidth + HOP_SECONDS
 
         seconds += hops * forward * hop(2 * key_part * itemsize, products, query_part)
@@ -104,12 +104,12 @@ def exchange_seconds(
             seconds += hops * hop(nbytes, BACKWARD_PRODUCTS * products, query_part + 2 * key_part)
     if to_heads:
         everything = 2 * (keys + queries) * itemsize // ways
-        once = network.seconds("all-to-all", everything, spans_of(mesh, *to_heads)) or 0.0
+        once = network.seconds("all-to-all", everything, axis_spans(mesh, *to_heads)) or 0.0
         seconds += once * (forward + 2 * backward)
     return seconds
 
 
-def shown_share(windows: Sequence[tuple[int | None, int]], positions: int) -> float:
+def causal_share(windows: Sequence[tuple[int | None, int]], positions: int) -> float:
     """The share of all pairs of positions that causal masks show, over all layers.
 
     Args:
@@ -126,7 +126,7 @@ def shown_share(windows: Sequence[tuple[int | None, int]], positions: int) -> fl
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExchangePrices:
+class ContextParallelCost:
     """What a layer waits for, by exchange, on one accelerator; see `mesh.exchange.Prices`.
 
     A layer is gone through forward once: what attention is stays for the backward pass, as it should for sequences that
@@ -136,7 +136,7 @@ class ExchangePrices:
         accelerator: the pod.
         backward: whether a layer is gone through backward too.
         itemsize: bytes of an activation's element.
-        attended: see `exchange_seconds`.
+        attended: see `context_parallel_seconds`.
         rings: whether kernels of this JAX and this model's backend can run in a ring.
     """
 
@@ -153,7 +153,7 @@ class ExchangePrices:
         lacking = hops > 1 and not (self.rings and sizes["position"] % (2 * hops * LANES) == 0)
         if lacking or mesh.size != self.accelerator.devices or "kv_head" not in sizes:
             return None
-        return exchange_seconds(
+        return context_parallel_seconds(
             sizes,
             mappings,
             Network.of(mesh, self.accelerator),
@@ -165,9 +165,9 @@ class ExchangePrices:
         )
 
 
-def exchange_prices(
+def context_parallel_cost(
     model: LmConfig, target: Target, *, positions: int, itemsize: int, backward: bool
-) -> ExchangePrices | None:
+) -> ContextParallelCost | None:
     """The prices on a run's devices, by their kind and number alone, so that a plan and the run choose alike.
 
     Args:
@@ -177,15 +177,15 @@ def exchange_prices(
         itemsize: bytes of an activation's element.
         backward: whether a layer is gone through backward too.
     """
-    pod = accelerator_of(target.kind, target.devices, slices=target.granules) if target.platform == "tpu" else None
+    pod = find_accelerator(target.kind, target.devices, slices=target.granules) if target.platform == "tpu" else None
     if pod is None:
         return None
     backend = getattr(model, "attn_backend", None)
-    return ExchangePrices(
+    return ContextParallelCost(
         accelerator=pod,
         backward=backward,
         itemsize=itemsize,
-        attended=shown_share([(g.window, g.features) for g in model.attention_groups], positions),
+        attended=causal_share([(g.window, g.features) for g in model.attention_groups], positions),
         rings=backend not in ("jax_native", "cudnn") and ring_splash.obstacle() is None,
     )
 

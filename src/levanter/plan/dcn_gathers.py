@@ -11,16 +11,16 @@ from dataclasses import replace
 from haliax_ext.errors import gib
 from haliax_ext.mapping import AxisMapping
 from haliax_ext.placement import LeafPlan, show_axes
-from levanter.plan.collective_bytes import FROZEN_GATHERED, GRADIENTS, CollectiveBytes, received_in_step
-from levanter.plan.hbm_lower_bound import HbmLowerBound, known_under
-from levanter.plan.layout_memory import Layout, LayoutSubject, figures_of
+from levanter.plan.collective_bytes import FROZEN_GATHERED, GRADIENTS, CollectiveBytes, step_collective_bytes
+from levanter.plan.hbm_lower_bound import HbmLowerBound, layout_lower_bound
+from levanter.plan.layout_memory import Layout, LayoutSubject, layout_memory
 from levanter.runplan import RunPlan
 from levanter.trainer.state import FROZEN
 
 _GB = 1e9
 
 
-def note_between_slices(plan: RunPlan) -> str | None:
+def dcn_gather_note(plan: RunPlan) -> str | None:
     """What a run's plan says of frozen weights that are cut between slices; None where there are none.
 
     Nor where they would not fit otherwise: then the network is the price of having them.
@@ -29,20 +29,20 @@ def note_between_slices(plan: RunPlan) -> str | None:
         plan: a training run, without errors.
     """
     limit = plan.target.hbm_bytes
-    cut = [each for each in plan.sharding.leaves if each.leaf.path.startswith(f"{FROZEN}.") and _dcn_axes(plan, each)]
+    cut = [leaf for leaf in plan.sharding.leaves if leaf.leaf.path.startswith(f"{FROZEN}.") and _dcn_axes(plan, leaf)]
     if not cut or limit is None or plan.errors or not plan.workloads:
         return None
     subject = LayoutSubject(plan=plan, program=plan.program(plan.workloads[0].program), hbm_bytes=limit)
     inside, changed = _inside(plan, subject.now)
-    figures = figures_of(subject, inside)
-    known: HbmLowerBound = known_under(subject, inside, figures)
+    figures = layout_memory(subject, inside)
+    known: HbmLowerBound = layout_lower_bound(subject, inside, figures)
     if figures.errors or known.total > limit:
         return None
-    now = known_under(subject, subject.now, figures_of(subject, subject.now))
-    received = received_in_step(plan)
+    now = layout_lower_bound(subject, subject.now, layout_memory(subject, subject.now))
+    received = step_collective_bytes(plan)
     nothing = CollectiveBytes()
     weights, gradients = received.get(FROZEN_GATHERED, nothing).dcn, received.get(GRADIENTS, nothing).dcn
-    over = sorted({axis for each in cut for axis in _dcn_axes(plan, each)})
+    over = sorted({axis for leaf in cut for axis in _dcn_axes(plan, leaf)})
     return (
         f"frozen weights cut over {', '.join(over)} are gathered between slices: {weights / _GB:.3g} GB a step come to "
         f"each chip over DCN, beside {gradients / _GB:.3g} GB of gradients. Gradients of adapters are small; gathering "
@@ -51,10 +51,10 @@ def note_between_slices(plan: RunPlan) -> str | None:
     )
 
 
-def _dcn_axes(plan: RunPlan, each: LeafPlan) -> tuple[str, ...]:
+def _dcn_axes(plan: RunPlan, leaf: LeafPlan) -> tuple[str, ...]:
     """The mesh axes between slices that an array is cut over."""
-    found = (axis for axes in each.mesh_axes for axis in axes)
-    return tuple(axis for axis in found if axis in plan.mesh.dcn and plan.mesh.shape[axis] > 1)
+    axes_ = (axis for axes in leaf.mesh_axes for axis in axes)
+    return tuple(axis for axis in axes_ if axis in plan.mesh.dcn and plan.mesh.shape[axis] > 1)
 
 
 def _inside(plan: RunPlan, now: Layout) -> tuple[Layout, str]:
@@ -69,7 +69,7 @@ def _inside(plan: RunPlan, now: Layout) -> tuple[Layout, str]:
         }
 
     params = without(mappings.params)
-    overrides = {pattern: found for pattern, rules in mappings.overrides if (found := without(rules))}
+    overrides = {pattern: rules_ for pattern, rules in mappings.overrides if (rules_ := without(rules))}
     written = [f"trainer.mesh.param_mapping: {_shown(params)}"] if params else []
     written += [f"trainer.mesh.overrides: {{{pattern}: {_shown(rules)}}}" for pattern, rules in overrides.items()]
     changed = replace(

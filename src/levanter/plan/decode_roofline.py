@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from levanter.hardware import Accelerator
 from levanter.inference.capacity import CONTEXTS, LOADS, DecodeCost, Roofline
 from levanter.plan.aot import Compiled
-from levanter.plan.row_advice import serving_of
+from levanter.plan.oom_report import decode_cost
 from levanter.plan.step_time_model import StepTime
 from levanter.plan.verdict import ProgramVerdict, Verdict
 
@@ -19,20 +19,20 @@ SHOWN_DTYPES = ("bfloat16", "int8")
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldBytes:
+class DecodeMemory:
     """Bytes on a device.
 
     Attributes:
-        parts: by what they are for.
-        room: what the Program takes that makes most beside its inputs.
+        groups: bytes by use.
+        temporaries: the most that a Program allocates in addition to its inputs.
         compiled: whether a compiler said so.
         limit: what a device has; None where that is not known.
         page: positions of a page, and what it takes of a device.
         repeated: of the cache, what devices hold that others have too.
     """
 
-    parts: dict[str, int]
-    room: int
+    groups: dict[str, int]
+    temporaries: int
     compiled: bool
     limit: int | None
     page: tuple[int, int]
@@ -41,7 +41,7 @@ class HeldBytes:
     @property
     def used(self) -> int:
         """All of it."""
-        return sum(self.parts.values()) + self.room
+        return sum(self.groups.values()) + self.temporaries
 
     @property
     def free(self) -> int | None:
@@ -50,7 +50,7 @@ class HeldBytes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class PrefillCall:
     """A call for prompts, or several for one prompt.
 
     Attributes:
@@ -71,7 +71,7 @@ class Call:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
+class DecodeLoad:
     """So many running rows.
 
     Attributes:
@@ -112,7 +112,7 @@ class Load:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class StartupCost:
     """What comes before the first token.
 
     Attributes:
@@ -134,7 +134,7 @@ class ServingReport:
 
     Attributes:
         served: the model, its rows and its calls.
-        held: bytes on a device.
+        memory: bytes on a device.
         contexts: by dtype, how many rows of the lengths of `CONTEXTS` fit; empty where memory is not known.
         buckets: the calls for prompts.
         prompts: prompts that come alone.
@@ -145,35 +145,35 @@ class ServingReport:
     """
 
     served: DecodeCost
-    held: HeldBytes
+    memory: DecodeMemory
     contexts: dict[str, dict[str, int]]
-    buckets: tuple[Call, ...]
-    prompts: tuple[Call, ...]
-    loads: tuple[Load, ...]
-    start: Start
+    buckets: tuple[PrefillCall, ...]
+    prompts: tuple[PrefillCall, ...]
+    loads: tuple[DecodeLoad, ...]
+    start: StartupCost
     compute_bound: int | None
     repeated_window: int
 
 
 def serving_report(verdict: Verdict) -> ServingReport | None:
     """What a verdict says of serving; None for runs that generate no text."""
-    served = serving_of(verdict.plan)
-    if served is None:
+    cost = decode_cost(verdict.plan)
+    if cost is None:
         return None
-    held, pod = _held(verdict, served), verdict.accelerator
-    prompts = sorted({min(tokens, served.context) for tokens in (128, 2048, served.context)})
-    loads = sorted({min(rows, served.rows) for rows in (*LOADS, served.rows)})
-    window = served.bytes_of_row(served.context) - served.bytes_of_row(served.context, seen=True)
+    memory, pod = _decode_memory(verdict, cost), verdict.accelerator
+    prompts = sorted({min(tokens, cost.context) for tokens in (128, 2048, cost.context)})
+    loads = sorted({min(rows, cost.rows) for rows in (*LOADS, cost.rows)})
+    window = cost.bytes_of_row(cost.context) - cost.bytes_of_row(cost.context, seen=True)
     return ServingReport(
-        served=served,
-        held=held,
-        contexts={} if held.limit is None else _contexts(served, held.limit, held.room),
-        buckets=tuple(_bucket(verdict, served, name) for name in served.prefill),
-        prompts=tuple(_prompt(verdict, served, tokens) for tokens in prompts),
-        loads=() if pod is None else tuple(_load(verdict, served, rows, pod) for rows in loads),
-        start=_start(verdict, served),
-        compute_bound=None if pod is None else served.compute_bound_rows(**_chip(pod)),
-        repeated_window=window * -(-served.rows // served.shards),
+        served=cost,
+        memory=memory,
+        contexts={} if memory.limit is None else _contexts(cost, memory.limit, memory.temporaries),
+        buckets=tuple(_bucket(verdict, cost, name) for name in cost.prefill),
+        prompts=tuple(_prompt(verdict, cost, tokens) for tokens in prompts),
+        loads=() if pod is None else tuple(_load(verdict, cost, rows, pod) for rows in loads),
+        start=_start(verdict, cost),
+        compute_bound=None if pod is None else cost.compute_bound_rows(**_chip(pod)),
+        repeated_window=window * -(-cost.rows // cost.shards),
     )
 
 
@@ -182,17 +182,19 @@ def _chip(pod: Accelerator) -> dict[str, float]:
 
 
 def _program(verdict: Verdict, name: str) -> ProgramVerdict | None:
-    return next((each for each in verdict.programs if each.name == name), None)
+    return next((program for program in verdict.programs if program.name == name), None)
 
 
-def _held(verdict: Verdict, served: DecodeCost) -> HeldBytes:
+def _decode_memory(verdict: Verdict, served: DecodeCost) -> DecodeMemory:
     assert verdict.plan is not None
     weights, plan = served.weights, verdict.plan
     # What makes the empty cache has it for a result, and runs once.
-    own = {*served.decode.values(), *served.prefill}
-    outcomes = [each.outcome for each in verdict.programs if each.name in own]
-    made = [max(0, each.peak_bytes - each.memory.argument) for each in outcomes if isinstance(each, Compiled)]
-    parts = {
+    names = {*served.decode.values(), *served.prefill}
+    outcomes = [program.outcome for program in verdict.programs if program.name in names]
+    temporaries = [
+        max(0, program.peak_bytes - program.memory.argument) for program in outcomes if isinstance(program, Compiled)
+    ]
+    groups = {
         "int8 weights": weights.integers,
         "scales": weights.scales,
         "other weights": weights.others,
@@ -201,26 +203,26 @@ def _held(verdict: Verdict, served: DecodeCost) -> HeldBytes:
         "rows' state": served.state_bytes * -(-served.rows // served.shards),
     }
     limit = verdict.budget.hbm_bytes if verdict.budget is not None else None
-    return HeldBytes(
-        parts={name: nbytes for name, nbytes in parts.items() if nbytes},
-        room=max(made) if made else served.room,
-        compiled=bool(made),
+    return DecodeMemory(
+        groups={name: nbytes for name, nbytes in groups.items() if nbytes},
+        temporaries=max(temporaries) if temporaries else served.room,
+        compiled=bool(temporaries),
         limit=plan.target.limit_bytes if limit is None else limit,
         page=(served.page, served.cache_bytes * served.shards // served.pages),
         repeated=served.cache_bytes - served.cache_bytes // served.repeated,
     )
 
 
-def _contexts(served: DecodeCost, limit: int, room: int) -> dict[str, dict[str, int]]:
+def _contexts(served: DecodeCost, limit: int, temporaries: int) -> dict[str, dict[str, int]]:
     dtypes = dict.fromkeys((*SHOWN_DTYPES, served.dtype))
     return {
-        dtype: {name: served.fitting(limit, length, dtype, room=room) for name, length in CONTEXTS.items()}
+        dtype: {name: served.fitting(limit, length, dtype, room=temporaries) for name, length in CONTEXTS.items()}
         for dtype in dtypes
     }
 
 
-def _time(found: ProgramVerdict | None) -> StepTime | None:
-    return None if found is None else found.time
+def _time(verdict: ProgramVerdict | None) -> StepTime | None:
+    return None if verdict is None else verdict.time
 
 
 def _ends(time: StepTime | None) -> tuple[float, float, float] | None:
@@ -231,38 +233,38 @@ def _busy(time: StepTime | None) -> float:
     return 0.0 if time is None else max((link.busy for link in time.links), default=0.0)
 
 
-def _bucket(verdict: Verdict, served: DecodeCost, name: str) -> Call:
+def _bucket(verdict: Verdict, served: DecodeCost, name: str) -> PrefillCall:
     rows, tokens = served.prefill[name]
     time, pod = _time(_program(verdict, name)), verdict.accelerator
     floor = None if pod is None else served.prefill_floor(rows, tokens, links=_busy(time), **_chip(pod))
-    return Call(name=name, rows=rows, tokens=tokens, calls={name: 1}, time=_ends(time), floor=floor)
+    return PrefillCall(name=name, rows=rows, tokens=tokens, calls={name: 1}, time=_ends(time), floor=floor)
 
 
-def _prompt(verdict: Verdict, served: DecodeCost, tokens: int) -> Call:
+def _prompt(verdict: Verdict, served: DecodeCost, tokens: int) -> PrefillCall:
     """A prompt that comes alone, from its first call to its first token."""
     calls, pod = Counter(served.calls_of_prompt(tokens)), verdict.accelerator
     times = {name: _time(_program(verdict, name)) for name in calls}
-    found = {name: ends for name, time in times.items() if (ends := _ends(time)) is not None}
+    ranges = {name: ends for name, time in times.items() if (ends := _ends(time)) is not None}
     time = None
-    if len(found) == len(calls):
-        low, expected, high = (sum(found[name][n] * count for name, count in calls.items()) for n in range(3))
+    if len(ranges) == len(calls):
+        low, expected, high = (sum(ranges[name][n] * count for name, count in calls.items()) for n in range(3))
         time = (low, expected, high)
     floor = None
     if pod is not None:
         links = sum(_busy(times[name]) * count for name, count in calls.items())
         floor = served.prefill_floor(1, tokens, links=links, **_chip(pod))
         floor = replace(floor, weights=floor.weights * calls.total())
-    return Call(name=f"{tokens:,} tokens", rows=1, tokens=tokens, calls=dict(calls), time=time, floor=floor)
+    return PrefillCall(name=f"{tokens:,} tokens", rows=1, tokens=tokens, calls=dict(calls), time=time, floor=floor)
 
 
-def _load(verdict: Verdict, served: DecodeCost, rows: int, pod: Accelerator) -> Load:
+def _load(verdict: Verdict, served: DecodeCost, rows: int, pod: Accelerator) -> DecodeLoad:
     name = served.decoding(rows)
     time = _time(_program(verdict, name))
     ends = _ends(time)
     # Tokens of a call come out of a loop that may end early, whose count the compiler does not state: one is counted.
-    if time is not None and ends is not None and not any("trip count" in said for said in time.unknown):
+    if time is not None and ends is not None and not any("trip count" in line for line in time.unknown):
         ends = (ends[0] / served.steps, ends[1] / served.steps, ends[2] / served.steps)
-    return Load(
+    return DecodeLoad(
         rows=rows,
         program=name,
         time=ends,
@@ -272,17 +274,17 @@ def _load(verdict: Verdict, served: DecodeCost, rows: int, pod: Accelerator) -> 
     )
 
 
-def _start(verdict: Verdict, served: DecodeCost) -> Start:
-    own = {*served.decode.values(), *served.prefill}
+def _start(verdict: Verdict, served: DecodeCost) -> StartupCost:
+    names = {*served.decode.values(), *served.prefill}
     compiled = {
-        each.name: each.outcome.lower_seconds + each.outcome.compile_seconds
-        for each in verdict.programs
-        if each.outcome is not None and each.name in own
+        program.name: program.outcome.lower_seconds + program.outcome.compile_seconds
+        for program in verdict.programs
+        if program.outcome is not None and program.name in names
     }
     load = verdict.load
-    return Start(
+    return StartupCost(
         source_bytes=None if load is None else load.source_bytes,
         seconds=None if load is None else load.seconds,
         compiled=compiled,
-        programs=len(own) + 1,
+        programs=len(names) + 1,
     )

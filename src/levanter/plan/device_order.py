@@ -70,7 +70,7 @@ def _chips(accelerator: Accelerator) -> list[_Chip]:
     sides = accelerator.topology + (1,) * (3 - len(accelerator.topology))
     bounds = accelerator.chips_per_host_bounds or (1, 1, 1)
     hosts = tuple(side // bound for side, bound in zip(sides, bounds, strict=True))
-    found = []
+    chips = []
     for slice_index in range(accelerator.slices):
         # x runs fastest, as libtpu numbers them.
         for z, y, x in np.ndindex(sides[2], sides[1], sides[0]):
@@ -78,8 +78,8 @@ def _chips(accelerator: Accelerator) -> list[_Chip]:
             hx, hy, hz = (c // b for c, b in zip(coords, bounds, strict=True))
             host = (hz * hosts[1] + hy) * hosts[0] + hx
             for core in range(accelerator.generation.devices_per_chip):
-                found.append(
-                    _Chip(len(found), slice_index * math.prod(hosts) + host, slice_index, coords, core,
+                chips.append(
+                    _Chip(len(chips), slice_index * math.prod(hosts) + host, slice_index, coords, core,
                           accelerator.generation.device_kind)
                 )  # fmt: skip
-    return found
+    return chips

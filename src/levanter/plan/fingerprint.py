@@ -7,7 +7,7 @@ tells Programs apart (`lowered_digest`). But it takes seconds to a minute to hav
 - the Program's function, with all it closes over: code, constants, configurations, shapes;
 - its inputs' shapes, dtypes and places, its outputs' places, mappings, donation, precision, compiler options, mesh;
 - the sources of this package and of others that are used in place, by content; what is installed, by version
-  (`surroundings`);
+  (`environment_digest`);
 - JAX's options, as the environment and the run's configuration set them.
 
 Whatever the walk does not know has no fingerprint, and the Program is lowered. So a fingerprint can miss what is the
@@ -37,10 +37,10 @@ from haliax_ext.planner import ShardingPlan
 from haliax_ext.program import Program, partition_spec
 from levanter.runplan import RunPlan
 
-_OWN = ("levanter", "haliax_ext")
+_PACKAGES = ("levanter", "haliax_ext")
 _ENVIRONMENT = ("JAX_", "XLA_", "LIBTPU_", "TPU_")
 # What a worker is told anew for every pod (`aot.worker_environment`).
-_TOLD_TO_WORKERS = {
+_WORKER_VARIABLES = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD",
     "JAX_PLATFORMS",
     "TPU_ACCELERATOR_TYPE",
@@ -71,7 +71,7 @@ def fingerprint(program: object, plan: object) -> str | None:
             for part in (
                 program.name,
                 program.function,
-                tuple((each.name, each.value, each.placement) for each in program.inputs),
+                tuple((argument.name, argument.value, argument.placement) for argument in program.inputs),
                 program.mappings,
                 program.out_placement,
                 program.donate,
@@ -82,22 +82,11 @@ def fingerprint(program: object, plan: object) -> str | None:
                 _jax_options(plan),
             )
         ]
-        foreign = walk.digest(tuple(sorted(_source_of(name) for name in walk.packages)))
-        around = surroundings().encode()
+        foreign = walk.digest(tuple(sorted(_source_digest(name) for name in walk.packages)))
+        around = environment_digest().encode()
     except _Unknown:
         return None
     return _hashed([*traced, foreign, around]).hex()
-
-
-def why_no_fingerprint(program: Program, plan: RunPlan) -> str | None:
-    """What keeps a Program from having a fingerprint; None where it has one."""
-    walk = _Walk()
-    try:
-        walk.digest((program.function, tuple(each.value for each in program.inputs), program.mappings))
-        walk.digest(tuple(_source_of(name) for name in walk.packages))
-    except _Unknown as error:
-        return str(error)
-    return None if fingerprint(program, plan) is not None else "a placement"
 
 
 def _jax_options(plan: RunPlan) -> Mapping[str, Any]:
@@ -106,42 +95,42 @@ def _jax_options(plan: RunPlan) -> Mapping[str, Any]:
 
 
 @functools.cache
-def surroundings() -> str:
+def environment_digest() -> str:
     """A digest of all that a trace depends on besides the Program: Python, what is installed, our sources, options."""
     digest = hashlib.sha256()
-    parts = [sys.version, *installed(), *options()]
-    for part in parts:
+    texts = [sys.version, *installed_distributions(), *compiler_environment()]
+    for part in texts:
         digest.update(part.encode() + b"\0")
-    for name in _OWN:
-        digest.update(_source_of(name).encode())
+    for name in _PACKAGES:
+        digest.update(_source_digest(name).encode())
     return digest.hexdigest()
 
 
-def options() -> list[str]:
+def compiler_environment() -> list[str]:
     """The environment's words to JAX and the compilers of pods.
 
     XLA's flags of this machine's own processors are left out: a test with eight virtual devices, or a run that has set
     them, asks a pod's compiler the same as a plan without.
     """
-    names = (name for name in os.environ if name.startswith(_ENVIRONMENT) and name not in _TOLD_TO_WORKERS)
-    said = {name: os.environ[name] for name in sorted(names)}
-    if (flags := said.pop("XLA_FLAGS", None)) is not None:
+    names = (name for name in os.environ if name.startswith(_ENVIRONMENT) and name not in _WORKER_VARIABLES)
+    values = {name: os.environ[name] for name in sorted(names)}
+    if (flags := values.pop("XLA_FLAGS", None)) is not None:
         kept = [flag for flag in flags.split() if not flag.startswith(_OF_THIS_MACHINE)]
-        said |= {"XLA_FLAGS": " ".join(kept)} if kept else {}
-    return [f"{name}={value}" for name, value in sorted(said.items())]
+        values |= {"XLA_FLAGS": " ".join(kept)} if kept else {}
+    return [f"{name}={value}" for name, value in sorted(values.items())]
 
 
 @functools.cache
-def installed() -> tuple[str, ...]:
+def installed_distributions() -> tuple[str, ...]:
     """Every installed distribution, `name-version`."""
-    found: set[str] = set()
+    names: set[str] = set()
     for folder in map(Path, filter(os.path.isdir, sys.path)):
-        found |= {entry.name for entry in folder.glob("*.dist-info")}
-    return tuple(sorted(found))
+        names |= {entry.name for entry in folder.glob("*.dist-info")}
+    return tuple(sorted(names))
 
 
 @functools.cache
-def _source_of(package: str) -> str:
+def _source_digest(package: str) -> str:
     """A digest of a package's sources; its name alone where it is installed, whose version is known.
 
     Raises:
@@ -154,15 +143,15 @@ def _source_of(package: str) -> str:
     if file is None:
         raise _Unknown(f"module {package} has no file")
     path = Path(file)
-    if package not in _OWN and any(path.is_relative_to(folder) for folder in _site_folders()):
+    if package not in _PACKAGES and any(path.is_relative_to(folder) for folder in _site_folders()):
         return package
     folder = path if path.is_dir() else path.parent
     files = sorted(folder.rglob("*.py")) if path.name == "__init__.py" or path.is_dir() else [path]
     digest, began = hashlib.sha256(), _process_began()
-    for each in files:
-        if began is not None and each.stat().st_mtime > began:
-            raise _Unknown(f"{each} is newer than this process, which may have read what was there before")
-        digest.update(str(each.relative_to(folder)).encode() + b"\0" + hashlib.sha256(each.read_bytes()).digest())
+    for file_ in files:
+        if began is not None and file_.stat().st_mtime > began:
+            raise _Unknown(f"{file_} is newer than this process, which may have read what was there before")
+        digest.update(str(file_.relative_to(folder)).encode() + b"\0" + hashlib.sha256(file_.read_bytes()).digest())
     return f"{package}:{digest.hexdigest()}"
 
 
@@ -205,13 +194,13 @@ class _Walk:
         if id(value) in self._inside:
             return _hashed([b"within", str(len(self._inside) - self._inside.index(id(value))).encode()])
         self._inside.append(id(value))
-        found = _hashed(list(self._parts(value)))
+        digest = _hashed(list(self._content(value)))
         self._inside.pop()
-        self._done[id(value)] = found
+        self._done[id(value)] = digest
         self._alive.append(value)
-        return found
+        return digest
 
-    def _parts(self, value: object) -> Iterator[bytes]:
+    def _content(self, value: object) -> Iterator[bytes]:
         if isinstance(value, type):
             yield self._named(value)
         elif isinstance(value, types.FunctionType):
@@ -222,9 +211,9 @@ class _Walk:
             self.packages.add(value.__name__.partition(".")[0])
             yield value.__name__.encode()
         elif isinstance(value, functools.partial):
-            yield from self._each(b"partial", value.func, value.args, value.keywords)
+            yield from self._digests(b"partial", value.func, value.args, value.keywords)
         elif isinstance(value, types.MethodType):
-            yield from self._each(b"method", value.__func__, value.__self__)
+            yield from self._digests(b"method", value.__func__, value.__self__)
         else:
             yield self._named(type(value))
             yield from self._value(value)
@@ -232,47 +221,47 @@ class _Walk:
     def _value(self, value: object) -> Iterator[bytes]:
         if isinstance(value, ShardingPlan):
             # Which rule put a leaf where it lies, and what was found beside, changes no trace.
-            yield from self._each(value.mesh, value.mappings, value.hbm_bytes)
-            for each in value.leaves:
-                yield from self._each(each.leaf, partition_spec(each.leaf, value))
+            yield from self._digests(value.mesh, value.mappings, value.hbm_bytes)
+            for leaf in value.leaves:
+                yield from self._digests(leaf.leaf, partition_spec(leaf.leaf, value))
         elif value is ...:
             yield b"..."
         elif isinstance(value, slice):
-            yield from self._each(value.start, value.stop, value.step)
+            yield from self._digests(value.start, value.stop, value.step)
         elif isinstance(value, np.dtype):
             yield str(value).encode()
         elif isinstance(value, np.ndarray | np.generic):
-            found = np.asarray(value)
-            if found.dtype.hasobject:
+            array = np.asarray(value)
+            if array.dtype.hasobject:
                 raise _Unknown("an array of objects")
-            yield from (str((found.dtype, found.shape)).encode(), np.ascontiguousarray(found).tobytes())
+            yield from (str((array.dtype, array.shape)).encode(), np.ascontiguousarray(array).tobytes())
         elif isinstance(value, jax.ShapeDtypeStruct):
             yield str((value.shape, value.dtype, value.sharding, value.weak_type)).encode()
         elif isinstance(value, PartitionSpec):
-            yield from self._each(*value)
+            yield from self._digests(*value)
         elif isinstance(value, enum.Enum):
             yield value.name.encode()
         elif isinstance(value, Mapping):
-            yield from self._each(*(part for item in value.items() for part in item))
+            yield from self._digests(*(part for item in value.items() for part in item))
             yield from self._attributes(value)
         elif isinstance(value, set | frozenset):
             yield from sorted(map(self.digest, value))
         elif isinstance(value, tuple | list):
-            yield from self._each(*value)
+            yield from self._digests(*value)
         elif isinstance(value, re.Pattern):
-            yield from self._each(value.pattern, value.flags)
+            yield from self._digests(value.pattern, value.flags)
         elif isinstance(value, Path):
             yield str(value).encode()
         elif is_dataclass(value):
             for field in fields(value):
-                yield from self._each(field.name, getattr(value, field.name, None))
+                yield from self._digests(field.name, getattr(value, field.name, None))
         elif isinstance(value, jax.tree_util.PyTreeDef):
             yield str(value).encode()
         elif isinstance(value, _PLAIN):
             yield repr(value).encode()
         elif _by_name(value) is not None:
             yield self._named(value)
-        elif type(value).__module__.partition(".")[0] in _OWN:
+        elif type(value).__module__.partition(".")[0] in _PACKAGES:
             yield from self._attributes(value)
         else:
             raise _Unknown(f"{type(value).__module__}.{type(value).__qualname__}")
@@ -282,25 +271,25 @@ class _Walk:
         slots = (name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
         names = [*vars(value)] if hasattr(value, "__dict__") else []
         for name in sorted({*names, *slots} - {"__weakref__", "__dict__"}):
-            yield from self._each(name, getattr(value, name, None))
+            yield from self._digests(name, getattr(value, name, None))
 
     def _function(self, value: types.FunctionType) -> Iterator[bytes]:
         yield self._named(value)
         yield self.digest(value.__code__)
-        yield from self._each(value.__defaults__, value.__kwdefaults__)
+        yield from self._digests(value.__defaults__, value.__kwdefaults__)
         for cell in value.__closure__ or ():
             try:
-                held = cell.cell_contents
+                content = cell.cell_contents
             except ValueError:
                 yield b"empty"
                 continue
-            yield self.digest(held)
+            yield self.digest(content)
 
     def _code(self, code: types.CodeType) -> Iterator[bytes]:
         yield from (repr(getattr(code, name)).encode() for name in _CODE)
-        yield from self._each(*code.co_consts)
+        yield from self._digests(*code.co_consts)
 
-    def _each(self, *values: object) -> Iterator[bytes]:
+    def _digests(self, *values: object) -> Iterator[bytes]:
         yield from (value if isinstance(value, bytes) else self.digest(value) for value in values)
 
     def _named(self, value: object) -> bytes:
@@ -316,15 +305,15 @@ def _by_name(value: object) -> str | None:
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str):
         return None
-    found: object = sys.modules.get(module)
+    target: object = sys.modules.get(module)
     for part in name.split("."):
-        found = getattr(found, part, None)
-    return f"{module}.{name}" if found is value else None
+        target = getattr(target, part, None)
+    return f"{module}.{name}" if target is value else None
 
 
-def _hashed(parts: Iterable[bytes]) -> bytes:
+def _hashed(chunks: Iterable[bytes]) -> bytes:
     digest = hashlib.sha256()
-    for part in parts:
+    for part in chunks:
         digest.update(len(part).to_bytes(8, "big") + part)
     return digest.digest()
 
@@ -342,6 +331,6 @@ def lowered_digest(text: str) -> str:
     Args:
         text: StableHLO with debug information.
     """
-    names = {alias: found[1] if (found := _QUOTED.match(body)) else "" for alias, body in _ALIAS.findall(text)}
+    names = {alias: match[1] if (match := _QUOTED.match(body)) else "" for alias, body in _ALIAS.findall(text)}
     plain = _USE.sub(lambda use: f"<{names.get(use[1], '')}>", _ALIAS.sub("", text))
     return hashlib.sha256(plain.encode()).hexdigest()

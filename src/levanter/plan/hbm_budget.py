@@ -87,17 +87,17 @@ class Budget:
     gradients: int = 0
 
 
-def budget_of(plan: RunPlan) -> Budget:
+def hbm_budget(plan: RunPlan) -> Budget:
     """The budget of a plan."""
-    residents = {program.name: residents_of(program, plan.mesh) for program in plan.computing}
-    arguments = {name: sum(r.nbytes for r in found) for name, found in residents.items()}
+    residents = {program.name: program_residents(program, plan.mesh) for program in plan.computing}
+    arguments = {name: sum(r.nbytes for r in largest_residents) for name, largest_residents in residents.items()}
     largest = max(arguments, key=lambda name: arguments[name], default="")
-    found = residents.get(largest, ())
+    largest_residents = residents.get(largest, ())
     return Budget(
         arguments=arguments,
-        groups=by_group(found),
-        replicated_bytes=sum(r.nbytes for r in found if r.replicated),
-        residents=found,
+        groups=by_group(largest_residents),
+        replicated_bytes=sum(r.nbytes for r in largest_residents if r.replicated),
+        residents=largest_residents,
         hbm_bytes=plan.target.hbm_bytes,
         largest=largest,
         gradients=gradient_bytes(plan.program(largest), plan.mesh) if largest else 0,
@@ -112,10 +112,10 @@ def by_group(residents: Iterable[Resident]) -> dict[str, int]:
     return {group: nbytes for group, nbytes in sums.items() if nbytes}
 
 
-def residents_of(program: Program, mesh: MeshSpec) -> tuple[Resident, ...]:
+def program_residents(program: Program, mesh: MeshSpec) -> tuple[Resident, ...]:
     """Every array that a Program takes, largest on a chip first."""
-    found = [_resident(argument, plan, mesh) for argument in program.inputs for plan in _placed(argument, mesh)]
-    return tuple(sorted(found, key=lambda resident: -resident.nbytes))
+    residents = [_resident(argument, plan, mesh) for argument in program.inputs for plan in _placed(argument, mesh)]
+    return tuple(sorted(residents, key=lambda resident: -resident.nbytes))
 
 
 def gradient_bytes(program: Program, mesh: MeshSpec) -> int:
@@ -151,10 +151,10 @@ def _resident(argument: Input, plan: LeafPlan, mesh: MeshSpec) -> Resident:
     leaf = plan.leaf
     return Resident(
         path=f"{argument.name}.{leaf.path}" if leaf.path else argument.name,
-        group=group_of(argument, leaf),
+        group=resident_group(argument, leaf),
         axes=leaf.axes,
         dtype=leaf.dtype.name,
-        spec=cut_text(plan, mesh),
+        spec=sharding_text(plan, mesh),
         nbytes=plan.bytes_per_device,
         whole_bytes=leaf.nbytes,
         shard_shape=plan.shard_shape,
@@ -162,7 +162,7 @@ def _resident(argument: Input, plan: LeafPlan, mesh: MeshSpec) -> Resident:
     )
 
 
-def cut_text(plan: LeafPlan, mesh: MeshSpec) -> str:
+def sharding_text(plan: LeafPlan, mesh: MeshSpec) -> str:
     """Which mesh axes shard which axes: `mlp → model × group, embed → data`, or `replicated`."""
     cuts = {
         name: [axis for axis in mesh_axes if mesh.shape[axis] > 1]
@@ -171,23 +171,23 @@ def cut_text(plan: LeafPlan, mesh: MeshSpec) -> str:
     return ", ".join(f"{name} → {' × '.join(axes)}" for name, axes in cuts.items() if axes) or "replicated"
 
 
-def group_of(argument: Input, leaf: Leaf) -> str:
+def resident_group(argument: Input, leaf: Leaf) -> str:
     """What an input's array is for.
 
     What a sharding plan or parameter rules place is kept from step to step: parameters and, under `optimizer`, their
     statistics. What the compute mapping places is given anew, unless it is a cache.
     """
-    parts = (argument.name, *leaf.path.split("."))
-    if REFERENCE in parts[:2]:
+    names = (argument.name, *leaf.path.split("."))
+    if REFERENCE in names[:2]:
         return REFERENCE
-    if parts[1] == FROZEN:
+    if names[1] == FROZEN:
         return frozen_group(replace(leaf, path=leaf.path.removeprefix(f"{FROZEN}.")))
-    if any("cache" in part for part in parts):
+    if any("cache" in part for part in names):
         return "kv cache"
     if argument.name == FROZEN:
         return frozen_group(leaf)
     for group in (OPTIMIZER, AVERAGE):
-        if group in parts:
+        if group in names:
             return group
     if isinstance(argument.placement, ShardingPlan | Mappings) and leaf.axes:
         inside = isinstance(argument.value, TrainState) and leaf.path.startswith(f"{MODEL}.")

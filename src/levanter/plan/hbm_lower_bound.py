@@ -23,14 +23,14 @@ from haliax_ext.placement import LeafPlan
 from levanter.models.activations import EMBEDDED, RESIDUAL
 from levanter.models.stack import checkpoint_policy
 from levanter.plan.layout_memory import (
-    Figures,
     Layout,
+    LayoutMemory,
     LayoutSubject,
-    activations_of,
-    figures_of,
-    keeps_everything,
-    kept_names,
-    model_of,
+    layout_activations,
+    layout_memory,
+    model_config,
+    saved_names,
+    saves_everything,
 )
 from levanter.runplan import RunPlan
 
@@ -77,13 +77,13 @@ class HbmLowerBound:
         return UNNAMED if self.recomputed else UNNAMED_KEPT + UNNAMED
 
     def __str__(self) -> str:
-        parts = {"inputs": self.inputs, "gradients": self.gradients, "kept activations": self.kept}
+        terms = {"inputs": self.inputs, "gradients": self.gradients, "kept activations": self.kept}
         if self.at_work > self.gradients:
-            parts = {"inputs": self.inputs, "kept activations": self.kept, "the largest activation": self.at_work}
-        return " + ".join(f"{gib(nbytes)} of {name}" for name, nbytes in parts.items() if nbytes)
+            terms = {"inputs": self.inputs, "kept activations": self.kept, "the largest activation": self.at_work}
+        return " + ".join(f"{gib(nbytes)} of {name}" for name, nbytes in terms.items() if nbytes)
 
 
-def known_of(plan: RunPlan, program: str, *, hbm_bytes: int) -> HbmLowerBound:
+def program_lower_bound(plan: RunPlan, program: str, *, hbm_bytes: int) -> HbmLowerBound:
     """The known bytes of one Program of a plan.
 
     Args:
@@ -92,10 +92,10 @@ def known_of(plan: RunPlan, program: str, *, hbm_bytes: int) -> HbmLowerBound:
         hbm_bytes: of a chip.
     """
     subject = LayoutSubject(plan=plan, program=plan.program(program), hbm_bytes=hbm_bytes)
-    return known_under(subject, subject.now, figures_of(subject, subject.now))
+    return layout_lower_bound(subject, subject.now, layout_memory(subject, subject.now))
 
 
-def known_under(subject: LayoutSubject, layout: Layout, figures: Figures) -> HbmLowerBound:
+def layout_lower_bound(subject: LayoutSubject, layout: Layout, figures: LayoutMemory) -> HbmLowerBound:
     """The known bytes of a Program under a layout.
 
     Args:
@@ -107,7 +107,7 @@ def known_under(subject: LayoutSubject, layout: Layout, figures: Figures) -> Hbm
         # What makes a state, or moves one, has no activations.
         return HbmLowerBound(inputs=figures.arguments, gradients=0, kept=0, at_work=0)
     scale = layout.rows * subject.ways(layout) / subject.ways(subject.now)
-    activations = activations_of(subject, layout, scale).leaves
+    activations = layout_activations(subject, layout, scale).leaves
     kept = sum(activation.bytes_per_device * times for activation, times in _kept(subject, layout, activations))
     largest = max((a.bytes_per_device for a in activations if a.leaf.path not in (RESIDUAL, EMBEDDED)), default=0)
     # A block's input is there while anything in the block is: it is added to what comes of it.
@@ -118,23 +118,23 @@ def known_under(subject: LayoutSubject, layout: Layout, figures: Figures) -> Hbm
         kept=kept,
         at_work=largest if kept else residual + largest,
         block=_block(subject, activations) + _gathered(subject, layout, scale, residual),
-        recomputed=not keeps_everything(subject, layout),
+        recomputed=not saves_everything(subject, layout),
     )
 
 
 def _takes_batch(subject: LayoutSubject) -> bool:
     """Whether the Program is given rows."""
-    given = (leaf for argument in subject.program.inputs for leaf in leaves(argument.value))
-    return any(subject.batch_axis in leaf.names for leaf in given)
+    inputs = (leaf for argument in subject.program.inputs for leaf in leaves(argument.value))
+    return any(subject.batch_axis in leaf.names for leaf in inputs)
 
 
 def _kept(subject: LayoutSubject, layout: Layout, activations: tuple[LeafPlan, ...]) -> Iterator[tuple[LeafPlan, int]]:
     """What a backward pass is handed, and of how many layers."""
-    model = model_of(subject)
+    model = model_config(subject)
     if not subject.training or model is None:
         return
     policy = checkpoint_policy(layout.recompute or getattr(model, "gradient_checkpointing", True))
-    everything = keeps_everything(subject, layout)
+    everything = saves_everything(subject, layout)
     carries = (everything or policy.save_carries is True) and not policy.nested
     for activation in activations:
         name = activation.leaf.path
@@ -144,15 +144,15 @@ def _kept(subject: LayoutSubject, layout: Layout, activations: tuple[LeafPlan, .
         elif everything:
             yield activation, sum(name in layer.activations for layer in model.layers)
         else:
-            yield activation, sum(kept_names(subject, activation).values())
+            yield activation, sum(saved_names(subject, activation).values())
 
 
 def _block(subject: LayoutSubject, activations: tuple[LeafPlan, ...]) -> int:
     """Bytes of all that has a name in the layer that names most."""
-    model = model_of(subject)
+    model = model_config(subject)
     if not subject.training or model is None:
         return 0
-    sizes = {each.leaf.path: each.bytes_per_device for each in activations}
+    sizes = {activation.leaf.path: activation.bytes_per_device for activation in activations}
     return max((sum(sizes.get(name, 0) for name in set(layer.activations)) for layer in model.layers), default=0)
 
 
@@ -161,6 +161,6 @@ def _gathered(subject: LayoutSubject, layout: Layout, scale: float, residual: in
     if not subject.training or not layout.mappings.residual:
         return 0
     inside = replace(layout, mappings=replace(layout.mappings, residual=AxisMapping({})))
-    activations = activations_of(subject, inside, scale).leaves
-    whole = sum(each.bytes_per_device for each in activations if each.leaf.path == RESIDUAL)
+    activations = layout_activations(subject, inside, scale).leaves
+    whole = sum(activation.bytes_per_device for activation in activations if activation.leaf.path == RESIDUAL)
     return 2 * whole if whole > residual else 0

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from haliax_ext.planner import LeafPlan, ShardingPlan
 from haliax_ext.program import Program
-from levanter.plan.hbm_budget import residents_of
+from levanter.plan.hbm_budget import program_residents
 from levanter.runplan import RunPlan
 
 KEY_BYTES = 1 << 10
@@ -61,25 +61,25 @@ def tile_padding(nbytes: int, shard_shape: Sequence[int]) -> int:
     return round(nbytes * (min((share(*pair) for pair in pairs), default=1.0) - 1))
 
 
-def drawn_in(plan: RunPlan) -> Mapping[str, InitMemory]:
+def init_memory(plan: RunPlan) -> Mapping[str, InitMemory]:
     """The Programs of a run that draw values."""
-    found = {program.name: drawn for program in plan.computing if (drawn := _drawn(program, plan)) is not None}
+    by_program = {program.name: memory for program in plan.computing if (memory := _drawn(program, plan)) is not None}
     load = plan.load
     if load is not None and load.initial:
         name = load.initialize_program.name
-        made = [load.sharding.by_path[each.path] for each in load.initial]
-        found[name] = InitMemory(
+        initialized = [load.sharding.by_path[leaf.path] for leaf in load.initial]
+        by_program[name] = InitMemory(
             results=load.initial_bytes,
             working=load.initial_transient_bytes,
-            padding=_padding(made, plan),
+            padding=_padding(initialized, plan),
         )
-    return found
+    return by_program
 
 
-def _padding(made: Iterable[LeafPlan], plan: RunPlan) -> int:
+def _padding(leaves: Iterable[LeafPlan], plan: RunPlan) -> int:
     if plan.target.platform != "tpu":
         return 0
-    pieces = [(each.shard_shape, each.leaf.dtype.itemsize) for each in made]
+    pieces = [(leaf.shard_shape, leaf.leaf.dtype.itemsize) for leaf in leaves]
     return sum(tile_padding(math.prod(shape) * itemsize, shape) for shape, itemsize in pieces)
 
 
@@ -87,10 +87,10 @@ def _drawn(program: Program, plan: RunPlan) -> InitMemory | None:
     placement = program.out_placement
     if not isinstance(placement, ShardingPlan) or not placement.leaves:
         return None
-    if sum(each.nbytes for each in residents_of(program, plan.mesh)) > KEY_BYTES:
+    if sum(leaf.nbytes for leaf in program_residents(program, plan.mesh)) > KEY_BYTES:
         return None
     return InitMemory(
         results=placement.bytes_per_device,
-        working=_WORKING_BYTES * max(math.prod(each.shard_shape) for each in placement.leaves),
+        working=_WORKING_BYTES * max(math.prod(leaf.shard_shape) for leaf in placement.leaves),
         padding=_padding(placement.leaves, plan),
     )

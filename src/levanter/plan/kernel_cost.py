@@ -31,14 +31,14 @@ LANES = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShapedCost:
+class KernelCost:
     """Seconds of one execution: at the peak of whatever bounds it, and as expected."""
 
     at_peak: float
     expected: float
 
 
-def shaped_cost(kernel: Kernel, pod: Accelerator, *, experts: int | None = None) -> ShapedCost | None:
+def kernel_cost(kernel: Kernel, pod: Accelerator, *, experts: int | None = None) -> KernelCost | None:
     """The cost of a grouped product or a sort; None for other kernels, and for shapes that are neither.
 
     Args:
@@ -50,7 +50,7 @@ def shaped_cost(kernel: Kernel, pod: Accelerator, *, experts: int | None = None)
         return _sort(kernel, pod)
     if kernel.name == METADATA:
         # The table itself: a few hundred integers.
-        return ShapedCost(at_peak=0.0, expected=0.0)
+        return KernelCost(at_peak=0.0, expected=0.0)
     return _grouped(kernel, pod, experts) if kernel.name.startswith(GROUPED_NAME) else None
 
 
@@ -83,7 +83,7 @@ def grouped_product(kernel: Kernel, *, experts: int | None = None) -> GroupedPro
 
     Args:
         kernel: rows [R, K] and matrices [G, K, N] are among its operands.
-        experts: see `shaped_cost`.
+        experts: see `kernel_cost`.
     """
     arrays = [shape.sizes for shape in kernel.operands if shape.dtype in ("bf16", "f16", "f32")]
     rows = next((sizes for sizes in arrays if len(sizes) == 2), None)
@@ -104,20 +104,20 @@ def grouped_product(kernel: Kernel, *, experts: int | None = None) -> GroupedPro
     )
 
 
-def _grouped(kernel: Kernel, pod: Accelerator, experts: int | None) -> ShapedCost | None:
-    found = grouped_product(kernel, experts=experts)
-    if found is None:
+def _grouped(kernel: Kernel, pod: Accelerator, experts: int | None) -> KernelCost | None:
+    product = grouped_product(kernel, experts=experts)
+    if product is None:
         return None
     read = sum(_hbm(shape) for shape in kernel.operands if len(shape.sizes) == 3)
     streamed = sum(_hbm(shape) for shape in (*kernel.operands, *kernel.results) if len(shape.sizes) == 2)
-    memory = (read + streamed * found.reached) / pod.hbm_bandwidth
-    return ShapedCost(
-        at_peak=max(found.flops / pod.peak_flops(), memory),
-        expected=max(found.computed / (pod.peak_flops() * GROUPED), memory),
+    memory = (read + streamed * product.reached) / pod.hbm_bandwidth
+    return KernelCost(
+        at_peak=max(product.flops / pod.peak_flops(), memory),
+        expected=max(product.computed / (pod.peak_flops() * GROUPED), memory),
     )
 
 
-def _sort(kernel: Kernel, pod: Accelerator) -> ShapedCost | None:
+def _sort(kernel: Kernel, pod: Accelerator) -> KernelCost | None:
     clock, shapes = pod.generation.clock_hz, kernel.operands or kernel.results
     if clock is None or not shapes:
         return None
@@ -126,7 +126,7 @@ def _sort(kernel: Kernel, pod: Accelerator) -> ShapedCost | None:
     steps = math.ceil(math.log2(max(2, max(max(shape.sizes, default=1) for shape in shapes))))
     passes = steps * (steps + 1) // 2
     cycles = passes * math.ceil(elements / LANES) * len(shapes) * SORT_CYCLES
-    return ShapedCost(at_peak=cycles / SORT_CYCLES / clock, expected=cycles / clock)
+    return KernelCost(at_peak=cycles / SORT_CYCLES / clock, expected=cycles / clock)
 
 
 def _hbm(shape: Shape) -> int:

@@ -1,8 +1,8 @@
-"""Layouts, and what they come to on a chip.
+"""HBM of a Program under a layout, by arithmetic.
 
-A *layout* is what decides bytes on a chip: mesh sizes, mappings, rows of a batch. `figures_of` lets the planner place
-everything that a Program takes under a layout, and everything that it names on the way. A layout that came from another
-one by *changes* can be written down as the YAML of these changes.
+A *layout* decides the bytes on a chip: mesh sizes, mappings, rows of a batch. `layout_memory` plans the sharding of all
+inputs and named activations of a Program under a layout. A layout that differs from the run's by *changes* prints
+itself as the YAML of these changes.
 """
 
 import math
@@ -72,12 +72,12 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figures:
+class LayoutMemory:
     """What a layout comes to on a chip.
 
     Attributes:
         arguments: bytes of the Program's inputs.
-        made: bytes of what it makes on the way, as far as arithmetic names it: gradients and activations.
+        temporaries: bytes of gradients and named activations.
         gradients: those of the gradients among them.
         errors: why a run would refuse it.
         residents: where parameters and optimizer state lie.
@@ -85,7 +85,7 @@ class Figures:
     """
 
     arguments: int
-    made: int
+    temporaries: int
     gradients: int
     errors: tuple[str, ...]
     residents: tuple[LeafPlan, ...]
@@ -100,13 +100,13 @@ class LayoutSubject:
         plan: what it is part of.
         program: the Program.
         hbm_bytes: memory of a chip.
-        made: bytes that the compiler wants beyond the inputs; `None` where it was not asked.
+        compiled_temporaries: bytes that the compiler allocates in addition to the inputs; None if not compiled.
     """
 
     plan: RunPlan
     program: Program
     hbm_bytes: int
-    made: int | None = None
+    compiled_temporaries: int | None = None
 
     @property
     def now(self) -> Layout:
@@ -137,24 +137,24 @@ class LayoutSubject:
         """Positions of a row; 1 where activations have none."""
         return max((dict(plan.leaf.axes).get("position", 1) for plan in self.plan.activations.leaves), default=1)
 
-    def total(self, figures: Figures, base: Figures) -> int | None:
+    def total(self, figures: LayoutMemory, base: LayoutMemory) -> int | None:
         """Bytes on a chip, estimated; `None` where the compiler was not asked."""
-        if self.made is None:
+        if self.compiled_temporaries is None:
             return None
-        unnamed = self.made - base.made
-        if 2 * unnamed < self.made:
+        unnamed = self.compiled_temporaries - base.temporaries
+        if 2 * unnamed < self.compiled_temporaries:
             # Most of it has a name; the rest is taken to stay.
-            return figures.arguments + max(unnamed, 0) + figures.made
-        return figures.arguments + round(self.made * figures.made / max(base.made, 1))
+            return figures.arguments + max(unnamed, 0) + figures.temporaries
+        return figures.arguments + round(self.compiled_temporaries * figures.temporaries / max(base.temporaries, 1))
 
 
-def least_bytes(subject: LayoutSubject) -> int:
+def least_input_bytes(subject: LayoutSubject) -> int:
     """What the Program's inputs take on a chip if every chip holds an equal share of each: no layout takes less."""
     total = sum(leaf.nbytes for argument in subject.program.inputs for leaf in leaves(argument.value))
     return -(-total // subject.plan.mesh.size)
 
 
-def figures_of(subject: LayoutSubject, layout: Layout) -> Figures:
+def layout_memory(subject: LayoutSubject, layout: Layout) -> LayoutMemory:
     """Places everything under a layout."""
     scale = layout.rows * subject.ways(layout) / subject.ways(subject.now)
     placed: list[LeafPlan] = []
@@ -169,27 +169,27 @@ def figures_of(subject: LayoutSubject, layout: Layout) -> Figures:
         if isinstance(argument.value, TrainState):
             inside = (p for p in plan.leaves if p.leaf.path.startswith(f"{MODEL}."))
             gradients += sum(math.prod(p.shard_shape) for p in inside) * GRADIENT_BYTES
-    activations = activations_of(subject, layout, scale)
+    activations = layout_activations(subject, layout, scale)
     errors += [str(error) for error in activations.errors]
-    return Figures(
+    return LayoutMemory(
         arguments=sum(plan.bytes_per_device for plan in placed),
         gradients=gradients,
-        made=gradients + sum(a.bytes_per_device * kept_times(subject, a, layout) for a in activations.leaves),
+        temporaries=gradients + sum(a.bytes_per_device * saved_copies(subject, a, layout) for a in activations.leaves),
         errors=tuple(errors),
         residents=tuple(placed),
         hopeless=hopeless or bool(activations.errors) or not _whole_rows(subject, scale),
     )
 
 
-def keeps_everything(subject: LayoutSubject, layout: Layout) -> bool:
+def saves_everything(subject: LayoutSubject, layout: Layout) -> bool:
     """Whether a backward pass has all that the blocks made, and recomputes none of them."""
     if not subject.training or layout.recompute:
         return False
-    policy = checkpoint_policy(getattr(model_of(subject), "gradient_checkpointing", True))
+    policy = checkpoint_policy(getattr(model_config(subject), "gradient_checkpointing", True))
     return policy.disable or policy.save_block_internals is True
 
 
-def kept_times(subject: LayoutSubject, activation: LeafPlan, layout: Layout) -> int:
+def saved_copies(subject: LayoutSubject, activation: LeafPlan, layout: Layout) -> int:
     """How many of an activation are alive at a time.
 
     For a backward pass the residual stream is kept of each layer, and so is what the model's gradient checkpointing
@@ -198,19 +198,19 @@ def kept_times(subject: LayoutSubject, activation: LeafPlan, layout: Layout) -> 
     if not subject.training:
         return 1
     if activation.leaf.path != RESIDUAL:
-        if (model := model_of(subject)) is not None and keeps_everything(subject, layout):
+        if (model := model_config(subject)) is not None and saves_everything(subject, layout):
             return max(1, sum(activation.leaf.path in layer.activations for layer in model.layers))
-        return max(1, sum(kept_names(subject, activation).values()))
-    if (model := model_of(subject)) is not None:
+        return max(1, sum(saved_names(subject, activation).values()))
+    if (model := model_config(subject)) is not None:
         return len(model.layers)
     stacks = (dict(plan.leaf.axes).get("layers", 1) for plan in subject.plan.sharding.leaves)
     return max(1, max(stacks, default=1))
 
 
-def kept_names(subject: LayoutSubject, activation: LeafPlan) -> Mapping[str, int]:
+def saved_names(subject: LayoutSubject, activation: LeafPlan) -> Mapping[str, int]:
     """The names by which gradient checkpointing keeps arrays laid out like `activation` on the device, and of how many
     layers each."""
-    model = model_of(subject)
+    model = model_config(subject)
     if model is None or activation.leaf.path == RESIDUAL:
         return {}
     kept = checkpoint_policy(getattr(model, "gradient_checkpointing", True)).save_block_internals
@@ -218,7 +218,7 @@ def kept_names(subject: LayoutSubject, activation: LeafPlan) -> Mapping[str, int
     return kept_by_name(model, inner, kept if isinstance(kept, list | tuple) else ())
 
 
-def model_of(subject: LayoutSubject) -> LmConfig | None:
+def model_config(subject: LayoutSubject) -> LmConfig | None:
     """The model that is trained."""
     return getattr(subject.plan.work, "model", None)
 
@@ -247,21 +247,21 @@ def _placed(subject: LayoutSubject, argument: Input, layout: Layout, scale: floa
     if isinstance(argument.placement, ShardingPlan):
         # Arrays that are handed over by path (those to be saved) have no names of their own, but where they lie has.
         named = argument.placement.by_path
-        found = [replace(leaf, axes=named[leaf.path].leaf.axes) for leaf in leaves(argument.value)]
-        return plan_sharding(found, mappings, mesh, hbm_bytes=hbm)
+        leaves_ = [replace(leaf, axes=named[leaf.path].leaf.axes) for leaf in leaves(argument.value)]
+        return plan_sharding(leaves_, mappings, mesh, hbm_bytes=hbm)
     placement = argument.placement
     if placement == subject.program.mappings.compute:
         placement = mappings.compute
-    found, findings = [], []
+    leaves_, findings = [], []
     for leaf in leaves(argument.value):
         mapping = placement.params_at(leaf.path) if isinstance(placement, Mappings) else AxisMapping(placement)
         plan, wrong = place(_scaled(leaf, subject.batch_axis, scale), mapping, mesh)
-        found.append(plan)
+        leaves_.append(plan)
         findings += wrong
-    return ShardingPlan(mesh=mesh, mappings=mappings, leaves=tuple(found), findings=tuple(findings))
+    return ShardingPlan(mesh=mesh, mappings=mappings, leaves=tuple(leaves_), findings=tuple(findings))
 
 
-def activations_of(subject: LayoutSubject, layout: Layout, scale: float = 1.0) -> ShardingPlan:
+def layout_activations(subject: LayoutSubject, layout: Layout, scale: float = 1.0) -> ShardingPlan:
     """The named activations under a layout, of `scale` times as many rows."""
     scaled = [_scaled(plan.leaf, subject.batch_axis, scale) for plan in subject.plan.activations.leaves]
     return plan_activations(

@@ -12,7 +12,7 @@ from haliax_ext.errors import gib
 from levanter.hardware import Accelerator
 from levanter.models.activations import EMBEDDED, RESIDUAL, kept_by_name
 from levanter.models.stack import checkpoint_policy
-from levanter.plan.layout_memory import LayoutSubject, model_of
+from levanter.plan.layout_memory import LayoutSubject, model_config
 from levanter.runplan import RunPlan
 
 
@@ -27,7 +27,7 @@ class Offloaded:
         microbatches: of a step.
         host_bytes: of all devices of a host.
         seconds: of a step, for one direction; None where the link's bandwidth is not known.
-        room: bytes of memory that a host of this kind has; None where that is not known.
+        host_limit: bytes of memory that a host of this kind has; None where that is not known.
     """
 
     program: str
@@ -36,23 +36,23 @@ class Offloaded:
     microbatches: int
     host_bytes: int
     seconds: float | None
-    room: int | None
+    host_limit: int | None
 
     @property
     def fits(self) -> bool:
         """Whether a host has as much memory; True where that is not known."""
-        return self.room is None or self.host_bytes <= self.room
+        return self.host_limit is None or self.host_bytes <= self.host_limit
 
     def __str__(self) -> str:
-        room = "" if self.room is None else f" of {gib(self.room)}"
+        of_limit = "" if self.host_limit is None else f" of {gib(self.host_limit)}"
         times = "" if self.microbatches == 1 else f", {self.microbatches} times a step"
         return (
             f"{self.program} sends {gib(self.device_bytes)} a device to host memory and back{times} "
-            f"({', '.join(self.names)}): {gib(self.host_bytes)}{room} on a host"
+            f"({', '.join(self.names)}): {gib(self.host_bytes)}{of_limit} on a host"
         )
 
 
-def offloaded(plan: RunPlan, program: str, *, pod: Accelerator) -> Offloaded | None:
+def offloaded_activations(plan: RunPlan, program: str, *, pod: Accelerator) -> Offloaded | None:
     """What a Program of a plan offloads; None where it offloads nothing.
 
     Args:
@@ -61,7 +61,7 @@ def offloaded(plan: RunPlan, program: str, *, pod: Accelerator) -> Offloaded | N
         pod: what it is for.
     """
     subject = LayoutSubject(plan=plan, program=plan.program(program), hbm_bytes=pod.hbm_bytes)
-    model = model_of(subject)
+    model = model_config(subject)
     # A schedule of batch sizes has one train step for each of them; activations are those of the first.
     first = next((work for work in plan.workloads), None)
     if not subject.training or model is None or first is None or program != first.program:
@@ -69,16 +69,18 @@ def offloaded(plan: RunPlan, program: str, *, pod: Accelerator) -> Offloaded | N
     policy = checkpoint_policy(getattr(model, "gradient_checkpointing", True))
     named = policy.offload_block_internals
     wanted = tuple(named) if isinstance(named, list | tuple) else ()
-    stream = next((each.bytes_per_device for each in plan.activations.leaves if each.leaf.path == RESIDUAL), 0)
+    stream = next(
+        (activation.bytes_per_device for activation in plan.activations.leaves if activation.leaf.path == RESIDUAL), 0
+    )
     total, names = 0, []
     if policy.save_carries == "offload":
         total, names = stream * len(model.layers), [RESIDUAL]
-    for each in plan.activations.leaves:
-        inner = {name: size for name, size in each.leaf.axes if name not in (subject.batch_axis, "position")}
-        kept = {} if each.leaf.path == RESIDUAL else kept_by_name(model, inner, wanted)
+    for activation in plan.activations.leaves:
+        inner = {name: size for name, size in activation.leaf.axes if name not in (subject.batch_axis, "position")}
+        kept = {} if activation.leaf.path == RESIDUAL else kept_by_name(model, inner, wanted)
         if kept and not set(names) & set(kept):
             # What is added to the residual stream lies as that does.
-            nbytes = stream if each.leaf.path == EMBEDDED else each.bytes_per_device
+            nbytes = stream if activation.leaf.path == EMBEDDED else activation.bytes_per_device
             total += nbytes * sum(kept.values())
             names += kept
     if not names:
@@ -86,7 +88,7 @@ def offloaded(plan: RunPlan, program: str, *, pod: Accelerator) -> Offloaded | N
     microbatches = max(1, first.tokens // (subject.rows * subject.positions))
     link, chips = pod.generation.host_link_bandwidth, pod.chips_per_host
     devices = chips * pod.generation.devices_per_chip
-    room = pod.generation.host_bytes
+    host_limit = pod.generation.host_bytes
     return Offloaded(
         program=program,
         names=tuple(names),
@@ -94,5 +96,5 @@ def offloaded(plan: RunPlan, program: str, *, pod: Accelerator) -> Offloaded | N
         microbatches=microbatches,
         host_bytes=total * devices,
         seconds=None if link is None else total * microbatches * pod.generation.devices_per_chip / link,
-        room=None if room is None else room * chips // pod.generation.chips_per_host,
+        host_limit=None if host_limit is None else host_limit * chips // pod.generation.chips_per_host,
     )

@@ -13,16 +13,19 @@ layer (kept for the backward pass).
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from haliax_ext.errors import gib, named_shape
 from haliax_ext.hlo import Allocation, OutOfMemory, Shape
 from haliax_ext.placement import LeafPlan
 from haliax_ext.program import Program
+from levanter.hardware import Accelerator, default_topologies, parse_accelerator
+from levanter.inference.capacity import DecodeCost
 from levanter.plan.aot import Refused
-from levanter.plan.hbm_budget import Budget, Resident, by_group, cut_text, gradient_bytes, residents_of
-from levanter.plan.hbm_lower_bound import known_of
-from levanter.plan.layout_memory import LayoutSubject, kept_names, kept_times, least_bytes
-from levanter.plan.suggestions import nearest_that_fits
+from levanter.plan.hbm_budget import Budget, Resident, by_group, gradient_bytes, program_residents, sharding_text
+from levanter.plan.hbm_lower_bound import program_lower_bound
+from levanter.plan.layout_memory import LayoutSubject, least_input_bytes, saved_copies, saved_names
+from levanter.plan.suggestions import suggest_layout
 from levanter.runplan import RunPlan
 from levanter.trainer.state import OPTIMIZER
 
@@ -32,7 +35,7 @@ WORTH_NAMING = 0.01
 """A replicated array is named from this share of a chip's memory on."""
 
 
-def why_not(
+def explain_oom(
     refused: Refused | OutOfMemory | None, plan: RunPlan, budget: Budget, *, program: str | None = None
 ) -> tuple[str, ...]:
     """Lines that explain why a Program does not fit; none where neither what is known nor the compiler refuses it.
@@ -55,20 +58,20 @@ def why_not(
     inputs = budget.arguments.get(name, 0)
     if not name or limit is None:
         return ()
-    known = known_of(plan, name, hbm_bytes=limit)
+    known = program_lower_bound(plan, name, hbm_bytes=limit)
     if refusal is None and max(inputs, known.total) <= limit:
         return ()
-    asked = plan.program(name)
-    residents = budget.residents if name == budget.largest else residents_of(asked, plan.mesh)
+    program_ = plan.program(name)
+    residents = budget.residents if name == budget.largest else program_residents(program_, plan.mesh)
     needed = inputs if refusal is None else max(inputs, refusal.needed)
-    subject = LayoutSubject(plan=plan, program=asked, hbm_bytes=limit, made=needed - inputs or None)
+    subject = LayoutSubject(plan=plan, program=program_, hbm_bytes=limit, compiled_temporaries=needed - inputs or None)
     if refusal is None and inputs <= limit:
         over = (
             f"{name} needs at least {gib(known.total)} on a chip, {gib(known.total - limit)} more than its {gib(limit)}"
         )
         headline = f"{over}: {known} (not compiled: without {known.lacking})"
     else:
-        headline = _headline(asked, plan, inputs, needed, limit)
+        headline = _headline(program_, plan, inputs, needed, limit)
     lines = [headline, _groups(residents)]
     for allocation in () if refusal is None else refusal.allocations[:SHOWN]:
         lines.append(f"largest for the compiler: {gib(allocation.nbytes)} {_allocation(allocation, plan, residents)}")
@@ -137,16 +140,16 @@ def _essential(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _named(activation: LeafPlan, plan: RunPlan) -> str:
-    return f"{activation.leaf.path} {named_shape(activation.leaf.axes)}, {cut_text(activation, plan.mesh)}"
+    return f"{activation.leaf.path} {named_shape(activation.leaf.axes)}, {sharding_text(activation, plan.mesh)}"
 
 
 def _activations(subject: LayoutSubject) -> Iterator[str]:
     """The largest named activations; what a backward pass keeps of each layer counts once for each."""
-    times = {plan.leaf.path: kept_times(subject, plan, subject.now) for plan in subject.plan.activations.leaves}
-    found = sorted(subject.plan.activations.leaves, key=lambda a: -a.bytes_per_device * times[a.leaf.path])
-    for activation in found[:SHOWN]:
+    times = {plan.leaf.path: saved_copies(subject, plan, subject.now) for plan in subject.plan.activations.leaves}
+    by_size = sorted(subject.plan.activations.leaves, key=lambda a: -a.bytes_per_device * times[a.leaf.path])
+    for activation in by_size[:SHOWN]:
         size, count = activation.bytes_per_device, times[activation.leaf.path]
-        names = kept_names(subject, activation)
+        names = saved_names(subject, activation)
         by_name = f" ({' and '.join(names)})" if names else ""
         layers = count // max(len(names), 1)
         kept = f", kept of each of {layers} layers{by_name}: {gib(size * count)}" if count > 1 else ""
@@ -156,16 +159,101 @@ def _activations(subject: LayoutSubject) -> Iterator[str]:
 
 def _way_out(subject: LayoutSubject) -> str:
     chips, limit = subject.plan.mesh.size, subject.hbm_bytes
-    least = least_bytes(subject)
+    least = least_input_bytes(subject)
     if least > limit:
         return (
             f"no mapping fits: even evenly sharded over all {chips} chips, the inputs still take {gib(least)} on each; "
             f"they need at least {-(-least * chips // limit)} chips"
         )
-    found = nearest_that_fits(subject)
-    if found is None:
+    suggestion = suggest_layout(subject)
+    if suggestion is None:
         return (
             f"none of the changes tried fits; --search looks further (evenly sharded, the inputs take {gib(least)} a "
             "chip)"
         )
-    return str(found)
+    return str(suggestion)
+
+
+def decode_cost(plan: RunPlan | None) -> DecodeCost | None:
+    """What a run that generates text holds and moves; None for other runs."""
+    serving = None if plan is None else getattr(plan.work, "serving", None)
+    return serving if isinstance(serving, DecodeCost) else None
+
+
+def advise_on_slots(plan: RunPlan, pod: Accelerator | None = None) -> list[str]:
+    """What is said of a run that generates text where its devices have too little memory; nothing for other runs.
+
+    Args:
+        plan: the run.
+        pod: the chips; None for the devices here.
+    """
+    served, limit = decode_cost(plan), plan.target.limit_bytes
+    return [] if served is None or limit is None else [format_slot_advice(served, limit, pod)]
+
+
+def format_slot_advice(served: DecodeCost, limit: int, pod: Accelerator | None, *, room: int | None = None) -> str:
+    """What is said where more rows are asked for than fit: how many do, and what would hold them.
+
+    Args:
+        served: as asked for.
+        limit: bytes of a device.
+        pod: the chips; larger ones of its kind are tried.
+        room: what Programs take beside their inputs; what is taken for them by default.
+    """
+    room = served.room if room is None else room
+    most = served.fitting(limit, served.context, room=room)
+    message = f"{most:,} rows of {served.context:,} positions fit, {served.rows:,} asked"
+    ways: list[str] = []
+    if most:
+        ways.append(f"inference.max_rows: {most} (or auto)")
+    if served.dtype != "int8":
+        ways += _if_enough(
+            served, "inference.cache_dtype: int8", served.fitting(limit, served.context, "int8", room=room)
+        )
+    weights = served.weights
+    if not weights.integers and weights.width > 1:
+        smaller = replace(served, weights=replace(weights, others=weights.others // weights.width))
+        ways += _if_enough(served, "quantize: int8", smaller.fitting(limit, served.context, room=room))
+    context = served.context
+    while context > 1024 and served.fitting(limit, context, room=room) < served.rows:
+        context //= 2
+    if context < served.context and (rows := served.fitting(limit, context, room=room)) >= served.rows:
+        ways.append(f"inference.max_seq_len: {context}, {rows} rows")
+    if pod is not None:
+        ways += _larger_pods(served, limit, pod, room)
+    return f"{message}: " + (", or ".join(ways) if ways else "nothing smaller than other weights or more chips")
+
+
+def _if_enough(served: DecodeCost, what: str, rows: int) -> list[str]:
+    more = f"{what}, {rows:,} rows"
+    return [more] if rows >= served.rows else [f"{more} only"] if rows else []
+
+
+def _larger_pods(served: DecodeCost, limit: int, pod: Accelerator, temporaries: int) -> list[str]:
+    """The smallest larger pod whose chips, with all of them in tensor parallelism, have room."""
+    tensor = served.devices // served.shards
+    for chips in default_topologies(pod.generation):
+        devices = chips * pod.generation.devices_per_chip
+        ways, data = devices // served.shards, served.shards
+        if chips <= pod.chips or devices % data or ways % tensor:
+            continue
+        kv_ways = max(n for n in range(1, served.kv_heads + 1) if served.kv_heads % n == 0 and ways % n == 0)
+        group = ways // kv_ways
+        if served.query_groups % group:
+            break
+        weights = served.weights
+        sharded = (weights.total - weights.replicated) * tensor // ways
+        sharded += served.repeated_weights(kv_ways=kv_ways, group=group)
+        smaller = replace(
+            served,
+            weights=replace(weights, integers=0, scales=0, table=0, others=sharded + weights.replicated),
+            kv_ways=kv_ways,
+        )
+        rows = smaller.fitting(limit, served.context, room=temporaries)
+        if rows >= served.rows:
+            name = parse_accelerator(f"{pod.generation.name}-{chips * pod.generation.cores_per_chip}").name
+            mesh = " × ".join(
+                f"{axis} {size}" for axis, size in (("data", data), ("model", kv_ways), ("group", group)) if size > 1
+            )
+            return [f"{name} with {mesh}, {rows} rows of {gib(smaller.bytes_of_row(served.context))} a chip"]
+    return []

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from levanter.hardware import Accelerator
 from levanter.models.stack import checkpoint_policy
 from levanter.plan.calibration import TimeCalibration
-from levanter.plan.search.estimate import HIDDEN, MATMUL_EFFICIENCY, price, subject_of
+from levanter.plan.search.estimate import HIDDEN, MATMUL_EFFICIENCY, estimate_layout, search_subject
 from levanter.plan.step_time_model import LinkUse, StepTime
 from levanter.runplan import RunPlan, Workload
 
@@ -36,22 +36,24 @@ def estimated_time(plan: RunPlan, workload: Workload, pod: Accelerator) -> StepT
     """
     if isinstance(plan.searchable, str) or workload is not plan.workloads[0] or pod.generation.name not in FLOPS:
         return None
-    subject = subject_of(plan)
+    subject = search_subject(plan)
     ways = plan.mesh.ways(plan.sharding.mappings.compute.mesh_axes(subject.batch_axis))
-    rows = max(dict(each.leaf.axes)[subject.batch_axis] for each in plan.activations.leaves) // ways
+    rows = max(dict(leaf.leaf.axes)[subject.batch_axis] for leaf in plan.activations.leaves) // ways
     rows = max(rows, 1)
     policy = checkpoint_policy(getattr(getattr(plan.work, "model", None), "gradient_checkpointing", True))
     recomputed = not (policy.disable or policy.save_block_internals is True)
-    found = price(subject, pod, mesh=plan.mesh, mappings=plan.sharding.mappings, rows=rows, remat=recomputed)
-    if found.problem:
+    estimate = estimate_layout(
+        subject, pod, mesh=plan.mesh, mappings=plan.sharding.mappings, rows=rows, remat=recomputed
+    )
+    if estimate.problem:
         return None
     share = FLOPS[pod.generation.name]
-    at_peak = found.compute * MATMUL_EFFICIENCY
+    at_peak = estimate.compute * MATMUL_EFFICIENCY
     hiding = {
         "compute": at_peak / share,
-        "HBM": found.memory / HBM,
-        "parameters": found.gathers / LINKS,
-        "gradients": found.gradients / LINKS,
+        "HBM": estimate.memory / HBM,
+        "parameters": estimate.gathers / LINKS,
+        "gradients": estimate.gradients / LINKS,
     }
     sent = hiding["parameters"] + hiding["gradients"]
     longest = max(hiding["compute"], hiding["HBM"], sent)
@@ -59,13 +61,13 @@ def estimated_time(plan: RunPlan, workload: Workload, pod: Accelerator) -> StepT
     device = hiding["compute"] + hiding["HBM"]
     # What shows is shared out by how long each of them is; the order in which it shows is not known.
     shown = {name: whole * seconds / (device + sent) for name, seconds in hiding.items()}
-    shown[TENSOR] = found.tensor / LINKS
-    busy = {"parameters": found.gathers, "gradients": found.gradients, TENSOR: found.tensor}
+    shown[TENSOR] = estimate.tensor / LINKS
+    busy = {"parameters": estimate.gathers, "gradients": estimate.gradients, TENSOR: estimate.tensor}
     return StepTime(
         cycles=0.0,
         kernels_at_peak=at_peak,
         kernels_expected=shown["compute"] + shown["HBM"],
-        memory=found.memory,
+        memory=estimate.memory,
         links=tuple(
             LinkUse(over=name, network="links", busy=seconds, exposed=shown[name], total_bytes=0)
             for name, seconds in busy.items()
@@ -73,7 +75,7 @@ def estimated_time(plan: RunPlan, workload: Workload, pod: Accelerator) -> StepT
         ),
         peak=workload.flops_causal / (pod.devices * pod.peak_flops()),
         calibration=TimeCalibration(
-            said=f"an estimate by arithmetic, no compiler was asked: what is computed at {share:.0%} of peak, HBM at "
+            reason=f"an estimate by arithmetic, no compiler was asked: what is computed at {share:.0%} of peak, HBM at "
             f"{HBM:.0%} and links at {LINKS:.0%} of their stated bandwidths, {HIDDEN:.0%} of what is not the longest "
             f"hidden behind it; the range goes from all at its full rate, overlapped, to {SPREAD:g} times the estimate",
             spread=(1.0, SPREAD),

@@ -24,7 +24,7 @@ from haliax_ext.hlo import Collective, CompiledFigures, Kernel, Shape
 from levanter.hardware import Accelerator
 from levanter.plan.calibration import TimeCalibration, calibration, kernel_efficiency
 from levanter.plan.comms import Network
-from levanter.plan.kernel_cost import shaped_cost
+from levanter.plan.kernel_cost import kernel_cost
 
 # Seconds that a second of estimated cycles takes, by generation: what brings the modelled step time of one
 # published run of each to the published one (`benchmarks/published_step_times.py`, docs/performance.md). Generations
@@ -33,34 +33,6 @@ CYCLE_SCALE: Mapping[str, float] = {"v4": 0.97, "v5p": 0.8, "v6e": 0.8}
 
 # How many times the compiled schedule a lower bound must be for one of the two to be wrong.
 SUSPECT = 3.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelFlops:
-    """FLOPs of one token's mathematics: `matmul` for weights, `attention` for scores and values over all keys."""
-
-    matmul: float
-    attention: float
-
-    @property
-    def full(self) -> float:
-        """With attention over every pair of positions."""
-        return self.matmul + self.attention
-
-    @property
-    def causal(self) -> float:
-        """With attention over the causal half of the pairs."""
-        return self.matmul + self.attention / 2
-
-
-def training_flops(*, matmul_parameters: int, layers: int, heads: int, head_size: int, seq: int) -> ModelFlops:
-    """Forward and backward of one token: 6·N + 12·L·H·head_size·S (PaLM, appendix B); recomputation never counts."""
-    return ModelFlops(matmul=6.0 * matmul_parameters, attention=12.0 * layers * heads * head_size * seq)
-
-
-def scoring_flops(*, matmul_parameters: int, layers: int, heads: int, head_size: int, seq: int) -> ModelFlops:
-    """Forward of one token: 2·N + 4·L·H·head_size·S."""
-    return ModelFlops(matmul=2.0 * matmul_parameters, attention=4.0 * layers * heads * head_size * seq)
 
 
 def mfu(model_flops: float, *, accelerator: Accelerator, seconds: float) -> float:
@@ -216,7 +188,7 @@ def step_time(
 
     for kernel in figures.kernels:
         flops = kernel_flops(kernel, causal=causal, attended=attended)
-        shaped = shaped_cost(kernel, pod, experts=experts)
+        shaped = kernel_cost(kernel, pod, experts=experts)
         if flops is not None:
             at_peak += flops / pod.peak_flops() * kernel.times
             expected += attention_seconds(kernel) * kernel.times
@@ -254,7 +226,7 @@ def _link_uses(
     clock: float,
     of_kernel: Callable[[Kernel], float],
 ) -> tuple[tuple[LinkUse, ...], list[str]]:
-    left: dict[str, float] = {}
+    spare_seconds: dict[str, float] = {}
     busy: dict[tuple[str, str], float] = defaultdict(float)
     exposed: dict[tuple[str, str], float] = defaultdict(float)
     nbytes: dict[tuple[str, str], int] = defaultdict(int)
@@ -269,8 +241,8 @@ def _link_uses(
         busy[key] += collective.times * seconds
         bare = max(0.0, seconds - collective.hidden_cycles / clock)
         for name, kernel in collective.hidden_by:
-            spare = left.setdefault(name, of_kernel(kernel))
-            left[name] -= min(spare, bare)
+            spare = spare_seconds.setdefault(name, of_kernel(kernel))
+            spare_seconds[name] -= min(spare, bare)
             bare -= min(spare, bare)
         exposed[key] += collective.times * bare
     uses = [
@@ -313,7 +285,7 @@ def _splash(kernel: Kernel, causal: bool, attended: float | None) -> float | Non
     if which is None or len(arrays) < 2 or arrays[0].sizes[-1] != arrays[1].sizes[-1]:
         return None
     query, key = arrays[0].sizes, arrays[1].sizes
-    if which == "dkv" and any(len(made.sizes) > len(query) for made in kernel.results):
+    if which == "dkv" and any(len(result.sizes) > len(query) for result in kernel.results):
         which = "fused"  # Its name does not say so; that it makes the queries' gradient too, per block of keys, does.
     pairs = math.prod(query[:-1]) * key[-2]
     if causal:

@@ -1,20 +1,20 @@
-"""The nearest mapping that fits: single changes of a layout, tried out by arithmetic, few at a time.
+"""Suggests the layout that fits with the fewest changes of the config, by arithmetic.
 
-A *change* is one line of YAML that makes another layout of one. Changes are tried in this order, first alone, then on
-top of those that saved most:
+A *change* is one line of YAML that makes a new layout from a layout. The search tries single changes in this order, and
+then further changes on top of the layouts that saved most:
 
-    parameters   an axis of a replicated array is sharded over mesh axes that do not shard it yet
-    residual     the residual stream is sharded between blocks too
-    rows         half the rows that a device takes at once
-    blocks       a train step that keeps all that its blocks make recomputes them
-    mesh         a mesh axis takes a factor of another one
+    parameters   shard an axis of a replicated array over mesh axes that do not shard it
+    residual     shard the residual stream between blocks
+    rows         halve the rows that a device takes at once
+    blocks       recompute the blocks of a train step that saves all activations
+    mesh         move a factor from one mesh axis to another
 
-The planner itself places every array under each of them, so only layouts that a run would accept are proposed. Bytes of
-inputs are exact. What a Program makes on the way is scaled from the compiler's figure by the named activations and the
-gradients, an estimate that says so, and never less than what is known (`known`). Where the compiler has said nothing,
-or has kept everything and blocks are to be recomputed, the known bytes are all there is: a layout is proposed as one
-that would fit if it leaves `ROOM` for what has no name, and for a train step that with all of one layer beside what is
-known; else as one that might. None is compiled before it is printed, and the line says what its sum lacks.
+The planner shards every array under each layout, so a run accepts each suggestion. Bytes of inputs are exact.
+Temporaries are scaled from the compiler's figure by the named activations and gradients: an estimate, never less than
+the lower bound. Without a figure of the compiler, or where it is for a step without recomputation and the layout
+recomputes, only the lower bound is known. Then a layout "would fit" if the lower bound, with all named activations of
+one layer, takes at most `NAMED_SHARE` of a chip, and otherwise it "might fit". No suggestion is compiled before it is
+printed; its line names what the sum leaves out.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,23 +25,23 @@ from haliax_ext.meshspec import MeshSpec
 from haliax_ext.placement import LeafPlan, show_axes
 from levanter.mesh.heads import GROUP_AXIS, KV_HEAD, Q_PER_GROUP, declared_by_groups, distribute
 from levanter.models.activations import RESIDUAL
-from levanter.plan.hbm_lower_bound import HbmLowerBound, known_under
+from levanter.plan.hbm_lower_bound import HbmLowerBound, layout_lower_bound
 from levanter.plan.layout_memory import (
     AXES,
     BLOCKS,
     ROWS,
-    Figures,
     Layout,
     LayoutChange,
+    LayoutMemory,
     LayoutSubject,
-    activations_of,
-    figures_of,
-    keeps_everything,
+    layout_activations,
+    layout_memory,
+    saves_everything,
 )
 from levanter.runplan import Searchable
 
 MOST_CHANGES = 3
-ROOM = 0.8
+NAMED_SHARE = 0.8
 """The share of a chip that known bytes may take where the compiler has said nothing: in the train steps that were
 compiled, what has no name took up to 16 % of one."""
 BEAM = 4
@@ -72,28 +72,28 @@ class Suggestion:
         return f"{line}, at least {gib(self.known.total)} in all (not compiled: without {self.known.lacking})"
 
 
-def nearest_that_fits(subject: LayoutSubject) -> Suggestion | None:
+def suggest_layout(subject: LayoutSubject) -> Suggestion | None:
     """The layout that a run would accept and that fits, by the fewest changes.
 
     Among as many changes, new rules are nearer than a smaller batch, that is nearer than recomputed blocks, and those
     are nearer than other mesh sizes.
     """
-    base = figures_of(subject, subject.now)
+    base = layout_memory(subject, subject.now)
     beam = [(subject.now, base)]
     tight: Suggestion | None = None
     seen: set[frozenset[LayoutChange]] = set()
     for _ in range(MOST_CHANGES):
-        tried: list[tuple[Layout, Figures]] = []
+        tried: list[tuple[Layout, LayoutMemory]] = []
         fitting: list[tuple[Layout, Suggestion]] = []
         for layout, figures in beam:
-            for candidate in changed(subject, layout, figures):
+            for candidate in neighbour_layouts(subject, layout, figures):
                 if frozenset(candidate.changes) in seen:
                     continue
                 seen.add(frozenset(candidate.changes))
-                found = figures_of(subject, candidate)
-                if not found.hopeless:
-                    tried.append((candidate, found))
-                    one = _judged(subject, candidate, found, base)
+                memory = layout_memory(subject, candidate)
+                if not memory.hopeless:
+                    tried.append((candidate, memory))
+                    one = _judged(subject, candidate, memory, base)
                     if one is not None:
                         fitting.append((candidate, one))
         roomy = [pair for pair in fitting if pair[1].roomy]
@@ -101,29 +101,29 @@ def nearest_that_fits(subject: LayoutSubject) -> Suggestion | None:
             return min(roomy, key=lambda pair: pair[0].distance)[1]
         if tight is None and fitting:
             tight = min(fitting, key=lambda pair: pair[1].known.total)[1]
-        beam = sorted(tried, key=lambda pair: pair[1].arguments + pair[1].made)[:BEAM]
+        beam = sorted(tried, key=lambda pair: pair[1].arguments + pair[1].temporaries)[:BEAM]
     return tight
 
 
-def _judged(subject: LayoutSubject, layout: Layout, figures: Figures, base: Figures) -> Suggestion | None:
+def _judged(subject: LayoutSubject, layout: Layout, figures: LayoutMemory, base: LayoutMemory) -> Suggestion | None:
     """A layout as a proposal; None where it is refused or needs more than a chip has."""
     if figures.errors:
         return None
-    known = known_under(subject, layout, figures)
+    known = layout_lower_bound(subject, layout, figures)
     # What the compiler asked for to keep everything says nothing about blocks that are recomputed.
     total = None if layout.recompute else subject.total(figures, base)
     if total is not None:
         total = max(total, known.total)
     if (known.total if total is None else total) > subject.hbm_bytes:
         return None
-    roomy = total is not None or (known.recomputed and known.likely <= ROOM * subject.hbm_bytes)
+    roomy = total is not None or (known.recomputed and known.likely <= NAMED_SHARE * subject.hbm_bytes)
     return Suggestion(yaml=layout.yaml, known=known, total=total, roomy=roomy)
 
 
-def changed(subject: LayoutSubject, layout: Layout, figures: Figures) -> Iterator[Layout]:
+def neighbour_layouts(subject: LayoutSubject, layout: Layout, figures: LayoutMemory) -> Iterator[Layout]:
     """Layouts one change away, in the order in which they are preferred."""
     yield from _cut_parameters(subject, layout, figures)
-    if subject.made is not None or subject.training:
+    if subject.compiled_temporaries is not None or subject.training:
         yield from _cut_residual(subject, layout)
         yield from _fewer_rows(subject, layout)
         yield from _recomputed(subject, layout)
@@ -131,7 +131,7 @@ def changed(subject: LayoutSubject, layout: Layout, figures: Figures) -> Iterato
         yield _with_rows(subject, layout, sizes) if subject.training else sizes
 
 
-def _cut_parameters(subject: LayoutSubject, layout: Layout, figures: Figures) -> Iterator[Layout]:
+def _cut_parameters(subject: LayoutSubject, layout: Layout, figures: LayoutMemory) -> Iterator[Layout]:
     """Shards the most replicated arrays over mesh axes that do not shard them yet."""
     mesh, mappings = layout.mesh, layout.mappings
     batch = mappings.compute.mesh_axes(subject.batch_axis) if subject.batch_axis else ()
@@ -213,13 +213,13 @@ def _with_rules(
 
 def _cut_residual(subject: LayoutSubject, layout: Layout) -> Iterator[Layout]:
     """Shards the residual stream between blocks over a mesh axis that does not shard the batch."""
-    found = next((p for p in activations_of(subject, layout).leaves if p.leaf.path == RESIDUAL), None)
+    residual = next((p for p in layout_activations(subject, layout).leaves if p.leaf.path == RESIDUAL), None)
     batch = layout.mappings.compute.mesh_axes(subject.batch_axis) if subject.batch_axis else ()
-    if found is None:
+    if residual is None:
         return
-    for over in found.replicated_over:
+    for over in residual.replicated_over:
         for name in ("embed", "position"):
-            if over in batch or name not in found.leaf.names or layout.mappings.residual_stream.mesh_axes(name):
+            if over in batch or name not in residual.leaf.names or layout.mappings.residual_stream.mesh_axes(name):
                 continue
             yield replace(
                 layout,
@@ -241,7 +241,7 @@ def _fewer_rows(subject: LayoutSubject, layout: Layout) -> Iterator[Layout]:
 
 def _recomputed(subject: LayoutSubject, layout: Layout) -> Iterator[Layout]:
     """Recomputes the blocks of a train step that keeps all that they make."""
-    if keeps_everything(subject, layout):
+    if saves_everything(subject, layout):
         change = LayoutChange(section=BLOCKS, entries=(("gradient_checkpointing", "true"),))
         yield replace(layout, recompute=True, changes=(*layout.changes, change))
 

@@ -12,7 +12,7 @@ from levanter.plan.device_order import pod_hosts
 from levanter.runplan import Target
 
 
-def target_of_pod(accelerator: Accelerator | str) -> Target:
+def pod_target(accelerator: Accelerator | str) -> Target:
     """The `Target` of a pod that is only named.
 
     Raises:
@@ -31,7 +31,7 @@ def target_of_pod(accelerator: Accelerator | str) -> Target:
     )
 
 
-def target_of_devices(devices: Sequence[Any]) -> Target:
+def device_target(devices: Sequence[Any]) -> Target:
     """The `Target` of real devices; their memory limit is what the runtime states, if it states one."""
     first = devices[0]
     limit = None
@@ -45,13 +45,13 @@ def target_of_devices(devices: Sequence[Any]) -> Target:
         devices=len(devices),
         granules=len(slices),
         hosts=len({device.process_index for device in devices}),
-        hosts_on=lambda mesh: _process_of(mesh.build(devices).devices),
+        hosts_on=lambda mesh: _host_indices(mesh.build(devices).devices),
         hbm_bytes=limit,
         host_bytes=host_memory() if first.platform == "cpu" else None,
     )
 
 
-def _process_of(devices: np.ndarray) -> np.ndarray:
+def _host_indices(devices: np.ndarray) -> np.ndarray:
     """Host index of each device, hosts numbered from 0 in the order of their process ids."""
     processes = np.vectorize(lambda device: device.process_index, otypes=[int])(devices)
     return np.unique(processes, return_inverse=True)[1].reshape(devices.shape)

@@ -118,5 +118,5 @@ class Verdict:
     @property
     def fits(self) -> bool | None:
         """Whether every compiled Program fits; `None` where none was compiled."""
-        found = [p.fits for p in self.programs if p.fits is not None]
-        return all(found) if found else None
+        compiled = [p.fits for p in self.programs if p.fits is not None]
+        return all(compiled) if compiled else None

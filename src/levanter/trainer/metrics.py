@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from levanter.hardware import Precision, generation_of
+from levanter.hardware import Precision, find_generation
 from levanter.hardware.generations import BF16_PASSES
 from levanter.runplan import Recorder
 from levanter.trainer.report import StepReport
@@ -92,7 +92,7 @@ class Peak:
 
 def peak_flops(kind: str, precision: Precision) -> float | None:
     """Peak matmul FLOP/s of one device of a kind, as `levanter.hardware` knows it; None where it does not."""
-    found = generation_of(kind)
+    found = find_generation(kind)
     if found is None:
         return None
     if precision == "f32" and found.peak_f32_native is not None:

@@ -14,8 +14,8 @@ AREA = Rectangle(10.0, 20.0, 600.0, 400.0)
 
 
 def overlap(a: Rectangle, b: Rectangle) -> float:
-    wide = min(a.left + a.width, b.left + b.width) - max(a.left, b.left)
-    high = min(a.top + a.height, b.top + b.height) - max(a.top, b.top)
+    wide = min(a.x + a.width, b.x + b.width) - max(a.x, b.x)
+    high = min(a.y + a.height, b.y + b.height) - max(a.y, b.y)
     return max(0.0, wide) * max(0.0, high)
 
 
@@ -27,8 +27,8 @@ def test_areas_are_in_proportion_and_do_not_overlap(values):
     assert len(places) == len(values)
     for value, place in zip(values, places, strict=True):
         assert place.width * place.height == pytest.approx(whole * value / total if total else 0.0, abs=whole * 1e-9)
-        assert AREA.left - 1e-6 <= place.left and place.left + place.width <= AREA.left + AREA.width + 1e-6
-        assert AREA.top - 1e-6 <= place.top and place.top + place.height <= AREA.top + AREA.height + 1e-6
+        assert AREA.x - 1e-6 <= place.x and place.x + place.width <= AREA.x + AREA.width + 1e-6
+        assert AREA.y - 1e-6 <= place.y and place.y + place.height <= AREA.y + AREA.height + 1e-6
     for a, b in itertools.combinations(places, 2):
         assert overlap(a, b) <= whole * 1e-9
 
@@ -39,10 +39,10 @@ def test_the_papers_example():
     assert places[0] == Rectangle(0, 0, 3, 2)
     assert places[1] == Rectangle(0, 2, 3, 2)
     # 4 and 3 share a row along the shorter side of what is left, 3 × 4.
-    assert (places[2].left, places[2].top) == (3, 0)
+    assert (places[2].x, places[2].y) == (3, 0)
     assert (places[2].width, places[2].height) == (pytest.approx(12 / 7), pytest.approx(7 / 3))
     assert (places[3].width, places[3].height) == (pytest.approx(9 / 7), pytest.approx(7 / 3))
-    assert places[4].top == pytest.approx(7 / 3)
+    assert places[4].y == pytest.approx(7 / 3)
 
 
 def test_boxes_are_nearer_to_squares_than_strips():

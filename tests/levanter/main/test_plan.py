@@ -16,7 +16,7 @@ from helpers.hf_folder import CONFIG, TEXTS, write_folder
 import levanter.main
 from levanter.commands import plan_options
 from levanter.commands.catalog import ENTRY_POINTS
-from levanter.commands.plan_options import PlanUsageError, asked_for
+from levanter.commands.plan_options import PlanUsageError, parse_plan_request
 from levanter.compat.hf import pypi
 from levanter.config import HelpRequested
 from levanter.main import plan
@@ -169,7 +169,7 @@ def test_what_cannot_be_asked(words, message, capsys):
 
 def test_all_that_is_wrong_with_the_question_is_said_at_once():
     with pytest.raises(PlanUsageError) as caught:
-        asked_for(["evl_lm", "--json"])
+        parse_plan_request(["evl_lm", "--json"])
     assert "unknown entry point" in str(caught.value)
     assert "--json needs a value" in str(caught.value)
     assert "no target" in str(caught.value)
@@ -177,7 +177,7 @@ def test_all_that_is_wrong_with_the_question_is_said_at_once():
 
 def test_words_are_split_between_plan_and_run():
     words = "eval_lm --config_path a.yaml --target v4-8,v6e-8 --target local --trainer.seed -1 --no_compile"
-    asked = asked_for([*words.split(), "--json=-", "--assume-tokens", "500", "--model.type=llama", "--search"])
+    asked = parse_plan_request([*words.split(), "--json=-", "--assume-tokens", "500", "--model.type=llama", "--search"])
     assert asked.targets == ("v4-8", "v6e-8", "local")
     assert asked.argv == (
         "--config_path", "a.yaml", "--trainer.seed", "-1", "--model.type=llama", "--plan.assume_tokens=500",
@@ -192,7 +192,7 @@ def test_help(capsys):
     assert main(["train_lm", "--help", "trainer.mesh"]) == 0
     assert "--trainer.mesh.axes" in capsys.readouterr().out
     with pytest.raises(HelpRequested):
-        asked_for(["-h"])
+        parse_plan_request(["-h"])
 
 
 def test_exit_code_of_several_targets_is_that_of_the_worst(tmp_path, folder, capsys):
@@ -236,9 +236,9 @@ def test_relative_paths_hold_in_the_worker_too(tmp_path, bare, monkeypatch):
     path = evaluation(tmp_path, "bare")
     monkeypatch.chdir(tmp_path)
     payload = {"entry_point": "eval_lm", "argv": ["--config_path", os.path.relpath(path)]}
-    from levanter.plan.target_from_name import target_of_pod
+    from levanter.plan.target_from_name import pod_target
 
-    described = plan.describe(payload, target_of_pod("v4-16"))
+    described = plan.describe(payload, pod_target("v4-16"))
     assert [p.name for p in described.computing] == ["score"]
 
 

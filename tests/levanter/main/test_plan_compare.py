@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from levanter.commands.plan_options import PlanUsageError, asked_for
+from levanter.commands.plan_options import PlanUsageError, parse_plan_request
 from levanter.main.plan import main
 
 MODEL = {
@@ -75,7 +75,7 @@ def test_a_run_without_adapters_has_nothing_beside_it(tmp_path, capsys):
 )
 def test_what_it_does_not_take(words, said):
     with pytest.raises(PlanUsageError, match=said):
-        asked_for(words)
+        parse_plan_request(words)
 
 
 def test_entry_points_without_adapters_are_refused(tmp_path, capsys):

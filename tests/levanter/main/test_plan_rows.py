@@ -11,9 +11,9 @@ from levanter.commands.generate.generate import describe
 from levanter.config import load_written
 from levanter.hardware import parse_accelerator
 from levanter.main import plan
-from levanter.plan.search.decode import search_rows
+from levanter.plan.search.decode import search_decode
 from levanter.plan.search.space import with_candidate
-from levanter.plan.target_from_name import target_of_pod
+from levanter.plan.target_from_name import pod_target
 
 CONFIG = Path(__file__).parents[3] / "config/generate/llama3.1_70b_int8.yaml"
 
@@ -24,12 +24,12 @@ def test_the_answer_is_a_run_as_promised(target, goal):
     pod = parse_accelerator(target)
     mesh = ["--trainer.mesh.axes", "{data: -1, model: 8}"]
     loaded = load_written(GenerateConfig, ["--config_path", str(CONFIG), *mesh])
-    own = describe(loaded.config, target_of_pod(pod), written=loaded.written)
-    best = search_rows(own.work.serving, pod, goal, limit=pod.hbm_bytes, compile_layout=None).best
+    own = describe(loaded.config, pod_target(pod), written=loaded.written)
+    best = search_decode(own.work.serving, pod, goal, limit=pod.hbm_bytes, compile_layout=None).best
     assert best is not None
     # As a compile worker is told.
     told = json.loads(json.dumps({"candidate": dataclasses.asdict(best.candidate), "candidate_keys": best.keys}))
-    found = describe(with_candidate(loaded.config, told), target_of_pod(pod), written=loaded.written)
+    found = describe(with_candidate(loaded.config, told), pod_target(pod), written=loaded.written)
     assert not found.errors
     served = found.work.serving
     assert (served.rows, served.dtype, served.shards) == (best.rows, best.served.dtype, best.served.shards)

@@ -13,7 +13,7 @@ from haliax_ext.meshspec import MeshSpec
 from levanter.hardware import parse_accelerator
 from levanter.plan import aot, compile_pool
 from levanter.plan.aot import CompileCrash, Compiled, LibtpuMissing, WorkerBadInput, compile_programs
-from levanter.plan.target_from_name import target_of_pod
+from levanter.plan.target_from_name import pod_target
 
 PROGRAMS = Path(__file__).parents[2] / "aot" / "described_programs.py"
 MESH = {"data": 4, "model": 2}
@@ -88,11 +88,11 @@ def test_the_environment_of_a_pod(monkeypatch):
 
 
 def test_targets_of_named_pods():
-    target = target_of_pod("2xv5p-128")
+    target = pod_target("2xv5p-128")
     assert (target.name, target.platform, target.kind) == ("2xv5p-128", "tpu", "TPU v5")
     assert (target.devices, target.granules, target.hosts) == (128, 2, 32)
     assert target.hbm_bytes == int(95.74 * (1 << 30))
-    assert target_of_pod("tpu7x-16").devices == 16
+    assert pod_target("tpu7x-16").devices == 16
 
 
 def test_two_workers_share_the_programs_of_one_request(tmp_path):
@@ -127,7 +127,7 @@ def test_requests_of_their_own_run_beside_each_other_and_fail_by_themselves(tmp_
         for function in ("aborts", "small", "bad_input")
     ]
     heard = []
-    crashed, fine, bad = compile_pool.run_each(
+    crashed, fine, bad = compile_pool.run_requests(
         requests, environment=aot.worker_environment(None), scratch=tmp_path, workers=2, on_event=heard.append
     )
     assert fine is None and isinstance(bad, WorkerBadInput) and isinstance(crashed, CompileCrash)

@@ -12,7 +12,7 @@ from helpers.plan_cases import CASES, CONFIGS, verdict_text
 from helpers.plan_facts import verdict_facts
 
 from haliax_ext.hlo import OutOfMemory
-from levanter.plan.oom_report import why_not
+from levanter.plan.oom_report import explain_oom
 from levanter.plan.verdict import Verdict
 
 GIB = 1 << 30
@@ -166,7 +166,7 @@ class TestDepth24:
         """Weights and moments in f32, and what attention reads of each layer, on one chip: the published arithmetic."""
         plan = verdict_of("llama_0.78b_64k_as_published").plan
         refused = OutOfMemory(needed=round(41.03 * GIB), available=round(31.25 * GIB), allocations=(), message="")
-        lines = why_not(refused, plan, verdict_of("llama_0.78b_64k_as_published").budget, program="train_step")
+        lines = explain_oom(refused, plan, verdict_of("llama_0.78b_64k_as_published").budget, program="train_step")
         token = 65536 * 1536 * 2
         kept = {"query and attention": 2 * 24 * token, "key and value": 2 * 24 * token}
         for names, size in kept.items():

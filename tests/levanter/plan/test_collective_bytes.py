@@ -19,13 +19,13 @@ from levanter.plan.collective_bytes import (
     GATHERED,
     GRADIENTS,
     CollectiveBytes,
-    over_spans,
-    received_in_step,
+    span_collective_bytes,
+    step_collective_bytes,
 )
-from levanter.plan.dcn_gathers import note_between_slices
+from levanter.plan.dcn_gathers import dcn_gather_note
 from levanter.plan.search.candidates import Candidate
-from levanter.plan.search.estimate import estimate, price, subject_of
-from levanter.plan.target_from_name import target_of_pod
+from levanter.plan.search.estimate import estimate, estimate_layout, search_subject
+from levanter.plan.target_from_name import pod_target
 
 GB = 1e9
 EIGHT = {"hidden_dim": 4096, "intermediate_dim": 14336, "num_layers": 32, "num_heads": 32, "num_kv_heads": 8}
@@ -55,11 +55,11 @@ def plan_of(model: str, pod: str, *, everywhere: bool = False, full: bool = Fals
     words = [word for key, value in document.items() for word in (f"--{key}", json.dumps(value))]
     loaded = load_written(TrainLmConfig, words)
     described = describe_full_finetune if full else describe
-    return described(loaded.config, target_of_pod(pod), written=loaded.written)
+    return described(loaded.config, pod_target(pod), written=loaded.written)
 
 
 def received(model: str, pod: str, **how) -> dict[str, CollectiveBytes]:
-    return dict(received_in_step(plan_of(model, pod, **how)))
+    return dict(step_collective_bytes(plan_of(model, pod, **how)))
 
 
 def by_hand(model: str, devices: int, *, full: bool) -> float:
@@ -137,26 +137,26 @@ def test_70b_on_v5e_16_holds_what_was_foretold():
 
 
 def test_a_plan_says_when_what_is_frozen_is_gathered_between_slices():
-    said = note_between_slices(plan_of("8B", "32xv6e-4", everywhere=True))
+    said = dcn_gather_note(plan_of("8B", "32xv6e-4", everywhere=True))
     assert said is not None
     gigabytes = received("8B", "32xv6e-4", everywhere=True)[FROZEN_GATHERED].dcn / GB
     assert f"{gigabytes:.3g} GB a step" in said and "trainer.mesh.param_mapping: {embed: data}" in said
-    assert note_between_slices(plan_of("8B", "32xv6e-4")) is None
+    assert dcn_gather_note(plan_of("8B", "32xv6e-4")) is None
     # Full fine-tuning gathers no byte more by it.
-    assert note_between_slices(plan_of("8B", "32xv6e-4", everywhere=True, full=True)) is None
+    assert dcn_gather_note(plan_of("8B", "32xv6e-4", everywhere=True, full=True)) is None
 
 
 def test_nothing_is_said_where_it_would_not_fit_otherwise():
     plan = plan_of("70B", "4xv5e-4", everywhere=True, rows=16)
     assert not plan.errors
-    assert note_between_slices(plan) is None, "a fourth of 70B is 33 GiB"
+    assert dcn_gather_note(plan) is None, "a fourth of 70B is 33 GiB"
 
 
 def test_the_search_prefers_weights_that_are_cut_inside_slices():
     pod = parse_accelerator("32xv6e-4")
     plan = plan_of("8B", "32xv6e-4", everywhere=True)
-    subject = subject_of(plan)
-    own = price(subject, pod, mesh=plan.mesh, mappings=plan.sharding.mappings, rows=1, remat=True)
+    subject = search_subject(plan)
+    own = estimate_layout(subject, pod, mesh=plan.mesh, mappings=plan.sharding.mappings, rows=1, remat=True)
     inside = estimate(Candidate(data=4, model=1, rows=1, remat=True, slices=32), subject, pod)
     assert not own.problem and not inside.problem and inside.fits(pod.hbm_bytes)
     assert inside.seconds_per_token < 0.8 * own.seconds_per_token
@@ -164,7 +164,7 @@ def test_the_search_prefers_weights_that_are_cut_inside_slices():
 
 
 def test_a_search_knows_that_frozen_weights_have_no_gradients():
-    adapted, full = (subject_of(plan_of("8B", "v6e-128", full=is_full)) for is_full in (False, True))
+    adapted, full = (search_subject(plan_of("8B", "v6e-128", full=is_full)) for is_full in (False, True))
     pod, candidate = parse_accelerator("v6e-128"), Candidate(data=128, model=1, rows=1, remat=True)
     assert adapted.frozen_share == pytest.approx(PARAMETERS["8B"] / (PARAMETERS["8B"] + ADAPTERS["8B"]))
     assert full.frozen_share == 0
@@ -180,7 +180,7 @@ def test_what_a_device_receives_is_what_it_lacks(kind, slices, inside):
     """Counted for each pair of devices: what is not a device's own comes to it once, or twice."""
     mesh = MeshSpec(axes=(("replica_dcn", slices), ("data", inside)), dcn=("replica_dcn",))
     spans = [AxisSpan("replica_dcn", slices, slices), AxisSpan("data", inside, inside)]
-    found = over_spans(mesh, kind, 960.0, spans)
+    found = span_collective_bytes(mesh, kind, 960.0, spans)
     n = slices * inside
     lacking = 960.0 * (n - 1) / n * (2 if kind == "all-reduce" else 1)
     assert found.ici + found.dcn == pytest.approx(lacking)
@@ -192,7 +192,7 @@ def test_what_a_compiled_step_of_70b_receives_is_what_arithmetic_says():
     kept = json.loads((GOLDEN / "compiled" / "lora_llama3_70b_v5e-16.json").read_text())
     # Whole arrays; a chip has a sixteenth of each.
     compiled = kept["programs"]["train_step"]["bytes_over"]["data (ici)"] * 15 / 16
-    plan = CASES["lora_llama3_70b_v5e-16"].describe(target_of_pod(parse_accelerator("v5e-16")))
-    arithmetic = sum((each.ici for each in received_in_step(plan).values()), 0.0)
+    plan = CASES["lora_llama3_70b_v5e-16"].describe(pod_target(parse_accelerator("v5e-16")))
+    arithmetic = sum((each.ici for each in step_collective_bytes(plan).values()), 0.0)
     assert arithmetic == pytest.approx(264.6 * GB + 1.55 * GB, rel=0.02)
     assert compiled == pytest.approx(arithmetic, rel=0.05)

@@ -9,7 +9,7 @@ from haliax_ext.errors import MeshError
 from haliax_ext.hlo import AxisSpan, Collective, Scope
 from haliax_ext.meshspec import MeshSpec
 from levanter.hardware import parse_accelerator
-from levanter.plan.comms import Network, Ring, spans_of
+from levanter.plan.comms import Network, Ring, axis_spans
 from levanter.plan.device_order import pod_coordinates, pod_hosts
 
 pytestmark = pytest.mark.quick
@@ -22,7 +22,7 @@ def network(name: str, **axes: int) -> Network:
 
 
 def seconds(net: Network, kind: str, nbytes: float, *axes: str) -> float:
-    found = net.seconds(kind, round(nbytes), spans_of(net.mesh, *axes))
+    found = net.seconds(kind, round(nbytes), axis_spans(net.mesh, *axes))
     assert found is not None
     return found
 
@@ -119,7 +119,7 @@ def test_between_slices():
 def test_what_is_not_published_is_not_guessed():
     mesh = MeshSpec(axes=(("slices", 2), ("data", 64)), dcn=("slices",))
     net = Network.of(mesh, parse_accelerator("2xv4-128"))
-    assert net.seconds("all-reduce", 1 << 30, spans_of(mesh, "slices")) is None
+    assert net.seconds("all-reduce", 1 << 30, axis_spans(mesh, "slices")) is None
     lost = Collective("all-gather", 1 << 20, 1, 8, None, "unknown", Scope("x"), 0, "ag")
     assert net.collective_seconds(lost) is None
 
@@ -139,7 +139,7 @@ def test_a_group_in_and_between_hosts_uses_both_networks(kind):
     nbytes = 64 << 30
     by_cards, by_switch = nbytes / 2 / 400e9, nbytes * 7 / 8 / 450e9
     assert by_switch > by_cards
-    assert net.seconds(kind, nbytes, spans_of(mesh, "replica_dcn", "data")) == pytest.approx(by_switch, rel=1e-3)
+    assert net.seconds(kind, nbytes, axis_spans(mesh, "replica_dcn", "data")) == pytest.approx(by_switch, rel=1e-3)
     four = MeshSpec(axes=(("replica_dcn", 4), ("data", 8)), dcn=("replica_dcn",))
     slow = Network.of(four, parse_accelerator("h100x32"))
     # Two GPUs of a host in a group have two of its eight cards.

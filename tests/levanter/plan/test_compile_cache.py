@@ -19,20 +19,22 @@ from haliax_ext.program import Input, Program
 from levanter.hardware import parse_accelerator
 from levanter.plan import compile_cache as kept_module
 from levanter.plan import compile_worker
-from levanter.plan.compile_cache import Answer, KeptAnswers
+from levanter.plan.compile_cache import CachedOutcome, CompileCache
 from levanter.plan.fingerprint import lowered_digest
 
 KEY = {"lowered": "abc", "compiler": {"libtpu": "1.2"}, "options": [{}]}
 COMPILER = {"libtpu": "1.2"}
-ANSWER = Answer(said={"memory": {"temp": 12}, "compile_seconds": 3.5}, text="HloModule x\n" * 1000, compiled_at=1e9)
+ANSWER = CachedOutcome(
+    report={"memory": {"temp": 12}, "compile_seconds": 3.5}, text="HloModule x\n" * 1000, compiled_at=1e9
+)
 
 
 @pytest.fixture
 def kept(tmp_path):
-    return KeptAnswers(folder=tmp_path / "plans")
+    return CompileCache(folder=tmp_path / "plans")
 
 
-def files(kept: KeptAnswers, kind: str):
+def files(kept: CompileCache, kind: str):
     return sorted(kept.folder.glob(f"*.{kind}"))
 
 
@@ -76,7 +78,7 @@ def test_a_damaged_entry_is_told_and_written_anew(kept, caplog, damage):
 
 def test_a_folder_that_cannot_be_written_keeps_nothing_and_says_so(tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    kept = KeptAnswers(folder=tmp_path / "file" / "plans")
+    kept = CompileCache(folder=tmp_path / "file" / "plans")
     kept.keep(KEY, ANSWER)
     assert kept.find(KEY) is None
     assert "is not kept" in caplog.text
@@ -104,13 +106,13 @@ def test_what_was_not_asked_for_the_longest_goes_first(kept):
 WRITES_MANY = """
 import sys
 from pathlib import Path
-from levanter.plan.compile_cache import Answer, KeptAnswers
-kept = KeptAnswers(folder=Path(sys.argv[1]), max_bytes=20_000)
+from levanter.plan.compile_cache import CachedOutcome, CompileCache
+kept = CompileCache(folder=Path(sys.argv[1]), max_bytes=20_000)
 for n in range(200):
     key = {"lowered": str(n % 5), "compiler": {}}
     found = kept.find(key)
-    assert found is None or found.said == {"n": n % 5}
-    kept.keep(key, Answer(said={"n": n % 5}, text="HloModule " * 999, compiled_at=1e9), way=f"way {n % 5}")
+    assert found is None or found.report == {"n": n % 5}
+    kept.keep(key, CachedOutcome(report={"n": n % 5}, text="HloModule " * 999, compiled_at=1e9), way=f"way {n % 5}")
 """
 
 
@@ -210,8 +212,8 @@ def test_whatever_changes_the_answer_is_compiled(kept, tmp_path, devices, compil
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"] + " --xla_allow_excess_precision=false")
     assert ask() == 1
     monkeypatch.undo()
-    real = kept_module.compiler_here()
-    monkeypatch.setattr(compile_worker, "compiler_here", lambda: {**real, "libtpu": "9.9"})
+    real = kept_module.installed_compiler()
+    monkeypatch.setattr(compile_worker, "installed_compiler", lambda: {**real, "libtpu": "9.9"})
     monkeypatch.setattr(jax.stages.Lowered, "compile", counting(compilations, jax.stages.Lowered.compile))
     assert ask() == 1 and ask() == 0
 
@@ -269,6 +271,6 @@ def test_a_kernel_has_no_places_in_what_is_kept(tmp_path):
         return lowered_digest(lowered.as_text(debug_info=True))
 
     assert digest("a", "", "2") != digest("b", "# A line.\n", "2")
-    with compile_worker.without_places():
+    with compile_worker.without_source_locations():
         assert digest("a", "", "2") == digest("b", "# A line.\n", "2") != digest("a", "", "3")
     assert digest("a", "", "2") != digest("b", "# A line.\n", "2")

@@ -16,4 +16,4 @@ GIB = 1 << 30
 def test_how_many_workers_there_is_room_for(monkeypatch, free, cores, programs, expected):
     monkeypatch.setattr(compile_pool, "free_memory", lambda: None if free is None else free * GIB)
     monkeypatch.setattr(compile_pool.os, "sched_getaffinity", lambda _: set(range(cores)))
-    assert compile_pool.side_by_side(programs) == expected
+    assert compile_pool.num_workers(programs) == expected

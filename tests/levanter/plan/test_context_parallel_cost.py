@@ -8,17 +8,17 @@ from levanter.hardware import parse_accelerator
 from levanter.layers.attention import ring_splash
 from levanter.mesh.context_parallel import choose, method_mapping
 from levanter.models import LlamaConfig
-from levanter.plan.comms import Network, spans_of
+from levanter.plan.comms import Network, axis_spans
 from levanter.plan.context_parallel_cost import (
     ADDED_BYTES,
     HOP_SECONDS,
     LAID_OUT,
-    ExchangePrices,
-    exchange_prices,
-    exchange_seconds,
-    shown_share,
+    ContextParallelCost,
+    causal_share,
+    context_parallel_cost,
+    context_parallel_seconds,
 )
-from levanter.plan.target_from_name import target_of_pod
+from levanter.plan.target_from_name import pod_target
 
 pytestmark = pytest.mark.quick
 
@@ -39,7 +39,7 @@ def laid(pod, ways, model=1):
 def waited(word, sizes, network, **keys):
     mappings = Mappings(compute=CUT, attention=method_mapping(word, CUT))
     given = dict(rows=1, forward=1, backward=True, itemsize=2) | keys
-    return exchange_seconds(sizes, mappings, network, **given)
+    return context_parallel_seconds(sizes, mappings, network, **given)
 
 
 def test_gathers_cross_links_and_memory():
@@ -47,7 +47,7 @@ def test_gathers_cross_links_and_memory():
     pod = parse_accelerator("v6e-8")
     mesh, network = laid(pod, 8)
     nbytes = 2 * 65_536 * 12 * 128 * 2
-    once = network.seconds("all-gather", nbytes, spans_of(mesh, "context")) + LAID_OUT * nbytes / 1638e9
+    once = network.seconds("all-gather", nbytes, axis_spans(mesh, "context")) + LAID_OUT * nbytes / 1638e9
     assert waited("gather", LLAMA_24, network) == pytest.approx(3 * once)
     assert waited("gather", LLAMA_24, network, backward=False) == pytest.approx(once)
     assert waited("gather", LLAMA_24, network, rows=4, forward=2) == pytest.approx(4 * 4 * once, rel=1e-3)
@@ -56,7 +56,7 @@ def test_gathers_cross_links_and_memory():
 def test_heads_cross_links_as_queries_keys_values_and_results():
     mesh, network = laid(parse_accelerator("v6e-64"), 8)
     everything = 131_072 // 8 * (32 + 8 + 8 + 32) * 128 * 2
-    once = network.seconds("all-to-all", everything, spans_of(mesh, "context"))
+    once = network.seconds("all-to-all", everything, axis_spans(mesh, "context"))
     assert waited("heads", stock_8b(131_072), network) == pytest.approx(3 * once)
 
 
@@ -91,7 +91,7 @@ def test_whole_positions_wait_for_nothing():
     ],
 )
 def test_the_share_of_pairs_that_masks_show(windows, share):
-    assert shown_share(windows, 4096) == pytest.approx(share)
+    assert causal_share(windows, 4096) == pytest.approx(share)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_the_share_of_pairs_that_masks_show(windows, share):
 def test_auto_is_what_compiled_and_published_runs_say(sizes, pod, ways, exchange, seconds):
     accelerator = parse_accelerator(pod)
     mesh, _ = laid(accelerator, ways)
-    prices = ExchangePrices(accelerator=accelerator, backward=True, itemsize=2, attended=0.5)
+    prices = ContextParallelCost(accelerator=accelerator, backward=True, itemsize=2, attended=0.5)
     words = ["gather", *(["heads"] if sizes["kv_head"] % ways == 0 else []), "ring"]
     found = {word: prices(sizes, Mappings(compute=CUT, attention=method_mapping(word, CUT)), mesh) for word in words}
     assert found == pytest.approx(seconds, rel=0.01)
@@ -125,24 +125,24 @@ def test_prices_are_of_the_devices_that_there_are(monkeypatch):
     """By kind and number, as a run on real devices knows them; elsewhere there are none."""
     model = LlamaConfig(hidden_dim=4096, num_heads=32, num_kv_heads=8, max_seq_len=131_072)
     given = dict(positions=131_072, itemsize=2, backward=True)
-    target = target_of_pod("2xv5p-128")
-    found = exchange_prices(model, target, **given)
+    target = pod_target("2xv5p-128")
+    found = context_parallel_cost(model, target, **given)
     assert found is not None and found.accelerator == parse_accelerator("2xv5p-128")
     assert (found.attended, found.rings, found.backward) == (0.5, True, True)
-    assert exchange_prices(model, target_of_pod("h100x8"), **given) is None
+    assert context_parallel_cost(model, pod_target("h100x8"), **given) is None
     ring = Mappings(compute=CUT, attention=method_mapping("ring", CUT))
 
     def of_ring(pod, positions=131_072, **changes):
-        prices = ExchangePrices(**(dict(accelerator=pod, backward=True, itemsize=2, attended=0.5) | changes))
+        prices = ContextParallelCost(**(dict(accelerator=pod, backward=True, itemsize=2, attended=0.5) | changes))
         return prices(stock_8b(positions), ring, laid(pod, 8)[0])
 
     pod = parse_accelerator("v6e-8")
     assert of_ring(pod) is not None
     # A run of positions is no whole block; this model's backend, or this JAX, has none; another mesh.
     assert of_ring(pod, positions=16 * 100) is None and of_ring(pod, rings=False) is None
-    assert ExchangePrices(accelerator=pod, backward=True, itemsize=2, attended=0.5)(
+    assert ContextParallelCost(accelerator=pod, backward=True, itemsize=2, attended=0.5)(
         stock_8b(131_072), ring, MeshSpec.of(context=4)
     ) is None  # fmt: skip
     monkeypatch.setattr(ring_splash, "obstacle", lambda: "none of its names")
-    without = exchange_prices(model, target, **given)
+    without = context_parallel_cost(model, target, **given)
     assert without is not None and not without.rings

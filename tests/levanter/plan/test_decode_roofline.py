@@ -13,15 +13,15 @@ from helpers.verdicts import compiled, fitting_verdict, loading, tiny_budget, ti
 from levanter.hardware import parse_accelerator
 from levanter.html.format import columns
 from levanter.plan.aot import Compiled
-from levanter.plan.calibration import TimeCalibration, of_generating
+from levanter.plan.calibration import TimeCalibration, decode_calibration
 from levanter.plan.decode_roofline import serving_report
-from levanter.plan.preflight.cost import calibrated
+from levanter.plan.oom_report import advise_on_slots, format_slot_advice
+from levanter.plan.preflight.cost import with_program_calibration
 from levanter.plan.report import render, to_html, to_json
 from levanter.plan.report.serving import as_text, serving_sheets
 from levanter.plan.report.text_table import WIDTH
-from levanter.plan.row_advice import too_many_rows, what_fits
 from levanter.plan.step_time_model import LinkUse, StepTime
-from levanter.plan.target_from_name import target_of_pod
+from levanter.plan.target_from_name import pod_target
 from levanter.plan.verdict import ProgramVerdict, Verdict
 
 pytestmark = pytest.mark.quick
@@ -48,7 +48,7 @@ def verdict(*, served=SEVENTY, compiled: bool = True, **changes: Any) -> Verdict
         programs = tuple(ProgramVerdict(name=name, outcome=None) for name in times)
     plan = tiny_plan(
         entry_point="serve",
-        target=target_of_pod(V5E),
+        target=pod_target(V5E),
         work=SimpleNamespace(serving=served),
         computing=tuple(SimpleNamespace(name=name) for name in times),
     )
@@ -76,13 +76,16 @@ def test_rates_by_hand():
 def test_generating_on_v6e_has_a_scale_of_its_own():
     """Fitted to published loads; elsewhere, and in runs that generate nothing, what train steps have stays."""
     time, plan = StepTime(cycles=1.0, kernels_at_peak=0.0, kernels_expected=0.0, memory=0.0, links=()), verdict().plan
-    on_v6e = calibrated(replace(time, cycle_scale=0.8), plan, "decode_46", "v6e")
-    assert on_v6e.expected == pytest.approx(0.85) and on_v6e.calibration == of_generating(TimeCalibration(), "v6e")
+    on_v6e = with_program_calibration(replace(time, cycle_scale=0.8), plan, "decode_46", "v6e")
+    assert on_v6e.expected == pytest.approx(0.85) and on_v6e.calibration == decode_calibration(TimeCalibration(), "v6e")
     assert (on_v6e.low, on_v6e.high) == pytest.approx((0.7 * 0.85, 1.3 * 0.85))
     step = (SimpleNamespace(name="step", compiler_options={}),)
-    assert calibrated(replace(time, cycle_scale=0.8), tiny_plan(computing=step), "step", "v6e").cycle_scale == 0.8
+    assert (
+        with_program_calibration(replace(time, cycle_scale=0.8), tiny_plan(computing=step), "step", "v6e").cycle_scale
+        == 0.8
+    )
     served = tiny_plan(computing=step, work=plan.work)
-    assert calibrated(time, served, "step", "v5p").cycle_scale == 1.0
+    assert with_program_calibration(time, served, "step", "v5p").cycle_scale == 1.0
 
 
 def test_steps_of_a_call_share_its_time():
@@ -108,15 +111,15 @@ def test_time_to_the_first_token():
 
 def test_rows_that_fit_leave_what_the_compiler_says_that_programs_make():
     found = serving_report(verdict())
-    assert found is not None and found.held.compiled
+    assert found is not None and found.memory.compiled
     # 4 GiB at the peak beyond the inputs, of which 4 KiB are padding of these; a row of 8,192 positions is 0.1587 GiB,
     # in bfloat16 0.3125.
-    assert found.held.room == 4 * GIB - 4096
+    assert found.memory.temporaries == 4 * GIB - 4096
     free = 15.75 - 4 - SEVENTY.weights.total / GIB
     assert found.contexts["int8"]["8K"] == int(free / 0.15869)
     in_bfloat16 = {f"{k}K": int(free / (0.3125 * k / 8)) for k in (2, 8, 32, 128)}
     assert found.contexts["bfloat16"] == in_bfloat16
-    assert found.held.free == V5E.hbm_bytes - SEVENTY.weights.total - SEVENTY.cache_bytes - 4 * GIB + 4096
+    assert found.memory.free == V5E.hbm_bytes - SEVENTY.weights.total - SEVENTY.cache_bytes - 4 * GIB + 4096
 
 
 def test_the_program_that_makes_the_cache_is_not_beside_it():
@@ -129,12 +132,12 @@ def test_the_program_that_makes_the_cache_is_not_beside_it():
     assert one.plan is not None
     plan = replace(one.plan, computing=(SimpleNamespace(name="start_rows"), *one.plan.computing))
     with_start = serving_report(replace(one, plan=plan, programs=(start, *one.programs)))
-    assert with_start is not None and with_start.held.room == 4 * GIB - 4096
+    assert with_start is not None and with_start.memory.temporaries == 4 * GIB - 4096
 
 
 def test_without_a_compiler_there_are_floors_and_no_times():
     found = serving_report(verdict(compiled=False))
-    assert found is not None and not found.held.compiled
+    assert found is not None and not found.memory.compiled
     assert all(load.time is None and load.share is None for load in found.loads)
     assert found.loads[2].rate == pytest.approx(32 / 17.2e-3 / 8, rel=0.01)
     text = "\n".join(as_text(serving_sheets(verdict(compiled=False))))
@@ -145,7 +148,7 @@ def test_a_run_that_generates_no_text_has_no_such_part():
     assert serving_report(fitting_verdict()) is None
     assert serving_sheets(fitting_verdict()) == ()
     assert to_json([fitting_verdict()])["verdicts"][0]["serving"] is None
-    assert too_many_rows(tiny_plan()) == []
+    assert advise_on_slots(tiny_plan()) == []
 
 
 @pytest.mark.golden
@@ -180,7 +183,7 @@ class TestTooManyRows:
     ASKED = replace(SEVENTY, rows=64, dtype="bfloat16", room=0)
 
     def test_int8_and_a_shorter_context_and_a_larger_pod(self):
-        said = what_fits(replace(self.ASKED, rows=40), V5E.hbm_bytes, V5E)
+        said = format_slot_advice(replace(self.ASKED, rows=40), V5E.hbm_bytes, V5E)
         assert said.startswith("23 rows of 8,192 positions fit, 40 asked: inference.max_rows: 23 (or auto)")
         assert "inference.cache_dtype: int8, 46 rows" in said
         assert "inference.max_seq_len: 4096, 47 rows" in said
@@ -188,22 +191,22 @@ class TestTooManyRows:
         assert "v5litepod-32 with model 8 × group 4" in said or "v5litepod-16 with model 8 × group 2" in said
 
     def test_what_is_too_little_says_so(self):
-        said = what_fits(self.ASKED, V5E.hbm_bytes, V5E)
+        said = format_slot_advice(self.ASKED, V5E.hbm_bytes, V5E)
         assert "inference.cache_dtype: int8, 46 rows only" in said
 
     def test_int8_asked_for_64(self):
-        said = what_fits(replace(SEVENTY, rows=64, room=0), V5E.hbm_bytes, V5E)
+        said = format_slot_advice(replace(SEVENTY, rows=64, room=0), V5E.hbm_bytes, V5E)
         assert said.startswith("46 rows of 8,192 positions fit, 64 asked")
         # 4.17 GiB of weights a chip, so that 11.58 are left for rows of 162.5 MiB.
         assert "v5litepod-16 with model 8 × group 2, 72 rows of 162.50 MiB a chip" in said
 
     def test_query_heads_that_cannot_be_cut_further_name_no_pod(self):
-        said = what_fits(replace(SEVENTY, rows=64, query_groups=1, room=0), V5E.hbm_bytes, V5E)
+        said = format_slot_advice(replace(SEVENTY, rows=64, query_groups=1, room=0), V5E.hbm_bytes, V5E)
         assert "group" not in said and "inference.max_seq_len: 4096" in said
 
     def test_weights_in_bfloat16_are_told_of_int8(self):
         held = SEVENTY.weights
         plain = replace(SEVENTY, weights=replace(held, integers=0, scales=0, others=2 * held.integers), rows=40, room=0)
         # Nothing fits with 16.4 GiB of weights.
-        said = what_fits(plain, V5E.hbm_bytes, V5E)
+        said = format_slot_advice(plain, V5E.hbm_bytes, V5E)
         assert said.startswith("0 rows") and "quantize: int8, 46 rows" in said

@@ -13,8 +13,8 @@ import pytest
 from helpers.plan_cases import CASES
 
 from levanter.plan import fingerprint as module
-from levanter.plan.fingerprint import _Unknown, _Walk, fingerprint, why_no_fingerprint
-from levanter.plan.target_from_name import target_of_pod
+from levanter.plan.fingerprint import _Unknown, _Walk, fingerprint
+from levanter.plan.target_from_name import pod_target
 
 # One of each kind of run: scoring, windows, training, training of another family.
 SAMPLE = ("405b_v4-256", "405b_windows_v4-256", "llama2_7b_v4-32", "llama_0.78b_64k_tp4")
@@ -22,7 +22,7 @@ SAMPLE = ("405b_v4-256", "405b_windows_v4-256", "llama2_7b_v4-32", "llama_0.78b_
 
 def described(name: str, *overrides: str):
     case = dataclasses.replace(CASES[name], overrides=(*CASES[name].overrides, *overrides))
-    return case.describe(target_of_pod(case.target))
+    return case.describe(pod_target(case.target))
 
 
 def prints(plan) -> dict[str, str | None]:
@@ -33,8 +33,7 @@ def prints(plan) -> dict[str, str | None]:
 def test_a_run_described_twice_has_the_same_and_every_program_has_one(name):
     plan = described(name)
     found = prints(plan)
-    missing = {name: why_no_fingerprint(plan.program(name), plan) for name, mark in found.items() if mark is None}
-    assert not missing
+    assert not [name for name, digest in found.items() if digest is None]
     assert len(set(found.values())) == len(found)
     assert prints(described(name)) == found
 
@@ -63,9 +62,9 @@ OTHER_PROCESS = """
 import json, sys
 from helpers.plan_cases import CASES
 from levanter.plan.fingerprint import fingerprint
-from levanter.plan.target_from_name import target_of_pod
+from levanter.plan.target_from_name import pod_target
 case = CASES[sys.argv[1]]
-plan = case.describe(target_of_pod(case.target))
+plan = case.describe(pod_target(case.target))
 print(json.dumps({p.name: fingerprint(p, plan) for p in plan.programs}))
 """
 
@@ -129,42 +128,42 @@ def test_sources_count_by_content(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(tmp_path))
     name = "plugged"
     importlib.import_module(name)
-    module._source_of.cache_clear()
-    before = module._source_of(name)
+    module._source_digest.cache_clear()
+    before = module._source_digest(name)
     (package / "__init__.py").write_text("class Family: x = 1\n")
     os.utime(package / "__init__.py", (1e9, 1e9))
-    module._source_of.cache_clear()
-    assert module._source_of(name) != before
+    module._source_digest.cache_clear()
+    assert module._source_digest(name) != before
     # What changed since this process began may not be what it runs.
     os.utime(package / "__init__.py")
-    module._source_of.cache_clear()
+    module._source_digest.cache_clear()
     with pytest.raises(_Unknown, match="newer than this process"):
-        module._source_of(name)
-    module._source_of.cache_clear()
+        module._source_digest(name)
+    module._source_digest.cache_clear()
     del sys.modules[name]
 
 
 def test_options_of_the_environment_count(monkeypatch):
-    before = module.options()
+    before = module.compiler_environment()
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_something=1")
-    assert set(module.options()) - set(before) == {"LIBTPU_INIT_ARGS=--xla_tpu_something=1"}
+    assert set(module.compiler_environment()) - set(before) == {"LIBTPU_INIT_ARGS=--xla_tpu_something=1"}
     monkeypatch.undo()
     # Flags of this machine's processors say nothing to a pod's compiler, others in the same variable do.
     monkeypatch.delenv("XLA_FLAGS")
-    without = module.options()
+    without = module.compiler_environment()
     for flags in ("", " --xla_force_host_platform_device_count=8", "--xla_cpu_use_fusion_emitters=false"):
         monkeypatch.setenv("XLA_FLAGS", flags)
-        assert module.options() == without
+        assert module.compiler_environment() == without
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true  --xla_tpu_a=1 --xla_b=2")
-    assert set(module.options()) - set(without) == {"XLA_FLAGS=--xla_tpu_a=1 --xla_b=2"}
+    assert set(module.compiler_environment()) - set(without) == {"XLA_FLAGS=--xla_tpu_a=1 --xla_b=2"}
 
 
 def test_sources_that_changed_since_the_process_began_leave_no_fingerprint(monkeypatch):
     """Whoever edits the package while a plan runs gets its Programs lowered, and no traceback."""
     plan = described("llama2_7b_v4-32")
-    for function in (module.surroundings, module._source_of):
+    for function in (module.environment_digest, module._source_digest):
         function.cache_clear()
     monkeypatch.setattr(module, "_process_began", lambda: 0.0)
     assert fingerprint(plan.program("train_step"), plan) is None
-    for function in (module.surroundings, module._source_of):
+    for function in (module.environment_digest, module._source_digest):
         function.cache_clear()

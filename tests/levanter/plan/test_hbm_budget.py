@@ -17,8 +17,8 @@ from haliax_ext.program import Input, Program, partition_spec
 from levanter.commands.evaluate import eval_lm
 from levanter.commands.train.lm import train_lm
 from levanter.config import parse
-from levanter.plan.hbm_budget import budget_of, gradient_bytes, residents_of
-from levanter.plan.target_from_name import target_of_pod
+from levanter.plan.hbm_budget import gradient_bytes, hbm_budget, program_residents
+from levanter.plan.target_from_name import pod_target
 from levanter.runplan import Target
 
 CPU8 = Target(name="local", platform="cpu", kind="cpu", devices=8)
@@ -78,7 +78,7 @@ COMPILED = ("replicas", "an axis over two")
 
 
 def assert_as_compiled(plan, devices, *names):
-    budget, mesh = budget_of(plan), plan.mesh.build(devices)
+    budget, mesh = hbm_budget(plan), plan.mesh.build(devices)
     for program in (plan.program(name) for name in names):
         analysis = program.lower(mesh).compile({"xla_backend_optimization_level": 0}).memory_analysis()
         assert budget.arguments[program.name] == analysis.argument_size_in_bytes, program.name
@@ -110,7 +110,7 @@ def test_every_array_against_jax_device_by_device(case, tmp_path, devices):
     mesh, keys = TRAINING[case]
     plan = training_plan(tmp_path, mesh, **keys)
     jax_mesh, program = plan.mesh.build(devices), plan.program("train_step")
-    found = {resident.path: resident for resident in residents_of(program, plan.mesh)}
+    found = {resident.path: resident for resident in program_residents(program, plan.mesh)}
     count = 0
     for argument in program.inputs:
         for leaf in leaves(argument.value):
@@ -132,7 +132,7 @@ def test_every_array_against_jax_device_by_device(case, tmp_path, devices):
 
 def test_groups_by_hand(tmp_path):
     plan = training_plan(tmp_path, {"axes": {"data": 4, "model": 2}, "shared_mapping": {"vocab": "model"}})
-    budget = budget_of(plan)
+    budget = hbm_budget(plan)
     embed, mlp, layers, vocab, head = 32, 48, 2, 128, 8
     cut = {
         "embedding": vocab * embed * 4 // 8,
@@ -159,7 +159,7 @@ def test_groups_by_hand(tmp_path):
 
 def test_adafactors_rows_and_columns_are_the_optimizers(tmp_path):
     plan = training_plan(tmp_path, {"axes": {"data": 8}}, optimizer={"type": "adafactor"})
-    found = {r.path: r.group for r in budget_of(plan).residents}
+    found = {r.path: r.group for r in hbm_budget(plan).residents}
     statistics = {path for path in found if ".rows." in path or ".columns." in path}
     assert len(statistics) >= 2 * 9
     assert {found[path] for path in statistics} == {"optimizer"}
@@ -174,8 +174,8 @@ def test_gradients_of_narrow_parameters_are_wide_and_lie_where_they_lie(tmp_path
 
 
 def test_mesh_axes_of_size_one_cut_nothing(tmp_path):
-    plan = training_plan(tmp_path, {"axes": {"data": -1, "model": 1}}, target=target_of_pod("v6e:1x1"))
-    budget = budget_of(plan)
+    plan = training_plan(tmp_path, {"axes": {"data": -1, "model": 1}}, target=pod_target("v6e:1x1"))
+    budget = hbm_budget(plan)
     assert budget.hbm_bytes == plan.target.hbm_bytes
     assert {resident.spec for resident in budget.residents} == {"replicated"}
     # On one chip everything is whole, and nothing is there twice.
@@ -195,7 +195,7 @@ def test_what_the_function_never_reads_is_held_all_the_same(devices):
         inputs=tuple(Input(name=name, value=value, placement=mapping) for name in ("used", "unused", "kv_cache")),
         mappings=Mappings(compute=mapping),
     )
-    residents = residents_of(program, spec)
+    residents = program_residents(program, spec)
     assert [(r.path, r.group, r.nbytes) for r in residents] == [
         ("used", "batch", 64),
         ("unused", "batch", 64),

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from helpers.plan_cases import CASES
 
-from levanter.plan.hbm_budget import budget_of, residents_of
-from levanter.plan.hbm_lower_bound import known_of
+from levanter.plan.hbm_budget import hbm_budget, program_residents
+from levanter.plan.hbm_lower_bound import program_lower_bound
 from levanter.plan.preflight.pipeline import preflight
 from levanter.plan.preflight.state import Question
-from levanter.plan.target_from_name import target_of_pod
+from levanter.plan.target_from_name import pod_target
 from levanter.runplan import NOT_DECIDED, Target
 
 GIB = 1 << 30
@@ -25,13 +25,13 @@ QUICK = (*REFUSED, "405b_v6e-64", "405b_old_style", "llama2_70b_v4-256_whole", "
 
 def plan_of(name, *overrides):
     case = replace(CASES[name], overrides=(*CASES[name].overrides, *overrides))
-    return case.describe(target_of_pod(case.target))
+    return case.describe(pod_target(case.target))
 
 
 def known(name, *overrides):
     plan = plan_of(name, *overrides)
     assert plan.target.hbm_bytes is not None
-    return known_of(plan, budget_of(plan).largest, hbm_bytes=plan.target.hbm_bytes)
+    return program_lower_bound(plan, hbm_budget(plan).largest, hbm_bytes=plan.target.hbm_bytes)
 
 
 def test_7b_by_hand():
@@ -66,8 +66,8 @@ def test_the_inputs_of_every_program_are_those_of_their_shards(name, overrides):
     assert plan.target.hbm_bytes is not None
     assert ("save.parts" in [each.name for each in plan.programs]) == bool(overrides)
     for program in plan.programs:
-        found = known_of(plan, program.name, hbm_bytes=plan.target.hbm_bytes)
-        assert found.inputs == sum(each.nbytes for each in residents_of(program, plan.mesh)), program.name
+        found = program_lower_bound(plan, program.name, hbm_bytes=plan.target.hbm_bytes)
+        assert found.inputs == sum(each.nbytes for each in program_residents(program, plan.mesh)), program.name
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_never_more_than_the_compiler_asked_for(name):
     assert limit is not None
     seen = 0
     for program, facts in figures.items():
-        found, asked = known_of(plan, program, hbm_bytes=limit), facts.get("needed") or facts.get("peak")
+        found, asked = program_lower_bound(plan, program, hbm_bytes=limit), facts.get("needed") or facts.get("peak")
         assert 0 < found.inputs <= found.total <= asked, program
         seen += 1
         assert (found.total > limit) == (name in REFUSED)

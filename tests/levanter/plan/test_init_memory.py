@@ -7,8 +7,8 @@ from helpers.plan_cases import CASES
 
 from levanter.plan import compile_selection
 from levanter.plan.compile_selection import coresident_bytes, known_to_fit, select_programs
-from levanter.plan.init_memory import drawn_in, tile_padding
-from levanter.plan.target_from_name import target_of_pod
+from levanter.plan.init_memory import init_memory, tile_padding
+from levanter.plan.target_from_name import pod_target
 
 GIB = 1 << 30
 
@@ -16,13 +16,13 @@ GIB = 1 << 30
 @pytest.fixture(scope="module")
 def plan():
     case = CASES["llama2_7b_v4-32"]
-    return case.describe(target_of_pod(case.target))
+    return case.describe(pod_target(case.target))
 
 
 def test_bytes_by_hand(plan):
     """Llama 2 7B in f32 with two moments over 16 chips, as the compiler has it: 4.71 GiB of results, a peak of 4.73."""
-    (name,) = drawn_in(plan)
-    drawn = drawn_in(plan)[name]
+    (name,) = init_memory(plan)
+    drawn = init_memory(plan)[name]
     assert name == "init_state"
     # Every array is cut 16 ways.
     assert drawn.results == pytest.approx(3 * 4 * 6_738_415_616 / 16, rel=1e-6)
@@ -57,7 +57,7 @@ def test_what_has_room_is_not_compiled(plan):
 
 
 def test_where_it_does_not_obviously_fit_the_compiler_is_asked(plan, monkeypatch):
-    limit = drawn_in(plan)["init_state"].total
+    limit = init_memory(plan)["init_state"].total
     monkeypatch.setattr(
         compile_selection, "coresident_bytes", lambda plan: {"init_state": plan.target.limit_bytes - limit + 1}
     )
@@ -66,8 +66,8 @@ def test_where_it_does_not_obviously_fit_the_compiler_is_asked(plan, monkeypatch
 
 def test_scoring_draws_nothing():
     case = CASES["405b_v4-256"]
-    plan = case.describe(target_of_pod(case.target))
-    assert drawn_in(plan) == {}
+    plan = case.describe(pod_target(case.target))
+    assert init_memory(plan) == {}
     # What is loaded before stays while the next leaf is exchanged.
     beside = coresident_bytes(plan)
     assert set(beside) == {program.name for program in plan.load.programs} - {"load.seconds"}

@@ -7,7 +7,7 @@ import pytest
 
 from haliax_ext.hlo import Kernel, Scope, Shape
 from levanter.hardware import parse_accelerator
-from levanter.plan.kernel_cost import GROUPED, LANES, SORT_CYCLES, grouped_product, shaped_cost
+from levanter.plan.kernel_cost import GROUPED, LANES, SORT_CYCLES, grouped_product, kernel_cost
 
 pytestmark = pytest.mark.quick
 
@@ -43,7 +43,7 @@ def test_a_grouped_product_goes_twice_through_a_tile_where_a_group_ends(tile):
 
 
 def test_the_cost_of_many_rows_is_that_of_what_is_computed():
-    cost = shaped_cost(grouped(ROWS, GROUPS, EMBED, MLP), POD)
+    cost = kernel_cost(grouped(ROWS, GROUPS, EMBED, MLP), POD)
     by_row = 2 * EMBED * MLP
     assert cost is not None
     assert cost.at_peak == pytest.approx(by_row * ROWS / 918e12)
@@ -51,8 +51,8 @@ def test_the_cost_of_many_rows_is_that_of_what_is_computed():
 
 
 def test_a_device_with_a_part_of_the_experts_multiplies_a_part_of_the_rows():
-    whole = shaped_cost(grouped(ROWS, GROUPS, EMBED, MLP), POD, experts=GROUPS)
-    part = shaped_cost(grouped(ROWS, 1, EMBED, MLP), POD, experts=GROUPS)
+    whole = kernel_cost(grouped(ROWS, GROUPS, EMBED, MLP), POD, experts=GROUPS)
+    part = kernel_cost(grouped(ROWS, 1, EMBED, MLP), POD, experts=GROUPS)
     assert whole is not None and part is not None
     assert part.at_peak == pytest.approx(whole.at_peak / GROUPS)
     # One group ends in no tile but its last.
@@ -61,7 +61,7 @@ def test_a_device_with_a_part_of_the_experts_multiplies_a_part_of_the_rows():
 
 def test_few_rows_wait_for_their_matrices():
     kernel = grouped(64, GROUPS, EMBED, MLP, tile=64)
-    cost = shaped_cost(kernel, POD)
+    cost = kernel_cost(kernel, POD)
     nbytes = 2 * (64 * EMBED + GROUPS * EMBED * MLP + 64 * MLP)
     assert cost is not None and cost.expected == cost.at_peak == pytest.approx(nbytes / 1638e9, rel=1e-3)
 
@@ -69,15 +69,15 @@ def test_few_rows_wait_for_their_matrices():
 def test_matrices_in_chip_memory_are_not_read_from_hbm():
     near = Shape("bf16", (GROUPS, EMBED, MLP), memory_space=1)
     kernel = Kernel("ragged-dot", 1, (Shape("bf16", (8, EMBED)), near), (Shape("bf16", (8, MLP)),), Scope("x"))
-    cost = shaped_cost(kernel, POD)
+    cost = kernel_cost(kernel, POD)
     assert cost is not None and cost.expected < 2 * GROUPS * EMBED * MLP / 1638e9 / 10
 
 
 def test_other_kernels_are_none_of_these():
     known = grouped(ROWS, GROUPS, EMBED, MLP)
-    assert shaped_cost(replace(known, name="my_kernel"), POD) is None
-    assert shaped_cost(Kernel("ragged-dot", 1, (), (), Scope("x")), POD) is None
-    metadata = shaped_cost(Kernel("ragged-dot-metadata", 1, (Shape("s32", (8,)),), (), Scope("x")), POD)
+    assert kernel_cost(replace(known, name="my_kernel"), POD) is None
+    assert kernel_cost(Kernel("ragged-dot", 1, (), (), Scope("x")), POD) is None
+    metadata = kernel_cost(Kernel("ragged-dot-metadata", 1, (Shape("s32", (8,)),), (), Scope("x")), POD)
     assert metadata is not None and metadata.expected == 0
 
 
@@ -86,6 +86,6 @@ def test_a_sort_by_counting_the_network(elements):
     """Batcher's bitonic network, stage by stage: merges of 2, 4, 8, … elements, each of so many halvings."""
     passes = sum(math.ceil(math.log2(size)) for size in (2**n for n in range(1, int(math.log2(elements)) + 1)))
     pair = (Shape("s32", (elements,)), Shape("s32", (elements,)))
-    cost = shaped_cost(Kernel("sort", 1, pair, pair, Scope("experts")), POD)
+    cost = kernel_cost(Kernel("sort", 1, pair, pair, Scope("experts")), POD)
     assert cost is not None
     assert cost.expected == pytest.approx(passes * 2 * (elements / LANES) * SORT_CYCLES / 1.75e9)

@@ -12,8 +12,7 @@ from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import plan_sharding
 from levanter.hardware import parse_accelerator
-from levanter.plan.load_budget import load_budget
-from levanter.plan.load_ceilings import load_ceilings
+from levanter.plan.load_budget import load_budget, load_ceilings
 from levanter.plan.report.view import load_ceilings as said_of
 
 pytestmark = pytest.mark.quick

@@ -10,12 +10,12 @@ from levanter.commands.train.lm.train_lm import TrainLmConfig, describe
 from levanter.config import parse
 from levanter.hardware import parse_accelerator
 from levanter.plan import offload
-from levanter.plan.offload import offloaded
+from levanter.plan.offload import offloaded_activations
 from levanter.plan.preflight.pipeline import preflight
 from levanter.plan.preflight.state import Question
 from levanter.plan.report import render, to_json
 from levanter.plan.step_time_model import StepTime
-from levanter.plan.target_from_name import target_of_pod
+from levanter.plan.target_from_name import pod_target
 
 PUBLISHED = Path(__file__).parents[3] / "config" / "train" / "published"
 
@@ -23,9 +23,9 @@ PUBLISHED = Path(__file__).parents[3] / "config" / "train" / "published"
 def of(config: str, target: str, **overrides: object):
     pod = parse_accelerator(target)
     plan = describe(
-        parse(TrainLmConfig, paths=[str(PUBLISHED / f"{config}.yaml")], overrides=overrides), target_of_pod(pod)
+        parse(TrainLmConfig, paths=[str(PUBLISHED / f"{config}.yaml")], overrides=overrides), pod_target(pod)
     )
-    return offloaded(plan, "train_step", pod=pod)
+    return offloaded_activations(plan, "train_step", pod=pod)
 
 
 def test_405b_by_hand():
@@ -68,10 +68,10 @@ def test_a_host_that_has_less_memory_refuses(monkeypatch, room):
     pod = parse_accelerator("v6e-256")
     config = parse(TrainLmConfig, paths=[str(PUBLISHED / "llama3.1_8b_v6e-256.yaml")])
     if room is not None:
-        found = offload.offloaded
+        found = offload.offloaded_activations
         monkeypatch.setattr(
-            "levanter.plan.preflight.pipeline.offloaded",
-            lambda *args, **options: (one := found(*args, **options)) and replace(one, room=room),
+            "levanter.plan.preflight.pipeline.offloaded_activations",
+            lambda *args, **options: (one := found(*args, **options)) and replace(one, host_limit=room),
         )
     question = Question(
         target=pod.name, describe=lambda target: describe(config, target), provider="", payload={}, compile=False

@@ -9,7 +9,7 @@ import pytest
 
 from levanter.hardware import parse_accelerator
 from levanter.hardware.compiler import as_values, tuned_options
-from levanter.plan.calibration import BEYOND, GENERATING_SCALE, TimeCalibration, of_generating
+from levanter.plan.calibration import BEYOND, GENERATING_SCALE, TimeCalibration, decode_calibration
 from levanter.plan.step_time_model import CYCLE_SCALE
 
 pytestmark = pytest.mark.quick
@@ -191,14 +191,14 @@ def test_the_range_of_generating_says_what_became_of_the_rows_that_test():
     of_v6e = [name for name, case in CASES.items() if case.half == "t" and published.generation(case) == "v6e"]
     near = [name for name in of_v6e if abs(deviation(name, ours=True)) <= NEAR]
     assert (len(near), len(of_v6e)) == (15, 16)
-    found = of_generating(TimeCalibration(), "v6e")
-    assert "of the sixteen that test it fifteen are within 25 %" in found.said and found.spread == BEYOND
+    found = decode_calibration(TimeCalibration(), "v6e")
+    assert "of the sixteen that test it fifteen are within 25 %" in found.reason and found.spread == BEYOND
     (missed,) = set(of_v6e) - set(near)
-    assert f"was {1 / (1 + deviation(missed, ours=True)):.1f} times its modelled time" in found.said
+    assert f"was {1 / (1 + deviation(missed, ours=True)):.1f} times its modelled time" in found.reason
     # Every other published row is within the range that a plan states.
     assert all(BEYOND[0] <= 1 / (1 + deviation(name, ours=True)) <= BEYOND[1] for name in near)
     # Where no load sets a scale, a train step's calibration is what there is.
-    assert of_generating(TimeCalibration(said="as it is"), "v5e") == TimeCalibration(said="as it is")
+    assert decode_calibration(TimeCalibration(reason="as it is"), "v5e") == TimeCalibration(reason="as it is")
 
 
 def test_a_host_is_waited_for_and_not_added():

@@ -17,7 +17,7 @@ from levanter.plan.calibration import (
     TimeCalibration,
     calibration,
     scale_with_options,
-    with_other_options,
+    untested_options_calibration,
 )
 from levanter.plan.step_time_model import CYCLE_SCALE
 
@@ -77,7 +77,7 @@ def test_modelled_speeds_are_near_the_published_ones(case):
     """Within 15 % where runs of that size calibrate the generation; inside the stated range anywhere else."""
     figures = KEPT[case.config]
     time = published.time_of(case, figures)
-    if time.calibration.said:
+    if time.calibration.reason:
         assert (
             published.per_chip(case, figures, time.high) <= case.tokens <= published.per_chip(case, figures, time.low)
         )
@@ -166,17 +166,17 @@ def test_a_time_that_nothing_calibrates_has_room_for_every_published_run():
 )
 def test_what_is_not_calibrated_says_so(generation, parameters, said):
     found = calibration(generation, parameters)
-    assert said in found.said and found.spread == BEYOND
+    assert said in found.reason and found.spread == BEYOND
 
 
 @pytest.mark.parametrize(("generation", "parameters"), [("v4", 7e9), ("v6e", 0.78e9)])
 def test_options_that_no_published_row_is_compiled_with_are_outside_of_every_calibration(generation, parameters):
     before = calibration(generation, parameters)
-    found = with_other_options(before, generation)
-    assert found.spread == BEYOND and found.said.startswith(before.said)
-    assert "not calibrated for these compiler options" in found.said
+    found = untested_options_calibration(before, generation)
+    assert found.spread == BEYOND and found.reason.startswith(before.reason)
+    assert "not calibrated for these compiler options" in found.reason
     # Where no scale was fitted, none is lost.
-    assert with_other_options(calibration("v5e", 16e9), "v5e") == calibration("v5e", 16e9)
+    assert untested_options_calibration(calibration("v5e", 16e9), "v5e") == calibration("v5e", 16e9)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_what_is_calibrated_says_nothing(generation, sizes):
         for case in CASES.values()
         if parse_accelerator(case.target).generation.name == generation
         # Rows of models outside of that size say so.
-        and not published.time_of(case, KEPT[case.config]).calibration.said
+        and not published.time_of(case, KEPT[case.config]).calibration.reason
     ]
     # A token's FLOPs are six for each parameter and some for attention.
     assert not of_rows or (sizes[0] < 1.25 * min(of_rows) and max(of_rows) < 1.25 * sizes[1])

@@ -91,7 +91,7 @@ def test_modules_add_up_to_the_compilers_cycles():
     """Every `estimated_cycles` of the golden text, loops counted three times, over v4's clock."""
     verdict = fitting_verdict()
     program = verdict.programs[0]
-    found = timing.parts(program)
+    found = timing.module_times(program)
     text = (GOLDEN / "hlo" / "small_v4.txt").read_text()
     entry = text[text.index("\nENTRY ") :]
     once = sum(int(n) for n in re.findall(r'"estimated_cycles":"(\d+)"', entry))
@@ -117,7 +117,7 @@ def test_modules_add_up_to_the_compilers_cycles():
     ],
 )
 def test_modules_are_named_below_the_trunk(module, name):
-    assert timing.module_of(Scope(module)) == name
+    assert timing.module_name(Scope(module)) == name
 
 
 def test_collectives_by_hand():

@@ -9,7 +9,7 @@ from levanter.config import parse
 from levanter.hardware import parse_accelerator
 from levanter.plan.roofline import FLOPS, HBM, LINKS, SPREAD, estimated_time
 from levanter.plan.step_time_model import StepTime
-from levanter.plan.target_from_name import target_of_pod
+from levanter.plan.target_from_name import pod_target
 from levanter.runplan import RunPlan
 
 
@@ -83,7 +83,7 @@ def planned(row: Published, **trainer: object) -> RunPlan:
             "num_train_steps": 1, "mesh": {"param_mapping": across}, **trainer,
         },
     }  # fmt: skip
-    return describe(parse(TrainLmConfig, overrides=overrides), target_of_pod(target))
+    return describe(parse(TrainLmConfig, overrides=overrides), pod_target(target))
 
 
 def timed(row: Published) -> tuple[RunPlan, StepTime]:
@@ -108,7 +108,7 @@ def test_published_speeds_are_in_the_range(row):
     published = published_seconds(row, plan)
     assert found.low < published < found.high
     assert found.expected == pytest.approx(published, rel=0.25)
-    assert found.calibration.estimate and "an estimate by arithmetic" in found.calibration.said
+    assert found.calibration.estimate and "an estimate by arithmetic" in found.calibration.reason
 
 
 @pytest.mark.parametrize("row", HELD_OUT, ids=lambda row: f"{row.size}-{row.target}-{row.seq}")

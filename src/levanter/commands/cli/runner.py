@@ -25,7 +25,7 @@ from levanter.distributed.barrier import agreed
 from levanter.io import printing_may_fail, setup_logging
 from levanter.io.names import name_problem
 from levanter.mesh import DeviceSet, local_devices, mesh_report, require_accelerator
-from levanter.plan.local_hbm_check import ran_out, require_room
+from levanter.plan.local_hbm_check import out_of_memory_error, require_hbm
 from levanter.runplan import OK, EntryPoint, RunPlan, Session, Target
 from levanter.tracker import start_trackers
 from levanter.trainer.config import TrainerConfig
@@ -91,7 +91,7 @@ def run_config(entry: EntryPoint[C, W, R], config: C, *, written: ExplicitKeys |
     if show:
         _print_plan(plan, devices)
     plan.check()
-    require_room(plan)
+    require_hbm(plan)
     require_same_config(config)
     session = Session(run_id=id_, show=show)
     trackers = trainer.trackers if entry.tracked else ()
@@ -117,7 +117,7 @@ def run_config(entry: EntryPoint[C, W, R], config: C, *, written: ExplicitKeys |
                 raise
             raise KeyboardInterrupt(entry.interrupted_message(plan, session)) from stop
         except (jax.errors.JaxRuntimeError, MemoryError) as error:
-            if (oom := ran_out(plan, error)) is None:
+            if (oom := out_of_memory_error(plan, error)) is None:
                 raise
             raise oom from error
         code = entry.finish(plan, result, session)

@@ -35,7 +35,7 @@ from levanter.models.axes import model_axes
 from levanter.models.lm_head.plan import planned_chunk
 from levanter.models.precision import Precision
 from levanter.models.registry import LmConfig
-from levanter.plan.context_parallel_cost import exchange_prices
+from levanter.plan.context_parallel_cost import context_parallel_cost
 from levanter.runplan import Check, Target
 
 
@@ -70,7 +70,7 @@ def resolved_on(
         devices=target.devices,
         granules=target.granules,
         hbm_bytes=target.hbm_bytes,
-        prices=exchange_prices(model, target, positions=positions, itemsize=itemsize, backward=backward),
+        prices=context_parallel_cost(model, target, positions=positions, itemsize=itemsize, backward=backward),
     )
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from levanter.commands.model.workloads import stage_program
 from levanter.commands.train.work import TrainPlan
 from levanter.data import TrainRows
-from levanter.plan.attention_blocks import attended_rows
+from levanter.plan.attention_blocks import batch_imbalance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Balance:
     def of(cls, plan: TrainPlan) -> "Balance":
         """Of a run; pairs of answers are not looked at."""
         batch = stage_program(plan, plan.work.batches, 0).input("batch").value
-        of_rows = attended_rows(plan) if plan.work.pairs is None else None
+        of_rows = batch_imbalance(plan) if plan.work.pairs is None else None
         return cls(of_rows=of_rows, segments=getattr(batch, "segment_ids", None) is not None)
 
     def __call__(self, step: int, rows: TrainRows) -> None:

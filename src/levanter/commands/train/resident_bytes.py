@@ -13,7 +13,7 @@ from levanter.commands.train.dpo.setup import SCORE, Preferences
 from levanter.commands.train.lm.evaluation import PROGRAM as EVALUATE
 from levanter.eval.harness.packing import PROGRAM_PREFIX
 from levanter.models.adapters.whole import paths_of
-from levanter.plan.hbm_budget import residents_of
+from levanter.plan.hbm_budget import program_residents
 from levanter.plan.load_budget import loading_coresident_bytes
 from levanter.trainer.adapter_state import COPIED, INIT
 from levanter.trainer.frozen_identity import DIGEST
@@ -53,7 +53,7 @@ def coresident_bytes(
     found = {program.name: known[program.name] for program in computing if program.name in known}
     for program in computing:
         if program.name == INIT and any(each.name == COPIED for each in program.inputs):
-            taken = residents_of(program, plan.parameters.mesh)
+            taken = program_residents(program, plan.parameters.mesh)
             found[INIT] -= sum(each.nbytes for each in taken if each.path.startswith(f"{COPIED}."))
     # The harness's Programs take what an evaluation takes.
     found |= {each.name: resident - parameters for each in computing if each.name.startswith(PROGRAM_PREFIX)}
@@ -75,7 +75,7 @@ def coresident_bytes(
             # The base of adapters is a part of what is resident, a second model is beside it.
             found[program.name] = resident - (frozen if pairs.kind == "adapter_base" else 0)
     for program in saving:
-        taken = sum(each.nbytes for each in residents_of(program, plan.parameters.mesh))
+        taken = sum(each.nbytes for each in program_residents(program, plan.parameters.mesh))
         found[program.name] = max(resident + second - taken, 0)
     return {name: nbytes for name, nbytes in found.items() if nbytes}
 

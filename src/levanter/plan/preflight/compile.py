@@ -8,11 +8,11 @@ from haliax_ext.errors import gib
 from levanter.hardware import Accelerator
 from levanter.html.format import seconds_text
 from levanter.plan.aot import CompileCrash, Compiled, LibtpuMissing, Outcome, Refused, WorkerBadInput, compile_programs
-from levanter.plan.compile_selection import exceeds_hbm, format_hbm_error, known_to_fit, largest, select_programs
+from levanter.plan.compile_selection import exceeds_hbm, format_hbm_error, known_to_fit, largest_inputs, select_programs
 from levanter.plan.hbm_budget import Budget
-from levanter.plan.hbm_lower_bound import HbmLowerBound, known_of
-from levanter.plan.preflight.state import LOCAL, Inquiry, Scope, first_line, of_limit
-from levanter.plan.row_advice import too_many_rows
+from levanter.plan.hbm_lower_bound import HbmLowerBound, program_lower_bound
+from levanter.plan.oom_report import advise_on_slots
+from levanter.plan.preflight.state import LOCAL, Inquiry, Scope, first_line, format_of_limit
 from levanter.plan.verdict import StageStatus
 from levanter.runplan import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, NOT_DECIDED, OK, RunPlan
 
@@ -36,7 +36,7 @@ def compile_stage(inquiry: Inquiry, plan: RunPlan, pod: Accelerator | None, budg
     if not chosen:
         inquiry.end("compile", "the run computes nothing on the devices", status="skipped")
         return {}
-    name, most = largest(budget)
+    name, most = largest_inputs(budget)
     if budget.hbm_bytes is not None and most > budget.hbm_bytes:
         inquiry.end("compile", f"not needed: the inputs of {name} alone do not fit", status="skipped")
         return {}
@@ -50,7 +50,7 @@ def compile_stage(inquiry: Inquiry, plan: RunPlan, pod: Accelerator | None, budg
 
     inquiry.begin(f"starting the compiler of {target} for {', '.join(chosen)}")
 
-    def heard(event: Mapping[str, Any]) -> None:
+    def report_progress(event: Mapping[str, Any]) -> None:
         if event["event"] == "compiling":
             inquiry.progress(f"compiling {event['program']} for {target}")
 
@@ -61,7 +61,7 @@ def compile_stage(inquiry: Inquiry, plan: RunPlan, pod: Accelerator | None, budg
             target=LOCAL if pod is None else pod,
             programs=chosen,
             keep_text=question.keep_text,
-            on_event=heard,
+            on_event=report_progress,
             kept=question.kept,
             plan=plan,
         )
@@ -71,8 +71,8 @@ def compile_stage(inquiry: Inquiry, plan: RunPlan, pod: Accelerator | None, budg
     except CompileCrash as error:
         if plan.errors:
             # What the earlier stages refuse need not go through the compiler.
-            said = error.last_lines[-1] if error.last_lines else str(error)
-            inquiry.end("compile", f"not possible given the problems above:  {said}", status="skipped")
+            last = error.last_lines[-1] if error.last_lines else str(error)
+            inquiry.end("compile", f"not possible given the problems above:  {last}", status="skipped")
             return {}
         message = str(error).splitlines()[0].removesuffix(":")
         inquiry.end("compile", message, findings=error.last_lines, code=COMPILER_CRASH)
@@ -81,7 +81,7 @@ def compile_stage(inquiry: Inquiry, plan: RunPlan, pod: Accelerator | None, budg
     beyond = [o for o in outcomes if exceeds_hbm(plan, o)]
     findings = [f"{o.name} does not fit: {o.refusal}" for o in refused]
     findings += [format_hbm_error(plan, o) for o in beyond if isinstance(o, Compiled)]
-    findings += too_many_rows(plan, pod) if findings else []
+    findings += advise_on_slots(plan, pod) if findings else []
     fitting = [o.name for o in outcomes if o not in refused and o not in beyond]
     compiled = [f"{_named(plan, fitting)} compiled"] if fitting else []
     message = "; ".join([*findings, *compiled, *_arithmetic(plan, question.scope), *_ages(outcomes)])
@@ -137,16 +137,18 @@ def _without_compiler(
     lacking = f"not in it: {known.lacking}"
     if known.total > limit:
         finding = f"{name} needs at least {gib(known.total)} > {gib(limit)}: {known}; {lacking}"
-        found = [finding, *too_many_rows(plan, pod)]
-        inquiry.end("compile", f"{why}, nor needed", findings=found, code=DOES_NOT_FIT)
+        findings = [finding, *advise_on_slots(plan, pod)]
+        inquiry.end("compile", f"{why}, nor needed", findings=findings, code=DOES_NOT_FIT)
         return
     inquiry.end(
-        "compile", f"{why}; {name} needs at least {of_limit(known.total, limit)} ({known}); {lacking}", status=status
+        "compile",
+        f"{why}; {name} needs at least {format_of_limit(known.total, limit)} ({known}); {lacking}",
+        status=status,
     )
 
 
 def _neediest(plan: RunPlan, names: Sequence[str], limit: int) -> tuple[str, HbmLowerBound]:
     """The Program with most known bytes on a chip."""
-    found = {name: known_of(plan, name, hbm_bytes=limit) for name in names}
-    name = max(found, key=lambda each: found[each].total)
-    return name, found[name]
+    bounds = {name: program_lower_bound(plan, name, hbm_bytes=limit) for name in names}
+    name = max(bounds, key=lambda program: bounds[program].total)
+    return name, bounds[name]

@@ -9,16 +9,20 @@ from levanter.hardware import Accelerator
 from levanter.hardware.compiler import LAYOUTS, as_values, tuned_options
 from levanter.html.format import span_text
 from levanter.plan.aot import Compiled, Outcome, Refused
-from levanter.plan.attention_blocks import attended_share
-from levanter.plan.calibration import GENERATING_SCALE, of_generating, scale_with_options, with_other_options
+from levanter.plan.attention_blocks import busiest_block_share
+from levanter.plan.calibration import (
+    GENERATING_SCALE,
+    decode_calibration,
+    scale_with_options,
+    untested_options_calibration,
+)
 from levanter.plan.comms import Network
 from levanter.plan.compile_selection import coresident_bytes, exceeds_hbm, known_to_fit
 from levanter.plan.hbm_budget import Budget
-from levanter.plan.offload import offloaded
-from levanter.plan.oom_report import why_not
+from levanter.plan.offload import offloaded_activations
+from levanter.plan.oom_report import decode_cost, explain_oom
 from levanter.plan.preflight.state import Inquiry
 from levanter.plan.roofline import estimated_time
-from levanter.plan.row_advice import serving_of
 from levanter.plan.step_time_model import StepTime, mfu, step_time
 from levanter.plan.verdict import ProgramVerdict
 from levanter.runplan import RunPlan, Workload
@@ -44,7 +48,7 @@ def cost_stage(
         workload, others = workloads.get(program.name), coresident.get(program.name, 0)
         drawn = bounded.get(program.name)
         bound = None if drawn is None else drawn.total
-        sent = None if pod is None or plan.errors else offloaded(plan, program.name, pod=pod)
+        sent = None if pod is None or plan.errors else offloaded_activations(plan, program.name, pod=pod)
         verdict = ProgramVerdict(
             name=program.name,
             outcome=outcome,
@@ -54,9 +58,9 @@ def cost_stage(
             offloaded=sent,
         )
         if isinstance(outcome, Refused):
-            verdict = replace(verdict, why_not=why_not(outcome, plan, budget))
+            verdict = replace(verdict, why_not=explain_oom(outcome, plan, budget))
         elif outcome is None:
-            verdict = replace(verdict, why_not=why_not(None, plan, budget, program=program.name))
+            verdict = replace(verdict, why_not=explain_oom(None, plan, budget, program=program.name))
             if pod is not None and not pod.can_compile and not plan.errors:
                 verdict = _estimated(verdict, plan, pod)
         else:
@@ -64,26 +68,30 @@ def cost_stage(
             if exceeds_hbm(plan, outcome):
                 limit, most = plan.target.limit_bytes or 0, outcome.peak_bytes + others
                 needed = OutOfMemory(needed=most, available=limit, allocations=(), message="")
-                verdict = replace(verdict, why_not=why_not(needed, plan, budget, program=program.name))
+                verdict = replace(verdict, why_not=explain_oom(needed, plan, budget, program=program.name))
             # What runs once takes no time to speak of.
             if pod is not None and (workload is not None or not workloads):
                 verdict = _timed(verdict, outcome, pod, plan)
         verdicts.append(verdict)
     timed = [f"{v.name} {span_text(v.time.low, v.time.high)}" for v in verdicts if v.time is not None]
     if timed:
-        inquiry.end("cost", f"{', '.join(timed)} ({basis_of(verdicts)})")
+        inquiry.end("cost", f"{', '.join(timed)} ({time_basis(verdicts)})")
     else:
         why = _why_no_time(outcomes)
         inquiry.end("cost", why, status="skipped")
     return tuple(verdicts)
 
 
-def basis_of(programs: Sequence[ProgramVerdict]) -> str:
+def time_basis(programs: Sequence[ProgramVerdict]) -> str:
     """What the times of Programs rest on, in three words."""
-    found = [program.time.calibration for program in programs if program.time is not None]
-    if any(each.estimate for each in found):
+    calibrations = [program.time.calibration for program in programs if program.time is not None]
+    if any(calibration.estimate for calibration in calibrations):
         return "an estimate, not measured"
-    return "modelled, not calibrated" if any(each.said for each in found) else "modelled, not measured"
+    return (
+        "modelled, not calibrated"
+        if any(calibration.reason for calibration in calibrations)
+        else "modelled, not measured"
+    )
 
 
 def _why_no_time(outcomes: Mapping[str, Outcome]) -> str:
@@ -108,23 +116,23 @@ def _timed(verdict: ProgramVerdict, outcome: Compiled, pod: Accelerator, plan: R
     workload: Workload | None = verdict.workload
     network = Network.of(outcome.mesh, pod, outcome.coordinates)
     flops = 0.0 if workload is None else workload.flops_causal
-    experts = max((dict(each.leaf.axes).get("expert", 0) for each in plan.sharding.leaves), default=0)
+    experts = max((dict(leaf.leaf.axes).get("expert", 0) for leaf in plan.sharding.leaves), default=0)
     time_ = step_time(
         outcome.figures,
         network,
         model_flops=flops,
         parameters=_parameters(plan),
         experts=experts or None,
-        attended=attended_share(plan),
+        attended=busiest_block_share(plan),
     )
     if time_ is not None:
-        time_ = calibrated(time_, plan, verdict.name, pod.generation.name)
+        time_ = with_program_calibration(time_, plan, verdict.name, pod.generation.name)
     if time_ is not None and verdict.offloaded is not None and verdict.offloaded.seconds is not None:
         time_ = replace(time_, transfers=verdict.offloaded.seconds)
     return replace(verdict, time=time_) if time_ is None or workload is None else _used(verdict, time_, workload, pod)
 
 
-def calibrated(time: StepTime, plan: RunPlan, program: str, generation: str) -> StepTime:
+def with_program_calibration(time: StepTime, plan: RunPlan, program: str, generation: str) -> StepTime:
     """The time of a Program with the scale and the range of what it does and of what it is compiled with.
 
     Args:
@@ -133,13 +141,13 @@ def calibrated(time: StepTime, plan: RunPlan, program: str, generation: str) -> 
         program: the Program's name.
         generation: the chips', by name.
     """
-    if serving_of(plan) is not None and generation in GENERATING_SCALE:
-        rests_on = of_generating(time.calibration, generation)
+    if decode_cost(plan) is not None and generation in GENERATING_SCALE:
+        rests_on = decode_calibration(time.calibration, generation)
         return replace(time, calibration=rests_on, cycle_scale=GENERATING_SCALE[generation])
     if not _other_options(plan, program):
         return time
     scale = scale_with_options(time.cycle_scale, generation, plan.program(program).compiler_options)
-    return replace(time, calibration=with_other_options(time.calibration, generation), cycle_scale=scale)
+    return replace(time, calibration=untested_options_calibration(time.calibration, generation), cycle_scale=scale)
 
 
 def _other_options(plan: RunPlan, name: str) -> bool:

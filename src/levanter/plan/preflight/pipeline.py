@@ -17,19 +17,25 @@ from haliax_ext.errors import gib
 from levanter.hardware import Accelerator, parse_accelerator
 from levanter.html.format import span_text
 from levanter.plan.aot import CompileCrash, Compiled, Refused
-from levanter.plan.compile_selection import exceeds_hbm, largest
-from levanter.plan.dcn_gathers import note_between_slices
-from levanter.plan.error_origin import raised_in_library
-from levanter.plan.hbm_budget import Budget, budget_of
-from levanter.plan.load_budget import LoadBudget, load_budget
-from levanter.plan.load_ceilings import load_ceilings
-from levanter.plan.local_hbm_check import shortage
-from levanter.plan.offload import offloaded
+from levanter.plan.compile_selection import exceeds_hbm, largest_inputs
+from levanter.plan.dcn_gathers import dcn_gather_note
+from levanter.plan.hbm_budget import Budget, hbm_budget
+from levanter.plan.load_budget import LoadBudget, load_budget, load_ceilings
+from levanter.plan.local_hbm_check import find_hbm_shortage
+from levanter.plan.offload import offloaded_activations
+from levanter.plan.oom_report import advise_on_slots
 from levanter.plan.preflight.compile import compile_stage
-from levanter.plan.preflight.cost import basis_of, cost_stage
-from levanter.plan.preflight.state import LOCAL, Inquiry, Progress, Question, first_line, of_limit
-from levanter.plan.row_advice import too_many_rows
-from levanter.plan.target_from_name import target_of_pod
+from levanter.plan.preflight.cost import cost_stage, time_basis
+from levanter.plan.preflight.state import (
+    LOCAL,
+    Inquiry,
+    Progress,
+    Question,
+    first_line,
+    format_of_limit,
+    raised_in_library,
+)
+from levanter.plan.target_from_name import pod_target
 from levanter.plan.verdict import ProgramVerdict, Verdict
 from levanter.runplan import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, NOT_DECIDED, OK, RunPlan
 
@@ -50,7 +56,7 @@ def preflight(question: Question, *, progress: Progress = lambda _: None) -> Ver
     if plan is None:
         headline = f"cannot be planned: {first_line(inquiry.stages[-1].findings)}"
         return _verdict(inquiry, None, pod, None, None, (), headline)
-    if (short := shortage(plan)) is not None:
+    if (short := find_hbm_shortage(plan)) is not None:
         plan = short[0]
     budget = _sharding(inquiry, plan, pod)
     load = _loading(inquiry, plan, pod)
@@ -81,7 +87,7 @@ def _verdict(
         stages=tuple(inquiry.stages),
         exit_code=inquiry.exit_code,
         headline=headline,
-        notes=() if plan is None else (*plan.notes, *filter(None, [note_between_slices(plan)])),
+        notes=() if plan is None else (*plan.notes, *filter(None, [dcn_gather_note(plan)])),
     )
 
 
@@ -90,7 +96,7 @@ def _config(inquiry: Inquiry, pod: Accelerator | None) -> RunPlan | None:
     inquiry.begin("describing the run")
     try:
         if pod is not None:
-            target = target_of_pod(pod)
+            target = pod_target(pod)
         else:
             assert question.local is not None, "the target `local` needs a way to count the local devices"
             target = question.local()
@@ -107,9 +113,9 @@ def _config(inquiry: Inquiry, pod: Accelerator | None) -> RunPlan | None:
     absent = [f"{c.name}: not checked here: {c.message}" for c in plan.checks if c.status == "unchecked"]
     missing = len(plan.missing) if question.require_inputs else 0
     if wrong or missing:
-        parts = [f"{len(wrong)} wrong"] if wrong else []
-        parts += [f"{missing} not available (--require_inputs)"] if missing else []
-        inquiry.end("config", ", ".join(parts), findings=[*wrong, *absent], code=BAD_INPUT)
+        problems = [f"{len(wrong)} wrong"] if wrong else []
+        problems += [f"{missing} not available (--require_inputs)"] if missing else []
+        inquiry.end("config", ", ".join(problems), findings=[*wrong, *absent], code=BAD_INPUT)
     elif absent:
         inquiry.end("config", f"sound; {len(absent)} not checked here", findings=absent, status="unchecked")
     else:
@@ -119,23 +125,25 @@ def _config(inquiry: Inquiry, pod: Accelerator | None) -> RunPlan | None:
 
 def _sharding(inquiry: Inquiry, plan: RunPlan, pod: Accelerator | None) -> Budget:
     inquiry.begin()
-    budget = budget_of(plan)
+    budget = hbm_budget(plan)
     replicated = any(f.kind == "replicated" and f.error is not None for f in plan.sharding.findings)
     errors = [str(error) for error in (*plan.sharding.errors, *plan.activations.errors)]
-    name, most = largest(budget)
+    name, most = largest_inputs(budget)
     limit = budget.hbm_bytes
     message = (
-        f"inputs of {name} take {of_limit(most, limit)}" if name else "no program, because an input is not available"
+        f"inputs of {name} take {format_of_limit(most, limit)}"
+        if name
+        else "no program, because an input is not available"
     )
     message += f"; mesh {plan.mesh}"
     if limit is not None and most > limit:
         code = DOES_NOT_FIT
         message = f"inputs of {name} alone do not fit: {gib(most)} > {gib(limit)}; mesh {plan.mesh}"
-        errors += too_many_rows(plan, pod)
+        errors += advise_on_slots(plan, pod)
     else:
         code = DOES_NOT_FIT if replicated else BAD_INPUT if errors else OK
     if not errors and pod is not None and plan.workloads:
-        sent = offloaded(plan, plan.workloads[0].program, pod=pod)
+        sent = offloaded_activations(plan, plan.workloads[0].program, pod=pod)
         if sent is not None and not sent.fits:
             errors, code = [f"host memory: {sent}: more than it has"], DOES_NOT_FIT
     inquiry.end("sharding", message, findings=errors, code=code)
@@ -179,7 +187,7 @@ def _headline(
     programs: Sequence[ProgramVerdict],
 ) -> str:
     limit = budget.hbm_bytes
-    name, most = largest(budget)
+    name, most = largest_inputs(budget)
     refused = [p for p in programs if isinstance(p.outcome, Refused)]
     if limit is not None and most > limit:
         return f"does not fit: {gib(most)} > {gib(limit)} (inputs of {name} alone)"
@@ -193,16 +201,16 @@ def _headline(
         return f"does not fit while loading: {gib(load.device_peak)} > {gib(limit)}"
     compiled = [p for p in programs if p.fits is not None]
     times = [f"{p.name} {span_text(p.time.low, p.time.high)}" for p in programs if p.time is not None]
-    modelled = f"; {', '.join(times)} ({basis_of(programs)})" if times else ""
+    modelled = f"; {', '.join(times)} ({time_basis(programs)})" if times else ""
     if compiled:
-        size = of_limit(max(p.peak_bytes or 0 for p in compiled), limit)
+        size = format_of_limit(max(p.peak_bytes or 0 for p in compiled), limit)
     elif inquiry.known is not None and limit is not None:
         program, known = inquiry.known
         if known.total > limit:
             return f"does not fit: at least {gib(known.total)} > {gib(limit)} ({program}; not compiled)"
-        size = f"at least {of_limit(known.total, limit)}"
+        size = f"at least {format_of_limit(known.total, limit)}"
     else:
-        size = f"{of_limit(most, limit)} for inputs alone"
+        size = f"{format_of_limit(most, limit)} for inputs alone"
     if inquiry.exit_code == NOT_DECIDED:
         return f"not decided: {size}{modelled}"
     if inquiry.exit_code == OK:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from haliax_ext.errors import gib
-from levanter.plan.compile_cache import KeptAnswers
+from levanter.plan.compile_cache import CompileCache
 from levanter.plan.hbm_lower_bound import HbmLowerBound
 from levanter.plan.verdict import Stage, StageStatus
 from levanter.runplan import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, NOT_DECIDED, OK, RunPlan, Target
@@ -18,6 +18,7 @@ from levanter.runplan import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, NOT_DECIDE
 Progress = Callable[[str], None]
 Scope = Literal["timed", "run", "all"]
 LOCAL = "local"
+LIBRARIES = ("jax", "jaxlib", "haliax", "equinox", "optax", "numpy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,7 @@ class Question:
     scope: Scope = "timed"
     require_inputs: bool = False
     keep_text: Path | None = None
-    kept: KeptAnswers | None = None
+    kept: CompileCache | None = None
 
 
 @dataclass
@@ -91,7 +92,7 @@ class Inquiry:
         return next((code for code in (DOES_NOT_FIT, COMPILER_CRASH, BAD_INPUT, NOT_DECIDED) if code in self.codes), OK)
 
 
-def of_limit(nbytes: int, limit: int | None) -> str:
+def format_of_limit(nbytes: int, limit: int | None) -> str:
     """Bytes on a device, and of how many."""
     if limit is None:
         return f"{gib(nbytes)} a device"
@@ -103,3 +104,12 @@ def of_limit(nbytes: int, limit: int | None) -> str:
 def first_line(texts: Sequence[str]) -> str:
     """The first line of the first text; empty for none."""
     return texts[0].splitlines()[0] if texts else ""
+
+
+def raised_in_library(error: BaseException) -> bool:
+    """Whether `error` comes out of a library under us: no input explains it, and its traceback is what counts."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    module = at.tb_frame.f_globals.get("__name__", "") if at is not None else ""
+    return module.split(".")[0] in LIBRARIES

@@ -33,10 +33,10 @@ def group_class(name: str) -> str:
 
 def module_classes(names: Sequence[str]) -> dict[str, str]:
     """A color for each module: that of the parameters it holds where it is known, else the next that is left."""
-    found = {name: group_class(_GROUP_OF[name]) for name in names if name in _GROUP_OF}
-    others = [name for name in names if name not in found]
-    found |= {name: f"g-m{n}" if n < MODULE_COLORS else "g-rest" for n, name in enumerate(others)}
-    return found | {name: "g-rest" for name in names if name.endswith(" smaller modules")}
+    classes = {name: group_class(_GROUP_OF[name]) for name in names if name in _GROUP_OF}
+    others = [name for name in names if name not in classes]
+    classes |= {name: f"g-m{n}" if n < MODULE_COLORS else "g-rest" for n, name in enumerate(others)}
+    return classes | {name: "g-rest" for name in names if name.endswith(" smaller modules")}
 
 
 def swatch(name: str) -> Html:
@@ -44,24 +44,24 @@ def swatch(name: str) -> Html:
     return tag("i", class_=f"swatch {group_class(name)}", aria_hidden="true")
 
 
-def memory_bar(held: view.Occupancy, *, holder: str) -> Html:
+def memory_bar(occupancy: view.Occupancy, *, holder: str) -> Html:
     """The bytes of a chip, stacked, against what it has."""
     pieces = [
         BarPiece(
             css_class=group_class(segment.name),
-            share=segment.nbytes / held.scale,
+            share=segment.nbytes / occupancy.scale,
             title=f"{segment.name}: {gib(segment.nbytes)}",
         )
-        for segment in held.segments
+        for segment in occupancy.segments
     ]
-    label = f"{gib(held.used)} on a {holder}"
-    if held.limit is None:
+    label = f"{gib(occupancy.used)} on a {holder}"
+    if occupancy.limit is None:
         return tag("div", stacked_bar(pieces, label=label))
-    at = held.limit / held.scale
+    at = occupancy.limit / occupancy.scale
     # The text is placed on that side of the line where it fits.
     side = f"left:{css_percent(at)}" if at < 0.5 else f"right:{css_percent(1 - at)}"
-    under = tag("div", tag("span", f"{gib(held.limit)} of a {holder}", style=side), class_="under")
-    return tag("div", stacked_bar(pieces, label=f"{label} of {gib(held.limit)}", marker=at), under)
+    under = tag("div", tag("span", f"{gib(occupancy.limit)} of a {holder}", style=side), class_="under")
+    return tag("div", stacked_bar(pieces, label=f"{label} of {gib(occupancy.limit)}", marker=at), under)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +87,8 @@ class Cell:
         resident = self.resident
         lines = [self.name, f"{resident.group}: {resident.dtype} {named_shape(resident.axes)}"]
         lines += [] if resident.replicated else [resident.spec]
-        each = f" ({gib(resident.nbytes)} each)" if self.count > 1 else ""
-        lines.append(f"{gib(self.nbytes)} on a chip{each} of {gib(self.count * resident.whole_bytes)} in all")
+        single = f" ({gib(resident.nbytes)} each)" if self.count > 1 else ""
+        lines.append(f"{gib(self.nbytes)} on a chip{single} of {gib(self.count * resident.whole_bytes)} in all")
         if resident.replicated:
             lines.append("replicated: every chip holds a copy")
         elif resident.replicated_over:
@@ -106,12 +106,12 @@ def cells(residents: Sequence[Resident], *, most: int) -> list[Cell]:
         return folded(resident), resident.axes, resident.dtype, resident.spec
 
     counts = Counter(kind(resident) for resident in residents)
-    found: dict[tuple[object, ...], Cell] = {}
+    by_kind: dict[tuple[object, ...], Cell] = {}
     for resident in residents:
         count = counts[kind(resident)]
         shown = replace(resident, path=folded(resident)) if count > 1 else resident
-        found.setdefault(kind(resident), Cell(resident=shown, count=count))
-    ordered = sorted(found.values(), key=lambda cell: -cell.nbytes)
+        by_kind.setdefault(kind(resident), Cell(resident=shown, count=count))
+    ordered = sorted(by_kind.values(), key=lambda cell: -cell.nbytes)
     if len(ordered) <= most:
         return ordered
     rest = ordered[most - 1 :]
@@ -133,7 +133,7 @@ def treemap(shown: Sequence[Cell]) -> Html:
     for cell in shown:
         groups.setdefault(cell.resident.group, []).append(cell)
     areas = squarify([sum(cell.nbytes for cell in members) for members in groups.values()], _MAP)
-    apart = _told_apart(shown)
+    apart = _short_names(shown)
     boxes: list[Content] = []
     for members, area in zip(groups.values(), areas, strict=True):
         for cell, at in zip(members, squarify([cell.nbytes for cell in members], area), strict=True):
@@ -141,26 +141,26 @@ def treemap(shown: Sequence[Cell]) -> Html:
     return tag("div", boxes, class_="map", role="group", aria_label="arrays by their bytes on a chip")
 
 
-def _told_apart(shown: Sequence[Cell]) -> dict[str, str]:
+def _short_names(shown: Sequence[Cell]) -> dict[str, str]:
     """The short name of each array by its path: its last two parts, and what tells those apart that share them."""
     alike: dict[tuple[str, str], list[Cell]] = {}
     for cell in shown:
         short = ".".join(cell.resident.path.removesuffix(".q").removesuffix(".weight").split(".")[-2:])
         alike.setdefault((cell.resident.group, short), []).append(cell)
-    found = {}
+    names = {}
     for (_, short), members in alike.items():
         for cell in members:
-            parts = cell.resident.path.split(".")
+            path = cell.resident.path.split(".")
             others = [set(other.resident.path.split(".")) for other in members if other is not cell]
-            own = [part for part in parts if others and not any(part in other for other in others)]
-            found[cell.name] = f"{own[0]} {short}" if own and own[0] not in short else short
-    return found
+            unique = [part for part in path if others and not any(part in other for other in others)]
+            names[cell.name] = f"{unique[0]} {short}" if unique and unique[0] not in short else short
+    return names
 
 
 def _box(cell: Cell, at: Rectangle, name: str) -> Html:
     resident = cell.resident
     style = (
-        f"left:{css_percent(at.left / _MAP.width)};top:{css_percent(at.top / _MAP.height)};"
+        f"left:{css_percent(at.x / _MAP.width)};top:{css_percent(at.y / _MAP.height)};"
         f"width:{css_percent(at.width / _MAP.width)};height:{css_percent(at.height / _MAP.height)}"
     )
     classes = f"cell {group_class(resident.group)}" + (" whole" if resident.replicated else "")

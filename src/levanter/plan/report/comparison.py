@@ -13,75 +13,80 @@ _GB = 1e9
 Row = tuple[str, ...]
 
 
-def compared_text(found: Comparison) -> str:
+def compared_text(comparison: Comparison) -> str:
     """The comparison as text."""
     lines = paragraph(
-        f"beside full fine-tuning on {found.target}: the same run without its adapters, every weight trained", indent=0
+        f"beside full fine-tuning on {comparison.target}: the same run without its adapters, every weight trained",
+        indent=0,
     )
-    if found.other is None:
-        return "\n".join([*lines, *paragraph(f"which cannot be planned: {found.problem}")]) + "\n"
+    if comparison.other is None:
+        return "\n".join([*lines, *paragraph(f"which cannot be planned: {comparison.problem}")]) + "\n"
     header = ("", "this run", "full", "full / this")
-    rows = [*_bytes(found.own, found.other), *_received(found.own, found.other), *_step(found.own, found.other)]
+    rows = [
+        *_bytes(comparison.configured, comparison.other),
+        *_received(comparison.configured, comparison.other),
+        *_step(comparison.configured, comparison.other),
+    ]
     lines += table(rows, align=("left", "right", "right", "right"), header=header)
-    said = (
+    legend = (
         "received: bytes that a chip takes in from others in one step; by arithmetic, weights are gathered in the "
         "compute dtype in the forward and in the backward pass, and gradients are summed in float32; as compiled, all "
         f"collectives of the step. Times are {view.MODELLED}"
     )
-    return "\n".join([*lines, *paragraph(said)]) + "\n"
+    return "\n".join([*lines, *paragraph(legend)]) + "\n"
 
 
-def compared_values(found: Comparison) -> dict[str, object]:
+def compared_values(comparison: Comparison) -> dict[str, object]:
     """The comparison as plain values."""
     return {
-        "target": found.target,
-        "this": _values(found.own),
-        "full": None if found.other is None else _values(found.other),
-        "problem": found.problem or None,
+        "target": comparison.target,
+        "this": _values(comparison.configured),
+        "full": None if comparison.other is None else _values(comparison.other),
+        "problem": comparison.problem or None,
     }
 
 
-def _bytes(own: ComparedRun, other: ComparedRun) -> Iterator[Row]:
-    names = [*own.groups, *(name for name in other.groups if name not in own.groups)]
+def _bytes(this: ComparedRun, other: ComparedRun) -> Iterator[Row]:
+    names = [*this.groups, *(name for name in other.groups if name not in this.groups)]
     for name in names:
-        yield _row(name, own.groups.get(name), other.groups.get(name), gib)
-    yield _row("together, without activations", sum(own.groups.values()), sum(other.groups.values()), gib)
-    most = [view.most_bytes(side.verdict) if _is_whole(side) else None for side in (own, other)]
-    yield ("at its peak, compiled", *(_NONE if each is None else gib(each) for each in most), "")
-    yield ("verdict", view.state(own.verdict), view.state(other.verdict), "")
+        yield _row(name, this.groups.get(name), other.groups.get(name), gib)
+    yield _row("together, without activations", sum(this.groups.values()), sum(other.groups.values()), gib)
+    most = [view.most_bytes(side.verdict) if _is_whole(side) else None for side in (this, other)]
+    yield ("at its peak, compiled", *(_NONE if nbytes is None else gib(nbytes) for nbytes in most), "")
+    yield ("verdict", view.state(this.verdict), view.state(other.verdict), "")
 
 
 def _is_whole(side: ComparedRun) -> bool:
     return side.verdict.fits is not None
 
 
-def _received(own: ComparedRun, other: ComparedRun) -> Iterator[Row]:
+def _received(this: ComparedRun, other: ComparedRun) -> Iterator[Row]:
     for network in ("ici", "dcn"):
-        mine, its = getattr(own.total_received, network), getattr(other.total_received, network)
+        mine, its = getattr(this.total_received, network), getattr(other.total_received, network)
         if not mine and not its:
             continue
         yield _row(f"received over {network.upper()}", mine, its, _size)
-        for what in dict.fromkeys((*own.received, *other.received)):
-            one, two = (getattr(side.received.get(what, CollectiveBytes()), network) or None for side in (own, other))
+        for what in dict.fromkeys((*this.received, *other.received)):
+            one, two = (getattr(side.received.get(what, CollectiveBytes()), network) or None for side in (this, other))
             if one or two:
                 yield _row(f"  {what}", one, two, _size)
-        if own.compiled is not None:
+        if this.compiled is not None:
             its = None if other.compiled is None else getattr(other.compiled, network)
-            yield _row(f"  as compiled, {network.upper()}", getattr(own.compiled, network), its, _size)
+            yield _row(f"  as compiled, {network.upper()}", getattr(this.compiled, network), its, _size)
 
 
-def _step(own: ComparedRun, other: ComparedRun) -> Iterator[Row]:
-    sides = (own, other)
+def _step(this: ComparedRun, other: ComparedRun) -> Iterator[Row]:
+    sides = (this, other)
     times = [None if side.step is None else side.step.time for side in sides]
     mine, its = (None if time is None else time.expected for time in times)
     if mine is None:
         return
     yield _row("a step", mine, its, seconds_text)
     exposed = [None if time is None else timing.exposed_share(time) for time in times]
-    yield ("  of it exposed communication", *(_NONE if each is None else percent(each) for each in exposed), "")
-    yield _row("tokens/s/chip", _rate(own), _rate(other), three_digits)
+    yield ("  of it exposed communication", *(_NONE if share is None else percent(share) for share in exposed), "")
+    yield _row("tokens/s/chip", _rate(this), _rate(other), three_digits)
     used = [_utilization(side) for side in sides]
-    yield ("MFU", *(_NONE if each is None else percent(each) for each in used), "")
+    yield ("MFU", *(_NONE if share is None else percent(share) for share in used), "")
 
 
 def _rate(side: ComparedRun) -> float | None:
@@ -93,9 +98,9 @@ def _utilization(side: ComparedRun) -> float | None:
     return None if side.step is None else timing.utilization(side.step, side.step.mfu)
 
 
-def _row(name: str, own: float | None, other: float | None, show: Callable[[float], str]) -> Row:
-    ratio = f"{other / own:.2f}" if own and other else ""
-    return (name, _NONE if own is None else show(own), _NONE if other is None else show(other), ratio)
+def _row(name: str, this: float | None, other: float | None, show: Callable[[float], str]) -> Row:
+    ratio = f"{other / this:.2f}" if this and other else ""
+    return (name, _NONE if this is None else show(this), _NONE if other is None else show(other), ratio)
 
 
 def _size(nbytes: float) -> str:
@@ -114,7 +119,7 @@ def _values(side: ComparedRun) -> dict[str, object]:
         "headline": side.verdict.headline,
         "peak_bytes": view.most_bytes(side.verdict) if _is_whole(side) else None,
         "resident_bytes": dict(side.groups),
-        "received": {what: network(each) for what, each in side.received.items()},
+        "received": {what: network(bytes_) for what, bytes_ in side.received.items()},
         "received_compiled": network(side.compiled),
         "step_seconds": None if time is None else time.expected,
         "tokens_per_second_per_chip": _rate(side),

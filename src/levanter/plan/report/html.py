@@ -69,11 +69,11 @@ def _part(name: str) -> str:
 
 def _ids(verdicts: Sequence[Verdict]) -> list[str]:
     """A name for each panel that can stand in an address: the target's, numbered where two are alike."""
-    found: list[str] = []
+    ids: list[str] = []
     for number, verdict in enumerate(verdicts, 1):
         name = re.sub(r"[^a-z0-9]+", "-", verdict.target.lower()).strip("-") or "target"
-        found.append(f"{name}-{number}" if name in found else name)
-    return found
+        ids.append(f"{name}-{number}" if name in ids else name)
+    return ids
 
 
 def _badge(verdict: Verdict) -> Html:
@@ -118,46 +118,46 @@ def _tabs(verdicts: Sequence[Verdict], ids: Sequence[str]) -> Html:
 
 
 def _panel(verdict: Verdict, id_: str, most: int) -> Html:
-    parts: list[Content] = [
+    content: list[Content] = [
         tag("h2", view.place(verdict), " ", _badge(verdict)),
         tag("p", view.headline(verdict), class_="headline"),
         tag("p", f"mesh {verdict.plan.mesh}", class_="soft") if verdict.plan is not None else "",
         _tiles(verdict),
     ]
     if verdict.exit_code and (wrong := view.findings(verdict)):
-        parts.append(section("What is wrong", bullet_list(wrong)))
+        content.append(section("What is wrong", bullet_list(wrong)))
     if reasons := view.reasons(verdict):
-        parts.append(section("Why it does not fit", bullet_list(reasons)))
-    parts += [_serving(sheet) for sheet in serving_sheets(verdict)]
-    parts += [_bytes(verdict), _arrays(verdict, most)]
+        content.append(section("Why it does not fit", bullet_list(reasons)))
+    content += [_serving(sheet) for sheet in serving_sheets(verdict)]
+    content += [_bytes(verdict), _arrays(verdict, most)]
     for program in view.main_and_others(verdict)[0]:
-        parts += [_time(verdict, program), _collectives(program)]
-    parts += [_loading(verdict), _programs(verdict), _stages(verdict)]
+        content += [_time(verdict, program), _collectives(program)]
+    content += [_loading(verdict), _programs(verdict), _stages(verdict)]
     for title, entries in (
         ("Not checked here", view.unchecked(verdict)),
         ("Not in the time model", view.unknown(verdict)),
         ("Notes", view.notes(verdict)),
     ):
         if entries:
-            parts.append(section(title, bullet_list(entries)))
-    return tag("div", parts, class_="panel", id=id_)
+            content.append(section(title, bullet_list(entries)))
+    return tag("div", content, class_="panel", id=id_)
 
 
 def _serving(sheet: ReportTable) -> Content:
     """A table of a run that generates text."""
     width = max(map(len, (sheet.header, *sheet.rows)))
-    numbers = tuple(n for n in range(width) if n not in sheet.left)
-    said = [tag("p", sentence) for sentence in sheet.said]
+    numbers = tuple(n for n in range(width) if n not in sheet.text_columns)
+    sentences = [tag("p", sentence) for sentence in sheet.sentences]
     header = sheet.header or ("",) * width
-    return section(sheet.title[0].upper() + sheet.title[1:], table(header, sheet.rows, numbers=numbers), *said)
+    return section(sheet.title[0].upper() + sheet.title[1:], table(header, sheet.rows, numbers=numbers), *sentences)
 
 
 def _tiles(verdict: Verdict) -> Html:
     """The figures one looks for first."""
     figures: list[tuple[str, str, str]] = []
-    held, most = view.occupancy(verdict), view.most_bytes(verdict)
+    occupancy, most = view.occupancy(verdict), view.most_bytes(verdict)
     if most is not None:
-        limit = held.limit if held is not None else None
+        limit = occupancy.limit if occupancy is not None else None
         figures.append((f"on a {view.holder(verdict)}", gib(most), f"of {gib(limit)}" if limit else ""))
     program = view.main_program(verdict)
     if program is not None and program.time is not None:
@@ -181,38 +181,38 @@ def _tiles(verdict: Verdict) -> Html:
 
 
 def _bytes(verdict: Verdict) -> Content:
-    held = view.occupancy(verdict)
-    if held is None:
+    occupancy = view.occupancy(verdict)
+    if occupancy is None:
         return ""
     one = view.holder(verdict)
     rows: list[list[Content]] = [
-        [[charts.swatch(segment.name), segment.name], gib(segment.nbytes), _share(segment.nbytes, held)]
-        for segment in held.segments
+        [[charts.swatch(segment.name), segment.name], gib(segment.nbytes), _share(segment.nbytes, occupancy)]
+        for segment in occupancy.segments
     ]
-    if held.free is not None:
-        what, nbytes = ("too much", -held.free) if held.free < 0 else ("free", held.free)
-        rows.append([tag("b", what), tag("b", gib(nbytes)), _share(nbytes, held)])
+    if occupancy.free is not None:
+        what, nbytes = ("too much", -occupancy.free) if occupancy.free < 0 else ("free", occupancy.free)
+        rows.append([tag("b", what), tag("b", gib(nbytes)), _share(nbytes, occupancy)])
     source = {
         "compiled": "the compiler's figures",
         "refused": "as the compiler refused it",
         "arithmetic": "inputs alone, by arithmetic",
     }
-    limit = f" of {gib(held.limit)}" if held.limit is not None else ""
-    note = f"while {held.program} runs: {gib(held.used)}{limit} ({source[held.source]})"
+    limit = f" of {gib(occupancy.limit)}" if occupancy.limit is not None else ""
+    note = f"while {occupancy.program} runs: {gib(occupancy.used)}{limit} ({source[occupancy.source]})"
     whole = ""
     if verdict.budget is not None and verdict.budget.replicated_bytes:
         whole = f"Of the inputs {gib(verdict.budget.replicated_bytes)} are arrays that are replicated on every {one}."
     return section(
         f"Bytes on a {one}",
-        charts.memory_bar(held, holder=one),
-        table(("group", "bytes", f"of a {one}" if held.limit else "share"), rows, numbers=(1, 2)),
+        charts.memory_bar(occupancy, holder=one),
+        table(("group", "bytes", f"of a {one}" if occupancy.limit else "share"), rows, numbers=(1, 2)),
         tag("p", whole) if whole else "",
         note=note,
     )
 
 
-def _share(nbytes: int, held: view.Occupancy) -> str:
-    return percent(nbytes / (held.limit or max(held.used, 1)))
+def _share(nbytes: int, occupancy: view.Occupancy) -> str:
+    return percent(nbytes / (occupancy.limit or max(occupancy.used, 1)))
 
 
 def _arrays(verdict: Verdict, most: int) -> Content:
@@ -251,7 +251,7 @@ def _time(verdict: Verdict, program: ProgramVerdict) -> Content:
     time = program.time
     if time is None:
         return ""
-    compute = timing.large_parts(program)
+    compute = timing.large_modules(program)
     colors = charts.module_classes([part.name for part in compute])
     pieces = [(part.name, part.seconds, colors[part.name]) for part in compute]
     if time.exposed:
@@ -275,36 +275,36 @@ def _time(verdict: Verdict, program: ProgramVerdict) -> Content:
     share = percent(timing.exposed_share(time))
     mark = tag("i", class_="swatch g-exposed hatched", aria_hidden="true")
     rows.append([[mark, "exposed communication"], *blanks, seconds_text(time.exposed), share])
-    said = (
+    summary = (
         f"{timing.time_text(time)}: from everything overlapped (bound by {time.bound_by}) to the schedule as compiled "
     )
-    said += "with the compiler's own cycles, and all communication that it does not hide."
+    summary += "with the compiler's own cycles, and all communication that it does not hide."
     if time.calibration.estimate:
-        said = f"{timing.time_text(time)}."
+        summary = f"{timing.time_text(time)}."
     numbers = tuple(range(1, len(passes) + 3))
     return section(
         f"Time of one {program.name}",
-        tag("p", said),
+        tag("p", summary),
         charts.time_bars(bars),
         table(("module", *passes, "compute", "of the step"), rows, numbers=numbers),
-        *(tag("p", sentence) for sentence in (*timing.suspicions(time), *filter(None, [time.calibration.said]))),
+        *(tag("p", sentence) for sentence in (*timing.suspicions(time), *filter(None, [time.calibration.reason]))),
         tag("p", _speed(verdict, program)),
         note=timing.basis(time),
     )
 
 
 def _speed(verdict: Verdict, program: ProgramVerdict) -> str:
-    said = []
+    sentences = []
     work, speed = program.workload, timing.rate(verdict, program)
     if work is not None and speed is not None:
-        each = count_text(work.tokens, "token")
+        tokens = count_text(work.tokens, "token")
         if work.unit != "tokens":
-            each += f" in {work.items:,} {work.unit} ({three_digits(speed.items_per_second)} {work.unit}/s)"
-        said.append(f"{each} an execution: {timing.rate_text(speed)} tokens/s/chip.")
+            tokens += f" in {work.items:,} {work.unit} ({three_digits(speed.items_per_second)} {work.unit}/s)"
+        sentences.append(f"{tokens} an execution: {timing.rate_text(speed)} tokens/s/chip.")
     if program.mfu is not None:
         full = timing.utilization_text(program, program.mfu_full)
         full = f"; {full} with full attention" if full else ""
-        said.append(f"MFU {timing.utilization_text(program, program.mfu)} with causal attention{full}.")
+        sentences.append(f"MFU {timing.utilization_text(program, program.mfu)} with causal attention{full}.")
     if work is not None:
         often = (
             "the number of executions is unknown"
@@ -312,16 +312,16 @@ def _speed(verdict: Verdict, program: ProgramVerdict) -> str:
             else count_text(work.executions, "execution")
         )
         seconds = program.job_seconds
-        said.append(f"The whole job: {often} ({work.reason})" + (f", {span_text(*seconds)}." if seconds else "."))
-    return " ".join(said)
+        sentences.append(f"The whole job: {often} ({work.reason})" + (f", {span_text(*seconds)}." if seconds else "."))
+    return " ".join(sentences)
 
 
 def _collectives(program: ProgramVerdict) -> Content:
-    found = timing.wires(program)
-    if not found:
+    traffic = timing.wires(program)
+    if not traffic:
         return ""
     rows: list[list[Content]] = []
-    for wire in found:
+    for wire in traffic:
         for number, traffic in enumerate(wire.kinds):
             times = ["not known" if t is None else seconds_text(t) for t in (wire.busy, wire.exposed)]
             shown = times if number == 0 else ["", ""]

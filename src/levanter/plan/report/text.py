@@ -41,8 +41,8 @@ def _several(verdicts: Sequence[Verdict]) -> list[str]:
     for verdict in verdicts:
         if verdict.exit_code:
             lines += ["", *_heading(verdict), *_wrong(verdict)]
-    said = [line for verdict in verdicts for line in view.unchecked(verdict)]
-    lines += _listed("not checked here", tuple(dict.fromkeys(said)))
+    lines_ = [line for verdict in verdicts for line in view.unchecked(verdict)]
+    lines += _listed("not checked here", tuple(dict.fromkeys(lines_)))
     return [*lines, "", "  for details, plan one target at a time, or write the page with --html FILE"]
 
 
@@ -77,9 +77,9 @@ def comparison(verdicts: Sequence[Verdict]) -> list[str]:
         "",
     ]
     lines += table(rows, align=align, header=header)
-    said = "within: from everything overlapped to only what the schedule hides; MFU: attention over the causal "
-    said += "half; exposed: the share of a step that is communication not hidden by compute"
-    return [*lines, "", *paragraph(said)]
+    legend = "within: from everything overlapped to only what the schedule hides; MFU: attention over the causal "
+    legend += "half; exposed: the share of a step that is communication not hidden by compute"
+    return [*lines, "", *paragraph(legend)]
 
 
 def _step(time: StepTime) -> str:
@@ -143,25 +143,27 @@ def _title(text: str) -> list[str]:
 
 def _bytes(verdict: Verdict) -> list[str]:
     """Where the bytes of a chip go, stacked against its memory."""
-    held = view.occupancy(verdict)
-    if held is None:
+    occupancy = view.occupancy(verdict)
+    if occupancy is None:
         return []
     one = view.holder(verdict)
-    limit = f" of {gib(held.limit)}" if held.limit is not None else ""
+    limit = f" of {gib(occupancy.limit)}" if occupancy.limit is not None else ""
     source = {"compiled": "as compiled", "refused": "as the compiler refused it", "arithmetic": "inputs alone"}
-    lines = _title(f"bytes on a {one} while {held.program} runs: {gib(held.used)}{limit} ({source[held.source]})")
-    mark = None if held.limit is None else held.limit / held.scale
+    lines = _title(
+        f"bytes on a {one} while {occupancy.program} runs: {gib(occupancy.used)}{limit} ({source[occupancy.source]})"
+    )
+    mark = None if occupancy.limit is None else occupancy.limit / occupancy.scale
     rows, begin = [], 0
-    for segment in held.segments:
-        piece = bar(begin / held.scale, segment.nbytes / held.scale, width=_BAR, mark=mark)
-        rows.append((segment.name, gib(segment.nbytes), _share(segment.nbytes, held), f"▕{piece}▏"))
+    for segment in occupancy.segments:
+        piece = bar(begin / occupancy.scale, segment.nbytes / occupancy.scale, width=_BAR, mark=mark)
+        rows.append((segment.name, gib(segment.nbytes), _share(segment.nbytes, occupancy), f"▕{piece}▏"))
         begin += segment.nbytes
-    if held.free is not None:
-        over = held.free < 0
-        beyond = -held.free if over else 0
-        piece = bar((held.limit or 0) / held.scale, beyond / held.scale, width=_BAR, mark=mark)
-        what = ("too much", gib(-held.free)) if over else ("free", gib(held.free))
-        rows.append((*what, _share(abs(held.free), held), f"▕{piece}▏"))
+    if occupancy.free is not None:
+        over = occupancy.free < 0
+        beyond = -occupancy.free if over else 0
+        piece = bar((occupancy.limit or 0) / occupancy.scale, beyond / occupancy.scale, width=_BAR, mark=mark)
+        what = ("too much", gib(-occupancy.free)) if over else ("free", gib(occupancy.free))
+        rows.append((*what, _share(abs(occupancy.free), occupancy), f"▕{piece}▏"))
     lines += table(rows, align=("left", "right", "right", "left"))
     budget = verdict.budget
     if budget is not None and budget.replicated_bytes:
@@ -171,8 +173,8 @@ def _bytes(verdict: Verdict) -> list[str]:
     return lines
 
 
-def _share(nbytes: int, held: view.Occupancy) -> str:
-    return percent(nbytes / held.limit) if held.limit else percent(nbytes / max(held.used, 1))
+def _share(nbytes: int, occupancy: view.Occupancy) -> str:
+    return percent(nbytes / occupancy.limit) if occupancy.limit else percent(nbytes / max(occupancy.used, 1))
 
 
 def _largest(verdict: Verdict) -> list[str]:
@@ -217,7 +219,7 @@ def _programs(verdict: Verdict) -> list[str]:
     rows = []
     shown, others = view.main_and_others(verdict)
     limit = verdict.budget.hbm_bytes if verdict.budget is not None else None
-    beside = any(program.coresident_bytes for program in shown if program.outcome is not None)
+    coresident = any(program.coresident_bytes for program in shown if program.outcome is not None)
     for program in shown:
         outcome = program.outcome
         if isinstance(outcome, Compiled):
@@ -227,7 +229,7 @@ def _programs(verdict: Verdict) -> list[str]:
                 memory.output - memory.alias,
                 memory.temp,
                 memory.generated_code,
-                *((program.coresident_bytes,) if beside else ()),
+                *((program.coresident_bytes,) if coresident else ()),
             )
             peak = gib(program.peak_bytes or 0)
             state = "does not fit" if limit is not None and (program.peak_bytes or 0) > limit else "fits"
@@ -239,17 +241,17 @@ def _programs(verdict: Verdict) -> list[str]:
             state = "refused" if refused else "not compiled" if program.bound is None else "by arithmetic"
             if program.bound is not None and not refused:
                 tail = (gib(program.peak_bytes or 0), "")
-            blanks = [""] * (4 if beside else 3)
+            blanks = [""] * (4 if coresident else 3)
             rows.append((program.name, state, gib(inputs) if inputs is not None else "", *blanks, *tail))
     front = ("program", "", "inputs", "new results", "temporaries", "code")
-    header = (*front, *(("beside it",) if beside else ()), "at its peak", "compiled in")
+    header = (*front, *(("other resident",) if coresident else ()), "at its peak", "compiled in")
     numbers: list[Align] = ["right"] * (len(header) - 2)
     lines = [*_title("programs"), *table(rows, align=("left", "left", *numbers), header=header)]
     if others:
         most = max(others, key=lambda program: program.peak_bytes or 0)
         many = count_text(len(others), "more Program")
-        said = f"{many} for loading and saving: at most {gib(most.peak_bytes or 0)} ({most.name})"
-        lines += paragraph(said)
+        summary = f"{many} for loading and saving: at most {gib(most.peak_bytes or 0)} ({most.name})"
+        lines += paragraph(summary)
     for sentence in view.offloading(verdict):
         lines += paragraph(sentence)
     return lines
@@ -261,7 +263,7 @@ def _time(verdict: Verdict, program: ProgramVerdict) -> list[str]:
     if time is None:
         return []
     lines = _title(f"time of one {program.name}: {timing.time_text(time)} ({timing.basis(time)})")
-    compute = timing.large_parts(program)
+    compute = timing.large_modules(program)
     scale = max(time.expected, sum(part.seconds for part in compute) + time.exposed, 1e-12)
     passes = timing.passes(compute)
     names = max(len(name) for name in ["exposed communication", *(part.name for part in compute)])
@@ -269,8 +271,8 @@ def _time(verdict: Verdict, program: ProgramVerdict) -> list[str]:
     width = max(16, min(_BAR, WIDTH - names - 11 * (len(passes) + 1) - 7))
     rows, begin = [], 0.0
     for part in compute:
-        each = [seconds_text(part.during[name]) if name in part.during else "" for name in passes]
-        rows.append((part.name, *each, seconds_text(part.seconds), _bar(begin, part.seconds, scale, width)))
+        cells = [seconds_text(part.during[name]) if name in part.during else "" for name in passes]
+        rows.append((part.name, *cells, seconds_text(part.seconds), _bar(begin, part.seconds, scale, width)))
         begin += part.seconds
     if time.exposed:
         blanks = [""] * len(passes)
@@ -279,16 +281,16 @@ def _time(verdict: Verdict, program: ProgramVerdict) -> list[str]:
     header = ("", *passes, "together", "") if passes else ()
     numbers: list[Align] = ["right"] * (len(passes) + 1)
     lines += table(rows, align=("left", *numbers, "left"), header=header)
-    said = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in timing.bounds(program))
-    lines += paragraph(f"if all of it overlapped: {said}; the low end is bound by {time.bound_by}")
-    for sentence in (*timing.suspicions(time), *filter(None, [time.calibration.said])):
+    summary = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in timing.bounds(program))
+    lines += paragraph(f"if all of it overlapped: {summary}; the low end is bound by {time.bound_by}")
+    for sentence in (*timing.suspicions(time), *filter(None, [time.calibration.reason])):
         lines += paragraph(sentence)
     speed, work = timing.rate(verdict, program), program.workload
     if speed is not None and work is not None:
-        said = f"{count_text(work.tokens, 'token')} an execution"
+        summary = f"{count_text(work.tokens, 'token')} an execution"
         if work.unit != "tokens":
-            said += f" in {work.items:,} {work.unit}, {three_digits(speed.items_per_second)} {work.unit}/s"
-        lines += paragraph(f"{said}: {timing.rate_text(speed)} tokens/s/chip")
+            summary += f" in {work.items:,} {work.unit}, {three_digits(speed.items_per_second)} {work.unit}/s"
+        lines += paragraph(f"{summary}: {timing.rate_text(speed)} tokens/s/chip")
     if program.mfu is not None:
         full = timing.utilization_text(program, program.mfu_full)
         full = f"; {full} with full attention" if full else ""
@@ -301,11 +303,11 @@ def _bar(begin: float, length: float, scale: float, width: int) -> str:
 
 
 def _collectives(program: ProgramVerdict) -> list[str]:
-    found = timing.wires(program)
-    if not found:
+    traffic_by_links = timing.wires(program)
+    if not traffic_by_links:
         return []
     rows = []
-    for wire in found:
+    for wire in traffic_by_links:
         for number, traffic in enumerate(wire.kinds):
             first = number == 0
             rows.append(

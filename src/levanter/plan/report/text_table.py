@@ -81,8 +81,8 @@ def _wrapped(text: str, first: str, later: str) -> list[str]:
             line, empty = later, True
         rest = word.lstrip(" ") if empty and line == later else word
         while columns(line) + columns(rest) > WIDTH:
-            room = WIDTH - columns(line)
-            taken = next(n for n in range(len(rest), 0, -1) if columns(rest[:n]) <= room or n == 1)
+            available = WIDTH - columns(line)
+            taken = next(n for n in range(len(rest), 0, -1) if columns(rest[:n]) <= available or n == 1)
             lines.append(line + rest[:taken])
             line, rest = later, rest[taken:]
         line, empty = line + rest, False

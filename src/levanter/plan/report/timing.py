@@ -34,17 +34,17 @@ class ModuleTime:
     during: dict[str, float]
 
 
-def parts(program: ProgramVerdict) -> tuple[ModuleTime, ...]:
+def module_times(program: ProgramVerdict) -> tuple[ModuleTime, ...]:
     """The compute time of a Program by module, largest first; with what is exposed it adds up to `time.expected`."""
-    found, time = view.figures(program), program.time
+    figures, time = view.figures(program), program.time
     if time is not None and time.calibration.estimate:
         return (ModuleTime(name="compute and memory", seconds=time.kernels_expected, during={}),)
-    if found is None or time is None:
+    if figures is None or time is None:
         return ()
-    per_cycle = time.cycle_scale * time.cycles / max(found.total_cycles, 1)
+    per_cycle = time.cycle_scale * time.cycles / max(figures.total_cycles, 1)
     sums: dict[str, Counter[str]] = defaultdict(Counter)
-    for scope, cycles in found.cycles.items():
-        sums[module_of(scope)][scope.during] += cycles
+    for scope, cycles in figures.cycles.items():
+        sums[module_name(scope)][scope.during] += cycles
     rows = [
         ModuleTime(
             name=name,
@@ -74,8 +74,8 @@ def time_text(time: StepTime) -> str:
 
 def passes(shown: Sequence[ModuleTime]) -> list[str]:
     """The passes that the parts are divided in, in their order; none where there is one only."""
-    found = [name for name in ("forward", "remat", "backward") if any(name in part.during for part in shown)]
-    return found if len(found) > 1 else []
+    names = [name for name in ("forward", "remat", "backward") if any(name in part.during for part in shown)]
+    return names if len(names) > 1 else []
 
 
 def bounds(program: ProgramVerdict) -> tuple[tuple[str, float], ...]:
@@ -83,14 +83,14 @@ def bounds(program: ProgramVerdict) -> tuple[tuple[str, float], ...]:
     time = program.time
     if time is None:
         return ()
-    found = [("compute", time.bounds["compute"]), ("HBM traffic", time.memory)]
+    rows = [("compute", time.bounds["compute"]), ("HBM traffic", time.memory)]
     if time.calibration.estimate:
-        found += [(f"links for {link.over}", link.busy) for link in time.links]
+        rows += [(f"links for {link.over}", link.busy) for link in time.links]
     else:
-        found += [(f"links {wire.over} ({wire.network})", wire.busy) for wire in wires(program) if wire.busy]
-    found += [("activations sent to host memory", time.transfers)]
-    found.append(("model FLOPs at peak", time.peak))
-    return tuple((name, seconds) for name, seconds in found if seconds > time.expected / 1000)
+        rows += [(f"links {wire.over} ({wire.network})", wire.busy) for wire in wires(program) if wire.busy]
+    rows += [("activations sent to host memory", time.transfers)]
+    rows.append(("model FLOPs at peak", time.peak))
+    return tuple((name, seconds) for name, seconds in rows if seconds > time.expected / 1000)
 
 
 def suspicions(time: StepTime) -> tuple[str, ...]:
@@ -103,22 +103,22 @@ def suspicions(time: StepTime) -> tuple[str, ...]:
     )
 
 
-def large_parts(program: ProgramVerdict) -> tuple[ModuleTime, ...]:
-    """The same as `parts`, modules of less than a thousandth of the time put together at the end."""
-    found, time = parts(program), program.time
-    small = [part for part in found if time is not None and part.seconds < time.expected / 1000]
+def large_modules(program: ProgramVerdict) -> tuple[ModuleTime, ...]:
+    """The same as `module_times`, modules of less than a thousandth of the time put together at the end."""
+    modules, time = module_times(program), program.time
+    small = [part for part in modules if time is not None and part.seconds < time.expected / 1000]
     if len(small) < 2:
-        return found
+        return modules
     during: Counter[str] = Counter()
     for part in small:
         during.update(part.during)
     rest = ModuleTime(
         name=f"{len(small)} smaller modules", seconds=sum(part.seconds for part in small), during=dict(during)
     )
-    return (*(part for part in found if part not in small), rest)
+    return (*(part for part in modules if part not in small), rest)
 
 
-def module_of(scope: Scope) -> str:
+def module_name(scope: Scope) -> str:
     """The module under the trunk that a scope belongs to: `layers.self_attn.q_proj` is `self_attn`."""
     if scope.module == UNNAMED:
         return "without a name"
@@ -156,12 +156,12 @@ class LinkTraffic:
 
 def wires(program: ProgramVerdict) -> tuple[LinkTraffic, ...]:
     """The collectives of one execution by mesh axes, the busiest first."""
-    found = view.figures(program)
-    if found is None:
+    figures = view.figures(program)
+    if figures is None:
         return ()
     counts: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     nbytes: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
-    for collective in found.collectives:
+    for collective in figures.collectives:
         key = (collective.over, collective.network)
         counts[key][collective.kind] += collective.times
         nbytes[key][collective.kind] += collective.total_bytes

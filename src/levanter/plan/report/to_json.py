@@ -66,15 +66,15 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
 
 
 def _bytes(verdict: Verdict) -> dict[str, Any] | None:
-    held = view.occupancy(verdict)
-    if held is None or verdict.budget is None:
+    occupancy = view.occupancy(verdict)
+    if occupancy is None or verdict.budget is None:
         return None
     return {
-        "program": held.program,
-        "source": held.source,
-        "used_bytes": held.used,
-        "limit_bytes": held.limit,
-        "groups": {segment.name: segment.nbytes for segment in held.segments},
+        "program": occupancy.program,
+        "source": occupancy.source,
+        "used_bytes": occupancy.used,
+        "limit_bytes": occupancy.limit,
+        "groups": {segment.name: segment.nbytes for segment in occupancy.segments},
         "replicated_bytes": verdict.budget.replicated_bytes,
     }
 
@@ -98,7 +98,7 @@ def _loading(verdict: Verdict) -> dict[str, Any] | None:
     if load is None:
         return None
     leaf, transient = load.device_transient
-    ceilings = {each.name: each.gigabytes_per_second for each in load.ceilings}
+    ceilings = {ceiling.name: ceiling.gigabytes_per_second for ceiling in load.ceilings}
     from_store = {"store_seconds": load.store_seconds, "ceilings": ceilings} if ceilings else {}
     return {
         "source_bytes": load.source_bytes,
@@ -116,7 +116,7 @@ def _loading(verdict: Verdict) -> dict[str, Any] | None:
 
 def _program(verdict: Verdict, program: ProgramVerdict) -> dict[str, Any]:
     outcome = program.outcome
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "name": program.name,
         "outcome": {Compiled: "fits", Refused: "refused"}.get(type(outcome), "not compiled"),
         "input_bytes": None if verdict.budget is None else verdict.budget.arguments.get(program.name),
@@ -149,7 +149,7 @@ def _program(verdict: Verdict, program: ProgramVerdict) -> dict[str, Any]:
     }
     if isinstance(outcome, Compiled):
         memory = outcome.memory
-        found["memory"] = {
+        values["memory"] = {
             "argument_bytes": memory.argument,
             "output_bytes": memory.output,
             "alias_bytes": memory.alias,
@@ -158,23 +158,23 @@ def _program(verdict: Verdict, program: ProgramVerdict) -> dict[str, Any]:
             "peak_bytes": memory.peak,
         }
     if isinstance(outcome, Refused):
-        found["refusal"] = {
+        values["refusal"] = {
             "needed_bytes": outcome.refusal.needed,
             "available_bytes": outcome.refusal.available,
             "message": outcome.refusal.message,
             "largest": [{"bytes": a.nbytes, "kind": a.kind, "op_name": a.op_name} for a in outcome.refusal.allocations],
         }
     if (sent := program.offloaded) is not None:
-        found["offloaded"] = {
+        values["offloaded"] = {
             "names": list(sent.names),
             "device_bytes": sent.device_bytes,
             "host_bytes": sent.host_bytes,
-            "host_limit_bytes": sent.room,
+            "host_limit_bytes": sent.host_limit,
             "microbatches": sent.microbatches,
             "seconds": sent.seconds,
         }
     if (work := program.workload) is not None:
-        found["workload"] = {
+        values["workload"] = {
             "tokens": work.tokens,
             "items": work.items,
             "unit": work.unit,
@@ -184,8 +184,8 @@ def _program(verdict: Verdict, program: ProgramVerdict) -> dict[str, Any]:
             "reason": work.reason,
         }
     if (speed := timing.rate(verdict, program)) is not None:
-        found["tokens_per_second_per_chip"] = _expecting(_range(speed.tokens_per_second_per_chip), speed.expected)
-    return found
+        values["tokens_per_second_per_chip"] = _expecting(_range(speed.tokens_per_second_per_chip), speed.expected)
+    return values
 
 
 def _time(program: ProgramVerdict) -> dict[str, Any] | None:
@@ -203,10 +203,11 @@ def _time(program: ProgramVerdict) -> dict[str, Any] | None:
         "host_transfer_seconds": time.transfers,
         "peak_flops_seconds": time.peak,
         "by_module": [
-            {"module": part.name, "seconds": part.seconds, "by_pass": part.during} for part in timing.parts(program)
+            {"module": part.name, "seconds": part.seconds, "by_pass": part.during}
+            for part in timing.module_times(program)
         ],
         "not_modelled": list(time.unknown),
-        "not_calibrated": time.calibration.said or None,
+        "not_calibrated": time.calibration.reason or None,
         "estimate": time.calibration.estimate,
     }
 
@@ -215,9 +216,9 @@ def _range(pair: tuple[float, float] | None) -> dict[str, float] | None:
     return None if pair is None else {"low": min(pair), "high": max(pair)}
 
 
-def _expecting(found: dict[str, float] | None, expected: float | None) -> dict[str, float] | None:
+def _expecting(range_: dict[str, float] | None, expected: float | None) -> dict[str, float] | None:
     """A range with the figure to plan with."""
-    return found if found is None or expected is None else {**found, "expected": expected}
+    return range_ if range_ is None or expected is None else {**range_, "expected": expected}
 
 
 def _plain(value: object) -> Any:

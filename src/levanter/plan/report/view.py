@@ -41,8 +41,8 @@ def state(verdict: Verdict) -> State:
 def headline(verdict: Verdict) -> str:
     """The headline without the state it may begin with, beside which it is shown."""
     start = f"{state(verdict)}:"
-    found = verdict.headline
-    return found[len(start) :].strip() if found.lower().startswith(start) else found
+    text = verdict.headline
+    return text[len(start) :].strip() if text.lower().startswith(start) else text
 
 
 def place(verdict: Verdict) -> str:
@@ -124,9 +124,9 @@ def occupancy(verdict: Verdict) -> Occupancy | None:
         padding, peak = 0, outcome.refusal.needed
     else:
         padding, peak = 0, inputs
-    made = max(0, peak - inputs - padding)
-    gradients = min(budget.gradients, made)
-    extra = {PADDING: padding, GRADIENTS: gradients, TEMPORARIES: made - gradients}
+    temporaries = max(0, peak - inputs - padding)
+    gradients = min(budget.gradients, temporaries)
+    extra = {PADDING: padding, GRADIENTS: gradients, TEMPORARIES: temporaries - gradients}
     segments += [Segment(name=group, nbytes=nbytes) for group, nbytes in extra.items() if nbytes]
     source = "arithmetic"
     if outcome is not None:
@@ -154,10 +154,11 @@ def basis_of_all(verdict: Verdict) -> str:
 
 def offloading(verdict: Verdict) -> tuple[str, ...]:
     """Sentences about what Programs send to host memory."""
-    found = [program.offloaded for program in verdict.programs if program.offloaded is not None]
+    offloads = [program.offloaded for program in verdict.programs if program.offloaded is not None]
     return tuple(
-        f"{each}" + (f"; {seconds_text(each.seconds)} a step over each chip's link to it" if each.seconds else "")
-        for each in found
+        f"{offload}"
+        + (f"; {seconds_text(offload.seconds)} a step over each chip's link to it" if offload.seconds else "")
+        for offload in offloads
     )
 
 
@@ -207,11 +208,11 @@ def chip_hours(verdict: Verdict) -> tuple[float, float] | None:
 
 def unknown(verdict: Verdict) -> tuple[str, ...]:
     """Everything that the model of time leaves out, each once."""
-    found = [line for p in verdict.programs if p.time is not None for line in p.time.unknown]
+    lines = [line for p in verdict.programs if p.time is not None for line in p.time.unknown]
     for program in verdict.programs:
         if isinstance(program.outcome, Compiled) and program.outcome.text_error:
-            found.append(f"{program.name}: the compiler's text is not available ({program.outcome.text_error})")
-    return tuple(dict.fromkeys(found))
+            lines.append(f"{program.name}: the compiler's text is not available ({program.outcome.text_error})")
+    return tuple(dict.fromkeys(lines))
 
 
 def unchecked(verdict: Verdict) -> tuple[str, ...]:
@@ -222,11 +223,11 @@ def unchecked(verdict: Verdict) -> tuple[str, ...]:
 
 def notes(verdict: Verdict) -> tuple[str, ...]:
     """Every decision that the user did not write, and facts worth knowing."""
-    found = list(verdict.notes)
+    lines = list(verdict.notes)
     if verdict.plan is not None:
-        found += [f"{check.name}: {check.message}" for check in verdict.plan.checks if check.status == "note"]
-        found += verdict.plan.notes
-    return tuple(dict.fromkeys(found))
+        lines += [f"{check.name}: {check.message}" for check in verdict.plan.checks if check.status == "note"]
+        lines += verdict.plan.notes
+    return tuple(dict.fromkeys(lines))
 
 
 def findings(verdict: Verdict) -> tuple[str, ...]:
@@ -250,15 +251,15 @@ def largest(residents: Sequence[Resident], count: int) -> list[Resident]:
 
 def host_memory(load: LoadBudget) -> str:
     """What a host holds while it loads."""
-    said = "buffers; the shards are on the devices"
+    text = "buffers; the shards are on the devices"
     if load.host_unit is None:
-        return said
+        return text
     path, nbytes = load.host_unit
-    return f"{said}; {path} is read {gib(nbytes)} at a time, above the memory budget"
+    return f"{text}; {path} is read {gib(nbytes)} at a time, above the memory budget"
 
 
 def load_ceilings(load: LoadBudget) -> str:
     """What binds loading from an object store, and what would bind it next, in GB/s of a host."""
     first, *others = load.ceilings
-    said = ", ".join(f"{each} {three_digits(each.gigabytes_per_second)}" for each in others[:2])
-    return f"bound by the {first}, {three_digits(first.gigabytes_per_second)} GB/s a host; {said}"
+    listed = ", ".join(f"{ceiling} {three_digits(ceiling.gigabytes_per_second)}" for ceiling in others[:2])
+    return f"bound by the {first}, {three_digits(first.gigabytes_per_second)} GB/s a host; {listed}"

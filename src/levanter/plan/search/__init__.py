@@ -10,10 +10,10 @@ from levanter.plan.search.estimate import Estimate as Estimate
 from levanter.plan.search.estimate import NothingToSearch as NothingToSearch
 from levanter.plan.search.estimate import SearchSubject as SearchSubject
 from levanter.plan.search.estimate import estimate as estimate
-from levanter.plan.search.estimate import price as price
-from levanter.plan.search.estimate import subject_of as subject_of
+from levanter.plan.search.estimate import estimate_layout as estimate_layout
+from levanter.plan.search.estimate import search_subject as search_subject
 from levanter.plan.search.render import render as render
-from levanter.plan.search.render import values as values
+from levanter.plan.search.render import search_to_json as search_to_json
 from levanter.plan.search.search import Neighbour as Neighbour
 from levanter.plan.search.search import SearchResult as SearchResult
 from levanter.plan.search.search import Tried as Tried

@@ -102,7 +102,7 @@ class Candidate:
     def _kept(self, overrides: Overrides, axes: Set[str]) -> dict[str, dict[str, str | list[str] | None]]:
         """The rules whose mesh axes there are; where parameters are whole over `data`, none that cuts some over it."""
         meant = axes if self.fsdp else axes - {"data", "context"}
-        found = {
+        by_pattern = {
             pattern: {
                 axis: value
                 for axis, value in rule.items()
@@ -110,7 +110,7 @@ class Candidate:
             }
             for pattern, rule in overrides.items()
         }
-        return {pattern: rule for pattern, rule in found.items() if rule}
+        return {pattern: rule for pattern, rule in by_pattern.items() if rule}
 
     @property
     def kind(self) -> Literal["cut", "replica", "whole"]:
@@ -133,17 +133,17 @@ class Candidate:
 
     def __str__(self) -> str:
         stored = "data × context" if self.context > 1 else "data"
-        parts = [self.sizes, f"embed → {stored}" if self.fsdp else f"parameters replicated over {stored}"]
+        words = [self.sizes, f"embed → {stored}" if self.fsdp else f"parameters replicated over {stored}"]
         if self.context > 1:
-            parts.append("position → context")
+            words.append("position → context")
         if EXPERT in self.cut:
-            parts.append("expert → model")
+            words.append("expert → model")
         if self.residual != "whole":
-            parts.append(f"residual {self.residual} → model")
-        parts.append(f"{self.rows} row{'s' if self.rows > 1 else ''} a device at a time")
+            words.append(f"residual {self.residual} → model")
+        words.append(f"{self.rows} row{'s' if self.rows > 1 else ''} a device at a time")
         if self.remat is not None:
-            parts.append(f"gradient_checkpointing {str(self.remat).lower()}")
-        return ", ".join(parts)
+            words.append(f"gradient_checkpointing {str(self.remat).lower()}")
+        return ", ".join(words)
 
 
 def candidates(
@@ -163,11 +163,11 @@ def candidates(
         global_batch: rows of a training step, over all slices; None for scoring, where any batch will do.
         slices: slices that share the batch.
     """
-    found: list[Candidate] = []
+    listed: list[Candidate] = []
     for axes in _cuts(sizes, tensor_axes):
-        cut = tuple(_name(each) for each in sorted(axes, key=len))
+        cut = tuple(_name(names) for names in sorted(axes, key=len))
         for ways in divisors(devices):
-            both = _factored(ways, [tuple(sizes[name] for name in each) for each in axes])
+            both = _factored(ways, [tuple(sizes[name] for name in names) for names in axes])
             # One way cuts nothing, neither experts nor the features inside of them.
             if both is None or (ways == 1 and EXPERT in cut):
                 continue
@@ -178,8 +178,8 @@ def candidates(
                 for context in contexts:
                     rest = replace(base, residual=residual, data=base.data // context, context=context)
                     for laid_out in _placed(rest, sizes["embed"]):
-                        found += _with_batch(laid_out, global_batch)
-    return found
+                        listed += _with_batch(laid_out, global_batch)
+    return listed
 
 
 def _contexts(sizes: Mapping[str, int], tensor_axes: Sequence[tuple[str, ...]], devices: int) -> list[int]:
@@ -227,7 +227,7 @@ def _factored(ways: int, cuts: Sequence[tuple[int, ...]]) -> tuple[int, int] | N
 
 def _name(axes: tuple[str, ...]) -> str:
     """What mappings call axes that are cut together."""
-    return axes[0] if len(axes) == 1 else next(name for name, parts in COMPOSITES.items() if parts == axes)
+    return axes[0] if len(axes) == 1 else next(name for name, members in COMPOSITES.items() if members == axes)
 
 
 def _residuals(sizes: Mapping[str, int], ways: int, *, training: bool) -> Iterator[Residual]:

@@ -21,7 +21,7 @@ from levanter.hardware import Accelerator
 from levanter.html.format import seconds_text, three_digits
 from levanter.inference.capacity import MAX_ROWS, DecodeCost
 from levanter.inference.config import CACHE_DTYPES
-from levanter.plan.comms import Network, spans_of
+from levanter.plan.comms import Network, axis_spans
 from levanter.plan.search.candidates import NO_OVERRIDES, Candidate, Overrides
 from levanter.plan.search.estimate import MATMUL_EFFICIENCY
 
@@ -33,7 +33,7 @@ TRIED = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowsLayout:
+class DecodeLayout:
     """One way to run.
 
     Attributes:
@@ -51,9 +51,9 @@ class RowsLayout:
     @property
     def candidate(self) -> Candidate:
         """The mesh."""
-        found = self.served
+        cost = self.served
         return Candidate(
-            data=found.shards, model=found.kv_ways, group=found.repeated, fsdp=False, rows=self.rows // found.shards
+            data=cost.shards, model=cost.kv_ways, group=cost.repeated, fsdp=False, rows=self.rows // cost.shards
         )
 
     @property
@@ -73,17 +73,17 @@ class RowsLayout:
         return (-self.seconds, self.rate) if goal == "latency_ms" else (self.rate, -self.seconds)
 
     def __str__(self) -> str:
-        found = self.served
-        return f"{self.candidate.sizes}, {self.rows} rows, {found.dtype} cache"
+        cost = self.served
+        return f"{self.candidate.sizes}, {self.rows} rows, {cost.dtype} cache"
 
     @property
-    def said(self) -> str:
+    def summary(self) -> str:
         """Its figures."""
         return f"{seconds_text(self.seconds)} a token, {three_digits(self.rate)} tokens/s; {self.most} rows fit"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowsResult:
+class DecodeSearchResult:
     """The answer of a search.
 
     Attributes:
@@ -99,8 +99,8 @@ class RowsResult:
     goal: Goal
     considered: int
     fitting: int
-    tried: tuple[tuple[RowsLayout, str], ...]
-    best: RowsLayout | None
+    tried: tuple[tuple[DecodeLayout, str], ...]
+    best: DecodeLayout | None
     neighbours: tuple[tuple[str, str], ...]
     overrides: Overrides = field(default_factory=dict)
 
@@ -112,7 +112,7 @@ class RowsResult:
         return {"trainer.mesh": self.best.candidate.mesh_options(self.overrides), **self.best.keys}
 
 
-def layouts(served: DecodeCost, *, devices: int) -> Iterator[DecodeCost]:
+def decode_meshes(served: DecodeCost, *, devices: int) -> Iterator[DecodeCost]:
     """The model in every layout whose sizes divide, with the run's dtype of keys and values and with int8.
 
     Args:
@@ -127,7 +127,7 @@ def layouts(served: DecodeCost, *, devices: int) -> Iterator[DecodeCost]:
                 yield served.laid_out(shards=devices // (kv_ways * group), kv_ways=kv_ways, group=group, dtype=dtype)
 
 
-def priced(served: DecodeCost, rows: int, pod: Accelerator, *, limit: int) -> RowsLayout:
+def estimate_decode_layout(served: DecodeCost, rows: int, pod: Accelerator, *, limit: int) -> DecodeLayout:
     """A layout with its figures.
 
     Args:
@@ -139,10 +139,10 @@ def priced(served: DecodeCost, rows: int, pod: Accelerator, *, limit: int) -> Ro
     floor = served.decode_floor(rows, served.context, bandwidth=pod.hbm_bandwidth, peak=pod.peak_flops())
     mesh = MeshSpec.of(data=served.shards, model=served.kv_ways, group=served.repeated)
     residual = -(-rows // served.shards) * served.embed * served.compute_bytes
-    sum_ = Network.of(mesh, pod).seconds("all-reduce", residual, spans_of(mesh, "model", "group")) or 0.0
+    sum_ = Network.of(mesh, pod).seconds("all-reduce", residual, axis_spans(mesh, "model", "group")) or 0.0
     layers = sum(count for _, count in served.windows)
     reading = (floor.weights + floor.cache) / HBM
-    return RowsLayout(
+    return DecodeLayout(
         served=served,
         rows=rows,
         most=served.fitting(limit, served.context, room=served.room),
@@ -150,7 +150,7 @@ def priced(served: DecodeCost, rows: int, pod: Accelerator, *, limit: int) -> Ro
     )
 
 
-def options(served: DecodeCost, pod: Accelerator, goal: Goal, *, limit: int) -> Iterator[RowsLayout]:
+def decode_layouts(served: DecodeCost, pod: Accelerator, goal: Goal, *, limit: int) -> Iterator[DecodeLayout]:
     """How many rows a layout might run: all that fit, and for the shortest time a token the fewest that are asked for.
 
     Args:
@@ -163,23 +163,23 @@ def options(served: DecodeCost, pod: Accelerator, goal: Goal, *, limit: int) -> 
     most = min(served.fitting(limit, served.context, room=served.room), MAX_ROWS // shards * shards)
     if most < shards:
         return
-    asked = shards if served.automatic else -(-served.rows // shards) * shards
+    wanted = shards if served.automatic else -(-served.rows // shards) * shards
     if goal == "latency_ms":
-        if asked <= most:
-            yield priced(served, asked, pod, limit=limit)
+        if wanted <= most:
+            yield estimate_decode_layout(served, wanted, pod, limit=limit)
         return
-    yield priced(served, most, pod, limit=limit)
+    yield estimate_decode_layout(served, most, pod, limit=limit)
 
 
-def search_rows(
+def search_decode(
     served: DecodeCost,
     pod: Accelerator,
     goal: Goal,
     *,
     limit: int,
-    compile_layout: Callable[[RowsLayout], tuple[bool, str]] | None,
+    compile_layout: Callable[[DecodeLayout], tuple[bool, str]] | None,
     overrides: Overrides = NO_OVERRIDES,
-) -> RowsResult:
+) -> DecodeSearchResult:
     """The best layout for a goal, and what its neighbours come to.
 
     Args:
@@ -190,23 +190,23 @@ def search_rows(
         compile_layout: whether a layout fits, and what the compiler says; None asks no compiler.
         overrides: the run's own rules for some parameters.
     """
-    every = list(layouts(served, devices=pod.devices))
-    found = [each for one in every for each in options(one, pod, goal, limit=limit)]
-    ranked = sorted(found, key=lambda each: each.score(goal), reverse=True)
-    tried: list[tuple[RowsLayout, str]] = []
+    every = list(decode_meshes(served, devices=pod.devices))
+    fitting = [layout for one in every for layout in decode_layouts(one, pod, goal, limit=limit)]
+    ranked = sorted(fitting, key=lambda layout: layout.score(goal), reverse=True)
+    tried: list[tuple[DecodeLayout, str]] = []
     best = ranked[0] if ranked and compile_layout is None else None
-    for each in ranked[:TRIED]:
+    for layout in ranked[:TRIED]:
         if compile_layout is None:
             break
-        fits, said = compile_layout(each)
-        tried.append((each, said))
+        fits, outcome = compile_layout(layout)
+        tried.append((layout, outcome))
         if fits:
-            best = each
+            best = layout
             break
-    return RowsResult(
+    return DecodeSearchResult(
         goal=goal,
         considered=len(every),
-        fitting=len(found),
+        fitting=len(fitting),
         tried=tuple(tried),
         best=best,
         neighbours=() if best is None else tuple(_neighbours(best, pod, goal, limit=limit)),
@@ -214,73 +214,75 @@ def search_rows(
     )
 
 
-def _neighbours(best: RowsLayout, pod: Accelerator, goal: Goal, *, limit: int) -> Iterator[tuple[str, str]]:
+def _neighbours(best: DecodeLayout, pod: Accelerator, goal: Goal, *, limit: int) -> Iterator[tuple[str, str]]:
     """One thing changed at a time: the mesh, the dtype, the rows, and what a row may hold."""
-    own = best.served
-    for other in layouts(own, devices=pod.devices):
-        tensor, before = other.kv_ways * other.repeated, own.kv_ways * own.repeated
-        if other.dtype == own.dtype and tensor in (2 * before, before // 2) and tensor != before:
-            found = next(options(other, pod, goal, limit=limit), None)
-            name = priced(other, other.shards, pod, limit=limit).candidate.sizes
-            yield name, _no_row(other, limit) if found is None else found.said
+    cost = best.served
+    for other in decode_meshes(cost, devices=pod.devices):
+        tensor, before = other.kv_ways * other.repeated, cost.kv_ways * cost.repeated
+        if other.dtype == cost.dtype and tensor in (2 * before, before // 2) and tensor != before:
+            layout = next(decode_layouts(other, pod, goal, limit=limit), None)
+            name = estimate_decode_layout(other, other.shards, pod, limit=limit).candidate.sizes
+            yield name, _no_row(other, limit) if layout is None else layout.summary
     for dtype in _DTYPES:
-        if dtype != own.dtype:
-            other = replace(own, dtype=dtype)
-            found = next(options(other, pod, goal, limit=limit), None)
-            yield f"{dtype} cache", _no_row(other, limit) if found is None else found.said
-    more = best.rows + own.shards
+        if dtype != cost.dtype:
+            other = replace(cost, dtype=dtype)
+            layout = next(decode_layouts(other, pod, goal, limit=limit), None)
+            yield f"{dtype} cache", _no_row(other, limit) if layout is None else layout.summary
+    more = best.rows + cost.shards
     if more <= best.most:
-        yield f"{more} rows", priced(own, more, pod, limit=limit).said
+        yield f"{more} rows", estimate_decode_layout(cost, more, pod, limit=limit).summary
     else:
-        beyond = own.weights.total + own.room + more // own.shards * (own.bytes_of_row(own.context) + own.state_bytes)
+        beyond = (
+            cost.weights.total + cost.room + more // cost.shards * (cost.bytes_of_row(cost.context) + cost.state_bytes)
+        )
         yield f"{more} rows", f"{gib(beyond - limit)} too much a chip"
-    for context in (own.context // 2, own.context * 2):
-        other = replace(own, context=context)
-        rows = other.fitting(limit, context, room=own.room)
+    for context in (cost.context // 2, cost.context * 2):
+        other = replace(cost, context=context)
+        rows = other.fitting(limit, context, room=cost.room)
         yield f"rows of {context:,} positions", f"{rows} fit"
 
 
 def _no_row(served: DecodeCost, limit: int) -> str:
-    held = served.weights.total + served.room
-    return f"no row fits: weights and what Programs make take {gib(held)} of {gib(limit)} a chip"
+    taken = served.weights.total + served.room
+    return f"no row fits: weights and what Programs make take {gib(taken)} of {gib(limit)} a chip"
 
 
-def render_rows(result: RowsResult, *, target: str) -> str:
+def render_decode_search(result: DecodeSearchResult, *, target: str) -> str:
     """What was tried, the winner as YAML to paste, and why its neighbours lost.
 
     Args:
-        result: of `search_rows`.
+        result: of `search_decode`.
         target: the pod's name.
     """
     lines = [
         f"search on {target} for {result.goal}: {result.considered} layouts divide, {result.fitting} fit by "
         f"arithmetic, {len(result.tried)} compiled (estimates: HBM at {HBM:.0%}, products at {MATMUL_EFFICIENCY:.0%})"
     ]
-    lines += [f"  {each}: {said}" for each, said in result.tried]
+    lines += [f"  {layout}: {outcome}" for layout, outcome in result.tried]
     if result.best is None:
         return "\n".join([*lines, "nothing fits"])
-    lines += ["", f"best: {result.best}: {result.best.said}; to paste:", ""]
+    lines += ["", f"best: {result.best}: {result.best.summary}; to paste:", ""]
     lines += [f"    {line}" for line in fragment(result).splitlines()]
     lines += ["", "why not its neighbours:"]
-    return "\n".join([*lines, *(f"  {change}: {said}" for change, said in result.neighbours)])
+    return "\n".join([*lines, *(f"  {change}: {outcome}" for change, outcome in result.neighbours)])
 
 
-def fragment(result: RowsResult) -> str:
+def fragment(result: DecodeSearchResult) -> str:
     """The best as YAML."""
     assert result.best is not None
-    own = {key.rpartition(".")[2]: value for key, value in result.best.keys.items()}
-    document = {"inference": own, "trainer": {"mesh": result.best.candidate.mesh_options(result.overrides)}}
+    inference = {key.rpartition(".")[2]: value for key, value in result.best.keys.items()}
+    document = {"inference": inference, "trainer": {"mesh": result.best.candidate.mesh_options(result.overrides)}}
     return yaml.safe_dump(document, sort_keys=False, default_flow_style=None)
 
 
-def rows_values(result: RowsResult, *, target: str) -> dict[str, Any]:
+def decode_search_to_json(result: DecodeSearchResult, *, target: str) -> dict[str, Any]:
     """The same as plain JSON values."""
     return {
         "target": target,
         "goal": result.goal,
         "considered": result.considered,
         "fitting": result.fitting,
-        "compiled": [{"layout": str(each), "said": said} for each, said in result.tried],
+        "compiled": [{"layout": str(layout), "said": outcome} for layout, outcome in result.tried],
         "best": None if result.best is None else dict(result.keys),
         "estimated_token_seconds": None if result.best is None else result.best.seconds,
         "why_not": dict(result.neighbours),

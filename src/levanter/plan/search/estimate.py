@@ -9,10 +9,10 @@ Only for ranking, and for saying why a neighbour lost; times that are reported c
     tensor      the sum over what tensor parallelism cuts, in every part of a layer: for attention and `mlp` two
                 all-reduces of the residual stream a layer and pass
     gradients   reduced over the mesh axes that cut the batch and positions; those of what is trained
-    exchange    what attention to positions on other chips takes (`exchanged`)
+    context     what attention to positions on other chips takes (`exchanged`)
     compute     the model's FLOPs at `MATMUL_EFFICIENCY` of peak, with one more forward pass for rematerialization
 
-Of compute, HBM and links (gathers, gradients, exchange) the largest is waited for, and the rest hides behind it for the
+Of compute, HBM and links (gathers, gradients, context) the largest is waited for, and the rest hides behind it for the
 most part (`HIDDEN`); the sums of tensor parallelism do not.
 """
 
@@ -30,8 +30,8 @@ from levanter.hardware import Accelerator
 from levanter.mesh import MeshConfig, ModelAxes, resolve
 from levanter.models.activations import EMBEDDED, RESIDUAL, constrained_by
 from levanter.models.axes import ALIASES, KNOWN_AXES
-from levanter.plan.comms import Network, spans_of
-from levanter.plan.context_parallel_cost import ExchangePrices, exchange_seconds, shown_share
+from levanter.plan.comms import Network, axis_spans
+from levanter.plan.context_parallel_cost import ContextParallelCost, causal_share, context_parallel_seconds
 from levanter.plan.search.candidates import Candidate, Overrides
 from levanter.runplan import RunPlan
 
@@ -107,36 +107,36 @@ class SearchSubject:
         return 1 - sum(math.prod(leaf.shape) for leaf in self.trained) / max(whole, 1)
 
 
-def subject_of(plan: RunPlan) -> SearchSubject:
+def search_subject(plan: RunPlan) -> SearchSubject:
     """What a plan lays out.
 
     Raises:
         NothingToSearch: the plan says why there is nothing to search.
     """
-    found = plan.searchable
-    if isinstance(found, str):
-        raise NothingToSearch(f"{plan.entry_point}: {found}")
+    searchable = plan.searchable
+    if isinstance(searchable, str):
+        raise NothingToSearch(f"{plan.entry_point}: {searchable}")
     load = plan.workloads[0]
     return SearchSubject(
-        training=found.training,
-        parameters=found.parameters,
-        statistics=found.statistics,
-        frozen=found.frozen,
+        training=searchable.training,
+        parameters=searchable.parameters,
+        statistics=searchable.statistics,
+        frozen=searchable.frozen,
         activations=tuple(
-            replace(p.leaf, axes=tuple((n, 1 if n == found.batch_axis else s) for n, s in p.leaf.axes))
+            replace(p.leaf, axes=tuple((n, 1 if n == searchable.batch_axis else s) for n, s in p.leaf.axes))
             for p in plan.activations.leaves
         ),
-        batch_axis=found.batch_axis,
-        axes=ModelAxes(sizes=found.sizes, known=KNOWN_AXES, aliases=ALIASES),
-        tensor_axes=found.tensor_axes,
-        layers=found.layers,
-        summed=found.summed,
-        positions=found.sizes["position"],
-        global_batch=found.global_batch,
+        batch_axis=searchable.batch_axis,
+        axes=ModelAxes(sizes=searchable.sizes, known=KNOWN_AXES, aliases=ALIASES),
+        tensor_axes=searchable.tensor_axes,
+        layers=searchable.layers,
+        summed=searchable.summed,
+        positions=searchable.sizes["position"],
+        global_batch=searchable.global_batch,
         flops_per_token=load.flops_causal / load.tokens,
-        compute_bytes=found.compute_bytes,
-        overrides=found.overrides,
-        attended=shown_share(found.windows, found.sizes["position"]),
+        compute_bytes=searchable.compute_bytes,
+        overrides=searchable.overrides,
+        attended=causal_share(searchable.windows, searchable.sizes["position"]),
     )
 
 
@@ -154,7 +154,7 @@ class Estimate:
         gathers: parameters over links.
         tensor: sums over what tensor parallelism cuts.
         gradients: over links.
-        exchange: of keys and values, or heads, over links.
+        context_parallel: of keys and values, or heads, over links.
         problem: why it cannot run at all, in axis names; "" if it can.
     """
 
@@ -167,7 +167,7 @@ class Estimate:
     gathers: float = 0.0
     tensor: float = 0.0
     gradients: float = 0.0
-    exchange: float = 0.0
+    context_parallel: float = 0.0
     problem: str = ""
 
     @property
@@ -178,8 +178,8 @@ class Estimate:
     @property
     def seconds(self) -> float:
         """Seconds of one pass, most of what is not the largest hidden behind it."""
-        parts = (self.compute, self.memory, self.gathers + self.gradients + self.exchange)
-        return max(parts) + (1 - HIDDEN) * (sum(parts) - max(parts)) + self.tensor
+        overlapped = (self.compute, self.memory, self.gathers + self.gradients + self.context_parallel)
+        return max(overlapped) + (1 - HIDDEN) * (sum(overlapped) - max(overlapped)) + self.tensor
 
     @property
     def seconds_per_token(self) -> float:
@@ -194,15 +194,15 @@ class Estimate:
     @property
     def waits_for(self) -> str:
         """The largest of what takes time, in axis names."""
-        parts = {
+        seconds = {
             "matrix multiplications": self.compute,
             "HBM traffic": self.memory,
             "all-gathers of parameters (embed → data)": self.gathers,
             "sums over the axes that tensor parallelism shards (→ model)": self.tensor,
             "gradients over data": self.gradients,
-            "keys and values over context": self.exchange,
+            "keys and values over context": self.context_parallel,
         }
-        return max(parts, key=lambda name: parts[name])
+        return max(seconds, key=lambda name: seconds[name])
 
 
 def estimate(candidate: Candidate, subject: SearchSubject, pod: Accelerator) -> Estimate:
@@ -214,11 +214,11 @@ def estimate(candidate: Candidate, subject: SearchSubject, pod: Accelerator) -> 
             devices=pod.devices,
             granules=pod.slices,
             hbm_bytes=pod.hbm_bytes,
-            prices=_exchange_prices(subject, pod),
+            prices=_context_parallel_cost(subject, pod),
         )
     except ShardingError as error:
         return Estimate(problem=_first_line(error))
-    return price(
+    return estimate_layout(
         subject,
         pod,
         mesh=resolved.spec,
@@ -228,7 +228,7 @@ def estimate(candidate: Candidate, subject: SearchSubject, pod: Accelerator) -> 
     )
 
 
-def price(
+def estimate_layout(
     subject: SearchSubject, pod: Accelerator, *, mesh: MeshSpec, mappings: Mappings, rows: int, remat: bool
 ) -> Estimate:
     """Prices a layout on a pod; what cannot run has a `problem`.
@@ -260,7 +260,7 @@ def price(
     flops = subject.flops_per_token * tokens * (passes.compute if subject.training else 1.0)
     on_device = _activation_bytes(subject.activations, subject, mappings, mesh, whole_rows)
     kept = _kept(subject, mappings, mesh, on_device, remat=remat) if subject.training else 0
-    kept_still = sum(each.bytes_per_device for each in plan.leaves if each.leaf.path in subject.frozen)
+    kept_still = sum(leaf.bytes_per_device for leaf in plan.leaves if leaf.leaf.path in subject.frozen)
     moved = (plan.bytes_per_device - kept_still) * (2 if subject.training else 0)
     moved += steps * passes.traffic * (_weights_read(subject, mappings, mesh) + _activations_moved(subject, on_device))
     return Estimate(
@@ -274,11 +274,11 @@ def price(
         tensor=steps
         * passes.tensor
         * sums
-        * ((network.seconds("all-reduce", residual, spans_of(mesh, *tensor_axes)) or 0.0) if tensor_axes else 0.0),
+        * ((network.seconds("all-reduce", residual, axis_spans(mesh, *tensor_axes)) or 0.0) if tensor_axes else 0.0),
         gradients=steps * _gradient_seconds(subject, mappings, mesh, network) if subject.training else 0.0,
-        exchange=steps
+        context_parallel=steps
         * subject.layers
-        * exchange_seconds(
+        * context_parallel_seconds(
             subject.axes.sizes,
             mappings,
             network,
@@ -292,11 +292,11 @@ def price(
     )
 
 
-def _exchange_prices(subject: SearchSubject, pod: Accelerator) -> ExchangePrices | None:
+def _context_parallel_cost(subject: SearchSubject, pod: Accelerator) -> ContextParallelCost | None:
     """By which `attention_mapping: auto` chooses on a pod, as in a run."""
     if not pod.can_compile:
         return None
-    return ExchangePrices(
+    return ContextParallelCost(
         accelerator=pod, backward=subject.training, itemsize=subject.compute_bytes, attended=subject.attended
     )
 
@@ -336,27 +336,27 @@ def _weights_read(subject: SearchSubject, mappings: Mappings, mesh: MeshSpec) ->
 
 def _activations_moved(subject: SearchSubject, on_device: Mapping[str, int]) -> int:
     """Bytes of what the layers and the head make on the way, each written once and read once."""
-    each = sum(size for name, size in on_device.items() if name != EMBEDDED and not name.startswith(_LOGITS))
+    of_layer = sum(size for name, size in on_device.items() if name != EMBEDDED and not name.startswith(_LOGITS))
     chunks = sum(
         size * subject.positions // max(dict(leaf.axes).get("position", 1), 1)
         for leaf in subject.activations
         if leaf.path.startswith(_LOGITS)
         for size in (on_device[leaf.path],)
     )
-    return 2 * (subject.layers * each + chunks)
+    return 2 * (subject.layers * of_layer + chunks)
 
 
 def _gathered(subject: SearchSubject, mappings: Mappings, mesh: MeshSpec) -> dict[tuple[str, ...], int]:
     """Elements of all parameters on a device after gathering, by the mesh axes that they are gathered over."""
-    found: dict[tuple[str, ...], int] = {}
+    by_axes: dict[tuple[str, ...], int] = {}
     for leaf in subject.parameters:
         kept = {axis for name in leaf.names for axis in mappings.compute.mesh_axes(name)}
         stored = {axis for name in leaf.names for axis in mappings.params_at(leaf.path).mesh_axes(name)}
         over = tuple(a for a in mesh.names if a in stored - kept and mesh.shape[a] > 1)
         if over:
             elements = _as_computed(leaf, subject) // mesh.ways(tuple(stored & kept))
-            found[over] = found.get(over, 0) + elements
-    return found
+            by_axes[over] = by_axes.get(over, 0) + elements
+    return by_axes
 
 
 def _as_computed(leaf: Leaf, subject: SearchSubject) -> int:
@@ -365,7 +365,7 @@ def _as_computed(leaf: Leaf, subject: SearchSubject) -> int:
 
 
 def _seconds(network: Network, kind: str, elements: Mapping[tuple[str, ...], int], itemsize: int) -> float:
-    times = [network.seconds(kind, n * itemsize, spans_of(network.mesh, *over)) for over, n in elements.items()]
+    times = [network.seconds(kind, n * itemsize, axis_spans(network.mesh, *over)) for over, n in elements.items()]
     return sum(t or 0.0 for t in times)
 
 
@@ -381,10 +381,10 @@ def _gradient_seconds(subject: SearchSubject, mappings: Mappings, mesh: MeshSpec
         scattered = tuple(a for a in batch if a in stored)
         rest = tuple(a for a in batch if a not in stored)
         if scattered:
-            total += network.seconds("reduce-scatter", elements * GRADIENT_BYTES, spans_of(mesh, *scattered)) or 0.0
+            total += network.seconds("reduce-scatter", elements * GRADIENT_BYTES, axis_spans(mesh, *scattered)) or 0.0
             elements //= mesh.ways(scattered)
         if rest:
-            total += network.seconds("all-reduce", elements * GRADIENT_BYTES, spans_of(mesh, *rest)) or 0.0
+            total += network.seconds("all-reduce", elements * GRADIENT_BYTES, axis_spans(mesh, *rest)) or 0.0
     return total
 
 
@@ -394,8 +394,8 @@ def _kept(
     """Bytes of what the backward pass is handed of all layers, and of the gradients that it fills meanwhile."""
     plan = plan_sharding(subject.trained, mappings, mesh)
     gradients = sum(math.prod(p.shard_shape) for p in plan.leaves) * GRADIENT_BYTES
-    each = on_device[RESIDUAL] if remat else KEPT_WITHOUT_REMAT * _of_layer(on_device)
-    return gradients + math.ceil(subject.layers * each)
+    of_layer = on_device[RESIDUAL] if remat else KEPT_WITHOUT_REMAT * _of_layer(on_device)
+    return gradients + math.ceil(subject.layers * of_layer)
 
 
 def _at_work(subject: SearchSubject, mappings: Mappings, mesh: MeshSpec, on_device: Mapping[str, int]) -> int:
@@ -415,17 +415,17 @@ def _of_layer(on_device: Mapping[str, int]) -> int:
 def _activation_bytes(
     activations: Iterable[Leaf], subject: SearchSubject, mappings: Mappings, mesh: MeshSpec, rows: int
 ) -> dict[str, int]:
-    found = {}
+    by_path = {}
     for leaf in activations:
         axes = tuple((name, rows if name == subject.batch_axis else size) for name, size in leaf.axes)
         which = constrained_by(leaf.path)
         if which == "attention" and not mappings.attention:
             continue
-        own = {"residual": mappings.residual_stream, "attention": mappings.inside_attention}
-        mapping = own.get(which, mappings.compute)
+        by_role = {"residual": mappings.residual_stream, "attention": mappings.inside_attention}
+        mapping = by_role.get(which, mappings.compute)
         plan, _ = place(replace(leaf, axes=axes), mapping, mesh, role="activation")
-        found[leaf.path] = plan.bytes_per_device
-    return found
+        by_path[leaf.path] = plan.bytes_per_device
+    return by_path
 
 
 def _replicated(plan: ShardingPlan) -> bool:

@@ -21,8 +21,8 @@ def render(result: SearchResult, *, target: str, keys: Mapping[str, Any] | None 
         f"{len(result.compiled)} compiled; speeds are of what was compiled, over all chips (modelled, not measured)"
     ]
     lines += [f"  {tried.candidate}: {_compiled(tried.verdict)}" for tried in result.compiled]
-    if result.own is not None:
-        lines.append(f"  as configured: {_compiled(result.own)}")
+    if result.configured is not None:
+        lines.append(f"  as configured: {_compiled(result.configured)}")
     if result.best is None:
         lines.append("nothing fits")
         if result.closest is not None:
@@ -32,7 +32,7 @@ def render(result: SearchResult, *, target: str, keys: Mapping[str, Any] | None 
                 f"about {gib(price.activation_bytes)} on top" + (f"; {price.problem}" if price.problem else "")
             )
         return "\n".join(lines)
-    if result.own_is_best:
+    if result.configured_is_best:
         lines += ["", "none of them is faster than the layout as configured; the best of them, to paste:", ""]
     else:
         lines += ["", "best; to paste:", ""]
@@ -52,7 +52,7 @@ def _compiled(verdict: ProgramVerdict | None) -> str:
     return bytes_ if per_token is None else f"{bytes_}, {1 / per_token:,.0f} tokens/s"
 
 
-def values(result: SearchResult, *, target: str, keys: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def search_to_json(result: SearchResult, *, target: str, keys: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The same as plain JSON values."""
     return {
         "target": target,
@@ -68,12 +68,12 @@ def values(result: SearchResult, *, target: str, keys: Mapping[str, Any] | None 
             }
             for tried in result.compiled
         ],
-        "as_configured": None if result.own is None else _own_values(result.own),
-        "as_configured_is_best": result.own_is_best,
+        "as_configured": None if result.configured is None else _verdict_values(result.configured),
+        "as_configured_is_best": result.configured_is_best,
         "best": None if result.best is None else result.fragment(dict(keys or {})),
         "why_not": {n.change: n.why_not for n in result.neighbours},
     }
 
 
-def _own_values(own: ProgramVerdict) -> dict[str, Any]:
-    return {"fits": own.fits, "peak_bytes": own.peak_bytes, "seconds_per_token": seconds_per_token(own)}
+def _verdict_values(verdict: ProgramVerdict) -> dict[str, Any]:
+    return {"fits": verdict.fits, "peak_bytes": verdict.peak_bytes, "seconds_per_token": seconds_per_token(verdict)}

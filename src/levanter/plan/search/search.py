@@ -69,7 +69,7 @@ class SearchResult:
         considered: how many candidates divide.
         fitting: how many of them fit by arithmetic.
         closest: where nothing fits, the candidate that needs least.
-        own: the layout as the user has it, where it was compiled.
+        configured: the layout as the user has it, where it was compiled.
         overrides: the run's own rules for some parameters.
     """
 
@@ -79,13 +79,13 @@ class SearchResult:
     considered: int
     fitting: int
     closest: Tried | None = None
-    own: ProgramVerdict | None = None
+    configured: ProgramVerdict | None = None
     overrides: Overrides = field(default_factory=dict)
 
     @property
-    def own_is_best(self) -> bool:
+    def configured_is_best(self) -> bool:
         """Whether no layout that was compiled is faster than the user's own."""
-        mine = None if self.own is None else seconds_per_token(self.own)
+        mine = None if self.configured is None else seconds_per_token(self.configured)
         best = None if self.best is None else self.best.seconds_per_token
         return mine is not None and (best is None or mine <= best)
 
@@ -113,7 +113,7 @@ def search(
     compile_candidate: Callable[[Candidate], ProgramVerdict],
     ahead: Callable[[Sequence[Candidate]], None] = lambda _: None,
     compiled: int = COMPILED,
-    own: ProgramVerdict | None = None,
+    configured: ProgramVerdict | None = None,
     on_event: Callable[[str], None] | None = None,
 ) -> SearchResult:
     """Searches the layouts of a run on a pod.
@@ -124,20 +124,20 @@ def search(
         compile_candidate: compiles the run's own Program for a candidate.
         ahead: told which candidates will be compiled next whatever comes of each, so that they may be side by side.
         compiled: how many of the best are compiled to the end; refused ones do not count.
-        own: what came of the run's own layout.
+        configured: what came of the run's own layout.
         on_event: told what is being done.
     """
     say = on_event or (lambda _: None)
-    found = candidates(
+    every = candidates(
         subject.axes.sizes,
         tensor_axes=subject.tensor_axes,
         devices=pod.devices // pod.slices,
         global_batch=subject.global_batch,
         slices=pod.slices,
     )
-    priced = [Tried(candidate=c, estimate=estimate(c, subject, pod)) for c in found]
+    priced = [Tried(candidate=c, estimate=estimate(c, subject, pod)) for c in every]
     fitting = sorted((t for t in priced if t.estimate.fits(pod.hbm_bytes)), key=_rank)
-    say(f"{len(found)} layouts divide, {len(fitting)} fit by arithmetic")
+    say(f"{len(every)} layouts divide, {len(fitting)} fit by arithmetic")
     tried: list[Tried] = []
 
     def attempt(ones: Sequence[Tried], enough: int) -> None:
@@ -162,7 +162,7 @@ def search(
     for ones in near:
         attempt(ones, 1)
     while fastest := _fastest(tried):
-        near = _stored_alike(fastest, fitting, {_layout(each.candidate) for each in tried})
+        near = _stored_alike(fastest, fitting, {_layout(one.candidate) for one in tried})
         ahead([one.candidate for ones in near for one in _wave(ones, tried, set(), most=1)])
         for ones in near:
             attempt(ones, 1)
@@ -173,37 +173,37 @@ def search(
         best=winner,
         compiled=tuple(ranked),
         neighbours=tuple(_neighbours(winner, priced, ranked, pod)) if winner else (),
-        considered=len(found),
+        considered=len(every),
         fitting=len(fitting),
         closest=None if winner else min(priced, key=_needs, default=None),
-        own=own,
+        configured=configured,
         overrides=subject.overrides,
     )
 
 
 def _wave(ones: Sequence[Tried], tried: Sequence[Tried], fits: Set[Candidate], *, most: int) -> list[Tried]:
     """The next layouts to compile: different ones, none that is known to fit or was refused with no more rows."""
-    found: dict[Candidate, Tried] = {}
+    chosen: dict[Candidate, Tried] = {}
     for one in ones:
         layout = _layout(one.candidate)
-        known = layout in fits or layout in found
+        known = layout in fits or layout in chosen
         if (
-            len(found) < most
+            len(chosen) < most
             and not known
             and not any(t.candidate.rows <= one.candidate.rows for t in tried if _layout(t.candidate) == layout)
         ):
-            found[layout] = one
-    return list(found.values())
+            chosen[layout] = one
+    return list(chosen.values())
 
 
 def _other_kinds(fitting: Sequence[Tried], *, seen: Set[str]) -> list[list[Tried]]:
     """What is worth a look of each kind that none was compiled of, in its order."""
-    found: dict[str, list[Tried]] = {}
+    by_kind: dict[str, list[Tried]] = {}
     for one in fitting:
         slowest = WORTH_A_LOOK * fitting[0].estimate.seconds_per_token
         if one.candidate.kind not in seen and one.estimate.seconds_per_token <= slowest:
-            found.setdefault(one.candidate.kind, []).append(one)
-    return list(found.values())
+            by_kind.setdefault(one.candidate.kind, []).append(one)
+    return list(by_kind.values())
 
 
 def _by_speed(tried: Tried) -> tuple[bool, float, tuple[float, int, int]]:
@@ -234,14 +234,14 @@ def _stored_alike(fastest: Tried, fitting: Sequence[Tried], tried: Set[Candidate
         return candidate.data if candidate.fsdp else 1
 
     at, price = fastest.candidate, fastest.estimate.seconds_per_token
-    found: dict[int, list[Tried]] = {}
+    by_devices: dict[int, list[Tried]] = {}
     for one in fitting:
         alike = one.estimate.seconds_per_token <= (1 + SAME) * price
         if alike and elsewhere(one.candidate) == elsewhere(at) and devices(one.candidate) != devices(at):
-            found.setdefault(devices(one.candidate), []).append(one)
-    smaller = max((n for n in found if n < devices(at)), default=None)
-    larger = min((n for n in found if n > devices(at)), default=None)
-    near = [found[n] for n in (smaller, larger) if n is not None]
+            by_devices.setdefault(devices(one.candidate), []).append(one)
+    smaller = max((n for n in by_devices if n < devices(at)), default=None)
+    larger = min((n for n in by_devices if n > devices(at)), default=None)
+    near = [by_devices[n] for n in (smaller, larger) if n is not None]
     return [ones for ones in near if _layout(ones[0].candidate) not in tried]
 
 
@@ -262,7 +262,7 @@ def _layout(candidate: Candidate) -> Candidate:
 def _neighbours(winner: Tried, priced: Sequence[Tried], compiled: Sequence[Tried], pod: Accelerator) -> list[Neighbour]:
     by_candidate = {t.candidate: t for t in priced} | {t.candidate: t for t in compiled}
     at = winner.candidate
-    found: list[Neighbour] = []
+    neighbours: list[Neighbour] = []
     ways = sorted({t.candidate.tensor_ways for t in priced})
     position = ways.index(at.tensor_ways)
     for step in (-1, 1):
@@ -277,9 +277,9 @@ def _neighbours(winner: Tried, priced: Sequence[Tried], compiled: Sequence[Tried
             ]
             if shifted:
                 best = min(shifted, key=lambda t: (not t.estimate.fits(pod.hbm_bytes), _rank(t)))
-                found.append(Neighbour(change=best.candidate.sizes, why_not=_why_not(best, winner, pod)))
+                neighbours.append(Neighbour(change=best.candidate.sizes, why_not=_why_not(best, winner, pod)))
     if at.context > 1:
-        found += _without_context(winner, by_candidate.values(), pod)
+        neighbours += _without_context(winner, by_candidate.values(), pod)
     rest = at.replica * at.data
     changes: dict[str, dict[str, Any]] = {
         "parameters replicated over data": {"fsdp": False, "replica": 1, "data": rest},
@@ -298,8 +298,8 @@ def _neighbours(winner: Tried, priced: Sequence[Tried], compiled: Sequence[Tried
     for change, fields in changes.items():
         other = by_candidate.get(replace(at, **fields))
         if other is not None and other.candidate != at:
-            found.append(Neighbour(change=change, why_not=_why_not(other, winner, pod)))
-    return found
+            neighbours.append(Neighbour(change=change, why_not=_why_not(other, winner, pod)))
+    return neighbours
 
 
 def _without_context(winner: Tried, tried: Iterable[Tried], pod: Accelerator) -> list[Neighbour]:
@@ -310,14 +310,14 @@ def _without_context(winner: Tried, tried: Iterable[Tried], pod: Accelerator) ->
         "context 1, no FSDP": [t for t in whole if t.candidate.tensor_ways > 1 and t.candidate.batch_ways == 1],
         "context 1, FSDP and tensor parallelism": [t for t in whole if t.candidate.tensor_ways > 1],
     }
-    found = []
+    neighbours = []
     for change, ones in kinds.items():
         if not ones:
-            found.append(Neighbour(change=change, why_not="sizes and rows do not divide so"))
+            neighbours.append(Neighbour(change=change, why_not="sizes and rows do not divide so"))
             continue
         best = min(ones, key=lambda t: (not t.estimate.fits(pod.hbm_bytes), *_rank(t)))
-        found.append(Neighbour(change=f"{change} ({best.candidate.sizes})", why_not=_why_not(best, winner, pod)))
-    return found
+        neighbours.append(Neighbour(change=f"{change} ({best.candidate.sizes})", why_not=_why_not(best, winner, pod)))
+    return neighbours
 
 
 def _why_not(other: Tried, winner: Tried, pod: Accelerator) -> str:

@@ -13,23 +13,23 @@ from levanter.hardware import Accelerator, parse_accelerator
 from levanter.html.format import seconds_text
 from levanter.mesh import MeshConfig
 from levanter.plan.aot import CompileRequest, compile_ahead
-from levanter.plan.compile_cache import KeptAnswers
+from levanter.plan.compile_cache import CompileCache
 from levanter.plan.compile_pool import scratch_folder
-from levanter.plan.decode_roofline import Load, serving_report
+from levanter.plan.decode_roofline import DecodeLoad, serving_report
+from levanter.plan.oom_report import decode_cost
 from levanter.plan.preflight.pipeline import preflight
 from levanter.plan.preflight.state import Question
-from levanter.plan.row_advice import serving_of
 from levanter.plan.search.candidates import Candidate
-from levanter.plan.search.decode import RowsLayout, render_rows, rows_values, search_rows
-from levanter.plan.search.estimate import NothingToSearch, subject_of
-from levanter.plan.search.render import render, values
+from levanter.plan.search.decode import DecodeLayout, decode_search_to_json, render_decode_search, search_decode
+from levanter.plan.search.estimate import NothingToSearch, search_subject
+from levanter.plan.search.render import render, search_to_json
 from levanter.plan.search.search import SearchResult, search
-from levanter.plan.target_from_name import target_of_pod
+from levanter.plan.target_from_name import pod_target
 from levanter.plan.verdict import ProgramVerdict, Verdict
 from levanter.runplan import OK, RunPlan, Searchable, Target
 
 
-def keys_of(plan: RunPlan[Any], candidate: Candidate) -> dict[str, Any]:
+def layout_keys(plan: RunPlan[Any], candidate: Candidate) -> dict[str, Any]:
     """The keys besides `trainer.mesh` that a layout sets, by dotted name."""
     searchable = plan.searchable
     assert isinstance(searchable, Searchable), searchable
@@ -39,8 +39,8 @@ def keys_of(plan: RunPlan[Any], candidate: Candidate) -> dict[str, Any]:
     return keys
 
 
-def vary(config: Any, candidate: Candidate, keys: Mapping[str, Any]) -> Any:
-    """The configuration with the layout of a candidate, and the keys from `keys_of`."""
+def with_layout(config: Any, candidate: Candidate, keys: Mapping[str, Any]) -> Any:
+    """The configuration with the layout of a candidate, and the keys from `layout_keys`."""
     mesh: MeshConfig = config.trainer.mesh
     options = candidate.mesh_options(mesh.overrides)
     laid_out = MeshConfig(
@@ -88,9 +88,9 @@ class LayoutCompiler:
 
     def __call__(self, candidate: Candidate) -> ProgramVerdict:
         """What comes of a layout."""
-        verdict = preflight(self.asked(candidate), progress=self._heard)
-        found = next((p for p in verdict.programs if p.name == self.program), None)
-        return found or ProgramVerdict(name=self.program, outcome=None, why_not=(verdict.headline,))
+        verdict = preflight(self.question_for(candidate), progress=self._heard)
+        program = next((p for p in verdict.programs if p.name == self.program), None)
+        return program or ProgramVerdict(name=self.program, outcome=None, why_not=(verdict.headline,))
 
     def ahead(self, candidates: Sequence[Candidate]) -> None:
         """Compiles layouts side by side that will be asked for, if answers are kept and there is room."""
@@ -98,14 +98,14 @@ class LayoutCompiler:
         if self.question.kept is None or len(candidates) < 2:
             return
         runs = []
-        for asked in map(self.asked, candidates):
+        for question in map(self.question_for, candidates):
             try:
-                plan = asked.describe(target_of_pod(pod))
+                plan = question.describe(pod_target(pod))
             except ValueError:
                 # It will be said when this one is asked for.
                 continue
             if not plan.errors:
-                runs.append(CompileRequest(payload=asked.payload, plan=plan))
+                runs.append(CompileRequest(payload=question.payload, plan=plan))
         compile_ahead(
             self.question.provider,
             runs,
@@ -115,15 +115,15 @@ class LayoutCompiler:
             on_event=lambda event: self._heard(f"{event['event']} {event.get('program')} for {pod}"),
         )
 
-    def asked(self, candidate: Candidate) -> Question:
+    def question_for(self, candidate: Candidate) -> Question:
         """The question about a layout."""
-        keys = keys_of(self.plan, candidate)
-        varied = vary(self.config, candidate, keys)
-        given = {"candidate": dataclasses.asdict(candidate), "candidate_keys": keys}
+        keys = layout_keys(self.plan, candidate)
+        varied = with_layout(self.config, candidate, keys)
+        candidate_payload = {"candidate": dataclasses.asdict(candidate), "candidate_keys": keys}
         return dataclasses.replace(
             self.question,
             describe=lambda target: self.describe(varied, target),
-            payload={**self.question.payload, **given},
+            payload={**self.question.payload, **candidate_payload},
             require_inputs=False,
             scope="timed",
         )
@@ -141,7 +141,7 @@ def search_layouts(
     describe: Callable[[Any, Target], RunPlan],
     plan: RunPlan,
     pod: Accelerator,
-    own: ProgramVerdict | None = None,
+    configured: ProgramVerdict | None = None,
     say: Callable[[str], None],
 ) -> SearchResult:
     """Searches the layouts of a run on a pod, with the run's own Programs.
@@ -152,21 +152,23 @@ def search_layouts(
         describe: the entry point's.
         plan: the run as it is configured.
         pod: on what.
-        own: what came of the run's main Program in its own layout, where it was compiled.
+        configured: what came of the run's main Program in its own layout, where it was compiled.
         say: told what is being done.
     """
-    subject = subject_of(plan)
+    subject = search_subject(plan)
     with scratch_folder() as scratch:
         # Where nothing is to be kept, answers of candidates that are compiled side by side are kept for the search.
-        kept = question.kept or KeptAnswers(folder=scratch)
-        asked = dataclasses.replace(question, kept=kept)
-        compiler = LayoutCompiler(question=asked, config=config, describe=describe, plan=plan, say=say)
-        return search(subject, pod, compile_candidate=compiler, ahead=compiler.ahead, own=own, on_event=say)
+        kept = question.kept or CompileCache(folder=scratch)
+        with_cache = dataclasses.replace(question, kept=kept)
+        compiler = LayoutCompiler(question=with_cache, config=config, describe=describe, plan=plan, say=say)
+        return search(
+            subject, pod, compile_candidate=compiler, ahead=compiler.ahead, configured=configured, on_event=say
+        )
 
 
-def _loads(verdict: Verdict) -> tuple[Load, ...]:
-    found = serving_report(verdict)
-    return () if found is None else found.loads
+def _loads(verdict: Verdict) -> tuple[DecodeLoad, ...]:
+    report = serving_report(verdict)
+    return () if report is None else report.loads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,53 +184,55 @@ class Searched:
     values: Mapping[str, object]
 
 
-def found_layouts(asked: LayoutCompiler, pod: Accelerator, *, own: ProgramVerdict | None) -> Searched:
+def search_run_layouts(run: LayoutCompiler, pod: Accelerator, *, configured: ProgramVerdict | None) -> Searched:
     """`search_layouts`, as it is shown.
 
     Args:
-        asked: the run.
-        pod, own: see `search_layouts`.
+        run: the run.
+        pod, configured: see `search_layouts`.
     """
     result = search_layouts(
-        asked.question,
-        config=asked.config,
-        describe=asked.describe,
-        plan=asked.plan,
+        run.question,
+        config=run.config,
+        describe=run.describe,
+        plan=run.plan,
         pod=pod,
-        own=own,
-        say=asked.say,
+        configured=configured,
+        say=run.say,
     )
     best = result.best or result.closest
-    keys = {} if best is None else keys_of(asked.plan, best.candidate)
-    return Searched(text=render(result, target=pod.name, keys=keys), values=values(result, target=pod.name, keys=keys))
+    keys = {} if best is None else layout_keys(run.plan, best.candidate)
+    return Searched(
+        text=render(result, target=pod.name, keys=keys), values=search_to_json(result, target=pod.name, keys=keys)
+    )
 
 
-def found_rows(asked: LayoutCompiler, pod: Accelerator) -> Searched:
+def search_run_decode(run: LayoutCompiler, pod: Accelerator) -> Searched:
     """The best rows, mesh and cache of a run that generates text, compiled as the run would have them.
 
     Args:
-        asked: the run.
+        run: the run.
         pod: on what.
 
     Raises:
         NothingToSearch: the run's keys are another project's, or no memory is known.
     """
-    plan, question = asked.plan, asked.question
-    served, limit = serving_of(plan), plan.target.limit_bytes
+    plan, question = run.plan, run.question
+    served, limit = decode_cost(plan), plan.target.limit_bytes
     assert served is not None
-    if not hasattr(asked.config, "inference"):
+    if not hasattr(run.config, "inference"):
         raise NothingToSearch(f"{plan.entry_point}: rows are searched with the keys of `generate`")
     if limit is None:
         raise NothingToSearch(f"{plan.entry_point}: what a device has is not known")
 
-    def compiled(layout: RowsLayout) -> tuple[bool, str]:
-        asked.say(f"compiling {layout}")
-        given = {"candidate": dataclasses.asdict(layout.candidate), "candidate_keys": layout.keys}
-        varied = vary(asked.config, layout.candidate, layout.keys)
+    def compiled(layout: DecodeLayout) -> tuple[bool, str]:
+        run.say(f"compiling {layout}")
+        varied_keys = {"candidate": dataclasses.asdict(layout.candidate), "candidate_keys": layout.keys}
+        varied = with_layout(run.config, layout.candidate, layout.keys)
         one = dataclasses.replace(
             question,
-            describe=lambda target: asked.describe(varied, target),
-            payload={**question.payload, **given},
+            describe=lambda target: run.describe(varied, target),
+            payload={**question.payload, **varied_keys},
             require_inputs=False,
             scope="timed",
         )
@@ -237,22 +241,24 @@ def found_rows(asked: LayoutCompiler, pod: Accelerator) -> Searched:
         took = f"; {seconds_text(steps[-1].time[1])} a token" if steps and steps[-1].time is not None else ""
         return verdict.exit_code == OK, f"{verdict.headline.partition(';')[0]}{took}"
 
-    goal = asked.config.plan.goal
-    result = search_rows(
+    goal = run.config.plan.goal
+    result = search_decode(
         served,
         pod,
         goal,
         limit=limit,
         compile_layout=compiled if question.compile else None,
-        overrides=asked.config.trainer.mesh.overrides,
+        overrides=run.config.trainer.mesh.overrides,
     )
-    return Searched(text=render_rows(result, target=pod.name), values=rows_values(result, target=pod.name))
+    return Searched(
+        text=render_decode_search(result, target=pod.name), values=decode_search_to_json(result, target=pod.name)
+    )
 
 
 def with_candidate(config: Any, payload: Mapping[str, Any]) -> Any:
     """The configuration of a worker's payload: varied if it names a candidate."""
-    given = payload.get("candidate")
-    if given is None:
+    fields = payload.get("candidate")
+    if fields is None:
         return config
     # It arrived as JSON, which has no tuples.
-    return vary(config, Candidate(**{**given, "cut": tuple(given["cut"])}), payload["candidate_keys"])
+    return with_layout(config, Candidate(**{**fields, "cut": tuple(fields["cut"])}), payload["candidate_keys"])

@@ -18,7 +18,7 @@ from levanter.commands.memorize import eval_careless_lm
 from levanter.config import load, load_written
 from levanter.eval.logprob_page import ScoredText, logprob_page, pieces, shade
 from levanter.memorization.results import BookResult
-from levanter.plan.target_from_name import target_of_pod
+from levanter.plan.target_from_name import pod_target
 
 LENGTH = 48
 
@@ -157,7 +157,7 @@ def test_some_rows_of_files_of_hugging_face(saved, tmp_path):
         viz_logprobs.VizLmConfig,
         [*words, "--num_docs", "3", "--path", str(page), "--data.tokenizer", str(saved / "tokenizer")],
     )
-    plan = viz_logprobs.describe(config, target_of_pod("v6e-8"))
+    plan = viz_logprobs.describe(config, pod_target("v6e-8"))
     assert plan.entry_point == "viz_logprobs" and [program.name for program in plan.programs] == ["score"]
     assert plan.workloads[0].executions == 1
     rows = viz_logprobs.chosen_rows(plan.work.evaluation.sequences, count=3, seed=0)
@@ -216,7 +216,7 @@ def test_shades():
 
 def test_rows_are_as_long_as_the_model_is_meant_for(saved, tmp_path):
     """Where nobody says how long; longer ones are noted, and refused where positions end."""
-    target, path = target_of_pod("v6e-8"), tmp_path / "config.yaml"
+    target, path = pod_target("v6e-8"), tmp_path / "config.yaml"
 
     def planned(module, kind, *, max_eval_length=None, **more):
         length = {} if max_eval_length is None else {"max_eval_length": max_eval_length}

@@ -17,7 +17,7 @@ from levanter.commands.cli.errors import run_entry_point
 from levanter.commands.export.export_lm_to_hf import ConvertLmConfig, describe, main
 from levanter.config import load
 from levanter.io.paths import filesystem
-from levanter.plan.target_from_name import target_of_pod
+from levanter.plan.target_from_name import pod_target
 
 
 @pytest.fixture(scope="module")
@@ -137,12 +137,12 @@ def test_what_is_refused(saved, tmp_path, capsys):
 
 def test_it_can_be_planned(saved, tmp_path):
     words = ["--output_dir", str(tmp_path / "out")]
-    plan = describe(load(ConvertLmConfig, ["--checkpoint_path", str(saved), *words]), target_of_pod("v4-8"))
+    plan = describe(load(ConvertLmConfig, ["--checkpoint_path", str(saved), *words]), pod_target("v4-8"))
     assert plan.exit_code == 0 and not plan.missing
     # Where the checkpoint is not here, the architecture must be.
     block = "{type: llama, hidden_dim: 64, intermediate_dim: 96, num_layers: 2, num_heads: 8, num_kv_heads: 2}"
     absent = ["--checkpoint_path", "/not/here", "--model", block, "--model.vocab_size", "256", *words]
-    plan = describe(load(ConvertLmConfig, absent), target_of_pod("v4-8"))
+    plan = describe(load(ConvertLmConfig, absent), pod_target("v4-8"))
     assert plan.exit_code == 0 and {check.name for check in plan.checks if check.status == "unchecked"} >= {"weights"}
     assert len(plan.work.files.tensors) == 2 * 9 + 3
 

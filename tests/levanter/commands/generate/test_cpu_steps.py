@@ -17,7 +17,7 @@ from levanter.commands.generate.config import GenerateConfig
 from levanter.commands.generate.plan import GenerateWork
 from levanter.config import load_written
 from levanter.inference.programs import ServedModel, decode_program
-from levanter.plan.target_from_name import target_of_pod
+from levanter.plan.target_from_name import pod_target
 from levanter.runplan import RunPlan, Target
 
 EMBED, HEADS, KV_HEADS, SIZE, LENGTH, ROWS = 64, 4, 2, 16, 1024, 4
@@ -153,7 +153,7 @@ def test_nothing_of_16_bits_is_converted_in_a_step(plan, devices, mp):
 
 
 def test_a_cache_has_the_compute_dtype_or_the_asked_one_and_on_cpus_float32_for_bfloat16(plan):
-    v5e = target_of_pod("v5e-1")
+    v5e = pod_target("v5e-1")
     wanted = {
         (CPU, "f32", None): "float32",
         (CPU, "bfloat16", None): "float32",
@@ -194,7 +194,7 @@ def test_a_cpu_has_a_matrix_for_each_layer_and_several_have_contracted_axes_firs
     several = {path.removesuffix(".weight"): names for path, names in axes(replace(CPU, devices=2)).items()}
     assert several["q_proj"] == ("layers", "embed", *heads) and several["o_proj"] == ("layers", *heads, "embed")
     assert several["down_proj"] == ("layers", "mlp", "embed")
-    pod = {path.removesuffix(".weight"): names for path, names in axes(target_of_pod("v5e-1")).items()}
+    pod = {path.removesuffix(".weight"): names for path, names in axes(pod_target("v5e-1")).items()}
     assert pod["q_proj"] == ("layers", *heads, "embed") and pod["o_proj"] == ("layers", "embed", *heads)
     assert pod["down_proj"] == ("layers", "embed", "mlp")
 
@@ -214,4 +214,4 @@ def test_a_pod_is_given_one_product_over_all_positions(plan):
         mine, plain = (each.lower(found.mesh.abstract(), platform=target.platform).as_text() for each in steps)
         return mine == plain
 
-    assert is_at_once(target_of_pod("v5e-1")) and not is_at_once(CPU)
+    assert is_at_once(pod_target("v5e-1")) and not is_at_once(CPU)

@@ -13,7 +13,7 @@ from levanter.commands.generate import generate
 from levanter.commands.generate.config import GenerateConfig
 from levanter.config import load_written
 from levanter.inference import output_writer
-from levanter.plan.target_from_name import target_of_pod
+from levanter.plan.target_from_name import pod_target
 
 TEMPLATE = """{% for message in messages %}
 {% if message.role == "robot" %}
@@ -253,7 +253,7 @@ def planned(tmp_path, target: str, *, more=None, **inference):
     path = tmp_path / "plan.yaml"
     path.write_text(json.dumps({**PLANNED, **(more or {}), "inference": inference}))
     loaded = load_written(GenerateConfig, ["--config_path", str(path)])
-    return generate.describe(loaded.config, target_of_pod(target), written=loaded.written)
+    return generate.describe(loaded.config, pod_target(target), written=loaded.written)
 
 
 def test_a_plan_needs_no_weights_and_no_prompts(tmp_path):
@@ -291,7 +291,7 @@ def test_heads_that_are_cut_further_than_keys_repeat_the_cache(tmp_path):
     mesh = {"axes": {"data": 1, "model": 8, "group": 2}, "shared_mapping": {"heads": ["model", "group"]}}
     path.write_text(json.dumps({**PLANNED, "trainer": {"mp": "bfloat16", "mesh": mesh}, "inference": {"max_rows": 1}}))
     loaded = load_written(GenerateConfig, ["--config_path", str(path)])
-    plan = generate.describe(loaded.config, target_of_pod("v5e-16"), written=loaded.written)
+    plan = generate.describe(loaded.config, pod_target("v5e-16"), written=loaded.written)
     (said,) = [check.message for check in plan.checks if check.name == "cache"]
     assert "each key and value is on 2 devices" in said
     assert plan.resident_bytes is not None
@@ -316,7 +316,7 @@ def test_what_cannot_be_is_refused_with_what_can(inference, said, tmp_path):
 
     def describe() -> None:
         loaded = load_written(GenerateConfig, ["--config_path", str(path)])
-        generate.describe(loaded.config, target_of_pod("v6e-8"), written=loaded.written)
+        generate.describe(loaded.config, pod_target("v6e-8"), written=loaded.written)
 
     with pytest.raises(ValueError, match=said):
         describe()

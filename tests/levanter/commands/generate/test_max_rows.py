@@ -11,7 +11,7 @@ from levanter.commands.generate.config import GenerateConfig
 from levanter.config import ConfigError, load_written
 from levanter.plan.preflight.pipeline import preflight
 from levanter.plan.preflight.state import Question
-from levanter.plan.target_from_name import target_of_pod
+from levanter.plan.target_from_name import pod_target
 from levanter.runplan import RunPlan, Target
 
 GIB = 1 << 30
@@ -56,9 +56,9 @@ def rows_of(found: RunPlan) -> int:
 def test_as_many_as_a_chip_has_room_for(tmp_path):
     """31.25 GiB less 16.43 of weights hold 47.4 rows of 320 MiB; a quarter of a GiB and more is left for Programs."""
     assert pytest.approx(47.4, abs=0.1) == (31.25 * GIB - WEIGHTS / 8) / (ROW / 8)
-    assert rows_of(plan(tmp_path, target_of_pod("v6e-8"))) == 46
-    assert rows_of(plan(tmp_path, target_of_pod("v6e-8"), max_seq_len=4096)) == 92
-    assert rows_of(plan(tmp_path, target_of_pod("v6e-8"), allocation="paged", page_size=1000)) == 42  # nine pages a row
+    assert rows_of(plan(tmp_path, pod_target("v6e-8"))) == 46
+    assert rows_of(plan(tmp_path, pod_target("v6e-8"), max_seq_len=4096)) == 92
+    assert rows_of(plan(tmp_path, pod_target("v6e-8"), allocation="paged", page_size=1000)) == 42  # nine pages a row
 
 
 def test_pages_that_do_not_fill_tiles_are_noted(tmp_path):
@@ -66,23 +66,23 @@ def test_pages_that_do_not_fill_tiles_are_noted(tmp_path):
         checks = plan(tmp_path, target, max_rows=8, **inference).checks
         return [check.message for check in checks if check.name == "cache" and check.status == "note"]
 
-    (said,) = notes(target_of_pod("v6e-8"), max_seq_len=1500)
+    (said,) = notes(pod_target("v6e-8"), max_seq_len=1500)
     assert said.startswith("inference.max_seq_len: 1,500 positions") and said.endswith("1,536 is the next multiple")
-    (paged,) = notes(target_of_pod("v6e-8"), max_seq_len=1024, allocation="paged", page_size=100)
+    (paged,) = notes(pod_target("v6e-8"), max_seq_len=1024, allocation="paged", page_size=100)
     assert paged.startswith("inference.page_size: 100 positions")
-    assert notes(target_of_pod("v6e-8"), max_seq_len=1536) == notes(CPU, max_seq_len=1500) == []
+    assert notes(pod_target("v6e-8"), max_seq_len=1536) == notes(CPU, max_seq_len=1500) == []
 
 
 def test_every_shard_of_the_rows_has_as_many(tmp_path):
     sharded = {"axes": {"data": 2, "model": -1}}
-    rows = rows_of(plan(tmp_path, target_of_pod("v6e-16"), mesh=sharded))
+    rows = rows_of(plan(tmp_path, pod_target("v6e-16"), mesh=sharded))
     assert rows == 2 * 46
 
 
 def test_pages_that_are_counted_by_themselves_give_the_rows(tmp_path):
     """40 pages of 128 positions hold five rows of 1,024."""
     paged = {"allocation": "paged", "page_size": 128, "max_seq_len": 1024}
-    assert rows_of(plan(tmp_path, target_of_pod("v6e-8"), pages=40, **paged)) == 5
+    assert rows_of(plan(tmp_path, pod_target("v6e-8"), pages=40, **paged)) == 5
 
 
 def test_devices_of_a_cpu_take_half_of_their_machine(tmp_path):
@@ -96,7 +96,7 @@ def test_devices_of_a_cpu_take_half_of_their_machine(tmp_path):
 
 
 def test_more_rows_than_help_are_not_taken(tmp_path):
-    assert rows_of(plan(tmp_path, target_of_pod("v6e-8"), max_seq_len=128)) == 256
+    assert rows_of(plan(tmp_path, pod_target("v6e-8"), max_seq_len=128)) == 256
     on_cpus = plan(tmp_path, CPU, max_seq_len=4096)
     assert rows_of(on_cpus) == 32
     (said,) = [check.message for check in on_cpus.checks if check.name == "rows" and "auto is" in check.message]
@@ -113,7 +113,7 @@ def test_calls_for_prompts_are_as_short_as_rows_want_them_on_cpus(tmp_path):
     assert names == ["prefill_2x8", "prefill_1x16"]
     assert why.startswith("inference.prefill_chunk: auto is 16: ") and "8 rows" in why
     assert said(CPU, max_rows=8, prefill_chunk=128) == ["prefill_4x32", "prefill_1x128"]
-    assert said(target_of_pod("v6e-8"), max_rows=8) == ["prefill_1x32", "prefill_1x128", "prefill_1x512"]
+    assert said(pod_target("v6e-8"), max_rows=8) == ["prefill_1x32", "prefill_1x128", "prefill_1x512"]
 
 
 def test_memory_that_is_not_known_asks_for_a_number(tmp_path):
@@ -125,7 +125,7 @@ def test_memory_that_is_not_known_asks_for_a_number(tmp_path):
 
 
 def test_where_nothing_fits_one_row_is_planned_and_refused(tmp_path):
-    found = plan(tmp_path, target_of_pod("v5e-8"))
+    found = plan(tmp_path, pod_target("v5e-8"))
     assert rows_of(found) == 1
     question = Question(
         target="v5e-8",

@@ -9,7 +9,7 @@ from levanter.commands.harness.plan import describe
 from levanter.config import load_written
 from levanter.eval.harness import task_discovery
 from levanter.eval.harness.tasks import UnavailableTaskError
-from levanter.plan.target_from_name import target_of_pod
+from levanter.plan.target_from_name import pod_target
 
 CONFIG = Path(__file__).resolve().parents[4] / "config" / "harness" / "llama3.1_8b.yaml"
 
@@ -23,7 +23,7 @@ def plan(monkeypatch):
 
     monkeypatch.setattr(task_discovery, "load_tasks", absent)
     loaded = load_written(EvalHarnessConfig, ["--config_path", str(CONFIG)])
-    return describe(loaded.config, target_of_pod("v4-64"), written=loaded.written)
+    return describe(loaded.config, pod_target("v4-64"), written=loaded.written)
 
 
 def test_buckets_programs_and_runs(plan):

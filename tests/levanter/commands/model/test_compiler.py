@@ -11,7 +11,7 @@ from levanter.config import ConfigError, parse_text
 from levanter.hardware import GENERATIONS, compiler_options
 from levanter.hardware.compiler import as_values, tuned_options
 from levanter.mesh import MeshConfig, resolve
-from levanter.plan.target_from_name import target_of_pod
+from levanter.plan.target_from_name import pod_target
 from levanter.runplan import Target
 from levanter.trainer.config import TrainerConfig
 
@@ -153,7 +153,7 @@ STEP = CASES["llama2_7b_v4-32"]
 
 def described(*words: str):
     case = dataclasses.replace(STEP, overrides=(*STEP.overrides, *words))
-    return case.describe(target_of_pod(case.target))
+    return case.describe(pod_target(case.target))
 
 
 def test_a_train_step_has_the_options_and_the_first_state_does_not():

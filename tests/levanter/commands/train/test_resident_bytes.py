@@ -8,7 +8,7 @@ from helpers.plan_cases import CASES
 from haliax_ext.hlo import MemoryFigures
 from levanter.plan.aot import Compiled
 from levanter.plan.compile_selection import exceeds_hbm, format_hbm_error
-from levanter.plan.target_from_name import target_of_pod
+from levanter.plan.target_from_name import pod_target
 
 GIB = 1 << 30
 
@@ -20,7 +20,7 @@ def plan():
     words = ("--hf_save_path=/nowhere/hf", f"--data.components={{web: {{source: {source}}}}}")
     case = CASES["llama2_7b_v4-32"]
     case = dataclasses.replace(case, overrides=(*case.overrides, *words))
-    return case.describe(target_of_pod(case.target))
+    return case.describe(pod_target(case.target))
 
 
 def test_moments_stay_while_parameters_are_evaluated(plan):

@@ -19,7 +19,7 @@ from levanter.commands.train.lm.lora_config import LoraLmConfig
 from levanter.commands.train.lm.train_lm import TrainLmConfig, describe
 from levanter.commands.train.run import execute
 from levanter.config import ConfigError, load
-from levanter.plan.hbm_budget import budget_of
+from levanter.plan.hbm_budget import hbm_budget
 from levanter.runplan import Session, Target
 from levanter.tracker import NoopTracker
 from levanter.trainer.frozen_identity import FrozenPart
@@ -112,7 +112,7 @@ def test_the_plan_says_what_is_trained(trained):
     whole_sides = 16 + 8 + 8 + 16 + 3 * 24
     assert groups["adapters"] == groups["gradients"] == 4 * LAYERS * RANK * (7 * 16 // 8 + whole_sides)
     assert not {"embedding", "attention", "mlp", "head", "norm"} & groups.keys()
-    budget = budget_of(plan)
+    budget = hbm_budget(plan)
     assert budget.groups["frozen mlp"] == groups["frozen mlp"] and budget.groups["adapters"] == groups["adapters"]
     assert budget.gradients == groups["gradients"]
     own = [program.name for program in plan.programs if not program.name.startswith(("load.", "save."))]

@@ -14,7 +14,7 @@ from levanter.commands.model.saved_model import open_saved
 from levanter.commands.train.lm.train_lm import TrainLmConfig, describe
 from levanter.commands.train.run import execute
 from levanter.config import load
-from levanter.plan.hbm_budget import budget_of
+from levanter.plan.hbm_budget import hbm_budget
 from levanter.runplan import Session, Target
 from levanter.tracker import NoopTracker
 from levanter.trainer.frozen_identity import FrozenPart
@@ -115,7 +115,7 @@ def test_the_plan_says_what_is_frozen(trained):
     groups = plan.resident_bytes
     assert groups["norm"] == groups["gradients"] and groups["frozen attention"] > 0
     assert not {"embedding", "attention", "mlp", "head"} & groups.keys()
-    budget = budget_of(plan)
+    budget = hbm_budget(plan)
     assert budget.groups["frozen mlp"] == groups["frozen mlp"] and "mlp" not in budget.groups
     assert budget.gradients == groups["gradients"]
     assert computing(plan) == ["init_optimizer", "digest_frozen", "train_step", "evaluate"]

@@ -9,7 +9,7 @@ import pytest
 
 from levanter.commands.evaluate.eval_lm import EvalLmConfig
 from levanter.commands.export.export_lm_to_hf import ConvertLmConfig
-from levanter.commands.plan_options import asked_for
+from levanter.commands.plan_options import parse_plan_request
 from levanter.commands.tokenize.cache_dataset import CacheDatasetConfig
 from levanter.commands.train.lm.train_lm import TrainLmConfig
 from levanter.config import load
@@ -46,7 +46,7 @@ def test_a_command_is_understood(command, monkeypatch, capsys):
             assert launch.main(words) == 0, capsys.readouterr().err
             assert "gcloud" in capsys.readouterr().out
     elif kind == "plan":
-        asked = asked_for(words)
+        asked = parse_plan_request(words)
         assert asked.targets
         assert isinstance(load(CONFIGS[asked.entry_point.name], asked.argv), TrainLmConfig)
     elif kind in CONFIGS:

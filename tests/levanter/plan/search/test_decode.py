@@ -6,7 +6,15 @@ import pytest
 from helpers.seventy_rows import SEVENTY
 
 from levanter.hardware import parse_accelerator
-from levanter.plan.search.decode import TRIED, RowsLayout, fragment, layouts, render_rows, rows_values, search_rows
+from levanter.plan.search.decode import (
+    TRIED,
+    DecodeLayout,
+    decode_meshes,
+    decode_search_to_json,
+    fragment,
+    render_decode_search,
+    search_decode,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -16,7 +24,7 @@ PLAIN = replace(SEVENTY, dtype="bfloat16", room=0)
 
 
 def search(served, pod, goal, compile_layout=None):
-    return search_rows(served, pod, goal, limit=pod.hbm_bytes, compile_layout=compile_layout)
+    return search_decode(served, pod, goal, limit=pod.hbm_bytes, compile_layout=compile_layout)
 
 
 def test_a_layout_has_the_bytes_of_its_shards():
@@ -32,7 +40,7 @@ def test_a_layout_has_the_bytes_of_its_shards():
 
 
 def test_layouts_divide_the_devices_and_the_heads():
-    found = {(each.shards, each.kv_ways, each.repeated) for each in layouts(SEVENTY, devices=16)}
+    found = {(each.shards, each.kv_ways, each.repeated) for each in decode_meshes(SEVENTY, devices=16)}
     # Query heads are cut further only where heads of keys and values are cut as far as they go.
     assert found == {(16, 1, 1), (8, 2, 1), (4, 4, 1), (2, 8, 1), (1, 8, 2)}
 
@@ -67,7 +75,7 @@ def test_rows_that_are_asked_for_are_not_fewer():
 def test_most_tokens_in_a_second_weigh_rows_against_their_time():
     found = search(SEVENTY, V6E, "tokens_per_second")
     assert found.best is not None
-    every = [each for each in layouts(SEVENTY, devices=8)]
+    every = [each for each in decode_meshes(SEVENTY, devices=8)]
     assert found.considered == len(every)
     for each in every:
         other = search(each, V6E, "max_rows").best
@@ -75,9 +83,9 @@ def test_most_tokens_in_a_second_weigh_rows_against_their_time():
 
 
 def test_compilers_are_asked_until_a_layout_fits():
-    asked: list[RowsLayout] = []
+    asked: list[DecodeLayout] = []
 
-    def second(layout: RowsLayout) -> tuple[bool, str]:
+    def second(layout: DecodeLayout) -> tuple[bool, str]:
         asked.append(layout)
         return len(asked) == 2, f"answer {len(asked)}"
 
@@ -87,8 +95,8 @@ def test_compilers_are_asked_until_a_layout_fits():
     assert asked[0].rate >= asked[1].rate
     never = search(SEVENTY, V5E_16, "tokens_per_second", lambda layout: (False, "too large"))
     assert never.best is None and len(never.tried) <= TRIED
-    assert render_rows(never, target="v5e-16").endswith("nothing fits")
-    assert rows_values(never, target="v5e-16")["best"] is None
+    assert render_decode_search(never, target="v5e-16").endswith("nothing fits")
+    assert decode_search_to_json(never, target="v5e-16")["best"] is None
 
 
 def test_the_answer_is_yaml_to_paste():
@@ -99,6 +107,6 @@ def test_the_answer_is_yaml_to_paste():
     document = yaml.safe_load(fragment(found))
     assert document["inference"] == {"max_rows": found.best.rows, "cache_dtype": found.best.served.dtype}
     assert document["trainer"]["mesh"] == found.best.candidate.mesh_options()
-    text = render_rows(found, target="v5e-16")
+    text = render_decode_search(found, target="v5e-16")
     assert text.startswith("search on v5e-16 for max_rows: ") and "why not its neighbours:" in text
-    assert rows_values(found, target="v5e-16")["best"]["trainer.mesh"] == document["trainer"]["mesh"]
+    assert decode_search_to_json(found, target="v5e-16")["best"]["trainer.mesh"] == document["trainer"]["mesh"]

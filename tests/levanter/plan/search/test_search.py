@@ -21,8 +21,8 @@ from levanter.models.activations import constrained_by, transformer_activations
 from levanter.models.axes import ALIASES, KNOWN_AXES
 from levanter.plan.aot import Compiled, Refused
 from levanter.plan.comms import Network
-from levanter.plan.context_parallel_cost import ExchangePrices, exchange_seconds
-from levanter.plan.search import Candidate, SearchSubject, candidates, estimate, render, search, values
+from levanter.plan.context_parallel_cost import ContextParallelCost, context_parallel_seconds
+from levanter.plan.search import Candidate, SearchSubject, candidates, estimate, render, search, search_to_json
 from levanter.plan.step_time_model import StepTime
 from levanter.plan.verdict import ProgramVerdict
 from levanter.runplan import Workload
@@ -313,8 +313,10 @@ def test_where_arithmetic_sees_no_difference_the_compiler_is_asked_over_how_many
 def test_the_layout_as_configured_is_in_the_list(seconds, best):
     subject, pod = subject_of(LLAMA_405B, positions=128), parse_accelerator("v4-256")
     own = verdict_of(Candidate(data=16, model=8), seconds=seconds, tokens=1)
-    result = search(subject, pod, compile_candidate=lambda c: verdict_of(c, seconds=1.0, tokens=1), own=own, compiled=1)
-    text, plain = render(result, target="v4-256"), values(result, target="v4-256")
+    result = search(
+        subject, pod, compile_candidate=lambda c: verdict_of(c, seconds=1.0, tokens=1), configured=own, compiled=1
+    )
+    text, plain = render(result, target="v4-256"), search_to_json(result, target="v4-256")
     assert f"as configured: 2.00 GiB, {1 / seconds:,.0f} tokens/s" in text
     assert ("none of them is faster than the layout as configured" in text) == best
     assert plain["as_configured_is_best"] is best and plain["as_configured"]["seconds_per_token"] == seconds
@@ -394,11 +396,11 @@ def test_what_is_exchanged_is_that_of_the_mesh_it_writes(layout, exchange):
     """Forward twice and backward once, 64 rows over `data`; the arithmetic of one layer has tests of its own."""
     subject, pod = long_subject(64), parse_accelerator("v6e-64")
     candidate = Candidate(**layout, remat=True)
-    prices = ExchangePrices(accelerator=pod, backward=True, itemsize=2, attended=0.5)
+    prices = ContextParallelCost(accelerator=pod, backward=True, itemsize=2, attended=0.5)
     options = MeshConfig(**candidate.mesh_options())
     found = resolve(options, subject.axes, devices=64, hbm_bytes=pod.hbm_bytes, prices=prices)
     assert (found.method, found.position_ways) == (exchange, candidate.context)
-    once = exchange_seconds(
+    once = context_parallel_seconds(
         subject.axes.sizes,
         found.mappings,
         Network.of(found.spec, pod),
@@ -408,8 +410,8 @@ def test_what_is_exchanged_is_that_of_the_mesh_it_writes(layout, exchange):
         itemsize=2,
     )
     price = estimate(candidate, subject, pod)
-    assert price.exchange == pytest.approx(64 // candidate.data * 32 * once) and once > 0
-    assert estimate(Candidate(data=64, model=1, remat=True), subject, pod).exchange == 0
+    assert price.context_parallel == pytest.approx(64 // candidate.data * 32 * once) and once > 0
+    assert estimate(Candidate(data=64, model=1, remat=True), subject, pod).context_parallel == 0
 
 
 def test_why_a_sequence_of_128k_is_cut():

@@ -10,7 +10,7 @@ from levanter.config import parse
 from levanter.hardware import parse_accelerator
 from levanter.plan.preflight.state import Question
 from levanter.plan.search import space
-from levanter.plan.target_from_name import target_of_pod
+from levanter.plan.target_from_name import pod_target
 
 
 def test_candidates_are_described_and_their_compilation_is_said(tmp_path, monkeypatch):
@@ -25,7 +25,7 @@ def test_candidates_are_described_and_their_compilation_is_said(tmp_path, monkey
     (tmp_path / "eval.yaml").write_text(json.dumps(document))
     config = parse(eval_lm.EvalLmConfig, paths=[str(tmp_path / "eval.yaml")])
     pod = parse_accelerator("v4-8")
-    target = target_of_pod(pod)
+    target = pod_target(pod)
     described, said = [], []
 
     def compiled(asked, *, progress):

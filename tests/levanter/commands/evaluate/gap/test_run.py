@@ -13,7 +13,7 @@ from levanter.commands.evaluate.config import EvalLmConfig
 from levanter.commands.evaluate.gap import run as gap_run
 from levanter.commands.evaluate.gap.config import PerplexityGapConfig
 from levanter.config import load_written
-from levanter.plan.target_from_name import target_of_pod
+from levanter.plan.target_from_name import pod_target
 
 TEXTS = {
     "web": ["the cat sat on the mat, didn't it? " * 9, "naïve café 12.5 — 日本語のテキスト 🎉", "x"],
@@ -66,7 +66,7 @@ def test_sums_are_eval_lms_with_tokenizers_that_differ(folder, tmp_path, monkeyp
         there.append(sum(each.size for each in jax.live_arrays() if each.ndim > 1))
         return load(*args, **more)
 
-    monkeypatch.setattr(run, "load_pretrained", watched)
+    monkeypatch.setattr(gap_run, "load_pretrained", watched)
     tracker = {"type": "json_file", "output_path": str(tmp_path / "tracker")}
     config = document(folder)
     config["trainer"]["tracker"] = tracker
@@ -95,7 +95,7 @@ def test_sums_are_eval_lms_with_tokenizers_that_differ(folder, tmp_path, monkeyp
         *("summary.json", "report.md", "worst_documents.jsonl", "page.html")
     }
     said = capsys.readouterr().out
-    assert f"model_a: tokenizer: {folder}/a, 300 ids" in said and "runs: score_a → score_b" in said
+    assert f"model_a: tokenizer: {folder}/a, 300 ids" in said and "programs: score_a → score_b" in said
     assert "gap/datasets/web/bpb_gap" in (tmp_path / "tracker" / "metrics.jsonl").read_text()
 
 
@@ -170,7 +170,7 @@ def test_bad_input_is_one_error(folder, tmp_path, capsys, changed: dict, said: s
 def test_it_is_planned_for_a_pod(folder, tmp_path):
     (tmp_path / "gap.yaml").write_text(json.dumps(document(folder)))
     loaded = load_written(PerplexityGapConfig, ["--config_path", str(tmp_path / "gap.yaml")])
-    plan = gap_run.describe(loaded.config, target_of_pod("v4-8"), written=loaded.written)
+    plan = gap_run.describe(loaded.config, pod_target("v4-8"), written=loaded.written)
     assert not plan.errors and [program.name for program in plan.computing] == ["score_a", "score_b"]
     assert plan.load is not None and plan.second_load is not None
     # The larger one is what lies on a chip.

@@ -19,7 +19,7 @@ from levanter.compat.open import load_tokenizer
 from levanter.config import load_written
 from levanter.eval.needles.prompts import build_prompts
 from levanter.eval.needles.results import NeedleStore
-from levanter.plan.target_from_name import target_of_pod
+from levanter.plan.target_from_name import pod_target
 
 TASKS = ["niah_single_1", "niah_multiquery"]
 RING = {
@@ -227,7 +227,7 @@ def test_it_is_planned_for_a_pod_without_a_tokenizer_or_weights(folder, tmp_path
     shutil.copy(folder / "config.json", bare)
     words = ["--hf_checkpoint", str(bare), "--lengths", "[512, 1536]", "--output_path", str(tmp_path / "out")]
     loaded = load_written(EvalNeedlesConfig, words)
-    plan = needles_run.describe(loaded.config, target_of_pod("v4-8"), written=loaded.written)
+    plan = needles_run.describe(loaded.config, pod_target("v4-8"), written=loaded.written)
     assert not plan.errors and [program.name for program in plan.computing] == ["needles_512", "needles_1536"]
     assert {each.program: each.executions for each in plan.workloads} == {"needles_512": 28, "needles_1536": 28}
 
@@ -236,7 +236,7 @@ def test_lengths_beyond_the_model_and_lengths_that_do_not_divide(folder, tmp_pat
     def checks(lengths: str, *words: str) -> list:
         given = ["--hf_checkpoint", str(folder), "--lengths", lengths, "--output_path", str(tmp_path / "out"), *words]
         loaded = load_written(EvalNeedlesConfig, given)
-        plan = needles_run.describe(loaded.config, target_of_pod("v4-8"), written=loaded.written)
+        plan = needles_run.describe(loaded.config, pod_target("v4-8"), written=loaded.written)
         return [plan, *(check.message for check in plan.checks if check.name == "lengths")]
 
     _, said = checks("[512, 4096]")

@@ -13,7 +13,7 @@ from haliax_ext.errors import ShardingError
 from levanter.commands.train.lm.train_lm import TrainLmConfig, describe
 from levanter.config import load, load_written
 from levanter.data import next_tokens
-from levanter.plan.target_from_name import target_of_pod
+from levanter.plan.target_from_name import pod_target
 from levanter.runplan import RunRefused, Target
 from levanter.trainer.batch_plan import BatchError
 
@@ -26,7 +26,7 @@ def read(name: str, *overrides: str) -> TrainLmConfig:
 
 
 def plan_of(name: str, pod: str, *overrides: str):
-    return describe(read(name, *overrides), target_of_pod(pod))
+    return describe(read(name, *overrides), pod_target(pod))
 
 
 def parameters(layers, embed, mlp, heads, kv_heads, vocab, head_size=128) -> int:
