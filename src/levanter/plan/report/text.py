@@ -244,7 +244,7 @@ def _programs(verdict: Verdict) -> list[str]:
             blanks = [""] * (4 if coresident else 3)
             rows.append((program.name, state, gib(inputs) if inputs is not None else "", *blanks, *tail))
     front = ("program", "", "inputs", "new results", "temporaries", "code")
-    header = (*front, *(("other resident",) if coresident else ()), "at its peak", "compiled in")
+    header = (*front, *(("resident",) if coresident else ()), "at its peak", "compiled in")
     numbers: list[Align] = ["right"] * (len(header) - 2)
     lines = [*_title("programs"), *table(rows, align=("left", "left", *numbers), header=header)]
     if others:
