@@ -1,15 +1,20 @@
-"""JSON from outside, read within limits of depth and of the length of its numbers.
+"""JSON from outside: the type `Json`, a reader with limits, and a strict reader for the objects of requests.
 
-JSON objects that requests are written as, read strictly: what is ambiguous in one is said and not guessed.
+`JSON_DEPTH` limits nesting, and numbers have a maximal length, so that a hostile text cannot exhaust the stack or the
+CPU. The strict reader refuses what is ambiguous, such as a key that occurs twice.
 """
 
 import json
 import re
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from levanter.base.input_limits import JSON_DEPTH, OutOfBoundsError
+
+Json: TypeAlias = dict[str, "Json"] | list["Json"] | str | int | float | bool | None
+"""A JSON value. What is read from a file that may contain anything is `object` until it has been checked."""
+
 
 _TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
 

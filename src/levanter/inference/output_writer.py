@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from levanter.base.json_types import Json
+from levanter.base.bounded_json import Json
 from levanter.inference.jsonl import InvalidLine
 from levanter.inference.programs import PromptScores
 from levanter.inference.requests import ChoiceId, Request

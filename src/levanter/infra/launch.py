@@ -3,16 +3,22 @@
     python -m levanter.infra.launch --tpu_name books --tpu_type v4-256 --zone us-central2-b -- \\
         python -m levanter.main.eval_careless_lm --config_path config/memorization/llama3.1_405b_v4-256.yaml
 
-The run is planned first (`planfirst`); then the pod is created, set up, run and followed (`tpu_vm`). `--dry_run` prints
-every command instead. `HELP` lists the other commands.
+`preflight` plans the run first; then `tpu_vm` creates the pod, sets it up, runs the command and follows its output.
+`--dry_run` prints every command instead. `pack` writes the archive of the working tree that the hosts install: the
+files that git does not ignore, without those that may hold secrets. `HELP` lists the other commands.
 """
 
+import fnmatch
+import gzip
+import io
 import os
 import secrets
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
+import tarfile
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -21,14 +27,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from levanter.config.errors import did_you_mean
-from levanter.infra import dry_run, gcloud, preflight
-from levanter.infra.code_archive import pack
+from levanter.infra import gcloud, preflight
 from levanter.infra.command_line import settings, split_command, with_settings
 from levanter.infra.console import Console
 from levanter.infra.environment import Environment, collect
 from levanter.infra.errors import INTERNAL_ERROR, INTERRUPTED, OK, LaunchError, UsageError
 from levanter.infra.flags import COMMANDS, HELP, command_parser
-from levanter.infra.host_scripts import ENVIRONMENT, SOURCE, Remote, like_here
+from levanter.infra.gcloud import shell_text
+from levanter.infra.host_scripts import ENVIRONMENT, FOLDER, SOURCE, Remote, like_here
 from levanter.infra.pods import Pod, make_pod
 from levanter.infra.processes import Processes, exit_code
 from levanter.infra.slurm import SlurmJob
@@ -160,7 +166,7 @@ def _tpu(args: Namespace, command: tuple[str, ...], variables: Mapping[str, str]
     packs = remote.setup == "pip" and not args.install
     if args.dry_run:
         plan = preflight.shown(command, pod.accelerator.name) if command and args.plan_first else None
-        text = dry_run.text(
+        text = dry_run_text(
             pod,
             remote,
             environment,
@@ -330,6 +336,144 @@ def _slurm(args: Namespace, command: tuple[str, ...], variables: Mapping[str, st
     if not args.submit:
         return OK
     return Caller(console, {"sbatch": "this is not a Slurm login node"}).show(("sbatch", str(script_path))).code
+
+
+SECRET_PATTERNS = (".env", ".env.*", "*.env", ".levanter.yaml", ".netrc", "*.pem", "*.key", "id_rsa*", "id_ed25519*",
+            "*credentials*.json", "*service_account*.json")  # fmt: skip
+"""Names of files that more often hold secrets than source."""
+
+LARGEST = 256 * 2**20
+
+
+def list_files(tree: Path) -> list[str]:
+    """The files of a working tree to copy: tracked ones and new ones that git does not ignore.
+
+    Raises:
+        UsageError: it is not a git repository, or git is not installed.
+    """
+    try:
+        listed = subprocess.run(
+            ["git", "-C", str(tree), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+            capture_output=True,
+            check=True,
+        ).stdout.decode()
+    except FileNotFoundError as error:
+        raise UsageError(
+            "git is not on PATH; it decides which files of the tree are copied (or give --install)"
+        ) from error
+    except subprocess.CalledProcessError as error:
+        raise UsageError(
+            f"{tree} is not a git repository, so the files to copy are unknown: run this in the project's folder, "
+            "or give --install 'levanter[tpu] @ git+https://…' or --image"
+        ) from error
+    names = sorted({name for name in listed.split("\0") if name})
+    return [name for name in names if (tree / name).is_file() and not _may_hold_secrets(name)]
+
+
+def _may_hold_secrets(name: str) -> bool:
+    base = name.rsplit("/", 1)[-1]
+    return any(fnmatch.fnmatch(base, pattern) for pattern in SECRET_PATTERNS)
+
+
+def pack(tree: Path, archive: Path) -> int:
+    """Writes the archive and returns its number of files; the same files give the same bytes.
+
+    Raises:
+        UsageError: no repository, no pyproject.toml in it, or more than 256 MiB.
+    """
+    names = list_files(tree)
+    if "pyproject.toml" not in names:
+        raise UsageError(
+            f"{tree} has no pyproject.toml to install: run this in the project's folder, or give --install"
+        )
+    size = sum((tree / name).stat().st_size for name in names)
+    if size > LARGEST:
+        large = sorted(names, key=lambda name: -(tree / name).stat().st_size)[:3]
+        raise UsageError(
+            f"{tree}: {size / 2**20:.0f} MiB would be copied to every host; the limit is {LARGEST / 2**20:.0f} MiB. "
+            f"Largest: {', '.join(large)}. Add them to .gitignore, or give --install or --image"
+        )
+    with (
+        archive.open("wb") as raw,
+        gzip.GzipFile(filename="", fileobj=raw, mode="wb", mtime=0) as packed,
+        tarfile.open(fileobj=packed, mode="w") as tar,
+    ):
+        for name in names:
+            content = (tree / name).read_bytes()
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(content), 0o755 if (tree / name).stat().st_mode & 0o100 else 0o644
+            tar.addfile(entry, io.BytesIO(content))
+    return len(names)
+
+
+def dry_run_text(
+    pod: Pod,
+    remote: Remote,
+    environment: Environment,
+    staged: Path,
+    *,
+    plan: Sequence[str] | None,
+    source: str | None,
+    follow: bool,
+    autodelete: bool,
+    retries: int,
+) -> str:
+    """The steps of a launch; variables are shown by name, without their values.
+
+    Args:
+        plan: the preflight's command; None: no preflight.
+        source: the archive's name; None: none is copied.
+        follow: whether the launcher stays until the end.
+        autodelete: whether the pod is then deleted.
+        retries: attempts after a preemption.
+    """
+    names = ", ".join(sorted(environment.values))
+    steps: list[tuple[str, Sequence[gcloud.Command]]] = []
+    if plan is not None:
+        steps.append(("plan: exit code 3 (does not fit) ends the launch here", [tuple(plan)]))
+    ready = "ACTIVE" if pod.queued else "READY"
+    steps.append(("does it exist? reuse it, or delete it if it was preempted", [gcloud.state(pod)]))
+    steps.append(("create; without capacity retry after 30 s, 60 s, …, 10 min", [gcloud.create(pod)]))
+    steps.append((f"wait until it is {ready}", [gcloud.state(pod)]))
+    steps.append(
+        ("make a folder on every host", [gcloud.ssh(pod, node, f"mkdir -p -m 700 {FOLDER}") for node in pod.nodes])
+    )
+    steps.append(
+        (
+            f"copy setup.sh, worker.sh{f', {source}' if source else ''} and environment (mode 600: {names})",
+            [gcloud.scp(pod, node, staged, f"{FOLDER}/") for node in pod.nodes],
+        )
+    )
+    steps.append(("set up", [gcloud.ssh(pod, node, remote.setup_call()) for node in pod.nodes]))
+    end = []
+    if remote.command:
+        verb = "run" if follow else "start"
+        labels = [f"{index}/" if pod.slices > 1 else "" for index in range(pod.slices)]
+        steps.append(
+            (
+                "run, and show the hosts' output" if follow else "start",
+                [
+                    gcloud.ssh(pod, node, remote.worker_call(1, label, verb=verb))
+                    for node, label in zip(pod.nodes, labels, strict=True)
+                ],
+            )
+        )
+        if follow:
+            end.append(("after a preemption, then start over from `create`, at most "
+                        f"{retries} times", [gcloud.delete(pod)]))  # fmt: skip
+    if autodelete and follow:
+        end.append(("at the end", [gcloud.delete(pod)]))
+    lines = [f"# {pod.described}", f"# {pod.accelerator.hosts} hosts; software {pod.runtime_version}", ""]
+    for title, commands in (*steps, *end):
+        lines += [f"# {title}", *(shell_text(command) for command in commands), ""]
+    lines += ["# setup.sh", *_indented(remote.setup_script())]
+    if remote.command:
+        lines += ["", "# worker.sh", *_indented(remote.worker_script())]
+    return "\n".join(lines) + "\n"
+
+
+def _indented(script: str) -> list[str]:
+    return [f"    {line}".rstrip() for line in script.splitlines()]
 
 
 def as_program(run: Callable[[], int]) -> NoReturn:

@@ -13,6 +13,7 @@ import re
 import secrets
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
+from pathlib import Path
 from typing import IO, Any
 
 import fsspec
@@ -293,3 +294,10 @@ def _alternatives(body: str, pattern: str) -> Iterator[str]:
         return
     for part in alternatives:
         yield from expand_braces(part)
+
+
+def cache_folder() -> Path:
+    """The cache of this user: `$LEVANTER_CACHE`, else `levanter` in the system's cache folder."""
+    if override := os.environ.get("LEVANTER_CACHE"):
+        return Path(override)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "levanter"

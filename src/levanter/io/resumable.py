@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
-from levanter.base.json_types import Json
+from levanter.base.bounded_json import Json
 from levanter.io.atomic import atomic_write, remove_stale_temporaries
 from levanter.io.lease import Lease
 from levanter.io.paths import base_name, exists, filesystem, join, open_read

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from levanter.io import atomic_write
-from levanter.io.cache import cache_folder
+from levanter.io.paths import cache_folder
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from typing import Literal, TypeAlias
 from starlette.requests import Request
 from starlette.responses import Response
 
-from levanter.base.json_types import Json
+from levanter.base.bounded_json import Json
 from levanter.inference.prompts import PromptRequest
 from levanter.inference.requests import MAX_TOP_LOGPROBS, ConstraintSpec, SamplingParams, params_to_json
 from levanter.serving.engine_thread import TokenDelta

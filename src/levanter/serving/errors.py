@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from levanter.base.json_types import Json
+from levanter.base.bounded_json import Json
 
 RejectReason: TypeAlias = Literal[
     "invalid", "too_long", "too_large", "queue_full", "draining", "key", "limit", "origin", "absent"

@@ -10,7 +10,7 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal, NotRequired, Union, get_args, get_origin, get_type_hints, is_typeddict
 
-from levanter.base.json_types import Json
+from levanter.base.bounded_json import Json
 from levanter.config.validators import Range
 
 _ENTRY = re.compile(r"^    ([a-z_]+(?:, [a-z_]+)*): (.*)$")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from levanter.base.json_types import Json
+from levanter.base.bounded_json import Json
 from levanter.inference.prompts import CONSTRAINT_FIELDS, RESPONSE_FORMAT
 from levanter.inference.requests import MAX_BIASES, MAX_STOP_IDS, MAX_STOPS, SamplingParams
 from levanter.serving import metrics, response_schema

@@ -26,7 +26,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from levanter.base.json_types import Json
+from levanter.base.bounded_json import Json
 from levanter.compat.hf.tokenizer import FastTokenizer
 from levanter.data import Tokenizer
 from levanter.inference.programs import PromptScores

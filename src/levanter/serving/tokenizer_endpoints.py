@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from starlette.requests import Request
 from starlette.responses import Response
 
-from levanter.base.json_types import Json
+from levanter.base.bounded_json import Json
 from levanter.compat.hf.tokenizer import FastTokenizer
 from levanter.serving.chat import template_messages, template_variables
 from levanter.serving.errors import JsonResponse, invalid_request

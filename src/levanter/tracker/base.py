@@ -14,7 +14,7 @@ from typing import Any, overload
 import draccus
 import numpy as np
 
-from levanter.base.json_types import Json
+from levanter.base.bounded_json import Json
 from levanter.config.validators import Ranged
 from levanter.io import Output
 

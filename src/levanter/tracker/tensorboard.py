@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from levanter.base.json_types import Json
+from levanter.base.bounded_json import Json
 from levanter.config.validators import Count, PositiveInt
 from levanter.io import Output
 from levanter.io.names import name_problem

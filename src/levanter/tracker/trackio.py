@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from levanter.base.json_types import Json
+from levanter.base.bounded_json import Json
 from levanter.config.validators import NonNegativeFloat, PositiveInt
 from levanter.io.names import name_problem
 from levanter.tracker.background import BackgroundTracker

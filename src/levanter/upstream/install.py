@@ -96,7 +96,7 @@ EARLIER_CALLS: dict[str, dict[str, tuple[str, int, tuple[str, ...]]]] = {
         "Checkpointer.__init__": ("new_checkpointer", 1, ("save_interval", "step_policies", "dt_now_injection"))
     },
 }
-"""Methods with an earlier signature: its function in `levanter.upstream.facades.calls`, how many positional arguments
+"""Methods with an earlier signature: its function in `levanter.upstream.facades.models`, how many positional arguments
 the method takes today, and keywords that it no longer has."""
 
 
@@ -216,7 +216,7 @@ def _accept_earlier_calls(cls: type, member: str, facade: str, positional: int, 
         by_name = any(name in keys for name in keywords) or type(keys.get("attn_mask")).__name__ == "NamedArray"
         if len(args) <= positional and not by_name:
             return current(self, *args, **keys)
-        return getattr(import_module("levanter.upstream.facades.calls"), facade)(current, self, *args, **keys)
+        return getattr(import_module("levanter.upstream.facades.models"), facade)(current, self, *args, **keys)
 
     setattr(cls, member, method)
 

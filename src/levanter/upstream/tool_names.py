@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-_CALLS = "levanter.upstream.facades.calls"
+_CALLS = "levanter.upstream.facades.models"
 _SETS = "levanter.upstream.facades.datasets"
 _LOADERS = "levanter.upstream.facades.loaders"
 _SCHEDULES = "levanter.upstream.facades.schedules"

@@ -2,8 +2,8 @@
 
 import pytest
 
-from levanter.config.command_line import CommandLine, overrides_document, parse_argv
 from levanter.config.errors import ConfigError
+from levanter.config.loader import CommandLine, overrides_document, parse_argv
 from levanter.config.yaml_nodes import to_plain
 
 pytestmark = pytest.mark.quick

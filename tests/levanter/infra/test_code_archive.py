@@ -3,8 +3,8 @@ import tarfile
 
 import pytest
 
-from levanter.infra.code_archive import pack
 from levanter.infra.errors import UsageError
+from levanter.infra.launch import pack
 
 pytestmark = pytest.mark.quick
 
@@ -36,7 +36,7 @@ def test_the_same_files_give_the_same_bytes(tree, tmp_path):
 
 
 def test_what_cannot_be_packed(tree, tmp_path, monkeypatch):
-    monkeypatch.setattr("levanter.infra.code_archive.LARGEST", 5)
+    monkeypatch.setattr("levanter.infra.launch.LARGEST", 5)
     with pytest.raises(UsageError, match=r"Largest: src/tool\.sh"):
         pack(tree, tmp_path / "a")
     (tree / "pyproject.toml").unlink()

@@ -1,7 +1,7 @@
 import pytest
 from helpers import stand_in_gcloud as recorded
 
-from levanter.infra.gcloud_errors import classify_error, worker_codes
+from levanter.infra.tpu_vm import classify_error, worker_codes
 
 pytestmark = pytest.mark.quick
 

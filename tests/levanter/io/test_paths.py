@@ -1,10 +1,12 @@
 """Paths: braces, wildcards, remote file systems, and what is said when a file is not there."""
 
+from pathlib import Path
+
 import fsspec
 import pytest
 
 from levanter.io import MissingFileError, UnreadableFileError, exists, expand, file_size, join, open_read
-from levanter.io.paths import base_name, expand_braces, filesystem, is_remote
+from levanter.io.paths import base_name, cache_folder, expand_braces, filesystem, is_remote
 
 pytestmark = pytest.mark.quick
 
@@ -130,3 +132,14 @@ def test_file_urls_are_local(tmp_path):
     (tmp_path / "x.txt").write_text("hello")
     assert not is_remote(f"file://{tmp_path}/x.txt")
     assert open_read(f"file://{tmp_path}/x.txt").read() == b"hello"
+
+
+def test_cache_folder_follows_the_environment(monkeypatch):
+    monkeypatch.setenv("LEVANTER_CACHE", "/here")
+    assert cache_folder() == Path("/here")
+    monkeypatch.delenv("LEVANTER_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert cache_folder() == Path("/cache/levanter")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert cache_folder() == Path("/home/someone/.cache/levanter")

@@ -14,8 +14,7 @@ from jax.sharding import Mesh
 
 from haliax_ext.compiler_options import CompilerOptionError
 from haliax_ext.program import Program
-from levanter.io.cache import cache_folder
-from levanter.io.paths import is_remote
+from levanter.io.paths import cache_folder, is_remote
 from levanter.runplan import RunPlan
 from levanter.trainer.config import TrainerConfig
 

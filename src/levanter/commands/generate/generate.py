@@ -20,8 +20,8 @@ import jax
 from jax.sharding import Mesh
 
 from haliax_ext.load_progress import LoadReport
+from levanter.base.bounded_json import Json
 from levanter.base.exit_codes import BAD_INPUT, INTERNAL_ERROR, OK
-from levanter.base.json_types import Json
 from levanter.commands.cli.runner import run_config
 from levanter.commands.generate.chat_session import Dialogue
 from levanter.commands.generate.config import GenerateConfig

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from levanter.compat.hf.errors import CorruptFileError, MissingCheckpointFileError, UnreachableError
 from levanter.compat.hf.refs import RepoRef
 from levanter.io.atomic import atomic_write
-from levanter.io.cache import cache_folder
+from levanter.io.paths import cache_folder
 
 DOWNLOAD_SECONDS = 900
 

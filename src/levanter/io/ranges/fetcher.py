@@ -14,12 +14,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
-from levanter.io.ranges.concurrency import ConcurrencyLimit
+from levanter.io.ranges.concurrency import ConcurrencyLimit, Durations
 from levanter.io.ranges.hedging import HedgedRequest
-from levanter.io.ranges.pace import Durations
 from levanter.io.ranges.request import (
     Attempt,
     GivenUpError,
@@ -28,7 +28,6 @@ from levanter.io.ranges.request import (
     ReplacedError,
     TransientError,
 )
-from levanter.io.ranges.tally import FetchStats as FetchStats
 
 MOST_REQUESTS = 128
 PART_BYTES = 4 << 20
@@ -56,6 +55,39 @@ LOOK_SECONDS = 0.05
 IDLE_SECONDS = 2.0
 
 R = TypeVar("R")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchStats:
+    """What a fetcher did so far.
+
+    Attributes:
+        ranges: that arrived.
+        wanted_bytes: of those.
+        extra_bytes: received beyond them: by requests that failed half-way or lost.
+        retried: requests made because one before them failed.
+        hedged: second requests beside slow ones.
+        hedges_won: of those that were first.
+        requests: that may be under way at present.
+    """
+
+    ranges: int
+    wanted_bytes: int
+    extra_bytes: int
+    retried: int
+    hedged: int
+    hedges_won: int
+    requests: int
+
+    def __str__(self) -> str:
+        fields = [f"{self.requests} connections"]
+        if self.retried:
+            fields.append(f"{self.retried} tried again")
+        if self.hedged:
+            fields.append(f"{self.hedged} asked twice")
+        if self.extra_bytes:
+            fields.append(f"{self.extra_bytes / 2**20:,.1f} MiB extra")
+        return ", ".join(fields)
 
 
 class RangeFetcher:

@@ -10,7 +10,7 @@ import pytest
 from helpers.object_store import Fault, ObjectStore, Request
 
 from levanter.io.ranges import Connections, RangeError, RangeFetcher, ReplacedError, fetcher, remote_file
-from levanter.io.ranges.pace import FIRST_REQUESTS
+from levanter.io.ranges.concurrency import FIRST_REQUESTS
 
 CONTENT = np.random.default_rng(0).bytes(1_500_000)
 PART = 50_000

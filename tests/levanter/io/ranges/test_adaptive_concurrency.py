@@ -2,7 +2,7 @@
 
 import pytest
 
-from levanter.io.ranges.pace import FIRST_REQUESTS, WINDOW_SECONDS, AdaptiveConcurrency, Durations
+from levanter.io.ranges.concurrency import FIRST_REQUESTS, WINDOW_SECONDS, AdaptiveConcurrency, Durations
 
 pytestmark = pytest.mark.quick
 
