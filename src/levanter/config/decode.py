@@ -1,7 +1,7 @@
-"""From nodes to frozen dataclasses, by the types of their fields, collecting every problem with its line.
+"""Decodes YAML nodes into frozen dataclasses by the types of the fields, and collects every problem with its line.
 
-`Decoder.decode` returns the value, or `INVALID` after it has noted at least one problem. It continues after a problem,
-so one pass finds all of them: unknown keys, missing keys, wrong types, and what the classes themselves refuse
+`Decoder.decode` returns the value, or `INVALID` after it has recorded at least one problem. It continues after a
+problem, so one pass finds all of them: unknown keys, missing keys, wrong types, and what the classes themselves refuse
 (`ValueError` in `__post_init__`). A dataclass is only built when all its fields are valid.
 """
 
@@ -17,7 +17,7 @@ import draccus
 
 from levanter.base.input_limits import HINTS
 from levanter.config.durations import parse_duration
-from levanter.config.errors import COMMAND_LINE, Mark, Problem, did_you_mean
+from levanter.config.errors import COMMAND_LINE, Mark, Problem, did_you_mean, nearest
 from levanter.config.schema import (
     TYPE_KEY,
     Annotation,
@@ -33,7 +33,7 @@ from levanter.config.schema import (
     registered_name,
     strip,
 )
-from levanter.config.validators import out_of_range
+from levanter.config.validators import declared_range, out_of_range
 from levanter.config.yaml_nodes import Entry, ListNode, MapNode, Node, Scalar, compose, scalar_value, to_plain
 
 Keys = tuple[str, ...]
@@ -45,13 +45,13 @@ class _Invalid:
 
 
 SAME: Mapping[str, str] = {"hf_checkpoint": "initialize_from_hf", "initialize_from_hf": "hf_checkpoint"}
-"""What some commands call one way, and some another."""
+"""Keys that have one name in some commands and another name in others."""
 LONGEST_TEXT = 200
 """Characters of a value that are shown."""
 INVALID: Final = _Invalid()
 """What a decoder returns for a node whose problem has been recorded."""
 
-# YAML 1.1 has more words for true and false; they count only where a bool is asked for.
+# YAML 1.1 has more words for true and false; they are booleans only in a field whose type is bool.
 _BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
@@ -63,10 +63,10 @@ class Decoder:
         old_keys: the old spellings that are accepted in the mapping at a path, for hints about misspelt ones.
 
     Attributes:
-        problems: what is wrong.
+        problems: the mistakes, in the order of the document.
         out_of_range: whether a number has the right type and is outside of its range.
-        unknown: how many keys were not known.
-        written: dotted paths of the keys of dataclasses that were there.
+        unknown: the number of unknown keys so far; only the first `HINTS` get a hint, which takes time to compute.
+        written: dotted paths of the keys of dataclasses that the document contains.
     """
 
     def __init__(self, root: type, old_keys: Callable[[Keys], Iterable[str]]):
@@ -77,13 +77,14 @@ class Decoder:
         self.unknown = 0
 
     def decode(self, node: Node, annotation: Annotation, path: Keys = ()) -> object:
-        """The value of `node` as the annotation wants it, or `INVALID`."""
+        """The value of `node` in the annotated type, or `INVALID`."""
         value = self._value(node, strip(annotation), path)
         problem = None if value is INVALID else out_of_range(value, annotation)
         if problem is None:
             return value
         self.out_of_range = True
-        return self.wrong(problem, node.mark, path)
+        limits = None if (declared := declared_range(annotation)) is None else str(declared)
+        return self.wrong(problem, node.mark, path, value=shown(node), expected=limits)
 
     def _value(self, node: Node, annotation: Annotation, path: Keys) -> object:
         members = annotated_members(annotation)
@@ -103,14 +104,32 @@ class Decoder:
             return self._mapping(node, annotation, path)
         return self._scalar(node, annotation, path)
 
-    def wrong(self, message: str, mark: Mark | None, path: Keys) -> _Invalid:
-        """Notes a problem at the key `path`, and gives `INVALID` to return."""
-        self.problems.append(Problem(message=message, mark=mark, key=".".join(path)))
+    def wrong(
+        self,
+        message: str,
+        mark: Mark | None,
+        path: Keys,
+        *,
+        value: str | None = None,
+        expected: str | None = None,
+        nearest: Iterable[str] = (),
+    ) -> _Invalid:
+        """Records a problem at the key `path` and returns `INVALID`, for the caller to return."""
+        problem = Problem(
+            message=message, mark=mark, key=".".join(path), value=value, expected=expected, nearest=tuple(nearest)
+        )
+        self.problems.append(problem)
         return INVALID
 
-    def expected(self, annotation: Annotation, node: Node, path: Keys, hint: str = "") -> _Invalid:
-        """Notes that `node` is not of the annotated type, with an optional hint; gives `INVALID`."""
-        return self.wrong(f"expected {describe(annotation)}, got {shown(node)}{hint}", node.mark, path)
+    def expected(
+        self, annotation: Annotation, node: Node, path: Keys, hint: str = "", *, names: Iterable[str] = ()
+    ) -> _Invalid:
+        """Records that `node` is not of the annotated type, with a hint or the nearest names; gives `INVALID`."""
+        # A key that a user misspells is a word; a list or a mapping has no nearest name.
+        word, names = (node.text, list(names)) if isinstance(node, Scalar) else ("", [])
+        expected, value = describe(annotation), shown(node)
+        message = f"expected {expected}, got {value}{hint or did_you_mean(word, names)}"
+        return self.wrong(message, node.mark, path, value=value, expected=expected, nearest=nearest(word, names))
 
     # --- mappings -----------------------------------------------------------------------------------------------
 
@@ -134,7 +153,8 @@ class Decoder:
                 self._unknown_key(entry, tuple(known), path, choices or {})
         for name, one in known.items():
             if one.required and name not in arguments:
-                self.wrong(f"required key is missing ({describe(one.type)})", node.mark, (*path, name))
+                expected = describe(one.type)
+                self.wrong(f"required key is missing ({expected})", node.mark, (*path, name), expected=expected)
         if len(self.problems) > before:
             return INVALID
         try:
@@ -145,14 +165,15 @@ class Decoder:
         return instance
 
     def _refused(self, message: str, node: MapNode, path: Keys, known: set[str]) -> _Invalid:
-        """What a class refuses, at its block; what names a key of the command line, at the command line.
+        """Records the problems in the `ValueError` of a configuration class, each at the mark of its block.
 
-        A class says what is wrong with its values, a line for each problem, and does not know where they came from.
+        A class reports one problem a line and does not know in which file its values were written. A line that names a
+        key of the command line gets the command line as its mark.
 
         Args:
-            message: what it says.
-            node: its block.
-            path: of the block.
+            message: the text of the error.
+            node: the block that the class was built from.
+            path: the block's path.
             known: the keys of the class.
         """
         marks = {entry.key: entry.mark for entry in _entries(node) if entry.mark.source == COMMAND_LINE}
@@ -171,6 +192,7 @@ class Decoder:
     def _unknown_key(self, entry: Entry, known: Keys, path: Keys, choices: Mapping[str, type]) -> None:
         self.unknown += 1
         if self.unknown > HINTS:
+            # A document of another program has hundreds of unknown keys; comparing each with all names takes seconds.
             self.wrong("unknown key", entry.mark, (*path, entry.key))
             return
         others = [name for name, cls in choices.items() if entry.key in config_fields(cls)]
@@ -182,10 +204,18 @@ class Decoder:
             hint = f"; it belongs at {' or '.join(f'`{p}`' for p in elsewhere[:3])}"
         if not hint and SAME.get(entry.key) in known:
             hint = f"; here it is `{SAME[entry.key]}`"
+        similar = () if hint else nearest(entry.key, vocabulary)
         hint = hint or did_you_mean(entry.key, vocabulary)
         if not hint:
             hint = f"; valid keys here are {', '.join(known)}" if known else "; no keys are accepted here"
-        self.wrong(f"unknown key{hint}", entry.mark, (*path, entry.key))
+        self.wrong(
+            f"unknown key{hint}",
+            entry.mark,
+            (*path, entry.key),
+            value=entry.key,
+            expected=", ".join(known),
+            nearest=similar,
+        )
 
     def _choice(self, node: Node, base: Annotation, path: Keys) -> object:
         node = _unfolded(node)
@@ -199,20 +229,28 @@ class Decoder:
         if type_entry is None:
             name = base.default_choice_name()
             if name is None:
+                # Without `type:` and without a default, no class is chosen, so no other key of the block is checked.
                 message = f"needs `{TYPE_KEY}:` with one of {names}"
                 if node.entries and all(entry.mark.source == COMMAND_LINE for entry in node):
                     message += f"; add --{'.'.join(path)}.{TYPE_KEY}"
-                return self.wrong(message, node.mark, path)
+                return self.wrong(message, node.mark, path, expected=names)
         elif not isinstance(type_entry.node, Scalar) or type_entry.node.value is None:
-            return self.wrong(
-                f"expected one of {names}, got {shown(type_entry.node)}", type_entry.mark, (*path, TYPE_KEY)
-            )
+            value = shown(type_entry.node)
+            message = f"expected one of {names}, got {value}"
+            return self.wrong(message, type_entry.mark, (*path, TYPE_KEY), value=value, expected=names)
         else:
             name = type_entry.node.text
         if name not in choices:
             assert type_entry is not None, f"{base.__name__} names a default choice {name!r} that is not registered"
             message = f"unknown {TYPE_KEY} `{name}`{did_you_mean(name, choices)} (known: {names})"
-            return self.wrong(message, type_entry.node.mark, (*path, TYPE_KEY))
+            return self.wrong(
+                message,
+                type_entry.node.mark,
+                (*path, TYPE_KEY),
+                value=name,
+                expected=names,
+                nearest=nearest(name, choices),
+            )
         try:
             chosen = base.get_choice_class(name)
         except ValueError as error:  # a package that cannot be imported
@@ -224,7 +262,9 @@ class Decoder:
         written_type = node.get(TYPE_KEY)
         if not isinstance(written_type, Scalar) or written_type.text != type_name:
             assert written_type is not None
-            self.wrong(f"expected `{type_name}` here, got {shown(written_type)}", written_type.mark, (*path, TYPE_KEY))
+            value = shown(written_type)
+            message = f"expected `{type_name}` here, got {value}"
+            self.wrong(message, written_type.mark, (*path, TYPE_KEY), value=value, expected=type_name)
 
     def _mapping(self, node: Node, annotation: Annotation, path: Keys) -> object:
         node = _unfolded(node)
@@ -254,8 +294,9 @@ class Decoder:
         if make is tuple and args and Ellipsis not in args and get_origin(annotation) is tuple:
             types: tuple[Any, ...] = args
             if len(types) != len(node.items):
-                message = f"expected {len(types)} items ({', '.join(map(describe, types))}), got {len(node.items)}"
-                return self.wrong(message, node.mark, path)
+                expected = f"{len(types)} items ({', '.join(map(describe, types))})"
+                value = str(len(node.items))
+                return self.wrong(f"expected {expected}, got {value}", node.mark, path, value=value, expected=expected)
         else:
             types = (args[0] if args else Any,) * len(node.items)
         before = len(self.problems)
@@ -267,28 +308,29 @@ class Decoder:
     # --- unions -------------------------------------------------------------------------------------------------
 
     def _union(self, node: Node, annotation: Annotation, members: tuple[Annotation, ...], path: Keys) -> object:
-        """The first member that fits, tried in the order of how well it suits what was written."""
+        """The value in the first member type that accepts it; members that suit the node's kind are tried first."""
         if isinstance(node, Scalar) and node.value is None and type(None) in members:
             return None
         attempts: list[tuple[Any, list[Problem]]] = []
         for member in sorted(members, key=lambda m: _suits(node, strip(m))):
+            # A decoder of its own, so that the problems of a member that does not fit can be dropped.
             attempt = Decoder(self.root, self.old_keys)
             value = attempt.decode(node, member, path)
             if value is not INVALID:
                 self.written |= attempt.written
                 return value
-            if attempt.out_of_range:  # the type is the right one, and no other is worth a try
+            if attempt.out_of_range:  # the type is right and the number wrong, so another member would hide the cause
                 self.out_of_range = True
                 self.problems += attempt.problems
                 return INVALID
             attempts.append((strip(member), attempt.problems))
         same_kind = [decoded for member, decoded in attempts if _kind(member) == _node_kind(node)]
+        # For a mapping or a list, the member with the fewest problems is most likely the one that the user means.
         if _node_kind(node) != "scalar" and same_kind:
             self.problems += min(same_kind, key=len)
             return INVALID
         literals = [arg for m in members if get_origin(m) is Literal for arg in get_args(m) if isinstance(arg, str)]
-        hint = did_you_mean(node.text, literals) if isinstance(node, Scalar) else ""
-        return self.expected(annotation, node, path, hint)
+        return self.expected(annotation, node, path, names=literals)
 
     # --- scalars ------------------------------------------------------------------------------------------------
 
@@ -298,20 +340,22 @@ class Decoder:
         try:
             return cls.parse(node.text)
         except ValueError as error:
-            return self.wrong(str(error), node.mark, path)
+            return self.wrong(str(error), node.mark, path, value=node.text)
 
     def _scalar(self, node: Node, annotation: Annotation, path: Keys) -> object:
         if annotation in (str, Path) and not isinstance(node, Scalar) and node.text is not None:
-            return annotation(node.text)  # a value of the command line that happens to look like a list
+            # On the command line `--tag [a]` looks like a list; where the field is text, it is the text `[a]`.
+            return annotation(node.text)
         value = _scalar_value(node, annotation)
         if value is not INVALID:
             return value
         if isinstance(node, Scalar):
             if get_origin(annotation) is Literal:
-                return self.expected(annotation, node, path, did_you_mean(node.text, map(str, get_args(annotation))))
+                return self.expected(annotation, node, path, names=map(str, get_args(annotation)))
             if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
                 names = [member.name for member in annotation]
-                return self.expected(annotation, node, path, did_you_mean(node.text, names))
+                return self.expected(annotation, node, path, names=names)
+        # Types that draccus alone knows, such as those that a plug-in registers, are decoded by draccus.
         codec = draccus.decode.dispatch(annotation) if isinstance(annotation, type) else None  # type: ignore[attr-defined]
         if codec is None or annotation in (bool, int, float, str, Path, timedelta):
             hint = "; quote it if you mean text" if annotation is str and isinstance(node, Scalar) else ""
@@ -319,7 +363,7 @@ class Decoder:
         try:
             return draccus.decode(annotation, to_plain(node))
         except (ValueError, draccus.ParsingError) as error:
-            return self.wrong(str(error), node.mark, path)
+            return self.wrong(str(error), node.mark, path, value=shown(node))
 
 
 def _scalar_value(node: Node, annotation: Annotation) -> object:
@@ -336,6 +380,7 @@ def _scalar_value(node: Node, annotation: Annotation) -> object:
     if annotation is Path:
         return INVALID if value is None or isinstance(value, bool) else Path(text)
     if annotation is bool:
+        # `"yes"` in quotes is text, as in YAML.
         return _BOOLS.get(text.lower(), INVALID) if node.plain else INVALID
     if annotation in (int, float, timedelta):
         return _number(text, annotation)
@@ -349,6 +394,7 @@ def _number(text: str, annotation: type) -> object:
         if annotation is timedelta:
             return parse_duration(text)
         value = scalar_value(text)
+        # bool is a subclass of int in Python, but `true` is no number in a configuration.
         if isinstance(value, (bool, str)) or value is None:
             return INVALID
         if annotation is float:
@@ -372,12 +418,13 @@ def _node_kind(node: Node) -> Literal["scalar", "list", "mapping"]:
 
 
 def _suits(node: Node, annotation: Annotation) -> int:
-    """How late a member of a union is tried: exact kinds first, text last."""
+    """The rank of a member of a union: members of the node's own kind are tried first, text last."""
     if not isinstance(node, Scalar):
         return 0 if _kind(annotation) == _node_kind(node) else 1
     value = node.value
     if get_origin(annotation) is Literal:
         return 0
+    # Text is last for a number, or `int | str` would never be an integer: every scalar can be read as text.
     order: tuple[Any, ...]
     if isinstance(value, str):
         order = (timedelta, str, Path, int, float, bool)
@@ -400,7 +447,7 @@ def _entries(node: Node) -> Iterator[Entry]:
 
 
 def _unfolded(node: Node) -> Node:
-    """A mapping or list given as one word of text on the command line (`model: 2`) as what it says."""
+    """Parses a mapping or list that is one word of the command line (`model: 2`); returns other nodes unchanged."""
     if isinstance(node, Scalar) and node.plain and node.mark.source == COMMAND_LINE:
         unfolded = compose(node.text, COMMAND_LINE, [], lambda *_: None)
         if unfolded is not None and not isinstance(unfolded, Scalar):
@@ -409,7 +456,11 @@ def _unfolded(node: Node) -> Node:
 
 
 def shown(node: Node) -> str:
-    """A node in a message: the text of a scalar and what it is."""
+    """A node as messages show it: the text of a scalar with its type, or `a list`, `a mapping`.
+
+    >>> shown(Scalar(text="3", mark=Mark(source="a.yaml"))), shown(Scalar(text="on", mark=Mark(source="a.yaml")))
+    ('3 (an integer)', '"on"')
+    """
     if isinstance(node, ListNode):
         return "a list"
     if isinstance(node, MapNode):

@@ -1,8 +1,9 @@
-"""`ConfigError`: everything that is wrong with a configuration, each thing with its place.
+"""`ConfigError` lists every mistake in a configuration, each with its file and line.
 
-A *mark* is a place: a file (or the command line) and a line. A *problem* is one thing that is wrong at a mark. Problems
+A *mark* is a position: a file (or the command line) and a line. A *problem* is one mistake at a mark; its fields hold
+the key, the value, what was expected and the nearest valid names, so that programs need not parse the message. Problems
 are collected over the whole document and raised together, because a user who fixes one typo at a time rents a machine
-for each of them.
+for each of them. `docs/errors.md` shows a sample of each kind.
 """
 
 from collections.abc import Iterable
@@ -18,7 +19,11 @@ LONGEST_KEY = 400
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """Where something was written: a source (a file name, or the command line) and a line, counted from 1."""
+    """The position of a key or value: a source (a file name, or the command line) and a line, counted from 1.
+
+    >>> str(Mark(source="train.yaml", line=3)), str(Mark(source=COMMAND_LINE))
+    ('train.yaml:3', 'command line')
+    """
 
     source: str
     line: int | None = None
@@ -29,11 +34,26 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One thing that is wrong: where, in which (dotted) key, and what, with what was expected."""
+    """One mistake in a configuration.
+
+    Attributes:
+        message: what is wrong and how to fix it; the first line stands behind the mark and the key.
+        mark: the file and line; None where the mistake is in no single line.
+        key: the dotted key; "" where there is none.
+        value: the value or name that was refused, as the message shows it; None where the message names none.
+        expected: the type, range or names that are valid there; None where the message names none.
+        nearest: the valid names whose spelling is closest, the closest first.
+
+    >>> print(Problem(message="unknown key", mark=Mark(source="train.yaml", line=3), key="trainer.sed"))
+    train.yaml:3: trainer.sed: unknown key
+    """
 
     message: str
     mark: Mark | None = None
     key: str = ""
+    value: str | None = None
+    expected: str | None = None
+    nearest: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         key = self.key if len(self.key) <= LONGEST_KEY else f"{self.key[:LONGEST_KEY]}…"
@@ -46,6 +66,7 @@ class ConfigError(ValueError):
     """A configuration cannot be used. The message lists all problems; entry points exit with code 2."""
 
     def __init__(self, problems: Iterable[Problem]):
+        # A file that is included twice reports the same problem twice.
         self.problems = tuple(dict.fromkeys(problems))
         lines = [str(problem) for problem in self.problems[: PROBLEMS + 1]]
         if (count := len(self.problems)) > 1:
@@ -57,17 +78,29 @@ class ConfigError(ValueError):
 
 
 def nearest(word: str, known: Iterable[str]) -> list[str]:
-    """The up to three known words that are closest in spelling to `word`, the closest first."""
+    """The up to three known words that are closest in spelling to `word`, the closest first.
+
+    >>> nearest("sed", ["seed", "steps", "mesh"])
+    ['seed']
+    """
+    # The comparison takes time in proportion to the product of both lengths.
     if len(word) > HINT_CHARACTERS:
         return []
     close = get_close_matches(word, sorted(set(known)), n=3, cutoff=0.6 if len(word) > 3 else 0.5)
     if not close:
         return []
+    # difflib's cutoff is absolute. Of `mlp` and `mlps` only the clearly better match should be suggested.
     best = SequenceMatcher(None, close[0], word).ratio()
     return [name for name in close if SequenceMatcher(None, name, word).ratio() > best - 0.15]
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`; did you mean …?` with the nearest words, or nothing."""
+    """`; did you mean …?` with the nearest words, or an empty text.
+
+    >>> did_you_mean("sed", ["seed", "steps"])
+    '; did you mean `seed`?'
+    >>> did_you_mean("xyzzy", ["seed", "steps"])
+    ''
+    """
     close = nearest(word, known)
     return f"; did you mean {' or '.join(f'`{name}`' for name in close)}?" if close else ""

@@ -141,12 +141,12 @@ def read_text(config_class: type[C], text: str, *, source: str = "<text>") -> Lo
     problems: list[Problem] = []
 
     def refuse(name: str, mark: Mark) -> None:
-        problems.append(Problem(message=f"!include {name} is for files, not for text", mark=mark))
+        problems.append(Problem(message=f"!include {name}: only a document in a file may include others", mark=mark))
 
     node = compose(text, source, problems, refuse)
     document = node if node is not None else MapNode(entries=(), mark=Mark(source=source))
     if isinstance(document, MapNode) and (entry := document.entry(EXTENDS)) is not None:
-        problems.append(Problem(message="is for files, not for text", mark=entry.mark, key=EXTENDS))
+        problems.append(Problem(message="only a document in a file may extend others", mark=entry.mark, key=EXTENDS))
         document = document.without(EXTENDS)
     return _decoded(config_class, document, problems)
 

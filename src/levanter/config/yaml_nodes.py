@@ -276,7 +276,7 @@ class _Conversion:
                 for entry in self.inherited(self.node(value)):
                     inherited.setdefault(entry.key, entry)
             elif key.value in entries:
-                message = f"key `{key.value}` is given twice, first at line {entries[key.value].mark.line}"
+                message = f"key `{key.value}` occurs twice, first at line {entries[key.value].mark.line}"
                 self.wrong(where, message)
             else:
                 entries[key.value] = Entry(key=key.value, node=self.node(value), mark=where)

@@ -281,7 +281,7 @@ def test_all_problems_come_in_one_error():
         read(text)
     assert str(caught.value).splitlines()[:7] == [
         "6 problems in the configuration:",
-        "[1] run.yaml:2: key `count` is given twice, first at line 1",
+        "[1] run.yaml:2: key `count` occurs twice, first at line 1",
         '[2] run.yaml:1: count: expected an integer, got "x"',
         "[3] run.yaml:3: model.type: unknown type `hug`; did you mean `huge`? (known: huge, tiny)",
         '[4] run.yaml:5: inners.0.rate: expected a number, got "fast"',

@@ -48,7 +48,7 @@ def test_include_stands_for_the_file_and_keeps_its_marks(here: Path):
     written(here, data__web="tokenizer: t\nurls: [a]\nurls: [b]\n", top="data: !include data/web.yaml\nn: 1\n")
     assert read("top.yaml") == (
         {"data": {"tokenizer": "t", "urls": ["a"]}, "n": 1},
-        ["data/web.yaml:3: key `urls` is given twice, first at line 2"],
+        ["data/web.yaml:3: key `urls` occurs twice, first at line 2"],
     )
 
 

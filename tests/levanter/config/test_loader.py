@@ -245,8 +245,8 @@ def test_text_cannot_name_files():
     with pytest.raises(ConfigError) as caught:
         parse_text(RunConfig, "extends: a.yaml\nname: x\ntrainer: !include b.yaml\n", source="t")
     assert [str(p) for p in caught.value.problems] == [
-        "t:3: !include b.yaml is for files, not for text",
-        "t:1: extends: is for files, not for text",
+        "t:3: !include b.yaml: only a document in a file may include others",
+        "t:1: extends: only a document in a file may extend others",
     ]
 
 

@@ -85,9 +85,9 @@ def test_quoted_scalars_are_text():
 def test_duplicate_keys_are_errors_at_every_depth():
     text = "a: 1\nb:\n  c: 1\n  d: {e: 1, e: 2}\n  c: 2\na: 2\n"
     assert composed(text)[1] == [
-        "x.yaml:4: key `e` is given twice, first at line 4",
-        "x.yaml:5: key `c` is given twice, first at line 3",
-        "x.yaml:6: key `a` is given twice, first at line 1",
+        "x.yaml:4: key `e` occurs twice, first at line 4",
+        "x.yaml:5: key `c` occurs twice, first at line 3",
+        "x.yaml:6: key `a` occurs twice, first at line 1",
     ]
 
 
