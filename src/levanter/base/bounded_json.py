@@ -26,21 +26,25 @@ def parse_json(text: str, *, object_pairs_hook: Callable[[list[tuple[str, Any]]]
         json.JSONDecodeError: it is no JSON.
         OutOfBoundsError: it is nested deeper than `JSON_DEPTH`, or has a number of thousands of digits.
     """
+    # Counting is cheap; the exact depth is computed only for texts that could exceed the limit.
     if text.count("[") + text.count("{") > JSON_DEPTH and _depth(text) > JSON_DEPTH:
         raise OutOfBoundsError(f"lists and objects are nested more than {JSON_DEPTH} deep, the limit for JSON")
     try:
         return json.loads(text, object_pairs_hook=object_pairs_hook)
     except json.JSONDecodeError:
         raise
+    # The text is within the limit, but the caller's stack may be deep already.
     except RecursionError:
         raise OutOfBoundsError(f"lists and objects are nested more than {JSON_DEPTH} deep") from None
     except ValueError as error:
+        # The hook may raise a ValueError of its own; the other one is the limit of int() on digits.
         if object_pairs_hook is not None and "limit" not in str(error):
             raise
         raise OutOfBoundsError(f"a number is longer than the limit ({error})") from error
 
 
 def _depth(text: str) -> int:
+    # Strings are tokens of the pattern, so that brackets inside of them do not count.
     depth = deepest = 0
     for token in _TOKENS.finditer(text):
         sign = token[0]
@@ -69,25 +73,26 @@ class NotAnObjectError(ValueError):
 
 
 def object_in(raw: bytes, problems: list[str]) -> dict[str, object]:
-    """The JSON object that bytes are.
+    """Reads a JSON object from bytes.
 
     Args:
         raw: the bytes.
-        problems: names of fields that are written twice, and where a string has half of a surrogate pair, are added.
+        problems: receives the duplicate names and the paths of strings with half of a surrogate pair.
 
     Raises:
-        NotAnObjectError: they are none: not UTF-8, not JSON, nested too deep, another value.
+        NotAnObjectError: not UTF-8, not JSON, nested too deep, or another JSON value.
     """
-    twice: list[str] = []
+    duplicates: list[str] = []
 
-    def pairs(given: list[tuple[str, object]]) -> dict[str, object]:
-        made = dict(given)
-        if len(made) < len(given):
-            twice.extend(sorted(name for name, count in Counter(name for name, _ in given).items() if count > 1))
-        return made
+    def to_dict(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        # The last of two equal names would win silently, and a proxy in front may take the first.
+        result = dict(pairs)
+        if len(result) < len(pairs):
+            duplicates.extend(sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1))
+        return result
 
     try:
-        value = parse_json(raw.decode(), object_pairs_hook=pairs)
+        value = parse_json(raw.decode(), object_pairs_hook=to_dict)
     except UnicodeDecodeError as error:
         raise NotAnObjectError(f"not UTF-8 at byte {error.start}") from None
     except json.JSONDecodeError as error:
@@ -96,14 +101,14 @@ def object_in(raw: bytes, problems: list[str]) -> dict[str, object]:
         raise NotAnObjectError(str(error)) from None
     if not isinstance(value, dict):
         raise NotAnObjectError(f"expected an object, got {kind_of(value)}")
-    problems += [_shown(f"{name}: written twice") for name in twice]
+    problems += [_shown(f"{name}: written twice") for name in duplicates]
     if (where := surrogate_in(value)) is not None:
         problems.append(_shown(f"{where}: half of a surrogate pair, which no text has"))
     return value
 
 
 def surrogate_in(value: object, where: str = "") -> str | None:
-    """Where in a JSON value a string has half of a surrogate pair."""
+    """The path in a JSON value of a string with half of a surrogate pair, which UTF-8 cannot encode."""
     if isinstance(value, str):
         return where if lone_surrogate(value) is not None else None
     if isinstance(value, dict):
@@ -111,12 +116,12 @@ def surrogate_in(value: object, where: str = "") -> str | None:
             inner = f"{where}.{key}" if where else str(key)
             if lone_surrogate(key) is not None:
                 return inner
-            if (found := surrogate_in(one, inner)) is not None:
-                return found
+            if (path := surrogate_in(one, inner)) is not None:
+                return path
     if isinstance(value, list):
         for n, one in enumerate(value):
-            if (found := surrogate_in(one, f"{where}[{n}]")) is not None:
-                return found
+            if (path := surrogate_in(one, f"{where}[{n}]")) is not None:
+                return path
     return None
 
 

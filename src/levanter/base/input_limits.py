@@ -1,8 +1,8 @@
-"""Bounds on what comes from outside: how large, how deep, how many, how long, for every reader.
+"""Limits on input: the largest size, depth, count and time for every reader.
 
-A document, a checkpoint, a tokenizer, a template or a data file may be damaged, or made by somebody who wishes us ill.
-A reader asks for no memory because a file says so, goes no deeper than this page says, and gives up on what would take
-minutes. Every bound is here, far above what is ever needed, and every error prints it.
+A document, a checkpoint, a tokenizer, a template or a data file may be damaged or malicious. A reader never allocates
+memory only because a file announces a size, never recurses deeper than the limits here, and stops what would take
+minutes. Every limit is in this module, far above any legitimate need, and every error names its limit.
 """
 
 from collections.abc import Iterator, Sequence
@@ -58,6 +58,7 @@ def read_bounded(file: IO[bytes], limit: int, *, where: str) -> bytes:
     Raises:
         OutOfBoundsError: it has more than `limit` bytes; so many are read of it and no more.
     """
+    # One byte more than the limit, to tell a file of exactly that size from a larger one.
     pieces, rest = [], limit + 1
     while rest > 0 and (piece := file.read(min(rest, 8 * MIB))):
         pieces.append(piece)
@@ -79,6 +80,7 @@ def lines_bounded(file: IO[bytes], *, where: str) -> Iterator[bytes]:
         OutOfBoundsError: one has more than `RECORD_BYTES`.
     """
     number = 0
+    # A file without newlines would otherwise be read into memory as one line.
     while line := file.readline(RECORD_BYTES + 1):
         number += 1
         if len(line) > RECORD_BYTES:

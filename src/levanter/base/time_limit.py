@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 
 class TookTooLong(Exception):
-    """What runs in a `time_limit` was still running at its end."""
+    """The code in a `time_limit` ran longer than the limit."""
 
 
 class _Watch:
-    """Raises `TookTooLong` in threads whose time is up; one thread for all, started with the first."""
+    """Raises `TookTooLong` in threads whose time is up, from one watcher thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -36,7 +36,10 @@ class _Watch:
             with self._lock:
                 now = time.monotonic()
                 for thread in [thread for thread, until in self._until.items() if until < now]:
+                    # Once only: a second asynchronous exception would hit the handler of the first.
                     del self._until[thread]
+                    # Raises in the other thread at its next bytecode instruction. Signals would reach only the main
+                    # thread.
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TookTooLong))
 
 

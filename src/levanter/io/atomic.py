@@ -1,7 +1,7 @@
-"""Writing a file: it is either the old one or the complete new one, whatever happens in between.
+"""Atomic writes: a file has either its old content or the complete new content, even after a crash.
 
-Everything that this package writes as a whole goes through `atomic_write`. A name that stands for something else than a
-file is left what it is: links are followed, pipes and terminals are written into, disks and sockets are refused.
+`atomic_write` writes every file that is written as a whole. It never replaces special files: it follows links, writes
+into pipes and terminals, and refuses block devices and sockets.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ def atomic_write(path: str, *, needed: int | None = None) -> Iterator[IO[bytes]]
     except OutputError:
         raise
     except OSError as error:
-        # Whoever fills the file may read another one; only what a writer alone can meet is put down to this one.
+        # The block may also read other files, so only errors that a write alone can cause are attributed to this path.
         if error.errno in (*NO_SPACE, errno.EFBIG) or (kind and error.errno in (errno.EPIPE, errno.EIO)):
             raise output_error(path, error, needed=needed) from error
         raise
@@ -105,12 +105,12 @@ def _into(path: str, kind: str) -> Iterator[IO[bytes]]:
     inherited = _process_descriptor(os.path.abspath(local_path(path)))
     try:
         if inherited is not None:
-            # What has been printed comes first, and what is printed next goes behind it.
+            # Flush, so that the output keeps the order of the program.
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
             descriptor = os.dup(inherited)
         else:
-            # A pipe that nobody reads must not hang.
+            # Opening a FIFO without a reader would block; with O_NONBLOCK it fails with ENXIO.
             descriptor = os.open(local_path(path), os.O_WRONLY | os.O_NONBLOCK | os.O_APPEND)
             os.set_blocking(descriptor, True)
     except OSError as error:
@@ -157,6 +157,7 @@ def _local(destination: str) -> Iterator[IO[bytes]]:
         folder = os.path.dirname(path)
         os.makedirs(folder, exist_ok=True)
         temporary = temporary_name(path)
+        # In the same folder, because a rename is atomic only within one file system.
         file = open(temporary, "xb")  # noqa: SIM115 — closed below
     try:
         with file:
@@ -164,6 +165,7 @@ def _local(destination: str) -> Iterator[IO[bytes]]:
             yield file
             with output_errors(destination, "written"):
                 file.flush()
+                # Before the rename: a crash could otherwise leave the new name with empty content.
                 os.fsync(file.fileno())
         with output_errors(destination, "written"):
             os.replace(temporary, path)
@@ -171,7 +173,7 @@ def _local(destination: str) -> Iterator[IO[bytes]]:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
-    # The file is there; a file system whose folders cannot be flushed has nothing better to offer.
+    # Flush the rename. The file is complete; some file systems cannot flush a folder, which is no error.
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

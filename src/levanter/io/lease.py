@@ -1,18 +1,19 @@
-"""Leases: who writes into a folder, so that a second process does not.
+"""Leases: only one process at a time writes into a folder.
 
-A *lease* is held by one process for one *place* (a folder or URL): from before it reads what is there until it has
-written its last file. The files are in `<place>/.lease/` (see `lease_files`): numbered *claims*, of which the highest
-counts, and a *beat* that its holder renews every few seconds in a thread. Nobody writes another's files, and a claim is
-created only where there is none of its number; so whatever happens, one process at most is the creator of the highest.
+A process holds the *lease* of a *place* (a folder or URL) from before it reads the existing files until it has written
+its last file. The files are in `<place>/.lease/` (see `lease_files`): numbered *claims*, of which the highest
+is valid, and a *beat* that the holder renews every few seconds in a thread. No process writes the files of another, and
+a claim is created only if no claim has its number; so at most one process is the creator of the highest claim.
 
-A second process is refused. It takes the lease over, and says so, where the holder
+A second process is refused. It takes the lease over, and logs that it does, where the holder
 
-- was a process of this machine that is gone: at once (the relaunch after `kill -9`), or
-- has left no sign of life for `stale` seconds, by the clock of the storage, or by watching where that clock does not
-  tell. Clocks of machines are never compared.
+- was a process of this machine that has ended: at once (a restart after `kill -9`), or
+- has not renewed its beat for `stale` seconds, by the clock of the storage, or by observation where the storage reports
+  no times. The clocks of two machines are never compared.
 
-Whoever was taken over (suspended, cut off, then back) finds a higher claim and stops before its next write: `check`.
-What it had handed to the storage before may still arrive; the writers guard against that by names of their own.
+A process that lost its lease (it was suspended or disconnected, and then continued) sees a higher claim and stops
+before its next write: `check`. Writes that it had passed to the storage before may still arrive; the writers guard against
+that with file names that no other process uses.
 """
 
 import atexit
@@ -34,7 +35,7 @@ LEASE = ".lease"
 
 
 class LeaseError(OSError, ValueError):
-    """A folder cannot be written because of its lease: another process has it, took it over, or nobody can."""
+    """The lease of a folder prevents writing: another process holds it, took it over, or it cannot be written."""
 
 
 class LeaseTakenError(LeaseError):
@@ -54,7 +55,7 @@ class LeaseTimes:
 
 
 TIMES = LeaseTimes()
-"""Those of every lease that is given no others."""
+"""The default times of a lease."""
 
 
 @dataclass(eq=False)
@@ -77,29 +78,30 @@ class Lease:
     _released: bool = False
 
     def check(self) -> None:
-        """Returns if the place is still this process's to write; call it before every write.
+        """Returns if this process still holds the lease; call it before every write.
 
         Raises:
-            LeaseLostError: another process has taken it over, or the storage has not answered for so long that one
-                may have.
+            LeaseLostError: another process has taken the lease over, or may have, because the storage has not answered
+                for too long.
         """
         with self._lock:
             if self._lost is not None:
                 raise self._lost
             assert not self._released, f"{self.place}: written after its lease was released"
-            # Nobody takes over what was renewed just now. A disk is asked all the same: it answers in microseconds.
+            # No process takes over a lease that was renewed within two beats, so a remote storage need not be read. A
+            # local disk answers in microseconds and is always read.
             if is_remote(self.place) and _clock() - self._confirmed < 2 * self._times.beat:
                 return
             self._confirm()
 
     def beat(self) -> None:
-        """Renews the lease; called by the thread that does so for all of them."""
+        """Renews the lease; the keeper thread calls it for every lease of the process."""
         with self._lock, contextlib.suppress(LeaseLostError):
             if not self._released and self._lost is None:
                 self._confirm()
 
     def release(self) -> None:
-        """Gives the place free, unless another process has it already."""
+        """Releases the place, unless another process has taken it over."""
         with self._lock:
             if self._released:
                 return
@@ -107,6 +109,7 @@ class Lease:
             _keeper.forget(self)
             with contextlib.suppress(OSError):
                 claim = self._files.newest()
+                # Removing the claim of a process that took over would leave the place without an owner.
                 if claim is not None and self._is_mine(claim):
                     self._files.remove(self._number, self._holder.id)
 
@@ -117,29 +120,30 @@ class Lease:
         try:
             claim = self._files.newest()
             if claim is not None and claim.number == self._number and Holder.read(claim.content) is None:
-                # Whoever takes over makes a claim of its own, and damages none.
+                # A process that takes over creates a new claim and never modifies this one: the storage damaged it.
                 logger.warning("%s: the files of its lease are damaged; rewriting them", self.place)
                 self._files.remove(self._number, self._holder.id)
                 claim = None
             elif claim is None and _clock() - self._confirmed < self._times.stale:
                 logger.warning("%s: the files of its lease were deleted; rewriting them", self.place)
             elif claim is None:
-                # It may have been taken over by a process that has ended since.
+                # No claim for longer than `stale`: another process may have taken over, released and ended since.
                 self._lost = self._taken_over(None)
                 raise self._lost
             if claim is None:
-                # It is this process's again, unless another was faster.
+                # Create the claim again; if another process was faster, `newest` returns its claim.
                 self._files.create(self._number, self._holder.content())
                 claim = self._files.newest()
             if claim is None or not self._is_mine(claim):
                 self._lost = self._taken_over(claim)
                 raise self._lost
+            # The count is the content of the beat on remote storage, so that it changes with every renewal.
             self._beats += 1
             self._files.touch(self._number, self._holder.id, self._beats)
         except LeaseError:
             raise
         except OSError as error:
-            # A pause of the storage is no reason to stop before somebody else may have taken over.
+            # Others take over after `stale` seconds at the earliest, so half of that is a safe time to tolerate errors.
             if _clock() - self._confirmed < self._times.stale / 2:
                 return
             raise LeaseLostError(
@@ -158,7 +162,7 @@ class Lease:
 
 
 class _Keeper:
-    """The thread that renews this process's leases, which lives as long as there are some."""
+    """Renews all leases of this process in one thread, which runs while there are leases."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -171,6 +175,7 @@ class _Keeper:
         with self._lock:
             self._leases.append(lease)
             if not self._at_exit:
+                # Without it, a run that is restarted at once on another machine would wait `stale` seconds.
                 atexit.register(release_all)
                 self._at_exit = True
             if self._thread is None:
@@ -190,12 +195,13 @@ class _Keeper:
 
     def _run(self) -> None:
         while True:
-            # Before looking: what changes from here on ends the wait.
+            # Clear the event before reading the list: a lease that is added after the clear ends the wait below.
             self._changed.clear()
             with self._lock:
                 if not self._leases:
                     self._thread = None
                     return
+                # One thread renews all leases, so it follows the shortest interval.
                 pause = min(lease._times.beat for lease in self._leases)
             if self._changed.wait(pause):
                 continue
@@ -207,7 +213,7 @@ _keeper = _Keeper()
 
 
 def release_all() -> None:
-    """Releases every lease of this process, which is about to end; from any thread."""
+    """Releases every lease of this process, which is about to end; callable from any thread."""
     for lease in _keeper.active():
         lease.release()
 
@@ -222,18 +228,18 @@ def leased(
     wait: bool = False,
     times: LeaseTimes | None = None,
 ) -> Iterator[Lease]:
-    """Holds the lease of a place for as long as the block runs.
+    """Holds the lease of a place while the block runs.
 
     Args:
-        place: the folder or URL that will be written; it is made where needed.
-        what: what is done there, for whoever is refused (`training run 5f0c19be`).
-        advice: what such a user may do instead of waiting (`give trainer.id another name`).
+        place: the folder or URL to write; it is created where needed.
+        what: the activity, for the message to a process that is refused (`training run 5f0c19be`).
+        advice: what its user may do instead of waiting (`give trainer.id another name`).
         folder: where the lease's files lie; None for `.lease` in the place.
-        wait: whether to wait for another process that is there, instead of refusing.
+        wait: whether to wait until another process releases the lease, instead of raising.
         times: how often it is renewed; None for `TIMES`.
 
     Raises:
-        LeaseTakenError: another process writes there, and `wait` is not set.
+        LeaseTakenError: another process holds the lease, and `wait` is false.
         LeaseError: the lease cannot be written there.
     """
     lease = take_lease(place, what=what, advice=advice, folder=folder, wait=wait, times=times)
@@ -264,7 +270,7 @@ def take_lease(
 
 
 class _Taking:
-    """How one process gets a lease: looks, judges, watches, and claims."""
+    """Acquires a lease: reads the newest claim, decides whether it is stale, and creates the next claim."""
 
     def __init__(self, place: str, files: LeaseFiles, *, what: str, advice: str, wait: bool, times: LeaseTimes):
         self._place, self._files, self._advice, self._wait, self._times = place, files, advice, wait, times
@@ -282,12 +288,12 @@ class _Taking:
                 continue
             number = 1 if claim is None else claim.number + 1
             if not self._files.create(number, self._holder.content()):
-                continue  # another process was faster: what it is doing is the next question
+                continue  # another process created this claim first; judge that claim in the next round
             if claim is not None:
                 before = Holder.read(claim.content)
                 whose = "a damaged lease" if before is None else f"the lease of {before}"
                 logger.warning("%s: took over %s (%s)", self._place, whose, why)
-            # Else there may be leftovers of others that are on their way to a claim of this number, and will fail.
+            # Files of lower numbers are obsolete. Another process that tries to create this number now fails.
             self._files.keep_only(number)
             lease = Lease(self._place, self._files, number, self._holder, self._times)
             self._files.touch(number, self._holder.id, 0)
@@ -296,20 +302,22 @@ class _Taking:
             return lease
 
     def _why_stale(self, claim: Claim) -> str | None:
-        """Why a claim counts for nothing; None to look again in a moment.
+        """The reason why a claim is stale; None where it must be read again in a moment.
 
         Raises:
-            LeaseTakenError: its holder is alive, and waiting was not asked for.
+            LeaseTakenError: its holder is alive, and `wait` is false.
         """
         holder = Holder.read(claim.content)
         if holder is not None and holder.gone():
             return "that process is gone"
         alive = holder is not None and holder.surely_alive()
         if self._seen is not None and (claim.number, claim.content) == (self._seen.number, self._seen.content):
+            # The beat changed between two reads: the holder is alive, whatever the clocks say.
             if claim.beat != self._seen.beat:
                 alive, self._seen, self._since = True, claim, _clock()
         else:
             self._seen, self._since = claim, _clock()
+            # The first sight of this claim. The age by the storage clock saves the observation of `stale` seconds.
             age = None if alive else self._files.age(claim, None if holder is None else holder.id)
             if age is not None and age >= self._times.stale:
                 return f"no sign of life for {age:,.0f} s"
@@ -340,6 +348,6 @@ class _Taking:
 
 
 def _clock() -> float:
-    """Seconds that only grow, and that count while the machine sleeps."""
+    """Monotonic seconds that include suspension: `time.monotonic` stops while the machine sleeps, a lease must not."""
     clock = getattr(time, "CLOCK_BOOTTIME", None)
     return time.monotonic() if clock is None else time.clock_gettime(clock)

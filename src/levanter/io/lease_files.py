@@ -1,12 +1,12 @@
-"""The files of a lease, on a disk or behind a URL: create what is not there, list, read, touch, remove.
+"""The files of a lease on a disk or behind a URL: exclusive create, list, read, touch, remove.
 
-    <place>/.lease/000003.json              the third claim: who holds the place; written once, never again
-    <place>/.lease/000003.5f0c19be.beat     that holder's sign of life, written by nobody else
+    <place>/.lease/000003.json              the third claim: names the holder; written once
+    <place>/.lease/000003.5f0c19be.beat     that holder's heartbeat; only the holder writes it
 
-Of two processes that create one claim only one may succeed. A disk does that (a hard link to a whole file, or an
-exclusive create), and so do `gs://` and `s3://` (conditional writes). Elsewhere it is imitated: look, write, wait a
-moment, read again. Two writers that are farther apart than that moment could then both believe that they won, until
-their next look at the claim, which holds the name of the later one.
+Of two processes that create the same claim only one may succeed. Disks guarantee that (a hard link to a complete file,
+or an exclusive create), and so do `gs://` and `s3://` (conditional writes). On other storage it is emulated: read,
+write, wait `SETTLE_SECONDS`, read again. If two writes are further apart than that, both processes may believe that
+they hold the lease until they read the claim again, which then names the later one.
 """
 
 import contextlib
@@ -23,15 +23,15 @@ from levanter.io.paths import base_name, filesystem, is_remote
 
 CLAIM = re.compile(r"(\d{6,})\.json")
 CONDITIONAL = ("gs", "gcs", "s3", "s3a", "memory")
-"""Protocols whose `pipe_file(mode="create")` the server decides (for `memory://`, the only process there is)."""
+"""Protocols whose server makes `pipe_file(mode="create")` atomic (`memory://` has a single process)."""
 SETTLE_SECONDS = 1.0
-"""How long an imitated exclusive create waits before it reads what it wrote."""
+"""Seconds between the write and the check of an emulated exclusive create."""
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim as it lies there: its number, its bytes, and a text that changes with every sign of life."""
+    """A claim as stored: its number, its bytes, and a text that changes with every heartbeat."""
 
     number: int
     content: bytes
@@ -39,7 +39,7 @@ class Claim:
 
 
 class LeaseFiles(Protocol):
-    """What a lease needs of a file system."""
+    """The operations of a file system that a lease needs."""
 
     folder: str
 
@@ -48,23 +48,23 @@ class LeaseFiles(Protocol):
         ...
 
     def create(self, number: int, content: bytes) -> bool:
-        """Creates a claim; False where another process was first."""
+        """Creates a claim; returns False if the number exists already."""
         ...
 
     def touch(self, number: int, holder: str, count: int) -> None:
-        """Leaves a holder's sign of life."""
+        """Writes the holder's heartbeat."""
         ...
 
     def age(self, claim: Claim, holder: str | None) -> float | None:
-        """Seconds since a claim's last sign of life, by the storage's own clock; None where it does not tell."""
+        """Seconds since the last heartbeat by the storage's clock; None where the storage reports no times."""
         ...
 
     def keep_only(self, number: int) -> None:
-        """Removes all files but those of one claim; of all claims for 0."""
+        """Removes all files except those of one claim; all files for 0."""
         ...
 
     def remove(self, number: int, holder: str) -> None:
-        """Removes a claim and its sign of life, and the folder if nothing is left in it."""
+        """Removes a claim and its heartbeat, and the folder if it is empty then."""
         ...
 
 
@@ -79,7 +79,7 @@ def claim_name(number: int) -> str:
 
 
 def beat_name(number: int, holder: str) -> str:
-    """The file name of a sign of life."""
+    """The file name of a heartbeat."""
     return f"{number:06d}.{holder}.beat"
 
 
@@ -105,14 +105,14 @@ class _Local:
             if not number:
                 return None
             beats = sorted(name for name in names if name.startswith(f"{number:06d}.") and name.endswith(".beat"))
-            with contextlib.suppress(FileNotFoundError):  # released between listing and reading: look again
+            with contextlib.suppress(FileNotFoundError):  # the claim was released since the listing; list again
                 with open(self._at(claim_name(number)), "rb") as file:
                     content = file.read(1 << 16)
                 signs = [f"{name} {self._modified(name)}" for name in beats]
                 return Claim(number, content, " ".join(signs))
 
     def _modified(self, name: str) -> int:
-        # Opened, because network file systems ask the server then, and remember what `stat` says.
+        # NFS clients cache the result of `stat`; an open asks the server (close-to-open consistency).
         with open(self._at(name), "rb") as file:
             return os.fstat(file.fileno()).st_mtime_ns
 
@@ -121,11 +121,13 @@ class _Local:
         while True:
             self._created_folders = self._created_folders or _missing(self.folder)
             os.makedirs(self.folder, exist_ok=True)
-            # Whoever releases removes the empty folder, perhaps right now.
+            # Another process that releases its lease may remove the empty folder at this moment; then start over.
             with contextlib.suppress(FileNotFoundError):
                 with open(temporary, "xb") as file:
                     file.write(content)
                 try:
+                    # A hard link fails if the target exists, and readers never see a partial file, unlike with
+                    # `open(…, "x")`.
                     os.link(temporary, target)
                 except FileExistsError:
                     return False
@@ -138,7 +140,7 @@ class _Local:
                 return True
 
     def _create_exclusively(self, target: str, content: bytes) -> bool:
-        """For file systems without links: the file is there before its content is, for a moment."""
+        """For file systems without hard links: a reader may see the file before its content."""
         try:
             with open(target, "xb") as file:
                 file.write(content)
@@ -158,6 +160,8 @@ class _Local:
         probe = self._at(f".{secrets.token_hex(8)}.tmp")
         try:
             with open(probe, "xb") as file:
+                # The time of a new file is the clock of the storage, which also set the times of the claim and the
+                # beat.
                 now = os.fstat(file.fileno()).st_mtime_ns
         except OSError:
             return None
@@ -182,14 +186,14 @@ class _Local:
         for name in (claim_name(number), beat_name(number, holder)):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._at(name))
-        # Folders that were made for the lease go with it, up to the first that has something in it.
+        # Remove the folders that were created for the lease, up to the first that is not empty.
         with contextlib.suppress(OSError):
             for folder in dict.fromkeys((self.folder, *self._created_folders)):
                 os.rmdir(folder)
 
 
 def _missing(folder: str) -> list[str]:
-    """The folders that making one would make, from the innermost on."""
+    """The folders that `makedirs` would create, the innermost first."""
     missing = []
     while not os.path.exists(folder) and folder != os.path.dirname(folder):
         missing.append(folder)
@@ -238,7 +242,7 @@ class _Remote:
         path = self._at(claim_name(number))
         self._fs.makedirs(self._root, exist_ok=True)
         if not self._conditional:
-            # Not `mode="create"`: who does not know it overwrites.
+            # Without `mode="create"`: an implementation that does not know it overwrites silently.
             if self._read(claim_name(number)) is None:
                 self._fs.pipe_file(path, content)
                 time.sleep(SETTLE_SECONDS)
@@ -246,7 +250,7 @@ class _Remote:
         try:
             self._fs.pipe_file(path, content, mode="create")
         except OSError:
-            # Stores have many names for "it exists". What lies there says whose it is.
+            # Stores raise different errors for an existing object; its content tells which process created it.
             existing = self._read(claim_name(number))
             if existing is None:
                 raise
@@ -288,6 +292,6 @@ class _Remote:
         for name in (claim_name(number), beat_name(number, holder)):
             with contextlib.suppress(FileNotFoundError):
                 self._fs.rm_file(self._at(name))
-        # Object stores have no folders; those that have one keep it where it is not empty.
+        # Object stores have no folders; other file systems refuse to remove one that is not empty.
         with contextlib.suppress(OSError, NotImplementedError):
             self._fs.rmdir(self._root)

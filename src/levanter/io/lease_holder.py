@@ -1,4 +1,4 @@
-"""Who holds a lease, as its claim says, and whether that process is still there."""
+"""The holder of a lease, as its claim names it, and whether that process still runs."""
 
 import getpass
 import json
@@ -14,15 +14,15 @@ from typing import Self
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """Who holds a lease.
+    """The process that holds a lease.
 
     Attributes:
-        id: random.
-        host: its name.
-        machine: of one running kernel and one space of process numbers; processes of one machine see each other.
-        pid, started: the process, and when the kernel says that it began (numbers of processes are used again).
-        user: who started it.
-        what: what it does there, with its run's name.
+        id: a random identifier.
+        host: the host name.
+        machine: identifies the boot of the kernel and the PID namespace; only processes of one machine see each other.
+        pid, started: the process and its start time by the kernel, because process numbers are reused.
+        user: the user who started it.
+        what: its activity, with the name of the run.
         since: when it took the lease, UTC, by its own clock.
     """
 
@@ -66,11 +66,11 @@ class Holder:
         return (json.dumps(asdict(self), indent=1, sort_keys=True) + "\n").encode()
 
     def gone(self) -> bool:
-        """Whether it is certain that the process is no more: it was one of this machine."""
+        """Whether the process has certainly ended: it ran on this machine and runs no longer."""
         return self.machine == _machine() and not _alive(self.pid, self.started)
 
     def surely_alive(self) -> bool:
-        """Whether it is certain that the process is there."""
+        """Whether the process certainly runs: it is on this machine."""
         return self.machine == _machine() and _alive(self.pid, self.started)
 
     def __str__(self) -> str:
@@ -81,22 +81,24 @@ _TEXTS = ("id", "host", "machine", "started", "user", "what", "since")
 
 
 def _printable(text: str) -> str:
-    """A text of a file that anybody may have written, for a terminal."""
+    """A text from a claim, safe for a terminal: anyone with access to the folder may have written it."""
     return "".join(sign if sign.isprintable() else "?" for sign in text[:200])
 
 
 def _machine() -> str:
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            # The boot id alone is the same in all containers of a host, whose process numbers differ.
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return f"{socket.gethostname()} {sys.platform} {uuid.getnode()}"
 
 
 def _started(pid: int) -> str | None:
-    """When a process began, in the kernel's own counting; None where that is not told, or it is a dead one's entry."""
+    """The start time of a process in clock ticks of the kernel; None where unknown, or for a zombie."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            # The second field is the command in parentheses and may contain spaces and parentheses itself.
             fields = file.read().rpartition(")")[2].split()
         return None if fields[0] in "ZX" else fields[19]
     except (OSError, IndexError):
@@ -105,11 +107,12 @@ def _started(pid: int) -> str | None:
 
 def _alive(pid: int, started: str) -> bool:
     if pid <= 0:
-        return False  # what `kill` takes for groups of processes
+        return False  # `kill` takes these numbers for process groups
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
+    # The process exists and belongs to another user.
     except PermissionError:
         pass
     return not started or _started(pid) == started

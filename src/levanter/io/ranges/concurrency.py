@@ -17,38 +17,38 @@ from levanter.io.ranges.request import GivenUpError
 FIRST_REQUESTS = 32
 WINDOW_SECONDS = 0.4
 GAIN = 1.1
-"""What doubling the connections must bring, at least, to be kept."""
+"""The factor by which doubling the connections must raise the rate, or the limit goes back."""
 HEADROOM = 1.25
-"""Connections beyond those that brought the most, so that the way there is never idle."""
+"""The limit over the number of connections with the best rate, so that the network is never idle."""
 PROBE_SECONDS = 15.0
 SLOWER = 0.6
-"""What is left of the connections when a server is overloaded."""
+"""The factor on the limit when a server is overloaded."""
 LEAST_REQUESTS = 2
 REFUSALS = 3.0
-"""Refusals among the last answers that say nothing; more of them are a server that is overloaded."""
+"""Refusals among the recent answers that are ignored; more of them mean that the server is overloaded."""
 REMEMBERED = 64
-"""Answers after which a refusal is forgotten, about."""
+"""The decay constant of the count of refusals, in answers."""
 RECOVER_SECONDS = 2.0
-"""After which more connections are tried again; twice as long each time that it was too early."""
+"""Seconds without growth after an overload; doubled for every further overload soon after."""
 LATENCY_BYTES = 512 << 10
-"""What a request costs before its first byte, as bytes: durations of small and large ones are compared by it."""
+"""The latency of a request in bytes of transfer, so that durations of small and large requests compare."""
 SAMPLES = 256
 FEWEST_SAMPLES = 16
 SLOW_QUANTILE = 0.9
 SLOW_FACTOR = 3.0
 SLOW_SECONDS = 0.5
-"""No request is called slow before."""
+"""The least duration of a slow request."""
 SILENT_SECONDS = 0.3
-"""No request is called silent before."""
+"""The least silence of a silent request."""
 UNKNOWN_SLOW_SECONDS = 5.0
-"""When nothing is known yet."""
+"""Both limits while there are fewer than `FEWEST_SAMPLES` samples."""
 
 
 class AdaptiveConcurrency:
-    """The number of requests side by side, from what they brought.
+    """Adapts the number of concurrent requests to the rate that they reach.
 
     Attributes:
-        limit: requests that may be under way.
+        limit: the number of requests that may run at once.
     """
 
     def __init__(self, most: int, *, first: int = FIRST_REQUESTS):
@@ -65,15 +65,17 @@ class AdaptiveConcurrency:
         self._recover = RECOVER_SECONDS
 
     def finished(self, nbytes: int, now: float, *, waiting: bool) -> None:
-        """A request was answered; `waiting` says whether others wait for room."""
+        """Records a successful request; `waiting` says whether other requests wait for a slot."""
+        # Decays per answer, so that it measures the share of refusals among about `REMEMBERED` answers.
         self._refusals *= 1 - 1 / REMEMBERED
         if self._begin is None or not waiting:
-            # A window in which fewer were wanted than allowed says nothing about more of them.
+            # A window in which the limit did not bind does not show whether a higher limit would help.
             self._begin, self._bytes, self._done = now, 0, 0
             return
         self._bytes += nbytes
         self._done += 1
         seconds = now - self._begin
+        # Fewer answers than connections are too small a sample of the rate.
         if seconds < WINDOW_SECONDS or self._done < self.limit:
             return
         self._judge(self._bytes / seconds, now)
@@ -82,6 +84,7 @@ class AdaptiveConcurrency:
     def _judge(self, rate: float, now: float) -> None:
         best, at = self._best
         if not self._rising:
+            # The network may have become faster since, so the limit is tested again every `PROBE_SECONDS`.
             if now >= self._probe_at:
                 self._rising, self._best = True, (rate, self.limit)
                 self._grow(now)
@@ -89,6 +92,7 @@ class AdaptiveConcurrency:
             self._best = rate, self.limit
             self._grow(now)
         else:
+            # Doubling did not pay: return to the best number, with a margin.
             self.limit = min(self._most, max(1, round(at * HEADROOM)))
             self._rest(now)
 
@@ -101,42 +105,44 @@ class AdaptiveConcurrency:
         self._rising, self._probe_at = False, now + seconds
 
     def overloaded(self, now: float) -> None:
-        """The server asked for fewer requests; those that were under way together slow this down once."""
+        """Lowers the limit after a refusal for overload; refusals within one window count once."""
         if now - self._slowed_at < WINDOW_SECONDS:
             return
         self._refusals += 1
         if self._refusals <= REFUSALS:
             return
+        # An overload soon after the last one means that the limit rose too early, so wait twice as long.
         again = now - self._slowed_at < PROBE_SECONDS + self._recover
         self._recover = min(2 * self._recover, PROBE_SECONDS) if again else RECOVER_SECONDS
         self._refusals, self._slowed_at = 0.0, now
         self.limit = max(min(LEAST_REQUESTS, self._most), round(self.limit * SLOWER))
+        # The earlier best rate was reached with more connections than the server accepts.
         self._best, self._begin = (0.0, self.limit), None
         self._rest(now, self._recover)
 
 
 class Durations:
-    """How long requests take, and from when on one is slow."""
+    """Records the durations of requests and derives from when on one is slow or silent."""
 
     def __init__(self) -> None:
         self._seconds_per_byte: deque[float] = deque(maxlen=SAMPLES)
         self._silences: deque[float] = deque(maxlen=SAMPLES)
 
     def add(self, seconds: float, nbytes: int, silence: float | None = None) -> None:
-        """A request of so many bytes took so long; for at most `silence` seconds nothing of it arrived."""
+        """Records a request: its seconds, its bytes, and the longest time in which no byte arrived."""
         self._seconds_per_byte.append(seconds / (LATENCY_BYTES + nbytes))
         if silence is not None:
             self._silences.append(silence)
 
     def slow_seconds(self, nbytes: int) -> float:
-        """From when on a request of so many bytes is slow."""
+        """The seconds after which a request of `nbytes` bytes counts as slow."""
         if len(self._seconds_per_byte) < FEWEST_SAMPLES:
             return UNKNOWN_SLOW_SECONDS
         return max(SLOW_SECONDS, SLOW_FACTOR * _usual(self._seconds_per_byte) * (LATENCY_BYTES + nbytes))
 
     @property
     def silent_seconds(self) -> float:
-        """From when on a request of which nothing arrives is silent."""
+        """The seconds without a byte after which a request counts as silent."""
         if len(self._silences) < FEWEST_SAMPLES:
             return UNKNOWN_SLOW_SECONDS
         return max(SILENT_SECONDS, SLOW_FACTOR * _usual(self._silences))
@@ -147,34 +153,36 @@ def _usual(durations: deque[float]) -> float:
 
 
 class ConcurrencyLimit:
-    """How many requests of one kind are under way, may be, and wait for room.
+    """Admits requests of one kind up to an adaptive limit; interrupted requests go first.
 
     Attributes:
-        pace: says how many may be.
-        under_way: that are.
-        waiting: that wait for room.
+        pace: sets the limit.
+        under_way: the number of running requests.
+        waiting: the number of requests that wait for a slot.
     """
 
     def __init__(self, most: int):
         self.pace = AdaptiveConcurrency(most)
         self.under_way = self.waiting = 0
         self._lock = threading.Lock()
+        # Two conditions on one lock: `notify` on the first wakes only requests that were interrupted.
         self._next, self._others = threading.Condition(self._lock), threading.Condition(self._lock)
         self._ahead = 0
 
     @contextlib.contextmanager
     def slot(self, stop: threading.Event, *, again: bool) -> Generator[None]:
-        """Room for one more request; `again` for one that was under way before.
+        """Occupies a slot for one request; `again` is true for a request that was interrupted before.
 
         Raises:
-            GivenUpError: everything was stopped.
+            GivenUpError: `stop` is set.
         """
         with self._lock:
             self._wait(stop, again=again)
             if stop.is_set():
                 raise GivenUpError
             self.under_way += 1
-            self._call()  # where there is more room, whoever gave way to this one has not been told
+            # A request that waited behind this one was not notified; if there are more free slots, wake it now.
+            self._call()
         try:
             yield
         finally:
@@ -183,7 +191,7 @@ class ConcurrencyLimit:
                 self._call()
 
     def stopped(self) -> None:
-        """Tells everybody who waits that everything was stopped."""
+        """Wakes all waiting requests after their `stop` event was set."""
         with self._lock:
             self._next.notify_all()
             self._others.notify_all()

@@ -1,7 +1,7 @@
-"""Connections to web servers that are kept open between requests, by server.
+"""A pool of keep-alive connections to web servers.
 
-Nothing here knows of ranges. Bodies are received straight into the caller's memory: on a fast network it is copies, and
-Python between them, that a processor is busy with.
+This module knows nothing of ranges. It receives bodies directly into the caller's memory, because on a fast network
+copies, and the Python code between them, dominate the CPU time.
 """
 
 import base64
@@ -22,11 +22,11 @@ from levanter.io.ranges.request import Attempt, GivenUpError, Pieces, RangeError
 
 CONNECT_SECONDS = 10.0
 STALL_SECONDS = 20.0
-"""A connection on which nothing arrives for so long is taken for dead."""
+"""Seconds without a byte after which a connection counts as dead."""
 SLICE_BYTES = 256 << 10
-"""Received at most before anybody looks at the attempt again."""
+"""The most bytes that are received between two checks for cancellation."""
 AHEAD_BYTES = 32 << 10
-"""Of those, what may have left the system's buffers already: a block of TLS."""
+"""The most of them that may be in the TLS layer already, and no longer in the socket buffer."""
 AGENT = "levanter"
 
 Headers = Mapping[str, str]
@@ -45,13 +45,13 @@ def shown_url(url: str) -> str:
 
 
 class Connections:
-    """Idle connections by server, taken by whoever makes a request and given back after it."""
+    """Idle connections by server; a request takes one and returns it after the answer."""
 
     def __init__(self, *, stall_seconds: float = STALL_SECONDS):
         self._idle: dict[tuple[str, str], list[http.client.HTTPConnection]] = {}
         self._lock = threading.Lock()
         self._stall_seconds = stall_seconds
-        # Nobody closes a checkpoint; its connections go with it.
+        # A checkpoint has no `close`, so its connections are closed when it is garbage-collected.
         weakref.finalize(self, _close_idle, self._idle, self._lock)
 
     @cached_property
@@ -71,7 +71,7 @@ class Connections:
             try:
                 return self._ask(kept, split_url, headers, attempt)
             except TransientError:
-                # Servers close what was idle for long; that says nothing about the next connection.
+                # The server may have closed the idle connection; a new one may work.
                 attempt.check()
         return self._ask(self._connect(split_url), split_url, headers, attempt)
 
@@ -110,7 +110,8 @@ class Connections:
         if split_url.query:
             target += f"?{split_url.query}"
         if split_url.scheme == "http" and connection.host != split_url.hostname:
-            target = f"http://{split_url.netloc.rpartition('@')[2]}{target}"  # a proxy wants all of it
+            # A proxy needs the absolute URL.
+            target = f"http://{split_url.netloc.rpartition('@')[2]}{target}"
         sent = {"User-Agent": AGENT, "Accept-Encoding": "identity", **_authorization(split_url), **headers}
         try:
             attempt.check()
@@ -148,7 +149,7 @@ def _close_idle(idle: dict[tuple[str, str], list[http.client.HTTPConnection]], l
 def _cut(sock: socket.socket | None) -> None:
     if sock is not None:
         with contextlib.suppress(OSError):  # it may be closed already
-            # Not the method of TLS sockets, which forgets their state under whoever is reading.
+            # The method of `SSLSocket` would also drop the TLS state that the reading thread uses.
             socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
@@ -161,7 +162,7 @@ def _broken(connection: http.client.HTTPConnection, attempt: Attempt, error: Exc
 
 
 def _wake_at(sock: socket.socket, nbytes: int) -> None:
-    """From how many waiting bytes on the system wakes who receives: a slow connection brings little at a time."""
+    """Sets how many bytes must be waiting before `recv` returns, so that a slow connection causes few wake-ups."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, max(1, nbytes))
 
 
@@ -186,7 +187,7 @@ def _authorization(split_url: SplitResult) -> Headers:
 
 @dataclass(frozen=True)
 class HttpAnswer:
-    """A server's answer: the head is here, the body still to be received."""
+    """An answer whose header has been received and whose body has not."""
 
     connection: http.client.HTTPConnection
     response: http.client.HTTPResponse
@@ -219,7 +220,7 @@ class HttpAnswer:
             GivenUpError: the attempt was given up.
         """
         sock = None if self.response.chunked else self.connection.sock
-        # Once a piece has taken more than came together with the head, the response's buffer is empty.
+        # `http.client` has read ahead with the header. Once its buffer is empty, bytes come from the socket.
         buffered = sock is not None
         try:
             for piece in into:
@@ -242,7 +243,7 @@ class HttpAnswer:
             raise
 
     def _with_the_head(self, into: memoryview) -> int:
-        """What of the body came together with the head, and is in the response's own buffer."""
+        """Copies the part of the body that `http.client` has buffered together with the header."""
         head = self.response.fp.peek(1)[: len(into)]
         into[: len(head)] = self.response.fp.read(len(head))
         self.attempt.received += len(head)
@@ -250,7 +251,7 @@ class HttpAnswer:
         return len(head)
 
     def _some(self, sock: socket.socket | None, into: memoryview, limit: int) -> int:
-        """What is there, waiting for some of it; past the response's buffer where the body comes as it is."""
+        """Receives some bytes; directly from the socket, unless the body is chunked."""
         if sock is None:
             return self.response.readinto(into)
         _wake_at(sock, min(limit, SLICE_BYTES) - AHEAD_BYTES)
@@ -275,7 +276,7 @@ class HttpAnswer:
         return content
 
     def end(self, connections: Connections, url: str) -> None:
-        """Gives the connection back where the body was received to its end, and closes it where not."""
+        """Returns the connection to the pool if the body was received completely; closes it otherwise."""
         done = self.response.isclosed() or self.response.length == 0
         keep = done and not self.response.will_close
         self.attempt.is_over()

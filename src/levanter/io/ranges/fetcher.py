@@ -1,11 +1,12 @@
-"""`RangeFetcher`: ranges of remote files into the caller's memory, many side by side, none of them lost.
+"""`RangeFetcher`: reads ranges of remote files into the caller's memory, with retries, hedging and many at once.
 
-A range is asked for again after a failure that may pass (at once, and then with growing, scattered delays), and by a
-second request while the first is still under way when that one has become slow or silent (a *hedge*): whoever is
-first wins, the other is given up. Either way only what has not arrived is asked for. How many requests are under way
-follows what they bring (`pace`); small ones, which wait for the network and bring next to nothing, are counted apart
-and take nobody's room, and one that broke off does not queue up again (`lanes`). The caller's own threads make the
-requests, so what is in flight is bounded by them and by the memory that they were given.
+A range is requested again after a failure that may pass, first at once and then with growing, randomized delays. When a
+request becomes slow or silent, a second one (a *hedge*) starts while the first continues; the first to finish wins and
+the other is cancelled. Both retries and hedges request only the bytes that have not arrived.
+
+`ConcurrencyLimit` sets the number of concurrent requests. Small requests spend their time waiting for the first byte
+and say nothing about bandwidth, so they have a limit of their own; an interrupted range does not queue again. The
+caller's threads run the requests, so the callers and their buffers bound what is in flight.
 """
 
 import random
@@ -31,26 +32,26 @@ from levanter.io.ranges.request import (
 
 MOST_REQUESTS = 128
 PART_BYTES = 4 << 20
-"""Of one request: at 30 ms and 20 MB/s seven eighths of its time go into bytes."""
+"""The size of one request: at 30 ms latency and 20 MB/s, seven eighths of its time are transfer."""
 SMALL_BYTES = 256 << 10
-"""Of a small request: most of its time goes into waiting for the first byte."""
+"""The largest size of a small request, most of whose time is latency."""
 DELAYS = (0.05, 0.5, 1.8, 5.0, 12.0, 25.0)
-"""Seconds before a range is asked for again, each scattered by half of it."""
+"""Seconds before a range is requested again, each randomized by half of it."""
 REFUSED_DELAY = 0.2
-"""The least of them where a server asks for fewer requests."""
+"""The least delay where a server asks for fewer requests."""
 ANEW_BYTES = 256 << 10
-"""A request that brought so many bytes before it failed is followed by others as if it had not: a long range over a
-line that breaks often arrives in the end."""
+"""Bytes of progress after which a failure starts the delays anew, so that a long range arrives over a connection that
+breaks often."""
 QUICK_DELAYS = (0.2, 0.8, 2.4)
-"""The same for the first question of a run: a place that is not there should be told soon."""
+"""The delays of the first request of a run: a location that does not exist should be reported soon."""
 LONGEST_WAIT = 60.0
-"""A server that asks to be left alone for longer is asked all the same."""
+"""The longest `Retry-After` in seconds that is honoured."""
 HEDGES = 4
-"""Second requests under way."""
+"""The most second requests at once."""
 SECOND_SECONDS = 1.0
-"""No second request is given up because nothing of it arrives before."""
+"""The least silence after which a second request is cancelled."""
 HEDGED_SHARE = 0.015
-"""Of the bytes that may be received twice, beyond a first few."""
+"""The share of all bytes that may be received twice, beyond `HEDGES * PART_BYTES`."""
 LOOK_SECONDS = 0.05
 IDLE_SECONDS = 2.0
 
@@ -59,16 +60,16 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, kw_only=True)
 class FetchStats:
-    """What a fetcher did so far.
+    """Counters of a fetcher.
 
     Attributes:
-        ranges: that arrived.
-        wanted_bytes: of those.
-        extra_bytes: received beyond them: by requests that failed half-way or lost.
-        retried: requests made because one before them failed.
-        hedged: second requests beside slow ones.
-        hedges_won: of those that were first.
-        requests: that may be under way at present.
+        ranges: ranges that arrived.
+        wanted_bytes: the bytes of these ranges.
+        extra_bytes: bytes received twice, by requests that failed or were overtaken.
+        retried: requests after a failure.
+        hedged: second requests for slow ranges.
+        hedges_won: second requests that finished first.
+        requests: the current limit on concurrent requests.
     """
 
     ranges: int
@@ -93,7 +94,7 @@ class FetchStats:
 class RangeFetcher:
     """Reads ranges of files that share a network.
 
-    One is made for each checkpoint; its methods are called from any thread.
+    Each checkpoint has its own fetcher. Its methods may be called from any thread.
     """
 
     def __init__(
@@ -115,22 +116,22 @@ class RangeFetcher:
 
     @property
     def reads_at_once(self) -> int:
-        """Requests side by side that make sense, at most."""
+        """The most concurrent requests that are useful."""
         return self._most
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of one request that make sense."""
+        """The useful size of one request, in bytes."""
         return PART_BYTES
 
     @property
     def hedge_bytes(self) -> int:
-        """Memory of second requests, at most, where no range is larger than `read_bytes`."""
+        """The most memory of second requests, where no range is larger than `read_bytes`."""
         return HEDGES * PART_BYTES
 
     @property
     def tally(self) -> FetchStats:
-        """What was done so far."""
+        """The counters so far."""
         names = ("ranges", "wanted_bytes", "extra_bytes", "retried", "hedged", "hedges_won")
         with self._lock:
             counts = {name: self._counts[name] for name in names}
@@ -140,27 +141,29 @@ class RangeFetcher:
         return str(self.tally)
 
     def interrupt(self) -> None:
-        """Ends everything that is under way or comes later, until `resume`; who waits for it gets a `RangeError`."""
+        """Cancels all requests, running and future, until `resume`; their callers get a `RangeError`."""
         with self._lock:
             self._stop.set()
             requests = [attempt for race in self._races for attempt in (race.first, race.second) if attempt is not None]
+        # Outside the lock: the cancelled threads take it to record their end.
         for request in requests:
             request.attempt.give_up()
         for lane in (self._small, self._large):
             lane.stopped()
 
     def resume(self) -> None:
-        """Takes back an interrupt."""
+        """Ends an interrupt."""
         with self._lock:
             if self._stop.is_set():
                 self._stop = threading.Event()
 
     def ask(self, action: Callable[[], R], *, what: str, delays: Iterable[float] = QUICK_DELAYS) -> R:
-        """Calls `action`, again after each of `delays` seconds when it fails in a way that may pass.
+        """Calls `action`, and again after each of `delays` seconds while it raises `TransientError`.
 
         Raises:
-            RangeError: it failed to the end; says how often and why.
+            RangeError: the last try failed; the message has the number of tries and the reasons.
         """
+        # `reasons` counts each cause, because the last failure is often not the one that explains the others.
         waits, reasons, began = list(delays), Counter[str](), self._clock()
         while True:
             try:
@@ -172,7 +175,7 @@ class RangeFetcher:
                 self._stop.wait(_scattered(waits.pop(0), error))
 
     def fetch_all(self, file: RangeSource, ranges: Iterable[tuple[int, memoryview]]) -> None:
-        """Fills several ranges of a file, side by side where there are several.
+        """Fills several ranges of a file concurrently.
 
         Raises:
             RangeError: one of them cannot be read.
@@ -229,6 +232,7 @@ class RangeFetcher:
                     raise RangeError(f"{what}: reading was interrupted") from None
             except TransientError as error:
                 reasons[error.reason] += 1
+                # Progress: the connection works, so the delays begin anew.
                 if race.kept - before >= ANEW_BYTES:
                     waits = list(self._delays)
                 if race.won is None and race.missing and not waits:
@@ -246,7 +250,7 @@ class RangeFetcher:
             return
 
     def _pause(self, race: HedgedRequest, seconds: float, stop: threading.Event) -> None:
-        """Waits, but no longer than for a second request that comes home meanwhile."""
+        """Waits, or returns as soon as a second request has finished."""
         until = self._clock() + seconds
         while (remaining := until - self._clock()) > 0 and race.won is None and not stop.is_set():
             race.changed.wait(min(remaining, LOOK_SECONDS))
@@ -257,6 +261,7 @@ class RangeFetcher:
         lane = self._small if size <= SMALL_BYTES else self._large
         with lane.slot(stop, again=again):
             with self._lock:
+                # A second request may have finished while this one waited for its slot.
                 if race.won is not None or stop.is_set():
                     raise GivenUpError
                 race.begin(attempt, self._clock())
@@ -267,13 +272,14 @@ class RangeFetcher:
                 done = True
             except TransientError as error:
                 if error.overloaded:
-                    # Its own kind alone: the other one has nothing to forget it by.
+                    # Only the limit of this size class: the other one may have no answers by which a refusal decays.
                     with self._lock:
                         lane.pace.overloaded(self._clock())
                 raise
             finally:
                 now = self._clock()
                 with self._lock:
+                    # Under the lock, so that the watcher thread never sees a request that is both ended and `first`.
                     ended = race.end(now)
                     if done:
                         self._durations.add(now - ended.began, size, ended.silence if attempt.streams else None)
@@ -282,8 +288,8 @@ class RangeFetcher:
                         self._decide(race, done=done)
 
     def _decide(self, race: HedgedRequest, *, done: bool) -> None:
-        """Counts what two requests have both brought; that of the second is not needed where the first is whole."""
-        assert race.won is not None, "the second one is home"
+        """Counts the bytes that both requests received; drops those of the second if the first is complete."""
+        assert race.won is not None, "the second request has finished"
         at, content = race.won
         if done:
             race.won = None
@@ -296,7 +302,7 @@ class RangeFetcher:
             self._counts.update(counts)
 
     def _watch(self) -> None:
-        """Sees to it that somebody looks for slow requests."""
+        """Starts the thread that looks for slow requests, unless it runs."""
         with self._lock:
             if self._watching:
                 return
@@ -312,6 +318,8 @@ class RangeFetcher:
                 races = [race for race in self._races if race.first is not None]
                 if races:
                     idle_since = now
+                # The thread ends when nothing runs, so that an idle process has no thread that wakes 20 times a
+                # second.
                 elif now - idle_since > IDLE_SECONDS:
                     self._watching = False
                     return
@@ -320,6 +328,7 @@ class RangeFetcher:
                 lost = [race.second for race in self._races if self._is_lost(race, now, silent)]
                 hedged = sum(race.second is not None for race in self._races)
                 chosen: list[tuple[HedgedRequest, int, Attempt]] = []
+                # At most `HEDGES` run at once; the oldest slow requests get them first.
                 for race in sorted(slow, key=_began)[: max(0, HEDGES - hedged)]:
                     if race.missing and self._may_hedge(race):
                         chosen.append((race, race.arrived, race.begin_second(now).attempt))
@@ -339,10 +348,10 @@ class RangeFetcher:
         return (race.first.attempt.streams and silence > silent) or seconds > self._durations.slow_seconds(race.nbytes)
 
     def _is_lost(self, race: HedgedRequest, now: float, silent: float) -> bool:
-        """Whether nothing comes of the second request either, so that another one is made in its place.
+        """Whether the second request is stuck too, so that another one replaces it.
 
-        It is waited for longer than the first, and each one twice as long as the one before: a server that answers
-        nobody, or everybody slowly, gets few of them.
+        Each second request gets twice the time of the one before, so that a server which answers nobody, or everybody
+        slowly, receives few of them.
         """
         second = race.second
         if second is None:
@@ -353,19 +362,19 @@ class RangeFetcher:
         return waited > max(SECOND_SECONDS, limit) * 2 ** (race.second_requests - 1)
 
     def _may_hedge(self, race: HedgedRequest) -> bool:
-        """Whether what is received twice, if all that is under way twice is, remains a small share."""
+        """Whether the bytes received twice stay within their share, even if every hedged range arrives twice."""
         allowed = HEDGES * PART_BYTES + HEDGED_SHARE * self._counts["wanted_bytes"]
         at_stake = sum(other.missing for other in self._races if other.second is not None)
         return self._counts["extra_bytes"] + at_stake + race.missing <= allowed
 
     def _second(self, race: HedgedRequest, at: int, attempt: Attempt) -> None:
-        """The second request for a slow range: for what is missing from `at` on."""
+        """Runs the second request of a slow range, for the bytes from `at` on."""
         buffer = bytearray(race.nbytes - at)
         try:
             race.file.fetch(race.start + at, (memoryview(buffer),), attempt)
         except (TransientError, GivenUpError, RangeError, FileNotFoundError) as error:
-            # The first is still under way, and tells what is wrong if it meets it too; a file that is another one by
-            # now is wrong however the first ends.
+            # The first request still runs and reports the error if it meets it too. A replaced file counts at
+            # once: the range is wrong however the first request ends.
             with self._lock:
                 self._counts["extra_bytes"] += attempt.received
                 race.second = None
@@ -376,6 +385,7 @@ class RangeFetcher:
                 first.attempt.give_up()
             return
         with self._lock:
+            # The caller may have returned in the meantime; then the bytes were received for nothing.
             lost = race.over
             first = race.first
             if lost:
@@ -396,7 +406,7 @@ def _began(race: HedgedRequest) -> float:
 
 
 def _scattered(seconds: float, error: TransientError) -> float:
-    """A delay, scattered so that many who failed together do not come back together."""
+    """A randomized delay, so that requests which failed together do not return together."""
     if error.overloaded:
         seconds = max(seconds, REFUSED_DELAY)
     if error.wait_seconds is not None:

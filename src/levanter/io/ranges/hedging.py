@@ -1,4 +1,8 @@
-"""`HedgedRequest`: a range, what of it has arrived, and the one or two requests for the rest that are under way."""
+"""`HedgedRequest`: the state of one range: the bytes that arrived and the one or two running requests for the rest.
+
+The first request writes into the destination. The second (the *hedge*) starts at the first byte that had not arrived
+when it began, and fills a buffer of its own, so that two threads never write to the same memory.
+"""
 
 import threading
 
@@ -6,12 +10,12 @@ from levanter.io.ranges.request import Attempt, Pieces, RangeSource, ReplacedErr
 
 
 class Underway:
-    """A request under way, and for how long nothing has arrived of it.
+    """A running request, with the time since its last byte.
 
     Attributes:
-        attempt: it.
-        began: when it was made.
-        silence: seconds for which nothing arrived, at most, as far as those know who look now and then.
+        attempt: the request; counts the bytes.
+        began: its start time.
+        silence: the longest time without a byte, as sampled by `look`.
     """
 
     def __init__(self, attempt: Attempt, now: float):
@@ -19,8 +23,9 @@ class Underway:
         self._moved_at, self._seen = now, attempt.received
 
     def look(self, now: float) -> float:
-        """How long nothing has arrived."""
+        """Samples the byte count; returns the seconds since it last changed."""
         silence = now - self._moved_at
+        # The silence that ends with this sample counts too, so update before the byte count is compared.
         self.silence = max(self.silence, silence)
         if self.attempt.received != self._seen:
             self._seen, self._moved_at = self.attempt.received, now
@@ -29,21 +34,18 @@ class Underway:
 
 
 class HedgedRequest:
-    """A range that is asked for until it is there.
-
-    The first request writes into its place. A second one beside it asks for what had not arrived when it began, and
-    has a buffer of its own, so that two never write to one place.
+    """A range that is requested until all of it has arrived.
 
     Attributes:
-        file, start, into: what is read, and whereto.
-        nbytes: all of it.
-        kept: of these, the first ones that are there for good: earlier requests brought them.
-        first, second: the requests of now; None while there is none.
-        second_requests: how many second ones there have been.
-        won: what the second one brought, and where in the range it begins.
-        replaced: the second one found another file.
-        over: nobody waits for it any more.
-        changed: set when the second one is home.
+        file, start, into: the file, the first byte and the destination.
+        nbytes: the size of the range.
+        kept: bytes at its beginning that earlier requests have written.
+        first, second: the running requests; None where there is none.
+        second_requests: the number of second requests so far.
+        won: the bytes of a second request that finished first, with their offset in the range.
+        replaced: the error of a second request that met another version of the file.
+        over: whether the caller has returned.
+        changed: set when the second request has finished.
     """
 
     def __init__(self, file: RangeSource, start: int, into: Pieces):
@@ -59,17 +61,17 @@ class HedgedRequest:
         self.changed = threading.Event()
 
     def begin(self, attempt: Attempt, now: float) -> None:
-        """A first request is made."""
+        """Records the start of a first request."""
         self.first = Underway(attempt, now)
 
     def begin_second(self, now: float) -> Underway:
-        """A second one is made beside it."""
+        """Records the start of a second request."""
         self.second = Underway(Attempt(), now)
         self.second_requests += 1
         return self.second
 
     def end(self, now: float) -> Underway:
-        """The first one ended."""
+        """Records the end of the first request; its bytes are kept even if it failed."""
         assert self.first is not None, "begun"
         ended, self.first = self.first, None
         ended.look(now)
@@ -78,21 +80,22 @@ class HedgedRequest:
 
     @property
     def arrived(self) -> int:
-        """Bytes at the beginning of the range that are in their place."""
+        """Bytes at the beginning of the range that are in the destination."""
         return self.kept + (self.first.attempt.received if self.first is not None else 0)
 
     @property
     def missing(self) -> int:
-        """Bytes that are not."""
+        """Bytes that have not arrived."""
         return self.nbytes - self.arrived
 
     @property
     def rest(self) -> Pieces:
-        """The memory of what no earlier request has brought."""
+        """The destination of the bytes that no earlier request has written."""
         return behind(self.into, self.kept)
 
     def take(self) -> None:
-        """Puts what the second request brought into its place."""
+        """Copies the bytes of the second request into the destination."""
         assert self.won is not None, "it won"
+        # The first request is over by now, so nothing else writes behind `at`.
         at, content = self.won
         spread(content, behind(self.into, at))

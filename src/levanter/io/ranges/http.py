@@ -141,7 +141,7 @@ class HttpFile:
         if (answer.status in (400, 401, 403) and not isinstance(self._address, FixedAddress)) or (
             answer.status in (401, 403, 404, 410) and resolved is not None
         ):
-            # A signature or a redirection that is no longer valid.
+            # A signed URL or a redirection expires while a checkpoint is read; resolve the address once more.
             answer.close()
             with self._lock:
                 self._resolved = None
@@ -161,7 +161,8 @@ class HttpFile:
             if urlsplit(url).scheme not in ("http", "https"):
                 raise RangeError(f"{self.name}: redirected to {shown_url(url)}, which is no web address")
             if urlsplit(url).netloc != urlsplit(before).netloc:
-                brought = {}  # what one server was told is nothing for another
+                # Credentials must not go to another host.
+                brought = {}
             with self._lock:
                 self._resolved = url, brought
         raise RangeError(f"{self.name}: redirected more than {REDIRECTIONS} times, last to {shown_url(url)}")
@@ -170,6 +171,7 @@ class HttpFile:
         status = answer.status
         if status in (200, 206):
             encoding = (answer.header("Content-Encoding") or "identity").lower()
+            # Byte ranges of a compressed body are ranges of the compressed bytes, so offsets would be wrong.
             if encoding not in ("identity", "aws-chunked"):
                 raise RangeError(
                     f"{self.name}: the server sends it compressed ({encoding}), so its bytes have no fixed place\n"
@@ -189,7 +191,7 @@ class HttpFile:
         if status == 416 and self._identity is not None:
             raise ReplacedError(f"{self.name}: {what} are not in it any more ({answer.status_text})\n{_STILL}")
         if status == 416:
-            return  # the range of a file without a byte
+            return  # every range of an empty file is unsatisfiable
         if status in (401, 403):
             raise RangeError(
                 f"{self.name}: the server refuses {what} ({answer.status_text})\n"
@@ -220,9 +222,10 @@ class HttpFile:
         return FileIdentity(size=size, tag=tag, modified=modified)
 
     def _agree(self, answer: HttpAnswer, start: int, stop: int) -> None:
-        """Holds the head of an answer to bytes `[start, stop)` against what was asked."""
+        """Checks that the header of an answer matches the requested bytes `[start, stop)`."""
         before = self._identity
         if answer.status == 200:
+            # Servers may answer a range of the whole file with status 200; any other 200 holds the wrong bytes.
             whole = before is not None and (start, stop) == (0, before.size) and answer.length == stop
             if not whole:
                 raise TransientError("the server sent all of the file where a range was asked for")

@@ -1,7 +1,7 @@
-"""One attempt at a range of a file, and what can become of it.
+"""One request for a range of a file: its byte count, its cancellation and its errors.
 
-An `Attempt` is handed to whoever makes a request, counts what arrives, and can be given up from another thread: the
-request that lost a race, or everything at once when a user presses Ctrl-C.
+The code that makes a request gets an `Attempt`, which counts the bytes and which another thread can cancel: the slower
+of two hedged requests, or all requests when a user presses Ctrl-C.
 """
 
 import threading
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 Pieces = tuple[memoryview, ...]
-"""Memory that one range fills, piece after piece."""
+"""The destination of one range: several pieces of memory, filled in order."""
 
 
 def behind(pieces: Pieces, nbytes: int) -> Pieces:
-    """What of a range's pieces of memory comes behind its first bytes."""
+    """The pieces of memory behind the first `nbytes` bytes."""
     views: list[memoryview] = []
     for piece in pieces:
         if nbytes < len(piece):
@@ -32,11 +32,11 @@ def spread(content: bytes | bytearray, pieces: Sequence[memoryview]) -> None:
 
 
 class RangeError(OSError, ValueError):
-    """A range of a file cannot be read; says which, why, and what was tried."""
+    """A range of a file cannot be read; the message names the range, the reasons and the number of tries."""
 
 
 class ReplacedError(RangeError):
-    """A file is another one than when it was opened."""
+    """A file was replaced since it was opened."""
 
 
 class TransientError(Exception):
@@ -45,7 +45,7 @@ class TransientError(Exception):
     Attributes:
         reason: what happened, in a few words.
         overloaded: whether the server asks for fewer requests.
-        wait_seconds: how long it asks to be left alone; None where it does not say.
+        wait_seconds: the delay that the server asks for (`Retry-After`); None where it names none.
     """
 
     def __init__(self, reason: str, *, overloaded: bool = False, wait_seconds: float | None = None):
@@ -54,15 +54,15 @@ class TransientError(Exception):
 
 
 class GivenUpError(Exception):
-    """An attempt ended because somebody gave it up."""
+    """An attempt was cancelled."""
 
 
 class Attempt:
-    """A request under way.
+    """A running request that can be cancelled from another thread.
 
     Attributes:
-        received: the first bytes of the range that have arrived, and are in their place.
-        streams: whether that number grows while the answer comes, and not only once all of it is there.
+        received: bytes at the beginning of the range that are in the destination.
+        streams: whether `received` grows while the answer arrives; false where a library delivers it at the end.
     """
 
     def __init__(self) -> None:
@@ -73,36 +73,38 @@ class Attempt:
         self._given_up = False
 
     def give_up(self) -> None:
-        """Ends the attempt: whoever carries it out raises `GivenUpError` soon."""
+        """Cancels the attempt: the thread that runs it raises `GivenUpError` soon."""
         with self._lock:
             self._given_up = True
-            # Within the lock: a connection that has gone back to others must not be cut.
+            # Under the lock, so that `is_over` cannot run in between: a connection that went back to the pool may serve
+            # another request by then and must not be shut down.
             if self._stop is not None:
                 self._stop()
 
     def stops_by(self, stop: Callable[[], object]) -> None:
-        """Says how to cut short what is about to be waited for.
+        """Registers the function that interrupts the wait which follows.
 
         Raises:
-            GivenUpError: it is too late.
+            GivenUpError: the attempt was cancelled already.
         """
         with self._lock:
             if not self._given_up:
+                # After a cancellation nobody would call it, so `check` below raises instead.
                 self._stop = stop
         self.check()
 
     def is_over(self) -> None:
-        """Nothing is waited for any more."""
+        """Unregisters the function: the wait is over."""
         with self._lock:
             self._stop = None
 
     @property
     def given_up(self) -> bool:
-        """Whether somebody gave it up."""
+        """Whether the attempt was cancelled."""
         return self._given_up
 
     def check(self) -> None:
-        """Raises `GivenUpError` if it was given up."""
+        """Raises `GivenUpError` if the attempt was cancelled."""
         if self._given_up:
             raise GivenUpError
 
