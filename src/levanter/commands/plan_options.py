@@ -1,4 +1,4 @@
-"""The command line of `plan`: its own options, and what is left of it for the entry point."""
+"""Parser of the command line of `plan`: splits it into options of `plan` and arguments of the entry point."""
 
 import re
 from collections.abc import Sequence
@@ -192,7 +192,7 @@ def parse_plan_request(argv: Sequence[str]) -> PlanRequest:
 
 
 def suggest_plan_option(problem: Problem) -> Problem:
-    """A word of the command line that is no key of the run may have been meant as an option of ours."""
+    """Adds the nearest option of `plan` to the error for an unknown key on the command line."""
     words = re.fullmatch(r"--([\w-]+) needs a value", problem.message)
     key = words[1] if words else problem.key if problem.message.startswith("unknown key") else ""
     here = problem.mark is not None and problem.mark.source == COMMAND_LINE

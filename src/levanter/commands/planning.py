@@ -1,4 +1,4 @@
-"""Plans a run for every target and prints the verdicts: what `levanter.main.plan` does.
+"""The `plan` command: runs preflight for every target and prints the verdicts.
 
 The run is described from its own command line, `levanter.plan.preflight.pipeline` answers for each target, and the
 compile worker describes the run again from the same command line, in the same folder (`describe`).
@@ -142,7 +142,7 @@ def _compared(
     verdict: "Verdict",
     say: Callable[[str], None],
 ) -> list["Comparison"]:
-    """The same run without adapters beside it; nothing where the run itself cannot be described."""
+    """Compares the run with the same run without adapters; empty where the run cannot be described."""
     from levanter.plan.compare import compare
     from levanter.plan.preflight.pipeline import preflight
 

@@ -1,4 +1,4 @@
-"""What an accelerator's name stands for: chips, hosts, topology, memory, speeds. A pure table; no JAX.
+"""Table of accelerators: name → chips, hosts, topology, memory, speeds. Does not import JAX.
 
 `parse_accelerator("v4-256")` is an `Accelerator`: a *generation* (what one chip can do) × a *topology* (how many
 chips, in which torus) × a number of slices. Names are those users already have: `v4-256` and `v5p-512` count

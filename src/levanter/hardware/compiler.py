@@ -1,4 +1,4 @@
-"""What XLA is told for an accelerator, beyond its defaults.
+"""Options of XLA for each accelerator, in addition to its defaults.
 
 The options belong to the Program, so the run on the devices and the plan without them are compiled alike. *Default*
 options are those that every Program has, without which published speeds are not reproduced; *tuned* ones are added to

@@ -1,4 +1,4 @@
-"""How much memory this machine has for a process: what is built in, or what its container is allowed, if that is less.
+"""Memory of this machine that processes may use: the RAM, or the limit of the container if that is less.
 
 Devices without memory of their own (CPU) share it. It is the whole of it, not what is free now: a run that needs more
 can never work here, one that needs less may have to wait for others.

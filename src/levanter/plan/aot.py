@@ -1,4 +1,4 @@
-"""Compiling a run's own Programs for devices that are not there.
+"""Ahead-of-time compilation of a run's Programs for a pod that is not attached.
 
 `compile_programs("levanter.main.plan:describe", payload, target="v4-256")` starts a worker process that describes the
 run again from the same config, compiles each Program with the real compiler of the target, and reports. A program

@@ -1,4 +1,4 @@
-"""How much of what attention kernels are handed they visit, on the device that all others wait for.
+"""Share of the attention blocks that the busiest device of a sharded sequence computes.
 
 Where positions lie on several devices and keys travel, or in zigzag order, a kernel's table of blocks is made on the
 device, and a compiled text does not say what is in it. Here it is counted, from the rule: a block is visited where one

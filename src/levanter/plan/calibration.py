@@ -1,4 +1,4 @@
-"""How far a modelled time can be trusted: which published runs its generation has, and what was seen elsewhere.
+"""Calibration of modelled times against published runs, and the range of times that are not calibrated.
 
 `CYCLE_SCALE` brings the compiler's cycles to published speeds, and a published speed is of one size of model. Where a
 generation has no such run, or a model is smaller or larger than those of its generation, a time is stated all the same,

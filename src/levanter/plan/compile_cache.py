@@ -1,4 +1,4 @@
-"""What a compiler said of a Program, kept: asked the same again, preflight answers in seconds.
+"""Cache on disk of compiler results: preflight of a Program that was compiled before takes seconds.
 
 An *answer* is everything that the worker reports of one Program: memory, or the refusal, and the compiler's text, from
 which figures are read anew each time. It is kept under the digest of its *key*: the lowered text, the devices, the

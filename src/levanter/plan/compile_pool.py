@@ -1,4 +1,4 @@
-"""Starting compile workers, hearing what they report, and leaving nothing of them behind.
+"""Starts compile workers, reads their reports, and removes their processes and files.
 
 A *worker* is a process that compiles (`levanter.plan.compile_worker`). Several may serve one request: each describes
 the run by itself, and takes the next Program that none has taken. How many is decided by processors and by memory.
@@ -55,7 +55,7 @@ class CompileCrash(RuntimeError):
 
 
 def num_workers(programs: int) -> int:
-    """How many workers a machine like this has room for.
+    """The number of workers that the memory and processors of this machine allow.
 
     Args:
         programs: how many there are to compile.

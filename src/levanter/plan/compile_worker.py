@@ -1,4 +1,4 @@
-"""The process that compiles: `python -m levanter.plan.compile_worker REQUEST.json`, started by `levanter.plan.aot`.
+"""The compile worker process: `python -m levanter.plan.compile_worker REQUEST.json`, started by `levanter.plan.aot`.
 
 Compiling for a TPU loads libtpu and turns this process's JAX into one that knows a pod which does not exist, so it is
 done here and never in the caller; nor does the caller take the devices of this machine, which the worker may need. The

@@ -1,4 +1,4 @@
-"""Frozen weights that are gathered between slices, and the mapping that avoids it.
+"""Detects frozen weights that are gathered over DCN, and suggests the mapping that avoids it.
 
 What makes adapters cheap over the data-center network is that their gradients are small. A frozen weight that is cut
 over a mesh axis between slices is gathered there twice in a step: that costs a run with adapters as much as full

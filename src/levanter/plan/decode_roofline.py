@@ -1,4 +1,4 @@
-"""What a verdict says of a run that generates text: bytes, rows that fit, time to the first token, and rates by load.
+"""Serving report of a verdict: bytes, slots that fit, time to the first token, and decode rates by load.
 
 Bytes and floors are arithmetic of the run's own plan (`inference.served`); times are those of its compiled Programs,
 and absent where no compiler was asked. Every load has its *floor*, its *share* (floor over time), and what binds.

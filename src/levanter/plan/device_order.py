@@ -1,4 +1,4 @@
-"""Where JAX puts each device of a mesh on a pod, known without the pod and without its compiler.
+"""The order in which JAX places the devices of a pod on a mesh, computed without the pod and without its compiler.
 
 JAX's own mesh utilities do the placing; they look at a device's coordinates, kind and process only, which follow from
 the pod's topology.

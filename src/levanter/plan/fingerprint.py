@@ -1,4 +1,4 @@
-"""Digests of a Program: of what it will be traced from, and of what was lowered.
+"""Digests of a Program for the compile cache: of the inputs of its trace, and of its lowered text.
 
 Two runs of the same words lower to the same text, and the same text compiles to the same executable. The text is what
 tells Programs apart (`lowered_digest`). But it takes seconds to a minute to have it, so there is a shorter way

@@ -1,4 +1,4 @@
-"""What a Program needs on a chip at the least, as far as arithmetic knows it: without asking a compiler.
+"""Lower bound of the HBM that a Program needs, by arithmetic, without a compiler.
 
 *Known* bytes are alive at one time whatever a compiler does:
 

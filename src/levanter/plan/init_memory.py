@@ -1,4 +1,4 @@
-"""Programs that draw values from a key: what they need on a chip, without asking a compiler.
+"""HBM of Programs that initialize arrays from a random key, by arithmetic, without a compiler.
 
 The first state of a run, what is frozen of it, factors of an adapter: nothing goes in but a key, and what comes out is
 the arrays, every piece made in its final shard. So a chip holds the results, and of the array that is being made its

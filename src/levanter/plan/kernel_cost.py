@@ -1,4 +1,4 @@
-"""Work that the compiler states no cycles for, and whose cost follows from its shapes: grouped products and sorts.
+"""Costs of grouped matmuls and sorts from their shapes, for which the compiler states no cycles.
 
 A *grouped product* (`ragged_dot`) multiplies each row by the matrix of its group: the experts of a mixture. TPU
 compilers make a kernel of it that goes through the rows tile by tile, and twice through a tile in which a group ends:

@@ -1,8 +1,8 @@
-"""What loading takes on a pod: device and host memory, bytes by host, seconds at a stated rate.
+"""Memory and time of loading on a pod, by arithmetic: device and host peaks, bytes by host, bandwidth bounds.
 
-All of it follows from the `LoadPlan`, step by step in the order of loading. *Beyond the shards*: what a device holds of
-a leaf that is not the leaf's final shard. A leaf that is read directly has nothing there: its blocks are the shards. A
-leaf that is exchanged has slabs, and what the reshard makes of them.
+All of it follows from the `LoadPlan`, step by step in the order of loading. *Beyond the shards*: bytes of a leaf on a
+device that are not part of the leaf's final shard. A leaf that is read directly has nothing there: its blocks are the
+shards. A leaf that is exchanged has slabs, and what the reshard makes of them.
 """
 
 from dataclasses import dataclass

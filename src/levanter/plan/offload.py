@@ -1,4 +1,4 @@
-"""What a train step sends to host memory and back: activations that gradient checkpointing offloads.
+"""Activations that gradient checkpointing offloads to host memory: their bytes, and seconds on the host link.
 
 Each named activation that is offloaded crosses a chip's link to its host twice a microbatch, out in the forward pass
 and back in the backward pass, and lies in the host's memory in between. Bytes follow from the plan's activations and

@@ -1,4 +1,4 @@
-"""The fourth stage of an inquiry: what the target's own compiler says of the run's own Programs."""
+"""The compile stage of preflight: compiles the run's Programs with the compiler of the target."""
 
 import time
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The fifth stage of an inquiry: how long the run's Programs take, and why those that do not fit do not."""
+"""The cost stage of preflight: times of the run's Programs, and explanations for those that do not fit."""
 
 import math
 from collections.abc import Mapping, Sequence

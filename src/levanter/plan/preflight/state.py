@@ -1,4 +1,4 @@
-"""What an inquiry of `preflight` is about, and what has been found so far.
+"""State of a preflight: the question, and the stages and findings so far.
 
 Words. *Question*: which run, which target, how far to go. *Finding*: one thing that is wrong, in a sentence.
 """
@@ -107,7 +107,7 @@ def first_line(texts: Sequence[str]) -> str:
 
 
 def raised_in_library(error: BaseException) -> bool:
-    """Whether `error` comes out of a library under us: no input explains it, and its traceback is what counts."""
+    """Whether a library below this package raised `error`: then it is a bug, not bad input, and needs its traceback."""
     at = error.__traceback__
     while at is not None and at.tb_next is not None:
         at = at.tb_next
