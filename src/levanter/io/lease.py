@@ -12,8 +12,8 @@ A second process is refused. It takes the lease over, and logs that it does, whe
   no times. The clocks of two machines are never compared.
 
 A process that lost its lease (it was suspended or disconnected, and then continued) sees a higher claim and stops
-before its next write: `check`. Writes that it had passed to the storage before may still arrive; the writers guard against
-that with file names that no other process uses.
+before its next write: `check`. Writes that it had passed to the storage before may still arrive; the writers guard
+against that with file names that no other process uses.
 """
 
 import atexit
