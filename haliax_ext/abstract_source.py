@@ -38,10 +38,10 @@ class ExpectedSource:
         for leaf in rules.read_leaves(leaves):
             rule = table[leaf.path]
             shape = rule.source_shape(leaf)
-            own = leaf.dtype if leaf.dtype.kind in "iub" else dtype
-            nbytes = int(np.prod(shape, dtype=np.int64)) * own.itemsize
+            stored = leaf.dtype if leaf.dtype.kind in "iub" else dtype
+            nbytes = int(np.prod(shape, dtype=np.int64)) * stored.itemsize
             for name in rule.source_names(leaf):
-                tensors[name] = TensorInfo(name, shape, own, nbytes)
+                tensors[name] = TensorInfo(name, shape, stored, nbytes)
         return cls(tensors=tensors)
 
     def byte_ranges(self, name: str, index: Index) -> Sequence[ByteRange]:

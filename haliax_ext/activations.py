@@ -44,16 +44,16 @@ def plan_activations(activations: Iterable[Activation], mappings: Mappings, mesh
     """
     plans: list[LeafPlan] = []
     findings: list[Finding] = []
-    own = {"residual": mappings.residual_stream, "attention": mappings.inside_attention}
-    inside = bool(mappings.attention or mappings.attention.unmapped)
+    attention_mappings = {"residual": mappings.residual_stream, "attention": mappings.inside_attention}
+    has_attention = bool(mappings.attention or mappings.attention.unmapped)
     for activation in activations:
-        if activation.mapping == "attention" and not inside:
+        if activation.mapping == "attention" and not has_attention:
             continue
-        mapping = own.get(activation.mapping, mappings.compute)
+        mapping = attention_mappings.get(activation.mapping, mappings.compute)
         leaf = Leaf(activation.name, activation.axes, np.dtype(activation.dtype))
-        plan, found = place(leaf, mapping, mesh, role="activation")
+        plan, leaf_findings = place(leaf, mapping, mesh, role="activation")
         plans.append(plan)
-        findings += found
+        findings += leaf_findings
     return ShardingPlan(mesh=mesh, mappings=mappings, leaves=tuple(plans), findings=tuple(findings))
 
 

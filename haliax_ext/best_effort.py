@@ -74,13 +74,13 @@ def explain_best_effort(
         if at is not None:
             cuts[at].append(name)
     share = nbytes // spec.ways(tuple(name for axes in cuts for name in axes))
-    whole = [name for name, size in spec.axes if size > 1 and not any(name in axes for axes in cuts)]
-    if large and share >= large_bytes and whole:
-        raise _refusal(shape, np.dtype(dtype), nbytes, share, whole, spec, large_bytes)
+    replicated = [name for name, size in spec.axes if size > 1 and not any(name in axes for axes in cuts)]
+    if large and share >= large_bytes and replicated:
+        raise _refusal(shape, np.dtype(dtype), nbytes, share, replicated, spec, large_bytes)
     entries = [None if not axes else axes[0] if len(axes) == 1 else tuple(axes) for axes in cuts]
     while entries and entries[-1] is None:
         entries.pop()
-    return NamedSharding(where, PartitionSpec(*entries)), _reason(shape, cuts, nbytes, share, whole, spec, large)
+    return NamedSharding(where, PartitionSpec(*entries)), _reason(shape, cuts, nbytes, share, replicated, spec, large)
 
 
 def _mesh(mesh: AnyMesh | None, devices: Sequence[Device] | None) -> AnyMesh:
@@ -132,19 +132,19 @@ def _assign(sizes: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int | None,
     """
 
     @functools.cache
-    def best(n: int, left: tuple[int, ...]) -> tuple[int, tuple[int | None, ...]]:
+    def best(n: int, remaining: tuple[int, ...]) -> tuple[int, tuple[int | None, ...]]:
         if n == len(sizes):
             return 1, ()
-        found: tuple[int, tuple[int | None, ...]] = (0, ())
+        choice: tuple[int, tuple[int | None, ...]] = (0, ())
         # In order of preference; a later choice must be better, not equal.
-        whole_first = sorted(range(len(shape)), key=lambda d: (left[d] != shape[d], -d))
-        for d in (*(d for d in whole_first if left[d] % sizes[n] == 0), None):
-            after = left if d is None else (*left[:d], left[d] // sizes[n], *left[d + 1 :])
+        whole_first = sorted(range(len(shape)), key=lambda d: (remaining[d] != shape[d], -d))
+        for d in (*(d for d in whole_first if remaining[d] % sizes[n] == 0), None):
+            after = remaining if d is None else (*remaining[:d], remaining[d] // sizes[n], *remaining[d + 1 :])
             pieces, rest = best(n + 1, after)
             pieces *= 1 if d is None else sizes[n]
-            if pieces > found[0]:
-                found = (pieces, (d, *rest))
-        return found
+            if pieces > choice[0]:
+                choice = (pieces, (d, *rest))
+        return choice
 
     return best(0, shape)[1]
 
@@ -158,12 +158,12 @@ def _reason(
     spec: MeshSpec,
     large: bool,
 ) -> str:
-    said = [
+    shards = [
         f"dimension {n} ({size}) over {' × '.join(f'{name} {spec.shape[name]}' for name in axes)}"
         for n, (size, axes) in enumerate(zip(shape, cuts, strict=True))
         if axes
     ]
-    text = f"{list(shape)}: {gib(nbytes)}, {'large' if large else 'small'}; " + (", ".join(said) or "unsharded")
+    text = f"{list(shape)}: {gib(nbytes)}, {'large' if large else 'small'}; " + (", ".join(shards) or "unsharded")
     text += f"; {gib(share)} on each device"
     return text + (f", replicated over {' and '.join(whole)}" if whole and nbytes else "")
 

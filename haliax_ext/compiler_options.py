@@ -16,11 +16,13 @@ _OPTION_ERROR = re.compile(r"No such compile option|While setting option|Failed 
 class CompilerOptionError(ValueError):
     """A compiler does not take an option of a Program; its own words are in the message."""
 
-    def __init__(self, program: str, options: Mapping[str, str], said: str):
+    def __init__(self, program: str, options: Mapping[str, str], compiler_message: str):
         self.options = dict(options)
-        self.said = said
-        given = ", ".join(f"{name}={value}" for name, value in options.items())
-        super().__init__(f"program {program}: the compiler does not take its options: {said}\n  options: {given}")
+        self.compiler_message = compiler_message
+        listed = ", ".join(f"{name}={value}" for name, value in options.items())
+        super().__init__(
+            f"program {program}: the compiler does not take its options: {compiler_message}\n  options: {listed}"
+        )
 
 
 @contextlib.contextmanager
@@ -38,7 +40,7 @@ def translate_option_errors(program: str, options: Mapping[str, str]) -> Generat
         yield
     except RuntimeError as error:
         # jax.errors.JaxRuntimeError is one, and nothing else that says such a thing.
-        said = str(error).partition("\n")[0]
-        if not options or not _OPTION_ERROR.search(said):
+        first_line = str(error).partition("\n")[0]
+        if not options or not _OPTION_ERROR.search(first_line):
             raise
-        raise CompilerOptionError(program, options, said) from error
+        raise CompilerOptionError(program, options, first_line) from error

@@ -5,7 +5,7 @@ which Programs do that. What it takes on a device beside the array is bounded, w
 is given once. Two ways:
 
 - *cut*: this process holds all of it, so each device gives what it has, and nothing moves between devices;
-- *gather*: other processes hold some, so every device gives the same part of its shard and all parts are brought to
+- *gather*: other processes hold some, so every device gives the same part of its shard and all parts are gathered to
   every process. The parts of a piece lie as far apart as shards do: a piece is not a range of rows, and need not be.
 
 Along an axis of which the box lies in one shard (a single layer, an expert) only that shard's owner gives, and the
@@ -44,7 +44,7 @@ class HostGather:
         owned: for each axis, whether the box lies in one shard of several.
         local: how much of its shard a device gives along each axis, over all pieces.
         part: how much of that at a time.
-        brought: whether other processes hold some of it.
+        gathered: whether other processes hold some of it.
     """
 
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ class HostGather:
     owned: tuple[bool, ...]
     local: tuple[int, ...]
     part: tuple[int, ...]
-    brought: bool
+    gathered: bool
 
     @functools.cached_property
     def ways(self) -> tuple[int, ...]:
@@ -79,11 +79,11 @@ class HostGather:
     def programs(self) -> tuple[Program, ...]:
         """The Programs that take the pieces: one for each size of a piece."""
         sizes = dict.fromkeys(n for _, n in self.pieces())
-        return tuple(self.program(each) for each in sizes)
+        return tuple(self.program(size) for size in sizes)
 
     def program(self, part: tuple[int, ...]) -> Program:
         """The Program that takes a piece of a size."""
-        return _program(self.shape, self.dtype, self.cuts, self.owned, part, brought=self.brought)
+        return _program(self.shape, self.dtype, self.cuts, self.owned, part, gathered=self.gathered)
 
     @property
     def transient_bytes(self) -> int:
@@ -98,7 +98,7 @@ def plan_host_gather(
     dtype: np.dtype,
     cuts: Cuts,
     sizes: MeshSizes,
-    brought: bool,
+    gathered: bool,
     limit: int = TRANSIENT_LIMIT,
 ) -> tuple[HostGather, tuple[int, ...], tuple[int, ...]]:
     """Plans how a box comes to the hosts.
@@ -109,7 +109,7 @@ def plan_host_gather(
         dtype: of the array.
         cuts: the mesh axes that cut it.
         sizes: of the mesh axes.
-        brought: whether other processes hold some of it.
+        gathered: whether other processes hold some of it.
         limit: bytes on a device that a piece may take, beside the array.
 
     Returns:
@@ -130,10 +130,10 @@ def plan_host_gather(
         owners.append(first if within else 0)
         starts.append(begin - first * shard if within else 0)
         local.append(end - begin if within else shard)
-    found = _choose_pieces(
-        shape, np.dtype(dtype), cuts, sizes, tuple(owned), tuple(local), brought=brought, limit=limit
+    gather = _choose_pieces(
+        shape, np.dtype(dtype), cuts, sizes, tuple(owned), tuple(local), gathered=gathered, limit=limit
     )
-    return found, tuple(starts), tuple(owners)
+    return gather, tuple(starts), tuple(owners)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -145,17 +145,17 @@ def _choose_pieces(
     owned: tuple[bool, ...],
     local: tuple[int, ...],
     *,
-    brought: bool,
+    gathered: bool,
     limit: int,
 ) -> HostGather:
     """Chooses the pieces: the outermost axes are cut first, so that each lies together in a device's memory."""
-    found = HostGather(
-        shape=shape, dtype=dtype, cuts=cuts, sizes=sizes, owned=owned, local=local, part=local, brought=brought
+    uncut = HostGather(
+        shape=shape, dtype=dtype, cuts=cuts, sizes=sizes, owned=owned, local=local, part=local, gathered=gathered
     )
     part = list(local)
 
     def takes(axis: int, size: int) -> int:
-        return _piece_bytes(found, (*part[:axis], size, *part[axis + 1 :]))
+        return _piece_bytes(uncut, (*part[:axis], size, *part[axis + 1 :]))
 
     for axis, size in enumerate(local):
         if takes(axis, size) <= limit:
@@ -169,24 +169,24 @@ def _choose_pieces(
             low, high = (middle, high) if takes(axis, middle) <= allowed else (low, middle)
         part[axis] = even_piece(size, 1, low)
     return HostGather(
-        shape=shape, dtype=dtype, cuts=cuts, sizes=sizes, owned=owned, local=local, part=tuple(part), brought=brought
+        shape=shape, dtype=dtype, cuts=cuts, sizes=sizes, owned=owned, local=local, part=tuple(part), gathered=gathered
     )
 
 
-def _piece_bytes(taking: HostGather, part: tuple[int, ...]) -> int:
+def _piece_bytes(gather: HostGather, part: tuple[int, ...]) -> int:
     """Bytes on a device that a piece takes beside the array, with the padding of a TPU's tiles.
 
     What a device gives, beside a copy in the order that is sent; what it receives, as integers in the order in which it
     comes and in the result's, and as what it is. (So many copies the TPU compiler makes of it.)
     """
-    given = _padded(part, taking.dtype.itemsize)
-    if not taking.brought:
-        return 2 * given
-    ways = (1 if one else n for n, one in zip(taking.ways, taking.owned, strict=True))
-    received = _padded(tuple(n * way for n, way in zip(part, ways, strict=True)), taking.dtype.itemsize)
+    sent = _padded(part, gather.dtype.itemsize)
+    if not gather.gathered:
+        return 2 * sent
+    ways = (1 if one else n for n, one in zip(gather.ways, gather.owned, strict=True))
+    received = _padded(tuple(n * way for n, way in zip(part, ways, strict=True)), gather.dtype.itemsize)
     # Integers of four bytes are what is added.
-    added = 3 * _padded(part, 4) if any(taking.owned) else 0
-    return 2 * given + added + 3 * received
+    added = 3 * _padded(part, 4) if any(gather.owned) else 0
+    return 2 * sent + added + 3 * received
 
 
 def _padded(shape: tuple[int, ...], itemsize: int) -> int:
@@ -202,7 +202,7 @@ def gather_to_host(
     *,
     jit: Jit = Program.jit,
     limit: int = TRANSIENT_LIMIT,
-    brought: bool | None = None,
+    gathered: bool | None = None,
 ) -> Iterator[tuple[Box, np.ndarray]]:
     """The elements of a box of an array on devices: parts of the box, with their elements on the host.
 
@@ -213,10 +213,10 @@ def gather_to_host(
         box: which elements.
         jit: makes the Programs callable.
         limit: bytes on a device that a piece may take, beside the array.
-        brought: whether the elements are brought from other processes; None for where these hold some of it.
+        gathered: whether the elements are gathered from other processes; None for where these hold some of it.
     """
-    for taking, begin, part, owners, found in _gathered_pieces(array, box, jit, limit, brought):
-        yield from _piece_boxes(taking, found, begin, part, owners, box)
+    for gather, begin, part, owners, piece in _gathered_pieces(array, box, jit, limit, gathered):
+        yield from _piece_boxes(gather, piece, begin, part, owners, box)
 
 
 def contribute(array: jax.Array, box: Box, *, jit: Jit = Program.jit, limit: int = TRANSIENT_LIMIT) -> None:
@@ -225,39 +225,39 @@ def contribute(array: jax.Array, box: Box, *, jit: Jit = Program.jit, limit: int
     Args:
         array, box, jit, limit: as `gather_to_host` takes them.
     """
-    for *_, found in _gathered_pieces(array, box, jit, limit, None):
+    for *_, piece in _gathered_pieces(array, box, jit, limit, None):
         # A piece must be gone before the next one comes.
-        found.block_until_ready()
+        piece.block_until_ready()
 
 
 _GatheredPiece = tuple[HostGather, tuple[int, ...], tuple[int, ...], tuple[int, ...], jax.Array]
 
 
 def _gathered_pieces(
-    array: jax.Array, box: Box, jit: Jit, limit: int, brought: bool | None
+    array: jax.Array, box: Box, jit: Jit, limit: int, gathered: bool | None
 ) -> Iterator[_GatheredPiece]:
     """Each piece as devices hold it, with where it begins, how long it is, and which shards own it."""
     mesh, cuts = _mesh_and_cuts(array)
     sizes = tuple((str(name), n) for name, n in mesh.shape.items())
-    taking, starts, owners = plan_host_gather(
+    gather, starts, owners = plan_host_gather(
         box,
         shape=array.shape,
         dtype=np.dtype(array.dtype),
         cuts=cuts,
         sizes=sizes,
-        brought=not (array.is_fully_addressable or array.is_fully_replicated) if brought is None else brought,
+        gathered=not (array.is_fully_addressable or array.is_fully_replicated) if gathered is None else gathered,
         limit=limit,
     )
-    for behind, part in taking.pieces():
+    for behind, part in gather.pieces():
         begin = tuple(start + at for start, at in zip(starts, behind, strict=True))
         where = np.asarray([begin, owners], np.int32)
         at = jax.make_array_from_callback(where.shape, NamedSharding(mesh, PartitionSpec()), lambda _, x=where: x)
-        yield taking, begin, part, owners, jit(taking.program(part), mesh)(array, at)
+        yield gather, begin, part, owners, jit(gather.program(part), mesh)(array, at)
 
 
 def _piece_boxes(
-    taking: HostGather,
-    found: jax.Array,
+    gather: HostGather,
+    piece: jax.Array,
     begin: tuple[int, ...],
     part: tuple[int, ...],
     owners: tuple[int, ...],
@@ -265,16 +265,18 @@ def _piece_boxes(
 ) -> Iterator[tuple[Box, np.ndarray]]:
     """What of the box is in the result of one Program."""
     written: set[Box] = set()
-    if taking.brought:
-        whole = np.asarray(found.addressable_data(0))
-        for shards, block in _blocks(taking, part, owners):
-            yield from _new_box(taking, begin, part, shards, box, lambda block=block: whole[block], written)
+    if gather.gathered:
+        whole = np.asarray(piece.addressable_data(0))
+        for shards, block in _blocks(gather, part, owners):
+            yield from _new_box(gather, begin, part, shards, box, lambda block=block: whole[block], written)
         return
-    for each in found.addressable_shards:
-        shards = tuple((s.start or 0) // n for s, n in zip(each.index, part, strict=True))
+    for device_shard in piece.addressable_shards:
+        shards = tuple((s.start or 0) // n for s, n in zip(device_shard.index, part, strict=True))
         spans = tuple((shard, shard + 1) for shard in shards)
-        if all(not one or at == owner for one, at, owner in zip(taking.owned, shards, owners, strict=True)):
-            yield from _new_box(taking, begin, part, spans, box, lambda each=each: np.asarray(each.data), written)
+        if all(not one or at == owner for one, at, owner in zip(gather.owned, shards, owners, strict=True)):
+            yield from _new_box(
+                gather, begin, part, spans, box, lambda shard=device_shard: np.asarray(shard.data), written
+            )
 
 
 Shards = tuple[tuple[int, int], ...]
@@ -282,11 +284,11 @@ Shards = tuple[tuple[int, int], ...]
 
 
 def _blocks(
-    taking: HostGather, part: tuple[int, ...], owners: tuple[int, ...]
+    gather: HostGather, part: tuple[int, ...], owners: tuple[int, ...]
 ) -> Iterator[tuple[Shards, tuple[slice, ...]]]:
-    """The blocks of a brought piece whose elements lie together in the array."""
+    """The blocks of a gathered piece whose elements lie together in the array."""
     choices: list[list[tuple[tuple[int, int], slice]]] = []
-    for n, ways, shard, one, owner in zip(part, taking.ways, taking.shard, taking.owned, owners, strict=True):
+    for n, ways, shard, one, owner in zip(part, gather.ways, gather.shard, gather.owned, owners, strict=True):
         if one:
             choices.append([((owner, owner + 1), slice(0, n))])
         elif n == shard:
@@ -298,7 +300,7 @@ def _blocks(
 
 
 def _new_box(
-    taking: HostGather,
+    gather: HostGather,
     begin: tuple[int, ...],
     part: tuple[int, ...],
     shards: Shards,
@@ -307,15 +309,15 @@ def _new_box(
     written: set[Box],
 ) -> Iterator[tuple[Box, np.ndarray]]:
     """What of a block is in the box, unless another device gave it."""
-    there = tuple(
+    block_box = tuple(
         (first * shard + at, (last - 1) * shard + at + n)
-        for (first, last), shard, at, n in zip(shards, taking.shard, begin, part, strict=True)
+        for (first, last), shard, at, n in zip(shards, gather.shard, begin, part, strict=True)
     )
-    common = intersect(there, box)
+    common = intersect(block_box, box)
     if common is None or common in written:
         return
     written.add(common)
-    inside = tuple((a - at, b - at) for (a, b), (at, _) in zip(common, there, strict=True))
+    inside = tuple((a - at, b - at) for (a, b), (at, _) in zip(common, block_box, strict=True))
     yield common, values()[(*to_slices(inside), ...)]
 
 
@@ -324,9 +326,9 @@ def _mesh_and_cuts(array: jax.Array) -> tuple[Mesh, Cuts]:
     if isinstance(array.sharding, NamedSharding):
         assert isinstance(array.sharding.mesh, Mesh)
         return array.sharding.mesh, sharded_axes(array.sharding.spec, array.ndim)
-    found = array.devices()
-    assert len(found) == 1, f"an array on several devices must have a NamedSharding, not {array.sharding}"
-    devices = np.asarray(list(found))
+    holders = array.devices()
+    assert len(holders) == 1, f"an array on several devices must have a NamedSharding, not {array.sharding}"
+    devices = np.asarray(list(holders))
     return Mesh(devices, ("device",)), ((),) * array.ndim
 
 
@@ -351,8 +353,8 @@ def _from_bits(x: jax.Array, dtype: np.dtype) -> jax.Array:
 
 def _broadcast_bits(x: jax.Array, mine: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """The integers of the device whose `mine` holds, on all devices along `axes`."""
-    given = x.astype(np.uint32)
-    wide = jax.lax.select(mine, given, jax.lax.full_like(given, 0))
+    bits = x.astype(np.uint32)
+    wide = jax.lax.select(mine, bits, jax.lax.full_like(bits, 0))
     return psum(wide, axes).astype(x.dtype)
 
 
@@ -364,14 +366,14 @@ def _program(
     owned: tuple[bool, ...],
     part: tuple[int, ...],
     *,
-    brought: bool,
+    gathered: bool,
 ) -> Program:
     """The Program that takes a piece: its array; where in a shard the piece begins, and which shard has it."""
     spec = PartitionSpec(*(axes or None for axes in cuts))
 
     def local(x: jax.Array, where: jax.Array) -> jax.Array:
         x = jax.lax.dynamic_slice(x, list(where[0]), part)
-        if not brought:
+        if not gathered:
             return x
         x = _as_bits(x)
         for n, axes in enumerate(cuts):
@@ -383,12 +385,12 @@ def _program(
         return _from_bits(x, dtype)
 
     def take(array: jax.Array, where: jax.Array) -> jax.Array:
-        to = PartitionSpec() if brought else spec
+        to = PartitionSpec() if gathered else spec
         return jax.shard_map(local, in_specs=(spec, PartitionSpec()), out_specs=to, check_vma=False)(array, where)
 
     lies = AxisMapping({f"_{n}": axes for n, axes in enumerate(cuts) if axes})
     at = "".join(f".{n}-{'-'.join(axes)}{'.one' * owned[n]}" for n, axes in enumerate(cuts) if axes)
-    kind = "gather" if brought else "cut"
+    kind = "gather" if gathered else "cut"
     return Program(
         name=f"save.{kind}.{'x'.join(map(str, part))}.of.{'x'.join(map(str, shape))}.{dtype.name}{at}",
         function=take,
@@ -396,5 +398,5 @@ def _program(
             Input(name="array", value=jax.ShapeDtypeStruct(shape, dtype), placement=lies),
             Input(name="where", value=jax.ShapeDtypeStruct((2, len(shape)), np.int32), placement=AxisMapping()),
         ),
-        out_placement=AxisMapping() if brought else lies,
+        out_placement=AxisMapping() if gathered else lies,
     )

@@ -81,10 +81,10 @@ class InitialRule:
     def array(self, leaf: Leaf) -> hax.NamedArray:
         """The values of `leaf`; call it inside `jit`."""
         key = jax.random.fold_in(jax.random.key(self.seed), np.uint32(zlib.crc32(leaf.path.encode())))
-        found = self.values(leaf, key)
-        named = tuple((axis.name, axis.size) for axis in found.axes)
-        assert named == leaf.axes and found.dtype == leaf.dtype, f"{self.values} made {found.axes} for {leaf}"
-        return found
+        values = self.values(leaf, key)
+        named = tuple((axis.name, axis.size) for axis in values.axes)
+        assert named == leaf.axes and values.dtype == leaf.dtype, f"{self.values} made {values.axes} for {leaf}"
+        return values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +117,6 @@ def initialize_program(initial: Sequence[LeafInit], placement: Placement) -> Pro
     """The Program that makes leaves: nothing in, a dictionary by path out."""
 
     def run() -> Mapping[str, hax.NamedArray]:
-        return {each.path: each.rule.array(each.leaf) for each in initial}
+        return {init.path: init.rule.array(init.leaf) for init in initial}
 
     return Program(name="load.initialize", function=run, inputs=(), out_placement=placement)

@@ -27,14 +27,16 @@ def export_on_demand(package: str) -> None:
     """
     module = sys.modules[package]
 
-    def found(name: str) -> object:
+    def import_name(name: str) -> object:
         if name not in (offers := lazy_names(package)):
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(import_module(offers[name]), name)
         vars(module)[name] = value
         return value
 
-    vars(module)["__getattr__"] = found  # unseen by type checkers, so that misspelt names are still errors to them
+    vars(module)["__getattr__"] = (
+        import_name  # unseen by type checkers, so that misspelt names are still errors to them
+    )
     module.__class__ = _LazyPackage
 
 

@@ -99,15 +99,15 @@ def digit_boxes(start: int, stop: int, sizes: Sequence[int]) -> list[Box]:
     head, tail = start - first * inner, stop - last * inner
     if first == last:
         return [((first, first + 1), *rest) for rest in digit_boxes(head, tail, sizes[1:])]
-    found: list[Box] = []
+    boxes: list[Box] = []
     if head:
-        found += [((first, first + 1), *rest) for rest in digit_boxes(head, inner, sizes[1:])]
+        boxes += [((first, first + 1), *rest) for rest in digit_boxes(head, inner, sizes[1:])]
         first += 1
     if first < last:
-        found.append(((first, last), *((0, size) for size in sizes[1:])))
+        boxes.append(((first, last), *((0, size) for size in sizes[1:])))
     if tail:
-        found += [((last, last + 1), *rest) for rest in digit_boxes(0, tail, sizes[1:])]
-    return found
+        boxes += [((last, last + 1), *rest) for rest in digit_boxes(0, tail, sizes[1:])]
+    return boxes
 
 
 def cut_digits(box: Box, limit: int) -> Iterator[Box]:
@@ -173,8 +173,8 @@ class BlockCopy:
         """The memory of `block` as the read's buffer itself, where it lies there in the same order; else `None`."""
         if box_shape(self.pick) != self.digits:
             return None
-        there = block[(*self.place, ...)].transpose(np.argsort(self.order))
-        return there.reshape(shape) if there.flags.c_contiguous else None
+        view = block[(*self.place, ...)].transpose(np.argsort(self.order))
+        return view.reshape(shape) if view.flags.c_contiguous else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,27 +248,27 @@ class LeafLayout:
         """The indices along the stacked axes, one source tensor each, of a (clipped) box, in order."""
         return itertools.product(*(range(*box[p]) for p in self.stack_positions))
 
-    def groups_of(self, box: Box) -> tuple[Box, ...]:
+    def digit_spans(self, box: Box) -> tuple[Box, ...]:
         """A box's spans, gathered by source axis, in its digits."""
-        there = [(start + first, stop + first) for (start, stop), first in zip(box, self._firsts, strict=True)]
-        return tuple(tuple(there[p] for p in positions) for positions in self.group_positions)
+        spans = [(start + first, stop + first) for (start, stop), first in zip(box, self._firsts, strict=True)]
+        return tuple(tuple(spans[p] for p in positions) for positions in self.group_positions)
 
     def source_boxes(self, box: Box) -> Iterator[Box]:
         """The exact boxes of each source tensor that a (clipped) box of the leaf needs, in order."""
         spans: list[list[Span]] = []
-        for group, sizes, offset in zip(self.groups_of(box), self.group_sizes, self.offsets, strict=True):
+        for group, sizes, offset in zip(self.digit_spans(box), self.group_sizes, self.offsets, strict=True):
             starts, length = runs(group, sizes)
             spans.append([(s + offset, s + offset + length) for s in starts.tolist()])
         return itertools.product(*spans)
 
     def source_box(self, digits: Sequence[Box]) -> Box:
         """The box of the source tensor that a product of digit boxes stands for."""
-        found: list[Span] = []
+        spans: list[Span] = []
         for box, sizes, offset in zip(digits, self.group_sizes, self.offsets, strict=True):
             starts, length = runs(box, sizes)
             assert len(starts) == 1, f"not a contiguous range of the source axis: {box} of {sizes}"
-            found.append((int(starts[0]) + offset, int(starts[0]) + offset + length))
-        return tuple(found)
+            spans.append((int(starts[0]) + offset, int(starts[0]) + offset + length))
+        return tuple(spans)
 
     def copy(self, stack: tuple[int, ...], digits: Sequence[Box], box: Box) -> BlockCopy | None:
         """How a read (a source tensor and a product of digit boxes) lands in a block; `None` if it does not."""
@@ -306,7 +306,7 @@ class LeafLayout:
         """
         spans: list[list[Span]] = []
         for group_index, sizes in enumerate(self.group_sizes):
-            pieces = [runs(self.groups_of(box)[group_index], sizes) for box in boxes]
+            pieces = [runs(self.digit_spans(box)[group_index], sizes) for box in boxes]
             starts = np.concatenate([s for s, _ in pieces])
             stops = np.concatenate([s + length for s, length in pieces])
             spans.append(merge_spans(starts, stops))
@@ -317,13 +317,13 @@ class LeafLayout:
                 array = np.asarray(spans[axis], dtype=np.int64)
                 pieces = any(name in self.wider for name in self.groups[axis])
                 gap = 0 if pieces else gap_bytes
-                found = merge_spans(array[:, 0], array[:, 1], gap // step)
-                around = found[0][0] + size - found[-1][1]
+                merged = merge_spans(array[:, 0], array[:, 1], gap // step)
+                around = merged[0][0] + size - merged[-1][1]
                 several_outside = any(sum(b - a for a, b in outer) > 1 for outer in spans[:axis])
-                if len(found) == 1 and several_outside and around * step <= gap:
-                    found = [(0, size)]
-                spans[axis] = found
-                inside_whole = found == [(0, size)]
+                if len(merged) == 1 and several_outside and around * step <= gap:
+                    merged = [(0, size)]
+                spans[axis] = merged
+                inside_whole = merged == [(0, size)]
             step *= size
         return tuple(spans)
 

@@ -58,13 +58,15 @@ class LoadTransformRule:
             return [f"{self.path} produces {path}, which is not a leaf of this model" for path in absent]
         if self.like not in self.targets:
             return [f"{self.path} is to be sharded like {self.like}, which is not one of {list(self.targets)}"]
-        found = eval_shape(self.derive, abstract_leaf(self.read_leaf(leaves)))
-        if set(found) != set(self.targets):
-            return [f"{self.path} produces {sorted(found)}, not {sorted(self.targets)}"]
-        made = [Leaf(path, tuple((a.name, a.size) for a in x.axes), np.dtype(x.dtype)) for path, x in found.items()]
+        arrays = eval_shape(self.derive, abstract_leaf(self.read_leaf(leaves)))
+        if set(arrays) != set(self.targets):
+            return [f"{self.path} produces {sorted(arrays)}, not {sorted(self.targets)}"]
+        produced = [
+            Leaf(path, tuple((a.name, a.size) for a in x.axes), np.dtype(x.dtype)) for path, x in arrays.items()
+        ]
         return [
             f"{self.path} produces {leaf}, but the model has {leaves[leaf.path]}"
-            for leaf in made
+            for leaf in produced
             if leaf != leaves[leaf.path]
         ]
 
@@ -118,7 +120,7 @@ def begin_derived_program(name: str, results: Sequence[LeafPlan], placement: Pla
     """The Program that makes room for results that arrive in pieces."""
 
     def run() -> Mapping[str, hax.NamedArray]:
-        return {each.leaf.path: hax.zeros(haliax_axes(each.leaf), dtype=each.leaf.dtype) for each in results}
+        return {plan.leaf.path: hax.zeros(haliax_axes(plan.leaf), dtype=plan.leaf.dtype) for plan in results}
 
     return Program(name=name, function=run, inputs=(), out_placement=placement)
 
@@ -136,12 +138,12 @@ def derive_piece_program(
     def run(
         so_far: Mapping[str, hax.NamedArray], slab: hax.NamedArray, start: jax.Array
     ) -> Mapping[str, hax.NamedArray]:
-        found: dict[str, hax.NamedArray] = {}
+        updated: dict[str, hax.NamedArray] = {}
         for path, part in _derive_results(derived, reshard_slabs(reshard, piece, slab)).items():
             whole = so_far[path]
             axis = [a.name for a in whole.axes].index(along)
-            found[path] = hax.NamedArray(reshard.put(whole.array, part.array, axis, start), whole.axes)
-        return found
+            updated[path] = hax.NamedArray(reshard.put(whole.array, part.array, axis, start), whole.axes)
+        return updated
 
     return Program(
         name=name,
@@ -160,8 +162,8 @@ def derive_piece_program(
 
 def _derive_results(derived: LoadTransform, x: hax.NamedArray) -> dict[str, hax.NamedArray]:
     """What the function gives, in the order, with the axes and in the dtypes of the results."""
-    found = derived.rule.derive(x)
+    arrays = derived.rule.derive(x)
     for result in derived.results:
-        made = found[result.leaf.path]
-        assert made.dtype == result.leaf.dtype, f"{result.leaf.path}: {made.dtype} for {result.leaf}"
-    return {r.leaf.path: found[r.leaf.path].rearrange(r.leaf.names) for r in derived.results}
+        array = arrays[result.leaf.path]
+        assert array.dtype == result.leaf.dtype, f"{result.leaf.path}: {array.dtype} for {result.leaf}"
+    return {r.leaf.path: arrays[r.leaf.path].rearrange(r.leaf.names) for r in derived.results}

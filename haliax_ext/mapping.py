@@ -42,9 +42,9 @@ class AxisMapping(Mapping[str, MeshAxes]):
     unmapped: frozenset[str]
 
     def __init__(self, entries: Mapping[str, str | Iterable[str] | None] | None = None):
-        given = {name: _as_mesh_axes(name, value) for name, value in (entries or {}).items()}
-        self._entries = {name: axes for name, axes in given.items() if axes is not None}
-        self.unmapped = frozenset(name for name, axes in given.items() if axes is None)
+        normalized = {name: _as_mesh_axes(name, value) for name, value in (entries or {}).items()}
+        self._entries = {name: axes for name, axes in normalized.items() if axes is not None}
+        self.unmapped = frozenset(name for name, axes in normalized.items() if axes is None)
         if isinstance(entries, AxisMapping):
             self.unmapped |= entries.unmapped
 
@@ -149,9 +149,9 @@ def _hint(word: str, known: Iterable[str]) -> str:
 def _as_mesh_axes(name: str, value: str | Iterable[str] | None) -> MeshAxes | None:
     if value is None or isinstance(value, str):
         return value or None
-    given = tuple(cast("Iterable[object]", value))  # YAML may hold anything.
-    axes = tuple(axis for axis in given if isinstance(axis, str))
-    if len(axes) != len(given):
+    values = tuple(cast("Iterable[object]", value))  # YAML may hold anything.
+    axes = tuple(axis for axis in values if isinstance(axis, str))
+    if len(axes) != len(values):
         raise ShardingError(f"mapping of {name!r}: expected a mesh axis or a list of mesh axes, got {value!r}")
     if len(set(axes)) != len(axes):
         raise ShardingError(f"mapping of {name!r} names a mesh axis twice: {list(axes)}")
@@ -251,9 +251,12 @@ _zigzag: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("zigza
 @contextlib.contextmanager
 def mappings_in_scope(mappings: Mappings) -> Generator[None]:
     """Puts the compute mapping in Haliax's scope and the other ones in ours, for tracing."""
-    said = bool(mappings.attention or mappings.attention.unmapped)
+    has_attention = bool(mappings.attention or mappings.attention.unmapped)
     residual, params = _residual.set(mappings.residual_stream), _params.set(mappings.params)
-    attention, zigzag = _attention.set(mappings.inside_attention if said else None), _zigzag.set(mappings.zigzag)
+    attention, zigzag = (
+        _attention.set(mappings.inside_attention if has_attention else None),
+        _zigzag.set(mappings.zigzag),
+    )
     try:
         with compute_mapping(mappings.compute):
             yield
@@ -370,8 +373,8 @@ def compute_mapping(mapping: AxisMapping) -> Generator[None]:
 
 def mapping_in_scope() -> AxisMapping | None:
     """The mapping of `haliax.axis_mapping`; None outside of it."""
-    held = cast("Mapping[str, str | Iterable[str] | None] | None", current_thread_local_mapping())
-    return None if held is None else AxisMapping(held)
+    resources = cast("Mapping[str, str | Iterable[str] | None] | None", current_thread_local_mapping())
+    return None if resources is None else AxisMapping(resources)
 
 
 def compute_mapping_in_scope() -> AxisMapping:

@@ -120,8 +120,8 @@ class MeshSpec:
         return math.prod(shape[name] for name in names)
 
     def __str__(self) -> str:
-        parts = [f"{name} {size}" + (" (DCN)" if name in self.dcn else "") for name, size in self.axes]
-        return " × ".join(parts) or "(no axes)"
+        factors = [f"{name} {size}" + (" (DCN)" if name in self.dcn else "") for name, size in self.axes]
+        return " × ".join(factors) or "(no axes)"
 
     def abstract(self) -> AbstractMesh:
         """The JAX mesh without devices."""
@@ -142,15 +142,15 @@ class MeshSpec:
         ici = tuple(1 if name in self.dcn else size for name, size in self.axes)
         dcn = tuple(size if name in self.dcn else 1 for name, size in self.axes)
         if self.num_granules > 1:
-            found = granules(devices, self.granule)
-            if len(found) != self.num_granules:
-                sizes = ", ".join(map(str, sorted(set(found.values()))))
+            counts = granules(devices, self.granule)
+            if len(counts) != self.num_granules:
+                sizes = ", ".join(map(str, sorted(set(counts.values()))))
                 raise MeshError(
                     f"mesh {self} spans {self.num_granules} granules ({self.granule}), "
-                    f"but these devices form {len(found)} (of {sizes} devices)"
+                    f"but these devices form {len(counts)} (of {sizes} devices)"
                 )
-            if len(set(found.values())) > 1:
-                raise MeshError(f"mesh {self}: its {self.granule} granules differ in size: {dict(found)}")
+            if len(set(counts.values())) > 1:
+                raise MeshError(f"mesh {self}: its {self.granule} granules differ in size: {dict(counts)}")
             by_process = self.granule == "process"
             array = mesh_utils.create_hybrid_device_mesh(
                 ici, dcn, devices, process_is_granule=by_process, allow_split_physical_axes=True

@@ -53,8 +53,8 @@ class NotFinite:
             "infinite": self.infinite,
             "too large for the dtype they are loaded in": self.overflowing,
         }
-        found = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items() if count)
-        return f"{self.path} ({self.tensor}): {found}"
+        listed = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items() if count)
+        return f"{self.path} ({self.tensor}): {listed}"
 
 
 @dataclass(frozen=True)

@@ -105,8 +105,8 @@ class _Row:
 
     @property
     def group(self) -> str:
-        parts = self.path.split(".")
-        return ".".join(parts[:-2] or parts[:-1]) or self.path
+        segments = self.path.split(".")
+        return ".".join(segments[:-2] or segments[:-1]) or self.path
 
 
 def placed_shape(plan: LeafPlan) -> str:
@@ -137,7 +137,7 @@ def _rows(plans: Iterable[LeafPlan]) -> list[_Row]:
 
 
 def _by_group(rows: Iterable[_Row], groups: Groups | None) -> dict[str, list[_Row]]:
-    found: dict[str, list[_Row]] = {title: [] for title in groups or {}}
+    grouped: dict[str, list[_Row]] = {title: [] for title in groups or {}}
     for row in rows:
         matching = (
             title
@@ -145,8 +145,8 @@ def _by_group(rows: Iterable[_Row], groups: Groups | None) -> dict[str, list[_Ro
             if any(path_matches(pattern, row.plan.leaf.path) for pattern in patterns)
         )
         title = next(matching, "other" if groups else row.group)
-        found.setdefault(title, []).append(row)
-    return {title: members for title, members in found.items() if members}
+        grouped.setdefault(title, []).append(row)
+    return {title: members for title, members in grouped.items() if members}
 
 
 def _heading(plan: ShardingPlan) -> str:

@@ -118,7 +118,7 @@ def plan_sharding(
     plans: list[LeafPlan] = []
     findings: list[Finding] = []
     for leaf in leaves:
-        plan, found = place(
+        plan, leaf_findings = place(
             leaf,
             mappings.params_at(leaf.path),
             mesh,
@@ -126,7 +126,7 @@ def plan_sharding(
             overrides=[pattern for pattern, _ in mappings.overrides_at(leaf.path)],
         )
         plans.append(plan)
-        findings += found
+        findings += leaf_findings
     findings += replication_findings(plans, mappings, mesh, hbm_bytes)
     findings += _idle_overrides(leaves, mappings)
     return ShardingPlan(

@@ -85,19 +85,19 @@ def results(
     run = jit(program, mesh)
     waiting: deque[tuple[K, PyTree]] = deque()
     for name, arrays in batches:
-        given = [place(declared, array, mesh) for declared, array in zip(program.inputs[1:], arrays, strict=True)]
-        found = run(first, *given)
-        for array in jax.tree.leaves(found):
+        inputs = [place(declared, array, mesh) for declared, array in zip(program.inputs[1:], arrays, strict=True)]
+        outputs = run(first, *inputs)
+        for array in jax.tree.leaves(outputs):
             array.copy_to_host_async()
-        waiting.append((name, found))
+        waiting.append((name, outputs))
         if len(waiting) > behind:
             yield _fetched(*waiting.popleft())
     while waiting:
         yield _fetched(*waiting.popleft())
 
 
-def _fetched(name: K, found: PyTree) -> tuple[K, Any]:
+def _fetched(name: K, outputs: PyTree) -> tuple[K, Any]:
     def local(array: jax.Array) -> np.ndarray:
         return np.asarray(array.addressable_data(0))
 
-    return name, cast("Callable[..., Any]", jax.tree.map)(local, found)
+    return name, cast("Callable[..., Any]", jax.tree.map)(local, outputs)

@@ -117,7 +117,7 @@ class Program:
 
     def input(self, name: str) -> Input:
         """The input of a name."""
-        return next(each for each in self.inputs if each.name == name)
+        return next(candidate for candidate in self.inputs if candidate.name == name)
 
     def lower(self, mesh: AnyMesh, *, platform: str = "cpu") -> jax.stages.Lowered:
         """Lowers the program for `mesh`; `.compile()` on the result gives the executable.
@@ -136,11 +136,11 @@ class Program:
         compiled = self._on(mesh)
 
         def call(*values: PyTree) -> PyTree:
-            given = self._checked(values)
+            arrays = self._checked(values)
             with self._scope(mesh), translate_option_errors(self.name, self.compiler_options):
-                found = compiled.jitted(*given)
+                outputs = compiled.jitted(*arrays)
             flat = values and all(isinstance(value, Flat) for value in values)
-            return Flat(found) if flat else compiled.rebuild(found)
+            return Flat(outputs) if flat else compiled.rebuild(outputs)
 
         return functools.update_wrapper(call, self.function)
 
@@ -150,10 +150,10 @@ class Program:
         Nothing runs here, and nothing is donated. Processes that compile at their own pace can meet behind it.
         """
         compiled = self._on(mesh)
-        given = self._checked(values)
+        arrays = self._checked(values)
         with self._scope(mesh), translate_option_errors(self.name, self.compiler_options):
             # JAX finds this executable again when the jit is called with arrays of these shardings.
-            executable = compiled.jitted.lower(*given).compile()
+            executable = compiled.jitted.lower(*arrays).compile()
         compiled.prepared = True
         stated = executable.memory_analysis()
         compiled.memory = None if stated is None else memory_figures(cast(MemoryStats, stated))
@@ -169,15 +169,15 @@ class Program:
     def _checked(self, values: tuple[PyTree, ...]) -> list[dict[str, Array]]:
         """The arrays of what is passed, which are those that were planned for."""
         assert len(values) == len(self.inputs), f"{self.name} takes {len(self.inputs)} inputs, got {len(values)}"
-        given = [_arrays(value) for value in values]
-        for declared, planned, value, arrays in zip(self.inputs, self._planned, values, given, strict=True):
+        passed = [_arrays(value) for value in values]
+        for declared, planned, value, arrays in zip(self.inputs, self._planned, values, passed, strict=True):
             have = value.shapes if isinstance(value, Flat) else _shapes(arrays)
             _assert_same_arrays(self.name, declared.name, planned, have)
-        return given
+        return passed
 
     @functools.cached_property
     def _planned(self) -> "tuple[_Shapes, ...]":
-        return tuple(_shapes(_arrays(each.value)) for each in self.inputs)
+        return tuple(_shapes(_arrays(declared.value)) for declared in self.inputs)
 
     @contextlib.contextmanager
     def _scope(self, mesh: AnyMesh) -> Generator[None]:
@@ -202,7 +202,7 @@ class Program:
         templates = [i.value for i in self.inputs]
 
         def flat_function(*arrays: Mapping[str, Array]) -> dict[str, Array]:
-            values = [_fill(template, given) for template, given in zip(templates, arrays, strict=True)]
+            values = [_fill(template, leaves) for template, leaves in zip(templates, arrays, strict=True)]
             return _arrays(self.function(*values))
 
         flat_function.__name__ = flat_function.__qualname__ = self.name

@@ -44,15 +44,15 @@ def is_array(x: object) -> bool:
 
 def path_string(keys: KeyPath) -> str:
     """A JAX key path as dotted attribute names."""
-    parts: list[str] = []
+    names: list[str] = []
     for key in keys:
         for attribute in ("name", "key", "idx"):
             if hasattr(key, attribute):
-                parts.append(str(getattr(key, attribute)))
+                names.append(str(getattr(key, attribute)))
                 break
         else:
-            parts.append(str(key))
-    return ".".join(parts)
+            names.append(str(key))
+    return ".".join(names)
 
 
 def leaves_with_paths(tree: PyTree) -> list[tuple[str, Any]]:

@@ -28,8 +28,8 @@ def replica_slices_plan(plan: ShardingPlan, *, min_bytes: int = MIN_SLICE_BYTES)
         plan: where the leaves lie.
         min_bytes: no part is smaller.
     """
-    found = (_sliced(each, plan.mesh, min_bytes) for each in plan.leaves)
-    return replace(plan, leaves=tuple(each for each in found if each is not None), findings=())
+    sliced = (_sliced(leaf_plan, plan.mesh, min_bytes) for leaf_plan in plan.leaves)
+    return replace(plan, leaves=tuple(leaf_plan for leaf_plan in sliced if leaf_plan is not None), findings=())
 
 
 def replica_slices_program(plan: ShardingPlan, *, min_bytes: int = MIN_SLICE_BYTES) -> Program | None:
@@ -39,15 +39,18 @@ def replica_slices_program(plan: ShardingPlan, *, min_bytes: int = MIN_SLICE_BYT
         plan: where the leaves lie.
         min_bytes: no part is smaller.
     """
-    parts = replica_slices_plan(plan, min_bytes=min_bytes)
-    if not parts.leaves:
+    slices = replica_slices_plan(plan, min_bytes=min_bytes)
+    if not slices.leaves:
         return None
-    value = {each.leaf.path: jax.ShapeDtypeStruct(each.leaf.shape, each.leaf.dtype) for each in parts.leaves}
+    value = {
+        leaf_plan.leaf.path: jax.ShapeDtypeStruct(leaf_plan.leaf.shape, leaf_plan.leaf.dtype)
+        for leaf_plan in slices.leaves
+    }
     return Program(
         name=PROGRAM_NAME,
         function=_identity,
         inputs=(Input(name="arrays", value=value, placement=plan),),
-        out_placement=parts,
+        out_placement=slices,
     )
 
 
@@ -72,7 +75,7 @@ def _sliced(plan: LeafPlan, mesh: MeshSpec, min_bytes: int) -> LeafPlan | None:
 
 def _cut(plan: LeafPlan, at: int, axes: tuple[str, ...], ways: int) -> LeafPlan:
     # After the mesh axes that shard it already, so that each device's part is within what it holds.
-    entries: list[MeshAxes | None] = [each or None for each in plan.mesh_axes]
+    entries: list[MeshAxes | None] = [dim_axes or None for dim_axes in plan.mesh_axes]
     entries[at] = (*plan.mesh_axes[at], *axes)
     shape = tuple(size // ways if n == at else size for n, size in enumerate(plan.shard_shape))
     return replace(

@@ -130,8 +130,8 @@ class Reshard:
 
         if self.shards == 1:
             return jax.lax.dynamic_update_slice_in_dim(whole, part, start, axis=axis)
-        found = jax.lax.dynamic_update_slice_in_dim(by_shard(whole), by_shard(part), start, axis=axis + 1)
-        return found.reshape(whole.shape)
+        updated = jax.lax.dynamic_update_slice_in_dim(by_shard(whole), by_shard(part), start, axis=axis + 1)
+        return updated.reshape(whole.shape)
 
     @property
     def read_mapping(self) -> AxisMapping:
@@ -180,18 +180,18 @@ def choose_read(names: Sequence[str], shape: Sequence[int], final: Cuts, order: 
     cutting = [axis for axes in final for axis in axes]
     read: list[list[str]] = [[] for _ in names]
     for position in order:
-        left = shape[position]
+        remaining = shape[position]
         mine = final[position]
         dropped = [axis for axis in waiting if axis not in cutting]
         moved = [axis for axis in reversed(cutting) if axis in waiting and axis not in mine]
         prefix = True
         for axis in (*mine, *dropped, *moved):
-            fits = axis in waiting and left % mesh.shape[axis] == 0
+            fits = axis in waiting and remaining % mesh.shape[axis] == 0
             if axis in mine:
                 # Only a prefix may stay: what is inside another mesh axis cannot be left there when that one moves.
                 fits = prefix = fits and prefix
             if fits:
-                left //= mesh.shape[axis]
+                remaining //= mesh.shape[axis]
                 waiting.remove(axis)
                 read[position].append(axis)
     if not waiting:

@@ -65,27 +65,30 @@ class WeightMismatchError(ValueError):
 class FusedPart:
     """The piece `[start, start + size)` of an axis of a fused source tensor that is `of` long.
 
-    A piece may come again and again: with `each=("kv_head",)` the source axis is `of` elements for each index along
-    `kv_head`, one after the other, and the piece is in each of them. `kv_head` then comes first among the leaf's axes
-    flattened there, and those behind it make up the piece.
+    A piece may be repeated: with `repeats_over=("kv_head",)` the source axis has `of` elements for each index along
+    `kv_head`, and the piece is in each of them. `kv_head` is then the first of the leaf's axes flattened there, and the
+    axes after it make up the piece.
+
+    >>> FusedPart(axis=0, start=64, size=64, of=192, repeats_over=("kv_head",)).length({"kv_head": 8})
+    1536
 
     Attributes:
         axis: which axis of the source tensor.
         start: first element.
         size: how many elements.
-        of: the whole axis, or what comes again.
-        each: the leaf's axes for each of which it comes again, major first.
+        of: length of the whole axis, or of one repetition.
+        repeats_over: the leaf's axes along which the piece is repeated, major first.
     """
 
     axis: int
     start: int
     size: int
     of: int
-    each: tuple[str, ...] = ()
+    repeats_over: tuple[str, ...] = ()
 
     def length(self, sizes: Mapping[str, int]) -> int:
         """How long the source axis is."""
-        return self.of * math.prod(sizes[name] for name in self.each)
+        return self.of * math.prod(sizes[name] for name in self.repeats_over)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,16 +147,16 @@ class WeightRule:
         return [f"rule for {self.target}: {problem}" for problem in problems]
 
     def _check_piece(self, part: FusedPart, leaf: Leaf) -> list[str]:
-        group, repeated = self.axes[part.axis], len(part.each)
-        if group[:repeated] != part.each or (part.each and group == part.each):
+        group, repeated = self.axes[part.axis], len(part.repeats_over)
+        if group[:repeated] != part.repeats_over or (part.repeats_over and group == part.repeats_over):
             return [
-                f"the part is in each of {part.each}; source axis {group} must begin with them and have more after them"
+                f"the part repeats over {part.repeats_over}: source axis {group} must begin with these and have more after them"
             ]
         sizes = [leaf.axis_size(name) for name in group[repeated:]]
         if math.prod(sizes) != part.size:
             return [f"the part is {part.size} long, but {' × '.join(group[repeated:])} is {math.prod(sizes)}"]
         unit = math.prod(sizes[1:])
-        if part.each and (part.start % unit or part.of % unit):
+        if part.repeats_over and (part.start % unit or part.of % unit):
             return [f"the part begins at {part.start} of {part.of}, and both must be multiples of {unit}"]
         return []
 
@@ -173,8 +176,8 @@ class WeightRule:
         """The name of the source tensor at these stacked indices, given in the order of `stacked`."""
         numbers = iter(index)
 
-        def number(found: re.Match[str]) -> str:
-            step, _, first = found.groups()
+        def number(match: re.Match[str]) -> str:
+            step, _, first = match.groups()
             return str(next(numbers) * int(step or 1) + int(first or 0))
 
         return _BRACES.sub(number, self.source)
@@ -182,9 +185,9 @@ class WeightRule:
     def source_at(self, axis: str, index: int) -> str:
         """The source of a leaf that is one index along a stacked axis of this rule's: without that axis in it."""
 
-        def number(found: re.Match[str]) -> str:
-            step, name, first = found.groups()
-            return str(index * int(step or 1) + int(first or 0)) if name == axis else found[0]
+        def number(match: re.Match[str]) -> str:
+            step, name, first = match.groups()
+            return str(index * int(step or 1) + int(first or 0)) if name == axis else match[0]
 
         return _BRACES.sub(number, self.source)
 
@@ -199,8 +202,8 @@ class WeightRule:
                     extents[name] = length // math.prod(sizes[other] for other in group if other != name)
         offsets = [0] * len(self.axes)
         wider: dict[str, tuple[int, int]] = {}
-        if self.part is not None and self.part.each:
-            first, *inner = self.axes[self.part.axis][len(self.part.each) :]
+        if self.part is not None and self.part.repeats_over:
+            first, *inner = self.axes[self.part.axis][len(self.part.repeats_over) :]
             unit = math.prod(sizes[name] for name in inner)
             wider[first] = (self.part.start // unit, self.part.of // unit)
         elif self.part is not None:
@@ -340,15 +343,15 @@ class WeightRules:
         by_path = {leaf.path: leaf for leaf in leaves}
         comes_from = {target: rule for rule in self.derived for target in rule.targets}
         read = {rule.target for rule in self.rules}
-        made = {rule.target for rule in self.initial} - read
-        found: dict[str, Leaf] = {}
+        initialized = {rule.target for rule in self.initial} - read
+        needed: dict[str, Leaf] = {}
         for path, leaf in by_path.items():
             if path in comes_from:
                 rule = comes_from[path]
-                found.setdefault(rule.path, rule.read_leaf(by_path))
-            elif path not in made:
-                found[path] = leaf
-        return tuple(found.values())
+                needed.setdefault(rule.path, rule.read_leaf(by_path))
+            elif path not in initialized:
+                needed[path] = leaf
+        return tuple(needed.values())
 
     def spellings(self, name: str) -> Iterator[str]:
         """`name`, then its aliases."""
@@ -371,28 +374,30 @@ class WeightRules:
         leaves = tuple(leaves)
         self.check(leaves)
         leaves, table = self.read_leaves(leaves), self.by_target()
-        made = {rule.target for rule in self.initial}
+        initialized = {rule.target for rule in self.initial}
         matches: list[Match] = []
         used: set[str] = set()
         missing: list[tuple[str, str]] = []
         misshaped: dict[str, str] = {}
         for leaf in leaves:
             rule = table[leaf.path]
-            found: list[tuple[str, str | None]] = []
+            names: list[tuple[str, str | None]] = []
             for name in rule.source_names(leaf):
-                held = next((other for other in self.spellings(name) if other in tensors), None)
-                found.append((name, held))
-            if (rule.optional or leaf.path in made) and all(held is None for _, held in found):
+                stored = next((other for other in self.spellings(name) if other in tensors), None)
+                names.append((name, stored))
+            if (rule.optional or leaf.path in initialized) and all(stored is None for _, stored in names):
                 continue
-            missing += [(name, leaf.path) for name, held in found if held is None]
-            present = [held for _, held in found if held is not None]
+            missing += [(name, leaf.path) for name, stored in names if stored is None]
+            present = [stored for _, stored in names if stored is not None]
             used.update(present)
-            problems = {held: _misfit(rule, leaf, tensors[held]) for held in present}
-            misshaped |= {held: problem for held, problem in problems.items() if problem}
-            shapes = {tensors[held].shape for held in present if not problems[held]}
+            problems = {stored: _misfit(rule, leaf, tensors[stored]) for stored in present}
+            misshaped |= {stored: problem for stored, problem in problems.items() if problem}
+            shapes = {tensors[stored].shape for stored in present if not problems[stored]}
             if len(shapes) > 1:
-                misshaped |= {held: f"{held}: shapes differ along the stack: {sorted(shapes)}" for held in present}
-            if len(present) == len(found) and len(shapes) == 1 and not any(problems.values()):
+                misshaped |= {
+                    stored: f"{stored}: shapes differ along the stack: {sorted(shapes)}" for stored in present
+                }
+            if len(present) == len(names) and len(shapes) == 1 and not any(problems.values()):
                 layout = rule.layout(leaf, shapes.pop())
                 matches.append(Match(leaf=leaf, rule=rule, layout=layout, names=tuple(present)))
         unexpected = [name for name in tensors if name not in used and not self._is_ignored(name)]
@@ -418,11 +423,11 @@ class WeightRules:
         leaves, true_sizes = tuple(leaves), true_sizes or {}
         self.check(leaves)
         table = self.by_target()
-        if homeless := [leaf.path for leaf in leaves if leaf.path not in table]:
+        if untargeted := [leaf.path for leaf in leaves if leaf.path not in table]:
             raise WeightRuleError(
-                f"no tensor of a checkpoint contains {', '.join(homeless)}: initialized or computed while loading"
+                f"no tensor of a checkpoint contains {', '.join(untargeted)}: initialized or computed while loading"
             )
-        found: dict[str, tuple[tuple[int, ...], tuple[SourcePiece, ...]]] = {}
+        tensors: dict[str, tuple[tuple[int, ...], tuple[SourcePiece, ...]]] = {}
         for leaf in leaves:
             rule = table[leaf.path]
             cut = {name: true_sizes[name] for name in rule.padded if name in true_sizes}
@@ -440,9 +445,9 @@ class WeightRules:
                     layout=layout,
                     stack=stack,
                 )
-                shape, pieces = found.get(rule.source_name(stack), (layout.source_shape, ()))
-                found[rule.source_name(stack)] = (shape, (*pieces, piece))
-        return found
+                shape, pieces = tensors.get(rule.source_name(stack), (layout.source_shape, ()))
+                tensors[rule.source_name(stack)] = (shape, (*pieces, piece))
+        return tensors
 
 
 def _misfit(rule: WeightRule, leaf: Leaf, info: TensorInfo) -> str | None:

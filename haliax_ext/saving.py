@@ -72,15 +72,15 @@ def plan_saving(
         WeightRuleError: the table does not go with the model.
     """
     leaves = tuple(leaves)
-    own = {leaf.path: leaf.dtype for leaf in leaves}
-    found: list[OutTensor] = []
+    dtypes = {leaf.path: leaf.dtype for leaf in leaves}
+    tensors: list[OutTensor] = []
     for name, (shape, pieces) in rules.sources(leaves, true_sizes=true_sizes).items():
-        (held,) = {own[piece.target] for piece in pieces}
-        floating = held.kind not in "iub"
-        found.append(
-            OutTensor(name=name, shape=shape, dtype=np.dtype(dtype) if dtype and floating else held, pieces=pieces)
+        (stored,) = {dtypes[piece.target] for piece in pieces}
+        floating = stored.kind not in "iub"
+        tensors.append(
+            OutTensor(name=name, shape=shape, dtype=np.dtype(dtype) if dtype and floating else stored, pieces=pieces)
         )
-    return tuple(found)
+    return tuple(tensors)
 
 
 def gather_tensors(
@@ -143,20 +143,20 @@ def saving_programs(
         limit: bytes on a device that a piece may take, beside the arrays.
     """
     sizes = tuple(sharding.mesh.axes)
-    found: dict[str, Program] = {}
+    programs: dict[str, Program] = {}
     for tensor in plan:
         for piece in tensor.pieces:
             leaf = sharding.by_path[piece.target].leaf
             cuts = sharded_axes(sharding.spec(leaf.path), len(leaf.axes))
             ways = sharding.mesh.ways(tuple(axis for axes in cuts for axis in axes))
-            taking, _, _ = plan_host_gather(
+            gather, _, _ = plan_host_gather(
                 piece.box,
                 shape=leaf.shape,
                 dtype=leaf.dtype,
                 cuts=cuts,
                 sizes=sizes,
-                brought=hosts > 1 and ways > 1,
+                gathered=hosts > 1 and ways > 1,
                 limit=limit,
             )
-            found |= {program.name: program for program in taking.programs}
-    return tuple(found.values())
+            programs |= {program.name: program for program in gather.programs}
+    return tuple(programs.values())

@@ -46,21 +46,21 @@ class ShardMapArgs(Generic[M]):
             cut: the axes that are cut where the mapping says so; every other axis stays whole.
         """
         rules = AxisMapping({name: mapping.mesh_axes(name) for name in cut})
-        found = [x for _, x in leaves_with_paths(tree)]
+        leaves = [x for _, x in leaves_with_paths(tree)]
         return ShardMapArgs(
             tree=tree,
-            arrays=tuple(x.array if is_named(x) else x for x in found),
-            specs=tuple(rules.spec([a.name for a in x.axes] if is_named(x) else ()) for x in found),
+            arrays=tuple(x.array if is_named(x) else x for x in leaves),
+            specs=tuple(rules.spec([a.name for a in x.axes] if is_named(x) else ()) for x in leaves),
         )
 
     def join(self, arrays: Sequence[jax.Array]) -> M:
         """The tree made of a device's part of each array."""
-        given = iter(arrays)
+        shards = iter(arrays)
 
-        def own(_: str, x: object) -> object:
-            part = next(given)
+        def join_leaf(_: str, x: object) -> object:
+            part = next(shards)
             if not is_named(x):
                 return part
             return NamedArray(part, tuple(Axis(a.name, n) for a, n in zip(x.axes, part.shape, strict=True)))
 
-        return map_with_paths(own, self.tree)
+        return map_with_paths(join_leaf, self.tree)

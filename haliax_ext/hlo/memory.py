@@ -157,13 +157,13 @@ class _Use:
 def _use(module: Module, computation: Computation, name: str) -> _Use:
     """What the users of `name` inside a fusion take of it."""
     elements = _elements(computation.by_name[name])
-    found = _Use(passed_on=computation.root.name == name)
+    use = _Use(passed_on=computation.root.name == name)
     for user in computation.instructions:
         for position, operand in enumerate(user.operands):
             # A parameter's operand is its number, which could be another instruction's name.
             if operand == name and user.opcode not in ("parameter", "constant"):
-                found += _one_use(module, computation, user, position, elements)
-    return found
+                use += _one_use(module, computation, user, position, elements)
+    return use
 
 
 def _one_use(module: Module, computation: Computation, user: Instruction, position: int, elements: int) -> _Use:

@@ -62,12 +62,12 @@ def read_out_of_memory(message: str) -> OutOfMemory | None:
     """Reads the text of a compile error; `None` if it is about something else."""
     if "RESOURCE_EXHAUSTED" not in message and "Ran out of memory" not in message:
         return None
-    found = re.search(rf"\({_SIZE}\) exceeds available \w+ \({_SIZE}\)", message) or re.search(
+    match = re.search(rf"\({_SIZE}\) exceeds available \w+ \({_SIZE}\)", message) or re.search(
         rf"Used {_SIZE} of {_SIZE} hbm", message
     )
-    if not found:
+    if not match:
         return None
-    needed, needed_unit, available, available_unit = found.groups()
+    needed, needed_unit, available, available_unit = match.groups()
     allocations = tuple(_allocation(part) for part in re.split(r"\n\s*\d+\. (?=Size: )", message)[1:])
     return OutOfMemory(
         needed=_bytes(needed, needed_unit),
@@ -83,8 +83,8 @@ def _bytes(number: str, unit: str) -> int:
 
 def _allocation(text: str) -> Allocation:
     def line(label: str) -> str:
-        found = re.search(rf"{label}: (.*)", text)
-        return found.group(1).strip() if found else ""
+        match = re.search(rf"{label}: (.*)", text)
+        return match.group(1).strip() if match else ""
 
     size = re.match(_SIZE, line("Size"))
     shapes = parse_shapes(line("Shape"))

@@ -98,16 +98,16 @@ def _common(scopes: list[Scope]) -> Scope:
 
 
 def _parse_single(op_name: str) -> Scope:
-    parts = op_name.split("/")
-    if len(parts) < 2:
+    segments = op_name.split("/")
+    if len(segments) < 2:
         return Scope(UNNAMED)
     backward = remat = False
     names: list[str] = []
     contraction = ""
-    for part in parts[:-1]:
-        inner = part
-        while found := _WRAPPED.fullmatch(inner):
-            wrapper, inside = found.groups()
+    for segment in segments[:-1]:
+        inner = segment
+        while match := _WRAPPED.fullmatch(inner):
+            wrapper, inside = match.groups()
             backward |= wrapper == "transpose"
             if wrapper not in _TRANSFORMS:
                 # jit(name) and the like: a function, not a module.

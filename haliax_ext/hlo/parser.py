@@ -64,14 +64,14 @@ class Instruction:
     @cached_property
     def op_name(self) -> str:
         """Where in the source program this comes from, e.g. `jit(step)/jvp(layers)/while/body/mlp/dot_general`."""
-        found = re.search(r'metadata=\{[^}]*?op_name="([^"]*)"', self.attributes)
-        return found.group(1) if found else ""
+        match = re.search(r'metadata=\{[^}]*?op_name="([^"]*)"', self.attributes)
+        return match.group(1) if match else ""
 
     @cached_property
     def estimated_cycles(self) -> int | None:
         """The TPU compiler's own estimate of one execution; `None` where it made none."""
-        found = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
-        return int(found.group(1)) if found else None
+        match = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
+        return int(match.group(1)) if match else None
 
     @cached_property
     def channel(self) -> str | None:
@@ -80,8 +80,8 @@ class Instruction:
 
     def attribute(self, name: str) -> str | None:
         """The plain value of `name=value`, without a percent sign; `None` where it is absent."""
-        found = re.search(rf"(?:^|[\s,]){name}=%?([\w.\-\"]+)", self.attributes)
-        return found.group(1).strip('"') if found else None
+        match = re.search(rf"(?:^|[\s,]){name}=%?([\w.\-\"]+)", self.attributes)
+        return match.group(1).strip('"') if match else None
 
     def called(self) -> tuple[str, ...]:
         """Computations that an execution of this instruction runs (not the scalar ones that reductions apply)."""
@@ -130,8 +130,8 @@ class Module:
 def parse_shapes(text: str) -> tuple[Shape, ...]:
     """The arrays in a printed shape, in order: `(f32[2,3]{1,0:T(8,128)S(1)}, u32[])` has two."""
     shapes: list[Shape] = []
-    for found in re.finditer(r"([a-z]\w*)\[([\d,]*)\](?:\{([^}]*)\})?", text):
-        dtype, sizes, layout = found.groups()
+    for match in re.finditer(r"([a-z]\w*)\[([\d,]*)\](?:\{([^}]*)\})?", text):
+        dtype, sizes, layout = match.groups()
         space = re.search(r"S\((\d+)\)", layout or "")
         shapes.append(Shape(dtype, tuple(int(s) for s in sizes.split(",") if s), int(space.group(1)) if space else 0))
     return tuple(shapes)
@@ -174,8 +174,8 @@ def _blocks(text: str) -> Iterator[tuple[bool, str, list[str]]]:
     lines: list[str] = []
     for line in text.splitlines():
         if current is None:
-            if found := _COMPUTATION.match(line):
-                current, lines = (found.group(1) is not None, found.group(2)), []
+            if match := _COMPUTATION.match(line):
+                current, lines = (match.group(1) is not None, match.group(2)), []
         elif _END.match(line):
             yield (*current, lines)
             current = None
@@ -188,10 +188,10 @@ def _blocks(text: str) -> Iterator[tuple[bool, str, list[str]]]:
 def _closing(text: str, start: int) -> int:
     """Index of the parenthesis that closes the one at `start`."""
     depth = 0
-    for found in re.compile(r"[()]").finditer(text, start):
-        depth += 1 if found.group() == "(" else -1
+    for match in re.compile(r"[()]").finditer(text, start):
+        depth += 1 if match.group() == "(" else -1
         if depth == 0:
-            return found.start()
+            return match.start()
     raise HloTextError(f"unbalanced parentheses in {text[:120]!r}…")
 
 

@@ -38,19 +38,19 @@ def parse_groups(attributes: str, devices: int) -> np.ndarray | None:
         attributes: the instruction's printed attributes.
         devices: number of positions; an empty list of groups means one group of all of them.
     """
-    found = re.search(
+    match = re.search(
         r"replica_groups=(\{\{[\d,{} ]*\}\}|\{\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|mesh)", attributes
     )
-    if not found:
+    if not match:
         return None
-    text = found.group(1)
+    text = match.group(1)
     if text == "{}":
         return np.arange(devices)[None, :]
     if text.startswith("{{"):
         rows = [[int(x) for x in row.split(",")] for row in re.findall(r"\{([\d, ]+)\}", text)]
         return np.array(rows) if len({len(row) for row in rows}) == 1 else None
     if text == "mesh":
-        return _mesh_groups(attributes[found.start() :])
+        return _mesh_groups(attributes[match.start() :])
     return _iota(text)
 
 
@@ -68,13 +68,13 @@ def _ints(text: str) -> list[int]:
 
 def _mesh_groups(text: str) -> np.ndarray | None:
     """`mesh['a'=32,'b'=4], device_ids=([4,8,4]T(2,1,0)) {'a'}`, and `'a':(2)4` for a part of an axis."""
-    found = re.match(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^ ]*)\))? ?\{([^}]*)\}", text)
-    if not found:
+    match = re.match(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^ ]*)\))? ?\{([^}]*)\}", text)
+    if not match:
         return None
-    axes = [(name, int(size)) for name, size in re.findall(r"'([^']*)'=(\d+)", found.group(1))]
+    axes = [(name, int(size)) for name, size in re.findall(r"'([^']*)'=(\d+)", match.group(1))]
     sizes = [size for _, size in axes]
     ids = np.arange(np.prod(sizes))
-    if order := found.group(2):
+    if order := match.group(2):
         permuted = re.fullmatch(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", order)
         listed = re.fullmatch(r"\{?([\d,]+)\}?", order)
         if permuted:
@@ -86,12 +86,12 @@ def _mesh_groups(text: str) -> np.ndarray | None:
             return None
     ids = ids.reshape(sizes)
     # Cut each partly used axis in three (before, used, after), so that the used part is an axis of its own.
-    used = re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", found.group(3))
+    used = re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", match.group(3))
     shape: list[int] = []
     chosen: list[int] = []
-    parts = {name: (int(pre or 1), int(size) if size else None) for name, pre, size in used}
+    extents = {name: (int(pre or 1), int(size) if size else None) for name, pre, size in used}
     for name, size in axes:
-        before, extent = parts.get(name, (1, 1))
+        before, extent = extents.get(name, (1, 1))
         extent = size if extent is None else extent
         shape += [before, extent, size // before // extent]
         chosen.append(len(shape) - 2)
@@ -103,10 +103,10 @@ def _mesh_groups(text: str) -> np.ndarray | None:
 
 def parse_pairs(attributes: str) -> np.ndarray | None:
     """Sources and targets of a collective-permute as an array [pairs, 2]."""
-    found = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes)
-    if not found or not found.group(1):
+    match = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes)
+    if not match or not match.group(1):
         return None
-    return np.array([_ints(pair) for pair in re.findall(r"\{(\d+,\d+)\}", found.group(1))])
+    return np.array([_ints(pair) for pair in re.findall(r"\{(\d+,\d+)\}", match.group(1))])
 
 
 def inner_mesh(mesh: MeshSpec, devices: int) -> MeshSpec | None:

@@ -27,7 +27,7 @@ def trip_count(module: Module, parent: Computation, loop: Instruction) -> int | 
     compare = _comparison(module, condition)
     if compare is None:
         return None
-    left, right, direction = compare
+    lhs, rhs, direction = compare
     state = parent.by_name.get(loop.operands[0])
 
     def initial(index: int) -> int | None:
@@ -35,9 +35,9 @@ def trip_count(module: Module, parent: Computation, loop: Instruction) -> int | 
             return None
         return _constant(parent, state.operands[index])
 
-    counter, limit = _state_index(condition, left), _value(condition, right, body, initial)
+    counter, limit = _state_index(condition, lhs), _value(condition, rhs, body, initial)
     if counter is None:
-        counter, limit = _state_index(condition, right), _value(condition, left, body, initial)
+        counter, limit = _state_index(condition, rhs), _value(condition, lhs, body, initial)
         direction = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}.get(direction, direction)
     start = initial(counter) if counter is not None else None
     step = _step(body, counter, initial) if counter is not None else None

@@ -35,7 +35,7 @@ def taking_of(payload: dict[str, Any]) -> HostGather:
     shape, cuts, box = ARRAYS[payload["array"]]
     there = tuple(tuple(axis for axis in axes if axis in payload["mesh"]) for axes in cuts)
     sizes = tuple(payload["mesh"].items())
-    return plan_host_gather(box, shape=shape, dtype=np.dtype(np.float32), cuts=there, sizes=sizes, brought=True)[0]
+    return plan_host_gather(box, shape=shape, dtype=np.dtype(np.float32), cuts=there, sizes=sizes, gathered=True)[0]
 
 
 def savings(payload: dict[str, Any], target: Target) -> Described:

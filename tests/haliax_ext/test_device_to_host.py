@@ -62,22 +62,22 @@ class Heard:
         return call
 
 
-@pytest.mark.parametrize("brought", [False, True])
+@pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("limit", [16 << 10, 1 << 30])
 @pytest.mark.parametrize("name", CASES)
-def test_every_element_once_bit_by_bit(devices, name, limit, brought):
+def test_every_element_once_bit_by_bit(devices, name, limit, gathered):
     shape, spec, box = CASES[name]
     values = bits(shape, ml_dtypes.bfloat16)
     array = jax.device_put(values, NamedSharding(mesh_of(devices), spec))
     heard, times = Heard(), np.zeros(shape, int)
-    for part, found in gather_to_host(array, box, jit=heard.jit, limit=limit, brought=brought):
+    for part, found in gather_to_host(array, box, jit=heard.jit, limit=limit, gathered=gathered):
         times[to_slices(part)] += 1
         assert same_bits(found, values[to_slices(part)])
     assert (times[to_slices(box)] == 1).all() and times.sum() == box_size(box)
     # What was planned is what ran.
     taking, _, _ = plan_host_gather(
         box, shape=shape, dtype=values.dtype, cuts=tuple(_axes(spec, n) for n in range(len(shape))), sizes=SIZES,
-        brought=brought, limit=limit,
+        gathered=gathered, limit=limit,
     )  # fmt: skip
     assert set(heard.names) == {program.name for program in taking.programs}
     assert len(heard.names) == len(list(taking.pieces()))
@@ -91,8 +91,8 @@ def _axes(spec: PartitionSpec, n: int) -> tuple[str, ...]:
 
 
 def smallest(taking) -> int:
-    """A tile of the result for each shard that is brought: less than that no piece can be."""
-    return 64 << 10 if taking.brought else 0
+    """A tile of the result for each shard that is gathered: less than that no piece can be."""
+    return 64 << 10 if taking.gathered else 0
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int32, np.uint8, np.bool_])
@@ -100,20 +100,20 @@ def test_dtypes_of_what_one_shard_owns(devices, dtype):
     shape, spec, box = CASES["one layer of a stack that is cut"]
     values = bits(shape, np.uint8) % 2 == 0 if dtype == np.bool_ else bits(shape, dtype)
     array = jax.device_put(values, NamedSharding(mesh_of(devices), spec))
-    for part, found in gather_to_host(array, box, brought=True):
+    for part, found in gather_to_host(array, box, gathered=True):
         assert found.dtype == dtype and same_bits(found, values[to_slices(part)])
 
 
-@pytest.mark.parametrize("brought", [False, True])
+@pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("name", ["rows and columns cut", "one expert, both axes"])
-def test_an_executable_takes_no_more_than_planned(devices, name, brought):
+def test_an_executable_takes_no_more_than_planned(devices, name, gathered):
     shape, spec, box = CASES[name]
     shape, box = tuple(4 * n for n in shape), tuple((4 * a, 4 * b) for a, b in box)
     if name == "one expert, both axes":
         box = ((11, 12), *box[1:])
     taking, _, _ = plan_host_gather(
         box, shape=shape, dtype=np.dtype(np.float32), cuts=tuple(_axes(spec, n) for n in range(len(shape))),
-        sizes=SIZES, brought=brought, limit=100 << 10,
+        sizes=SIZES, gathered=gathered, limit=100 << 10,
     )  # fmt: skip
     assert taking.transient_bytes <= 100 << 10
     for program in taking.programs:
@@ -132,17 +132,17 @@ EMBEDDINGS = {
 
 
 @pytest.mark.parametrize("name", EMBEDDINGS)
-@pytest.mark.parametrize("brought", [False, True])
-def test_no_array_is_too_large_for_the_budget(name, brought):
+@pytest.mark.parametrize("gathered", [False, True])
+def test_no_array_is_too_large_for_the_budget(name, gathered):
     rows, width, itemsize, data, model = EMBEDDINGS[name]
     taking, _, _ = plan_host_gather(
         ((0, rows), (0, width)), shape=(rows, width), dtype=np.dtype(f"f{itemsize}"), cuts=(("model",), ("data",)),
-        sizes=(("data", data), ("model", model)), brought=brought,
+        sizes=(("data", data), ("model", model)), gathered=gathered,
     )  # fmt: skip
     assert taking.transient_bytes <= TRANSIENT_LIMIT
     # Few sizes, so few Programs; and no more pieces than room asks for.
     assert len(taking.programs) <= 2
-    given = math.prod(taking.local) * itemsize * (data * model if brought else 1)
+    given = math.prod(taking.local) * itemsize * (data * model if gathered else 1)
     assert len(list(taking.pieces())) <= 1 + 12 * given / TRANSIENT_LIMIT
     once = sum(math.prod(n) for _, n in taking.pieces())
     assert once == math.prod(taking.local) == rows * width // (data * model)
@@ -151,7 +151,7 @@ def test_no_array_is_too_large_for_the_budget(name, brought):
 def test_pieces_cover_what_a_device_gives():
     taking, starts, owners = plan_host_gather(
         ((5, 6), (0, 24), (0, 40)), shape=(8, 24, 40), dtype=np.dtype(np.float32),
-        cuts=(("data",), (), ("model",)), sizes=SIZES, brought=True, limit=60_000,
+        cuts=(("data",), (), ("model",)), sizes=SIZES, gathered=True, limit=60_000,
     )  # fmt: skip
     # By hand: layer 5 is the second of the third of four shards of two.
     assert (starts, owners, taking.owned) == ((1, 0, 0), (2, 0, 0), (True, False, False))

@@ -30,7 +30,7 @@ def fused(kind: str, *, apart: bool = True) -> tuple[list[Leaf], WeightRules, di
     rules = []
     for n, name in enumerate("qkv"):
         if kind == "heads":
-            part = FusedPart(axis=0, start=n * SIZE, size=SIZE, of=3 * SIZE, each=("head",))
+            part = FusedPart(axis=0, start=n * SIZE, size=SIZE, of=3 * SIZE, repeats_over=("head",))
         else:
             part = FusedPart(axis=0 if kind == "rows" else 1, start=n * WIDTH, size=WIDTH, of=3 * WIDTH)
         of = (into, out) if kind == "columns" else (out, into)

@@ -142,7 +142,7 @@ def interleaved_rules() -> WeightRules:
     rules = []
     for name, (start, heads) in parts.items():
         inner = ("q_heads_per_group", "head_size") if name == "q" else ("head_size",)
-        part = FusedPart(axis=0, start=start * h, size=heads * h, of=(g + 2) * h, each=("kv_head",))
+        part = FusedPart(axis=0, start=start * h, size=heads * h, of=(g + 2) * h, repeats_over=("kv_head",))
         for kind, others in (("weight", (("embed",),)), ("bias", ())):
             axes = (("kv_head", *inner), *others)
             rules.append(WeightRule(target=f"{name}.{kind}", source=f"h.{{layers}}.qkv.{kind}", axes=axes, part=part))
@@ -228,7 +228,7 @@ def test_hosts_read_each_byte_of_fused_tensors_once(mapping):
     ],
 )
 def test_a_piece_that_does_not_fit_is_refused(changes, message):
-    part = FusedPart(**{**dict(axis=0, start=4, size=4, of=12, each=("kv_head",)), **changes})
+    part = FusedPart(**{**dict(axis=0, start=4, size=4, of=12, repeats_over=("kv_head",)), **changes})
     rules = WeightRules(rules=(WeightRule(target="k", source="qkv", axes=(("kv_head", "head_size"),), part=part),))
     with pytest.raises(WeightRuleError) as caught:
         rules.check([leaf("k", "kv_head", "head_size")])
@@ -237,7 +237,7 @@ def test_a_piece_that_does_not_fit_is_refused(changes, message):
 
 def test_a_piece_begins_where_a_head_begins():
     axes = (("kv_head", "q_heads_per_group", "head_size"),)
-    part = FusedPart(axis=0, start=2, size=8, of=16, each=("kv_head",))
+    part = FusedPart(axis=0, start=2, size=8, of=16, repeats_over=("kv_head",))
     rules = WeightRules(rules=(WeightRule(target="q", source="qkv", axes=axes, part=part),))
     with pytest.raises(WeightRuleError, match="begins at 2 of 16, and both must be multiples of 4"):
         rules.check([leaf("q", "kv_head", "q_heads_per_group", "head_size")])

@@ -67,8 +67,10 @@ class DeviceSet:
     @property
     def chips(self) -> int:
         """Chips; some TPU generations show two devices on each."""
-        places = {(getattr(d, "slice_index", None) or 0, tuple(getattr(d, "coords", (d.id,)))) for d in self.devices}
-        return len(places)
+        coordinates = {
+            (getattr(d, "slice_index", None) or 0, tuple(getattr(d, "coords", (d.id,)))) for d in self.devices
+        }
+        return len(coordinates)
 
 
 def local_devices(config: MeshConfig) -> DeviceSet:
@@ -92,7 +94,7 @@ def describe_devices(devices: Sequence[Device], config: MeshConfig) -> DeviceSet
 
 def mesh_report(
     spec: MeshSpec,
-    found: DeviceFacts,
+    facts: DeviceFacts,
     *,
     mappings: Mappings | None = None,
     bytes_per_device: Mapping[str, int] | None = None,
@@ -101,21 +103,21 @@ def mesh_report(
 
     Args:
         spec: the mesh.
-        found: the devices it is for.
+        facts: the devices it is for.
         mappings: for what shards attention, and the warning about parameters that are sharded across granules.
         bytes_per_device: what stays on each device for the whole run (`parameters`, `optimizer`, `gradients`).
     """
-    what = "chip" if found.platform == "tpu" else "device"
-    count = found.chips if isinstance(found, DeviceSet) and what == "chip" else spec.size
-    shown = f"{_plural(count, what)} ({found.kind})"
+    what = "chip" if facts.platform == "tpu" else "device"
+    count = facts.chips if isinstance(facts, DeviceSet) and what == "chip" else spec.size
+    shown = f"{_plural(count, what)} ({facts.kind})"
     if count != spec.size:
         shown += f" as {spec.size} devices"
-    lines = [f"{shown}, {_plural(found.hosts, 'host')}, {_plural(found.granules, spec.granule)}", f"mesh {spec}"]
+    lines = [f"{shown}, {_plural(facts.hosts, 'host')}, {_plural(facts.granules, spec.granule)}", f"mesh {spec}"]
     if bytes_per_device:
         total = sum(bytes_per_device.values())
-        parts = ", ".join(f"{name} {gib(size)}" for name, size in bytes_per_device.items())
-        of = "" if found.hbm_bytes is None else f" of {gib(found.hbm_bytes)} ({total / found.hbm_bytes:.1%})"
-        lines.append(f"on each device: {parts}; together {gib(total)}{of}")
+        sizes = ", ".join(f"{name} {gib(size)}" for name, size in bytes_per_device.items())
+        of = "" if facts.hbm_bytes is None else f" of {gib(facts.hbm_bytes)} ({total / facts.hbm_bytes:.1%})"
+        lines.append(f"on each device: {sizes}; together {gib(total)}{of}")
     lines += _heads(spec, mappings)
     lines += _crossing(spec, mappings)
     return "\n".join(lines)
@@ -153,12 +155,12 @@ def _plural(n: int, word: str) -> str:
     return f"{n} {word}{'' if n == 1 else ending}"
 
 
-def require_accelerator(*, wanted: bool | None, found: DeviceSet) -> None:
+def require_accelerator(*, wanted: bool | None, devices: DeviceSet) -> None:
     """Refuses a CPU-only run where the config asked for an accelerator.
 
     Raises:
         ValueError: `require_accelerator: true` and only CPU devices.
     """
-    if wanted and found.platform == "cpu":
+    if wanted and devices.platform == "cpu":
         hint = f" (JAX_PLATFORMS={os.environ['JAX_PLATFORMS']} is set)" if "JAX_PLATFORMS" in os.environ else ""
         raise ValueError(f"trainer.require_accelerator is true, but JAX sees only CPU devices{hint}")

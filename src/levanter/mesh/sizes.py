@@ -59,12 +59,12 @@ def _count(n: int, word: str) -> str:
     return f"{n} {word if n == 1 else _plural(word)}"
 
 
-def _merged(defaults: Mapping[str, int], given: Mapping[str, int]) -> dict[str, int]:
-    merged = {**defaults, **given}
+def _merged(defaults: Mapping[str, int], configured: Mapping[str, int]) -> dict[str, int]:
+    merged = {**defaults, **configured}
     # A default absorber steps back when the user named another one and did not mention it.
-    if any(size == -1 for size in given.values()):
+    if any(size == -1 for size in configured.values()):
         for name, size in defaults.items():
-            if size == -1 and name not in given:
+            if size == -1 and name not in configured:
                 merged[name] = 1
     return merged
 

@@ -99,11 +99,11 @@ def test_report_without_mappings_on_hosts():
 
 def test_an_accelerator_that_is_not_there(monkeypatch):
     cpu = local_devices(MeshConfig())
-    require_accelerator(wanted=None, found=cpu)
-    require_accelerator(wanted=True, found=describe_devices(slices(1, 4, kind="tpu"), MeshConfig()))
+    require_accelerator(wanted=None, devices=cpu)
+    require_accelerator(wanted=True, devices=describe_devices(slices(1, 4, kind="tpu"), MeshConfig()))
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     with pytest.raises(ValueError) as caught:
-        require_accelerator(wanted=True, found=cpu)
+        require_accelerator(wanted=True, devices=cpu)
     assert str(caught.value) == (
         "trainer.require_accelerator is true, but JAX sees only CPU devices (JAX_PLATFORMS=cpu is set)"
     )

@@ -94,8 +94,11 @@ def try_compiler_options(trainer: TrainerConfig, plan: RunPlan, mesh: Mesh) -> N
             try:
                 probe.prepare(mesh)
             except CompilerOptionError as error:
-                if trainer.compiler == "default" or any(name in error.said for name in trainer.compiler_options):
+                if trainer.compiler == "default" or any(
+                    name in error.compiler_message for name in trainer.compiler_options
+                ):
                     raise
                 # The user wrote none of the named options, so a tuned one is the cause.
                 remedy = "trainer.compiler: default omits the tuned options"
-                raise CompilerOptionError(PROGRAM, options=dict(options), said=f"{error.said} ({remedy})") from error
+                message = f"{error.compiler_message} ({remedy})"
+                raise CompilerOptionError(PROGRAM, options=dict(options), compiler_message=message) from error

@@ -80,7 +80,7 @@ def run_config(entry: EntryPoint[C, W, R], config: C, *, written: ExplicitKeys |
         return _run_without_devices(entry, config, trainer, written)
     configure_jax(trainer)
     devices = local_devices(trainer.mesh)
-    require_accelerator(wanted=trainer.require_accelerator, found=devices)
+    require_accelerator(wanted=trainer.require_accelerator, devices=devices)
     keep_compiled(trainer, platform=devices.platform)
     # Process 0 prints for all of them.
     show = jax.process_index() == 0

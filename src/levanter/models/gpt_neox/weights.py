@@ -44,7 +44,7 @@ def rules(config: GptNeoxConfig, Vocab: Axis | None = None) -> WeightRules:
             block.append(BlockTensor(target=f"{target}.bias", source=f"{source}.bias", axes=(Out,), part=part))
 
     for third, (name, axes) in enumerate({"q_proj": Q_HEADS, "k_proj": KV_HEADS, "v_proj": KV_HEADS}.items()):
-        part = FusedPart(axis=0, start=third * head, size=head, of=3 * head, each=axes[:-1])
+        part = FusedPart(axis=0, start=third * head, size=head, of=3 * head, repeats_over=axes[:-1])
         linear(f"self_attn.{name}", "attention.query_key_value", axes, EMBED, bias=config.attention_bias, part=part)
     linear("self_attn.o_proj", "attention.dense", EMBED, Q_HEADS, bias=config.attention_bias)
     linear("mlp.up_proj", "mlp.dense_h_to_4h", MLP, EMBED, bias=True)

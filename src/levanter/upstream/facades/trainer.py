@@ -42,7 +42,7 @@ def initialize(trainer: TrainerConfig) -> Callable[[], None]:
         setup_logging()
         configure_jax(trainer)
         devices = local_devices(trainer.mesh)
-        require_accelerator(wanted=trainer.require_accelerator, found=devices)
+        require_accelerator(wanted=trainer.require_accelerator, devices=devices)
         keep_compiled(trainer, platform=devices.platform)
         index = jax.process_index()
         set_global_tracker(start_trackers(trainer.trackers, run_id=run_id(trainer), process_index=index))

@@ -61,7 +61,7 @@ def test_as_from_other_processes_every_element_is_brought_once(devices, family):
         brought, whole = [0], np.empty(tensor.shape, tensor.dtype)
         for piece in tensor.pieces:
             cut = any(sharding.spec(piece.target))
-            for box, found in gather_to_host(arrays[piece.target], piece.box, jit=jit, limit=LIMIT, brought=cut):
+            for box, found in gather_to_host(arrays[piece.target], piece.box, jit=jit, limit=LIMIT, gathered=cut):
                 piece.write(found, whole, box)
         assert same(whole, expected[tensor.name]), tensor.name
         # Rows that only pad, and replicas that give alike, come too.
