@@ -56,7 +56,7 @@ def measure(width: int, layers: int, asked: argparse.Namespace, folder: Path) ->
             how = NamedSharding(mesh, PartitionSpec(None, "data"))
             arrays[f"{kind}.{n}"] = jax.device_put(rng.standard_normal(shape, np.float32), how)
     size = sum(x.nbytes for x in arrays.values()) / 2**20
-    counting, digested = staging.copied, staging.Staging.digested
+    counting, digested = staging.copy_with_digest, staging.StagingBuffers.digested
     copying: list[float] = []
 
     def only_copied(source: np.ndarray, target: np.ndarray) -> str:
@@ -69,13 +69,13 @@ def measure(width: int, layers: int, asked: argparse.Namespace, folder: Path) ->
         copying.append(time.perf_counter() - began)
         return result
 
-    staging.Staging.digested = timed
+    staging.StagingBuffers.digested = timed
     found: dict[str, dict[bool, list[float]]] = {what: {True: [], False: []} for what in ("seconds", "CPU", "copying")}
     try:
         with Checkpointer(f"{folder}/run", keep=[], save_interval_seconds=1e9) as checkpointer:
 
             def save(number: int, *, digests: bool) -> tuple[float, float, float]:
-                staging.copied = counting if digests else only_copied
+                staging.copy_with_digest = counting if digests else only_copied
                 began, cpu = time.perf_counter(), time.process_time()
                 checkpointer.save(number, arrays, {})
                 checkpointer.wait()
@@ -91,7 +91,7 @@ def measure(width: int, layers: int, asked: argparse.Namespace, folder: Path) ->
                     for what, value in zip(found, save(number, digests=digests), strict=True):
                         found[what][digests].append(value)
     finally:
-        staging.copied, staging.Staging.digested = counting, digested
+        staging.copy_with_digest, staging.StagingBuffers.digested = counting, digested
     for what, both in found.items():
         ratios = [a / b for a, b in zip(both[True], both[False], strict=True)]
         middles = " ".join(f"{statistics.median(both[each]):7.3f} s" for each in (True, False))

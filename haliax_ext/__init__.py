@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from haliax_ext.best_effort import best_effort_sharding as best_effort_sharding
     from haliax_ext.best_effort import explain_best_effort as explain_best_effort
     from haliax_ext.divisibility import legal_sizes as legal_sizes
-    from haliax_ext.divisibility import tp_table as tp_table
     from haliax_ext.errors import AxisCollisionError as AxisCollisionError
     from haliax_ext.errors import IndivisibleError as IndivisibleError
     from haliax_ext.errors import ManyShardingErrors as ManyShardingErrors

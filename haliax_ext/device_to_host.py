@@ -333,7 +333,11 @@ def _mesh_and_cuts(array: jax.Array) -> tuple[Mesh, Cuts]:
 
 
 def sharded_axes(spec: PartitionSpec, rank: int) -> Cuts:
-    """The mesh axes that cut each axis of an array."""
+    """The mesh axes that cut each axis of an array.
+
+    >>> sharded_axes(PartitionSpec("data", ("model", "group")), 3)
+    (('data',), ('model', 'group'), ())
+    """
     entries = (*spec, *(None for _ in range(rank - len(spec))))
     return tuple(() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in entries)
 

@@ -11,13 +11,21 @@ from haliax_ext.meshspec import MeshSpec
 
 
 def divisors(n: int) -> tuple[int, ...]:
-    """All positive divisors of `n`, ascending."""
+    """All positive divisors of `n`, ascending.
+
+    >>> divisors(12)
+    (1, 2, 3, 4, 6, 12)
+    """
     small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
     return tuple(small + [n // d for d in reversed(small) if d * d != n])
 
 
 def nearest_divisors(size: int, wanted: int) -> tuple[int, ...]:
-    """The largest divisor of `size` below `wanted` and the smallest above, where there are such."""
+    """The largest divisor of `size` below `wanted` and the smallest above, where there are such.
+
+    >>> nearest_divisors(48, 10)
+    (8, 12)
+    """
     below = [d for d in divisors(size) if d < wanted]
     above = [d for d in divisors(size) if d > wanted]
     return (*below[-1:], *above[:1])
@@ -62,7 +70,13 @@ class SizeVerdict:
 
 
 def legal_sizes(axes: Iterable[tuple[str, int]], candidates: Iterable[int]) -> tuple[SizeVerdict, ...]:
-    """Judges each candidate size of a mesh axis against every (axis name, size) mapped to it."""
+    """Judges each candidate size of a mesh axis against every (axis name, size) mapped to it.
+
+    >>> for verdict in legal_sizes([("mlp", 64), ("vocab", 96)], [32, 64]):
+    ...     print(verdict)
+    32 OK
+    64 NO (vocab 96 % 64 = 32)
+    """
     pairs = tuple(axes)
     return tuple(
         SizeVerdict(
@@ -73,13 +87,14 @@ def legal_sizes(axes: Iterable[tuple[str, int]], candidates: Iterable[int]) -> t
     )
 
 
-def tp_table(axes: Iterable[tuple[str, int]], candidates: Iterable[int]) -> str:
-    """Renders which sizes of a tensor-parallel mesh axis are legal, one line each, with the reason where not."""
-    return render_verdicts(legal_sizes(axes, candidates))
-
-
 def render_verdicts(verdicts: Iterable[SizeVerdict], *, mesh_axis: str = "model") -> str:
-    """One line for each verdict, sizes aligned, under a heading with the name of the mesh axis."""
+    """One line for each verdict, sizes aligned, under a heading with the name of the mesh axis.
+
+    >>> print(render_verdicts(legal_sizes([("mlp", 64)], [8, 12])))
+    model
+        8  OK
+       12  NO (mlp 64 % 12 = 4)
+    """
     lines = [str(verdict).partition(" ") for verdict in verdicts]
     width = max([len(mesh_axis), *(len(size) for size, _, _ in lines)])
     return "\n".join([mesh_axis, *(f"{size:>{width}}  {rest}" for size, _, rest in lines)])

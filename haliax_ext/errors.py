@@ -60,13 +60,21 @@ def raise_all(errors: Iterable[ShardingError]) -> None:
 
 
 def named_shape(axes: Mapping[str, int] | Iterable[tuple[str, int]]) -> str:
-    """Formats axes as `[layers 32, mlp 8192, embed 2048]`."""
+    """Formats axes as `[layers 32, mlp 8192, embed 2048]`.
+
+    >>> named_shape({"mlp": 8192, "embed": 2048})
+    '[mlp 8192, embed 2048]'
+    """
     items = cast("Mapping[str, int]", axes).items() if isinstance(axes, Mapping) else axes
     return "[" + ", ".join(f"{name} {size}" for name, size in items) + "]"
 
 
 def gib(nbytes: float) -> str:
-    """Formats bytes with two decimals and a binary unit: `1.25 GiB`."""
+    """Formats bytes with two decimals and a binary unit: `1.25 GiB`.
+
+    >>> gib(1_342_177_280), gib(512)
+    ('1.25 GiB', '512 B')
+    """
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= factor:
             return f"{nbytes / factor:.2f} {unit}"
@@ -78,7 +86,11 @@ LONGEST_WORD = 200
 
 
 def nearest(word: str, known: Iterable[str]) -> list[str]:
-    """The up to three known words that are closest in spelling to `word`."""
+    """The up to three known words that are closest in spelling to `word`.
+
+    >>> nearest("embd", ["embed", "mlp", "vocab"])
+    ['embed']
+    """
     if len(word) > LONGEST_WORD:
         return []
     return get_close_matches(word, sorted(set(known)), n=3, cutoff=0.5)

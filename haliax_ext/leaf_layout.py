@@ -30,22 +30,40 @@ Box = tuple[Span, ...]
 
 
 def to_slices(box: Box) -> tuple[slice, ...]:
-    """A box as slices."""
+    """A box as slices.
+
+    >>> to_slices(((0, 2), (3, 5)))
+    (slice(0, 2, None), slice(3, 5, None))
+    """
     return tuple(slice(start, stop) for start, stop in box)
 
 
 def box_shape(box: Box) -> tuple[int, ...]:
-    """The lengths of a box's spans."""
+    """The lengths of a box's spans.
+
+    >>> box_shape(((0, 2), (3, 5)))
+    (2, 2)
+    """
     return tuple(stop - start for start, stop in box)
 
 
 def box_size(box: Box) -> int:
-    """The number of elements in a box."""
+    """The number of elements in a box.
+
+    >>> box_size(((0, 2), (3, 8)))
+    10
+    """
     return math.prod(box_shape(box))
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """What two boxes share, `None` if nothing."""
+    """What two boxes share, `None` if nothing.
+
+    >>> intersect(((0, 4), (0, 8)), ((2, 6), (4, 6)))
+    ((2, 4), (4, 6))
+    >>> intersect(((0, 4),), ((4, 8),)) is None
+    True
+    """
     both = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return both if all(start < stop for start, stop in both) else None
 
@@ -67,6 +85,10 @@ def runs(box: Box, sizes: Sequence[int]) -> tuple[np.ndarray, int]:
 
     Returns:
         The starts, ascending, and the common length of the ranges.
+
+    >>> starts, length = runs(((1, 3), (0, 4)), (8, 16))
+    >>> starts.tolist(), length
+    ([16, 32], 4)
     """
     starts, length, whole = np.zeros(1, dtype=np.int64), 1, True
     stride = 1
@@ -87,6 +109,9 @@ def digit_boxes(start: int, stop: int, sizes: Sequence[int]) -> list[Box]:
         start: first flat index.
         stop: one past the last.
         sizes: sizes of the digits, major first; `0 <= start <= stop <= prod(sizes)`.
+
+    >>> digit_boxes(37, 62, (10, 10))
+    [((3, 4), (7, 10)), ((4, 6), (0, 10)), ((6, 7), (0, 2))]
     """
     if start >= stop:
         return []
@@ -111,7 +136,11 @@ def digit_boxes(start: int, stop: int, sizes: Sequence[int]) -> list[Box]:
 
 
 def cut_digits(box: Box, limit: int) -> Iterator[Box]:
-    """Cuts a digit box into digit boxes of at most `limit` elements, in order."""
+    """Cuts a digit box into digit boxes of at most `limit` elements, in order.
+
+    >>> list(cut_digits(((0, 4), (0, 10)), 20))
+    [((0, 2), (0, 10)), ((2, 4), (0, 10))]
+    """
     if box_size(box) <= limit or not box:
         yield box
         return
@@ -128,7 +157,13 @@ def cut_digits(box: Box, limit: int) -> Iterator[Box]:
 
 
 def merge_spans(starts: np.ndarray, stops: np.ndarray, gap: int = 0) -> list[Span]:
-    """The union of ranges as ascending spans; those at most `gap` apart become one."""
+    """The union of ranges as ascending spans; those at most `gap` apart become one.
+
+    >>> merge_spans(np.array([20, 0, 8]), np.array([30, 8, 10]))
+    [(0, 10), (20, 30)]
+    >>> merge_spans(np.array([0, 12]), np.array([10, 20]), gap=2)
+    [(0, 20)]
+    """
     order = np.argsort(starts, kind="stable")
     starts, stops = starts[order], np.maximum.accumulate(stops[order])
     breaks = np.flatnonzero(starts[1:] > stops[:-1] + gap)

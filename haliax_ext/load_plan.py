@@ -34,7 +34,11 @@ CHUNK_BYTES = 8 << 20
 
 
 def default_memory_bytes(local_device_bytes: int) -> int:
-    """The host-memory budget beyond the arrays: a tenth of them, at least 256 MiB, at most 4 GiB."""
+    """The host-memory budget beyond the arrays: a tenth of them, at least 256 MiB, at most 4 GiB.
+
+    >>> default_memory_bytes(10 << 30) == 1 << 30
+    True
+    """
     return min(4 << 30, max(256 << 20, local_device_bytes // 10))
 
 

@@ -34,6 +34,10 @@ class AxisMapping(Mapping[str, MeshAxes]):
     Values are a mesh axis or a tuple of them (major first). A one-element list is unwrapped. `None` and an empty list
     mean "not mapped": such a name is not an item of the mapping, but it is remembered in `unmapped`, so that merging
     this mapping over another one removes that one's rule.
+
+    >>> mapping = AxisMapping({"embed": "data", "mlp": ["model"], "vocab": None})
+    >>> mapping["mlp"], "vocab" in mapping, mapping.unmapped
+    ('model', False, frozenset({'vocab'}))
     """
 
     __slots__ = ("_entries", "unmapped")
@@ -81,13 +85,20 @@ class AxisMapping(Mapping[str, MeshAxes]):
         """This mapping with `other`'s entries over it; what `other` unmaps (a `None`) is removed.
 
         The order of rules stays this mapping's; new names come last.
+
+        >>> print(AxisMapping({"embed": "data", "mlp": "model"}).merged({"mlp": None, "vocab": "model"}))
+        {embed: data, vocab: model}
         """
         over = AxisMapping(other)
         merged = {**self._entries, **over}
         return AxisMapping({name: axes for name, axes in merged.items() if name not in over.unmapped})
 
     def mesh_axes(self, name: str) -> tuple[str, ...]:
-        """The mesh axes of a logical axis, `()` if it is not mapped."""
+        """The mesh axes of a logical axis, `()` if it is not mapped.
+
+        >>> AxisMapping({"batch": ["replica", "data"]}).mesh_axes("batch")
+        ('replica', 'data')
+        """
         value = self._entries.get(name, ())
         return (value,) if isinstance(value, str) else value
 
@@ -97,7 +108,11 @@ class AxisMapping(Mapping[str, MeshAxes]):
         return frozenset(axis for name in self for axis in self.mesh_axes(name))
 
     def spec(self, axis_names: Iterable[str]) -> PartitionSpec:
-        """The `PartitionSpec` of an array with these axes. Rules are not checked here (see `planner`)."""
+        """The `PartitionSpec` of an array with these axes. Rules are not checked here (see `planner`).
+
+        >>> tuple(AxisMapping({"embed": "data"}).spec(["embed", "mlp"]))
+        ('data', None)
+        """
         return PartitionSpec(*(self._entries.get(name) for name in axis_names))
 
     def check(self, *, known: Collection[str], used: Collection[str], mesh: MeshSpec, where: str) -> list[str]:
@@ -205,7 +220,13 @@ class Mappings:
     on_conflict: Literal["error", "first_wins"] = "error"
 
     def params_at(self, path: str) -> AxisMapping:
-        """The parameter mapping that applies to the leaf at `path`."""
+        """The parameter mapping that applies to the leaf at `path`.
+
+        >>> overrides = (("embeddings", AxisMapping({"embed": None})),)
+        >>> mappings = Mappings(params=AxisMapping({"embed": "data", "vocab": "model"}), overrides=overrides)
+        >>> print(mappings.params_at("embeddings.weight"))
+        {vocab: model}
+        """
         mapping = self.params
         for _, override in self.overrides_at(path):
             mapping = mapping.merged(override)
@@ -238,7 +259,13 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def path_matches(pattern: str, path: str) -> bool:
-    """Whether `pattern` matches `path` or one of its parents."""
+    """Whether `pattern` matches `path` or one of its parents.
+
+    >>> path_matches("**.self_attn.*", "layers.self_attn.q_proj.weight")
+    True
+    >>> path_matches("layers.*.weight", "layers.mlp.up.weight")
+    False
+    """
     return _compiled(pattern).fullmatch(path + ".") is not None
 
 

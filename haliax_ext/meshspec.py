@@ -79,7 +79,12 @@ class MeshSpec:
 
     @classmethod
     def of(cls, **sizes: int) -> "MeshSpec":
-        """A mesh inside one granule: `MeshSpec.of(data=4, model=2)`."""
+        """A mesh inside one granule: `MeshSpec.of(data=4, model=2)`.
+
+        >>> mesh = MeshSpec.of(data=4, model=2)
+        >>> print(mesh, mesh.size)
+        data 4 × model 2 8
+        """
         return cls(axes=tuple(sizes.items()))
 
     @classmethod
@@ -104,11 +109,19 @@ class MeshSpec:
 
     @property
     def num_granules(self) -> int:
-        """How many granules the mesh spans: the product of its DCN axes."""
+        """How many granules the mesh spans: the product of its DCN axes.
+
+        >>> MeshSpec(axes=(("data", 4), ("replica_dcn", 2)), dcn=("replica_dcn",)).num_granules
+        2
+        """
         return math.prod(size for name, size in self.axes if name in self.dcn)
 
     def ways(self, mesh_axes: MeshAxes | None) -> int:
-        """How many shards something sharded over `mesh_axes` has."""
+        """How many shards something sharded over `mesh_axes` has.
+
+        >>> MeshSpec.of(data=4, model=2).ways(("data", "model"))
+        8
+        """
         if mesh_axes is None:
             return 1
         names = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes

@@ -74,6 +74,11 @@ def all_finite(values: np.ndarray, loaded: np.dtype) -> bool:
     Args:
         values: as they were read, of any shape; what is no floating-point number is finite.
         loaded: the dtype that they are cast to.
+
+    >>> all_finite(np.array([1.0, 65504.0], np.float32), np.dtype(np.float16))
+    True
+    >>> all_finite(np.array([1.0, 65520.0], np.float32), np.dtype(np.float16))
+    False
     """
     bound = _bound(values.dtype, np.dtype(loaded))
     if bound is None or not values.size:

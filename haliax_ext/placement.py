@@ -78,7 +78,11 @@ class LeafPlan:
 
 
 def flat(entry: MeshAxes | None) -> tuple[str, ...]:
-    """An entry of a `PartitionSpec` as a tuple of mesh axes."""
+    """An entry of a `PartitionSpec` as a tuple of mesh axes.
+
+    >>> flat(None), flat("data"), flat(("replica", "data"))
+    ((), ('data',), ('replica', 'data'))
+    """
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
@@ -92,6 +96,9 @@ def shard_boxes(shape: Sequence[int], spec: PartitionSpec, mesh: MeshSpec) -> np
 
     Returns:
         Integers `[devices, axes, 2]`: start and stop, devices in the mesh's row-major order.
+
+    >>> shard_boxes((4, 6), PartitionSpec(None, "model"), MeshSpec.of(data=1, model=2)).tolist()
+    [[[0, 4], [0, 3]], [[0, 4], [3, 6]]]
     """
     coordinates = dict(zip(mesh.names, np.indices([size for _, size in mesh.axes]), strict=True))
     boxes = np.zeros((mesh.size, len(shape), 2), dtype=np.int64)
@@ -109,7 +116,11 @@ def shard_boxes(shape: Sequence[int], spec: PartitionSpec, mesh: MeshSpec) -> np
 
 
 def show_axes(axes: Sequence[str]) -> str:
-    """Mesh axes as YAML: `model` or `[model, group]`."""
+    """Mesh axes as YAML: `model` or `[model, group]`.
+
+    >>> show_axes(("model", "group"))
+    '[model, group]'
+    """
     return axes[0] if len(axes) == 1 else f"[{', '.join(axes)}]"
 
 

@@ -347,7 +347,11 @@ def plan_reshard(
 
 
 def even_piece(size: int, unit: int, most_units: int) -> int:
-    """The longest piece of at most `most_units` units; equal pieces are preferred if not much shorter."""
+    """The longest piece of at most `most_units` units; equal pieces are preferred if not much shorter.
+
+    >>> even_piece(48, 1, 30), even_piece(32, 4, 3)
+    (24, 8)
+    """
     units = size // unit
     most = min(most_units, units)
     divisor = max(n for n in divisors(units) if n <= most)

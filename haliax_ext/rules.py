@@ -150,7 +150,7 @@ class WeightRule:
         group, repeated = self.axes[part.axis], len(part.repeats_over)
         if group[:repeated] != part.repeats_over or (part.repeats_over and group == part.repeats_over):
             return [
-                f"the part repeats over {part.repeats_over}: source axis {group} must begin with these and have more after them"
+                f"the part repeats over {part.repeats_over}; source axis {group} must begin with them and have more"
             ]
         sizes = [leaf.axis_size(name) for name in group[repeated:]]
         if math.prod(sizes) != part.size:
@@ -173,7 +173,12 @@ class WeightRule:
         return [self.source_name(index) for index in itertools.product(*ranges)]
 
     def source_name(self, index: Sequence[int]) -> str:
-        """The name of the source tensor at these stacked indices, given in the order of `stacked`."""
+        """The name of the source tensor at these stacked indices, given in the order of `stacked`.
+
+        >>> rule = WeightRule(target="w", source="model.layers.{6*layers+2}.weight", axes=(("embed",),))
+        >>> rule.source_name((1,))
+        'model.layers.8.weight'
+        """
         numbers = iter(index)
 
         def number(match: re.Match[str]) -> str:
@@ -354,7 +359,11 @@ class WeightRules:
         return tuple(needed.values())
 
     def spellings(self, name: str) -> Iterator[str]:
-        """`name`, then its aliases."""
+        """`name`, then its aliases.
+
+        >>> list(WeightRules(rules=(), aliases=(("model.*", "*"),)).spellings("model.norm.weight"))
+        ['model.norm.weight', 'norm.weight']
+        """
         yield name
         for pattern, other in self.aliases:
             head, star, tail = pattern.partition("*")

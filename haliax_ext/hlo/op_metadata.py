@@ -64,7 +64,12 @@ _KERNEL_SCOPE = re.compile(r"(static|dynamic)_sparsity_splash|splash_m[hq]a_\w+"
 
 
 def parse_scope(op_name: str) -> Scope:
-    """Module and pass of an instruction; module `(unnamed)` where the compiler kept no trace of it."""
+    """Module and pass of an instruction; module `(unnamed)` where the compiler kept no trace of it.
+
+    >>> scope = parse_scope("jit(step)/transpose(jvp(layers))/while/body/mlp/dot_general")
+    >>> scope.module, scope.during
+    ('layers.mlp', 'backward')
+    """
     start = op_name.find("/(")
     if start >= 0 and op_name.endswith(")"):
         shared, several = op_name[:start], _alternatives(op_name[start + 2 : -1])

@@ -128,7 +128,11 @@ class Module:
 
 
 def parse_shapes(text: str) -> tuple[Shape, ...]:
-    """The arrays in a printed shape, in order: `(f32[2,3]{1,0:T(8,128)S(1)}, u32[])` has two."""
+    """The arrays in a printed shape, in order: `(f32[2,3]{1,0:T(8,128)S(1)}, u32[])` has two.
+
+    >>> [(shape.dtype, shape.nbytes) for shape in parse_shapes("(f32[2,3]{1,0:T(8,128)S(1)}, u32[])")]
+    [('f32', 24), ('u32', 4)]
+    """
     shapes: list[Shape] = []
     for match in re.finditer(r"([a-z]\w*)\[([\d,]*)\](?:\{([^}]*)\})?", text):
         dtype, sizes, layout = match.groups()

@@ -37,6 +37,9 @@ def parse_groups(attributes: str, devices: int) -> np.ndarray | None:
     Args:
         attributes: the instruction's printed attributes.
         devices: number of positions; an empty list of groups means one group of all of them.
+
+    >>> parse_groups("replica_groups=[2,2]<=[2,2]T(1,0)", 4).tolist()
+    [[0, 2], [1, 3]]
     """
     match = re.search(
         r"replica_groups=(\{\{[\d,{} ]*\}\}|\{\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|mesh)", attributes
@@ -102,7 +105,11 @@ def _mesh_groups(text: str) -> np.ndarray | None:
 
 
 def parse_pairs(attributes: str) -> np.ndarray | None:
-    """Sources and targets of a collective-permute as an array [pairs, 2]."""
+    """Sources and targets of a collective-permute as an array [pairs, 2].
+
+    >>> parse_pairs("source_target_pairs={{0,1},{1,0}}").tolist()
+    [[0, 1], [1, 0]]
+    """
     match = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes)
     if not match or not match.group(1):
         return None
@@ -121,6 +128,9 @@ def spans(groups: np.ndarray, mesh: MeshSpec) -> tuple[AxisSpan, ...] | None:
     """The mesh axes along which the members of every group differ; `None` if groups are no block of the mesh.
 
     A group is a block if its members are all combinations of the positions it covers on each axis.
+
+    >>> [str(span) for span in spans(np.array([[0, 1], [2, 3]]), MeshSpec.of(data=2, model=2))]
+    ['model']
     """
     if groups.max(initial=0) >= mesh.size:
         return None

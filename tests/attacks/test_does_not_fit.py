@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from haliax_ext.abstract import array_leaf
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.program import Input, Program
-from levanter.distributed import memory_check
+from levanter.distributed import compile_barrier
 from levanter.distributed.compile_barrier import jit_together
 from levanter.hardware.memory import host_memory
 from levanter.runplan import DOES_NOT_FIT, DoesNotFitError, Target
@@ -70,7 +70,7 @@ def test_a_program_is_compared_with_the_memory_once_it_is_compiled(monkeypatch):
         mappings=Mappings(params=nowhere, compute=nowhere),
     )  # fmt: skip
     x = jnp.ones((64, 64), jnp.float32)
-    monkeypatch.setattr(memory_check, "host_memory", lambda: 1000 * len(mesh.local_devices))
+    monkeypatch.setattr(compile_barrier, "host_memory", lambda: 1000 * len(mesh.local_devices))
     with pytest.raises(DoesNotFitError, match=r"^outer does not fit: it takes .* of a device's .*: .* of inputs"):
         jit_together(program, mesh)(x)
     monkeypatch.undo()

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from haliax_ext.divisibility import describe_indivisible, divisors, legal_sizes, nearest_divisors, tp_table
+from haliax_ext.divisibility import describe_indivisible, divisors, legal_sizes, nearest_divisors, render_verdicts
 from haliax_ext.meshspec import MeshSpec
 
 pytestmark = pytest.mark.quick
@@ -43,7 +43,8 @@ def test_the_way_out_is_named(axes, problem, suggestion):
 
 
 def test_the_table_of_a_model_with_12_heads():
-    table = tp_table([("heads", 12), ("mlp", 4096), ("vocab", 32768)], [1, 2, 4, 8, 24])
+    axes = [("heads", 12), ("mlp", 4096), ("vocab", 32768)]
+    table = render_verdicts(legal_sizes(axes, [1, 2, 4, 8, 24]))
     assert table == (
         "model\n"
         "    1  OK\n"

@@ -218,13 +218,13 @@ def test_hosts_read_each_byte_of_fused_tensors_once(mapping):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"each": ("head_size",)}, "is in each of ('head_size',); source axis ('kv_head', 'head_size') must begin"),
+        ({"repeats_over": ("head_size",)}, "repeats over ('head_size',); source axis ('kv_head', 'head_size')"),
         (
-            {"each": ("kv_head", "head_size"), "size": 1},
-            "('kv_head', 'head_size') must begin with them and have more after them",
+            {"repeats_over": ("kv_head", "head_size"), "size": 1},
+            "('kv_head', 'head_size') must begin with them and have more",
         ),
         ({"size": 3}, "the part is 3 long, but head_size is 4"),
-        ({"each": (), "size": 3}, "the part is 3 long, but kv_head × head_size is 16"),
+        ({"repeats_over": (), "size": 3}, "the part is 3 long, but kv_head × head_size is 16"),
     ],
 )
 def test_a_piece_that_does_not_fit_is_refused(changes, message):

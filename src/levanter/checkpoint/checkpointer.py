@@ -1,4 +1,4 @@
-"""`Checkpointer`: decides when a run is saved, saves it in the background, and clears away what has served its time.
+"""`Checkpointer`: decides when a run is saved, saves it in the background, and deletes expired checkpoints.
 
 `save` copies the arrays off the devices and returns; a thread waits for the files, then makes the checkpoint complete
 (`metadata.json`), then applies retention. A failure on the way is raised by the next `save`, `wait` or `close`. Old
@@ -13,8 +13,9 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Self
@@ -22,15 +23,15 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from levanter.checkpoint.checksums import ArrayDigests, digests_text, merged
-from levanter.checkpoint.consensus import Agreement
-from levanter.checkpoint.discovery import delete, entries_in, find_checkpoints, latest, sweep, write_ref
+from levanter.checkpoint.checksums import ArrayDigests, encode_digests, merge_digests
+from levanter.checkpoint.discovery import delete, find_checkpoints, latest, list_entries, sweep, write_ref
 from levanter.checkpoint.errors import CheckpointPeerError, CheckpointSaveError
-from levanter.checkpoint.metadata import document
+from levanter.checkpoint.metadata import format_document
 from levanter.checkpoint.refs import ARRAYS_PREFIX, CheckpointRef, Kind, now, step_path
 from levanter.checkpoint.restore_specs import saved_leaf
-from levanter.checkpoint.retention import Interval, check_intervals, expired, is_kept
 from levanter.checkpoint.save_monitor import SaveWatch
+from levanter.distributed.peers import PeerLostError
+from levanter.distributed.process_group import process_group
 from levanter.io.atomic import atomic_write
 from levanter.io.lease import Lease, LeaseError
 from levanter.io.paths import check_writable, filesystem, is_remote, join, open_read
@@ -40,6 +41,9 @@ log = logging.getLogger(__name__)
 CHUNK_BYTES = 64 << 20
 """Bytes of one stored chunk: small enough for a small part of a large array to be read alone."""
 _instances = itertools.count()
+Interval = tuple[int, int | None]
+"""`(every, until)`: up to and including step `until`, every `every`-th step is kept for ever; None for no end. Of
+several intervals the first that contains a step decides; after the last one nothing is kept by step."""
 
 
 class Checkpointer:
@@ -93,15 +97,15 @@ class Checkpointer:
         self._delete_old = delete_old_temporary
         self._base = {"kept": base, "temporary": temporary_base or base}
         self._clock = clock
-        self._agreement = Agreement(f"checkpoints/{next(_instances)}", timeout_seconds=timeout_seconds)
+        self._agreement = Consensus(f"checkpoints/{next(_instances)}", timeout_seconds=timeout_seconds)
         if self._agreement.decides:
-            for each in self._bases:
-                _check_writable(each)
+            for base_path in self._bases:
+                _check_writable(base_path)
         self._writer = ArrayWriter(timeout_seconds=timeout_seconds, chunk_bytes=chunk_bytes)
         self._used, self._watch, self._leases = dict(used or {}), watch, tuple(leases)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._running: tuple[CheckpointRef, Future[CheckpointRef]] | None = None
-        self._own: set[str] = set()
+        self._saved_paths: set[str] = set()
         self._newest: CheckpointRef | None = None
         self._last_time = clock()
         self._swept = False
@@ -170,12 +174,12 @@ class Checkpointer:
             saved_at=now(),
         )
         _check_metadata(ref)
-        with self._explained(ref):
+        with self._translate_errors(ref):
             name = self._agreement.on(f"save {step}", lambda: self._prepare(ref))
         ref = replace(ref, arrays=name)
         ended = _nothing if self._watch is None else self._watch.begin(f"saving step {step}")
         try:
-            with self._explained(ref):
+            with self._translate_errors(ref):
                 self._writer.start(ref.arrays_path, arrays)
         except CheckpointSaveError:
             self._clean(ref)
@@ -195,7 +199,7 @@ class Checkpointer:
         if self._running is None:
             return
         (ref, future), self._running = self._running, None
-        with self._explained(ref):
+        with self._translate_errors(ref):
             self._newest = future.result()
 
     def close(self) -> None:
@@ -229,7 +233,7 @@ class Checkpointer:
         try:
             digests = self._writer.wait()
             if jax.process_count() > 1:
-                digests = self._of_all(ref, digests)
+                digests = self._merge_digests(ref, digests)
             ref = replace(ref, digests=MappingProxyType(digests))
             if self._agreement.decides:
                 self._check_leases()
@@ -238,12 +242,12 @@ class Checkpointer:
             self._clean(ref)
             raise
         if self._agreement.decides:
-            self._own.add(ref.path)
+            self._saved_paths.add(ref.path)
             self._retire(ref)
         self._agreement.meet(f"complete {ref.arrays}")
         return ref
 
-    def _of_all(self, ref: CheckpointRef, own: dict[str, ArrayDigests]) -> dict[str, ArrayDigests]:
+    def _merge_digests(self, ref: CheckpointRef, digests: dict[str, ArrayDigests]) -> dict[str, ArrayDigests]:
         """The digests of what all processes wrote, on the process that decides; its own on every other.
 
         They pass through files beside the arrays, which are storage that all processes see; a killed process's are
@@ -252,28 +256,30 @@ class Checkpointer:
         files = [join(ref.path, f"{ref.arrays}.digests.{n}") for n in range(jax.process_count())]
         if not self._agreement.decides:
             with atomic_write(files[jax.process_index()]) as file:
-                file.write(digests_text(own))
+                file.write(encode_digests(digests))
         self._agreement.meet(f"digests {ref.arrays}")
         if not self._agreement.decides:
-            return own
+            return digests
         for n, path in enumerate(files):
             if n != jax.process_index():
                 with open_read(path) as file:
-                    own = merged(own, file.read())
+                    digests = merge_digests(digests, file.read())
                 fs, name = filesystem(path)
                 fs.rm_file(name)
-        return own
+        return digests
 
     def _check_leases(self) -> None:
-        """Returns if the folders are still this run's."""
+        """Raises where another process has taken over a folder of this run."""
         for lease in self._leases:
             lease.check()
 
     def _retire(self, newest: CheckpointRef) -> None:
-        """Deletes temporary checkpoints that have served their time. That it fails is no reason to stop a run."""
+        """Deletes temporary checkpoints that have expired. That it fails is no reason to stop a run."""
         try:
-            found = [ref for ref in find_checkpoints(*self._bases) if self._delete_old or ref.path in self._own]
-            for ref in expired(found, newest=newest, keep_last=self._keep_last):
+            checkpoints = [
+                ref for ref in find_checkpoints(*self._bases) if self._delete_old or ref.path in self._saved_paths
+            ]
+            for ref in expired_checkpoints(checkpoints, newest=newest, keep_last=self._keep_last):
                 delete(ref.path)
             _delete_replaced(newest)
         except (OSError, ValueError) as error:
@@ -290,7 +296,7 @@ class Checkpointer:
                 sweep(self._base[ref.kind])
 
     @contextlib.contextmanager
-    def _explained(self, ref: CheckpointRef):
+    def _translate_errors(self, ref: CheckpointRef):
         """Turns what a library raises into an error that says what is lost, and what is not."""
         try:
             yield
@@ -299,15 +305,17 @@ class Checkpointer:
         except (OSError, ValueError, RuntimeError) as error:
             try:
                 last = latest(*self._bases)
-                left = (
+                intact = (
                     f"the last complete one is of step {last.step} ({last.path})" if last else "there is none before it"
                 )
             except (OSError, ValueError) as second:
-                left = f"earlier ones cannot be listed ({second})"
+                intact = f"earlier ones cannot be listed ({second})"
             kind = CheckpointPeerError if isinstance(error, TimeoutError) else CheckpointSaveError
-            told, code = _reason(error)
-            do = "" if code is None else advice(ref.path, OSError(code, told), _stored_bytes(ref))
-            raise kind(f"{ref.path}: the checkpoint of step {ref.step} was not written: {told}; {left}{do}") from error
+            reason, code = _reason(error)
+            do = "" if code is None else advice(ref.path, OSError(code, reason), _stored_bytes(ref))
+            raise kind(
+                f"{ref.path}: the checkpoint of step {ref.step} was not written: {reason}; {intact}{do}"
+            ) from error
 
 
 def _nothing() -> None:
@@ -331,9 +339,9 @@ def _stored_bytes(ref: CheckpointRef) -> int:
 def _delete_replaced(ref: CheckpointRef) -> None:
     """Deletes arrays that an earlier checkpoint of the same step had in the same folder."""
     fs, name = filesystem(ref.path)
-    for each, is_folder in entries_in(ref.path):
-        if is_folder and each.startswith(ARRAYS_PREFIX) and each != ref.arrays:
-            fs.rm(f"{name}/{each}", recursive=True)
+    for entry, is_folder in list_entries(ref.path):
+        if is_folder and entry.startswith(ARRAYS_PREFIX) and entry != ref.arrays:
+            fs.rm(f"{name}/{entry}", recursive=True)
 
 
 def _checked_leaves(arrays: Mapping[str, jax.Array], used: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
@@ -358,7 +366,7 @@ def _checked_leaves(arrays: Mapping[str, jax.Array], used: Mapping[str, tuple[in
 
 def _check_metadata(ref: CheckpointRef) -> None:
     try:
-        document(ref)
+        format_document(ref)
     except (TypeError, ValueError) as error:
         raise ValueError(f"metadata of the checkpoint of step {ref.step}: {error}") from error
 
@@ -369,3 +377,88 @@ def _check_writable(base: str) -> None:
         check_writable(base)
     except OSError as error:
         raise CheckpointSaveError(f"{base}: checkpoints cannot be written here ({error.strerror or error})") from error
+
+
+class Consensus:
+    """Decisions of process 0 that all processes of a run follow, since clocks and random names differ between them.
+
+    Args:
+        name: a name that no other group of this run has.
+        timeout_seconds: how long a process waits for the others.
+    """
+
+    def __init__(self, name: str, *, timeout_seconds: float):
+        self._name = name
+        self._timeout = timeout_seconds
+
+    @property
+    def decides(self) -> bool:
+        """Whether this is the process that decides."""
+        return process_group().decides
+
+    def on(self, question: str, decide: Callable[[], str]) -> str:
+        """What process 0's `decide` returns, on every process; the others' is not called.
+
+        Raises:
+            CheckpointPeerError: process 0 does not answer in time.
+        """
+        with _as_checkpoint_error():
+            return process_group().follow(f"{self._name}: {question}", decide, seconds=self._timeout)
+
+    def meet(self, point: str) -> None:
+        """Waits until every process is here; `point` must be new each time. May be called from any thread.
+
+        Raises:
+            CheckpointPeerError: a process does not come in time.
+        """
+        with _as_checkpoint_error():
+            process_group().wait(f"{self._name}: {point}", seconds=self._timeout)
+
+
+@contextmanager
+def _as_checkpoint_error() -> Iterator[None]:
+    """Who waits for checkpoints knows one kind of error; `decide`'s own errors pass."""
+    try:
+        yield
+    except PeerLostError as error:
+        raise CheckpointPeerError(str(error)) from error
+
+
+def check_intervals(keep: Sequence[Interval]) -> tuple[Interval, ...]:
+    """The intervals as they are, if they make sense.
+
+    Raises:
+        ValueError: lists everything that is wrong with them.
+    """
+    problems, previous = [], 0
+    for i, (every, until) in enumerate(keep):
+        if every < 1:
+            problems.append(f"keep[{i}]: `every` must be at least 1, got {every}")
+        if until is None and i + 1 < len(keep):
+            problems.append(f"keep[{i}]: has no `until`, so the intervals after it never begin")
+        if until is not None and until <= previous:
+            problems.append(f"keep[{i}]: `until` must be greater than {previous}, got {until}")
+        previous = until if until is not None else previous
+    if problems:
+        raise ValueError("\n".join(problems))
+    return tuple((every, until) for every, until in keep)
+
+
+def is_kept(step: int, keep: Sequence[Interval]) -> bool:
+    """Whether the checkpoint of a step stays for ever. Step 0, before any training, does not."""
+    for every, until in keep:
+        if until is None or step <= until:
+            return step > 0 and step % every == 0
+    return False
+
+
+def expired_checkpoints(
+    checkpoints: Sequence[CheckpointRef], *, newest: CheckpointRef, keep_last: int
+) -> list[CheckpointRef]:
+    """The temporary checkpoints that have expired, oldest first.
+
+    The `keep_last` temporary ones that were saved last stay, and so does `newest`, whatever its kind.
+    """
+    temporary = sorted((ref for ref in checkpoints if ref.kind == "temporary"), key=lambda ref: ref.saved_at)
+    staying = temporary[len(temporary) - min(keep_last, len(temporary)) :]
+    return [ref for ref in temporary if ref not in staying and ref.path != newest.path]

@@ -57,22 +57,23 @@ class ArrayDigests:
         """
         if len(chunk) != len(shape) or not all(size > 0 for size in chunk):
             raise ValueError(f"a chunk of {list(chunk)} in an array of {list(shape)}")
-        own = dict(zip(numbers(shape, chunk), digests, strict=True))
-        return cls(chunk=tuple(chunk), by_number=own)
+        by_number = dict(zip(numbers(shape, chunk), digests, strict=True))
+        return cls(chunk=tuple(chunk), by_number=by_number)
 
 
-def digests_text(digests: Mapping[str, ArrayDigests]) -> bytes:
+def encode_digests(digests: Mapping[str, ArrayDigests]) -> bytes:
     """The digests of one process's chunks, for another process."""
     return json.dumps(
-        {name: [[list(n), x] for n, x in each.by_number.items()] for name, each in digests.items()}
+        {name: [[list(n), x] for n, x in array_digests.by_number.items()] for name, array_digests in digests.items()}
     ).encode()
 
 
-def merged(own: Mapping[str, ArrayDigests], text: bytes) -> dict[str, ArrayDigests]:
-    """Digests of a process's own chunks, with those that `digests_text` gave of another's."""
+def merge_digests(local: Mapping[str, ArrayDigests], text: bytes) -> dict[str, ArrayDigests]:
+    """Digests of a process's own chunks, with those that `encode_digests` gave of another's."""
     others = {name: {tuple(n): x for n, x in pairs} for name, pairs in json.loads(text).items()}
     return {
-        name: ArrayDigests(chunk=each.chunk, by_number={**each.by_number, **others[name]}) for name, each in own.items()
+        name: ArrayDigests(chunk=digests.chunk, by_number={**digests.by_number, **others[name]})
+        for name, digests in local.items()
     }
 
 
@@ -89,33 +90,33 @@ def chunks_in(box: Box, chunk: Sequence[int], shape: Sequence[int]) -> Iterator[
         yield number, tuple((n * part, min((n + 1) * part, size)) for n, part, size in ends)
 
 
-def chunks_of(box: Box, chunk: Sequence[int]) -> Iterator[tuple[Number, tuple[slice, ...]]]:
+def box_chunks(box: Box, chunk: Sequence[int]) -> Iterator[tuple[Number, tuple[slice, ...]]]:
     """The chunks that a box is made of, each with where it lies inside the box; chunks divide the box."""
     ends = tuple(stop for _, stop in box)
-    for number, own in chunks_in(box, chunk, ends):
-        yield number, tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(own, box, strict=True))
+    for number, chunk_box in chunks_in(box, chunk, ends):
+        yield number, tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(chunk_box, box, strict=True))
 
 
-def digest_of(array: np.ndarray) -> str:
+def array_digest(array: np.ndarray) -> str:
     """The digest of an array's values."""
     return _digest(np.ascontiguousarray(array), None)
 
 
-def copied(source: np.ndarray, target: np.ndarray) -> str:
+def copy_with_digest(source: np.ndarray, target: np.ndarray) -> str:
     """Copies an array into another of the same shape and dtype, and returns the digest of its values."""
     assert source.shape == target.shape and source.dtype == target.dtype
     if source.flags.c_contiguous and target.flags.c_contiguous:
         return _digest(source, target)
     np.copyto(target, source)
-    return digest_of(target)
+    return array_digest(target)
 
 
 def _digest(source: np.ndarray, target: np.ndarray | None) -> str:
-    taken = _bytes(source)
-    given = None if target is None else _bytes(target)
-    whole = taken.size // 8 * 8
-    words = taken[:whole].view("<u8")
-    copies = None if given is None else given[:whole].view("<u8")
+    source_bytes = _bytes(source)
+    target_bytes = None if target is None else _bytes(target)
+    whole = source_bytes.size // 8 * 8
+    words = source_bytes[:whole].view("<u8")
+    copies = None if target_bytes is None else target_bytes[:whole].view("<u8")
     sums: list[int] = []
     full = words.size // _WORDS * _WORDS
     # Added up first and copied then: the cache has the words for the copy, which writes past it.
@@ -128,10 +129,10 @@ def _digest(source: np.ndarray, target: np.ndarray | None) -> str:
         sums.append(int(np.add.reduce(words[full:])))
         if copies is not None:
             np.copyto(copies[full:], words[full:])
-    rest = taken[whole:]
-    if given is not None:
-        given[whole:] = rest
-    sums += [int.from_bytes(rest.tobytes(), "little"), taken.size]
+    rest = source_bytes[whole:]
+    if target_bytes is not None:
+        target_bytes[whole:] = rest
+    sums += [int.from_bytes(rest.tobytes(), "little"), source_bytes.size]
     return hashlib.blake2b(np.asarray(sums, "<u8").tobytes(), digest_size=8).hexdigest()
 
 

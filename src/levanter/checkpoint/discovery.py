@@ -5,7 +5,7 @@ import re
 
 from levanter.base.input_limits import JSON_BYTES, read_bounded
 from levanter.checkpoint.errors import MissingCheckpointError, UnreadableCheckpointError
-from levanter.checkpoint.metadata import DamagedMetadataError, ForeignMetadataError, document, of_document
+from levanter.checkpoint.metadata import DamagedMetadataError, ForeignMetadataError, format_document, parse_document
 from levanter.checkpoint.refs import ARRAYS_PREFIX, METADATA, CheckpointRef, step_path
 from levanter.io.atomic import atomic_write
 from levanter.io.paths import base_name, exists, filesystem, join, open_read
@@ -21,7 +21,7 @@ def find_checkpoints(base: str, *more: str) -> tuple[CheckpointRef, ...]:
 
     Where two bases hold the same step, the checkpoint saved last comes last. A base that does not exist holds none.
     """
-    found: list[CheckpointRef] = []
+    checkpoints: list[CheckpointRef] = []
     for path in (path for one in (base, *more) for path in step_folders(one)):
         try:
             ref = read_ref(path)
@@ -29,8 +29,8 @@ def find_checkpoints(base: str, *more: str) -> tuple[CheckpointRef, ...]:
             log.warning("%s", error)
             continue
         if ref is not None:
-            found.append(ref)
-    return tuple(sorted(found, key=_age))
+            checkpoints.append(ref)
+    return tuple(sorted(checkpoints, key=_age))
 
 
 def latest(base: str, *more: str) -> CheckpointRef | None:
@@ -40,11 +40,11 @@ def latest(base: str, *more: str) -> CheckpointRef | None:
         UnreadableCheckpointError: it is damaged or not ours; the message names the one before.
     """
     paths = [path for one in (base, *more) for path in step_folders(one)]
-    steps = sorted({_step_of(path) for path in paths}, reverse=True)
+    steps = sorted({_folder_step(path) for path in paths}, reverse=True)
     for step in steps:
-        found = [ref for path in paths if _step_of(path) == step and (ref := read_ref(path)) is not None]
-        if found:
-            return _with_arrays(max(found, key=_age))
+        candidates = [ref for path in paths if _folder_step(path) == step and (ref := read_ref(path)) is not None]
+        if candidates:
+            return _with_arrays(max(candidates, key=_age))
     return None
 
 
@@ -55,23 +55,23 @@ def checkpoint_at(path: str) -> CheckpointRef:
         MissingCheckpointError: there is none; the message says what is there instead.
         UnreadableCheckpointError: it is damaged or not ours.
     """
-    found = read_ref(path)
-    if found is not None:
-        return _with_arrays(found)
-    found = latest(path)
-    if found is not None:
-        return found
+    ref = read_ref(path)
+    if ref is not None:
+        return _with_arrays(ref)
+    ref = latest(path)
+    if ref is not None:
+        return ref
     if not exists(path):
         raise MissingCheckpointError(f"{path}: no such folder; a checkpoint (step-<N>) or its parent is expected")
-    names = [name for name, _ in entries_in(path)]
+    names = [name for name, _ in list_entries(path)]
     if OCDBT in names:
-        raise UnreadableCheckpointError(upstreams(path))
+        raise UnreadableCheckpointError(upstream_message(path))
     if any(name.startswith(ARRAYS_PREFIX) for name in names):
-        others = _whole_beside(path)
+        others = _intact_sibling_message(path)
         raise MissingCheckpointError(f"{path}: an incomplete checkpoint; it has no {METADATA}; {others}")
-    half = [name for name in names if _STEP.match(name)]
-    told = f"only incomplete ones ({', '.join(half)})" if half else ", ".join(names[:5]) or "nothing"
-    raise MissingCheckpointError(f"{path}: no complete checkpoint in this folder, which has {told}")
+    incomplete = [name for name in names if _STEP.match(name)]
+    contents = f"only incomplete ones ({', '.join(incomplete)})" if incomplete else ", ".join(names[:5]) or "nothing"
+    raise MissingCheckpointError(f"{path}: no complete checkpoint in this folder, which has {contents}")
 
 
 def read_ref(path: str) -> CheckpointRef | None:
@@ -87,24 +87,24 @@ def read_ref(path: str) -> CheckpointRef | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise unreadable(path, METADATA, f"cannot be read ({error.strerror or error})") from error
+        raise unreadable_error(path, METADATA, f"cannot be read ({error.strerror or error})") from error
     try:
-        return of_document(path, text)
+        return parse_document(path, text)
     except ForeignMetadataError as error:
         if error.upstreams:
-            raise UnreadableCheckpointError(upstreams(path)) from error
-        raise unreadable(path, METADATA, str(error)) from error
+            raise UnreadableCheckpointError(upstream_message(path)) from error
+        raise unreadable_error(path, METADATA, str(error)) from error
     except DamagedMetadataError as error:
-        raise unreadable(path, METADATA, f"damaged: {error}") from error
+        raise unreadable_error(path, METADATA, f"damaged: {error}") from error
 
 
 def write_ref(ref: CheckpointRef) -> None:
     """Writes `metadata.json`, which makes a checkpoint complete."""
     with atomic_write(join(ref.path, METADATA)) as file:
-        file.write(document(ref))
+        file.write(format_document(ref))
 
 
-def unreadable(path: str, file: str, why: str) -> UnreadableCheckpointError:
+def unreadable_error(path: str, file: str, why: str) -> UnreadableCheckpointError:
     """The error of a checkpoint that is there and cannot be used: which, why, and what there is instead.
 
     Args:
@@ -112,18 +112,20 @@ def unreadable(path: str, file: str, why: str) -> UnreadableCheckpointError:
         file: the file or folder in it that is damaged.
         why: what is wrong with it.
     """
-    step = f"the checkpoint of step {_step_of(path)}" if _STEP.match(base_name(path)) else "the checkpoint"
-    return UnreadableCheckpointError(f"{join(path, file)}: {why}; {step} cannot be used; {_whole_beside(path)}")
+    step = f"the checkpoint of step {_folder_step(path)}" if _STEP.match(base_name(path)) else "the checkpoint"
+    return UnreadableCheckpointError(
+        f"{join(path, file)}: {why}; {step} cannot be used; {_intact_sibling_message(path)}"
+    )
 
 
-def _whole_beside(path: str) -> str:
+def _intact_sibling_message(path: str) -> str:
     """The newest other checkpoint in the same folder, in words."""
     name = base_name(path)
     base = path.rstrip("/")[: -len(name)] or "."
     for other in reversed(step_folders(base)):
         if base_name(other) == name:
             continue
-        ref = _quietly(other)
+        ref = _read_intact(other)
         if ref is not None:
             return (
                 f"the newest intact one beside it is of step {ref.step}: name {ref.path}, or move the damaged one away "
@@ -132,11 +134,11 @@ def _whole_beside(path: str) -> str:
     return "there is no other intact one beside it"
 
 
-def _quietly(path: str) -> CheckpointRef | None:
+def _read_intact(path: str) -> CheckpointRef | None:
     """The checkpoint in a folder, None where there is none or it is damaged."""
     try:
         with open_read(join(path, METADATA)) as file:
-            ref = of_document(path, read_bounded(file, JSON_BYTES, where=path))
+            ref = parse_document(path, read_bounded(file, JSON_BYTES, where=path))
     except (OSError, ValueError):
         return None
     return ref if exists(join(ref.arrays_path, OCDBT)) else None
@@ -145,7 +147,7 @@ def _quietly(path: str) -> CheckpointRef | None:
 def _with_arrays(ref: CheckpointRef) -> CheckpointRef:
     """The checkpoint, if its arrays are there; damage is detected when they are read."""
     if not exists(join(ref.arrays_path, OCDBT)):
-        raise unreadable(ref.path, f"{ref.arrays}/{OCDBT}", "missing; the arrays begin with it")
+        raise unreadable_error(ref.path, f"{ref.arrays}/{OCDBT}", "missing; the arrays begin with it")
     return ref
 
 
@@ -153,26 +155,28 @@ def _age(ref: CheckpointRef) -> tuple[int, float]:
     return ref.step, ref.saved_at
 
 
-def _step_of(path: str) -> int:
+def _folder_step(path: str) -> int:
     return int(base_name(path).removeprefix("step-"))
 
 
 def step_folders(base: str) -> list[str]:
     """The folders below a base that are named like checkpoints, complete or not, by ascending step."""
-    steps = [int(found.group(1)) for name, is_folder in entries_in(base) if is_folder and (found := _STEP.match(name))]
+    steps = [
+        int(match.group(1)) for name, is_folder in list_entries(base) if is_folder and (match := _STEP.match(name))
+    ]
     return [step_path(base, step) for step in sorted(steps)]
 
 
-def entries_in(path: str) -> list[tuple[str, bool]]:
+def list_entries(path: str) -> list[tuple[str, bool]]:
     """What a folder holds, sorted: (name, whether it is a folder). Empty where there is no such folder."""
     fs, name = filesystem(path)
     # fsspec caches listings of remote folders; another process may have written since.
     fs.invalidate_cache()
     try:
-        found = fs.ls(name, detail=True) if fs.isdir(name) else []
+        entries = fs.ls(name, detail=True) if fs.isdir(name) else []
     except FileNotFoundError:
         return []
-    return sorted((base_name(entry["name"]), entry["type"] == "directory") for entry in found)
+    return sorted((base_name(entry["name"]), entry["type"] == "directory") for entry in entries)
 
 
 def delete(path: str) -> None:
@@ -190,9 +194,9 @@ def sweep(base: str) -> list[str]:
     That is: `step-<N>` folders without `metadata.json` that hold nothing but arrays and temporary files of ours, and
     folders of arrays in complete checkpoints that their `metadata.json` does not name.
     """
-    gone = []
+    deleted = []
     for path in step_folders(base):
-        names = [name for name, _ in entries_in(path)]
+        names = [name for name, _ in list_entries(path)]
         try:
             ref = read_ref(path)
         except UnreadableCheckpointError as error:
@@ -202,20 +206,20 @@ def sweep(base: str) -> list[str]:
         fs, name = filesystem(path)
         if ref is None and all(map(_is_ours, names)):
             fs.rm(name, recursive=True)
-            gone.append(path)
+            deleted.append(path)
         elif ref is not None:
-            for each in names:
-                if _is_ours(each) and each != ref.arrays:
-                    fs.rm(f"{name}/{each}", recursive=True)
-                    gone.append(join(path, each))
-    return gone
+            for entry in names:
+                if _is_ours(entry) and entry != ref.arrays:
+                    fs.rm(f"{name}/{entry}", recursive=True)
+                    deleted.append(join(path, entry))
+    return deleted
 
 
 def _is_ours(name: str) -> bool:
     return name.startswith((ARRAYS_PREFIX, f".{ARRAYS_PREFIX}", f".{METADATA}."))
 
 
-def upstreams(path: str) -> str:
+def upstream_message(path: str) -> str:
     """What is said of a checkpoint that upstream's Levanter wrote."""
     return (
         f"{path}: a checkpoint of upstream Levanter (TensorStore), which cannot be read here; export it where upstream "

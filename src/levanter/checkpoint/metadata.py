@@ -40,7 +40,7 @@ class ForeignMetadataError(ValueError):
         self.upstreams = upstreams
 
 
-def document(ref: CheckpointRef) -> bytes:
+def format_document(ref: CheckpointRef) -> bytes:
     """What `metadata.json` says.
 
     Raises:
@@ -79,7 +79,7 @@ def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def of_document(path: str, text: bytes) -> CheckpointRef:
+def parse_document(path: str, text: bytes) -> CheckpointRef:
     """The checkpoint that a folder's `metadata.json` describes.
 
     Args:
@@ -96,42 +96,42 @@ def of_document(path: str, text: bytes) -> CheckpointRef:
         raise DamagedMetadataError(f"no JSON ({error})") from error
     if not isinstance(content, dict):
         raise ForeignMetadataError(f"not one of our checkpoints (a {type(content).__name__}, not a mapping)")
-    found = cast("dict[str, Any]", content)
-    if "format" not in found and {"step", "timestamp"} <= found.keys():
+    fields = cast("dict[str, Any]", content)
+    if "format" not in fields and {"step", "timestamp"} <= fields.keys():
         raise ForeignMetadataError("upstream's", upstreams=True)
-    if found.get("format") != FORMAT:
+    if fields.get("format") != FORMAT:
         raise ForeignMetadataError(
-            f"not one of our checkpoints (format {found.get('format')!r}, expected {FORMAT!r}); "
+            f"not one of our checkpoints (format {fields.get('format')!r}, expected {FORMAT!r}); "
             f"checkpoints of other Levanter versions must be converted through a Hugging Face export"
         )
-    version = found.get("version")
+    version = fields.get("version")
     if version not in (VERSION, WITHOUT_DIGESTS) or isinstance(version, bool):
         raise ForeignMetadataError(f"version {version!r}, but this program reads {WITHOUT_DIGESTS} and {VERSION}")
-    own = found.pop(_DIGEST, None)
-    if (own is not None or version == VERSION) and own != _digest(found):
+    digest = fields.pop(_DIGEST, None)
+    if (digest is not None or version == VERSION) and digest != _digest(fields):
         raise DamagedMetadataError("it is not what was written (digests differ)")
-    problems = _problems(path, found, digests=version == VERSION)
+    problems = _problems(path, fields, digests=version == VERSION)
     if problems:
         raise DamagedMetadataError("; ".join(problems))
     leaves = {
         name: SavedLeaf(
             shape=tuple(leaf["shape"]), dtype=leaf["dtype"], used=tuple(leaf["used"]) if "used" in leaf else None
         )
-        for name, leaf in found["leaves"].items()
+        for name, leaf in fields["leaves"].items()
     }
     digests = {
         name: ArrayDigests.of(leaf["shape"], leaf["chunk"], leaf["digests"])
-        for name, leaf in found["leaves"].items()
+        for name, leaf in fields["leaves"].items()
         if version == VERSION
     }
     return CheckpointRef(
         path=path,
-        step=found["step"],
-        kind=cast(Kind, found["kind"]),
-        metadata=MappingProxyType(found["metadata"]),
+        step=fields["step"],
+        kind=cast(Kind, fields["kind"]),
+        metadata=MappingProxyType(fields["metadata"]),
         leaves=MappingProxyType(leaves),
-        arrays=found["arrays"],
-        saved_at=float(found["saved_at"]),
+        arrays=fields["arrays"],
+        saved_at=float(fields["saved_at"]),
         digests=MappingProxyType(digests),
     )
 
@@ -170,23 +170,23 @@ def _is_count(value: object) -> bool:
 def _leaf_problem(leaf: object, *, digests: bool) -> str | None:
     if not isinstance(leaf, dict):
         return f"{leaf!r}"[:80]
-    found = cast("dict[str, list[int]]", leaf)
-    digests_there = cast("dict[str, list[str]]", leaf).get("digests", [])
-    shapes = [key for key in ("shape", "used", "chunk") if key in found or key == "shape"]
+    fields = cast("dict[str, list[int]]", leaf)
+    stored_digests = cast("dict[str, list[str]]", leaf).get("digests", [])
+    shapes = [key for key in ("shape", "used", "chunk") if key in fields or key == "shape"]
     for key in shapes:
-        sizes = found.get(key)
+        sizes = fields.get(key)
         if not isinstance(sizes, list) or not all(map(_is_count, cast("list[object]", sizes))) or 0 in sizes:
             return f"{key}: {sizes!r}"[:80]
-        if len(cast("list[object]", sizes)) != len(found["shape"]):
-            return f"{key}: {sizes!r}, of shape {found['shape']!r}"[:120]
-    if "used" in found and any(part > whole for part, whole in zip(found["used"], found["shape"], strict=True)):
-        return f"used: {found['used']!r}, more than shape {found['shape']!r}"
-    if not isinstance(found.get("dtype"), str):
-        return f"dtype: {found.get('dtype')!r}"
+        if len(cast("list[object]", sizes)) != len(fields["shape"]):
+            return f"{key}: {sizes!r}, of shape {fields['shape']!r}"[:120]
+    if "used" in fields and any(part > whole for part, whole in zip(fields["used"], fields["shape"], strict=True)):
+        return f"used: {fields['used']!r}, more than shape {fields['shape']!r}"
+    if not isinstance(fields.get("dtype"), str):
+        return f"dtype: {fields.get('dtype')!r}"
     if not digests:
         return None
     try:
-        ArrayDigests.of(found["shape"], found["chunk"], digests_there)
+        ArrayDigests.of(fields["shape"], fields["chunk"], stored_digests)
     except (KeyError, TypeError, ValueError) as error:
         return f"digests: {error}"[:120]
     return None

@@ -1,23 +1,31 @@
 """Arrays to Orbax's files: the only module that knows Orbax.
 
 Every process writes the shards it holds, each shard once (of copies, one), as Zarr 3 in one OCDBT store. A leaf's path
-is its name in the store. What is read back is read chunk by chunk, by `source`.
+is its name in the store. `source` reads the chunks back.
+
+TensorStore writes with as many threads as there are cores. Where the training step runs on the same cores, every step
+during a save would be longer by what the save takes. So these threads run at a lower priority (`lower_priority`; Linux
+only): they get all of an idle core, and a tenth of a busy one. The priority of Python's threads is not changed, because
+a thread that waits for the interpreter's lock would wait for a thread of low priority.
 """
 
+import contextlib
 import logging
 import math
+import os
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from levanter.checkpoint.checksums import ArrayDigests, Number, chunks_of, digest_of
-from levanter.checkpoint.priority import giving_way
+from levanter.checkpoint.checksums import ArrayDigests, Number, array_digest, box_chunks
 from levanter.checkpoint.refs import absolute
-from levanter.checkpoint.staging import Staging
+from levanter.checkpoint.staging import StagingBuffers
 
 # Orbax logs through the first; the second logs what its event loops leave behind.
 _LOGGERS = ("absl", "asyncio")
@@ -33,15 +41,15 @@ class ArrayWriter:
     """
 
     def __init__(self, *, timeout_seconds: float, chunk_bytes: int):
-        self._chunk_bytes, self._staging = chunk_bytes, Staging()
+        self._chunk_bytes, self._staging = chunk_bytes, StagingBuffers()
         for name in _LOGGERS:
-            logging.getLogger(name).addFilter(_told_by_us)
+            logging.getLogger(name).addFilter(_drop_reported)
         self._failed, self._hook = False, sys.unraisablehook
         self._chunks: dict[str, tuple[int, ...]] = {}
         self._digests: dict[str, dict[Number, str]] = {}
-        self._brought: list[tuple[str, tuple[slice, ...], np.ndarray]] = []
-        sys.unraisablehook = _Quiet(self._hook)
-        _without_counters()
+        self._on_host: list[tuple[str, tuple[slice, ...], np.ndarray]] = []
+        sys.unraisablehook = _UnraisableFilter(self._hook)
+        _disable_counters()
         self._orbax = ocp.AsyncCheckpointer(
             # Weights of floats shrink by a tenth under Orbax's compression, which takes four times the processor time.
             ocp.PyTreeCheckpointHandler(
@@ -61,10 +69,10 @@ class ArrayWriter:
         how = {name: _pieces(array, self._chunk_bytes) for name, array in arrays.items()}
         self._chunks = {name: _chunk(array, how[name]) for name, array in arrays.items()}
         self._failed = True
-        copies, self._digests = self._staging.digested(arrays, self._chunks)
+        copies, self._digests = self._staging.copy_and_digest(arrays, self._chunks)
         self._orbax.save(absolute(path), args=ocp.args.PyTreeSave(copies, save_args=how))
-        # Orbax has brought these to the host, and the arrays keep what was brought: nothing is copied twice.
-        self._brought = [
+        # Orbax has copied these to the host, and the arrays cache those copies: nothing is copied twice.
+        self._on_host = [
             (name, shard.index, np.asarray(shard.data))
             for name, array in arrays.items()
             if name not in self._digests
@@ -80,12 +88,12 @@ class ArrayWriter:
         Returns:
             The digests of the chunks that this process wrote.
         """
-        with giving_way():
-            for name, index, held in self._brought:
-                box = tuple((s.start or 0, (s.start or 0) + n) for s, n in zip(index, held.shape, strict=True))
-                own = self._digests.setdefault(name, {})
-                own |= {n: digest_of(held[..., *inside]) for n, inside in chunks_of(box, self._chunks[name])}
-            self._brought = []
+        with lower_priority():
+            for name, index, values in self._on_host:
+                box = tuple((s.start or 0, (s.start or 0) + n) for s, n in zip(index, values.shape, strict=True))
+                digests = self._digests.setdefault(name, {})
+                digests |= {n: array_digest(values[..., *inside]) for n, inside in box_chunks(box, self._chunks[name])}
+            self._on_host = []
             self._orbax.wait_until_finished()
         self._failed = False
         return {
@@ -100,9 +108,9 @@ class ArrayWriter:
         finally:
             self._staging.close()
             for name in _LOGGERS:
-                logging.getLogger(name).removeFilter(_told_by_us)
+                logging.getLogger(name).removeFilter(_drop_reported)
             # Behind a save that failed, echoes come until the process ends.
-            if not self._failed and isinstance(sys.unraisablehook, _Quiet):
+            if not self._failed and isinstance(sys.unraisablehook, _UnraisableFilter):
                 sys.unraisablehook = self._hook
 
 
@@ -116,7 +124,7 @@ def _whole_shards() -> "ocp.type_handlers.TypeHandlerRegistry":
     return ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
 
 
-def _without_counters() -> None:
+def _disable_counters() -> None:
     """Keeps Orbax from asking for TensorStore's counters around each save, for telemetry that nobody here reads.
 
     TensorStore converts them to Python objects that are never freed (0.1.75 to 0.1.86): 16 KiB a save, which is not
@@ -132,7 +140,7 @@ def _no_bytes(*_: object, **__: object) -> int:
     return 0
 
 
-class _Quiet:
+class _UnraisableFilter:
     """A `sys.unraisablehook` that leaves out the echoes of a failed save.
 
     When one write fails, Orbax closes the event loop it waited in; the other writes, still under way, then find it
@@ -142,11 +150,11 @@ class _Quiet:
     def __init__(self, before: "Callable[[sys.UnraisableHookArgs], object]"):
         self._before = before
 
-    def __call__(self, found: "sys.UnraisableHookArgs", /) -> None:
-        names = {frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(found.exc_traceback)}
-        echo = isinstance(found.exc_value, RuntimeError) and str(found.exc_value) == "Event loop is closed"
+    def __call__(self, unraisable: "sys.UnraisableHookArgs", /) -> None:
+        names = {frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(unraisable.exc_traceback)}
+        echo = isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed"
         if not (echo and names <= {"asyncio.base_events"}):
-            self._before(found)
+            self._before(unraisable)
 
 
 def _pieces(array: jax.Array, chunk_bytes: int) -> ocp.SaveArgs:
@@ -170,11 +178,11 @@ def _chunk(array: jax.Array, how: ocp.SaveArgs) -> tuple[int, ...]:
     from orbax.checkpoint._src.arrays.subchunking import choose_chunk_shape
 
     part = array.sharding.shard_shape(array.shape)
-    found = choose_chunk_shape(array.shape, part, array.dtype, how.chunk_byte_size, shard_axes=how.shard_axes)
-    return tuple(found)
+    chunk = choose_chunk_shape(array.shape, part, array.dtype, how.chunk_byte_size, shard_axes=how.shard_axes)
+    return tuple(chunk)
 
 
-def _told_by_us(record: logging.LogRecord) -> bool:
+def _drop_reported(record: logging.LogRecord) -> bool:
     """Leaves out tracebacks that are logged, thread by thread, for a failure Orbax then raises: we raise it by name."""
     error = record.exc_info[1] if record.exc_info else None
     return not (record.levelno >= logging.ERROR and error is not None and _passed_through_orbax(error))
@@ -186,3 +194,48 @@ def _passed_through_orbax(error: BaseException) -> bool:
     return any(f.f_globals.get("__name__", "").startswith("orbax.") for f, _ in frames) or (
         before is not None and _passed_through_orbax(before)
     )
+
+
+NICE_INCREMENT = 10
+"""The nice increment: the kernel then gives a thread a ninth of its former weight."""
+_WORKERS = "ts_pool_worker"
+_TASKS = Path("/proc/self/task")
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.25
+
+
+@contextlib.contextmanager
+def lower_priority(*, by: int = NICE_INCREMENT) -> Iterator[None]:
+    """Keeps TensorStore's threads at a lower priority while the block runs, those that begin in it included.
+
+    Behind it they have their priority back where the process may raise it (root, or a limit on `nice`); where not, the
+    few that live on read the next batches at the lower one.
+    """
+    if by <= 0 or sys.platform != "linux" or not _TASKS.is_dir():
+        yield
+        return
+    usual = os.getpriority(os.PRIO_PROCESS, 0)
+    ended = threading.Event()
+
+    def keep() -> None:
+        pause = _FIRST_PAUSE
+        while not ended.wait(pause):
+            _set(usual + by)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    _set(usual + by)
+    thread = threading.Thread(target=keep, name="checkpoint priority", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        _set(usual)
+
+
+def _set(priority: int) -> None:
+    """Gives TensorStore's threads this priority. Threads come and go meanwhile."""
+    for task in _TASKS.iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            if (task / "comm").read_text().strip() == _WORKERS:
+                os.setpriority(os.PRIO_PROCESS, int(task.name), min(priority, 19))

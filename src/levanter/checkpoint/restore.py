@@ -1,12 +1,20 @@
-"""`restore`: a checkpoint's arrays onto the devices that are there now."""
+"""`restore`: a checkpoint's arrays onto devices, each process reading the ranges that its own devices need."""
 
-from collections.abc import Mapping
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
+import numpy as np
 
-from levanter.checkpoint.array_reads import read_arrays
+from haliax_ext.host_reader import aligned_empty
+from haliax_ext.meshspec import Device
+from levanter.checkpoint.checksums import Box
 from levanter.checkpoint.refs import CheckpointRef
 from levanter.checkpoint.restore_specs import RestoreTarget, Unexpected, check_targets
+from levanter.checkpoint.source import CheckpointSource
+from levanter.checkpoint.staging import index_box
 
 
 def restore(
@@ -30,3 +38,65 @@ def restore(
     """
     check_targets(ref, targets, unexpected=unexpected)
     return read_arrays(ref, targets)
+
+
+_Task = tuple[str, list[Device], Future[np.ndarray]]
+
+
+def read_arrays(ref: CheckpointRef, targets: Mapping[str, RestoreTarget]) -> dict[str, jax.Array]:
+    """Reads leaves of a checkpoint, each into its target's sharding; shapes and dtypes must have been compared.
+
+    Every chunk is compared with its digest. What several devices hold alike is read once; host memory holds what is on
+    its way, and no more.
+
+    Raises:
+        UnreadableCheckpointError: files of the checkpoint are missing or damaged.
+    """
+    source = CheckpointSource(ref)
+    workers = min(16, max(2, os.cpu_count() or 2))
+    shards: dict[str, list[jax.Array]] = {path: [] for path in targets}
+    under_way: deque[_Task] = deque()
+
+    def place() -> None:
+        path, devices, block = under_way.popleft()
+        placed = [jax.device_put(block.result(), device) for device in devices]
+        shards[path] += jax.block_until_ready(placed)
+
+    with ThreadPoolExecutor(workers, thread_name_prefix="checkpoint reader") as pool:
+        try:
+            for path, target in targets.items():
+                for box, devices in _boxes(target):
+                    if len(under_way) == 2 * workers:
+                        place()
+                    under_way.append((path, devices, pool.submit(_block, source, ref, path, target, box)))
+            while under_way:
+                place()
+        finally:
+            for _, _, block in under_way:
+                block.cancel()
+    return {
+        path: jax.make_array_from_single_device_arrays(target.shape, target.sharding, shards[path])
+        for path, target in targets.items()
+    }
+
+
+def _boxes(target: RestoreTarget) -> Iterator[tuple[Box, list[Device]]]:
+    """The distinct parts of an array on this process's devices, each with the devices that hold it."""
+    holders: dict[Box, list[Device]] = {}
+    for device, index in target.sharding.addressable_devices_indices_map(target.shape).items():
+        assert index is not None
+        holders.setdefault(index_box(index, target.shape), []).append(device)
+    yield from holders.items()
+
+
+def _block(source: CheckpointSource, ref: CheckpointRef, path: str, target: RestoreTarget, box: Box) -> np.ndarray:
+    """A part of an array; padding that was not saved is zero."""
+    saved = ref.leaves[path].shape
+    block = aligned_empty(tuple(stop - start for start, stop in box), np.dtype(target.dtype))
+    index = tuple(slice(start, min(stop, size)) for (start, stop), size in zip(box, saved, strict=True))
+    inside = tuple(slice(0, max(s.stop - s.start, 0)) for s in index)
+    if any(s.stop < n for s, n in zip(inside, block.shape, strict=True)):
+        block[...] = np.zeros((), block.dtype)
+    if all(s.stop > 0 for s in inside):
+        source.read(path, index, block[..., *inside])
+    return block

@@ -49,15 +49,15 @@ def planned_targets(
         mesh: the devices.
         true_sizes: of axes that are rounded up in the plan's leaves.
     """
-    used = used_shapes((each.leaf for each in plan.leaves), true_sizes or {})
+    used = used_shapes((target.leaf for target in plan.leaves), true_sizes or {})
     return {
-        each.leaf.path: RestoreTarget(
-            shape=each.leaf.shape,
-            dtype=each.leaf.dtype,
-            sharding=plan.sharding(each.leaf.path, mesh),
-            used=used.get(each.leaf.path),
+        target.leaf.path: RestoreTarget(
+            shape=target.leaf.shape,
+            dtype=target.leaf.dtype,
+            sharding=plan.sharding(target.leaf.path, mesh),
+            used=used.get(target.leaf.path),
         )
-        for each in plan.leaves
+        for target in plan.leaves
     }
 
 
@@ -83,7 +83,7 @@ def check_targets(
     Raises:
         CheckpointMismatchError: lists every leaf that is missing, unexpected, or of another shape or dtype.
     """
-    wanted = {path: saved_leaf(each.shape, each.dtype, used=each.used) for path, each in targets.items()}
+    wanted = {path: saved_leaf(target.shape, target.dtype, used=target.used) for path, target in targets.items()}
     check_leaves(ref, wanted, unexpected=unexpected)
 
 
@@ -106,12 +106,13 @@ def check_leaves(
         CheckpointMismatchError: lists every leaf that is missing, unexpected, or of another shape or dtype.
     """
     saved = {path: leaf for path, leaf in ref.leaves.items() if path.startswith(within)}
-    found = list(_differences(saved, wanted, unexpected))
-    if found:
+    differences = list(_differences(saved, wanted, unexpected))
+    if differences:
         same = sum(path in wanted and _agree(leaf, wanted[path]) for path, leaf in saved.items())
         raise CheckpointMismatchError(
-            f"{ref.path}: this checkpoint does not match what is to be restored: {len(found)} difference"
-            f"{'s' if len(found) > 1 else ''}, {same} of {len(saved)} leaves agree:\n  " + "\n  ".join(found)
+            f"{ref.path}: this checkpoint does not match what is to be restored: {len(differences)} difference"
+            f"{'s' if len(differences) > 1 else ''}, {same} of {len(saved)} leaves agree:\n  "
+            + "\n  ".join(differences)
         )
 
 

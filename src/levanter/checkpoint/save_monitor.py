@@ -94,8 +94,8 @@ class SaveWatch:
         return end
 
     def _pause(self, began: float, stacks_due: float | None) -> float:
-        left = self.interval if stacks_due is None else stacks_due - (time.monotonic() - began)
-        return max(0.0, min(self.interval, left))
+        remaining = self.interval if stacks_due is None else stacks_due - (time.monotonic() - began)
+        return max(0.0, min(self.interval, remaining))
 
     def _say(self, message: str, *values: object) -> None:
         log.info(message, *values)

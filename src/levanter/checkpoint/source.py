@@ -16,8 +16,8 @@ from haliax_ext.abstract import Leaf
 from haliax_ext.leaf_layout import intersect, to_slices
 from haliax_ext.rules import WeightRule, WeightRules
 from haliax_ext.sources import ByteRange, Index, TensorInfo
-from levanter.checkpoint.checksums import ArrayDigests, Box, Number, chunks_in, digest_of
-from levanter.checkpoint.discovery import unreadable
+from levanter.checkpoint.checksums import ArrayDigests, Box, Number, array_digest, chunks_in
+from levanter.checkpoint.discovery import unreadable_error
 from levanter.checkpoint.errors import UnreadableCheckpointError
 from levanter.checkpoint.refs import CheckpointRef, SavedLeaf, absolute
 from levanter.io.paths import is_remote
@@ -45,7 +45,7 @@ class CheckpointSource:
         self._lock = threading.Lock()
         self._open: dict[str, "tensorstore.TensorStore"] = {}
         self._chunks: dict[tuple[str, Number], np.ndarray] = {}
-        self._said = False
+        self._is_logged = False
         self._context: "tensorstore.Context | None" = None
         self._tensors = {
             path.removeprefix(prefix): TensorInfo(
@@ -77,7 +77,7 @@ class CheckpointSource:
         if out is None:
             out = np.empty([part.stop - part.start for part in index], _dtype(leaf.dtype))
         if digests is None:
-            self._say_unverified()
+            self._log_unverified()
         try:
             if digests is None:
                 out[...] = self._stored(name)[index].read().result()
@@ -96,16 +96,18 @@ class CheckpointSource:
             group = touched[begin : begin + _AHEAD]
             stored = self._stored(name)
             coming = {
-                number: stored[to_slices(own)].read() for number, own in group if (name, number) not in self._chunks
+                number: stored[to_slices(chunk_box)].read()
+                for number, chunk_box in group
+                if (name, number) not in self._chunks
             }
-            for number, own in group:
+            for number, chunk_box in group:
                 values = self._verified(name, number, coming.get(number), digests)
-                common = intersect(own, box)
+                common = intersect(chunk_box, box)
                 assert common is not None
-                inside = tuple((a - start, b - start) for (a, b), (start, _) in zip(common, own, strict=True))
+                inside = tuple((a - start, b - start) for (a, b), (start, _) in zip(common, chunk_box, strict=True))
                 landing = tuple((a - start, b - start) for (a, b), (start, _) in zip(common, box, strict=True))
                 out[..., *to_slices(landing)] = values[..., *to_slices(inside)]
-                if common != own and coming.get(number) is not None:
+                if common != chunk_box and coming.get(number) is not None:
                     self._keep(name, number, values)
 
     def _verified(
@@ -117,25 +119,25 @@ class CheckpointSource:
                 kept = self._chunks.get((name, number))
             if kept is not None:
                 return kept
-            own = tuple((n * part, (n + 1) * part) for n, part in zip(number, digests.chunk, strict=True))
+            chunk_box = tuple((n * part, (n + 1) * part) for n, part in zip(number, digests.chunk, strict=True))
             shape = self._ref.leaves[f"{self._prefix}{name}"].shape
-            clipped = tuple((a, min(b, size)) for (a, b), size in zip(own, shape, strict=True))
+            clipped = tuple((a, min(b, size)) for (a, b), size in zip(chunk_box, shape, strict=True))
             coming = self._stored(name)[to_slices(clipped)].read()
         values = np.asarray(coming.result())
-        if digest_of(values) != digests.by_number[number]:
+        if array_digest(values) != digests.by_number[number]:
             raise self._unreadable(name, f"chunk {list(number)} is damaged: it is not what was saved (digests differ)")
         return values
 
     def _keep(self, name: str, number: Number, values: np.ndarray) -> None:
         with self._lock:
             self._chunks[name, number] = values
-            while sum(each.nbytes for each in self._chunks.values()) > self._cache_bytes:
+            while sum(chunk.nbytes for chunk in self._chunks.values()) > self._cache_bytes:
                 self._chunks.pop(next(iter(self._chunks)))
 
-    def _say_unverified(self) -> None:
+    def _log_unverified(self) -> None:
         with self._lock:
-            said, self._said = self._said, True
-        if not said:
+            is_logged, self._is_logged = self._is_logged, True
+        if not is_logged:
             log.warning(
                 "%s: unverified: it was saved without digests, so damage to its arrays would go unseen", self._ref
             )
@@ -160,16 +162,18 @@ class CheckpointSource:
                 }
                 opened = tensorstore.open(spec, open=True, read=True, context=self._context).result()
                 saved = self._ref.leaves[f"{self._prefix}{name}"]
-                found = SavedLeaf(shape=tuple(opened.shape), dtype=opened.dtype.name)
-                if (found.shape, found.dtype) != (saved.shape, saved.dtype):
-                    raise ValueError(f"the files have {found}, but metadata.json says {saved}")
+                store = SavedLeaf(shape=tuple(opened.shape), dtype=opened.dtype.name)
+                if (store.shape, store.dtype) != (saved.shape, saved.dtype):
+                    raise ValueError(f"the files have {store}, but metadata.json says {saved}")
                 self._open[name] = opened
             return self._open[name]
 
     def _unreadable(self, name: str, why: str) -> UnreadableCheckpointError:
         # TensorStore repeats where all of it is.
         why = why.replace(f"{absolute(self._ref.arrays_path)}/", "")
-        return unreadable(self._ref.path, self._ref.arrays, f"{self._prefix}{name} cannot be read: {first_lines(why)}")
+        return unreadable_error(
+            self._ref.path, self._ref.arrays, f"{self._prefix}{name} cannot be read: {first_lines(why)}"
+        )
 
 
 def first_lines(text: str) -> str:

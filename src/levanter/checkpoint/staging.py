@@ -15,27 +15,27 @@ import jax
 import numpy as np
 
 from haliax_ext.host_reader import aligned_empty
-from levanter.checkpoint.checksums import Box, Number, chunks_of, copied
+from levanter.checkpoint.checksums import Box, Number, box_chunks, copy_with_digest
 
 
-class Staging:
+class StagingBuffers:
     """Memory for the copies of one set of arrays at a time."""
 
     def __init__(self):
         self._blocks: dict[tuple[str, Box], np.ndarray] = {}
         self._pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="checkpoint copy")
 
-    def copied(self, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    def copy(self, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """The same arrays, those on CPU devices as copies; the copies of the call before are overwritten.
 
         Parts that several devices hold are copied once. Nothing is left under way when it returns.
         """
-        return self.digested(arrays, {})[0]
+        return self.copy_and_digest(arrays, {})[0]
 
-    def digested(
+    def copy_and_digest(
         self, arrays: Mapping[str, jax.Array], chunks: Mapping[str, tuple[int, ...]]
     ) -> tuple[dict[str, jax.Array], dict[str, dict[Number, str]]]:
-        """What `copied` returns, and the digests of those chunks of the copies that this process is to write.
+        """What `copy` returns, and the digests of those chunks of the copies that this process is to write.
 
         Args:
             arrays: by name.
@@ -47,9 +47,11 @@ class Staging:
         for name in here:
             array = arrays[name]
             # Of copies that several processes hold, the first is written.
-            written = {box_of(each.index, array.shape) for each in array.addressable_shards if each.replica_id == 0}
+            written = {
+                index_box(owner.index, array.shape) for owner in array.addressable_shards if owner.replica_id == 0
+            }
             for shard in array.addressable_shards:
-                key = (name, box_of(shard.index, array.shape))
+                key = (name, index_box(shard.index, array.shape))
                 if key not in used:
                     block = self._blocks.get(key)
                     if block is None or block.shape != shard.data.shape or block.dtype != array.dtype:
@@ -58,11 +60,11 @@ class Staging:
                     chunk = chunks.get(name) if key[1] in written else None
                     copies.append((name, self._pool.submit(_copy, shard.data, block, key[1], chunk)))
         digests: dict[str, dict[Number, str]] = {name: {} for name in here}
-        for name, each in copies:
-            digests[name] |= each.result()
+        for name, future in copies:
+            digests[name] |= future.result()
         self._blocks = used
-        found = {name: _from_blocks(name, array, used) if name in here else array for name, array in arrays.items()}
-        return found, digests
+        staged = {name: _from_blocks(name, array, used) if name in here else array for name, array in arrays.items()}
+        return staged, digests
 
     def close(self) -> None:
         """Frees memory and threads."""
@@ -74,23 +76,25 @@ def _on_cpus(array: jax.Array) -> bool:
     return all(device.platform == "cpu" for device in array.sharding.addressable_devices)
 
 
-def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
+def index_box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
     """An index into an array as a box of it."""
-    return tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
 def _copy(part: jax.Array, block: np.ndarray, box: Box, chunk: tuple[int, ...] | None) -> dict[Number, str]:
-    held = np.asarray(part)
+    values = np.asarray(part)
     if chunk is None:
-        np.copyto(block, held)
+        np.copyto(block, values)
         return {}
-    return {number: copied(held[..., *inside], block[..., *inside]) for number, inside in chunks_of(box, chunk)}
+    return {
+        number: copy_with_digest(values[..., *inside], block[..., *inside]) for number, inside in box_chunks(box, chunk)
+    }
 
 
 def _from_blocks(name: str, array: jax.Array, blocks: Mapping[tuple[str, Box], np.ndarray]) -> jax.Array:
     """An array of the same sharding whose memory is the blocks', which CPU devices adopt."""
-    parts = [
-        jax.device_put(blocks[name, box_of(shard.index, array.shape)], shard.device)
+    shards = [
+        jax.device_put(blocks[name, index_box(shard.index, array.shape)], shard.device)
         for shard in array.addressable_shards
     ]
-    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)

@@ -129,22 +129,22 @@ def require_same_values(name: str, values: Mapping[str, str], *, advice: str) ->
     require_same(name, mine or f"{len(values)} values", advice=advice)
 
 
-def agreed_stop(told: Callable[[], bool]) -> Callable[[], bool]:
+def agreed_stop(should_stop: Callable[[], bool]) -> Callable[[], bool]:
     """Whether the run is to stop, asked by all processes after every step: the same answer on all of them.
 
     One process that was told to stop is enough; all stop behind the same step.
 
     Args:
-        told: whether this process was told.
+        should_stop: whether this process was told.
     """
     peers = _current.peers
     if peers is None:
-        return told
+        return should_stop
 
     def stop() -> bool:
-        if told():
-            peers.ask_stop()
-        return peers.follow("stop", lambda: str(int(peers.stop_asked or told()))) == "1"
+        if should_stop():
+            peers.request_stop()
+        return peers.follow("stop", lambda: str(int(peers.is_stopping or should_stop()))) == "1"
 
     return stop
 

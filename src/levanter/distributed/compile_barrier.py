@@ -1,8 +1,12 @@
 """Programs of a run of several processes: compiled by each, then run by all at once.
 
 The first call of a jitted function compiles. Processes do that at their own pace, and one that is done waits for the
-others inside the program's first collective, for as long as the transport has patience (on CPUs, half a minute). With
-`jit_together` a process compiles, meets the others in a barrier, and runs when all of them can.
+others inside the program's first collective until the transport times out (on CPUs, after half a minute). With
+`jit_together` a process compiles, compares the executable's memory with the device's, waits for the others in a
+barrier, and runs when all of them can.
+
+The memory is compared because a CPU's allocator does not refuse: where a Program needs more than the machine has, the
+kernel kills the process without a message.
 """
 
 import functools
@@ -15,15 +19,17 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from haliax_ext.errors import gib
 from haliax_ext.program import Program
 from haliax_ext.pytree import PyTree
 from levanter.distributed.barrier import barrier
-from levanter.distributed.memory_check import require_room_for
+from levanter.hardware.memory import host_memory
 from levanter.io.progress import duration
+from levanter.runplan import DoesNotFitError
 
 logger = logging.getLogger(__name__)
 
-SAID_AFTER = 2.0
+LOG_AFTER_SECONDS = 2.0
 """Seconds after which a compilation is logged."""
 
 
@@ -39,9 +45,9 @@ def jit_together(program: Program, mesh: Mesh) -> Callable[..., Any]:
 
     def call(*values: PyTree) -> PyTree:
         if not program.is_prepared(mesh):
-            with _said(program.name):
+            with _log_compilation(program.name):
                 program.prepare(mesh, *values)
-            require_room_for(program, mesh)
+            check_memory(program, mesh)
             barrier(f"the first {program.name}")
         return run(*values)
 
@@ -49,10 +55,10 @@ def jit_together(program: Program, mesh: Mesh) -> Callable[..., Any]:
 
 
 @contextmanager
-def _said(name: str) -> Iterator[None]:
+def _log_compilation(name: str) -> Iterator[None]:
     """Says what is compiled where that takes a while, and in the end how long it took."""
     began = time.monotonic()
-    timer = threading.Timer(SAID_AFTER, logger.info, ("compiling %s", name))
+    timer = threading.Timer(LOG_AFTER_SECONDS, logger.info, ("compiling %s", name))
     timer.daemon = True
     timer.start()
     try:
@@ -60,5 +66,35 @@ def _said(name: str) -> Iterator[None]:
     finally:
         timer.cancel()
     seconds = time.monotonic() - began
-    if seconds > SAID_AFTER:
+    if seconds > LOG_AFTER_SECONDS:
         logger.info("compiled %s in %s", name, duration(seconds))
+
+
+def check_memory(program: Program, mesh: Mesh) -> None:
+    """Looks whether a Program that was prepared for a mesh fits on its devices.
+
+    Raises:
+        DoesNotFitError: it takes more than a device has.
+    """
+    needed, limit = program.memory(mesh), device_memory(mesh)
+    if needed is None or limit is None or needed.total <= limit:
+        return
+    breakdown = f"{gib(needed.argument)} of inputs, {gib(needed.temp)} for what it makes on the way"
+    raise DoesNotFitError(
+        f"{program.name} does not fit: it takes {gib(needed.total)} of a device's {gib(limit)}: {breakdown}, "
+        f"{gib(needed.output)} of results\n"
+        "fewer rows at once, a shorter row, or more devices need less; `levanter plan` says how much before"
+    )
+
+
+def device_memory(mesh: Mesh) -> int | None:
+    """Bytes of a device: its own, or its share of the machine's; None where nobody needs to look."""
+    if mesh.devices.flat[0].platform == "tpu":
+        return None  # its compiler refuses by itself
+    mine = [device for device in mesh.devices.flat if device.process_index == device.client.process_index()]
+    if not mine:
+        return None
+    if mine[0].platform == "cpu":
+        memory = host_memory()
+        return None if memory is None else memory // len(mine)
+    return (mine[0].memory_stats() or {}).get("bytes_limit")

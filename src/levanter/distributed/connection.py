@@ -21,7 +21,7 @@ SEND_SECONDS = 10
 Message = Mapping[str, Any]
 
 
-class Wire:
+class Connection:
     """One connection; any thread may send, one thread receives.
 
     Args:
@@ -75,7 +75,7 @@ class Wire:
 
 def _read(line: bytes) -> Message | None:
     try:
-        found = json.loads(line)
+        message = json.loads(line)
     except ValueError:
         return None
-    return found if isinstance(found, dict) and isinstance(found.get("kind"), str) else None
+    return message if isinstance(message, dict) and isinstance(message.get("kind"), str) else None

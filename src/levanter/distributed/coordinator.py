@@ -15,11 +15,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from levanter.distributed.connection import Message, Wire
+from levanter.distributed.connection import Connection, Message
 
 logger = logging.getLogger(__name__)
 
-TELL_SECONDS = 10.0
+PROGRESS_SECONDS = 10.0
 """How often processes that have joined are told who else has."""
 
 
@@ -40,7 +40,7 @@ class ConnectedMember:
     process: int
     host: str
     pid: int
-    wire: Wire
+    wire: Connection
     where: str = "at the start"
     since: float = field(default_factory=time.monotonic)
     ended: bool = False
@@ -50,7 +50,7 @@ class ConnectedMember:
         """What messages tell other processes of this one."""
         return {"process": self.process, "host": self.host, "pid": self.pid}
 
-    def told(self) -> str:
+    def last_seen(self) -> str:
         """Where it was last seen."""
         return f"{self.where} ({time.monotonic() - self.since:.0f} s ago)"
 
@@ -60,13 +60,13 @@ class _Barrier:
     here: dict[int, str] = field(default_factory=dict)
 
 
-class RollCallError(ConnectionError):
+class RendezvousError(ConnectionError):
     """The processes of a run did not come together."""
 
     exit_code = 5
 
 
-class Hub:
+class Coordinator:
     """See the module; it runs in threads of process 0 until the process ends.
 
     Args:
@@ -91,7 +91,7 @@ class Hub:
         self._versions = dict(versions)
         self._roll_seconds = roll_seconds
         self._heartbeat = heartbeat_seconds
-        self._guests: dict[int, ConnectedMember] = {}
+        self._members: dict[int, ConnectedMember] = {}
         self._barriers: dict[str, _Barrier] = {}
         self._open = False
         self._refused: str | None = None
@@ -100,8 +100,8 @@ class Hub:
 
     def start(self) -> socket.socket:
         """Starts the threads; the end of a connection for process 0 itself."""
-        mine, own = socket.socketpair()
-        _thread(self._receive, Wire(own), name="hub-receive")
+        mine, remote = socket.socketpair()
+        _thread(self._receive, Connection(remote), name="hub-receive")
         _thread(self._accept, name="hub-accept")
         _thread(self._roll, name="hub-roll")
         return mine
@@ -113,25 +113,25 @@ class Hub:
             except OSError:
                 return
             _keep_alive(connection)
-            _thread(self._receive, Wire(connection), name="hub-receive")
+            _thread(self._receive, Connection(connection), name="hub-receive")
 
     def _roll(self) -> None:
         """Waits until everybody is here, and tells those who are."""
-        began, told = time.monotonic(), 0.0
+        began, reported_at = time.monotonic(), 0.0
         deadline = began + self._roll_seconds
         with self._changed:
-            while len(self._guests) < self._processes and self._refused is None:
+            while len(self._members) < self._processes and self._refused is None:
                 now = time.monotonic()
                 if now >= deadline:
-                    missing = shown(set(range(self._processes)) - self._guests.keys())
+                    missing = format_processes(set(range(self._processes)) - self._members.keys())
                     self._refuse(
-                        f"{len(self._guests)} of {self._processes} processes joined within "
+                        f"{len(self._members)} of {self._processes} processes joined within "
                         f"{self._roll_seconds:.0f} s; missing: {missing}; joined: {self._names()}"
                     )
                     break
-                if now - told >= TELL_SECONDS:
-                    told = now
-                    self._tell("present", processes=sorted(self._guests), seconds=round(now - began))
+                if now - reported_at >= PROGRESS_SECONDS:
+                    reported_at = now
+                    self._tell("present", processes=sorted(self._members), seconds=round(now - began))
                 self._changed.wait(min(1.0, deadline - now))
             if self._refused is None:
                 self._open = True
@@ -141,12 +141,12 @@ class Hub:
         self._listener.close()
         if self._open:
             with self._lock:
-                roster = [self._guests[n].facts for n in sorted(self._guests)]
+                roster = [self._members[n].facts for n in sorted(self._members)]
                 self._tell("go", roster=roster)
             self._beat()
 
     def _names(self) -> str:
-        return ", ".join(f"{n} ({self._guests[n].host})" for n in sorted(self._guests))
+        return ", ".join(f"{n} ({self._members[n].host})" for n in sorted(self._members))
 
     def _refuse(self, why: str) -> None:
         self._refused = why
@@ -154,102 +154,102 @@ class Hub:
         self._changed.notify_all()
 
     def _tell(self, kind: str, **fields: object) -> None:
-        for guest in list(self._guests.values()):
-            if not guest.ended:
-                guest.wire.send(kind, **fields)
+        for member in list(self._members.values()):
+            if not member.ended:
+                member.wire.send(kind, **fields)
 
-    def _receive(self, wire: Wire) -> None:
-        guest: ConnectedMember | None = None
+    def _receive(self, wire: Connection) -> None:
+        member: ConnectedMember | None = None
         for message in wire.messages():
-            if guest is None:
-                guest = self._welcome(message, wire)
-                if guest is None:
+            if member is None:
+                member = self._welcome(message, wire)
+                if member is None:
                     break
             else:
-                self._heard(guest, message)
-        if guest is not None:
-            self._closed(guest)
+                self._heard(member, message)
+        if member is not None:
+            self._closed(member)
         else:
             # Somebody else's connection, or one that was refused: what it was told may still be on its way.
             time.sleep(0.5)
         wire.close()
 
-    def _welcome(self, message: Message, wire: Wire) -> ConnectedMember | None:
+    def _welcome(self, message: Message, wire: Connection) -> ConnectedMember | None:
         if message["kind"] != "hello":
             return None
         number, count = int(message["process"]), int(message["processes"])
-        guest = ConnectedMember(process=number, host=str(message["host"]), pid=int(message["pid"]), wire=wire)
+        member = ConnectedMember(process=number, host=str(message["host"]), pid=int(message["pid"]), wire=wire)
         with self._changed:
-            why = self._refused or self._why_not(guest, count, message["versions"])
+            why = self._refused or self._why_not(member, count, message["versions"])
             if why is not None:
                 wire.send("refused", why=why)
                 if self._refused is None:
                     self._refuse(why)
                 return None
-            self._guests[number] = guest
+            self._members[number] = member
             self._changed.notify_all()
-        return guest
+        return member
 
-    def _why_not(self, guest: ConnectedMember, count: int, versions: Mapping[str, str]) -> str | None:
+    def _why_not(self, member: ConnectedMember, count: int, versions: Mapping[str, str]) -> str | None:
         """Why a process does not belong to this run."""
-        number, there = guest.process, self._guests.get(guest.process)
+        number, registered = member.process, self._members.get(member.process)
         if count != self._processes:
-            return f"process {number} on {guest.host} expects {count} processes, process 0 expects {self._processes}"
+            return f"process {number} on {member.host} expects {count} processes, process 0 expects {self._processes}"
         if not 0 <= number < count:
-            return f"a process on {guest.host} has number {number}; numbers range from 0 to {count - 1}"
-        if there is not None:
+            return f"a process on {member.host} has number {number}; numbers range from 0 to {count - 1}"
+        if registered is not None:
             return (
-                f"two processes have number {number}: on {there.host} (pid {there.pid}) and "
-                f"on {guest.host} (pid {guest.pid})"
+                f"two processes have number {number}: on {registered.host} (pid {registered.pid}) and "
+                f"on {member.host} (pid {member.pid})"
             )
         if versions != self._versions:
-            return f"process {number} on {guest.host} has {_listed(versions)}, process 0 has {_listed(self._versions)}"
+            return f"process {number} on {member.host} has {_listed(versions)}, process 0 has {_listed(self._versions)}"
         return None
 
-    def _heard(self, guest: ConnectedMember, message: Message) -> None:
+    def _heard(self, member: ConnectedMember, message: Message) -> None:
         kind = message["kind"]
         with self._lock:
             if kind == "at":
-                self._arrived(guest, message["barrier"], message["value"])
+                self._arrived(member, message["barrier"], message["value"])
             elif kind == "who":
                 here = self._barriers.get(message["barrier"], _Barrier()).here
-                missing = [n for n in sorted(self._guests) if n not in here]
-                where = {n: self._guests[n].told() for n in missing}
-                guest.wire.send("missing", barrier=message["barrier"], processes=missing, where=where)
+                missing = [n for n in sorted(self._members) if n not in here]
+                where = {n: self._members[n].last_seen() for n in missing}
+                member.wire.send("missing", barrier=message["barrier"], processes=missing, where=where)
             elif kind == "decided":
                 self._tell("decided", question=message["question"], answer=message["answer"])
             elif kind == "stop":
-                self._tell("stop", process=guest.process)
+                self._tell("stop", process=member.process)
             elif kind == "bye":
-                guest.ended = True
+                member.ended = True
                 if message["code"] != 0:
-                    self._gone(guest, why=message["said"], code=message["code"])
+                    self._gone(member, why=message["reason"], code=message["code"])
 
-    def _arrived(self, guest: ConnectedMember, name: str, value: str) -> None:
+    def _arrived(self, member: ConnectedMember, name: str, value: str) -> None:
         barrier = self._barriers.setdefault(name, _Barrier())
-        barrier.here[guest.process] = value
-        guest.where, guest.since = f"in barrier {name!r}", time.monotonic()
+        barrier.here[member.process] = value
+        member.where, member.since = f"in barrier {name!r}", time.monotonic()
         if len(barrier.here) < self._processes:
             return
         del self._barriers[name]
         first = barrier.here[0]
         others = {n: value for n, value in sorted(barrier.here.items()) if value != first}
-        for each in self._guests.values():
-            each.where, each.since = f"after barrier {name!r}", time.monotonic()
+        for other in self._members.values():
+            other.where, other.since = f"after barrier {name!r}", time.monotonic()
         self._tell("open", barrier=name, first=first, others=others)
 
-    def _closed(self, guest: ConnectedMember) -> None:
+    def _closed(self, member: ConnectedMember) -> None:
         with self._changed:
             if not self._open:
                 # It may have been restarted and come again before the roll is complete.
-                self._guests.pop(guest.process, None)
+                self._members.pop(member.process, None)
                 self._changed.notify_all()
-            elif not guest.ended:
-                guest.ended = True
-                self._gone(guest, why="its connection closed without notice: it or its host was killed", code=None)
+            elif not member.ended:
+                member.ended = True
+                self._gone(member, why="its connection closed without notice: it or its host was killed", code=None)
 
-    def _gone(self, guest: ConnectedMember, *, why: str, code: int | None) -> None:
-        self._tell("gone", **guest.facts, why=why, code=code, where=guest.told())
+    def _gone(self, member: ConnectedMember, *, why: str, code: int | None) -> None:
+        self._tell("gone", **member.facts, why=why, code=code, where=member.last_seen())
 
     def _beat(self) -> None:
         """Says that process 0 is there, and notices who has been silent for too long."""
@@ -263,12 +263,12 @@ class Hub:
             last = now
             with self._lock:
                 self._tell("beat")
-                for guest in self._guests.values():
+                for member in self._members.values():
                     if stood_still:
-                        guest.wire.heard = now
-                    elif not guest.ended and now - guest.wire.heard > self._heartbeat:
-                        guest.ended = True
-                        self._gone(guest, why=f"no heartbeat for {self._heartbeat:.0f} s", code=None)
+                        member.wire.heard = now
+                    elif not member.ended and now - member.wire.heard > self._heartbeat:
+                        member.ended = True
+                        self._gone(member, why=f"no heartbeat for {self._heartbeat:.0f} s", code=None)
 
 
 def listen(port: int) -> socket.socket:
@@ -282,24 +282,24 @@ def listen(port: int) -> socket.socket:
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
         return socket.create_server(("", port), backlog=1024)
     except OSError as error:
-        raise RollCallError(
+        raise RendezvousError(
             f"process 0 cannot listen on port {port} of {socket.gethostname()}: {error.strerror or error}; "
             "another run may still be shutting down here, or another program is using the port"
         ) from error
 
 
-def shown(processes: set[int] | list[int]) -> str:
+def format_processes(processes: set[int] | list[int]) -> str:
     """Numbers, with ranges where they follow each other: `1, 4–7`."""
-    parts: list[str] = []
+    ranges: list[str] = []
     numbers = sorted(processes)
     at = 0
     while at < len(numbers):
         to = at
         while to + 1 < len(numbers) and numbers[to + 1] == numbers[to] + 1:
             to += 1
-        parts.append(str(numbers[at]) if at == to else f"{numbers[at]}{'–' if to > at + 1 else ', '}{numbers[to]}")
+        ranges.append(str(numbers[at]) if at == to else f"{numbers[at]}{'–' if to > at + 1 else ', '}{numbers[to]}")
         at = to + 1
-    return ", ".join(parts)
+    return ", ".join(ranges)
 
 
 def _listed(versions: Mapping[str, str]) -> str:

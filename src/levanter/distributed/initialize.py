@@ -17,7 +17,7 @@ from datetime import timedelta
 
 from levanter.config.validators import Count, PositiveDuration, PositiveInt, Ranged
 from levanter.distributed.peers import Peers, Timeouts
-from levanter.distributed.rendezvous import Place, call_roll
+from levanter.distributed.rendezvous import ProcessPlace, connect_peers
 
 COORDINATOR, PROCESSES, PROCESS = "LEVANTER_COORDINATOR", "LEVANTER_NUM_PROCESSES", "LEVANTER_PROCESS_ID"
 LOCAL_DEVICES = "LEVANTER_LOCAL_DEVICE_IDS"
@@ -82,19 +82,19 @@ class DistributedConfig(Ranged):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hints:
+class PlaceHints:
     """What is known of a process's place from one side; None for what that side does not say."""
 
-    found: str
+    source: str
     coordinator: str | None = None
     processes: int | None = None
     process: int | None = None
     local_devices: tuple[int, ...] | None = None
 
 
-def find_place(
-    config: DistributedConfig, environment: Mapping[str, str], pod: Callable[[], Hints | None] = lambda: None
-) -> Place | None:
+def find_process_place(
+    config: DistributedConfig, environment: Mapping[str, str], pod: Callable[[], PlaceHints | None] = lambda: None
+) -> ProcessPlace | None:
     """The place of this process; None where it is alone.
 
     Args:
@@ -107,20 +107,28 @@ def find_place(
     """
     if not config.initialize_jax_distributed:
         return None
-    given = config.local_device_ids
-    written = Hints(
-        found="trainer.distributed",
+    device_ids = config.local_device_ids
+    if isinstance(device_ids, int):
+        device_ids = [device_ids]
+    written = PlaceHints(
+        source="trainer.distributed",
         coordinator=config.coordinator_address,
         processes=config.num_processes,
         process=config.process_id,
-        local_devices=None if given is None else (given,) if isinstance(given, int) else tuple(given),
+        local_devices=None
+        if device_ids is None
+        else (device_ids,)
+        if isinstance(device_ids, int)
+        else tuple(device_ids),
     )
-    sides = [written]
+    sources = [written]
     if written.processes != 1 and None in (written.coordinator, written.processes, written.process):
-        sides += [each for each in (launched(environment) or on_slurm(environment) or pod(),) if each is not None]
-    coordinator = next((each.coordinator for each in sides if each.coordinator is not None), None)
-    processes = next((each.processes for each in sides if each.processes is not None), None)
-    process = next((each.process for each in sides if each.process is not None), None)
+        sources += [
+            hints for hints in (launcher_hints(environment) or slurm_hints(environment) or pod(),) if hints is not None
+        ]
+    coordinator = next((hints.coordinator for hints in sources if hints.coordinator is not None), None)
+    processes = next((hints.processes for hints in sources if hints.processes is not None), None)
+    process = next((hints.process for hints in sources if hints.process is not None), None)
     if processes == 1 or (coordinator is None and processes is None and process is None):
         return None
     if coordinator is None or processes is None or process is None:
@@ -136,41 +144,41 @@ def find_place(
         )
     if not 0 <= process < processes:
         raise PlaceError(f"process number {process} of {processes} processes: numbers go from 0 to {processes - 1}")
-    return Place(
+    return ProcessPlace(
         coordinator=coordinator,
         processes=processes,
         process=process,
-        local_devices=next((each.local_devices for each in sides if each.local_devices is not None), None),
-        found=sides[-1].found,
+        local_devices=next((hints.local_devices for hints in sources if hints.local_devices is not None), None),
+        source=sources[-1].source,
     )
 
 
-def launched(environment: Mapping[str, str]) -> Hints | None:
+def launcher_hints(environment: Mapping[str, str]) -> PlaceHints | None:
     """What our launchers set.
 
     Raises:
         PlaceError: a part of it, or not numbers.
     """
     names = (COORDINATOR, PROCESSES, PROCESS)
-    there = [name for name in names if environment.get(name)]
-    if not there:
+    present = [name for name in names if environment.get(name)]
+    if not present:
         return None
-    if len(there) < len(names):
-        absent = ", ".join(name for name in names if name not in there)
-        raise PlaceError(f"{', '.join(there)} is set, but {absent} is not; a launcher sets all three")
+    if len(present) < len(names):
+        absent = ", ".join(name for name in names if name not in present)
+        raise PlaceError(f"{', '.join(present)} is set, but {absent} is not; a launcher sets all three")
     if not _is_address(environment[COORDINATOR]):
         raise PlaceError(f"{COORDINATOR}: must be host:port, got {environment[COORDINATOR]!r}")
     devices = environment.get(LOCAL_DEVICES)
-    return Hints(
-        found="the environment",
+    return PlaceHints(
+        source="the environment",
         coordinator=environment[COORDINATOR],
         processes=_number(environment, PROCESSES),
         process=_number(environment, PROCESS),
-        local_devices=tuple(_integer(LOCAL_DEVICES, each) for each in devices.split(",")) if devices else None,
+        local_devices=tuple(_integer(LOCAL_DEVICES, number) for number in devices.split(",")) if devices else None,
     )
 
 
-def on_slurm(environment: Mapping[str, str]) -> Hints | None:
+def slurm_hints(environment: Mapping[str, str]) -> PlaceHints | None:
     """What `srun` says of this task; None outside of a step, or in one of a single task."""
     names = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID")
     count = next((n for n in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if environment.get(n)), None)
@@ -181,8 +189,8 @@ def on_slurm(environment: Mapping[str, str]) -> Hints | None:
         return None
     # All tasks of a job know its number, so all choose the same port; two jobs on a node rarely choose one port.
     port = 61440 + _number(environment, "SLURM_JOB_ID") % 4096
-    return Hints(
-        found="Slurm",
+    return PlaceHints(
+        source="Slurm",
         coordinator=f"{first_host(environment['SLURM_STEP_NODELIST'])}:{port}",
         processes=tasks,
         process=_number(environment, "SLURM_PROCID"),
@@ -192,16 +200,16 @@ def on_slurm(environment: Mapping[str, str]) -> Hints | None:
 
 def first_host(nodes: str) -> str:
     """The first host of a Slurm node list, such as `node[003-007,9],login`."""
-    found = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
-    if found is None:
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
+    if match is None:
         raise PlaceError(f"SLURM_STEP_NODELIST: no host in {nodes!r}")
-    prefix, number, suffix = found.groups()
+    prefix, number, suffix = match.groups()
     return prefix + (number or "") + (suffix or "")
 
 
 def _share_of_gpus(environment: Mapping[str, str]) -> tuple[int, ...] | None:
     """This task's GPUs where several tasks of a node see the same ones; None leaves it to Slurm's own binding."""
-    visible = [each for each in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
+    visible = [device for device in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
     local = environment.get("SLURM_LOCALID")
     # `4` or `4(x2),3`: tasks on each node, this one's being the first where all are alike.
     tasks = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", "")))
@@ -222,7 +230,7 @@ def platforms() -> str:
     return getattr(jax.config, "jax_platforms", None) or ""
 
 
-def on_tpu_pod(wanted: str) -> Hints | None:
+def tpu_pod_hints(wanted: str) -> PlaceHints | None:
     """What the machine says of the TPU pod that it is part of; None where it is none, or has one host only.
 
     Args:
@@ -238,8 +246,8 @@ def on_tpu_pod(wanted: str) -> Hints | None:
             count = cluster.get_process_count()
             if count == 1:
                 return None
-            return Hints(
-                found="the TPU pod",
+            return PlaceHints(
+                source="the TPU pod",
                 coordinator=cluster.get_coordinator_address(timeout_secs=300, override_coordinator_port=None),
                 processes=count,
                 process=cluster.get_process_id(),
@@ -247,21 +255,21 @@ def on_tpu_pod(wanted: str) -> Hints | None:
     return None
 
 
-def join(config: DistributedConfig, place: Place) -> Peers:
+def join(config: DistributedConfig, place: ProcessPlace) -> Peers:
     """Waits for all processes of the run; `start_jax` comes next.
 
     Raises:
         RollCallError: not all processes came in time.
     """
-    return call_roll(place, versions=versions(), timeouts=config.timeouts)
+    return connect_peers(place, versions=versions(), timeouts=config.timeouts)
 
 
-def start_jax(config: DistributedConfig, place: Place) -> None:
+def start_jax(config: DistributedConfig, place: ProcessPlace) -> None:
     """Starts `jax.distributed` among processes that are all there; call it before anything asks JAX for devices."""
     import jax
 
-    seconds = [math.ceil(_JAX_PATIENCE * each) for each in vars(config.timeouts).values()]
-    # Preemption is agreed by us (`Peers.ask_stop`); JAX's service would swallow SIGTERM in runs that do not ask it.
+    seconds = [math.ceil(_JAX_PATIENCE * timeout) for timeout in vars(config.timeouts).values()]
+    # Preemption is agreed by us (`Peers.request_stop`); JAX's service would swallow SIGTERM in runs that do not ask it.
     jax.config.update("jax_enable_preemption_service", False)
     if platforms() in ("", "cpu"):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")

@@ -15,16 +15,16 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from levanter.distributed.connection import Message, Wire
-from levanter.distributed.coordinator import shown
+from levanter.distributed.connection import Connection, Message
+from levanter.distributed.coordinator import format_processes
 
 logger = logging.getLogger(__name__)
 
 PEER_LOST = 5
 """The exit code of a process whose peers are missing."""
-SECOND_THOUGHTS = 1.0
+GATHER_SECONDS = 1.0
 """Seconds between the first lost peer and the report, so that it names all that were lost together."""
-OWN_ERROR_SECONDS = 10.0
+SAME_ERROR_SECONDS = 10.0
 """Seconds that a process has to hit the error itself that another one has ended with: all may share it."""
 WHO_SECONDS = 10.0
 """How often a waiting process asks which processes it is waiting for."""
@@ -104,7 +104,7 @@ class Peers:
         timeouts: how long they wait for each other.
     """
 
-    def __init__(self, wire: Wire, *, process: int, roster: tuple[Member, ...], timeouts: Timeouts):
+    def __init__(self, wire: Connection, *, process: int, roster: tuple[Member, ...], timeouts: Timeouts):
         self.process = process
         self.roster = roster
         self._wire = wire
@@ -116,7 +116,7 @@ class Peers:
         self._decided: dict[str, str] = {}
         self._where = "at the start"
         self._departed: list[Departure] = []
-        self._leaving = self._left = False
+        self._leaving = self._has_left = False
         self._stop = False
 
     @property
@@ -125,11 +125,11 @@ class Peers:
         return len(self.roster)
 
     @property
-    def stop_asked(self) -> bool:
+    def is_stopping(self) -> bool:
         """Whether any process was told to stop."""
         return self._stop
 
-    def ask_stop(self) -> None:
+    def request_stop(self) -> None:
         """Tells process 0 (and all others) that this one was told to stop."""
         if not self._stop:
             self._wire.send("stop")
@@ -153,28 +153,28 @@ class Peers:
             number = self._met[name] = self._met.get(name, 0) + 1
             key = name if number == 1 else f"{name} ({number})"
             self._where = f"in barrier {key!r}"
-        began = asked = time.monotonic()
+        began = queried_at = time.monotonic()
         shown_at = began
         self._wire.send("at", barrier=key, value=value)
         with self._changed:
             while key not in self._opened:
                 if self._departed:
-                    self._changed.wait_for(lambda: False, SECOND_THOUGHTS)
+                    self._changed.wait_for(lambda: False, GATHER_SECONDS)
                     raise self.lost(f"in barrier {key!r}")
                 now = time.monotonic()
                 if now - began >= limit:
                     raise PeerLostError(self._late(key, limit))
-                if now - asked >= min(WHO_SECONDS, limit / 3):
-                    asked = now
+                if now - queried_at >= min(WHO_SECONDS, limit / 3):
+                    queried_at = now
                     self._wire.send("who", barrier=key)
                 if now - shown_at >= 3 * WHO_SECONDS and key in self._missing:
                     shown_at = now
                     logger.info("%s", self._waiting(key, now - began))
                 self._changed.wait(min(1.0, limit / 10))
-            found = self._opened.pop(key)
+            opened = self._opened.pop(key)
             self._missing.pop(key, None)
             self._where = f"after barrier {key!r}"
-        return found["first"], {int(n): text for n, text in found["others"].items()}
+        return opened["first"], {int(n): text for n, text in opened["others"].items()}
 
     def follow(self, question: str, decide: Callable[[], str], *, seconds: float | None = None) -> str:
         """What process 0 decides; it does not wait for the others, who wait for it.
@@ -202,36 +202,37 @@ class Peers:
                     f"{self.roster[0]} does not answer"
                 )
             if key not in self._decided:
-                self._changed.wait_for(lambda: False, SECOND_THOUGHTS)
+                self._changed.wait_for(lambda: False, GATHER_SECONDS)
                 raise self.lost(f"waiting for {key!r}")
             return self._decided.pop(key)
 
     def _waiting(self, key: str, seconds: float) -> str:
-        found = self._missing[key]
-        return f"{seconds:.0f} s in barrier {key!r}, waiting for process {shown(found['processes'])} of {self.count}"
+        missing = self._missing[key]
+        processes = format_processes(missing["processes"])
+        return f"{seconds:.0f} s in barrier {key!r}, waiting for process {processes} of {self.count}"
 
     def _late(self, key: str, limit: float) -> str:
-        found = self._missing.get(key)
+        missing = self._missing.get(key)
         start = f"process {self.process} of {self.count} waited {limit:g} s in barrier {key!r}"
-        if found is None:
+        if missing is None:
             return f"{start}, and process 0 did not say which processes are missing"
-        lines = [f"  {self.roster[n]}: last seen {found['where'][str(n)]}" for n in found["processes"]]
-        here = sorted(set(range(self.count)) - set(found["processes"]))
-        return "\n".join([f"{start}; missing:", *lines, f"  here: {shown(here)}"])
+        lines = [f"  {self.roster[n]}: last seen {missing['where'][str(n)]}" for n in missing["processes"]]
+        here = sorted(set(range(self.count)) - set(missing["processes"]))
+        return "\n".join([f"{start}; missing:", *lines, f"  here: {format_processes(here)}"])
 
     def lost(self, where: str | None = None) -> PeerLostError:
         """The error that names who is gone."""
-        causes = [each for each in self._departed if each.code != PEER_LOST] or self._departed
-        gone = {each.member.process for each in causes}
+        causes = [departure for departure in self._departed if departure.code != PEER_LOST] or self._departed
+        gone = {departure.member.process for departure in causes}
         here = sorted(set(range(self.count)) - gone)
         plural = "process" if len(gone) == 1 else "processes"
         return PeerLostError(
             "\n".join(
                 [
-                    f"{plural} {shown(gone)} of {self.count} {'is' if len(gone) == 1 else 'are'} missing; "
+                    f"{plural} {format_processes(gone)} of {self.count} {'is' if len(gone) == 1 else 'are'} missing; "
                     f"noticed by process {self.process} {where or self._where}",
-                    *(f"  {each}" for each in causes),
-                    f"  here: {shown(here)}",
+                    *(f"  {departure}" for departure in causes),
+                    f"  here: {format_processes(here)}",
                 ]
             )
         )
@@ -240,7 +241,7 @@ class Peers:
         """Whether somebody is gone, or is within so many seconds."""
         with self._changed:
             if self._changed.wait_for(lambda: bool(self._departed), seconds):
-                self._changed.wait_for(lambda: False, SECOND_THOUGHTS)
+                self._changed.wait_for(lambda: False, GATHER_SECONDS)
                 return True
         return False
 
@@ -251,34 +252,38 @@ class Peers:
             while not self.wait_lost(3600.0):
                 pass
             # Who ended with an error of its own may only have been the first to find it.
-            if any(each.code not in (None, PEER_LOST) for each in self._departed):
-                time.sleep(OWN_ERROR_SECONDS)
+            if any(departure.code not in (None, PEER_LOST) for departure in self._departed):
+                time.sleep(SAME_ERROR_SECONDS)
             if not self._leaving:
                 end(self.lost())
 
         threading.Thread(target=watch, name="peers-watch", daemon=True).start()
 
-    def said_by(self, process: int, seconds: float) -> str | None:
+    def exit_reason(self, process: int, seconds: float) -> str | None:
         """What a process said when it ended with an error, if it does so within so many seconds."""
 
-        def found() -> list[str]:
-            return [each.why for each in self._departed if each.member.process == process and each.code is not None]
+        def reasons() -> list[str]:
+            return [
+                departure.why
+                for departure in self._departed
+                if departure.member.process == process and departure.code is not None
+            ]
 
         with self._changed:
-            self._changed.wait_for(lambda: bool(found()), seconds)
-            return found()[0] if found() else None
+            self._changed.wait_for(lambda: bool(reasons()), seconds)
+            return reasons()[0] if reasons() else None
 
     def part(self) -> None:
         """Everything is done, here and elsewhere: processes may exit now without being missed."""
         self._leaving = True
 
-    def leave(self, code: int, said: str = "") -> None:
+    def leave(self, code: int, reason: str = "") -> None:
         """Says goodbye: this process will end now, and why. Nobody is called any more."""
         with self._changed:
-            if self._left:
+            if self._has_left:
                 return
-            self._leaving = self._left = True
-        self._wire.send("bye", code=code, said=said[:4000])
+            self._leaving = self._has_left = True
+        self._wire.send("bye", code=code, reason=reason[:4000])
 
     def start(self) -> None:
         """Starts the threads that listen to the hub."""
@@ -310,7 +315,7 @@ class Peers:
     def hub_closed(self, why: str = "its connection closed without notice: it or its host was killed") -> None:
         """Takes in that the hub, and process 0 with it, is gone."""
         with self._changed:
-            if any(each.member.process == 0 for each in self._departed):
+            if any(departure.member.process == 0 for departure in self._departed):
                 return
             where = f"when process {self.process} was {self._where}"
             self._departed.append(Departure(member=self.roster[0], why=why, where=where, code=None))

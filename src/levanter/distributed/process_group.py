@@ -1,10 +1,9 @@
-"""How the processes of a program meet and agree, whoever carries it: one interface, two carriers.
+"""Barriers and broadcasts between the processes of a program: one interface, two implementations.
 
-A run that levanter started has `Peers`: connections of our own, which know within seconds who is gone. A program that
-joined its processes itself, by `jax.distributed.initialize`, has the service that JAX runs. `meeting()` chooses between
-them, in this one place; whoever needs all processes at a point, or process 0's word, asks it and not a carrier. No
-device takes part, so nothing waits for the step that is under way. All processes must ask the same things in the same
-order.
+A run that levanter started has `Peers`: connections of our own, which report a lost process within seconds. A program
+that joined its processes itself, by `jax.distributed.initialize`, has the service that JAX runs. `process_group()`
+returns the one there is. No device takes part, so nothing waits for the step that is under way. All processes must call
+the same methods with the same names in the same order.
 """
 
 import threading
@@ -18,11 +17,11 @@ from jax._src import distributed
 from levanter.distributed.barrier import current_peers
 from levanter.distributed.peers import PeerLostError, Peers
 
-_LIVES = 200
+_KEPT_ANSWERS = 200
 """This many answers are kept to be read; older ones are deleted. No process lags behind by that many questions."""
 
 
-class Meeting(Protocol):
+class ProcessGroup(Protocol):
     """The processes of a program."""
 
     @property
@@ -83,11 +82,11 @@ class PeerGroup:
         return self._peers.process == 0
 
     def follow(self, question: str, decide: Callable[[], str], *, seconds: float) -> str:
-        """See `Meeting`."""
+        """See `ProcessGroup`."""
         return self._peers.follow(question, decide, seconds=seconds)
 
     def wait(self, point: str, *, seconds: float) -> None:
-        """See `Meeting`."""
+        """See `ProcessGroup`."""
         self._peers.meet(point, seconds=seconds)
 
 
@@ -100,8 +99,8 @@ class JaxGroup:
         assert client is not None, "several processes without jax.distributed"
         self._client = client
         self._lock = threading.Lock()
-        self._asked: dict[str, int] = {}
-        self._answered: deque[str] = deque()
+        self._counts: dict[str, int] = {}
+        self._answer_keys: deque[str] = deque()
 
     @property
     def decides(self) -> bool:
@@ -109,16 +108,16 @@ class JaxGroup:
         return jax.process_index() == 0
 
     def follow(self, question: str, decide: Callable[[], str], *, seconds: float) -> str:
-        """See `Meeting`."""
+        """See `ProcessGroup`."""
         with self._lock:
-            number = self._asked[question] = self._asked.get(question, 0) + 1
+            number = self._counts[question] = self._counts.get(question, 0) + 1
         key = f"levanter/{question}/{number}"
         if self.decides:
             answer = decide()
             self._client.key_value_set(key, answer)
             with self._lock:
-                self._answered.append(key)
-                old = self._answered.popleft() if len(self._answered) > _LIVES else None
+                self._answer_keys.append(key)
+                old = self._answer_keys.popleft() if len(self._answer_keys) > _KEPT_ANSWERS else None
             if old is not None:
                 self._client.key_value_delete(old)
             return answer
@@ -128,7 +127,7 @@ class JaxGroup:
             raise self._late(question, seconds, error) from error
 
     def wait(self, point: str, *, seconds: float) -> None:
-        """See `Meeting`."""
+        """See `ProcessGroup`."""
         try:
             self._client.wait_at_barrier(f"levanter/{point}", int(seconds * 1000))
         except jax.errors.JaxRuntimeError as error:
@@ -146,7 +145,7 @@ class JaxGroup:
 _service: dict[int, JaxGroup] = {}
 
 
-def meeting() -> Meeting:
+def process_group() -> ProcessGroup:
     """The processes of this program, by whichever carrier it has."""
     peers = current_peers()
     if peers is not None:

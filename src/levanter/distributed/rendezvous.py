@@ -12,18 +12,18 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from levanter.distributed.connection import Message, Wire
-from levanter.distributed.coordinator import Hub, RollCallError, listen, shown
+from levanter.distributed.connection import Connection, Message
+from levanter.distributed.coordinator import Coordinator, RendezvousError, format_processes, listen
 from levanter.distributed.peers import WHO_SECONDS, Member, Peers, Timeouts
 
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.5
-KNOCK_SECONDS = 10.0
+CONNECT_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ProcessPlace:
     """A process's place in a run.
 
     Attributes:
@@ -31,14 +31,14 @@ class Place:
         processes: how many there are.
         process: the number of this one.
         local_devices: the devices it may use; None for all.
-        found: where this is known from.
+        source: where this is known from.
     """
 
     coordinator: str
     processes: int
     process: int
     local_devices: tuple[int, ...] | None = None
-    found: str = "trainer.distributed"
+    source: str = "trainer.distributed"
 
     @property
     def address(self) -> tuple[str, int]:
@@ -47,7 +47,7 @@ class Place:
         return host.strip("[]"), int(port)
 
 
-def call_roll(place: Place, *, versions: Mapping[str, str], timeouts: Timeouts) -> Peers:
+def connect_peers(place: ProcessPlace, *, versions: Mapping[str, str], timeouts: Timeouts) -> Peers:
     """Waits until all processes of the run are there; says meanwhile how many are.
 
     Args:
@@ -59,38 +59,38 @@ def call_roll(place: Place, *, versions: Mapping[str, str], timeouts: Timeouts) 
         RollCallError: not all came in time, or they were told different things; lists who is missing.
     """
     if place.process == 0:
-        hub = Hub(
+        hub = Coordinator(
             listen(place.address[1]),
             processes=place.processes,
             versions=versions,
             roll_seconds=timeouts.roll,
             heartbeat_seconds=timeouts.heartbeat,
         )
-        peers = _Arrival(Wire(hub.start()), place, versions, timeouts).peers()
+        peers = _Handshake(Connection(hub.start()), place, versions, timeouts).peers()
         assert peers is not None, "the hub closed its own process's connection"
         return peers
-    told = began = time.monotonic()
+    reported_at = began = time.monotonic()
     while True:
         why = "it closed the connection"
         try:
-            connection = socket.create_connection(place.address, timeout=KNOCK_SECONDS)
+            connection = socket.create_connection(place.address, timeout=CONNECT_SECONDS)
         except OSError as error:
             why = error.strerror or str(error)
         else:
             connection.settimeout(None)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            peers = _Arrival(Wire(connection), place, versions, timeouts).peers()
+            peers = _Handshake(Connection(connection), place, versions, timeouts).peers()
             if peers is not None:
                 return peers
         now = time.monotonic()
         if now - began >= timeouts.roll:
-            raise RollCallError(
+            raise RendezvousError(
                 f"process {place.process} of {place.processes}: process 0 does not answer at {place.coordinator} "
                 f"({why}) after {timeouts.roll:.0f} s: it did not start, it started elsewhere, or a firewall blocks "
                 "the connection"
             )
-        if now - told >= WHO_SECONDS:
-            told = now
+        if now - reported_at >= WHO_SECONDS:
+            reported_at = now
             logger.warning(
                 "process %d of %d: waiting for process 0 at %s (%s)",
                 place.process,
@@ -101,10 +101,10 @@ def call_roll(place: Place, *, versions: Mapping[str, str], timeouts: Timeouts) 
         time.sleep(RETRY_SECONDS)
 
 
-class _Arrival:
+class _Handshake:
     """One process's hello, and what comes back; its thread keeps receiving for the entire run."""
 
-    def __init__(self, wire: Wire, place: Place, versions: Mapping[str, str], timeouts: Timeouts):
+    def __init__(self, wire: Connection, place: ProcessPlace, versions: Mapping[str, str], timeouts: Timeouts):
         self._wire, self._place, self._timeouts = wire, place, timeouts
         self._peers: Peers | None = None
         self._refused: str | None = None
@@ -132,7 +132,7 @@ class _Arrival:
             return self._peers
         self._wire.close()
         if self._refused is not None:
-            raise RollCallError(self._refused)
+            raise RendezvousError(self._refused)
         return None
 
     def _receive(self) -> None:
@@ -145,7 +145,7 @@ class _Arrival:
                 self._refused = message["why"]
                 break
             elif message["kind"] == "go":
-                roster = tuple(Member(**each) for each in message["roster"])
+                roster = tuple(Member(**fields) for fields in message["roster"])
                 self._peers = Peers(self._wire, process=self._place.process, roster=roster, timeouts=self._timeouts)
                 self._answered.set()
         if self._peers is not None:
@@ -161,5 +161,5 @@ class _Arrival:
                 len(here),
                 count,
                 message["seconds"],
-                shown(missing),
+                format_processes(missing),
             )

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from levanter.distributed.broadcast import Heard, Told, hear, tell
+from levanter.distributed.broadcast import ReceiveFrame, SendFrame, receive_message, send_message
 from levanter.inference.engine import Masks, Runner, SampledArrays
 from levanter.inference.programs import GenerationPrograms, PromptScores, ScorePromptFn
 from levanter.inference.requests import ChoiceId, SamplingParams
@@ -93,7 +93,7 @@ class LeaderRunner:
         scorer: scores prompts, where that is asked for.
     """
 
-    def __init__(self, rows: Runner, told: Told, scorer: ScorePromptFn | None = None):
+    def __init__(self, rows: Runner, told: SendFrame, scorer: ScorePromptFn | None = None):
         self._rows, self._told, self._scorer = rows, told, scorer
         self._changes = _ChangeTracker()
 
@@ -129,12 +129,12 @@ class LeaderRunner:
     def score(self, tokens: Sequence[int], top: int) -> PromptScores:
         """Scores a prompt; see `PromptScorer`."""
         assert self._scorer is not None
-        tell({"call": "score", "tokens": list(tokens), "top": top}, self._told)
+        send_message({"call": "score", "tokens": list(tokens), "top": top}, self._told)
         return self._scorer(tokens, top)
 
     def end(self) -> None:
         """Lets the others go: no more calls come."""
-        tell({"call": "end"}, self._told)
+        send_message({"call": "end"}, self._told)
 
     def _tell(
         self,
@@ -145,10 +145,10 @@ class LeaderRunner:
         **fields: object,
     ) -> None:
         changes = self._changes.of(tables, sampling)
-        tell({"call": call, **changes, "masks": _encode_masks(masks), **fields}, self._told)
+        send_message({"call": call, **changes, "masks": _encode_masks(masks), **fields}, self._told)
 
 
-def run_follower(rows: Runner, heard: Heard, scorer: ScorePromptFn | None = None) -> int:
+def run_follower(rows: Runner, heard: ReceiveFrame, scorer: ScorePromptFn | None = None) -> int:
     """Calls what process 0 calls, until it calls nothing more.
 
     Args:
@@ -161,7 +161,7 @@ def run_follower(rows: Runner, heard: Heard, scorer: ScorePromptFn | None = None
     """
     changes, count = _ChangeTracker(), 0
     flying: deque[SampledArrays] = deque()
-    while (told := hear(heard))["call"] != "end":
+    while (told := receive_message(heard))["call"] != "end":
         count += 1
         if told["call"] == "score":
             assert scorer is not None

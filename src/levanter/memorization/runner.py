@@ -23,7 +23,7 @@ from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.prefetch import results
 from haliax_ext.program import Input, Placement, Program
 from levanter.distributed.compile_barrier import jit_together
-from levanter.distributed.process_group import meeting
+from levanter.distributed.process_group import process_group
 from levanter.memorization.partial_results import PartStore
 from levanter.memorization.results import Scheme, Scores
 from levanter.models.base import LmHeadModel
@@ -256,7 +256,7 @@ def _refuse_nan(scores: Scores, first: int) -> None:
 def agreed(value: ArrayLike) -> np.ndarray:
     """Process 0's parts, in every process; all of them call it. Folders change, so only one process reads them."""
     texts = json.dumps(np.asarray(value).tolist())
-    return np.asarray(json.loads(meeting().follow("existing results", lambda: texts, seconds=AGREED_SECONDS)))
+    return np.asarray(json.loads(process_group().follow("existing results", lambda: texts, seconds=AGREED_SECONDS)))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -91,7 +91,11 @@ class MeshConfig(Ranged):
             raise ValueError("\n".join(problems))
 
     def hbm_bytes(self, device_bytes: int | None) -> int | None:
-        """The memory that replication is judged by: `hbm_gib`, else the device's own (None on CPU: not judged)."""
+        """The memory that replication is judged by: `hbm_gib`, else the device's own (None on CPU: not judged).
+
+        >>> MeshConfig(hbm_gib=16.0).hbm_bytes(None) == 16 * 2**30
+        True
+        """
         return device_bytes if self.hbm_gib is None else int(self.hbm_gib * 2**30)
 
 

@@ -16,6 +16,9 @@ def resolve_sizes(config: MeshConfig, *, devices: int, granules: int = 1) -> Mes
 
     Raises:
         MeshError: an axis in both groups, two absorbing axes, or products that do not match; every factor is listed.
+
+    >>> print(resolve_sizes(MeshConfig(axes={"data": -1, "model": 4}), devices=16))
+    data 4 × replica 1 × model 4 × replica_dcn 1 (DCN)
     """
     if devices < 1 or granules < 1 or devices % granules:
         raise MeshError(f"{devices} devices do not form {_count(granules, config.granule)} of equal size")

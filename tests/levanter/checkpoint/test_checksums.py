@@ -6,7 +6,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from levanter.checkpoint.checksums import ArrayDigests, chunks_in, copied, digest_of, digests_text, merged
+from levanter.checkpoint.checksums import (
+    ArrayDigests,
+    array_digest,
+    chunks_in,
+    copy_with_digest,
+    encode_digests,
+    merge_digests,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -27,14 +34,14 @@ def oracle(data: bytes) -> str:
 def test_a_digest_is_what_it_is_said_to_be(dtype, shape):
     values = np.random.default_rng(0).integers(0, 2, shape).astype(dtype)
     target = np.zeros_like(values)
-    assert copied(values, target) == digest_of(values) == oracle(values.tobytes())
+    assert copy_with_digest(values, target) == array_digest(values) == oracle(values.tobytes())
     assert target.tobytes() == values.tobytes()
 
 
 def test_of_parts_that_do_not_lie_together():
     values = np.arange(48, dtype=np.float32).reshape(6, 8)
     target = np.zeros((6, 8), np.float32)
-    assert copied(values[1:5, 2:7], target[1:5, 2:7]) == oracle(values[1:5, 2:7].tobytes())
+    assert copy_with_digest(values[1:5, 2:7], target[1:5, 2:7]) == oracle(values[1:5, 2:7].tobytes())
     assert (target[1:5, 2:7] == values[1:5, 2:7]).all() and target.sum() == values[1:5, 2:7].sum()
 
 
@@ -43,14 +50,14 @@ def test_every_flipped_bit_is_noticed():
     whole = bytearray(values.tobytes())
     for bit in range(8 * len(whole)):
         whole[bit // 8] ^= 1 << bit % 8
-        assert digest_of(np.frombuffer(bytes(whole), np.float32)) != digest_of(values)
+        assert array_digest(np.frombuffer(bytes(whole), np.float32)) != array_digest(values)
         whole[bit // 8] ^= 1 << bit % 8
 
 
 def test_pieces_that_changed_places_are_noticed():
     values = np.arange(1 << 17, dtype=np.float32)
     half = values.size // 2
-    assert digest_of(np.concatenate([values[half:], values[:half]])) != digest_of(values)
+    assert array_digest(np.concatenate([values[half:], values[:half]])) != array_digest(values)
 
 
 def test_the_chunks_of_a_box():
@@ -63,7 +70,7 @@ def test_what_several_processes_wrote():
     second = {"a": ArrayDigests(chunk=(2,), by_number={(1,): "11", (2,): "22"})}
     with pytest.raises(KeyError):
         first["a"].in_order((5,))
-    whole = merged(first, digests_text(second))["a"]
+    whole = merge_digests(first, encode_digests(second))["a"]
     assert whole.in_order((5,)) == ["00", "11", "22"]
     assert ArrayDigests.of((5,), (2,), ["00", "11", "22"]) == whole
     with pytest.raises(ValueError, match="longer"):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorstore
 
-from levanter.checkpoint.priority import NICER, giving_way
+from levanter.checkpoint.orbax_io import NICE_INCREMENT, lower_priority
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
 
@@ -35,9 +35,9 @@ def _write(folder: Path) -> None:
 def test_only_tensorstores_threads_give_way(tmp_path):
     usual = os.getpriority(os.PRIO_PROCESS, 0)
     _write(tmp_path / "a")
-    with giving_way():
+    with lower_priority():
         inside = _priorities()
-    assert set(inside.pop("ts_pool_worker")) == {min(19, usual + NICER)}
+    assert set(inside.pop("ts_pool_worker")) == {min(19, usual + NICE_INCREMENT)}
     assert all(priority == usual for of_name in inside.values() for priority in of_name)
     if os.geteuid() == 0:
         assert set(_priorities()["ts_pool_worker"]) == {usual}
@@ -49,20 +49,20 @@ def test_threads_that_begin_in_it_give_way_too(tmp_path):
 import sys, time
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
-from levanter.checkpoint.priority import NICER, giving_way
+from levanter.checkpoint.orbax_io import NICE_INCREMENT, lower_priority
 import os, test_priority as t
 usual = os.getpriority(os.PRIO_PROCESS, 0)
-with giving_way():
+with lower_priority():
     assert "ts_pool_worker" not in t._priorities()
     t._write(Path({str(tmp_path)!r}) / "b")
     deadline = time.monotonic() + 100.0
-    while set(t._priorities()["ts_pool_worker"]) != {{min(19, usual + NICER)}} and time.monotonic() < deadline:
+    while set(t._priorities()["ts_pool_worker"]) != {{min(19, usual + NICE_INCREMENT)}} and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert set(t._priorities()["ts_pool_worker"]) == {{min(19, usual + NICER)}}, t._priorities()
+    assert set(t._priorities()["ts_pool_worker"]) == {{min(19, usual + NICE_INCREMENT)}}, t._priorities()
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=250)
 
 
 def test_what_fails_inside_is_raised():
-    with pytest.raises(OSError, match="no space"), giving_way():
+    with pytest.raises(OSError, match="no space"), lower_priority():
         raise OSError("no space")

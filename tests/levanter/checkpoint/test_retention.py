@@ -2,8 +2,8 @@
 
 import pytest
 
+from levanter.checkpoint.checkpointer import check_intervals, expired_checkpoints, is_kept
 from levanter.checkpoint.refs import CheckpointRef, Kind
-from levanter.checkpoint.retention import check_intervals, expired, is_kept
 
 pytestmark = pytest.mark.quick
 
@@ -46,15 +46,15 @@ def steps(refs: list[CheckpointRef]) -> list[int]:
 def test_only_temporary_checkpoints_expire_oldest_first():
     found = [ref(10, "kept"), ref(13, "temporary"), ref(17, "temporary"), ref(20, "kept"), ref(23, "temporary")]
     newest = found[-1]
-    assert steps(expired(found, newest=newest, keep_last=1)) == [13, 17]
-    assert steps(expired(found, newest=newest, keep_last=2)) == [13]
-    assert steps(expired(found, newest=newest, keep_last=9)) == []
+    assert steps(expired_checkpoints(found, newest=newest, keep_last=1)) == [13, 17]
+    assert steps(expired_checkpoints(found, newest=newest, keep_last=2)) == [13]
+    assert steps(expired_checkpoints(found, newest=newest, keep_last=9)) == []
     # None are to stay, but the newest of all is what the run would resume from.
-    assert steps(expired(found, newest=newest, keep_last=0)) == [13, 17]
-    assert steps(expired(found[:4], newest=found[3], keep_last=0)) == [13, 17]
+    assert steps(expired_checkpoints(found, newest=newest, keep_last=0)) == [13, 17]
+    assert steps(expired_checkpoints(found[:4], newest=found[3], keep_last=0)) == [13, 17]
 
 
 def test_what_counts_is_when_it_was_saved_not_its_step():
     """A run that went back to step 50 does not lose what it saves to what was saved before at step 90."""
     found = [ref(60, "temporary", saved_at=2.0), ref(90, "temporary", saved_at=1.0)]
-    assert steps(expired(found, newest=found[0], keep_last=1)) == [90]
+    assert steps(expired_checkpoints(found, newest=found[0], keep_last=1)) == [90]

@@ -38,7 +38,7 @@ def test_a_save_tells_how_long_it_takes_where_it_is_and_what_it_allocated(device
     assert "thread MainThread:" in stacks and "thread checkpoint_0:" in stacks
     assert said_of("ended after")
     allocated = said_of("saving step 1: allocated ")
-    assert len(allocated) == 3 and any("test_watching.py" in line for line in allocated)
+    assert len(allocated) == 3 and any("test_save_monitor.py" in line for line in allocated)
 
 
 def test_what_is_senseless_is_refused():

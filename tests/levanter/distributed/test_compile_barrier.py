@@ -74,14 +74,14 @@ def test_another_mesh_is_another_program(devices, happened):
 
 
 def test_what_compiles_for_long_is_said(happened, caplog, monkeypatch):
-    monkeypatch.setattr(compile_barrier, "SAID_AFTER", 0.05)
-    with caplog.at_level("INFO"), compile_barrier._said("train_step"):
+    monkeypatch.setattr(compile_barrier, "LOG_AFTER_SECONDS", 0.05)
+    with caplog.at_level("INFO"), compile_barrier._log_compilation("train_step"):
         assert not caplog.messages
         while not caplog.messages:
             pass
         assert caplog.messages == ["compiling train_step"]
     assert caplog.messages[1].startswith("compiled train_step in 0:0")
-    monkeypatch.setattr(compile_barrier, "SAID_AFTER", 30.0)
-    with caplog.at_level("INFO"), compile_barrier._said("score"):
+    monkeypatch.setattr(compile_barrier, "LOG_AFTER_SECONDS", 30.0)
+    with caplog.at_level("INFO"), compile_barrier._log_compilation("score"):
         pass
     assert len(caplog.messages) == 2

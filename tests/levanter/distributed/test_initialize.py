@@ -7,14 +7,14 @@ import pytest
 from levanter.config import parse
 from levanter.distributed.initialize import (
     DistributedConfig,
-    Hints,
     PlaceError,
-    find_place,
+    PlaceHints,
+    find_process_place,
     first_host,
-    on_slurm,
-    on_tpu_pod,
+    slurm_hints,
+    tpu_pod_hints,
 )
-from levanter.distributed.rendezvous import Place
+from levanter.distributed.rendezvous import ProcessPlace
 from levanter.trainer import TrainerConfig
 
 pytestmark = pytest.mark.quick
@@ -29,51 +29,51 @@ SLURM = {
     "SLURM_LOCALID": "1",
     "SLURM_STEP_TASKS_PER_NODE": "2(x4)",
 }
-POD = Hints(found="the TPU pod", coordinator="t1k-0:8482", processes=4, process=2)
+POD = PlaceHints(source="the TPU pod", coordinator="t1k-0:8482", processes=4, process=2)
 
 
 def test_alone_where_nothing_is_said():
-    assert find_place(DistributedConfig(), {}) is None
-    assert find_place(DistributedConfig(num_processes=1, process_id=0), ENVIRONMENT) is None
-    assert find_place(DistributedConfig(initialize_jax_distributed=False), ENVIRONMENT, lambda: POD) is None
-    assert find_place(DistributedConfig(), {**ENVIRONMENT, "LEVANTER_NUM_PROCESSES": "1"}) is None
+    assert find_process_place(DistributedConfig(), {}) is None
+    assert find_process_place(DistributedConfig(num_processes=1, process_id=0), ENVIRONMENT) is None
+    assert find_process_place(DistributedConfig(initialize_jax_distributed=False), ENVIRONMENT, lambda: POD) is None
+    assert find_process_place(DistributedConfig(), {**ENVIRONMENT, "LEVANTER_NUM_PROCESSES": "1"}) is None
 
 
 def test_as_launchers_set_it():
-    place = find_place(DistributedConfig(), {**ENVIRONMENT, "LEVANTER_LOCAL_DEVICE_IDS": "0,1"})
-    assert place == Place(
-        coordinator="10.0.0.2:8476", processes=32, process=7, local_devices=(0, 1), found="the environment"
+    place = find_process_place(DistributedConfig(), {**ENVIRONMENT, "LEVANTER_LOCAL_DEVICE_IDS": "0,1"})
+    assert place == ProcessPlace(
+        coordinator="10.0.0.2:8476", processes=32, process=7, local_devices=(0, 1), source="the environment"
     )
     # They win over Slurm and the pod.
-    assert find_place(DistributedConfig(), {**SLURM, **ENVIRONMENT}, lambda: POD).processes == 32
+    assert find_process_place(DistributedConfig(), {**SLURM, **ENVIRONMENT}, lambda: POD).processes == 32
 
 
 def test_as_written():
     config = DistributedConfig(coordinator_address="[::1]:99", num_processes=2, process_id=1, local_device_ids=3)
-    place = find_place(config, ENVIRONMENT)
-    assert place == Place(coordinator="[::1]:99", processes=2, process=1, local_devices=(3,))
+    place = find_process_place(config, ENVIRONMENT)
+    assert place == ProcessPlace(coordinator="[::1]:99", processes=2, process=1, local_devices=(3,))
     assert place.address == ("::1", 99)
 
 
 def test_what_is_written_wins_field_by_field():
-    place = find_place(DistributedConfig(coordinator_address="head:1"), ENVIRONMENT)
+    place = find_process_place(DistributedConfig(coordinator_address="head:1"), ENVIRONMENT)
     assert (place.coordinator, place.processes, place.process) == ("head:1", 32, 7)
 
 
 def test_on_a_pod():
-    assert find_place(DistributedConfig(), {}, lambda: POD).coordinator == "t1k-0:8482"
+    assert find_process_place(DistributedConfig(), {}, lambda: POD).coordinator == "t1k-0:8482"
 
 
 def test_under_slurm():
-    place = find_place(DistributedConfig(), SLURM)
+    place = find_process_place(DistributedConfig(), SLURM)
     assert (place.coordinator, place.processes, place.process) == (f"gpu007:{61440 + 5000 % 4096}", 8, 3)
     assert place.local_devices is None
     # Two tasks on each node see the same four GPUs: each takes half.
-    shared = on_slurm({**SLURM, "CUDA_VISIBLE_DEVICES": "0,1,2,3"})
+    shared = slurm_hints({**SLURM, "CUDA_VISIBLE_DEVICES": "0,1,2,3"})
     assert shared.local_devices == (2, 3)
     # Not started by srun, or a step of one task within a job of many.
-    assert on_slurm({k: v for k, v in SLURM.items() if k != "SLURM_STEP_NODELIST"}) is None
-    assert on_slurm({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}) is None
+    assert slurm_hints({k: v for k, v in SLURM.items() if k != "SLURM_STEP_NODELIST"}) is None
+    assert slurm_hints({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}) is None
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_the_first_host_of_a_node_list(nodes, first):
 )
 def test_half_a_place_is_an_error(config, environment, message):
     with pytest.raises(PlaceError, match=message):
-        find_place(DistributedConfig(**config), environment)
+        find_process_place(DistributedConfig(**config), environment)
 
 
 def test_timeouts_are_durations():
@@ -131,9 +131,9 @@ def test_on_the_machines_of_a_pod(monkeypatch):
         "MEGASCALE_SLICE_ID": "1",
     }.items():
         monkeypatch.setenv(name, value)
-    assert on_tpu_pod("cpu") is None
-    found = on_tpu_pod("")
+    assert tpu_pod_hints("cpu") is None
+    found = tpu_pod_hints("")
     assert (found.coordinator, found.processes, found.process) == ("localhost:8482", 8, 6)
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
     monkeypatch.setenv("MEGASCALE_NUM_SLICES", "1")
-    assert on_tpu_pod("") is None
+    assert tpu_pod_hints("") is None

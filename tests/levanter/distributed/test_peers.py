@@ -21,16 +21,16 @@ from levanter.distributed.barrier import (
     require_same_values,
     set_peers,
 )
-from levanter.distributed.coordinator import RollCallError, shown
+from levanter.distributed.coordinator import RendezvousError, format_processes
 from levanter.distributed.peers import PeerLostError, Peers, PeersDifferError, Timeouts
-from levanter.distributed.rendezvous import Place, call_roll
+from levanter.distributed.rendezvous import ProcessPlace, connect_peers
 
 VERSIONS = {"jax": "1"}
 
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch):
-    monkeypatch.setattr(peers, "SECOND_THOUGHTS", 0.2)
+    monkeypatch.setattr(peers, "GATHER_SECONDS", 0.2)
 
 
 def together(call, count):
@@ -52,8 +52,8 @@ def met(count, *, told=None, versions=None, port=None, **timeouts):
     waits = Timeouts(**{"roll": 100.0, "barrier": 100.0, "heartbeat": 60.0, **timeouts})
 
     def one(number):
-        place = Place(coordinator=f"localhost:{port}", processes=told or count, process=number)
-        return call_roll(place, versions=(versions or {}).get(number, VERSIONS), timeouts=waits)
+        place = ProcessPlace(coordinator=f"localhost:{port}", processes=told or count, process=number)
+        return connect_peers(place, versions=(versions or {}).get(number, VERSIONS), timeouts=waits)
 
     return together(one, count)
 
@@ -89,7 +89,7 @@ def test_the_port_is_free_again_behind_the_roll_call():
         try:
             listener = coordinator.listen(port)
             break
-        except RollCallError:
+        except RendezvousError:
             assert time.monotonic() < deadline
             time.sleep(0.02)
     assert together(lambda n: found[n].meet("still open"), 3) == [("", {})] * 3
@@ -97,27 +97,29 @@ def test_the_port_is_free_again_behind_the_roll_call():
 
 
 def test_who_is_missing_is_named_on_all_that_are_there(caplog, monkeypatch):
-    monkeypatch.setattr(coordinator, "TELL_SECONDS", 0.3)
+    monkeypatch.setattr(coordinator, "PROGRESS_SECONDS", 0.3)
     monkeypatch.setattr(rendezvous, "RETRY_SECONDS", 0.05)
     with caplog.at_level(logging.WARNING):
         found = met(3, told=6, roll=3.0)
     for error in found:
-        assert isinstance(error, RollCallError) and error.exit_code == 5
+        assert isinstance(error, RendezvousError) and error.exit_code == 5
         assert re.search(r"3 of 6 processes joined within 3 s; missing: 3–5; joined: 0 \(", str(error))
     assert re.search(r"3 of 6 processes have joined after \d s; missing: 3–5", caplog.text)
 
 
 def test_without_process_0_the_others_say_so():
-    place = Place(coordinator=f"localhost:{free_port()}", processes=2, process=1)
-    with pytest.raises(RollCallError, match=r"process 1 of 2: process 0 does not answer at localhost:\d+ \(.*refused"):
-        call_roll(place, versions=VERSIONS, timeouts=Timeouts(roll=1.0))
+    place = ProcessPlace(coordinator=f"localhost:{free_port()}", processes=2, process=1)
+    with pytest.raises(
+        RendezvousError, match=r"process 1 of 2: process 0 does not answer at localhost:\d+ \(.*refused"
+    ):
+        connect_peers(place, versions=VERSIONS, timeouts=Timeouts(roll=1.0))
 
 
 def test_a_taken_port_is_named():
     with socket.create_server(("", 0)) as other:
-        place = Place(coordinator=f"localhost:{other.getsockname()[1]}", processes=2, process=0)
-        with pytest.raises(RollCallError, match=r"process 0 cannot listen on port \d+ of .*in use"):
-            call_roll(place, versions=VERSIONS, timeouts=Timeouts(roll=1.0))
+        place = ProcessPlace(coordinator=f"localhost:{other.getsockname()[1]}", processes=2, process=0)
+        with pytest.raises(RendezvousError, match=r"process 0 cannot listen on port \d+ of .*in use"):
+            connect_peers(place, versions=VERSIONS, timeouts=Timeouts(roll=1.0))
 
 
 @pytest.mark.parametrize(
@@ -133,15 +135,15 @@ def test_processes_that_do_not_belong_together(what, message):
     port = free_port()
 
     def one(n):
-        place = Place(
+        place = ProcessPlace(
             coordinator=f"localhost:{port}",
             processes=what.get("counts", [3] * 3)[n],
             process=what.get("numbers", [0, 1, 2])[n],
         )
-        return call_roll(place, versions=what.get("versions", {}).get(n, VERSIONS), timeouts=Timeouts(roll=5.0))
+        return connect_peers(place, versions=what.get("versions", {}).get(n, VERSIONS), timeouts=Timeouts(roll=5.0))
 
     found = together(one, 3)
-    assert any(isinstance(each, RollCallError) and re.search(message, str(each)) for each in found), found
+    assert any(isinstance(each, RendezvousError) and re.search(message, str(each)) for each in found), found
     assert not any(isinstance(each, Peers) for each in found), found
 
 
@@ -167,8 +169,8 @@ def test_strangers_at_the_port_do_no_harm():
         if number == 1:
             # Who is missing keeps process 0 listening.
             assert asked.wait(100)
-        place = Place(coordinator=f"localhost:{port}", processes=2, process=number)
-        return call_roll(place, versions=VERSIONS, timeouts=Timeouts(roll=100.0))
+        place = ProcessPlace(coordinator=f"localhost:{port}", processes=2, process=number)
+        return connect_peers(place, versions=VERSIONS, timeouts=Timeouts(roll=100.0))
 
     found = together(one, 3)
     assert isinstance(found[0], Peers) and isinstance(found[1], Peers) and found[2] == b""
@@ -208,7 +210,7 @@ def test_who_does_not_come_is_named_with_where_it_was():
 def test_who_is_killed_is_named_within_seconds(victims, monkeypatch):
     if len(victims) > 1:
         # The connections close one after the other.
-        monkeypatch.setattr(peers, "SECOND_THOUGHTS", 2.0)
+        monkeypatch.setattr(peers, "GATHER_SECONDS", 2.0)
     found = met(4)
     together(lambda n: found[n].meet("loading weights"), 4)
     told = {}
@@ -226,7 +228,7 @@ def test_who_is_killed_is_named_within_seconds(victims, monkeypatch):
         close(found[victim])
     assert ended.wait(100)
     for n, text in told.items():
-        assert text.startswith(f"process{'es' * (len(victims) > 1)} {shown(victims)} of 4 ")
+        assert text.startswith(f"process{'es' * (len(victims) > 1)} {format_processes(victims)} of 4 ")
         assert f"noticed by process {n} after barrier 'loading weights'" in text
         for victim in victims:
             assert re.search(rf"process {victim} \(.*\) was lost: .*connection closed", text)
@@ -264,7 +266,7 @@ def test_who_ends_with_an_error_says_why(four):
     four[0].leave(5, text)
     assert four[1].wait_lost(100)
     assert str(four[1].lost()).startswith("process 2 of 4 is missing")
-    assert four[3].said_by(2, 100) == "no such file: books/gatsby.txt"
+    assert four[3].exit_reason(2, 100) == "no such file: books/gatsby.txt"
 
 
 def in_all(found, call):
@@ -370,4 +372,4 @@ def test_which_of_many_values_differ_is_listed(monkeypatch):
     [([1], "1"), ([1, 2], "1, 2"), ([0, 1, 2, 5, 7, 8, 9, 10], "0–2, 5, 7–10"), ([], "")],
 )
 def test_numbers_are_shown_with_ranges(numbers, text):
-    assert shown(numbers) == text
+    assert format_processes(numbers) == text

@@ -7,14 +7,14 @@ from helpers.processes import free_port
 
 from levanter.distributed.barrier import set_peers
 from levanter.distributed.peers import Timeouts
-from levanter.distributed.process_group import PeerGroup, SingleProcess, meeting
-from levanter.distributed.rendezvous import Place, call_roll
+from levanter.distributed.process_group import PeerGroup, SingleProcess, process_group
+from levanter.distributed.rendezvous import ProcessPlace, connect_peers
 
 pytestmark = pytest.mark.quick
 
 
 def test_one_process_decides_for_itself():
-    alone = meeting()
+    alone = process_group()
     assert isinstance(alone, SingleProcess) and alone.decides
     assert alone.follow("is it due", lambda: "yes", seconds=0.1) == "yes"
     alone.wait("everybody", seconds=0.1)
@@ -22,9 +22,9 @@ def test_one_process_decides_for_itself():
 
 def test_two_processes_take_the_word_of_the_first():
     port = free_port()
-    places = [Place(process=n, processes=2, coordinator=f"127.0.0.1:{port}", found="test") for n in range(2)]
+    places = [ProcessPlace(process=n, processes=2, coordinator=f"127.0.0.1:{port}", source="test") for n in range(2)]
     with ThreadPoolExecutor(2) as pool:
-        both = list(pool.map(lambda place: call_roll(place, versions={}, timeouts=Timeouts()), places))
+        both = list(pool.map(lambda place: connect_peers(place, versions={}, timeouts=Timeouts()), places))
         try:
             groups = [PeerGroup(peers) for peers in both]
             assert [group.decides for group in groups] == [True, False]
@@ -36,7 +36,7 @@ def test_two_processes_take_the_word_of_the_first():
                 assert list(answers) == [f"0 said {n}"] * 2
             list(pool.map(lambda group: group.wait("the end", seconds=20.0), groups))
             set_peers(both[1])
-            assert isinstance(meeting(), PeerGroup) and not meeting().decides
+            assert isinstance(process_group(), PeerGroup) and not process_group().decides
         finally:
             set_peers(None)
             list(pool.map(lambda peers: peers.leave(0), both))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from levanter.distributed import broadcast
-from levanter.distributed.broadcast import FRAME, hear, tell
+from levanter.distributed.broadcast import FRAME, receive_message, send_message
 from levanter.inference.multihost import LeaderRunner, run_follower
 from levanter.inference.programs import PromptScores
 from levanter.inference.requests import ChoiceId, SamplingParams
@@ -121,14 +121,14 @@ def test_what_did_not_change_is_not_told_again():
     tables, sampling = np.zeros((ROWS, PAGES), np.int32), [sampled(random.Random(1), n) for n in range(ROWS)]
     for _ in range(2):
         leading.decode([DecodeSlot(id=ChoiceId("a", 0), place=0, start=3, tokens=1)], tables, sampling)
-    first, second = (hear(iter([frame]).__next__) for frame in frames)
+    first, second = (receive_message(iter([frame]).__next__) for frame in frames)
     assert len(first["sampling"]) == ROWS and second["sampling"] == second["tables"] == {}
 
 
 def test_a_long_message_goes_in_several(monkeypatch):
     monkeypatch.setattr(broadcast, "FRAME", 16)
     frames: list[str] = []
-    tell({"call": "x", "text": "".join(random.Random(0).choices("abcdef", k=500))}, frames.append)
+    send_message({"call": "x", "text": "".join(random.Random(0).choices("abcdef", k=500))}, frames.append)
     assert len(frames) > 10 and all(len(frame) <= 17 for frame in frames) and FRAME > 16
     waiting = iter(frames)
-    assert len(hear(lambda: next(waiting))["text"]) == 500
+    assert len(receive_message(lambda: next(waiting))["text"]) == 500

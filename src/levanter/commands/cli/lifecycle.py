@@ -22,7 +22,14 @@ from typing import Any, NoReturn
 
 from levanter.base.exit_codes import INTERNAL_ERROR, INTERRUPTED, OK, PEER_LOST, PREEMPTED
 from levanter.distributed.barrier import barrier, current_peers, set_peers
-from levanter.distributed.initialize import DistributedConfig, find_place, join, on_tpu_pod, platforms, start_jax
+from levanter.distributed.initialize import (
+    DistributedConfig,
+    find_process_place,
+    join,
+    platforms,
+    start_jax,
+    tpu_pod_hints,
+)
 from levanter.distributed.peers import PeerLostError, Peers
 from levanter.io import release_all, setup_logging
 
@@ -60,7 +67,7 @@ def join_processes(config: DistributedConfig, environment: Mapping[str, str] = o
 
     if current_peers() is not None or jax.distributed.is_initialized():
         return
-    place = find_place(config, environment, lambda: on_tpu_pod(platforms()))
+    place = find_process_place(config, environment, lambda: tpu_pod_hints(platforms()))
     if place is None:
         return
     setup_logging(process_index=place.process, process_count=place.processes)
@@ -71,7 +78,7 @@ def join_processes(config: DistributedConfig, environment: Mapping[str, str] = o
     _catch_aborts(peers)
     start_jax(config, place)
     if place.process == 0:
-        logger.info("%d processes, known from %s; process 0 is %s", place.processes, place.found, peers.roster[0])
+        logger.info("%d processes, known from %s; process 0 is %s", place.processes, place.source, peers.roster[0])
 
 
 @contextlib.contextmanager
@@ -94,7 +101,7 @@ def is_idle_process(config: DistributedConfig, environment: Mapping[str, str] = 
     Raises:
         PlaceError: this process's index is unknown.
     """
-    place = find_place(config, environment, lambda: on_tpu_pod(platforms()))
+    place = find_process_place(config, environment, lambda: tpu_pod_hints(platforms()))
     return place is not None and place.process != 0
 
 
@@ -142,7 +149,7 @@ def exit_process(code: int) -> NoReturn:
 def is_reported_by_leader(message: str) -> bool:
     """Whether process 0 ended with the same error, which the other processes then do not repeat."""
     peers = current_peers()
-    return peers is not None and peers.process != 0 and peers.said_by(0, SAME_ERROR_SECONDS) == message
+    return peers is not None and peers.process != 0 and peers.exit_reason(0, SAME_ERROR_SECONDS) == message
 
 
 def end_with_traceback(error: BaseException) -> int:

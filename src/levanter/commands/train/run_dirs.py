@@ -12,7 +12,7 @@ from levanter.checkpoint import CheckpointRef, SaveWatch, checkpoint_at, latest
 from levanter.commands.train.config import TrainLmConfig
 from levanter.compat.hf.export import ExportPathError
 from levanter.compat.hf.export_dir import exports_in, is_complete
-from levanter.distributed.process_group import meeting
+from levanter.distributed.process_group import process_group
 from levanter.io import Lease, Output, is_remote, join, leased
 from levanter.io.paths import base_name, check_writable, filesystem
 from levanter.trainer.config_blocks import CheckpointDebugConfig
@@ -109,7 +109,7 @@ def held_places(places: RunDirs, run_id: str) -> Iterator[tuple[Lease, ...]]:
                 held.append(stack.enter_context(leased(base, what=f"training run {run_id}", advice=advice)))
             return "held"
 
-        meeting().follow("the lease of the checkpoints", take, seconds=LEASE_SECONDS)
+        process_group().follow("the lease of the checkpoints", take, seconds=LEASE_SECONDS)
         yield tuple(held)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from levanter.base.exit_codes import BAD_INPUT, INTERNAL_ERROR
-from levanter.distributed.broadcast import hear_next, tell_all
+from levanter.distributed.broadcast import broadcast, receive_broadcast
 from levanter.eval.harness.request_table import Table
 from levanter.eval.harness.scoring import Scorer
 
@@ -25,12 +25,12 @@ class Process0Error(ValueError):
 
 def send_table(table: Table) -> None:
     """Has the other processes execute a table, which this process executes as well."""
-    tell_all(_TOPIC, {"what": "table", "table": table.message()})
+    broadcast(_TOPIC, {"what": "table", "table": table.message()})
 
 
 def send_generation() -> None:
     """Has the other processes follow the engine until it is released."""
-    tell_all(_TOPIC, {"what": "texts"})
+    broadcast(_TOPIC, {"what": "texts"})
 
 
 @contextmanager
@@ -40,9 +40,9 @@ def lead_processes() -> Iterator[None]:
         yield
     except Exception as error:
         code = getattr(error, "exit_code", BAD_INPUT if isinstance(error, (ValueError, OSError)) else INTERNAL_ERROR)
-        tell_all(_TOPIC, {"what": "failed", "said": str(error), "code": code})
+        broadcast(_TOPIC, {"what": "failed", "said": str(error), "code": code})
         raise
-    tell_all(_TOPIC, {"what": "done"})
+    broadcast(_TOPIC, {"what": "done"})
 
 
 def follow_process_0(scorer: Scorer, follow_engine: Callable[[], object]) -> int:
@@ -60,7 +60,7 @@ def follow_process_0(scorer: Scorer, follow_engine: Callable[[], object]) -> int
         PeerLostError: the connection to process 0 is lost.
     """
     count = 0
-    while (message := hear_next(_TOPIC))["what"] != "done":
+    while (message := receive_broadcast(_TOPIC))["what"] != "done":
         if message["what"] == "failed":
             raise Process0Error(message["said"], message["code"])
         if message["what"] == "texts":

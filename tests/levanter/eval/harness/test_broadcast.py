@@ -20,8 +20,8 @@ pytestmark = pytest.mark.quick
 def told(monkeypatch):
     """Messages on their way, as JSON."""
     waiting: list[str] = []
-    monkeypatch.setattr(broadcast, "tell_all", lambda topic, message: waiting.append(json.dumps(message)))
-    monkeypatch.setattr(broadcast, "hear_next", lambda topic: json.loads(waiting.pop(0)))
+    monkeypatch.setattr(broadcast, "broadcast", lambda topic, message: waiting.append(json.dumps(message)))
+    monkeypatch.setattr(broadcast, "receive_broadcast", lambda topic: json.loads(waiting.pop(0)))
     return waiting
 
 
