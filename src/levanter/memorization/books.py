@@ -12,7 +12,7 @@ from typing import Any
 
 from haliax_ext.sources import TensorSource
 from levanter.io import open_read
-from levanter.memorization.conventions import WindowConvention, name_of
+from levanter.memorization.conventions import WindowConvention, preset_name
 
 _SMALL_TENSORS = 8
 
@@ -87,14 +87,14 @@ def windows_identity(book: BookText, given: WindowConvention, *, max_windows: in
     """The part of a run's identity that covers the text and its windows."""
     identity: dict[str, Any] = {"text.sha256": book.sha256, "text.characters": len(book.text)}
     identity |= flat("windows", asdict(given.windowing))
-    return identity | {"windows.max": max_windows, "preset": name_of(given), "scheme": given.scheme.name}
+    return identity | {"windows.max": max_windows, "preset": preset_name(given), "scheme": given.scheme.name}
 
 
 def flat(prefix: str, value: object) -> dict[str, Any]:
     """A nested mapping as dotted keys."""
     if not isinstance(value, Mapping):
         return {prefix: value}
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for key, item in value.items():
-        found |= flat(f"{prefix}.{key}", item)
-    return found
+        flattened |= flat(f"{prefix}.{key}", item)
+    return flattened

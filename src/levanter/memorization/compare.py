@@ -70,17 +70,17 @@ def model_name(run: Measurement) -> str:
 
 def labels(runs: Sequence[Measurement]) -> list[str]:
     """A distinguishing name for each run: title or model, with whatever else differs."""
-    parts: dict[str, list[str]] = {
+    settings: dict[str, list[str]] = {
         "model": [model_name(run) for run in runs],
         "title": [run.book.title for run in runs],
         "preset": [run.book.preset for run in runs],
         "scheme": [run.scheme.name for run in runs],
     }
-    differing = [name for name, values in parts.items() if len(set(values)) > 1] or ["title"]
-    found = [" · ".join(value for name in differing if (value := parts[name][n])) or "run" for n in range(len(runs))]
+    differing = [name for name, values in settings.items() if len(set(values)) > 1] or ["title"]
+    names = [" · ".join(value for name in differing if (value := settings[name][n])) or "run" for n in range(len(runs))]
     # Runs that nothing distinguishes are numbered.
     return [
-        f"{label} ({found[: n + 1].count(label)})" if found.count(label) > 1 else label for n, label in enumerate(found)
+        f"{label} ({names[: n + 1].count(label)})" if names.count(label) > 1 else label for n, label in enumerate(names)
     ]
 
 

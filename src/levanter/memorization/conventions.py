@@ -46,7 +46,7 @@ def convention(preset: str | None, *, scheme: Scheme | None = None, **windowing:
     return WindowConvention(windowing=replace(base.windowing, **windowing), scheme=scheme or base.scheme)
 
 
-def name_of(given: WindowConvention) -> str:
+def preset_name(given: WindowConvention) -> str:
     """The preset that matches `given`, or `custom`; settings that the mode does not use are not compared."""
     return next((name for name, preset in PRESETS.items() if _relevant(preset) == _relevant(given)), CUSTOM)
 

@@ -51,7 +51,7 @@ def characters(book: BookResult) -> int:
     return known if isinstance(known, int) else int(book.char_spans[:, 1].max(initial=0))
 
 
-def log_of(threshold: float) -> float:
+def log_or_minus_inf(threshold: float) -> float:
     """log τ.
 
     Raises:
@@ -96,7 +96,7 @@ def coverage(log_pz: ArrayLike, spans: np.ndarray, characters: int, *, threshold
     spans, log_pz = checked_spans(spans, characters), np.asarray(log_pz)
     if log_pz.shape != (len(spans),):
         raise ValueError(f"expected one log p_z per span: {len(spans)} spans, log p_z of shape {log_pz.shape}")
-    return float(covered(spans[log_pz >= log_of(threshold)], characters).mean())
+    return float(covered(spans[log_pz >= log_or_minus_inf(threshold)], characters).mean())
 
 
 def checked_spans(spans: np.ndarray, characters: int) -> np.ndarray:

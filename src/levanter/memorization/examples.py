@@ -128,7 +128,7 @@ class Examples:
         }
 
 
-def pairs_of(records: Iterable[tuple[Any, str]], format: LmDatasetFormatBase) -> list[tuple[Any, Any]]:
+def prompt_pairs(records: Iterable[tuple[Any, str]], format: LmDatasetFormatBase) -> list[tuple[Any, Any]]:
     """The prompt and the continuation of each record: texts, or lists of ids.
 
     Raises:
@@ -165,7 +165,7 @@ def tokenized(pairs: Sequence[tuple[Any, Any]], tokenizer: Tokenizer, *, bos: bo
     return rows
 
 
-def digest_of(pairs: Sequence[tuple[Any, Any]]) -> str:
+def pairs_digest(pairs: Sequence[tuple[Any, Any]]) -> str:
     """SHA-256 of a prepared set."""
     digest = hashlib.sha256()
     for pair in pairs:
@@ -185,15 +185,15 @@ def _pair(record: object, format: LmDatasetFormatBase, origin: str) -> tuple[Any
         return _get(record, format.input_key, str, origin), _get(record, format.target_key, str, origin)
     assert isinstance(format, ChatLmDatasetFormat)
     messages = _get(record, format.messages_field, list, origin)
-    said = {}
+    contents = {}
     for message in messages:
         if not isinstance(message, Mapping):
             raise DataError(f"{origin}: a message is an object with role and content, found {type(message).__name__}")
-        said.setdefault(_get(message, "role", str, origin), _get(message, "content", str, origin))
-    lacking = [role for role in _ROLES if role not in said]
+        contents.setdefault(_get(message, "role", str, origin), _get(message, "content", str, origin))
+    lacking = [role for role in _ROLES if role not in contents]
     if lacking:
-        raise DataError(f"{origin}: no message of {' and '.join(lacking)}; there are {', '.join(said) or 'none'}")
-    return said["user"], said["assistant"]
+        raise DataError(f"{origin}: no message of {' and '.join(lacking)}; there are {', '.join(contents) or 'none'}")
+    return contents["user"], contents["assistant"]
 
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from levanter.memorization.calibration import Calibration, Interval, block_bootstrap, block_length
-from levanter.memorization.coverage import DEFAULT_THRESHOLD, Cover, characters, cover_spans, covered, log_of
+from levanter.memorization.coverage import DEFAULT_THRESHOLD, Cover, characters, cover_spans, covered, log_or_minus_inf
 from levanter.memorization.discoverability import ExtractionCurve, expected_rate, extraction_curve, max_extraction_rate
 from levanter.memorization.heatmap import character_heat
 from levanter.memorization.histogram import Histogram, histogram
@@ -134,7 +134,7 @@ class Measurement:
         rows = self.unit == "rows"
         suffixes = self.spans if rows else self.book.suffix_char_spans
         under = np.flatnonzero(~self.reached & (self.log_pz > -np.inf))
-        found = top_passages(
+        above = top_passages(
             self.log_pz[under],
             (self.spans if rows else self.book.char_spans)[under],
             suffixes[under],
@@ -144,9 +144,9 @@ class Measurement:
         )
         # If a window next to it reaches the threshold, the passage is listed already.
         return tuple(
-            replace(each, window=int(under[each.window]), run=each.suffix)
-            for each in found
-            if not self.covered[slice(*each.suffix)].any()
+            replace(passage, window=int(under[passage.window]), run=passage.suffix)
+            for passage in above
+            if not self.covered[slice(*passage.suffix)].any()
         )
 
     @property
@@ -265,7 +265,7 @@ def measure(
     return Measurement(
         book=book,
         scheme=scheme,
-        log_threshold=log_of(threshold) if calibration is None else calibration.log_threshold,
+        log_threshold=log_or_minus_inf(threshold) if calibration is None else calibration.log_threshold,
         cover=cover,
         characters=total,
         log_pz=log_pz,

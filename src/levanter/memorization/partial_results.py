@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from levanter.io import LeaseLostError, ResumableResults, atomic_write, exists, file_size, join, open_read
-from levanter.memorization.results import MANIFEST, WINDOWS, Scores, as_json_bytes, score_columns, scores_of
+from levanter.memorization.results import MANIFEST, WINDOWS, Scores, as_json_bytes, read_scores, score_columns
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class PartStore(ResumableResults):
         try:
             table = pq.read_table(pa.BufferReader(content))
             meta = json.loads((table.schema.metadata or {})[b"part"])
-            scores = scores_of(table, self.suffix_tokens)
+            scores = read_scores(table, self.suffix_tokens)
         except (pa.ArrowException, OSError, ValueError, KeyError):
             return None
         expected = {"identity": _digest(self.identity), "first": first, "rows": len(scores)}

@@ -63,20 +63,20 @@ def heatmap_png(measured: Measurement, *, scale: Scale = "log") -> bytes:
 
 def histogram_png(measured: Measurement) -> bytes:
     """Windows by p_z, both axes logarithmic; what is below the lowest bin is counted above the bars."""
-    found = measured.histogram
+    counted = measured.histogram
     figure = Figure(figsize=(8, 4.6), dpi=100)
     axes = figure.subplots()
     at = measured.log_threshold / math.log(10)
     # Two bars on the left for what a logarithm cannot show: p_z = 0, and p_z below the lowest edge.
-    edges = np.concatenate([found.edges[0] - np.array([1.5, 0.75]), found.edges])
-    counts = np.concatenate([[found.zero, found.below], found.counts])
-    names = {edges[0] + 0.3: "0", edges[1] + 0.3: f"$<10^{{{found.edges[0]:g}}}$"}
-    ticks = [float(e) for e in range(int(found.edges[0]) + 2, 1, 2)]
+    edges = np.concatenate([counted.edges[0] - np.array([1.5, 0.75]), counted.edges])
+    counts = np.concatenate([[counted.zero, counted.below], counted.counts])
+    names = {edges[0] + 0.3: "0", edges[1] + 0.3: f"$<10^{{{counted.edges[0]:g}}}$"}
+    ticks = [float(e) for e in range(int(counted.edges[0]) + 2, 1, 2)]
     axes.set_xticks([*names, *ticks], [*names.values(), *(f"$10^{{{e:g}}}$" for e in ticks)])
     axes.bar(
         edges[:-1],
         counts,
-        width=np.concatenate([[0.6, 0.6], np.diff(found.edges)]),
+        width=np.concatenate([[0.6, 0.6], np.diff(counted.edges)]),
         align="edge",
         color=np.where(edges[:-1] >= at - 1e-9, INK[4], INK[2]).tolist(),
         edgecolor="white",
@@ -96,7 +96,7 @@ def histogram_png(measured: Measurement) -> bytes:
         0.5,
         0.97,
         f"{int(measured.reached.sum()):,} of {len(measured.log_pz):,} windows reach p_z = {measured.threshold:.3g}\n"
-        f"{found.below:,} below the lowest bin, {found.zero:,} with p_z = 0",
+        f"{counted.below:,} below the lowest bin, {counted.zero:,} with p_z = 0",
         transform=axes.transAxes,
         va="top",
         ha="center",

@@ -86,8 +86,8 @@ def published_coverages(title: str, model: str | None = None) -> Mapping[str, fl
     if model is None:
         return values
     wanted = _plain(model).split()
-    found = [name for name in values if _is_within(_plain(name).split(), wanted)]
-    return {name: values[name] for name in found}
+    coverages = [name for name in values if _is_within(_plain(name).split(), wanted)]
+    return {name: values[name] for name in coverages}
 
 
 def _is_within(part: list[str], whole: list[str]) -> bool:

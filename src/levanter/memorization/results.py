@@ -138,10 +138,10 @@ class Scores:
         return cls(**{name: arrays[name] for name in _PER_TOKEN}, normalizers=extra)
 
     @classmethod
-    def joined(cls, parts: Sequence["Scores"]) -> "Scores":
+    def joined(cls, pieces: Sequence["Scores"]) -> "Scores":
         """The rows of all parts, in order."""
-        names = parts[0].arrays
-        return cls.of_arrays({name: np.concatenate([part.arrays[name] for part in parts]) for name in names})
+        names = pieces[0].arrays
+        return cls.of_arrays({name: np.concatenate([part.arrays[name] for part in pieces]) for name in names})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -285,7 +285,7 @@ class BookResult:
             with open_read(join(folder, TEXT)) as file:
                 text = file.read().decode("utf-8")
         k = meta["suffix_tokens"]
-        scores = scores_of(table, k)
+        scores = read_scores(table, k)
         return cls(
             title=meta["title"],
             preset=meta["preset"],
@@ -332,7 +332,7 @@ def score_columns(scores: Scores) -> "dict[str, pa.Array]":
     return {name: pa.FixedSizeListArray.from_arrays(values, k) for name, values in flat.items()}
 
 
-def scores_of(table: "pa.Table", k: int) -> Scores:
+def read_scores(table: "pa.Table", k: int) -> Scores:
     """The scores in the columns that `score_columns` made."""
     names = [*_PER_TOKEN, *(name for name in table.column_names if name.startswith(_NORMALIZER))]
     return Scores.of_arrays({name: _matrix(table, name, k) for name in names})

@@ -73,7 +73,7 @@ class BatchShape:
         return -(-windows // self.rows)
 
 
-def laws_of(schemes: Sequence[Scheme]) -> tuple[Scheme, ...]:
+def sampling_laws(schemes: Sequence[Scheme]) -> tuple[Scheme, ...]:
     """The laws among `schemes` that need a normalizer of their own."""
     return tuple(dict.fromkeys(scheme.law for scheme in schemes if not scheme.law.stored))
 
@@ -158,8 +158,8 @@ def score_batches(
         return  # a run that ended between its last part and its results
     assert first % shape.rows == 0, f"window {first} does not begin a batch of {shape.rows}"
     batches = (_batch(source, begin, shape) for begin in range(first, len(source), shape.rows))
-    for real, found in results(program, mesh, model, batches, behind=fetch_behind, jit=jit_together):
-        yield _scores(real, found, laws)
+    for real, outputs in results(program, mesh, model, batches, behind=fetch_behind, jit=jit_together):
+        yield _scores(real, outputs, laws)
 
 
 def _batch(source: WindowSource, begin: int, shape: BatchShape) -> tuple[int, list[np.ndarray]]:
@@ -173,16 +173,16 @@ def _batch(source: WindowSource, begin: int, shape: BatchShape) -> tuple[int, li
     return min(shape.rows, len(source) - begin), inputs
 
 
-def _scores(real: int, found: SuffixScores, laws: Sequence[Scheme]) -> Scores:
+def _scores(real: int, outputs: SuffixScores, laws: Sequence[Scheme]) -> Scores:
     """The first rows of a batch's scores, on the host."""
 
     def host(named: hax.NamedArray) -> np.ndarray:
         return np.asarray(named.array)[:real]
 
-    top, *others = (host(named) for named in found.normalizers)
+    top, *others = (host(named) for named in outputs.normalizers)
     return Scores(
-        logprobs=host(found.logprobs),
-        ranks=host(found.ranks),
+        logprobs=host(outputs.logprobs),
+        ranks=host(outputs.ranks),
         top_lse=top,
         normalizers={law.name: array for law, array in zip(laws, others, strict=True)},
     )
@@ -207,8 +207,8 @@ def score_and_store(
         The scores of all windows; None in all processes but the first.
     """
     writes = jax.process_index() == 0
-    found = store.read() if writes else []
-    done = int(agreed(np.int32(sum(map(len, found)))))
+    pieces = store.read() if writes else []
+    done = int(agreed(np.int32(sum(map(len, pieces)))))
     if writes:
         store.begin()
     on_windows(done)
@@ -227,14 +227,14 @@ def score_and_store(
             if full or time.monotonic() - since >= save_seconds:
                 part = Scores.joined(fresh)
                 pending.append(writer.submit(store.write, first, part))
-                found.append(part)
+                pieces.append(part)
                 fresh, first, since = [], done, time.monotonic()
             while pending and (len(pending) > 2 or pending[0].done()):
                 pending.popleft().result()
         for future in pending:
             future.result()
     assert done == store.windows, f"{done} of {store.windows} windows scored"
-    return Scores.joined(found) if writes else None
+    return Scores.joined(pieces) if writes else None
 
 
 def _refuse_nan(scores: Scores, first: int) -> None:
@@ -310,16 +310,16 @@ def score_windows(
             f"windows must be [N, positions] with a prefix and a suffix; got shape {windows.shape}, prefix "
             f"{prefix_tokens}"
         )
-    laws = laws_of(schemes)
+    laws = sampling_laws(schemes)
     shape = BatchShape(rows=batch_size, positions=windows.shape[1], suffix=windows.shape[1] - prefix_tokens)
     template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model)
     program = score_program(
         template, shape, mappings=mappings or Mappings(), laws=laws, matmul_precision=matmul_precision
     )
     source = TokenRows(tokens=windows.astype(np.int32))
-    found = list(score_batches(program, model, mesh, source, shape, laws=laws))
-    if found:
-        return Scores.joined(found)
+    pieces = list(score_batches(program, model, mesh, source, shape, laws=laws))
+    if pieces:
+        return Scores.joined(pieces)
     nothing = np.zeros((0, shape.suffix), np.float32)
     return Scores(
         logprobs=nothing,

@@ -3,7 +3,7 @@
 import pytest
 from helpers.old_memorization import BOOKS, ONE_BOOK, SHARED
 
-from levanter.commands.memorize.config import books_of
+from levanter.commands.memorize.config import resolve_books
 from levanter.commands.memorize.eval_careless_lm import EvalCarelessLmConfig
 from levanter.config import ConfigError, parse_text, read
 from levanter.memorization.results import FULL
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.quick
 
 def test_one_book_means_what_it_meant():
     config = parse_text(EvalCarelessLmConfig, ONE_BOOK)
-    (book,) = books_of(config)
+    (book,) = resolve_books(config)
     windowing = book.convention.windowing
     assert windowing.token_mode and windowing.stride_tokens == 5 and not windowing.bos
     assert (windowing.window_tokens, windowing.prefix_tokens) == (100, 50)
@@ -27,7 +27,7 @@ def test_one_book_means_what_it_meant():
 
 def test_several_books_share_what_they_do_not_say():
     config = parse_text(EvalCarelessLmConfig, SHARED + BOOKS)
-    one, two = books_of(config)
+    one, two = resolve_books(config)
     assert (one.title, two.title) == ("One", "two")
     assert (one.folder, two.folder) == ("gs://bucket/8b/one", "gs://bucket/8b/two")
     assert (one.batch_size, two.batch_size) == (128, 64)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from levanter.memorization.conventions import CUSTOM, convention, name_of
+from levanter.memorization.conventions import CUSTOM, convention, preset_name
 from levanter.memorization.results import FULL, TOP_40, Scheme
 
 pytestmark = pytest.mark.quick
@@ -32,15 +32,15 @@ def test_without_a_preset_upstreams_defaults_hold():
 
 
 def test_a_convention_knows_its_name():
-    assert name_of(convention("paper")) == "paper"
-    assert name_of(convention("levanter")) == "levanter"
-    assert name_of(convention(None, token_mode=True, stride_tokens=5)) == "levanter"
+    assert preset_name(convention("paper")) == "paper"
+    assert preset_name(convention("levanter")) == "levanter"
+    assert preset_name(convention(None, token_mode=True, stride_tokens=5)) == "levanter"
     # A setting of the other mode means nothing.
-    assert name_of(convention("levanter", slice_chars=77)) == "levanter"
-    assert name_of(convention("paper", stride_tokens=9)) == "paper"
-    assert name_of(convention("paper", stride_chars=20)) == CUSTOM
-    assert name_of(convention("paper", scheme=Scheme(top_k=20))) == CUSTOM
-    assert name_of(convention(None)) == CUSTOM
+    assert preset_name(convention("levanter", slice_chars=77)) == "levanter"
+    assert preset_name(convention("paper", stride_tokens=9)) == "paper"
+    assert preset_name(convention("paper", stride_chars=20)) == CUSTOM
+    assert preset_name(convention("paper", scheme=Scheme(top_k=20))) == CUSTOM
+    assert preset_name(convention(None)) == CUSTOM
 
 
 def test_an_unknown_preset_is_refused():

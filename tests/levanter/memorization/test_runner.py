@@ -11,7 +11,7 @@ from levanter.memorization.results import Scheme, Scores
 from levanter.memorization.runner import (
     BatchShape,
     TokenRows,
-    laws_of,
+    sampling_laws,
     score_and_store,
     score_batches,
     score_program,
@@ -141,7 +141,7 @@ def test_the_library_function(devices, logprobs):
 
 def test_only_laws_that_are_not_stored_anyway_need_a_normalizer():
     schemes = [Scheme(), Scheme(top_k=40), Scheme(top_k=1, temperature=3.0), Scheme(top_k=7), Scheme(top_k=7)]
-    assert laws_of([*schemes, Scheme(top_k=40, suffix_tokens=3), Scheme(temperature=2.0)]) == (
+    assert sampling_laws([*schemes, Scheme(top_k=40, suffix_tokens=3), Scheme(temperature=2.0)]) == (
         Scheme(top_k=7),
         Scheme(temperature=2.0),
     )

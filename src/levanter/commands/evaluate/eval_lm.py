@@ -260,8 +260,8 @@ def execute(plan: RunPlan[EvalWork], mesh: Mesh | None, session: Session | None 
     program = plan.program("score")
     with Progress("scoring", total=_scored_tokens(batches), unit="tokens", show=show) as progress:
         given = ((batch, batch.inputs) for batch in batches)
-        for batch, found in results(program, mesh, model, given, behind=FETCH_BEHIND, jit=jit_together):
-            logprobs, hits = fetch_scores(found)
+        for batch, outputs in results(program, mesh, model, given, behind=FETCH_BEHIND, jit=jit_together):
+            logprobs, hits = fetch_scores(outputs)
             scores.add(batch, logprobs, likeliest=hits)
             first = first or time.perf_counter() - began
             done += batch.scored_tokens.sum()

@@ -72,9 +72,9 @@ def execute(plan: RunPlan[VizWork], mesh: Mesh | None, session: Session | None =
     require_same_text(sequences)
     chosen = chosen_rows(sequences, count=config.num_docs, seed=config.data_seed)
     model = with_arrays(work.pretrained.abstract, load_pretrained(work.pretrained, mesh, show=show).arrays)
-    parts = [chosen[first : first + work.batch_rows] for first in range(0, len(chosen), work.batch_rows)]
-    batches = [sequences.take(np.pad(part, (0, work.batch_rows - len(part)), constant_values=-1)) for part in parts]
-    given = (((part, batch), batch.inputs) for part, batch in zip(parts, batches, strict=True))
+    pieces = [chosen[first : first + work.batch_rows] for first in range(0, len(chosen), work.batch_rows)]
+    batches = [sequences.take(np.pad(part, (0, work.batch_rows - len(part)), constant_values=-1)) for part in pieces]
+    given = (((part, batch), batch.inputs) for part, batch in zip(pieces, batches, strict=True))
     found: list[ScoredText] = []
     with Progress("scoring", total=len(chosen), unit="rows", show=show) as progress:
         scored = results(plan.program("score"), mesh, model, given, behind=eval_lm.FETCH_BEHIND, jit=jit_together)
@@ -99,10 +99,10 @@ def chosen_rows(sequences: EvalSequences, *, count: int, seed: int | None) -> np
         count: how many, if there are that many.
         seed: of the selection; None for the first ones.
     """
-    there = sequences.row_count
-    if seed is None or count >= there:
-        return np.arange(min(count, there))
-    return np.sort(np.random.default_rng(seed).choice(there, count, replace=False))
+    available = sequences.row_count
+    if seed is None or count >= available:
+        return np.arange(min(count, available))
+    return np.sort(np.random.default_rng(seed).choice(available, count, replace=False))
 
 
 def _scored(

@@ -120,7 +120,7 @@ class TextGenerator:
         assert peers is not None
         run_follower(self._runner(), lambda: peers.follow(_CALLS, lambda: "", seconds=WAIT_SECONDS))
 
-    def _rows(self) -> DeviceRunner:
+    def _runner(self) -> DeviceRunner:
         return DeviceRunner(self.work.programs, self.mesh, self.model, jit=jit_together)
 
     def _request(self, n: int, prompt: Continuation) -> Request:

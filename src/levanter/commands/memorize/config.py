@@ -171,7 +171,7 @@ class EvalCarelessLmConfig(Ranged):
         for title in [title for title in self.books if not title.strip()]:
             problems.append(f"books: {title!r} cannot be the name of a book")
         if not problems:
-            resolved = [book_of(self, key, book) for key, book in self.books.items()]
+            resolved = [resolve_book(self, key, book) for key, book in self.books.items()]
             for book in resolved or [single_book(self)]:
                 where = f"books.{book.key}: " if self.books else ""
                 problems += [where + problem for problem in book.problems()]
@@ -219,9 +219,9 @@ class Book:
         return found
 
 
-def books_of(config: EvalCarelessLmConfig) -> tuple[Book, ...]:
+def resolve_books(config: EvalCarelessLmConfig) -> tuple[Book, ...]:
     """The books of a run, in the order of the config."""
-    return tuple(book_of(config, key, book) for key, book in config.books.items()) or (single_book(config),)
+    return tuple(resolve_book(config, key, book) for key, book in config.books.items()) or (single_book(config),)
 
 
 def single_book(config: EvalCarelessLmConfig) -> Book:
@@ -229,25 +229,26 @@ def single_book(config: EvalCarelessLmConfig) -> Book:
     in_default = config.output_base_path == DEFAULT_OUTPUT
     folder = join(config.output_base_path, slug(config.book_title)) if in_default else config.output_base_path
     assert config.txt_path is not None
-    own = BookConfig(txt_path=config.txt_path)
-    return _book(config, config.book_title, config.book_title, config.txt_path, folder, own)
+    values = BookConfig(txt_path=config.txt_path)
+    return _book(config, config.book_title, config.book_title, config.txt_path, folder, values)
 
 
-def book_of(config: EvalCarelessLmConfig, key: str, book: BookConfig) -> Book:
+def resolve_book(config: EvalCarelessLmConfig, key: str, book: BookConfig) -> Book:
     """One of several books."""
     return _book(config, key, book.book_title or key, book.txt_path, join(config.output_base_path, slug(key)), book)
 
 
-def _book(config: EvalCarelessLmConfig, key: str, title: str, path: str, folder: str, own: BookConfig) -> Book:
-    given = {
+def _book(config: EvalCarelessLmConfig, key: str, title: str, path: str, folder: str, own_values: BookConfig) -> Book:
+    explicit = {
         target: value
         for name, target in _WINDOWING.items()
-        if (value := getattr(own, name) if getattr(own, name) is not None else getattr(config, name)) is not None
+        if (value := getattr(own_values, name) if getattr(own_values, name) is not None else getattr(config, name))
+        is not None
     }
     names = {
         name: value
         for name in ("plot_path", "histogram_path", "pz_data_path")
-        if (value := getattr(own, name) or getattr(config, name)) is not None
+        if (value := getattr(own_values, name) or getattr(config, name)) is not None
     }
     return Book(
         key=key,
@@ -255,10 +256,10 @@ def _book(config: EvalCarelessLmConfig, key: str, title: str, path: str, folder:
         path=path,
         folder=folder,
         convention=convention(
-            config.preset, scheme=None if config.scheme is None else Scheme.parse(config.scheme), **given
+            config.preset, scheme=None if config.scheme is None else Scheme.parse(config.scheme), **explicit
         ),
-        batch_size=config.eval_batch_size if own.eval_batch_size is None else own.eval_batch_size,
-        max_windows=config.max_examples if own.max_examples is None else own.max_examples,
+        batch_size=config.eval_batch_size if own_values.eval_batch_size is None else own_values.eval_batch_size,
+        max_windows=config.max_examples if own_values.max_examples is None else own_values.max_examples,
         names=names,
     )
 

@@ -10,14 +10,14 @@ final shards; the windows are scored; tables, pictures and a report are written.
 """
 
 from levanter.commands.cli.runner import run_config
-from levanter.commands.memorize.config import Book, EvalCarelessLmConfig, books_of
+from levanter.commands.memorize.config import Book, EvalCarelessLmConfig, resolve_books
 from levanter.commands.memorize.plan import BookJob, MemorizationWork, OpenJob, describe_jobs
 from levanter.commands.memorize.run import execute_jobs, finish, outputs
 from levanter.config import ExplicitKeys
 from levanter.data import Tokenizer
 from levanter.io.paths import MissingFileError, is_remote
 from levanter.memorization.books import BookText, TextError, read_book, windows_identity
-from levanter.memorization.conventions import name_of
+from levanter.memorization.conventions import preset_name
 from levanter.memorization.results import Scheme
 from levanter.memorization.windows import build_windows
 from levanter.runplan import Check, EntryPoint, RunPlan, Target
@@ -31,9 +31,9 @@ def describe(
     """Describes the run for `target`; reads metadata and the texts, no weights."""
     checks: list[Check] = []
     jobs = []
-    for book in books_of(config):
-        text, found = _read(book)
-        checks += found
+    for book in resolve_books(config):
+        text, text_checks = _read(book)
+        checks += text_checks
         jobs.append(_job(config, book, text))
     return describe_jobs(
         config,
@@ -58,27 +58,27 @@ def _read(book: Book) -> tuple[BookText | None, list[Check]]:
             raise
         missing = MissingFileError(str(error))
         return None, [Check(name="text", status="unchecked", message=f"{book.title}: {error}", error=missing)]
-    said = f"{book.title}: {len(text.text):,} characters, {book.path}"
+    message = f"{book.title}: {len(text.text):,} characters, {book.path}"
     notes = [Check(name="text", status="note", message=f"{book.title}: {note}") for note in text.notes]
-    return text, [Check(name="text", status="ok", message=said), *notes]
+    return text, [Check(name="text", status="ok", message=message), *notes]
 
 
 def _job(config: EvalCarelessLmConfig, book: Book, text: BookText | None) -> BookJob:
-    given = book.convention
-    windowing = given.windowing
+    convention = book.convention
+    windowing = convention.windowing
     windows, reason = _count(config, book, text)
 
     def opened(tokenizer: Tokenizer) -> OpenJob:
         assert text is not None, "RunPlan.check() comes before a run"
-        made = build_windows(text.text, tokenizer, windowing, max_windows=book.max_windows)
+        windows = build_windows(text.text, tokenizer, windowing, max_windows=book.max_windows)
         return OpenJob(
-            source=made,
+            source=windows,
             spans={
-                "token_spans": made.token_spans,
-                "char_spans": made.char_spans,
-                "suffix_char_spans": made.suffix_char_spans,
+                "token_spans": windows.token_spans,
+                "char_spans": windows.char_spans,
+                "suffix_char_spans": windows.suffix_char_spans,
             },
-            facts={"duplicate_windows_dropped": made.duplicates},
+            facts={"duplicate_windows_dropped": windows.duplicates},
         )
 
     def checked(tokenizer: Tokenizer) -> None:
@@ -89,14 +89,14 @@ def _job(config: EvalCarelessLmConfig, book: Book, text: BookText | None) -> Boo
         key=book.key,
         title=book.title,
         folder=book.folder,
-        preset=name_of(given),
-        scheme=given.scheme,
+        preset=preset_name(convention),
+        scheme=convention.scheme,
         positions=windowing.window_tokens,
         suffix_tokens=windowing.suffix_tokens,
         batch_size=book.batch_size,
         windows=windows,
         windows_reason=reason,
-        identity={} if text is None else windows_identity(text, given, max_windows=book.max_windows),
+        identity={} if text is None else windows_identity(text, convention, max_windows=book.max_windows),
         text=text.text if text is not None and config.keep_text else None,
         check=checked,
         open=opened,

@@ -33,7 +33,7 @@ from levanter.io import join
 from levanter.io.paths import MissingFileError, expand, is_remote
 from levanter.memorization.books import slug
 from levanter.memorization.conventions import CUSTOM
-from levanter.memorization.examples import Examples, digest_of, pairs_of, tokenized
+from levanter.memorization.examples import Examples, pairs_digest, prompt_pairs, tokenized
 from levanter.memorization.results import FULL, Scheme
 from levanter.runplan import Check, EntryPoint, RunPlan, Target
 
@@ -80,10 +80,10 @@ def _job(
     reason = "the rows are not available here"
     try:
         paths, format = _files(config, name, component)
-        pairs = [pair for path in paths for pair in pairs_of(read_records(path), format)]
+        pairs = [pair for path in paths for pair in prompt_pairs(read_records(path), format)]
         if config.max_batches is not None:
             pairs = pairs[: config.max_batches * (config.eval_batch_size or DEFAULT_BATCH)]
-        digest = digest_of(pairs)
+        digest = pairs_digest(pairs)
         if tokenizer is not None:
             examples = Examples.of(tokenized(pairs, tokenizer, bos=config.bos))
             reason = f"{len(examples):,} rows"

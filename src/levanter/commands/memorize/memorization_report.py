@@ -66,38 +66,38 @@ class NoRunError(ValueError):
     """A path is not a scored book; the message says what it holds."""
 
 
-def main(asked: ReportRequest) -> int:
+def main(config: ReportRequest) -> int:
     """Reads the runs, measures them, writes the page and prints a summary of it."""
-    books = _books(asked.runs)
-    files = {"--output": asked.output, "--json": asked.json}
+    books = _books(config.runs)
+    files = {"--output": config.output, "--json": config.json}
     probe(Output(key=key, path=path, kind="file") for key, path in files.items() if path is not None)
-    if asked.names and len(asked.names) != len(books):
+    if config.names and len(config.names) != len(books):
         raise ValueError(
-            f"--name: {len(asked.names)} names for {len(books)} runs ({', '.join(b.title for b in books)})"
+            f"--name: {len(config.names)} names for {len(books)} runs ({', '.join(b.title for b in books)})"
         )
-    scheme_of = {id(book): book.scheme if asked.scheme is None else asked.scheme for book in books}
-    thresholds = _calibrations(asked, {scheme_of[id(book)] for book in books})
+    scheme_of = {id(book): book.scheme if config.scheme is None else config.scheme for book in books}
+    thresholds = _calibrations(config, {scheme_of[id(book)] for book in books})
     runs = [
         measure(
             book,
             scheme=scheme_of[id(book)],
-            threshold=asked.threshold,
-            cover=asked.cover,
+            threshold=config.threshold,
+            cover=config.cover,
             calibration=thresholds.get(scheme_of[id(book)]),
         )
         for book in books
     ]
-    names = list(asked.names) or labels(runs)
-    page = report_html(runs, with_text=asked.with_text, passages=asked.passages, names=names)
+    names = list(config.names) or labels(runs)
+    page = report_html(runs, with_text=config.with_text, passages=config.passages, names=names)
     for name, run in zip(names, runs, strict=True):
         print(_line(name, run))
     for caution in cautions(runs):
         print(f"note: {caution}")
-    print(f"report in {asked.output}", flush=True)
-    if asked.json is not None:
+    print(f"report in {config.output}", flush=True)
+    if config.json is not None:
         numbers = {name: run.summary() for name, run in zip(names, runs, strict=True)}
-        write_or_show(asked.json, json.dumps(numbers, indent=2, ensure_ascii=False) + "\n")
-    write_or_keep(asked.output, page.encode("utf-8"))
+        write_or_show(config.json, json.dumps(numbers, indent=2, ensure_ascii=False) + "\n")
+    write_or_keep(config.output, page.encode("utf-8"))
     return OK
 
 
@@ -127,19 +127,19 @@ def parse(argv: Sequence[str]) -> ReportRequest:
     parser.add_argument("--scheme", help="decoding scheme: full, k40, greedy, … (default: each run's own)")
     parser.add_argument("--passages", type=int, default=20, help="how many to list per run (default: 20)")
     parser.add_argument("--json", help="file for all numbers as JSON")
-    given = parser.parse_args(list(argv))
+    arguments = parser.parse_args(list(argv))
     return ReportRequest(
-        runs=tuple(given.runs),
-        output=given.output or join(given.runs[0], REPORT),
-        names=tuple(given.name),
-        with_text=not given.no_text,
-        controls=tuple(given.control),
-        false_positive_rate=given.false_positive_rate,
-        threshold=given.threshold,
-        cover=given.cover,
-        scheme=None if given.scheme is None else Scheme.parse(given.scheme),
-        passages=given.passages,
-        json=given.json,
+        runs=tuple(arguments.runs),
+        output=arguments.output or join(arguments.runs[0], REPORT),
+        names=tuple(arguments.name),
+        with_text=not arguments.no_text,
+        controls=tuple(arguments.control),
+        false_positive_rate=arguments.false_positive_rate,
+        threshold=arguments.threshold,
+        cover=arguments.cover,
+        scheme=None if arguments.scheme is None else Scheme.parse(arguments.scheme),
+        passages=arguments.passages,
+        json=arguments.json,
     )
 
 
@@ -164,25 +164,25 @@ def _folders(path: str) -> list[str]:
     if not fs.isdir(name):
         raise NoRunError(f"{path}: no such folder")
     inside = sorted(base_name(entry) for entry in fs.ls(name, detail=False))
-    found = [join(path, entry) for entry in inside if exists(join(path, entry, WINDOWS))]
-    if not found:
+    folders = [join(path, entry) for entry in inside if exists(join(path, entry, WINDOWS))]
+    if not folders:
         shown = ", ".join(inside[:6]) or "nothing"
         raise NoRunError(
             f"{path}: no scored book: neither it nor a folder in it has a {WINDOWS}; it holds {shown}\n"
             "  → a run writes this file when it finishes: if it was interrupted, start the same command again"
         )
-    return found
+    return folders
 
 
-def _calibrations(asked: ReportRequest, schemes: set[Scheme]) -> dict[Scheme, Calibration]:
+def _calibrations(config: ReportRequest, schemes: set[Scheme]) -> dict[Scheme, Calibration]:
     """τ for each scheme, from the control texts."""
-    if not asked.controls:
+    if not config.controls:
         return {}
-    controls = _books(asked.controls)
+    controls = _books(config.controls)
     return {
         scheme: calibrate(
             [control.log_pz(scheme) for control in controls],
-            false_positive_rate=asked.false_positive_rate,
+            false_positive_rate=config.false_positive_rate,
             block=max(windows_block(control) for control in controls),
         )
         for scheme in schemes

@@ -18,7 +18,7 @@ from levanter.compat.open import open_checkpoint
 from levanter.config import ExplicitKeys
 from levanter.data import Tokenizer
 from levanter.memorization.results import Scheme, Scores
-from levanter.memorization.runner import BatchShape, WindowSource, laws_of, score_program
+from levanter.memorization.runner import BatchShape, WindowSource, sampling_laws, score_program
 from levanter.models.registry import LmConfig, family_of
 from levanter.runplan import Check, RunPlan, Target, Workload
 
@@ -136,7 +136,7 @@ def describe_jobs(
         batch=lambda ways: max(_rounded(job.batch_size or DEFAULT_BATCH, ways) for job in jobs),
         positions=max(job.positions for job in jobs),
     )
-    laws = laws_of(schemes)
+    laws = sampling_laws(schemes)
     all_checks = [*checks, *found, *pretrained.checks, *not_carried(config, written)]
     shaped: list[tuple[BookJob, BatchShape, str]] = []
     names: dict[BatchShape, str] = {}
@@ -223,13 +223,13 @@ def _rounded(rows: int, ways: int) -> int:
 def _batch(config: Any, job: BookJob, ways: int) -> tuple[Check, int]:
     asked = job.batch_size or DEFAULT_BATCH
     rows = _rounded(asked, ways)
-    said = f"{rows} windows of {job.positions} tokens, {job.suffix_tokens} scored"
+    message = f"{rows} windows of {job.positions} tokens, {job.suffix_tokens} scored"
     if rows == asked:
         why = "eval_batch_size" if job.batch_size else "the default"
-        return Check(name="batch", status="ok", message=f"{said}: {why}, sharded {ways} ways"), rows
+        return Check(name="batch", status="ok", message=f"{message}: {why}, sharded {ways} ways"), rows
     if job.batch_size is None or config.allow_nondivisible_batch_size:
         why = f"{asked}, rounded up to a multiple of {ways} shards"
-        return Check(name="batch", status="ok", message=f"{said}: {why}"), rows
+        return Check(name="batch", status="ok", message=f"{message}: {why}"), rows
     legal = [n for n in (asked // ways * ways, rows) if n]
     error = ValueError(
         f"eval_batch_size: {asked} windows do not divide over the {ways} batch shards of the mesh\n"
@@ -255,8 +255,8 @@ def _workload(
     weights = shape.rows * (shape.positions * body + shape.suffix * head)
 
     def attention(pairs: Literal["causal", "full"]) -> float:
-        each = model.config.flops(vocab_size=model.Vocab.size, context_length=shape.positions, attention=pairs)
-        return each.attention * shape.rows * shape.positions
+        flops = model.config.flops(vocab_size=model.Vocab.size, context_length=shape.positions, attention=pairs)
+        return flops.attention * shape.rows * shape.positions
 
     mine = [job for job, _, of in jobs if of == name]
     counts = [job.windows for job in mine]

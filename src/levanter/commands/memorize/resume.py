@@ -14,37 +14,37 @@ from levanter.memorization.partial_results import PartStore
 from levanter.memorization.results import MANIFEST, WINDOWS, BookResult
 
 
-def held_or_finished(work: MemorizationWork, job: BookJob, store: PartStore, held: ExitStack) -> tuple[PartStore, bool]:
+def open_store(work: MemorizationWork, job: BookJob, store: PartStore, leases: ExitStack) -> tuple[PartStore, bool]:
     """A job's store, with the lease of its folder if that is to be written, and whether its results are complete.
 
     Args:
         work: of the run.
         job: the job.
         store: its store.
-        held: keeps the lease.
+        leases: keeps the lease.
 
     Raises:
         OtherRunError: the folder holds results of another run.
         LeaseTakenError: another process writes there.
     """
     replaces = work.config.if_exists == "replace"
-    lost = store.missing_or_changed() if not replaces and store.is_done() else None
-    if lost is not None and not lost:
+    changed = store.missing_or_changed() if not replaces and store.is_done() else None
+    if changed is not None and not changed:
         return store, True
     lease = leased(store.folder, what="a memorization run", advice="give another output_base_path")
-    store = replace(store, lease=held.enter_context(lease))
+    store = replace(store, lease=leases.enter_context(lease))
     if replaces:
         store.start_over()
         return store, False
-    if lost is None:
+    if changed is None:
         # Whoever held the lease may have finished the job.
         return store, store.is_done()
-    said = "".join(f"\n  {name}: {what}" for name, what in lost.items())
-    if lost.keys() & {WINDOWS, MANIFEST}:
-        print(f"{job.title}: results in {job.folder} are missing or changed; its windows are scored again{said}")
+    details = "".join(f"\n  {name}: {what}" for name, what in changed.items())
+    if changed.keys() & {WINDOWS, MANIFEST}:
+        print(f"{job.title}: results in {job.folder} are missing or changed; its windows are scored again{details}")
         store.start_over()
         return store, False
-    print(f"{job.title}: files in {job.folder} are missing or changed; they are rewritten from its scores{said}")
+    print(f"{job.title}: files in {job.folder} are missing or changed; they are rewritten from its scores{details}")
     result = replace(BookResult.read(job.folder), text=job.text)
     result.write(job.folder)
     write_results(work, job, result, store)

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from haliax_ext.abstract import with_arrays
 from levanter.commands.memorize.plan import BookJob, MemorizationWork, OpenJob
-from levanter.commands.memorize.resume import held_or_finished, write_results
+from levanter.commands.memorize.resume import open_store, write_results
 from levanter.commands.model.pretrained import PretrainedModel, load_pretrained
 from levanter.config import plain
 from levanter.distributed.barrier import barrier, require_same
@@ -57,11 +57,13 @@ def execute_jobs(
 ) -> tuple[FinishedJob, ...]:
     """Scores the jobs that are not done yet; nothing runs that is not in `plan`."""
     assert mesh is not None, "models run on devices"
-    with ExitStack() as held:
-        return _execute(plan, mesh, Session() if session is None else session, held)
+    with ExitStack() as leases:
+        return _execute(plan, mesh, Session() if session is None else session, leases)
 
 
-def _execute(plan: RunPlan[MemorizationWork], mesh: Mesh, session: Session, held: ExitStack) -> tuple[FinishedJob, ...]:
+def _execute(
+    plan: RunPlan[MemorizationWork], mesh: Mesh, session: Session, leases: ExitStack
+) -> tuple[FinishedJob, ...]:
     work, tracker = plan.work, session.tracker
     # Process 0 keeps the results, whether or not it prints.
     show = jax.process_index() == 0
@@ -70,7 +72,7 @@ def _execute(plan: RunPlan[MemorizationWork], mesh: Mesh, session: Session, held
     done = [FinishedJob(title=job.title, folder=job.folder, windows=0) for job, _, _ in work.jobs]
     # Every process refuses another run's folder; process 0 decides whether this run is finished.
     if show:
-        found = [held_or_finished(work, job, store, held) for (job, _, _), store in zip(work.jobs, stores, strict=True)]
+        found = [open_store(work, job, store, leases) for (job, _, _), store in zip(work.jobs, stores, strict=True)]
         stores = [store for store, _ in found]
         finished = agreed([is_done for _, is_done in found])
     else:
@@ -233,7 +235,7 @@ def _finish(
     return write_results(plan.work, job, result, store)
 
 
-def said_of(done: FinishedJob) -> str:
+def result_message(done: FinishedJob) -> str:
     """A job's main results, and where the rest is."""
     found = done.summary
     assert found is not None
@@ -276,11 +278,11 @@ def _manifest(plan: RunPlan[MemorizationWork], job: BookJob, opened: OpenJob, st
 def outputs(plan: RunPlan[MemorizationWork], session: Session) -> tuple[Output, ...]:
     """The folder of each job, and those of its files that a config puts elsewhere."""
     del session
-    found = [Output(key="output_base_path", path=job.folder, kind="folder") for job, _, _ in plan.work.jobs]
+    folders = [Output(key="output_base_path", path=job.folder, kind="folder") for job, _, _ in plan.work.jobs]
     for job, _, _ in plan.work.jobs:
         for key, name in job.output_names.items():
-            found.append(Output(key=key, path=join(job.folder, name), kind="file"))
-    return tuple(found)
+            folders.append(Output(key=key, path=join(job.folder, name), kind="file"))
+    return tuple(folders)
 
 
 def finish(plan: RunPlan[MemorizationWork], done: Sequence[FinishedJob], session: Session) -> int:
@@ -288,5 +290,5 @@ def finish(plan: RunPlan[MemorizationWork], done: Sequence[FinishedJob], session
     del plan, session
     for each in done:
         if each.summary is not None:
-            print(said_of(each))
+            print(result_message(each))
     return OK

@@ -24,17 +24,17 @@ def histogram_svg(measured: Measurement, name: str) -> Html:
     tallest = max(int(histogram.counts.max(initial=0)), histogram.below, histogram.zero)
     top = max(1, math.ceil(math.log10(max(10, tallest * 1.2))))
     low = float(histogram.edges[0])
-    left = axes.left + _UNDERFLOW
+    plot_left = axes.left + _UNDERFLOW
 
     def x(log10: float) -> float:
-        return left + (log10 - low) / -low * (axes.inner_width - _UNDERFLOW)
+        return plot_left + (log10 - low) / -low * (axes.inner_width - _UNDERFLOW)
 
     def y(windows: float) -> float:
         # The axis begins a little below 1, so that a single window is a visible bar.
         return axes.top + axes.inner_height * (1 - (math.log10(windows) + 0.15) / (top + 0.15))
 
-    parts = [axes.rule(y(10**e), f"10{superscript(e)}" if e > 1 else str(10**e)) for e in range(top + 1)]
-    parts += [axes.tick(x(e), power_of_ten(e)) for e in range(int(low) + 2 * bool(histogram.below), 1, 2)]
+    elements = [axes.rule(y(10**e), f"10{superscript(e)}" if e > 1 else str(10**e)) for e in range(top + 1)]
+    elements += [axes.tick(x(e), power_of_ten(e)) for e in range(int(low) + 2 * bool(histogram.below), 1, 2)]
     log10_threshold = measured.log_threshold / math.log(10)
     underflow = (
         (histogram.zero, "p_z = 0", "0"),
@@ -44,21 +44,21 @@ def histogram_svg(measured: Measurement, name: str) -> Html:
         if windows:
             begin, width = axes.left + column * _UNDERFLOW / 2 + 3, _UNDERFLOW / 2 - 8
             title = f"{integer_text(windows)} windows with {values}"
-            parts.append(axes.bar(begin, width, y(windows), css_class="bar underflow", title=title))
-            parts.append(axes.tick(begin + width / 2, label))
+            elements.append(axes.bar(begin, width, y(windows), css_class="bar underflow", title=title))
+            elements.append(axes.tick(begin + width / 2, label))
     for start, stop, windows in zip(histogram.edges[:-1], histogram.edges[1:], histogram.counts, strict=True):
         if windows:
             css_class = "reached" if start >= log10_threshold - 1e-9 else "bar"
             title = f"{integer_text(windows)} windows with p_z from 10^{start:g} to 10^{stop:g}"
             begin, width = x(start) + 0.75, x(stop) - x(start) - 1.5
-            parts.append(axes.bar(begin, width, y(int(windows)), css_class=css_class, title=title))
+            elements.append(axes.bar(begin, width, y(int(windows)), css_class=css_class, title=title))
     if low <= log10_threshold <= 0:
         at = x(log10_threshold)
-        parts.append(
+        elements.append(
             f'<line class="threshold" x1="{at:.1f}" x2="{at:.1f}" y1="{axes.top:g}" y2="{axes.baseline:g}"/>'
             f'<text class="threshold" x="{at - 5:.1f}" y="{axes.top + 10:g}" text-anchor="end">threshold</text>'
         )
-    return axes.svg(parts, title=f"Histogram of p_z: {name}", x_name="p_z of a window", y_name="windows")
+    return axes.svg(elements, title=f"Histogram of p_z: {name}", x_name="p_z of a window", y_name="windows")
 
 
 def curves_svg(measured: Measurement, name: str) -> Html:
@@ -70,21 +70,21 @@ def curves_svg(measured: Measurement, name: str) -> Html:
     log_n = np.log10(curve.n)
     width = axes.inner_width - _LEGEND
     x = axes.left + log_n / log_n[-1] * width
-    parts = [
+    elements = [
         axes.rule(axes.top + axes.inner_height * (1 - value / top), f"{value * 100:.3g} %")
         for value in np.arange(0, top + step / 2, step)
     ]
-    parts += [axes.tick(axes.left + e / log_n[-1] * width, power_of_ten(e)) for e in range(0, int(log_n[-1]) + 1, 3)]
+    elements += [axes.tick(axes.left + e / log_n[-1] * width, power_of_ten(e)) for e in range(0, int(log_n[-1]) + 1, 3)]
     # The names are at the right ends of the lines.
     ends = axes.top + axes.inner_height * (1 - curve.rate[:, -1] / top)
     label_y = separate_labels(ends.tolist(), 13.0, axes.baseline)
     for n, (p, rate) in enumerate(zip(curve.p, curve.rate, strict=True)):
         y = axes.top + axes.inner_height * (1 - rate / top)
         points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
-        parts.append(f'<polyline class="line p{n}" points="{points}"><title>p = {p:g}</title></polyline>')
-        parts.append(f'<text class="end p{n}" x="{x[-1] + 6:.1f}" y="{label_y[n] + 4:.1f}">p = {p:g}</text>')
+        elements.append(f'<polyline class="line p{n}" points="{points}"><title>p = {p:g}</title></polyline>')
+        elements.append(f'<text class="end p{n}" x="{x[-1] + 6:.1f}" y="{label_y[n] + 4:.1f}">p = {p:g}</text>')
     return axes.svg(
-        parts, title=f"(n, p)-discoverable windows: {name}", x_name="samples n", y_name="windows discovered"
+        elements, title=f"(n, p)-discoverable windows: {name}", x_name="samples n", y_name="windows discovered"
     )
 
 

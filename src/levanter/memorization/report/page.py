@@ -43,26 +43,26 @@ def report_html(
     name_of = {id(run): name for run, name in zip(runs, names, strict=True)}
     groups = by_text(runs)
     title = groups[0][0].book.title if len(groups) == 1 else f"{len(groups)} books"
-    parts = [_header(runs, title)]
+    sections = [_header(runs, title)]
     if len(runs) > 1:
         warnings = [tag("p", line) for line in cautions(runs)]
         if warnings:
-            parts.append(tag("div", warnings, class_="caution", role="note"))
-        parts.append(tag("div", runs_table(runs, names), class_="card"))
+            sections.append(tag("div", warnings, class_="caution", role="note"))
+        sections.append(tag("div", runs_table(runs, names), class_="card"))
     # A single book has its title at the top of the page, so that its headings are one level higher.
     heading = "h2" if len(groups) == 1 else "h3"
     if len(groups) > 1:
         links = [tag("li", tag("a", group[0].book.title, href=f"#book-{n}")) for n, group in enumerate(groups, 1)]
-        parts.append(tag("nav", tag("ul", links), aria_label="Books"))
+        sections.append(tag("nav", tag("ul", links), aria_label="Books"))
     for index, group in enumerate(groups, 1):
         group_names = [name_of[id(run)] for run in group]
         content = _section(group, group_names, heading=heading, with_text=with_text, passages=passages)
         title_tag = [tag("h2", group[0].book.title), "\n"] if len(groups) > 1 else ""
-        parts.append(tag("section", title_tag, content, class_="book", id=f"book-{index}"))
+        sections.append(tag("section", title_tag, content, class_="book", id=f"book-{index}"))
     return document(
         title=f"Memorization of {title}",
         style="\n" + style_sheet(_asset("style.css")),
-        body=tag("main", "\n", [[part, "\n"] for part in parts]),
+        body=tag("main", "\n", [[part, "\n"] for part in sections]),
         script="\n" + _asset("script.js"),
     )
 

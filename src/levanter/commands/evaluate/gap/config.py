@@ -91,10 +91,10 @@ class PerplexityGapConfig(Ranged):
     def __post_init__(self) -> None:
         super().__post_init__()
         problems = []
-        given = [name for name in MODELS if getattr(self, name) is not None]
-        if given not in (["model_a", "model_b"], ["model"]):
-            there = ", ".join(given) or "none"
-            problems.append(f"give model_a and model_b, which are compared, or one model to score; there is {there}")
+        source_keys = [name for name in MODELS if getattr(self, name) is not None]
+        if source_keys not in (["model_a", "model_b"], ["model"]):
+            sources = ", ".join(source_keys) or "none"
+            problems.append(f"give model_a and model_b, which are compared, or one model to score; there is {sources}")
         if not self.datasets:
             problems.append(
                 "datasets: no data set is configured; expected NAME: {source: {validation_urls: [FILE, …]}}"

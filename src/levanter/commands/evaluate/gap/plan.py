@@ -73,10 +73,10 @@ def describe(config: PerplexityGapConfig, target: Target, *, written: ExplicitKe
     plans: dict[str, RunPlan[EvalWork]] = {}
     for key, model in config.models.items():
         plans[key] = eval_lm.describe(_evaluation(config, model, texts), target, written=_written(key, model, written))
-        checks += _checks_of(key, model, plans[key], bool(texts))
+        checks += _checks(key, model, plans[key], bool(texts))
     if config.trainer.max_eval_batches is not None:
-        said = "trainer.max_eval_batches: no effect; max_docs_per_dataset and max_doc_bytes say how much is read"
-        checks.append(Check(name="config", status="note", message=said))
+        message = "trainer.max_eval_batches: no effect; max_docs_per_dataset and max_doc_bytes say how much is read"
+        checks.append(Check(name="config", status="note", message=message))
     checks += [*not_carried(config, written), *output_checks("output_path", config.folder)]
     by_size = sorted(plans, key=lambda key: -plans[key].sharding.bytes_per_device)
     first, others = plans[by_size[0]], [plans[key] for key in by_size[1:]]
@@ -122,13 +122,15 @@ def _texts(config: PerplexityGapConfig) -> tuple[tuple[ComparedText, ...], list[
         )
     except (AbsentTextError, DataError, MissingFileError, UnreadableFileError) as error:
         absent = isinstance(error, (AbsentTextError, MissingFileError))
-        told = DataError(str(error).replace("data.components.", "datasets.").replace("data.components:", "datasets:"))
-        return (), [Check(name="text", status="unchecked" if absent else "error", message=str(told), error=told)]
+        problem = DataError(
+            str(error).replace("data.components.", "datasets.").replace("data.components:", "datasets:")
+        )
+        return (), [Check(name="text", status="unchecked" if absent else "error", message=str(problem), error=problem)]
     counts = {one.name: sum(text.name == one.name for text in texts) for one in data.sets}
-    said = ", ".join(f"{name} ({count:,} documents)" for name, count in counts.items())
+    message = ", ".join(f"{name} ({count:,} documents)" for name, count in counts.items())
     total = sum(len(text.text.encode()) for text in texts)
     notes = [Check(name="data", status="note", message=note) for note in data.notes]
-    return texts, [Check(name="text", status="ok", message=f"{said}; {total:,} bytes"), *notes]
+    return texts, [Check(name="text", status="ok", message=f"{message}; {total:,} bytes"), *notes]
 
 
 def _evaluation(config: PerplexityGapConfig, model: GapModelConfig, texts: Sequence[ComparedText]) -> EvalLmConfig:
@@ -164,16 +166,16 @@ def _written(key: str, model: GapModelConfig, written: ExplicitKeys) -> Explicit
     return ExplicitKeys(frozenset(block | ({"data.tokenizer"} if model.tokenizer is not None else set())))
 
 
-def _checks_of(key: str, model: GapModelConfig, plan: RunPlan[EvalWork], has_texts: bool) -> list[Check]:
+def _checks(key: str, model: GapModelConfig, plan: RunPlan[EvalWork], has_texts: bool) -> list[Check]:
     """The checks of a model's evaluation, by the model's key; those of texts are made once."""
-    found = []
+    checks = []
     for check in plan.checks:
         if check.name in _ABOUT_TEXT and (check.status != "error" or not has_texts):
             continue
-        found.append(replace(check, name=f"{key}: {check.name}"))
+        checks.append(replace(check, name=f"{key}: {check.name}"))
     unused = []
     if model.trust_remote_code:
         unused.append(f"{key}.trust_remote_code: no effect; no code of a repository is run")
     if model.tokenizer_backend != "hf":
         unused.append(f"{key}.tokenizer_backend: no effect; tokenizers are read by the `tokenizers` library")
-    return [*found, *(Check(name="config", status="note", message=said) for said in unused)]
+    return [*checks, *(Check(name="config", status="note", message=message) for message in unused)]

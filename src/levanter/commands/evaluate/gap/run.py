@@ -92,8 +92,8 @@ def _scored(
     began = time.perf_counter()
     with Progress(f"scoring by {half.key}", total=sequences.token_count, unit="tokens", show=show) as progress:
         given = ((batch, batch.inputs) for batch in batches)
-        for batch, found in results(program, mesh, model, given, behind=eval_lm.FETCH_BEHIND, jit=jit_together):
-            logprobs, _ = fetch_scores(found)
+        for batch, outputs in results(program, mesh, model, given, behind=eval_lm.FETCH_BEHIND, jit=jit_together):
+            logprobs, _ = fetch_scores(outputs)
             scores.add(batch, logprobs)
             # What is at a position is of the token behind it.
             nats[sequences.stream_indices(batch.rows)[batch.loss_mask] + 1] = -logprobs[batch.loss_mask].astype(

@@ -51,10 +51,10 @@ class NeedleWork:
     @property
     def bos(self) -> int | None:
         """What stands before a text: BOS, if the tokenizer puts it there."""
-        return bos_of(self.pretrained.tokenizer)
+        return bos_id(self.pretrained.tokenizer)
 
 
-def bos_of(tokenizer: Tokenizer) -> int | None:
+def bos_id(tokenizer: Tokenizer) -> int | None:
     """BOS, if a tokenizer puts it before a text."""
     return tokenizer.bos_id if getattr(tokenizer, "adds_bos", False) else None
 
@@ -86,11 +86,11 @@ def describe(config: EvalNeedlesConfig, target: Target, *, written: ExplicitKeys
     rows, why = _rows(config, ways)
     checks = [*pretrained.checks, *not_carried(config, written), *_length_checks(asked.lengths, pretrained.config)]
     checks += _axis_checks(pretrained, asked.lengths[:-1], rows)
-    said = f"{asked.count} of each length: {', '.join(asked.tasks)}; batches of {rows} ({why})"
-    checks.append(Check(name="questions", status="ok", message=said))
+    message = f"{asked.count} of each length: {', '.join(asked.tasks)}; batches of {rows} ({why})"
+    checks.append(Check(name="questions", status="ok", message=message))
     if config.trainer.max_eval_batches is not None:
-        said = "trainer.max_eval_batches: no effect; samples says how much is asked"
-        checks.append(Check(name="config", status="note", message=said))
+        message = "trainer.max_eval_batches: no effect; samples says how much is asked"
+        checks.append(Check(name="config", status="note", message=message))
     checks += output_checks(*output_key(config))
     batches = -(-asked.count // rows)
     workloads = [
@@ -144,7 +144,7 @@ def _rows(config: EvalNeedlesConfig, ways: int) -> tuple[int, str]:
 
 def _axis_checks(pretrained: PretrainedModel, lengths: tuple[int, ...], rows: int) -> list[Check]:
     """What is wrong with texts of the shorter lengths on this mesh; the longest one is in the plan."""
-    found = []
+    checks = []
     for length in lengths:
         plan = planned_activations(
             pretrained.config,
@@ -155,15 +155,15 @@ def _axis_checks(pretrained: PretrainedModel, lengths: tuple[int, ...], rows: in
             precision=pretrained.precision,
         )
         for error in plan.errors:
-            said = type(error)(f"lengths: {length}: {error}") if type(error) is ValueError else error
-            found.append(Check(name="lengths", status="error", message=str(said), error=said))
-    return found
+            message = type(error)(f"lengths: {length}: {error}") if type(error) is ValueError else error
+            checks.append(Check(name="lengths", status="error", message=str(message), error=message))
+    return checks
 
 
 def _length_checks(lengths: tuple[int, ...], model: LmConfig) -> list[Check]:
     """Refuses or notes texts that are longer than anything the model was trained on."""
-    longer = [each for each in lengths if each > model.max_seq_len]
+    longer = [length for length in lengths if length > model.max_seq_len]
     if not longer:
         return []
-    said = ", ".join(f"{each:,}" for each in longer)
-    return beyond_context(model, f"lengths: {said} tokens", name="lengths", advice="lengths: at most")
+    message = ", ".join(f"{length:,}" for length in longer)
+    return beyond_context(model, f"lengths: {message} tokens", name="lengths", advice="lengths: at most")

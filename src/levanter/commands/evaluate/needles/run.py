@@ -77,64 +77,66 @@ def execute(plan: RunPlan[NeedleWork], mesh: Mesh | None, session: Session | Non
     assert mesh is not None, "models run on devices"
     show = session is not None and session.show
     work = plan.work
-    with ExitStack() as held:
+    with ExitStack() as leases:
         # Texts first: whatever is wrong with them is reported before a weight is read.
-        asked = _questions(work, show=show)
-        require_same("the questions", digest(asked)[:16], advice="the tokenizer must be the same on all hosts")
-        identity = _identity(plan, asked)
+        prompts = _prompts(work, show=show)
+        require_same("the questions", digest(prompts)[:16], advice="the tokenizer must be the same on all hosts")
+        identity = _identity(plan, prompts)
         store = NeedleStore(folder=work.folder, identity=identity)
-        there = _there(work, store, held)
-        if there is None:
+        resumed = _resume(work, store, leases)
+        if resumed is None:
             return NeedlesResult(answered=(), identity=identity, loading=None, seconds=0.0, kept=0)
-        store, parts = there
-        numbered = list(enumerate(_batches(asked, work.rows)))
-        known = {n for n in parts if n < len(numbered)}
-        known = set(json.loads(agreed("needles that are found already", json.dumps(sorted(known)))))
-        todo = [(n, length, batch) for n, (length, batch) in numbered if n not in known]
-        kept = sum(len(batch.prompts) for n, (_, batch) in numbered if n in known)
+        store, answers = resumed
+        numbered = list(enumerate(_batches(prompts, work.rows)))
+        answered_batches = {n for n in answers if n < len(numbered)}
+        answered_batches = set(
+            json.loads(agreed("needles that are found already", json.dumps(sorted(answered_batches))))
+        )
+        remaining = [(n, length, batch) for n, (length, batch) in numbered if n not in answered_batches]
+        kept = sum(len(batch.prompts) for n, (_, batch) in numbered if n in answered_batches)
         loading, began = None, time.perf_counter()
-        if todo:
+        if remaining:
             loaded = load_pretrained(work.pretrained, mesh, show=show)
             model = with_arrays(work.pretrained.abstract, loaded.arrays)
             loading, began = loaded.report, time.perf_counter()
-            _ask(plan, mesh, model, todo, store, parts, show=show)
+            _ask(plan, mesh, model, remaining, store, answers, show=show)
         seconds = time.perf_counter() - began
         if not is_process_0():
             return NeedlesResult(answered=(), identity=identity, loading=loading, seconds=seconds, kept=kept)
-        answered = [pair for n, (_, batch) in numbered for pair in zip(batch.prompts, parts[n], strict=True)]
+        answered = [pair for n, (_, batch) in numbered for pair in zip(batch.prompts, answers[n], strict=True)]
         return NeedlesResult(answered=answered, identity=identity, loading=loading, seconds=seconds, kept=kept)
 
 
-def _questions(work: NeedleWork, *, show: bool) -> dict[int, list[NeedlePrompt]]:
-    asked, tokenizer = work.config.asked, work.pretrained.tokenizer
-    total = asked.count * len(asked.lengths)
+def _prompts(work: NeedleWork, *, show: bool) -> dict[int, list[NeedlePrompt]]:
+    spec, tokenizer = work.config.asked, work.pretrained.tokenizer
+    total = spec.count * len(spec.lengths)
     with Progress("making texts", total=total, unit="texts", show=show, lazy=True) as progress:
-        return build_prompts(asked, tokenizer.encode_with_offsets, bos=work.bos, on_prompt=progress.advance_to)
+        return build_prompts(spec, tokenizer.encode_with_offsets, bos=work.bos, on_prompt=progress.advance_to)
 
 
-def _batches(asked: Mapping[int, Sequence[NeedlePrompt]], rows: int) -> list[tuple[int, NeedleBatch]]:
-    return [(length, batch) for length, mine in asked.items() for batch in batches(mine, rows, length)]
+def _batches(prompts: Mapping[int, Sequence[NeedlePrompt]], rows: int) -> list[tuple[int, NeedleBatch]]:
+    return [(length, batch) for length, mine in prompts.items() for batch in batches(mine, rows, length)]
 
 
-def _there(
-    work: NeedleWork, store: NeedleStore, held: ExitStack
+def _resume(
+    work: NeedleWork, store: NeedleStore, leases: ExitStack
 ) -> tuple[NeedleStore, dict[int, tuple[NeedleAnswer, ...]]] | None:
     """The store, and what is in it; None if the run has finished. Every process refuses another run's folder."""
     replaces = work.config.if_exists == "replace"
-    done, parts = False, {}
+    done, answers = False, {}
     if is_process_0():
         lease = leased(store.folder, what="a search for needles", advice="give another output_path")
-        store = replace(store, lease=held.enter_context(lease))
+        store = replace(store, lease=leases.enter_context(lease))
         if replaces:
             store.start_over()
         done = store.is_done()
         if not done:
             store.begin()
-            parts = store.read()
+            answers = store.read()
     elif not replaces:
         store.is_done()
     finished = json.loads(agreed("whether all needles are found already", json.dumps(done)))
-    return None if finished else (store, parts)
+    return None if finished else (store, answers)
 
 
 def _ask(
@@ -143,7 +145,7 @@ def _ask(
     model: PyTree,
     todo: Sequence[tuple[int, int, NeedleBatch]],
     store: NeedleStore,
-    parts: dict[int, tuple[NeedleAnswer, ...]],
+    answers_by_batch: dict[int, tuple[NeedleAnswer, ...]],
     *,
     show: bool,
 ) -> None:
@@ -151,27 +153,27 @@ def _ask(
     total = sum(len(batch.prompts) * length for _, length, batch in todo)
     with Progress("looking for needles", total=total, unit="tokens", show=show) as progress:
         for length in dict.fromkeys(length for _, length, _ in todo):
-            given = (((n, batch), batch.inputs) for n, at, batch in todo if at == length)
+            batches = (((n, batch), batch.inputs) for n, at, batch in todo if at == length)
             program = plan.program(program_name(length))
-            for (n, batch), found in results(program, mesh, model, given, behind=FETCH_BEHIND, jit=jit_together):
-                logprobs, ranks = (each.array for each in found)
-                answers = tuple(_found(each, logprobs[row], ranks[row]) for row, each in enumerate(batch.prompts))
-                for each, answer in zip(batch.prompts, answers, strict=True):
+            for (n, batch), outputs in results(program, mesh, model, batches, behind=FETCH_BEHIND, jit=jit_together):
+                logprobs, ranks = (prompt.array for prompt in outputs)
+                answers = tuple(_answer(prompt, logprobs[row], ranks[row]) for row, prompt in enumerate(batch.prompts))
+                for prompt, answer in zip(batch.prompts, answers, strict=True):
                     if not answer.is_finite:
-                        where = f"{each.task}, {each.length} tokens, question {each.number + 1}"
+                        where = f"{prompt.task}, {prompt.length} tokens, question {prompt.number + 1}"
                         raise NonFiniteResultError(f"log-probabilities are not finite: {where}")
-                parts[n] = answers
+                answers_by_batch[n] = answers
                 if is_process_0():
                     store.write(n, answers)
                 progress.advance(len(batch.prompts) * length)
 
 
-def _found(asked: NeedlePrompt, logprobs: np.ndarray, ranks: np.ndarray) -> NeedleAnswer:
-    count = len(asked.targets)
+def _answer(prompt: NeedlePrompt, logprobs: np.ndarray, ranks: np.ndarray) -> NeedleAnswer:
+    count = len(prompt.targets)
     return NeedleAnswer(logprobs=tuple(logprobs[:count].tolist()), ranks=tuple(ranks[:count].tolist()))
 
 
-def _identity(plan: RunPlan[NeedleWork], asked: dict[int, list[NeedlePrompt]]) -> NeedleIdentity:
+def _identity(plan: RunPlan[NeedleWork], prompts: dict[int, list[NeedlePrompt]]) -> NeedleIdentity:
     """What the answers depend on."""
     pretrained, config = plan.work.pretrained, plan.work.config
     choice = pretrained.choice
@@ -181,7 +183,7 @@ def _identity(plan: RunPlan[NeedleWork], asked: dict[int, list[NeedlePrompt]]) -
         "samples": config.samples,
         "depths": config.depths,
         "seed": config.seed,
-        "questions": digest(asked),
+        "questions": digest(prompts),
         "model": choice.saved or choice.reference,
         "weights": weights_digest(pretrained.source),
         "architecture": repr(pretrained.config),
@@ -208,7 +210,7 @@ def finish(plan: RunPlan[NeedleWork], done: NeedlesResult, session: Session) -> 
         print(f"{summary['questions']:,} questions{again}; {done.seconds:.1f} s, compilation included", flush=True)
     try:
         title = f"Needles: {plan.work.pretrained.checkpoint.description.split(' (')[0]}"
-        lines = "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in sample_lines(done.answered))
+        lines = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in sample_lines(done.answered))
         written = {"identity": dict(done.identity), "facts": _facts(plan, done), **summary}
         paths = write_all(
             {

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from levanter.commands.cli.errors import run_entry_point
 from levanter.commands.evaluate.needles import run as needles_run
 from levanter.commands.evaluate.needles.config import EvalNeedlesConfig
-from levanter.commands.evaluate.needles.plan import bos_of
+from levanter.commands.evaluate.needles.plan import bos_id
 from levanter.compat.open import load_tokenizer
 from levanter.config import load_written
 from levanter.eval.needles.prompts import build_prompts
@@ -86,7 +86,7 @@ def judged(folder: Path, lines: list[dict], lengths: list[int]) -> list[int]:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = load_tokenizer(str(folder))
     asked = EvalNeedlesConfig(hf_checkpoint="x", tasks=TASKS, samples=2, lengths=lengths).asked
-    made = build_prompts(asked, tokenizer.encode_with_offsets, bos=bos_of(tokenizer))
+    made = build_prompts(asked, tokenizer.encode_with_offsets, bos=bos_id(tokenizer))
     mine = [each for some in made.values() for each in some]
     assert len(lines) == len(mine) == 4 * len(lengths)
     ranks = []
