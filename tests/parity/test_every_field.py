@@ -21,9 +21,8 @@ import numpy as np
 import pytest
 from helpers.family_models import ESSENTIAL, VARIANTS, describe_folder, score, torch_logprobs, transformers_config
 
-from levanter.compat.hf.config_bridge import read_config
+from levanter.compat.hf.config_bridge import expected_tensors, read_config
 from levanter.compat.hf.errors import CheckpointError
-from levanter.compat.hf.expected_tensors import expected_tensors
 from levanter.models.config_json import HARMLESS, ConfigJsonReader
 from levanter.models.registry import families_of_config_json
 

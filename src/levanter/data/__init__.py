@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from levanter.data.errors import DataError as DataError
     from levanter.data.errors import ManyDataErrors as ManyDataErrors
     from levanter.data.eval_rows import as_training_set as as_training_set
+    from levanter.data.eval_rows import concatenate_sequences as concatenate_sequences
     from levanter.data.eval_rows import evaluation_rows as evaluation_rows
+    from levanter.data.eval_rows import held_out_sequences as held_out_sequences
     from levanter.data.eval_sequences import EvalBatches as EvalBatches
     from levanter.data.eval_sequences import EvalRows as EvalRows
     from levanter.data.eval_sequences import EvalSequences as EvalSequences
@@ -36,21 +38,19 @@ if TYPE_CHECKING:
     from levanter.data.formats import SupervisedLmDatasetFormat as SupervisedLmDatasetFormat
     from levanter.data.formats import TextLmDatasetFormat as TextLmDatasetFormat
     from levanter.data.formats import format_name as format_name
-    from levanter.data.held_out import held_out_sequences as held_out_sequences
     from levanter.data.loader import batches as batches
     from levanter.data.manifest import StoreError as StoreError
     from levanter.data.pairs import PairRows as PairRows
     from levanter.data.pairs import pair_targets as pair_targets
     from levanter.data.passthrough import PassthroughTokenizer as PassthroughTokenizer
     from levanter.data.readers import read_records as read_records
-    from levanter.data.row_windows import concatenate_sequences as concatenate_sequences
+    from levanter.data.rows import NO_TARGET as NO_TARGET
     from levanter.data.rows import TrainRows as TrainRows
+    from levanter.data.rows import next_tokens as next_tokens
     from levanter.data.sources import HfDatasetSource as HfDatasetSource
     from levanter.data.sources import PythonDocsSource as PythonDocsSource
     from levanter.data.sources import UrlDatasetSource as UrlDatasetSource
     from levanter.data.store_build import BuildProgress as BuildProgress
-    from levanter.data.targets import NO_TARGET as NO_TARGET
-    from levanter.data.targets import next_tokens as next_tokens
     from levanter.data.tokenizer import Tokenizer as Tokenizer
     from levanter.data.train_builder import build_tokens as build_tokens
     from levanter.data.train_builder import build_training as build_training

@@ -24,7 +24,7 @@ import numpy as np
 from levanter.data.errors import DataError
 from levanter.data.eval_sets import EvaluationSet
 from levanter.data.readers import Document
-from levanter.data.targets import next_tokens
+from levanter.data.rows import next_tokens
 from levanter.data.tokenizer import Tokenizer
 
 PADDING_SEGMENT = -1

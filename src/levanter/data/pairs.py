@@ -17,9 +17,8 @@ from typing import Literal
 import numpy as np
 
 from levanter.data.errors import DataError
-from levanter.data.rows import TrainRows
+from levanter.data.rows import NO_TARGET, TrainRows
 from levanter.data.store import Tokens, span_indices
-from levanter.data.targets import NO_TARGET
 
 CHOSEN, REJECTED = 0, 1
 SIDES = ("chosen", "rejected")

@@ -10,6 +10,9 @@ Two ways to lay documents into rows of `positions` tokens:
 
 *Segment ids* number a row's documents from 0; padding has −1. Loss weights are 0 where nothing of the sequence follows:
 at a row's last place, before padding, and at a document's last token, unless documents may see each other.
+
+Targets are made on the host together with the rows: packing, cutting and device layout may reorder positions, and a
+target stays with its position.
 """
 
 from collections.abc import Sequence
@@ -22,6 +25,24 @@ import numpy as np
 from levanter.data.errors import DataError
 from levanter.data.packing import Packing, pack
 from levanter.data.store import Tokens, span_indices
+
+NO_TARGET = -1
+"""The target of a position that predicts nothing: the last of a row, and of each segment."""
+
+
+def next_tokens(tokens: np.ndarray, segment_ids: np.ndarray | None = None) -> np.ndarray:
+    """The targets of next-token prediction, int32 `[…, position]`.
+
+    Args:
+        tokens: ids, `[…, position]`.
+        segment_ids: `[…, position]`; a token is predicted from its own segment only. None for one segment.
+    """
+    targets = np.full(tokens.shape, NO_TARGET, np.int32)
+    targets[..., :-1] = tokens[..., 1:]
+    if segment_ids is not None:
+        targets[..., :-1][segment_ids[..., 1:] != segment_ids[..., :-1]] = NO_TARGET
+    return targets
+
 
 PADDING_SEGMENT = -1
 

@@ -5,6 +5,7 @@ something else, and only then is anything tokenized.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 
 import numpy as np
 
@@ -26,7 +27,6 @@ from levanter.data.manifest import StoreError, StoreIdentity, compare
 from levanter.data.mixture import plan_mixture
 from levanter.data.pairs import SIDES, pair_rows
 from levanter.data.preference import PairDocuments, PairEncoder, describe_pairs, pair_template
-from levanter.data.preview import marked_sample
 from levanter.data.rows import ConcatenatedRows, Overlength, Rows, TrainRows, packed_rows
 from levanter.data.shuffle import Identity, Permutation, permutation, subkey
 from levanter.data.store import Tokens, open_store
@@ -34,6 +34,55 @@ from levanter.data.store_build import BuildProgress, Encoder, build_store, token
 from levanter.data.tokenizer import Tokenizer
 from levanter.data.train_dataset import BatchSchedule, SetRows, TrainingData
 from levanter.data.train_sets import TrainingSet, TrainingSets, resolve_training
+
+TOKENS = 512
+"""That are shown of a conversation at most."""
+
+
+def marked_sample(
+    name: str, tokens: Tokens, tokenizer: Tokenizer, *, number: int = 0, what: str = "the first conversation"
+) -> str:
+    """A document of a set with weights, as text and as ids, in a few lines.
+
+    Args:
+        name: the set's.
+        tokens: its documents.
+        tokenizer: the run's.
+        number: of the document.
+        what: it is.
+    """
+    length = int(tokens.starts[number + 1] - tokens.starts[number])
+    ids, weights = tokens.read(tokens.starts[number : number + 1], np.array([length]))
+    assert weights is not None
+    # A weight is that of predicting *from* a place.
+    counted = np.concatenate([[False], weights[:-1] > 0])
+    text = [tokenizer.decode(ids[list(run)]) for run in _runs(counted[:TOKENS])]
+    numbers = [" ".join(map(str, ids[list(run)].tolist())) for run in _runs(counted[:TOKENS])]
+    marks = [bool(counted[run[0]]) for run in _runs(counted[:TOKENS])]
+    omitted = f" … and {length - TOKENS:,} more tokens" if length > TOKENS else ""
+    lines = [
+        f"{name}: {what}, {length:,} tokens, of which {int(counted.sum()):,} count (between ⟦ and ⟧)",
+        *_marked(text, marks, "").splitlines(),
+        f"ids: {_marked(numbers, marks, ' ')}{omitted}",
+    ]
+    bos = tokenizer.bos_id
+    if bos is not None and ids[0] != bos:
+        lines.append(f"it does not begin with {tokenizer.decode([bos])} (id {bos}): its chat template writes none")
+    return "\n  ".join(lines)
+
+
+def _runs(counted: np.ndarray) -> list[range]:
+    """The stretches of places that are alike."""
+    runs, at = [], 0
+    for _, group in groupby(counted.tolist()):
+        length = len(list(group))
+        runs.append(range(at, at + length))
+        at += length
+    return runs
+
+
+def _marked(pieces: list[str], marks: list[bool], between: str) -> str:
+    return between.join(f"⟦{piece}⟧" if mark else piece for piece, mark in zip(pieces, marks, strict=True))
 
 
 def build_training(

@@ -13,7 +13,7 @@ _DURATIONS = "levanter.upstream.facades.durations"
 _HELPERS = "levanter.upstream.facades.helpers"
 _MEMBERS = "levanter.upstream.facades.model_members"
 _TRAINING = "levanter.upstream.facades.training"
-_HF = "levanter.compat.hf.limits"
+_HF = "levanter.compat.hf.index"
 
 
 def _all(module: str, names: str) -> dict[str, str]:

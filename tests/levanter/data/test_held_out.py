@@ -7,8 +7,7 @@ from helpers.small_tokenizer import SmallTokenizer
 from levanter.data import build_sequences, build_training, resolve_evaluation, resolve_training
 from levanter.data.config import DirectDatasetComponent, LmDataConfig
 from levanter.data.errors import DataError
-from levanter.data.held_out import held_out_sequences
-from levanter.data.row_windows import concatenate_sequences
+from levanter.data.eval_rows import concatenate_sequences, held_out_sequences
 
 pytestmark = pytest.mark.quick
 

@@ -17,7 +17,7 @@ import levanter.main
 from levanter.commands import plan_options
 from levanter.commands.catalog import ENTRY_POINTS
 from levanter.commands.plan_options import PlanUsageError, parse_plan_request
-from levanter.compat.hf import pypi
+from levanter.compat.hf import locate
 from levanter.config import HelpRequested
 from levanter.main import plan
 from levanter.main.plan import main
@@ -130,7 +130,7 @@ def test_planning_fetches_nothing(tmp_path, capsys, monkeypatch, reference):
     def fetched(*args, **options):
         raise AssertionError(f"{args} is run")
 
-    monkeypatch.setattr(pypi.subprocess, "run", fetched)
+    monkeypatch.setattr(locate.subprocess, "run", fetched)
     monkeypatch.setenv("LEVANTER_CACHE", str(tmp_path / "cache"))
     shape = {"hidden_dim": 64, "intermediate_dim": 128, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
     block = {"type": "llama", "max_seq_len": 64, "vocab_size": 256, **shape}

@@ -11,9 +11,8 @@ from haliax import Axis
 from helpers.two_kinds import TwoKindsConfig, installed, numpy_logits, rules
 
 from haliax_ext.abstract import abstract, leaves, with_arrays
-from levanter.compat.hf.config_bridge import check_model_block
+from levanter.compat.hf.config_bridge import check_model_block, expected_tensors
 from levanter.compat.hf.errors import ConfigMismatchError
-from levanter.compat.hf.expected_tensors import expected_tensors
 from levanter.layers.protocols import merged_axes
 from levanter.models.activations import kept_by_name, layer_activations
 from levanter.models.decoder import DecoderLmHeadModel

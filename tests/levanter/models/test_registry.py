@@ -10,9 +10,8 @@ import jax
 import pytest
 from helpers.heron import CONFIG, FIXTURES, shapes, with_packages
 
-from levanter.compat.hf.config_bridge import family_for, read_config, write_config
+from levanter.compat.hf.config_bridge import _leaf_tensors, expected_tensors, family_for, read_config, write_config
 from levanter.compat.hf.errors import CheckpointError, UnknownModelError
-from levanter.compat.hf.expected_tensors import _leaf_tensors, expected_tensors
 from levanter.config import ConfigError, parse_text
 from levanter.config.help import explain
 from levanter.models import registry

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from levanter.compat.hf.limits import MAX_SHARD_BYTES
+from levanter.compat.hf.index import MAX_SHARD_BYTES
 from levanter.config.plan_options import PlanOptions
 from levanter.config.validators import Count, ManyInt, PathText, PositiveInt, Ranged
 from levanter.models.registry import LmConfig

@@ -17,10 +17,9 @@ import numpy as np
 from haliax_ext.errors import nearest
 from haliax_ext.sources import ByteRange, Index, TensorInfo
 from levanter.compat.gguf.file import GgufFile, StoredTensor
-from levanter.compat.hf.block_grid import block_grid
 from levanter.compat.hf.errors import CheckpointError, raise_if
 from levanter.compat.hf.readers import LocalFile
-from levanter.compat.hf.strided_reads import read_region
+from levanter.compat.hf.strided_reads import block_grid, read_region
 
 CHUNK_NUMBERS = 1 << 20
 """Elements dequantized at a time."""

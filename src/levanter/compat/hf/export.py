@@ -29,8 +29,7 @@ from levanter.compat.hf.export_dir import INCOMPLETE as INCOMPLETE
 from levanter.compat.hf.export_dir import ExportPathError as ExportPathError
 from levanter.compat.hf.export_int8 import Int8Tensor, encode, quantization_config, quantize_tensors, stored_tensors
 from levanter.compat.hf.header import DTYPES
-from levanter.compat.hf.index import open_weights
-from levanter.compat.hf.limits import MAX_SHARD_BYTES
+from levanter.compat.hf.index import MAX_SHARD_BYTES, open_weights
 from levanter.compat.hf.tokenizer import DEFINITION, FastTokenizer
 from levanter.distributed.compile_barrier import jit_together
 from levanter.io import leased

@@ -18,6 +18,10 @@ from levanter.compat.hf.header import ShardHeader
 from levanter.compat.hf.repository import INDEX, SINGLE, Repository, read_json, stays_inside
 from levanter.compat.hf.safetensors import SafetensorsSource, read_headers
 
+MAX_SHARD_BYTES = 5 * 10**9
+"""The default size of one file of weights."""
+
+
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".bin.index.json")
 _SHARD = re.compile(r"^(?P<stem>.+)-\d+-of-(?P<count>\d+)\.safetensors$")
 _LISTED = 8

@@ -15,11 +15,10 @@ from types import MappingProxyType
 import numpy as np
 
 from haliax_ext.sources import Index, TensorInfo
-from levanter.compat.hf.block_grid import GridRanges, block_grid
 from levanter.compat.hf.errors import CorruptFileError, raise_if
 from levanter.compat.hf.header import ShardHeader, TensorEntry, read_header
 from levanter.compat.hf.readers import ByteReader, LocalFile, RemoteFile, RemoteFiles
-from levanter.compat.hf.strided_reads import read_region
+from levanter.compat.hf.strided_reads import GridRanges, block_grid, read_region
 
 
 class SafetensorsSource:

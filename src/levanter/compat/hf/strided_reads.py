@@ -2,16 +2,157 @@
 
 Where the array in memory is contiguous and the file's blocks hold nothing else, bytes go straight into it. Otherwise
 they pass through a scratch buffer of bounded size.
+
+Selecting `[:, 512:1024]` of a `[rows, 2048]` bf16 tensor touches one *run* of 1 KiB in every row: an arithmetic
+progression of runs, not a list. `block_grid` computes the longest runs (complete inner axes merge into the next outer
+axis), then widens a run over the *gaps* to its neighbours where skipping them would cost more than reading them. A
+reader reads exactly the bytes of the grid, so plans made from it are exact.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from haliax_ext.sources import Index
-from levanter.compat.hf.block_grid import BlockGrid, block_grid
+from haliax_ext.sources import ByteRange, Index
 from levanter.compat.hf.readers import ByteReader
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockGrid:
+    """Equally long blocks of bytes at regular places, each holding a strided piece of the selection.
+
+    Attributes:
+        base: offset of the first block, in bytes from the start of the tensor.
+        counts: number of blocks along each outer axis, major first (empty: one block).
+        strides: bytes from one block to the next along each outer axis.
+        span: bytes of a block, gaps inside it included.
+        inner_counts: shape, in elements, of the piece of the selection that lies in a block.
+        inner_strides: bytes from one element of the piece to the next along each of its axes.
+    """
+
+    base: int
+    counts: tuple[int, ...]
+    strides: tuple[int, ...]
+    span: int
+    inner_counts: tuple[int, ...]
+    inner_strides: tuple[int, ...]
+
+    @property
+    def blocks(self) -> int:
+        """The number of blocks."""
+        return math.prod(self.counts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes read from storage, gaps included."""
+        return self.blocks * self.span
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether blocks hold nothing but selected bytes."""
+        return len(self.inner_counts) == 1
+
+    def offsets(self) -> np.ndarray:
+        """The start of every block, ascending, in bytes from the start of the tensor."""
+        starts = np.asarray([self.base], dtype=np.int64)
+        for count, stride in zip(self.counts, self.strides, strict=True):
+            starts = (starts[:, None] + np.arange(count, dtype=np.int64) * stride).reshape(-1)
+        return starts
+
+
+def _canonical(shape: Sequence[int], index: Index) -> list[tuple[int, int, int]]:
+    """Axes as (size, start, stop), merged where a selection is one range of the merged axis."""
+    merged: list[tuple[int, int, int]] = []
+    for size, piece in zip(reversed(shape), reversed(index), strict=True):
+        start, stop = piece.start, piece.stop
+        if merged:
+            inner_size, inner_start, inner_stop = merged[-1]
+            if inner_start == 0 and inner_stop == inner_size:
+                merged[-1] = (size * inner_size, start * inner_size, stop * inner_size)
+                continue
+            if stop - start == 1:
+                offset = start * inner_size
+                merged[-1] = (size * inner_size, offset + inner_start, offset + inner_stop)
+                continue
+        merged.append((size, start, stop))
+    return list(reversed(merged)) or [(1, 0, 1)]
+
+
+def block_grid(shape: Sequence[int], itemsize: int, index: Index, *, max_gap: int, page: int = 1) -> BlockGrid | None:
+    """The blocks that reading `index` of a row-major tensor touches; `None` for an empty selection.
+
+    Args:
+        shape: the tensor's shape.
+        itemsize: bytes of one element.
+        index: normalized slices, one per axis.
+        max_gap: gaps of up to this many bytes are read rather than skipped.
+        page: gaps between runs that begin less than this many bytes apart are read too: storage moves whole pages.
+    """
+    axes = _canonical(shape, index)
+    if any(stop <= start for _, start, stop in axes):
+        return None
+    strides = [itemsize] * len(axes)
+    for i in range(len(axes) - 2, -1, -1):
+        strides[i] = strides[i + 1] * axes[i + 1][0]
+    counts = [stop - start for _, start, stop in axes]
+    base = sum(start * stride for (_, start, _), stride in zip(axes, strides, strict=True))
+
+    first_inner = len(axes) - 1
+    span = counts[-1] * itemsize
+    while first_inner > 0:
+        stride = strides[first_inner - 1]
+        if stride - span > max_gap and stride >= page:
+            break
+        first_inner -= 1
+        span += (counts[first_inner] - 1) * stride
+    return BlockGrid(
+        base=base,
+        counts=tuple(counts[:first_inner]),
+        strides=tuple(strides[:first_inner]),
+        span=span,
+        inner_counts=tuple(counts[first_inner:]),
+        inner_strides=tuple(strides[first_inner:]),
+    )
+
+
+@dataclass(frozen=True)
+class GridRanges(Sequence[ByteRange]):
+    """The byte ranges of a `BlockGrid` in a file, made one at a time; `nbytes` costs nothing."""
+
+    file: str
+    start: int
+    grid: BlockGrid | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all ranges together."""
+        return 0 if self.grid is None else self.grid.nbytes
+
+    def __len__(self) -> int:
+        return 0 if self.grid is None else self.grid.blocks
+
+    def __getitem__(self, i):
+        if isinstance(i, slice):
+            return [self[j] for j in range(*i.indices(len(self)))]
+        if not -len(self) <= i < len(self):
+            raise IndexError(i)
+        assert self.grid is not None
+        offset = self.start + self.grid.base
+        remaining = i % len(self)
+        for count, stride in zip(reversed(self.grid.counts), reversed(self.grid.strides), strict=True):
+            remaining, position = divmod(remaining, count)
+            offset += position * stride
+        return ByteRange(self.file, offset, offset + self.grid.span)
+
+    def __iter__(self) -> Iterator[ByteRange]:
+        if self.grid is None:
+            return
+        for offset in self.grid.offsets().tolist():
+            begin = self.start + offset
+            yield ByteRange(self.file, begin, begin + self.grid.span)
+
 
 COPY_BUFFER_BYTES = 8 << 20
 """Scratch memory of one read that cannot write in place."""

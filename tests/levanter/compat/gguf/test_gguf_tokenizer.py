@@ -10,8 +10,7 @@ from helpers.hf_folder import TEXTS, byte_level_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from levanter.compat.gguf import open_gguf, tokenizer
-from levanter.compat.gguf.pretokenizers import PRE_TOKENIZERS, pre_tokenizer
-from levanter.compat.gguf.tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED
+from levanter.compat.gguf.tokenizer import BYTE, CONTROL, NORMAL, PRE_TOKENIZERS, UNKNOWN, USER_DEFINED, pre_tokenizer
 from levanter.compat.hf.errors import CheckpointError, CorruptFileError
 
 pytestmark = pytest.mark.quick

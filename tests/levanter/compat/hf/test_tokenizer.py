@@ -10,8 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from levanter.compat.hf.errors import CheckpointError, ConfigMismatchError, CorruptFileError, MissingCheckpointFileError
 from levanter.compat.hf.export import tokenizer_documents
-from levanter.compat.hf.token_bytes import byte_alphabet
-from levanter.compat.hf.tokenizer import FastTokenizer, check_vocabulary
+from levanter.compat.hf.tokenizer import FastTokenizer, byte_alphabet, check_vocabulary
 from levanter.compat.open import load_tokenizer
 from levanter.data.tokenizer import Tokenizer as Protocol
 
