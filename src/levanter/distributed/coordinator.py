@@ -275,7 +275,7 @@ def listen(port: int) -> socket.socket:
     """Listens on a port of this host, on all its addresses.
 
     Raises:
-        RollCallError: something else does.
+        RendezvousError: something else does.
     """
     try:
         if socket.has_dualstack_ipv6():

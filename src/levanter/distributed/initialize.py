@@ -259,7 +259,7 @@ def join(config: DistributedConfig, place: ProcessPlace) -> Peers:
     """Waits for all processes of the run; `start_jax` comes next.
 
     Raises:
-        RollCallError: not all processes came in time.
+        RendezvousError: not all processes came in time.
     """
     return connect_peers(place, versions=versions(), timeouts=config.timeouts)
 

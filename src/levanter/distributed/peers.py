@@ -95,7 +95,7 @@ class Departure:
 
 
 class Peers:
-    """The processes of this run; `call_roll` makes it.
+    """The processes of this run; `connect_peers` makes it.
 
     Args:
         wire: to the hub.

@@ -56,7 +56,7 @@ def connect_peers(place: ProcessPlace, *, versions: Mapping[str, str], timeouts:
         timeouts: how long they wait for each other.
 
     Raises:
-        RollCallError: not all came in time, or they were told different things; lists who is missing.
+        RendezvousError: not all came in time, or they were told different things; lists who is missing.
     """
     if place.process == 0:
         hub = Coordinator(
@@ -123,7 +123,7 @@ class _Handshake:
         """The peers, once the roll is complete; None where process 0 hung up before.
 
         Raises:
-            RollCallError: it will not be complete.
+            RendezvousError: it will not be complete.
         """
         # The hub says when time is up; a little more is for one that hangs.
         self._answered.wait(self._timeouts.roll + WHO_SECONDS)

@@ -31,7 +31,7 @@ def configure_jax(trainer: TrainerConfig) -> None:
 
     Raises:
         ValueError: JAX has no option of that name (our own defaults that this JAX lacks are skipped).
-        RollCallError: not all processes of the run joined in time.
+        RendezvousError: not all processes of the run joined in time.
     """
     problems = set_jax_options(trainer)
     if problems:

@@ -61,7 +61,7 @@ def join_processes(config: DistributedConfig, environment: Mapping[str, str] = o
 
     Raises:
         PlaceError: this process's index is unknown.
-        RollCallError: not all of them joined in time.
+        RendezvousError: not all of them joined in time.
     """
     import jax
 
