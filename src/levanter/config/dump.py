@@ -1,7 +1,7 @@
 """The canonical dump: a configuration with every resolved value, as YAML that reads back to an equal one.
 
-Fields stand in the order of their classes, `type:` first; nothing is left out, so the dump of a run does not change its
-meaning when a default changes later.
+Fields are in the order of their classes, `type:` first. Nothing is omitted, so the dump of a run keeps its meaning when
+a default changes later.
 """
 
 import enum
@@ -32,8 +32,13 @@ def dump(config: object) -> str:
 
 
 def plain(value: object) -> Any:
-    """A configuration as dicts, lists, strings, numbers and None, ready for YAML or JSON."""
+    """A configuration as dicts, lists, strings, numbers and None, ready for YAML or JSON.
+
+    >>> plain({"save_interval": timedelta(minutes=15), "steps": (1, 2)})
+    {'save_interval': '15m', 'steps': [1, 2]}
+    """
     if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum)):
+        # A subclass of str has no YAML representation of its own.
         return str(value) if isinstance(value, str) else value
     if isinstance(value, enum.Enum):
         return value.name
@@ -50,6 +55,7 @@ def plain(value: object) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     if isinstance(value, (set, frozenset)):
+        # Sorted, so that equal configurations have equal dumps; by `repr`, because the items may be of several types.
         return sorted((plain(item) for item in value), key=repr)
     if draccus.encode.dispatch(type(value)) is not None:  # type: ignore[attr-defined]
         return draccus.encode(value)

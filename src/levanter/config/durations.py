@@ -18,6 +18,9 @@ _PART = re.compile(r"\s*(\d+(?:\.\d*)?)\s*(us|ms|[wdhms])")
 def parse_duration(text: str) -> timedelta:
     """Reads `15m`, `1h30m`, `-2.5s`; units are w, d, h, m, s, ms, us.
 
+    >>> parse_duration("1h30m").total_seconds(), parse_duration("-2.5s").total_seconds()
+    (5400.0, -2.5)
+
     Raises:
         ValueError: the text is not of that form; a number needs its unit.
     """
@@ -29,6 +32,7 @@ def parse_duration(text: str) -> timedelta:
         part = _PART.match(body, at)
         if part is None:
             raise ValueError(f"{text!r} is not a duration such as 15m, 1h30m or 2.5s")
+        # Integers are multiplied exactly; a float product of large counts would round to microseconds.
         total += float(part[1]) * _UNITS[part[2]] if "." in part[1] else int(part[1]) * _UNITS[part[2]]
         at = part.end()
     if not body:
@@ -37,7 +41,11 @@ def parse_duration(text: str) -> timedelta:
 
 
 def format_duration(value: timedelta) -> str:
-    """The shortest exact text of a duration: `15m`, `1h30m`, `0s`. `parse_duration` undoes it."""
+    """The shortest exact text of a duration: `15m`, `1h30m`, `0s`; the inverse of `parse_duration`.
+
+    >>> format_duration(timedelta(seconds=5400)), format_duration(timedelta())
+    ('1h30m', '0s')
+    """
     if not value:
         return "0s"
     sign, rest = ("-", -value) if value < timedelta() else ("", value)

@@ -1,8 +1,8 @@
-"""Which keys the user wrote: a default and the same value written down are equal, but they do not say the same.
+"""The keys that the user wrote, as opposed to defaults of the same value.
 
-A checkpoint's own config fills in what was not written and must agree with what was. `ExplicitKeys` is a value of its
-own that goes wherever the config goes; nothing is kept in the config, so a copy of it loses nothing and knows nothing
-more.
+The config of a checkpoint replaces values that the user did not write and must agree with those that the user wrote.
+`ExplicitKeys` is a separate value that is passed together with the config; the config itself records nothing, so a copy
+of it loses nothing.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ class ExplicitKeys:
 
     Attributes:
         keys: `trainer`, `trainer.mesh`, `trainer.mesh.axes`, …
-        not_carried: what was asked for by keys that no configuration has: refused, or without effect.
+        not_carried: unsupported options of upstream that the document requests: refused, or without effect.
     """
 
     keys: frozenset[str]

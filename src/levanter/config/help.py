@@ -1,4 +1,4 @@
-"""`--help`: every key of a configuration class with its type, its default and what it means.
+"""`--help`: every key of a configuration class with its type, its default and its description.
 
 The meaning of a key is the `help` of its field's metadata, or its entry in the `Attributes:` section of the class's
 docstring. A choice shows the keys of its default; with `--model.type llama --help model` those of that type.
@@ -69,6 +69,7 @@ class _Keys:
             yield ".".join(here), _line(here, one, meanings.get(name, ""))
             for member in union_members(one.type):
                 default = None if one.required else one.default
+                # A mapping of named blocks: list the keys of one block under the placeholder `<name>`.
                 if is_mapping(member) and len(get_args(member)) == 2:
                     yield from self.below(get_args(member)[1], None, (*here, "<name>"), (*seen, cls))
                 else:
@@ -85,6 +86,7 @@ class _Keys:
             if name not in choices:
                 name = registered_name(type(default)) if is_dataclass(default) else annotation.default_choice_name()
             chosen = None if name is None else annotation.get_choice_class(name)
+            # A choice may contain itself (a wrapped model); list its keys once.
             if chosen is not None and chosen not in seen:
                 yield dotted, f"{'  ' * len(path)}  (keys of {TYPE_KEY}: {name})"
                 yield from self.of(chosen, path, seen)
@@ -122,6 +124,7 @@ def _default(one: ConfigField) -> str | None:
     if is_dataclass(value) and not is_text_value(type(value)):
         name = registered_name(type(value))
         return None if name is None else f"{{{TYPE_KEY}: {name}, …}}"
+    # PyYAML ends a document that is a bare scalar with the line `...`.
     text = yaml.safe_dump(plain(value), default_flow_style=True, width=10_000).strip()
     return text.removesuffix("...").strip()
 

@@ -1,8 +1,8 @@
-"""Configuration files: reading them, and what they say about one another.
+"""Reads configuration files with `extends:` and `!include`.
 
 A document may begin with `extends: base.yaml` (or a list): the bases are merged in order and the document over them.
-Anywhere in it `!include other.yaml` stands for the contents of that file. Both paths are relative to the file that
-names them. A path may be a URL (`gs://…`) wherever it may be a file.
+The value `!include other.yaml` is replaced by the contents of that file. Both paths are relative to the file that
+contains them. A path may also be a URL (`gs://…`).
 """
 
 import os
@@ -22,7 +22,7 @@ SUFFIXES = ("", ".yaml", ".yml")
 
 
 class Files:
-    """Reads documents with everything they extend and include; collects what is wrong in `problems`."""
+    """Reads documents with the files that they extend and include; collects errors in `problems`."""
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []
@@ -45,12 +45,14 @@ class Files:
 
     def _file(self, path: str, reference: Mark | None) -> Node | None:
         location = _locate(path)
+        # Only files that are being read count: two files may include the same third one.
         if location in self._open:
             chain = " → ".join([*self._open[self._open.index(location) :], location])
             self.problems.append(Problem(message=f"circular !include: {chain}", mark=reference))
             return None
         self._read += 1
         if self._read > DOCUMENT_FILES:
+            # Report the limit once, not for every further file.
             if self._read == DOCUMENT_FILES + 1:
                 message = f"more than {DOCUMENT_FILES} files are extended and included, the limit"
                 self.problems.append(Problem(message=message, mark=reference))
@@ -60,6 +62,7 @@ class Files:
             return None
         self._open.append(location)
         try:
+            # `_open` is the stack of files whose composition has begun; the callback below recurses into it.
             node = compose(text, location, self.problems, lambda name, mark: self._file(_sibling(location, name), mark))
             if node is None:
                 return MapNode(entries=(), mark=Mark(source=location))

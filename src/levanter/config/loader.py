@@ -64,17 +64,17 @@ class Loaded(Generic[C]):
 
 
 def load(config_class: type[C], argv: Sequence[str] | None = None, *, program: str | None = None) -> C:
-    """Loads the configuration a command line asks for; `load_written` also tells which keys it was made of.
+    """Loads the configuration of a command line; `load_written` also returns the keys that the user wrote.
 
     Raises:
-        ConfigError: as `load_written`; and where what is asked for is not carried, which `ExplicitKeys` would tell.
+        ConfigError: as `load_written`, and for unsupported options, which `ExplicitKeys` would report.
         HelpRequested: with the help text, where `--help` is on the command line.
     """
     return _alone(load_written(config_class, argv, program=program))
 
 
 def load_written(config_class: type[C], argv: Sequence[str] | None = None, *, program: str | None = None) -> Loaded[C]:
-    """Loads the configuration a command line asks for; each translated key is logged as one warning.
+    """Loads the configuration of a command line and logs a warning for each translated key.
 
     Args:
         config_class: the entry point's dataclass.
@@ -87,6 +87,7 @@ def load_written(config_class: type[C], argv: Sequence[str] | None = None, *, pr
     """
     arguments = parse_argv(sys.argv[1:] if argv is None else argv)
     if arguments.help is not None:
+        # `--model.type llama --help model` lists the keys of the chosen type.
         chosen = {key.removesuffix(TYPE_SUFFIX): name for key, name in arguments.overrides if key.endswith(TYPE_SUFFIX)}
         raise HelpRequested(explain(config_class, arguments.help, chosen, program=program))
     loaded = read(config_class, paths=arguments.paths, overrides=arguments.overrides)
@@ -163,7 +164,7 @@ def arguments_for(function: Callable[..., Any], loaded: Loaded[C]) -> tuple[C, d
 
 
 def _alone(loaded: Loaded[C]) -> C:
-    """The configuration without what was written: then nobody else tells what it asks for in vain."""
+    """The configuration alone; raises for unsupported options, because the caller has no `ExplicitKeys` to check."""
     refused = [row for row in loaded.written.not_carried if row.refused]
     if refused:
         raise ConfigError([Problem(message=row.why, mark=loaded.document.mark, key=row.key) for row in refused])
@@ -175,6 +176,7 @@ def _overrides(pairs: Collection[tuple[str, object]]) -> MapNode:
     result: Node = overrides_document(texts)
     here = Mark(source=COMMAND_LINE)
     for key, value in pairs:
+        # Values from Python keep their types; only text is parsed like a word of the command line.
         if not isinstance(value, str):
             node = from_plain(value, here)
             for part in reversed(key.split(".")):
@@ -185,7 +187,7 @@ def _overrides(pairs: Collection[tuple[str, object]]) -> MapNode:
 
 
 def upstream_schema(config_class: type) -> str:
-    """Whose documents a class reads besides its own: its `EARLIER`; "" for nobody's."""
+    """The upstream command whose documents a class also accepts: its `EARLIER`; "" for none."""
     return getattr(config_class, "EARLIER", "")
 
 
@@ -197,6 +199,7 @@ def _decoded(config_class: type[C], document: Node, problems: list[Problem]) -> 
         translation = translate(document, takes, upstream_schema(config_class))
         document, changes = translation.document, translation.changes
         problems += translation.problems
+        # After the translation, so that rows for unsupported options need only the current spelling.
         document, unsupported = take_out(document, takes)
     decoder = Decoder(config_class, lambda path: (*old_keys(path), *unsupported_rows(path, takes)))
     value = decoder.decode(document, config_class)
@@ -257,7 +260,7 @@ _HERE = Mark(source=COMMAND_LINE)
 
 @dataclass(frozen=True, kw_only=True)
 class CommandLine:
-    """What was asked for on a command line.
+    """A parsed command line.
 
     Attributes:
         paths: configuration files, in order.
@@ -272,6 +275,10 @@ class CommandLine:
 
 def parse_argv(argv: Sequence[str]) -> CommandLine:
     """Splits a command line into files and overrides.
+
+    >>> arguments = parse_argv(["--config", "train.yaml", "--trainer.seed=1"])
+    >>> arguments.paths, arguments.overrides
+    (('train.yaml',), (('trainer.seed', '1'),))
 
     Raises:
         ConfigError: with everything that cannot be understood.
@@ -290,6 +297,7 @@ def parse_argv(argv: Sequence[str]) -> CommandLine:
             problems.append(Problem(message=f"expected --key value, got {word!r}", mark=_HERE))
             continue
         key, equals, text = word[2:].partition("=")
+        # After `--configs` several words are values; any other key takes one.
         values = [text] if equals else _values(rest, many=key == "configs")
         if not values:
             problems.append(Problem(message=f"--{key} needs a value", mark=_HERE))
@@ -323,7 +331,12 @@ def _values(rest: list[str], *, many: bool) -> list[str]:
 
 
 def overrides_document(overrides: Iterable[tuple[str, str]]) -> MapNode:
-    """The overrides as one document. Later ones win."""
+    """The overrides as one document. Later ones win.
+
+    >>> from levanter.config.yaml_nodes import to_plain
+    >>> to_plain(overrides_document([("trainer.seed", "1"), ("trainer.mesh.axes", "{model: 2}")]))
+    {'trainer': {'seed': 1, 'mesh': {'axes': {'model': 2}}}}
+    """
     result: Node = MapNode(entries=(), mark=_HERE)
     for key, text in overrides:
         node = value_node(text)
@@ -345,7 +358,7 @@ def value_node(text: str) -> Node:
 
 
 def _on_command_line(node: Node, text: str | None) -> Node:
-    """The node with the command line as its place (a line number would mean nothing there)."""
+    """The node with the command line as its mark; the line number of a single word means nothing."""
     if isinstance(node, Scalar):
         return Scalar(text=node.text, mark=_HERE, plain=node.plain)
     if isinstance(node, MapNode):

@@ -1,10 +1,10 @@
-"""What a type annotation means to a reader of YAML.
+"""The meaning of a type annotation for the decoder of YAML.
 
 Configurations are frozen dataclasses. Besides them a field may be a bool, int, float, str, `Path`, `timedelta`, an
 enum, a `Literal`, a list, tuple, set or mapping of these, a union, `Any`, and two kinds of class:
 
 - a *choice*: a base class with draccus's registry (`draccus.ChoiceRegistry`, `draccus.PluginRegistry`), whose
-  `type:` key picks the registered dataclass. Families register themselves there; this room imports none of them.
+  `type:` key picks the registered dataclass. Families register themselves there; this package imports none of them.
 - a *text value*: any class with a classmethod `parse(text)` that undoes its `str()`, such as a repository reference.
 
 A type with a codec in `draccus.decode` is read by that codec.
@@ -26,7 +26,7 @@ from draccus.utils import is_choice_type
 TYPE_KEY = CHOICE_TYPE_KEY
 
 Annotation: TypeAlias = Any
-"""A type annotation as `typing.get_type_hints` gives it: a class, a union, a generic alias, … They share no type."""
+"""A type annotation from `typing.get_type_hints`: a class, a union, a generic alias, … They have no common type."""
 
 _SIMPLE = {
     bool: "true or false",
@@ -74,14 +74,15 @@ def config_fields(cls: type) -> Mapping[str, ConfigField]:
 
 
 def _hints(cls: type) -> dict[str, Annotation]:
-    """The annotations of a class; one that repeats a base's without its `Annotated` parts has them all the same.
+    """The annotations of a class; a field that is repeated without `Annotated` keeps the metadata of its base class.
 
-    A subclass that changes a default writes the field's type again, not everything that is known of its values.
+    A subclass that changes a default repeats the type of the field, but not the range of its values.
     """
     full, bare = get_type_hints(cls, include_extras=True), get_type_hints(cls)
     for base in cls.__mro__[1:]:
         annotations = inspect.get_annotations(base)
         for name in annotations if is_dataclass(base) else ():
+            # The subclass annotates the field without metadata; take it from the base, unless the type differs.
             if full[name] == bare[name]:
                 theirs = get_type_hints(base, include_extras=True)[name]
                 if theirs != bare[name] and get_type_hints(base)[name] == bare[name]:
@@ -90,7 +91,11 @@ def _hints(cls: type) -> dict[str, Annotation]:
 
 
 def strip(annotation: Annotation) -> Annotation:
-    """The annotation without `Annotated` and `NewType`."""
+    """The annotation without `Annotated` and `NewType`.
+
+    >>> strip(Annotated[int, "at least 1"])
+    <class 'int'>
+    """
     while True:
         if get_origin(annotation) is Annotated:
             annotation = get_args(annotation)[0]
@@ -166,7 +171,11 @@ def is_mapping(annotation: Annotation) -> bool:
 
 
 def describe(annotation: Annotation) -> str:
-    """What the annotation expects, in words: "an integer", "a list of text"."""
+    """The annotated type in words, for messages and `--help`.
+
+    >>> describe(int | None), describe(list[str]), describe(Literal["data", "model"])
+    ('an integer or null', 'a list of text', 'one of data, model')
+    """
     members = union_members(annotation)
     if len(members) > 1:
         words = list(dict.fromkeys(describe(member) for member in members))
@@ -180,6 +189,7 @@ def describe(annotation: Annotation) -> str:
         return "one of " + ", ".join(member.name for member in only)
     if list_origin(only) is not None:
         args = [arg for arg in get_args(only) if arg is not Ellipsis]
+        # A tuple of different types has no common word; its length is checked by the decoder.
         if not args or len(set(map(repr, args))) > 1 or args[0] is Any:
             return "a list"
         if get_origin(args[0]) is Literal:
@@ -207,5 +217,7 @@ def _walk(cls: type, path: tuple[str, ...], seen: tuple[type, ...]) -> Iterator[
     for name, one in config_fields(cls).items():
         yield (*path, name)
         for member in union_members(one.type):
+            # `seen` stops recursive configuration classes. A choice is not entered, because its keys depend on its
+            # type.
             if is_dataclass(member) and isinstance(member, type) and not is_choice(member) and member not in seen:
                 yield from _walk(member, (*path, name), (*seen, cls))

@@ -1,17 +1,16 @@
-"""Ranges of numbers: which values a numeric field of a configuration may have.
+"""Ranges: the values that a numeric field of a configuration may have.
 
-A range stands in the field's annotation, under a name that says it:
+The annotation of the field names the range:
 
     epsilon: Epsilon = 1e-8          # above 0, at most 1
     num_layers: LayerCount = 32
     max_examples: PositiveInt | None = None
 
-The decoder compares what a document says with it, and `Ranged`, the base of the classes that have such fields, what a
-caller in Python says; both in the same words. NaN is in no range and infinity in none, so that neither has to be
-thought of anywhere else. A subclass that repeats a field to change its default keeps the range of the field it repeats,
-unless it names another one.
+The decoder checks the values of a document, and `Ranged`, the base of the classes with such fields, checks those of a
+caller in Python; both use the same messages. No range contains NaN or infinity, so that no other code has to handle
+them. A subclass that repeats a field to change its default keeps the range of the field, unless it names another one.
 
-To everybody else the annotations are what they annotate: `PositiveInt` is `int` to a type checker and to draccus.
+A type checker and draccus ignore the range: for them `PositiveInt` is `int`.
 """
 
 import functools
@@ -24,7 +23,7 @@ from typing import Annotated, ClassVar, TypeAlias, get_args, get_origin
 from levanter.config.schema import Annotation, annotated_members, config_fields, is_mapping, list_origin, strip
 
 Look: TypeAlias = Callable[[object], Iterable[tuple[str, str]]]
-"""Says of a value where in it something is out of range, and how."""
+"""Yields the position and the message of each number in a value that is out of range."""
 LARGEST_INT32 = 2**31 - 1
 """Steps are counted in int32, and so are positions, tokens and sizes of axes."""
 LARGEST_INT64 = 2**63 - 1
@@ -32,14 +31,20 @@ LARGEST_INT64 = 2**63 - 1
 
 @dataclass(frozen=True)
 class Range:
-    """An interval of numbers, and single values beside it.
+    """An interval of numbers, with single additional values.
+
+    >>> fraction = Range(0, 1, above=True)
+    >>> 0.5 in fraction, 0 in fraction, str(fraction)
+    (True, False, 'above 0 and at most 1')
+    >>> -1 in Range(1, 100, also=(-1,))
+    True
 
     Attributes:
         low: the least value.
         high: the greatest value.
         above: `low` itself is not in the range.
         below: `high` itself is not in the range.
-        also: values outside that have a meaning of their own (-1 for "what is left").
+        also: values outside of the interval that have a special meaning (-1 for "the rest").
     """
 
     low: float
@@ -63,7 +68,12 @@ class Range:
         return f"from {low} to {'below ' if self.below else ''}{high}{also}"
 
     def problem(self, value: float) -> str | None:
-        """What is wrong with a number, or None where it is in the range."""
+        """The error message for a number, or None if the range contains it.
+
+        >>> Range(1, 100).problem(0)
+        'must be at least 1, got 0'
+        """
+        # NaN compares false with everything, so the comparisons below would give a misleading message.
         if isinstance(value, float) and not math.isfinite(value):
             return f"must be a finite number {self}, got {_number(value)}"
         if value in self:
@@ -79,35 +89,35 @@ class Range:
 
 @dataclass(frozen=True)
 class NotEmpty:
-    """Text that says something: an empty path would be the folder that the process happens to be in."""
+    """A text that is not blank: an empty path would mean the current folder of the process."""
 
     def __str__(self) -> str:
         return "not empty"
 
     def problem(self, value: str) -> str | None:
-        """What is wrong with a text, or None where it is not empty."""
+        """The error message for a text, or None if it is not blank."""
         return None if value.strip() else "must name a file, a folder or a URL, got nothing"
 
 
 def _number(value: float) -> str:
-    """A number as a reader wants it: whole ones without a point, long ones by their length."""
+    """A number as messages show it; integers of hundreds of digits by their size."""
     if isinstance(value, int) and abs(value) >= 10**22:
         return f"{float(value):.3g}" if abs(value) < 10**300 else f"a number of {value.bit_length()} bits"
     return str(value)
 
 
 AnyInt: TypeAlias = Annotated[int, Range(-LARGEST_INT64, LARGEST_INT64)]
-"""For keys that nothing here depends on."""
+"""For keys that are accepted and not used."""
 AnyFloat: TypeAlias = Annotated[float, Range(-1e300, 1e300)]
-"""For keys that nothing here depends on."""
+"""For keys that are accepted and not used."""
 Seed: TypeAlias = Annotated[int, Range(0, 2**32 - 1)]
-"""JAX's keys are made of 32 bits: larger seeds would be the same as smaller ones."""
+"""JAX keys are derived from 32 bits: larger seeds would equal smaller ones."""
 Count: TypeAlias = Annotated[int, Range(0, LARGEST_INT32)]
 PositiveInt: TypeAlias = Annotated[int, Range(1, LARGEST_INT32)]
 PositiveOrAll: TypeAlias = Annotated[int, Range(1, LARGEST_INT32, also=(-1,))]
-"""A number, or -1 for what is left or what follows from others."""
+"""A number, or -1 for the rest or for a value derived from other keys."""
 LayerCount: TypeAlias = Annotated[int, Range(1, 10_000)]
-"""Each layer is described by itself before runs of equal ones are found."""
+"""Each layer is described individually before equal neighbours are grouped."""
 ManyInt: TypeAlias = Annotated[int, Range(1, LARGEST_INT64)]
 """Bytes, or tokens of a whole corpus."""
 FiniteFloat: TypeAlias = Annotated[float, Range(-1e12, 1e12)]
@@ -115,11 +125,11 @@ PositiveFloat: TypeAlias = Annotated[float, Range(0, 1e12, above=True)]
 NonNegativeFloat: TypeAlias = Annotated[float, Range(0, 1e12)]
 LearningRate: TypeAlias = Annotated[float, Range(0, 1e3)]
 Epsilon: TypeAlias = Annotated[float, Range(0, 1, above=True)]
-"""What keeps a quotient or a root away from zero; 0 would not."""
+"""A term that keeps a denominator or a root away from zero, so 0 is excluded."""
 Fraction: TypeAlias = Annotated[float, Range(0, 1)]
 PositiveFraction: TypeAlias = Annotated[float, Range(0, 1, above=True)]
 Decay: TypeAlias = Annotated[float, Range(0, 1, below=True)]
-"""The weight of what was before in a moving average."""
+"""The weight of the previous value in a moving average."""
 PathText: TypeAlias = Annotated[str, NotEmpty()]
 PositiveDuration: TypeAlias = Annotated[timedelta, Range(0, 100 * 365 * 86400, above=True)]
 
@@ -135,7 +145,13 @@ def declared_range(annotation: Annotation) -> Range | NotEmpty | None:
 
 
 def out_of_range(value: object, annotation: Annotation) -> str | None:
-    """What is wrong with one value, by the range of its annotation; None for what is of another type."""
+    """The error message for a value outside the range of its annotation; None for values in it or of other types.
+
+    >>> out_of_range(0, PositiveInt)
+    'must be at least 1, got 0'
+    >>> out_of_range(3, PositiveInt) is None
+    True
+    """
     return _beyond(value, declared_range(annotation))
 
 
@@ -144,15 +160,16 @@ def _beyond(value: object, limits: Range | NotEmpty | None) -> str | None:
         value = value.total_seconds()
     if isinstance(limits, NotEmpty):
         return limits.problem(value) if isinstance(value, str) else None
+    # bool is a subclass of int, but True is not the number 1 in a configuration.
     if limits is None or isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return limits.problem(value)
 
 
 def range_problems(config: object) -> Iterator[tuple[str, str]]:
-    """The fields of one configuration value that are out of range: name and what is wrong.
+    """The fields of one configuration value that are out of range: name and message.
 
-    Blocks in it are configurations of their own, which were looked at when they were made.
+    Nested blocks are skipped: they are configurations too, whose constructors have checked them.
     """
     for name, look in _looks(type(config)):
         for at, problem in look(getattr(config, name)):
@@ -168,13 +185,16 @@ def has_range(annotation: Annotation) -> bool:
 
 @functools.cache
 def _looks(cls: type) -> tuple[tuple[str, Look], ...]:
-    """What looks at the fields of a class that have a range. Annotations are read once for each class: a server makes
-    such values of every request, and reading them took a third of what it does of one."""
+    """The checks of the fields of a class that have a range.
+
+    The annotations are evaluated once for each class: a server creates such values for every request, and the
+    evaluation took a third of that time.
+    """
     return tuple((name, _look(one.type)) for name, one in config_fields(cls).items() if has_range(one.type))
 
 
 def _look(annotation: Annotation) -> Look:
-    """What says of a value where in it something is out of range, and how."""
+    """The check of a value by its annotation."""
     members = annotated_members(annotation)
     if len(members) > 1:
         return _look_at_union(tuple((strip(member), _look(member)) for member in members))
@@ -192,8 +212,7 @@ def _look(annotation: Annotation) -> Look:
 
 
 def _look_at_union(members: tuple[tuple[Annotation, Look], ...]) -> Look:
-    # What a member's values are instances of is found once for each annotation: a server makes such values of every
-    # request.
+    # The classes of the members are computed once for each annotation, not for each value of a request.
     kinds = tuple((_instance_types(kind), kind, look) for kind, look in members)
 
     def look(value: object) -> Iterable[tuple[str, str]]:
@@ -210,7 +229,7 @@ def _look_at_union(members: tuple[tuple[Annotation, Look], ...]) -> Look:
 
 
 def _look_inside(bare: Annotation) -> Look | None:
-    """The same for what a mapping or a list holds; None for other types."""
+    """The check of the items of a mapping or a list; None for other types."""
     args = get_args(bare)
     if is_mapping(bare):
         if len(args) != 2:
@@ -243,7 +262,7 @@ def _is_number(value: object) -> bool:
 
 
 def _instance_types(kind: Annotation) -> tuple[type, ...]:
-    """The classes whose instances are values of an annotation; none where no class says it."""
+    """The classes whose instances are values of an annotation; empty where no class represents it."""
     if is_mapping(kind):
         return (Mapping,)
     if list_origin(kind) is not None:
@@ -253,13 +272,13 @@ def _instance_types(kind: Annotation) -> tuple[type, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranged:
-    """The base of configurations whose numbers have ranges: none is made with a number outside of them.
+    """The base of configurations whose numbers have ranges; the constructor refuses numbers outside of them.
 
-    A subclass with a `__post_init__` of its own calls this one first.
+    A subclass with its own `__post_init__` calls this one first.
     """
 
     range_prefix: ClassVar[str] = ""
-    """What stands before a field's name in messages, where that says more than the name alone."""
+    """The prefix of field names in messages, such as the block's key."""
 
     def __post_init__(self) -> None:
         problems = [f"{self.range_prefix}{name}: {problem}" for name, problem in range_problems(self)]

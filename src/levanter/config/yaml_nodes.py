@@ -1,11 +1,11 @@
 """A YAML document as a tree of nodes that know their line.
 
-Three kinds: `Scalar`, `ListNode`, `MapNode`. They are plain immutable values, so documents can be merged and translated
-like any data while every error can still name the file and line a thing came from.
+There are three kinds: `Scalar`, `ListNode` and `MapNode`. They are immutable values, so documents can be merged and
+translated like any data while every error can still name the file and line of a key.
 
-A scalar keeps the text as it was written; what it *is* depends on the type that is asked for (`decode.py`). Where no
-type is asked for, the core schema of YAML 1.2 decides: `1e-3` is a number and `on` is a word (PyYAML alone follows
-YAML 1.1, where it is the other way round).
+A scalar keeps its source text; the type of the field decides what it means (`decode.py`). Where a field accepts any
+type, the core schema of YAML 1.2 decides: `1e-3` is a number and `on` is a word (PyYAML alone follows YAML 1.1, where
+it is the other way round).
 """
 
 import math
@@ -36,7 +36,12 @@ _WORDS: Mapping[str, bool | float | None] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Scalar:
-    """One word or text. `plain` is false where it was quoted, which makes it text whatever it looks like."""
+    """A scalar. `plain` is false for a quoted one, which is always text.
+
+    >>> mark = Mark(source="train.yaml", line=1)
+    >>> Scalar(text="1e-3", mark=mark).value, Scalar(text="1e-3", mark=mark, plain=False).value
+    (0.001, '1e-3')
+    """
 
     text: str
     mark: Mark
@@ -44,7 +49,7 @@ class Scalar:
 
     @property
     def value(self) -> bool | int | float | str | None:
-        """What the scalar is where no type is asked for."""
+        """The value by the core schema of YAML 1.2, for fields of any type."""
         return scalar_value(self.text) if self.plain else self.text
 
 
@@ -59,7 +64,7 @@ class ListNode:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A key of a mapping, its value, and where the key stands."""
+    """A key of a mapping, its value, and the mark of the key."""
 
     key: str
     node: "Node"
@@ -120,12 +125,18 @@ Node = Scalar | ListNode | MapNode
 
 
 def scalar_value(text: str) -> bool | int | float | str | None:
-    """Reads a plain scalar by the core schema of YAML 1.2 (and Python's `None`)."""
+    """Reads a plain scalar by the core schema of YAML 1.2 (and Python's `None`).
+
+    >>> [scalar_value(text) for text in ("32", "1e-3", "0x10", "on", "null")]
+    [32, 0.001, 16, 'on', None]
+    """
     if text in _WORDS:
         return _WORDS[text]
+    # int() takes quadratic time on long texts.
     if len(text) > LONGEST_NUMBER:
         return text
     if _INT.fullmatch(text):
+        # Base 0 reads the prefixes 0x and 0o. A leading zero is excluded by the pattern: 010 is text.
         return int(text.replace("_", ""), 0)
     if _FLOAT.fullmatch(text):
         return float(text.replace("_", ""))
@@ -133,7 +144,11 @@ def scalar_value(text: str) -> bool | int | float | str | None:
 
 
 def to_plain(node: Node) -> Any:
-    """The node as dicts, lists and Python scalars."""
+    """The node as dicts, lists and Python scalars.
+
+    >>> to_plain(from_plain({"axes": {"model": 2}, "names": ["a", None]}, Mark(source="train.yaml")))
+    {'axes': {'model': 2}, 'names': ['a', None]}
+    """
     if isinstance(node, Scalar):
         return node.value
     if isinstance(node, ListNode):
@@ -162,6 +177,11 @@ def merged(base: Node, over: Node) -> Node:
     """Merges `over` into `base`: mappings key by key, anything else replaces.
 
     Two mappings whose `type:` differ describe different things: the later one replaces the earlier.
+
+    >>> mark = Mark(source="train.yaml")
+    >>> base, over = from_plain({"seed": 0, "mesh": {"a": 1}}, mark), from_plain({"mesh": {"b": 2}}, mark)
+    >>> to_plain(merged(base, over))
+    {'seed': 0, 'mesh': {'a': 1, 'b': 2}}
     """
     if not (isinstance(base, MapNode) and isinstance(over, MapNode)):
         return over
@@ -172,6 +192,7 @@ def merged(base: Node, over: Node) -> Node:
     for entry in over:
         mine = result.get(entry.key)
         result[entry.key] = entry if mine is None else replace(entry, node=merged(mine.node, entry.node))
+    # An empty base is usually an empty file; the mark of the overriding document is more useful in messages.
     mark = over.mark if not base.entries else base.mark
     return MapNode(entries=tuple(result.values()), mark=mark)
 
@@ -182,6 +203,7 @@ class _Composer(yaml.BaseLoader):
     depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        # PyYAML recurses for each level, so the limit must hold before its own recursion overflows the stack.
         if self.depth > DOCUMENT_DEPTH:
             mark = self.peek_event().start_mark
             raise ComposerError(None, None, _TOO_DEEP, mark)
@@ -242,11 +264,13 @@ class _Conversion:
     def node(self, raw: yaml.Node) -> Node:
         mark = self.mark(raw)
         self.values += 1
+        # Every expansion of an alias counts, which stops documents whose aliases grow exponentially.
         if self.values > DOCUMENT_NODES:
             message = f"more than {DOCUMENT_NODES:,} values, the limit for a configuration (aliases count wherever"
             raise _TooMuch(f"{message} they stand)")
         if len(self.open) > DOCUMENT_DEPTH:
             raise _TooMuch(_TOO_DEEP)
+        # PyYAML represents an alias by the same node object, so a cycle is a node inside of itself.
         if id(raw) in self.open:
             return self.wrong(mark, "an alias contains itself")
         if raw.tag == "!include":
@@ -272,8 +296,10 @@ class _Conversion:
             where = self.mark(key)
             if not isinstance(key, yaml.ScalarNode):
                 self.wrong(where, "a key must be a scalar, not a list or a mapping")
+            # The merge key of YAML 1.1: explicit keys win over inherited ones, wherever they are in the mapping.
             elif key.value == "<<" and key.style is None:
                 for entry in self.inherited(self.node(value)):
+                    # Of several inherited mappings the first one wins.
                     inherited.setdefault(entry.key, entry)
             elif key.value in entries:
                 message = f"key `{key.value}` occurs twice, first at line {entries[key.value].mark.line}"

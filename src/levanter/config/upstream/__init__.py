@@ -1,8 +1,8 @@
-"""Old documents in, new documents out: the one place that knows how earlier generations spelled things.
+"""Translates documents of upstream and of earlier versions into the current keys.
 
-`translate(document)` returns a document in the new spelling and a list of changes, one for each old key (and for each
-old default that differs from the new one). Nothing is translated silently, nothing is overwritten: an old key that
-contradicts a new one is a problem that names both.
+`translate(document)` returns a document with the current keys and a list of changes, one for each old key (and for each
+old default that differs from the current one). Every translation is reported, and nothing is overwritten: an old key
+that contradicts a current one is a problem that names both.
 
 A document is *old-style* when its `trainer:` holds any key of `TRAINER_KEYS` (`wandb`, which both generations accept,
 aside). An old-style document means what it meant to the generation it was written for: the old defaults of the mesh
@@ -66,6 +66,8 @@ def translate(document: MapNode, takes: Collection[str] = (), earlier: str = "")
             class).
     """
     draft = Draft(document)
+    # The order matters: the first two translate whole documents of other commands, whose result has keys that the
+    # later ones translate again.
     translate_sft(draft, earlier)
     translate_preferences(draft, earlier)
     translate_memorization(draft)
@@ -91,6 +93,7 @@ def translate_plain(document: dict[str, Any], source: str = "document") -> tuple
 
 def old_keys(path: tuple[str, ...]) -> tuple[str, ...]:
     """The old keys that are accepted in the mapping at `path`."""
+    # These rows are keys of other commands, which would be wrong hints here.
     elsewhere = (*AT_THE_TOP, *SFT_KEYS, *PREFERENCE_KEYS)
     return tuple(row.name for row in TABLE if row not in elsewhere and _matches(row.block, path))
 

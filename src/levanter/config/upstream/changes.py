@@ -1,4 +1,4 @@
-"""A document being translated: what is moved, what is said about it, what contradicts.
+"""`Draft`: a document during translation, with its changes and its contradictions.
 
 A *change* is one old key and what became of it, with the reason; every change is printed once. A *draft* is the
 document while it is translated. An old key never overwrites what the user wrote in the new spelling: if both say the
@@ -116,11 +116,13 @@ class Draft:
     def set(self, path: Keys, value: object, *, old: str, mark: Mark) -> None:
         """Writes `value` (plain or a node) at a path, for the old key `old` that stands at `mark`."""
         node = value if isinstance(value, Node) else from_plain(value, mark)
+        # Merge a mapping key by key, so that only keys in both documents can contradict.
         if isinstance(node, MapNode) and node.entries and self.block(path) is not None:
             for entry in node:
                 self.set((*path, entry.key), entry.node, old=old, mark=mark)
             return
         existing = self.entry(path)
+        # An empty block (`mesh: {}`) sets nothing, so it contradicts nothing.
         empty = isinstance(existing and existing.node, MapNode) and not existing.node.entries  # type: ignore[union-attr]
         if existing is None or empty:
             self.document = _with(self.document, path, node, mark)
@@ -156,6 +158,7 @@ class Draft:
     def move(self, row: OldKey, entry: Entry, block: Keys, edits: Iterable[tuple[Keys, Any]], why: str = "") -> None:
         """Replaces the old key `block.row.name` by edits, and says so."""
         self.remove((*block, row.name))
+        # Read twice below, and a generator could be read only once.
         edits = tuple(edits)
         key = ".".join((*block, row.name))
         for path, value in edits:
@@ -189,9 +192,10 @@ def _with(node: MapNode, path: Keys, value: Node, mark: Mark) -> MapNode:
     if len(path) == 1:
         return node.with_entry(Entry(key=path[0], node=value, mark=mark if entry is None else entry.mark))
     inner = entry.node if entry is not None else None
+    # `trainer:` without a value is null in YAML; it counts as an empty block.
     if inner is None or (isinstance(inner, Scalar) and inner.value is None):
         inner = MapNode(entries=(), mark=mark)
     if not isinstance(inner, MapNode):
-        return node  # the decoder says what is wrong with it
+        return node  # the decoder reports the wrong type
     new = Entry(key=path[0], node=_with(inner, path[1:], value, mark), mark=mark if entry is None else entry.mark)
     return node.with_entry(new)

@@ -73,6 +73,7 @@ FLAT_KEYS = (FLAT_KEY, FLAT_TRACKER, *FLAT_RAY)
 def _flat(draft: Draft) -> None:
     """Moves a data set that is the whole document under `data:`, and what stood beside it to its place."""
     document = draft.document
+    # `id` alone does not show that the document is a data set of the Hub.
     hub = "id" in document and ("tokenizer" in document or "cache_dir" in document)
     if "data" in document or not (hub or any(key in document for key in (*_URL_KEYS, "configs"))):
         return
@@ -124,6 +125,7 @@ def translate_data(draft: Draft) -> None:
         _single(draft, block)
     else:
         return
+    # With problems the document is refused anyway; a note about the default would only distract.
     if not draft.problems and "shuffle" not in block:
         _set_shuffle(draft, block)
 

@@ -82,6 +82,7 @@ class _Mesh:
         self.mixed = mesh is not None and bool(mesh.entries)
         self.told_params = mesh is not None and "param_mapping" in mesh
         self.replicas = self._int("replica_dcn_axis_size", None if self.mixed else 1)
+        # -1 replicas: every slice is a replica, so `data` does not span slices and needs no DCN axis.
         self.spans = self.replicas is not None and self.replicas != -1
         self.data = ["data_dcn", "data"] if self.spans else ["data"]
         self.batch = self._text("batch_axis", self._batch_of_mesh())
@@ -116,6 +117,7 @@ class _Mesh:
             return [((*MESH, "dcn_axes"), {"replica_dcn": -1})]
         edits: list[tuple[Keys, Any]] = [((*MESH, "dcn_axes"), {"replica_dcn": self.replicas, "data_dcn": -1})]
         if self.batch is not None:
+            # DCN axes first: the batch is split across slices before it is split inside of one.
             axes = ["replica_dcn", "data_dcn", "replica", "data"]
             edits.append(((*MESH, "compute_mapping", self.batch), axes))
         return edits
@@ -139,6 +141,8 @@ class _Mesh:
         is_written = "tensor_parallel_axes" in self.old
         if not is_written and (self.mixed or self._int("model_axis_size", 1) == 1):
             return []
+        # Today mlp and heads are mapped by default. An old document that does not list them means replication, so they
+        # are removed with null.
         rules: dict[str, str | None] = dict.fromkeys(self.parallel, "model")
         for name in NEW_TP_DEFAULTS:
             is_shared = self.draft.entry((*MESH, "shared_mapping", name)) is not None
