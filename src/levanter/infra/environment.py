@@ -1,4 +1,4 @@
-"""The environment of a run, and how it gets there: in a file that only its owner can read, never on a command line.
+"""The environment variables of a run, which hosts receive in a file with mode 600, never on a command line.
 
 One `NAME=value` a line, as `docker run --env-file` reads it. The file is copied to each host by scp; the script there
 reads it line by line and evaluates nothing in it.
@@ -51,6 +51,7 @@ class Environment:
 
     def write(self, path: Path) -> None:
         """Writes the file so that nobody else can ever read it, not even for a moment."""
+        # O_EXCL with mode 600: an existing file could have wider permissions, or be open in another process.
         path.unlink(missing_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -79,6 +80,7 @@ def collect(
     """
     problems: list[str] = []
     forwarded = {name: here[name] for name in FORWARDED if here.get(name)}
+    # Later entries win, so the order of these updates is the documented precedence.
     values = {**forwarded, **(defaults or {})}
     for file in files:
         values.update(_read(file, problems))
@@ -119,6 +121,7 @@ def _read(file: str, problems: list[str]) -> dict[str, str]:
             continue
         value = value.strip()
         if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
+            # `docker --env-file` would keep the quotes; files written for a shell have them.
             value = value[1:-1]
         variables[name.strip()] = value
     return variables

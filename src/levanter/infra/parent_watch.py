@@ -1,8 +1,9 @@
 """Runs a command that must not outlive its parent: `python -m levanter.infra.parent_watch COMMAND …`.
 
 The parent holds the other end of standard input. When that closes, because the parent closed it or was killed, the
-command and everything it started are terminated: SIGTERM first, SIGKILL some seconds later. A leftover process would
-hold the chips of its host. Otherwise it is as if the command had been started directly: its output, its exit code.
+command and everything it started are terminated: SIGTERM first, SIGKILL some seconds later. A leftover process
+would occupy the chips of its host. Otherwise the command behaves as if it had been started directly: the same output
+and exit code.
 """
 
 import os
@@ -20,6 +21,8 @@ def main() -> int:
     """Runs the command line's command and returns its exit code."""
     grace = float(os.environ.pop(GRACE, "10"))
     try:
+        # A session of its own, so that `killpg` reaches all descendants. Standard input is the watched pipe, which the
+        # command must not read.
         process = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
     except OSError as error:
         sys.stderr.write(f"error: {sys.argv[1]}: {error.strerror or error}\n")
@@ -32,6 +35,8 @@ def main() -> int:
             return
 
     def watch() -> None:
+        # Nobody writes to the pipe. `read` returns an empty result when the last writer has closed it, even by
+        # SIGKILL.
         while os.read(0, 4096):
             pass
         signalled(signal.SIGTERM)
@@ -44,6 +49,7 @@ def main() -> int:
     code = process.wait()
     # Its children, such as data workers, end with it.
     signalled(signal.SIGKILL)
+    # Popen reports a signal as −n; a shell reports 128 + n.
     return code if code >= 0 else 128 - code
 
 

@@ -1,8 +1,8 @@
-"""A server of this machine as one of many: started here, watched, and requests passed on to it.
+"""A replica of a server: a server process on this machine, and an ASGI proxy that forwards requests to it.
 
-`levanter.main.serve` is a process of its own, behind a port that only this machine reaches. What stands before it hands
-requests and answers on as they come, byte for byte, so that a streamed answer streams and a client that hangs up is
-noticed there as it would be without anything between.
+`levanter.main.serve` is a process of its own, behind a port that only this machine reaches. The proxy in front passes
+requests and answers on byte for byte as they arrive, so that streamed answers stream and the server notices a client
+that disconnects.
 """
 
 import asyncio
@@ -123,10 +123,11 @@ class Forwarder:
         while True:
             message = await receive()
             if message["type"] == "lifespan.startup":
-                # No limits of time or number: the server has them.
+                # No limits on time or connections here: the server enforces its own.
                 self._session = aiohttp.ClientSession(
                     timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),
                     connector=aiohttp.TCPConnector(limit=0),
+                    # The bytes go on as they are; decompressing them would contradict the Content-Encoding header.
                     auto_decompress=False,
                     skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
                 )
@@ -138,7 +139,7 @@ class Forwarder:
                 return
 
     async def _pass_on(self, scope: Message, receive: Receive, send: Send) -> None:
-        """One request; whoever ends first, client or server, ends it."""
+        """Forwards one request; it ends when the client or the server ends it."""
         taken = asyncio.Event()
         gone = asyncio.Event()
 
@@ -153,6 +154,7 @@ class Forwarder:
                     taken.set()
                     return
 
+        # Only after the body was read: two readers of `receive` would take messages from each other.
         async def hung_up() -> None:
             await taken.wait()
             while (await receive())["type"] != "http.disconnect":
@@ -167,7 +169,7 @@ class Forwarder:
         finally:
             for task in (answer, watch, disconnected):
                 if not task.done():
-                    # Closing the connection is how the server learns of it.
+                    # Cancelling closes the connection, which tells the server that the client has disconnected.
                     task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await answer
@@ -191,7 +193,7 @@ class Forwarder:
                 scope["method"], url, headers=headers, data=body if has_body else None, allow_redirects=False
             )
             if not has_body:
-                # The empty body ends the request's side all the same.
+                # Read the final, empty message too, so that the next one from `receive` is the disconnect.
                 async for _ in body:
                     continue
             answered = await request
@@ -239,7 +241,7 @@ class Replica:
     ):
         del attempt
         self._server = _Here.server = ServerOnHost(command, environment, Console(hidden), grace=grace)
-        # Ray sends no request before this returns.
+        # Ray routes no request to this actor before its constructor returns.
         await self._server.ready()
 
     def check_health(self) -> None:
@@ -259,7 +261,7 @@ class Replica:
 
 
 class _Here:
-    """The server of this process: Ray makes the actor and its application apart, and gives neither the other."""
+    """The server of this process. Ray builds the actor and its ASGI application separately, so they share a global."""
 
     server: ServerOnHost | None = None
 
@@ -275,7 +277,7 @@ def forwarding() -> Forwarder:
 
 
 async def _unavailable(send: Send, error: Exception) -> None:
-    """Says in the protocol's words that the server behind cannot be reached."""
+    """Sends an error of the API: the server of this replica cannot be reached."""
     error_body = {
         "message": f"the server of this replica cannot be reached: {error}",
         "type": "unavailable",

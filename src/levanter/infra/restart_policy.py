@@ -1,8 +1,7 @@
-"""How the processes of an attempt ended, and what that means: done, refused, failed, or worth a restart.
+"""Decides from the exit codes of all processes whether an attempt is done, refused, failed, or worth a restart.
 
-A gang's processes take each other down: one that ends with an error leaves the others without a peer, and these end
-with 5, with a signal of the runtime, or with an error of a collective. `judge` looks for the root cause, not for the
-one that ended first.
+When one process of a group ends with an error, the others lose a peer and end too: with exit code 5, with a signal of
+the runtime, or with an error of a collective. `judge` looks for the root cause, not for the process that ended first.
 """
 
 from collections.abc import Sequence
@@ -113,6 +112,7 @@ def judge(outcomes: Sequence[Outcome]) -> Judgement:
         return Judgement(kind="refused", exit_code=cause.code, cause=cause)
     if cause := first((INTERRUPTED,)):
         return Judgement(kind="interrupted", exit_code=INTERRUPTED, cause=cause)
+    # A process that exits with 75 has saved a checkpoint, so the run can resume even if a host is gone.
     saved = first((PREEMPTED,))
     gone = next((outcome for outcome in bad if outcome.code is None or outcome.signal in _FROM_OUTSIDE), None)
     if gone is not None:
@@ -126,5 +126,6 @@ def judge(outcomes: Sequence[Outcome]) -> Judgement:
         return Judgement(kind="failed", exit_code=failed.code, cause=failed)
     if saved is not None:
         return Judgement(kind="preempted", exit_code=PREEMPTED, cause=saved)
+    # Only exit code 5 and signals of the runtime are left; a signal says more about the cause.
     aborted = next((outcome for outcome in bad if outcome.signal is not None), bad[0])
     return Judgement(kind="lost", exit_code=PEER_LOST, cause=aborted)

@@ -297,6 +297,7 @@ class TpuVmLauncher:
         """Worker → exit code, of those that did not exit with 0."""
         if called.code == 0:
             return {}
+        # Lines of the run have a prefix in brackets; only the others can be from gcloud.
         worker_output = "\n".join(line for line in called.text.splitlines() if not line.startswith("["))
         codes = worker_codes(worker_output)
         if codes:

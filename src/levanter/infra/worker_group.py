@@ -1,4 +1,4 @@
-"""A gang: one process on each host of some slices, started together and judged as one.
+"""A worker group (gang): one process on each host of some slices, started together, with one outcome.
 
 A `Cluster` provides the hosts; a gang only starts processes on them, shows their output, and judges the outcome of the
 attempt. `run_worker_group` repeats it while that may help.

@@ -74,13 +74,14 @@ _DOORS = "levanter.main."
 
 
 def find_spec(name: str) -> ModuleSpec | None:
-    """A module of an earlier generation, made from the tables; None if they have none."""
+    """The spec of a module of an earlier generation, from the tables; None if they do not list it."""
     if name.removeprefix(_DOORS) in ABSENT and name.startswith(_DOORS):
         # runpy makes the origin the program's name.
         return ModuleSpec(name, _Absent(), origin=name)  # pyright: ignore[reportArgumentType]
     if (why := gone_module(name)) is not None:
         return ModuleSpec(name, _Refused(why), is_package=True)  # pyright: ignore[reportArgumentType]
     provided = {key for key in (*NAMES, *GONE_IN) if ":" not in key}
+    # A package must exist for its submodules to be importable, even if no name is taken from it.
     inside = any(module.startswith(f"{name}.") for module in (*provided, *GONE_MODULES))
     if name not in provided and not inside:
         return None
@@ -112,7 +113,7 @@ class _Refused:
 
 
 class _OfTable:
-    """Makes a module whose names are those of the table."""
+    """Creates a module whose names are looked up in the table."""
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType | None:
         del spec
@@ -127,6 +128,7 @@ class _OfTable:
         """`python -m` of an old name runs the module that is there now."""
         targets = {"levanter.eval_harness": f"{_DOORS}eval_harness"}
         now = targets.get(name) or next(iter(NAMES[name].values())).partition(":")[0]
+        # `alter_sys` sets `sys.argv[0]` and `sys.modules['__main__']` to those of the module that runs.
         return compile(f"import runpy; runpy.run_module({now!r}, run_name='__main__', alter_sys=True)", name, "exec")
 
 

@@ -157,6 +157,7 @@ class _ModulesWithEarlierNames:
         if not any(name in known for known in (EARLIER_NAMES, EARLIER_KEYWORDS, EARLIER_CALLS, {DRACCUS, PARSER})):
             return None
         spec = PathFinder.find_spec(name, path, target)
+        # Another loader (a zip file, an instrumented import) is left alone.
         if spec is not None and type(spec.loader) is SourceFileLoader:
             loader = _TaughtDraccus if name in (DRACCUS, PARSER) else _EarlierNamesIn
             spec.loader = loader(spec.loader.name, spec.loader.path)
@@ -200,6 +201,7 @@ def _accept_earlier_keywords(cls: type) -> None:
 
     @wraps(init)
     def __init__(self: Any, *args: Any, **keys: Any) -> None:
+        # Current code, which has no unknown keywords, imports nothing.
         if not keys.keys() <= known:
             keys = import_module("levanter.upstream.facades.keywords").of_today(type(self), keys)
         init(self, *args, **keys)
@@ -213,6 +215,7 @@ def _accept_earlier_calls(cls: type, member: str, facade: str, positional: int, 
 
     @wraps(current)
     def method(self: object, *args: object, **keys: object) -> object:
+        # A call that fits the current signature goes there directly; only earlier forms load the facade.
         by_name = any(name in keys for name in keywords) or type(keys.get("attn_mask")).__name__ == "NamedArray"
         if len(args) <= positional and not by_name:
             return current(self, *args, **keys)
@@ -230,19 +233,23 @@ def _part(name: str) -> Any:
     try:
         return import_module(f"levanter.{name}")
     except ModuleNotFoundError as error:
+        # The module exists, and an import inside of it failed: that error must not be hidden.
         if error.name != f"levanter.{name}":
             raise
     return _earlier("levanter", name)
 
 
 def install() -> None:
-    """Puts the two finders among Python's own, and lets `levanter` find its parts. A second call adds no finders."""
+    """Adds the two finders to `sys.meta_path` and a `__getattr__` to `levanter`. A second call adds no finders."""
     # Hidden from type checkers, so that they still report misspelt names.
     vars(sys.modules["levanter"])["__getattr__"] = _part
     if _EarlierModules in sys.meta_path:
         return
+    # First, because it wraps the loaders of existing modules. The other finder is last, so that it only sees names
+    # that no module has.
     sys.meta_path.insert(0, _ModulesWithEarlierNames)  # pyright: ignore[reportArgumentType]
     sys.meta_path.append(_EarlierModules)  # pyright: ignore[reportArgumentType]
+    # A script may have imported draccus first; then its loader cannot be wrapped any more.
     if DRACCUS in sys.modules:
         teach(sys.modules[DRACCUS])
     if PARSER in sys.modules:

@@ -1,4 +1,4 @@
-"""Rewrites a document of an earlier generation in today's spelling, and reports what changed and why.
+"""Rewrites a document of an earlier generation with the current keys, and reports what changed and why.
 
     python -m levanter.main.migrate old.yaml                            the new document, changes as comments above it
     python -m levanter.main.migrate old.yaml --output new.yaml          the same into a file; the changes are printed
@@ -123,6 +123,7 @@ def main(argv: Sequence[str]) -> int:
         raise MigrateUsageError(f"{arguments.output} already exists; choose another file")
     done = migrate(arguments.document, arguments.entry_point)
     if arguments.entry_point is not None:
+        # Raises if the entry point would refuse the result, before any file is written.
         read_text(config_class(arguments.entry_point), done.text, source=f"{arguments.document}, migrated")
     if arguments.output is None:
         sys.stdout.write(done.annotated)

@@ -31,7 +31,7 @@ Resources = Mapping[str, Any]
 
 
 class BackgroundIterable:
-    """The items of an iterator, made in a background thread; every iteration calls the producer anew.
+    """The items of an iterator, produced in a background thread; every iteration calls the producer again.
 
     Args:
         producer_fn: gives an iterator.
@@ -81,6 +81,7 @@ class BackgroundIterator:
     def __next__(self) -> PyTree:
         while not self._over():
             try:
+                # With a timeout, because `stop` from another thread adds nothing to the queue.
                 item, error = self._ready.get(timeout=0.1)
             except queue.Empty:
                 continue
@@ -113,6 +114,7 @@ def _make_items(
     def put(item: PyTree, error: BaseException | None = None) -> bool:
         while not any(stop.is_set() for stop in stops):
             with suppress(queue.Full):
+                # With a timeout, so that a thread whose consumer has stopped ends and does not wait for room forever.
                 ready.put((item, error), timeout=0.1)
                 return True
         return False
@@ -144,11 +146,13 @@ def place_examples(
     """
     flat, tree = jax.tree.flatten(exemplar, is_leaf=is_named)
     first = NamedSharding(mesh, mapping.spec([Batch.name])).addressable_devices_indices_map((Batch.size,)).values()
+    # The rows of this process only: hosts would otherwise read the whole global batch each.
     here = sorted({row for index in first if index is not None for row in range(*index[0].indices(Batch.size))})
     place_of = {row: n for n, row in enumerate(here)}
     examples = [jax.tree.leaves(example, is_leaf=is_named) for example in take(here)]
 
     def whole(n: int, leaf: PyTree) -> PyTree:
+        # Stacked once for all local shards; the callback below only slices.
         rows = np.stack([np.asarray(example[n].array if is_named(leaf) else example[n]) for example in examples])
         axes = (Batch, *leaf.axes) if is_named(leaf) else None
         names = [Batch.name, *([""] * (rows.ndim - 1))] if axes is None else [axis.name for axis in axes]
@@ -157,6 +161,7 @@ def place_examples(
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
             positions = [place_of[row] for row in range(*index[0].indices(Batch.size))]
+            # `index` is global. Rows are renumbered to local positions, the other axes are complete on every host.
             return rows[positions][(slice(None), *index[1:])]
 
         array = jax.make_array_from_callback((Batch.size, *rows.shape[1:]), sharding, part)
@@ -177,6 +182,7 @@ def _placement(mesh: Mesh | None, resources: Resources | None) -> tuple[Mesh, Ax
             "a loader places batches on devices: pass it a mesh, or create it inside `with trainer.device_mesh`"
         )
     mapping = compute_mapping_in_scope() if resources is None else AxisMapping(resources)
+    # Scripts pass mappings with mesh axes that this mesh lacks; a missing axis shards nothing.
     known = {name: tuple(a for a in mapping.mesh_axes(name) if a in current_mesh.shape) for name in mapping}
     return current_mesh, AxisMapping(known)
 
@@ -252,6 +258,7 @@ class DataLoader:
     def batch_axis_at_step(self, step: int) -> Axis:
         """The axis of a batch's rows, padding included."""
         size = self.scheduler.batch_size_at_step(step)
+        # Rounded up to a multiple of the shards; the missing rows are zeros.
         return Axis(self.batch_axis_name, -(-size // self._ways) * self._ways)
 
     def __iter__(self) -> Iterator[Any]:
@@ -272,6 +279,7 @@ class DataLoader:
             begin, size = self.scheduler.global_data_offset_by_step(step), self.scheduler.batch_size_at_step(step)
             stop = begin + size if length is None else min(begin + size, length)
 
+            # Defaults bind the values of this step: the function may run after the loop has moved on.
             def take(rows: Sequence[int], begin: int = begin, stop: int = stop) -> Sequence[Any]:
                 present = [begin + row for row in rows if begin + row < stop]
                 examples = list(wait_for(self.data_store.get_batch(present))) if present else []

@@ -348,11 +348,12 @@ class Trainer:
             parameters = self._precision.cast_to_param(eqx.filter(whole, eqx.is_inexact_array))
             return start(parameters, self.optimizer, jnp.asarray(key, jnp.uint32), self.config.model_averaging)
 
-        # What is not a parameter (functions, counts) is in no checkpoint, and the same in every step.
+        # Leaves that are not parameters (functions, counts) are in no checkpoint and do not change during a run.
         whole = model if model is not None else _without_parameters(model_init)
         self._rest = eqx.filter(
             whole, lambda x: not eqx.is_inexact_array(x) and not isinstance(x, jax.ShapeDtypeStruct)
         )
+        # Shapes only: the sharding is planned before any parameter is allocated.
         state = self._state = eqx.filter_eval_shape(make_state)
         _refuse_asking(state.optimizer)
         self._plan = plan_state(state, self._mappings(state.model), MeshSpec.from_mesh(self._mesh))
@@ -362,12 +363,14 @@ class Trainer:
             return self._outside(with_arrays(state, restore(ref, targets)))
         placed = {path: target.sharding for path, target in targets.items()}
         with jax.set_mesh(self._mesh), hax.axis_mapping(AxisMapping(self.parameter_axis_mapping)):
+            # Under jit, so that each device initializes only its shards.
             fresh = eqx.filter_jit(make_state)()
+        # The arrays are placed by the plan; initialization under jit may have chosen other shardings.
         arrays = {leaf.path: x for leaf, x in zip(leaves(fresh), jax.tree.leaves(fresh), strict=True)}
         return self._outside(with_arrays(state, {path: jax.device_put(x, placed[path]) for path, x in arrays.items()}))
 
     def train(self, state: TrainerState, train_loader: Iterable[PyTree], run_hooks: bool = True) -> StepInfo:
-        """Takes steps until there are enough, or the batches run out.
+        """Runs steps until `num_train_steps` is reached or the batches end.
 
         Raises:
             ValueError: no step was taken.
@@ -395,7 +398,7 @@ class Trainer:
     def _walk(
         self, state: TrainerState, loader: Iterable[PyTree], *, run_hooks: bool, several: bool = False
     ) -> Iterator[StepInfo]:
-        """Takes steps by the loop, one batch at a time, so that a script may look between two."""
+        """Runs the loop for one batch at a time, so that a script may inspect the state between two steps."""
         guard = Guard(
             nan=self.config.crash_on_nan, inf=self.config.crash_on_inf, in_a_row=self.config.skip_nonfinite_steps
         )
