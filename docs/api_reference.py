@@ -83,7 +83,7 @@ PAGES: Mapping[str, ApiPage] = {
     ),
     "api/inference.md": ApiPage(
         title="levanter.inference",
-        modules=("levanter.inference.config", "levanter.inference.params", "levanter.inference.requests"),
+        modules=("levanter.inference.config", "levanter.inference.requests"),
     ),
     "api/evaluation.md": ApiPage(
         title="levanter.eval, levanter.memorization", modules=("levanter.eval", "levanter.memorization")

@@ -12,10 +12,10 @@ import tempfile
 from pathlib import Path
 
 import jax
-from levanter.inference.params import SamplingParams
 
 from levanter.commands.cli.devices import local_target
 from levanter.inference.config import InferenceConfig
+from levanter.inference.requests import SamplingParams
 from levanter.main.generate import GenerateConfig, describe, execute
 from levanter.mesh import MeshConfig, local_devices
 from levanter.tracker import NoopConfig

@@ -137,7 +137,13 @@ class Program:
 
         def call(*values: PyTree) -> PyTree:
             arrays = self._checked(values)
-            with self._scope(mesh), translate_option_errors(self.name, self.compiler_options):
+            # Most Programs have no compiler options, and then there is nothing to translate.
+            translation = (
+                translate_option_errors(self.name, self.compiler_options)
+                if self.compiler_options
+                else contextlib.nullcontext()
+            )
+            with self._scope(mesh), translation:
                 outputs = compiled.jitted(*arrays)
             flat = values and all(isinstance(value, Flat) for value in values)
             return Flat(outputs) if flat else compiled.rebuild(outputs)

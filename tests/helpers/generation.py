@@ -106,7 +106,9 @@ def generate(
     ]
     found = [Written([], [], []) for _ in prompts]
     finished = set()
-    for event in Engine(DeviceRunner(programs, mesh, model), make_schedule(programs), behind=behind).run(requests):
+    for event in Engine(DeviceRunner(programs, mesh, model), make_schedule(programs), max_inflight=behind).run(
+        requests
+    ):
         assert not isinstance(event, Failed), event
         if isinstance(event, Token):
             assert event.of not in finished and event.logprob is not None

@@ -58,7 +58,7 @@ class TinyEngine:
         """A fresh engine; what it needs is made once."""
         programs, mesh, model = _made(self)
         schedule = make_schedule(programs, share_prefixes=self.share_prefixes)
-        return Engine(DeviceRunner(programs, mesh, model), schedule, behind=self.behind)
+        return Engine(DeviceRunner(programs, mesh, model), schedule, max_inflight=self.behind)
 
     def cache(self) -> CachePlan:
         """Its cache."""

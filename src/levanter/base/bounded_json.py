@@ -72,7 +72,7 @@ class NotAnObjectError(ValueError):
     """Bytes that are no JSON object."""
 
 
-def object_in(raw: bytes, problems: list[str]) -> dict[str, object]:
+def parse_json_object(raw: bytes, problems: list[str]) -> dict[str, object]:
     """Reads a JSON object from bytes.
 
     Args:
@@ -100,14 +100,14 @@ def object_in(raw: bytes, problems: list[str]) -> dict[str, object]:
     except OutOfBoundsError as error:
         raise NotAnObjectError(str(error)) from None
     if not isinstance(value, dict):
-        raise NotAnObjectError(f"expected an object, got {kind_of(value)}")
-    problems += [_shown(f"{name}: written twice") for name in duplicates]
-    if (where := surrogate_in(value)) is not None:
-        problems.append(_shown(f"{where}: half of a surrogate pair, which no text has"))
+        raise NotAnObjectError(f"expected an object, got {json_kind(value)}")
+    problems += [_printable(f"{name}: written twice") for name in duplicates]
+    if (where := find_surrogate(value)) is not None:
+        problems.append(_printable(f"{where}: half of a surrogate pair, which no text has"))
     return value
 
 
-def surrogate_in(value: object, where: str = "") -> str | None:
+def find_surrogate(value: object, where: str = "") -> str | None:
     """The path in a JSON value of a string with half of a surrogate pair, which UTF-8 cannot encode."""
     if isinstance(value, str):
         return where if lone_surrogate(value) is not None else None
@@ -116,21 +116,21 @@ def surrogate_in(value: object, where: str = "") -> str | None:
             inner = f"{where}.{key}" if where else str(key)
             if lone_surrogate(key) is not None:
                 return inner
-            if (path := surrogate_in(one, inner)) is not None:
+            if (path := find_surrogate(one, inner)) is not None:
                 return path
     if isinstance(value, list):
         for n, one in enumerate(value):
-            if (path := surrogate_in(one, f"{where}[{n}]")) is not None:
+            if (path := find_surrogate(one, f"{where}[{n}]")) is not None:
                 return path
     return None
 
 
-def kind_of(value: object) -> str:
+def json_kind(value: object) -> str:
     """What kind of JSON value something is, in words."""
     kinds = {list: "a list", dict: "an object", str: "a string", bool: "true or false", type(None): "null"}
     return kinds.get(type(value), "a number")
 
 
-def _shown(problem: str) -> str:
+def _printable(problem: str) -> str:
     """A problem as text that can be written: names may have halves of surrogate pairs themselves."""
     return problem.encode("utf-8", "backslashreplace").decode()

@@ -1,5 +1,5 @@
-"""Inference: text from a model, many sequences at a time, over a cache of keys and values that may be sharded.
+"""Inference: text from a model, many sequences at a time, over a KV cache that may be sharded.
 
-A *row* is a running sequence, an entry of `batch`. A *request* asks for `n` *choices*, each of which is a row. The
-cache consists of *pages*, and a *slot* is a position inside one.
+A *request* has a prompt and asks for `n` *choices*. A *row* is an entry of the axis `batch`, and the choice that it
+holds is a running sequence. The cache consists of *pages* of consecutive positions.
 """

@@ -64,9 +64,10 @@ class WeightBytes:
     def of(sharding: ShardingPlan) -> "WeightBytes":
         """Those of a model."""
         kinds: dict[str, int] = dict.fromkeys(("integers", "scales", "table", "others"), 0)
-        has_head = any(parameter_group(each.leaf) == HEAD for each in sharding.leaves)
-        for each in sharding.leaves:
-            kinds[_kind(each, has_head=has_head)] += each.bytes_per_device
+        # With an own head the embedding is only looked up; a tied embedding is also multiplied by, as the head.
+        has_head = any(parameter_group(leaf_plan.leaf) == HEAD for leaf_plan in sharding.leaves)
+        for leaf_plan in sharding.leaves:
+            kinds[_kind(leaf_plan, has_head=has_head)] += leaf_plan.bytes_per_device
         return WeightBytes(
             **kinds,
             width=max((x.leaf.dtype.itemsize for x in sharding.leaves if len(x.leaf.axes) > 1), default=1),
@@ -103,6 +104,7 @@ class Roofline:
     @property
     def seconds(self) -> float:
         """The longest: weights and cache come over the same wires."""
+        # Weights and cache share the memory bandwidth and add up; products and communication may overlap with both.
         return max(self.weights + self.cache, self.flops, self.links)
 
     @property
@@ -124,7 +126,7 @@ class DecodeCost:
         shards: of the rows.
         dtype: of keys and values.
         automatic: whether the number of rows follows from memory.
-        room: bytes that are taken for what Programs make where no compiler was asked.
+        temp_bytes: bytes that are taken for what Programs make where no compiler was asked.
         page: positions in a page.
         pages: over all shards.
         cache_bytes: what the cache takes of a device.
@@ -154,7 +156,7 @@ class DecodeCost:
     shards: int
     dtype: str
     automatic: bool = False
-    room: int = ASSUMED_TEMP_BYTES
+    temp_bytes: int = ASSUMED_TEMP_BYTES
     page: int
     pages: int
     cache_bytes: int
@@ -184,22 +186,23 @@ class DecodeCost:
             dtype: of keys and values; the run's own by default.
             seen: only those that a query at its end sees.
         """
-        each = position_bytes(self.kv_heads // self.kv_ways, self.head_size, dtype or self.dtype)
+        bytes_per_position = position_bytes(self.kv_heads // self.kv_ways, self.head_size, dtype or self.dtype)
         positions = sum(
             count * (min(context, window or context) if seen else context) for window, count in self.windows
         )
-        return each * positions
+        return bytes_per_position * positions
 
-    def fitting(self, limit: int, context: int, dtype: str | None = None, *, room: int = 0) -> int:
+    def fitting(self, limit: int, context: int, dtype: str | None = None, *, temp_bytes: int = 0) -> int:
         """How many rows of a length fit on the devices, each of them as long as it may get.
 
         Args:
             limit: bytes of a device.
             context: positions in a row.
             dtype: of keys and values; the run's own by default.
-            room: bytes of a device that Programs take beside their inputs.
+            temp_bytes: bytes of a device that Programs take beside their inputs.
         """
-        free = limit - self.weights.total - room
+        # What the weights and the Programs' temporaries leave is divided among the rows of a shard.
+        free = limit - self.weights.total - temp_bytes
         return max(0, free // (self.bytes_of_row(context, dtype) + self.state_bytes)) * self.shards
 
     def laid_out(self, *, shards: int, kv_ways: int, group: int, dtype: str | None = None) -> "DecodeCost":
@@ -213,10 +216,11 @@ class DecodeCost:
             group: over how many more the query heads of each are.
             dtype: of keys and values; the run's own by default.
         """
-        held, before, now = self.weights, self.devices // self.shards, kv_ways * group
-        kinds = {name: getattr(held, name) for name in ("integers", "scales", "table", "others", "experts")}
+        weights, before, now = self.weights, self.devices // self.shards, kv_ways * group
+        kinds = {name: getattr(weights, name) for name in ("integers", "scales", "table", "others", "experts")}
+        # Bytes per device scale with the number of devices that share a shard's weights, rounded up.
         kinds = {name: -(-nbytes * before // now) for name, nbytes in kinds.items()}
-        kinds["integers" if held.integers else "others"] += self.repeated_weights(kv_ways=kv_ways, group=group)
+        kinds["integers" if weights.integers else "others"] += self.repeated_weights(kv_ways=kv_ways, group=group)
         return replace(
             self,
             devices=shards * now,
@@ -224,7 +228,7 @@ class DecodeCost:
             kv_ways=kv_ways,
             repeated=group,
             dtype=dtype or self.dtype,
-            weights=replace(held, **kinds),
+            weights=replace(weights, **kinds),
             state_bytes=self.state_bytes * before * shards // self.shards // now,
         )
 
@@ -250,6 +254,7 @@ class DecodeCost:
             peak: its FLOP/s.
             links: seconds that links are busy.
         """
+        # The fullest shard determines the time.
         here = -(-rows // self.shards)
         return Roofline(
             weights=self._read(rows) / bandwidth,
@@ -273,6 +278,7 @@ class DecodeCost:
 
     def calls_of_prompt(self, tokens: int) -> tuple[str, ...]:
         """The calls for a prompt that comes alone, in order; cut as `Schedule.bucket_for` cuts it."""
+        # The same rule as `Schedule.bucket_for`, for the Programs by name.
         names = {size: name for name, (_, size) in self.prefill.items()}
         calls = []
         while tokens > 0:
@@ -293,10 +299,13 @@ class DecodeCost:
 
     def _read(self, tokens: int) -> float:
         """Bytes of parameters that a call reads; of experts those that its tokens go to, if they go anywhere alike."""
+        # A table is looked up, not read as a whole.
         whole = self.weights.total - self.weights.table
         if self.expert_count is None:
             return whole
         count, chosen = self.expert_count
+        # The power is the probability that no token of the call goes to an expert, if tokens chose at random: such an
+        # expert is not read.
         return whole - self.weights.experts * (1 - chosen / count) ** tokens
 
     def _attention_flops(self, context: float) -> float:
@@ -317,19 +326,19 @@ def position_bytes(kv_heads: int, head_size: int, dtype: str) -> int:
 
 def window_counts(config: DecoderConfig) -> tuple[tuple[int | None, int], ...]:
     """How many layers of a model see so many positions."""
-    found: dict[int | None, int] = {}
+    counts: dict[int | None, int] = {}
     for layer in range(config.num_layers):
         window = config.window(layer)
-        found[window] = found.get(window, 0) + 1
-    return tuple(found.items())
+        counts[window] = counts.get(window, 0) + 1
+    return tuple(counts.items())
 
 
 def attention_features(config: DecoderConfig) -> tuple[tuple[int | None, float], ...]:
     """Over how many features attention sums, by the positions that are seen."""
-    found: dict[int | None, float] = {}
+    features: dict[int | None, float] = {}
     for group in config.attention_groups:
-        found[group.window] = found.get(group.window, 0.0) + group.features
-    return tuple(found.items())
+        features[group.window] = features.get(group.window, 0.0) + group.features
+    return tuple(features.items())
 
 
 def decode_cost(
@@ -344,7 +353,7 @@ def decode_cost(
     prefill: Mapping[str, tuple[int, int]],
     counts_tokens: bool,
     automatic: bool = False,
-    room: int = ASSUMED_TEMP_BYTES,
+    temp_bytes: int = ASSUMED_TEMP_BYTES,
     chip_hour_price: float | None = None,
 ) -> DecodeCost:
     """The value for a described run.
@@ -354,7 +363,7 @@ def decode_cost(
         sharding: where its parameters lie.
         cache: where keys and values lie.
         vocab_size: entries of the head.
-        devices, steps, decode, prefill, automatic, room, chip_hour_price: see `DecodeCost`.
+        devices, steps, decode, prefill, automatic, temp_bytes, chip_hour_price: see `DecodeCost`.
         counts_tokens: whether each row counts its tokens.
     """
     compute, mesh = cache.mappings.compute, sharding.mesh
@@ -367,8 +376,8 @@ def decode_cost(
         shards=cache.shards,
         dtype=np.dtype(cache.abstract.pages[0].dtype).name,
         automatic=automatic,
-        room=room,
-        page=cache.slots,
+        temp_bytes=temp_bytes,
+        page=cache.page_size,
         pages=cache.pages,
         cache_bytes=cache.bytes_per_device,
         state_bytes=4 * vocab_size // vocab_ways * cache.shards if counts_tokens else 0,

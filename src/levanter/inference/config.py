@@ -11,20 +11,20 @@ StepCount: TypeAlias = Annotated[int, Range(1, 8)]
 
 CACHE_DTYPES = ("float32", "bfloat16", "float16", "int8")
 SHORT_PARTS = (128, 32)
-"""Shorter parts of prompts than `prefill_chunk` that have a Program of their own, so that little is padded."""
+"""Sizes of prefill calls that are shorter than `prefill_chunk`, so that little is padded."""
 CHUNK = 512
-"""Tokens of a prompt in a call where nothing is said, on accelerators: enough to multiply at their peak."""
+"""Default of `prefill_chunk` on accelerators: enough tokens to multiply at their peak."""
 LEAST_CHUNK = 16
-"""The same on CPUs at least: fewer tokens take more time each."""
+"""Smallest default of `prefill_chunk` on CPUs: fewer tokens take more time each."""
 PROMPTS_TOGETHER = 8
-"""Prompts of which a call takes a part at most."""
+"""Maximum number of prompts in a prefill call."""
 LEAST_PART = 8
-"""Tokens of the shortest of those calls."""
+"""Tokens of the shortest prefill call on CPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceConfig(Ranged):
-    """How rows run, and how much of their keys and values is remembered.
+    """Decode slots and the KV cache.
 
     Attributes:
         max_rows: decode slots over all devices (sequences that are generated concurrently); a multiple of the batch
@@ -75,8 +75,9 @@ class InferenceConfig(Ranged):
             raise ValueError("\n".join(problems))
 
     def chunk(self, rows: int, *, platform: str) -> int:
-        """Tokens of a prompt that a call takes at most. The same prompt is cut alike whoever else is there, so this is
-        as short as it has to be beside others, always.
+        """Maximum prompt tokens of a prefill call.
+
+        A prompt is cut the same way whatever else runs, so this is short enough not to delay others in any case.
 
         Args:
             rows: of a shard.
@@ -89,9 +90,9 @@ class InferenceConfig(Ranged):
         return min(CHUNK, max(LEAST_CHUNK, 1 << ((2 * rows).bit_length() - 1)))
 
     def prefill_calls(self, rows: int, max_seq_len: int, *, platform: str) -> tuple[tuple[int, int], ...]:
-        """The calls for prompts: parts of how many of a shard they take, and tokens of each, the longest last.
+        """The prefill calls: prompts of a shard and tokens of each, the longest last.
 
-        Where a call takes as long as it has tokens, none has more than the longest.
+        Shorter chunks are of more prompts, so that no call has more tokens than the longest.
 
         Args:
             rows: of a shard.
@@ -103,8 +104,8 @@ class InferenceConfig(Ranged):
         longest = min(chunk, max_seq_len)
         if self.prefill_chunk == "auto" and chunk < CHUNK:
             sizes = tuple(size for size in (longest // 2, longest // 4) if size >= LEAST_PART)
-        # A TPU's compiler copies the whole cache for a call that writes to several rows by tables: 44 rows of 70B on
-        # v5e-8 had 6.98 GiB of temporaries, and 15 MiB with one.
+        # XLA on TPU copies the whole cache for a call that writes to several rows by tables: with 44 rows of 70B on
+        # v5e-8 the temporaries were 6.98 GiB, and 15 MiB with one row.
         together = 1 if platform == "tpu" else min(rows, PROMPTS_TOGETHER)
         every = (*(size for size in sorted(sizes) if size < longest), longest)
         return tuple((min(max(1, longest // size), together), size) for size in every)

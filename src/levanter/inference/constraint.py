@@ -69,6 +69,7 @@ class Constraints:
                 grammar = matcher.grammar_from_lark(spec.text)
         except ValueError as error:
             raise ConstraintError(f"{spec.kind}: {_one_line(str(error))}") from error
+        # llguidance reports errors of a grammar as a state of the matcher, not as an exception.
         started = matcher(self._tokenizer, grammar, log_level=0)
         if started.is_error():
             raise ConstraintError(f"{spec.kind}: {_one_line(started.get_error())}")
@@ -92,11 +93,12 @@ class Constraint:
         Raises:
             ConstraintError: no text conforms, or finding out takes too much.
         """
+        # The mask of llguidance may be longer (padded) or shorter than the model's vocabulary.
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.dtype("<u4")).astype(np.uint32)
         self._check()
-        found = np.zeros(self._words, np.uint32)
-        found[: len(bits)] = bits[: self._words]
-        return found
+        mask = np.zeros(self._words, np.uint32)
+        mask[: len(bits)] = bits[: self._words]
+        return mask
 
     def accept(self, id: int) -> None:
         """Follows the text one token on.

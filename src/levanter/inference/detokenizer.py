@@ -1,9 +1,8 @@
-"""The text of a choice as it grows, and where it ends: stop ids, stop strings, `max_tokens`.
+"""The text of a choice while its tokens arrive, and its end: stop ids, stop strings, `max_tokens`.
 
-Stop strings are found in text, wherever tokens cut it. Text that may be the beginning of a stop string is held back
-until it is one or is not, so nothing that has been given is ever taken back. Of several stop strings the one that is
-complete first counts, and of those that end together the longest: what is found does not depend on how the text comes
-in pieces.
+Stop strings are searched in the text, independent of token boundaries. Text that may be the beginning of a stop string
+is kept back until that is known, so that sent text is never retracted. Of several stop strings the one that is complete
+first counts, and of those that end together the longest: the result does not depend on how the text is cut into pieces.
 """
 
 from collections.abc import Sequence
@@ -15,10 +14,10 @@ from levanter.inference.requests import FinishReason, Request
 
 @dataclass(frozen=True, kw_only=True)
 class TextPiece:
-    """What one token does to the text.
+    """The text that one token adds.
 
     Attributes:
-        text: what may be given now.
+        text: text that can be sent now.
         reason: why the text has ended; None while it goes on.
         matched: the stop string or the id that ended it.
     """
@@ -29,41 +28,44 @@ class TextPiece:
 
 
 class StopStrings:
-    """Finds the first of several strings in text that comes in pieces.
+    """Finds the first of several strings in text that arrives in pieces.
 
     Args:
-        stops: none of them empty.
+        stops: the strings, none of them empty.
     """
 
     def __init__(self, stops: Sequence[str]):
         self._stops = tuple(stops)
-        self._held = ""
+        self._pending = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """What may be given of the text so far, and the stop string that has been found; nothing comes after one."""
-        self._held += text
-        found = min(
-            ((at + len(stop), at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0), default=None
+        """The text that can be sent, and the stop string that was found, if any; nothing follows it."""
+        self._pending += text
+        # The smallest end wins, and of equal ends the earliest start, which is the longest stop string.
+        match = min(
+            ((at + len(stop), at, stop) for stop in self._stops if (at := self._pending.find(stop)) >= 0), default=None
         )
-        if found is not None:
-            _, at, stop = found
-            given, self._held = self._held[:at], ""
-            return given, stop
+        if match is not None:
+            _, at, stop = match
+            ready, self._pending = self._pending[:at], ""
+            return ready, stop
+        # The kept-back suffix is shorter than the longest stop string.
         keep = self._beginning()
-        given, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        return given, None
+        ready, self._pending = self._pending[: len(self._pending) - keep], self._pending[len(self._pending) - keep :]
+        return ready, None
 
     def finish(self) -> str:
-        """What was held back: no more text comes."""
-        rest, self._held = self._held, ""
+        """The text that was kept back, at the end of the text."""
+        rest, self._pending = self._pending, ""
         return rest
 
     def _beginning(self) -> int:
-        """The length of the longest end of the text that a stop string begins with."""
+        """The length of the longest suffix of the text that is a prefix of a stop string."""
         best = 0
         for stop in self._stops:
-            for length in range(min(len(stop) - 1, len(self._held)), best, -1):
-                if self._held.endswith(stop[:length]):
+            # From the longest possible suffix down to one longer than the best so far.
+            for length in range(min(len(stop) - 1, len(self._pending)), best, -1):
+                if self._pending.endswith(stop[:length]):
                     best = length
                     break
         return best
@@ -73,11 +75,11 @@ class ChoiceText:
     """The text of one choice.
 
     Args:
-        stream: makes text of its ids.
+        stream: detokenizes its ids.
         stops: stop strings.
-        stop_ids: ids that end it; their text is no part of it.
-        limit: tokens that it may have.
-        min_tokens: tokens before which neither ends it; stop strings are looked for behind their text.
+        stop_ids: ids that end it; their text is not part of it.
+        limit: maximum number of tokens.
+        min_tokens: number of tokens before which neither ends it; stop strings are searched after their text.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class ChoiceText:
         self._reason: FinishReason | None = None
 
     @staticmethod
-    def of(request: Request, stream: TextStream, *, limit: int) -> "ChoiceText":
+    def for_request(request: Request, stream: TextStream, *, limit: int) -> "ChoiceText":
         """The text of a request's choice, which may have `limit` tokens."""
         return ChoiceText(
             stream,
@@ -103,7 +105,7 @@ class ChoiceText:
 
     @property
     def tokens(self) -> int:
-        """How many tokens have come, one that ended the text included."""
+        """Number of tokens so far, including one that ended the text."""
         return self._count
 
     @property
@@ -112,34 +114,35 @@ class ChoiceText:
         return self._reason
 
     def push(self, id: int) -> TextPiece:
-        """What one more token does. Tokens behind the end do nothing: a device that runs ahead may have made some."""
+        """Adds a token. Tokens after the end are ignored: the device runs ahead and may have sampled some."""
         if self._reason is not None:
             return TextPiece(text="", reason=self._reason)
         self._count += 1
+        # A stop id has no text, or text that is not part of the response.
         if self._count > self._min_tokens and id in self._stop_ids:
             return self._end("stop", id)
         text = self._stream.push(id)
         if self._count <= self._min_tokens:
-            given, stop = text, None
+            ready, stop = text, None
         else:
-            given, stop = self._stops.push(text)
+            ready, stop = self._stops.push(text)
         if stop is not None:
             self._reason = "stop"
-            return TextPiece(text=given, reason="stop", matched=stop)
+            return TextPiece(text=ready, reason="stop", matched=stop)
         if self._count >= self._limit:
             last = self._end("length", None)
-            return TextPiece(text=given + last.text, reason=last.reason, matched=last.matched)
-        return TextPiece(text=given)
+            return TextPiece(text=ready + last.text, reason=last.reason, matched=last.matched)
+        return TextPiece(text=ready)
 
     def cancel(self) -> TextPiece:
-        """Ends the text where it is; what was held back is given."""
+        """Ends the text here, with the text that was kept back."""
         return TextPiece(text="", reason=self._reason) if self._reason is not None else self._end("cancelled", None)
 
     def _end(self, reason: FinishReason, matched: int | None) -> TextPiece:
-        """The end, with what was held back: of a cut character, and of what might have been a stop string."""
-        given, stop = self._stops.push(self._stream.finish())
+        """The end of the text, with what was kept back: an incomplete character, or a possible stop string."""
+        ready, stop = self._stops.push(self._stream.finish())
         if stop is not None:
             self._reason = "stop"
-            return TextPiece(text=given, reason="stop", matched=stop)
+            return TextPiece(text=ready, reason="stop", matched=stop)
         self._reason = reason
-        return TextPiece(text=given + self._stops.finish(), reason=reason, matched=matched)
+        return TextPiece(text=ready + self._stops.finish(), reason=reason, matched=matched)

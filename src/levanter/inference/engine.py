@@ -1,14 +1,10 @@
-"""`DeviceRunner`: the cache and the rows on the devices, and the two calls that change them.
+"""`Engine`: requests in, tokens out, as many sequences at a time as the cache has room for.
 
-Calls are dispatched in order and return at once, with arrays that are still being computed; whoever reads those waits.
-So the next call can be on its way before the tokens of the last one are read: what it needs of them is on the devices.
-
-`Engine`: requests come in, tokens come out, as many rows at a time as there is room for.
-
-Rows are independent: one that ends makes room for the next prompt at once, and no row waits for another. What the next
-calls are, `Schedule` says; the engine dispatches them before it reads the tokens of the calls before, so that the
-devices work while the host looks at text. A row that ended is known to have ended on the devices; the host, which
-learns of it a call later, drops nothing but what was never sampled.
+Sequences are independent: when one ends, the next prompt takes its row, and none waits for another. `Schedule` plans
+the next calls; the engine dispatches them before it reads the tokens of earlier calls, so that the devices work while
+the host processes text. `DeviceRunner` holds the model, the cache and the state of the rows on the devices, and calls
+the Programs. The devices know when a sequence has ended; the host learns it a call later, and discards nothing but rows
+that sampled no token.
 """
 
 from collections import deque
@@ -31,29 +27,29 @@ from levanter.inference.scheduler import QueueFullError, Schedule
 from levanter.inference.scheduler_state import DecodeSlot, PrefillChunk, SchedulerState, StepPlan
 
 Masks: TypeAlias = Mapping[int, np.ndarray]
-"""By row: which ids it may sample next, uint32, a bit each, lowest first."""
+"""By row, the ids that it may sample next: uint32, a bit for each id, the lowest first."""
 
 SampledArrays: TypeAlias = Mapping[str, jax.Array]
-"""The arrays of `SampledRows` by path, maybe still being computed."""
+"""The arrays of `SampledSlots` by path; they may still be being computed."""
 
 
 class Runner(Protocol):
-    """The two calls that move rows on; `DeviceRunner` says what they take and give."""
+    """The two calls of a decode loop; see `DeviceRunner` for their arguments and results."""
 
     @property
     def programs(self) -> GenerationPrograms:
-        """What is run."""
+        """The Programs of the run."""
         ...
 
     def prefill(
         self,
         bucket: tuple[int, int],
-        parts: Sequence[PrefillChunk],
+        chunks: Sequence[PrefillChunk],
         tables: np.ndarray,
         sampling: Sequence[SlotSampling | None],
         masks: Masks | None = None,
     ) -> SampledArrays:
-        """Takes parts of prompts."""
+        """Prefills chunks of prompts."""
         ...
 
     def decode(
@@ -63,15 +59,15 @@ class Runner(Protocol):
         sampling: Sequence[SlotSampling | None],
         masks: Masks | None = None,
     ) -> SampledArrays:
-        """Gives rows their next tokens."""
+        """Samples the next tokens of rows."""
         ...
 
 
 class DeviceRunner:
-    """The rows of one model on one mesh.
+    """Runs the Programs of a model on a mesh, and holds its cache and the state of its rows.
 
     Args:
-        programs: what is run.
+        programs: the Programs.
         mesh: the devices.
         model: the model on them.
         jit: makes a Program callable.
@@ -81,7 +77,8 @@ class DeviceRunner:
         self._programs = programs
         self._mesh, self._model, self._jit = mesh, model, jit
         self._flat_model = Flat.of(model)
-        # One CPU reads what is on the host where it is, so nothing has to be placed.
+        # A single CPU reads host arrays in place, so inputs need not be copied to a device.
+
         self._on_host = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
         self._calls: dict[str, Callable[..., PyTree]] = {}
         self._open: dict[str, Flat] = {}
@@ -92,46 +89,55 @@ class DeviceRunner:
 
     @property
     def programs(self) -> GenerationPrograms:
-        """What is run."""
+        """The Programs of the run."""
         return self._programs
 
     def prefill(
         self,
         bucket: tuple[int, int],
-        parts: Sequence[PrefillChunk],
+        chunks: Sequence[PrefillChunk],
         tables: np.ndarray,
         sampling: Sequence[SlotSampling | None],
         masks: Masks | None = None,
     ) -> SampledArrays:
-        """Takes parts of prompts.
+        """Prefills chunks of prompts.
 
         Args:
             bucket: rows and tokens of the call.
-            parts: of different rows.
+            chunks: chunks of different rows.
             tables: `[row, table]`, the pages of all rows, numbered within their shards.
-            sampling: how each row is sampled; None for a row that nobody uses.
-            masks: of the rows that may not sample any id.
+            sampling: how each row is sampled; None for an unused row.
+            masks: masks of constrained rows.
 
         Returns:
-            What was sampled, over the lanes of the call; it means something where a prompt ended.
+            The sampled tokens over the lanes of the call; only those of prompts that ended are meaningful.
         """
         rows, length = bucket
-        names = ("first", "count", "row", "fresh", "ends", "left", "prompt")
-        given: dict[str, np.ndarray] = {name: np.zeros(rows, np.int32) for name in names}
-        given["row"][:] = self.programs.cache.rows
-        given["tokens"] = np.zeros((rows, length), np.int32)
-        given["tables"] = np.zeros((rows, tables.shape[1]), np.int32)
+        names = ("first", "count", "row", "fresh", "ends", "remaining", "prompt")
+        inputs: dict[str, np.ndarray] = {name: np.zeros(rows, np.int32) for name in names}
+        # Unused lanes point past the last row, where the Program's updates are dropped.
+        inputs["row"][:] = self.programs.cache.rows
+        inputs["tokens"] = np.zeros((rows, length), np.int32)
+        inputs["tables"] = np.zeros((rows, tables.shape[1]), np.int32)
         of_lane: list[SlotSampling | None] = [None] * rows
-        for part in parts:
-            own = of_lane[part.lane] = sampling[part.place]
-            assert own is not None, f"{part.id} has no parameters"
-            given["tokens"][part.lane, : len(part.tokens)] = part.tokens
-            given["tables"][part.lane] = tables[part.place]
-            values = (part.start, len(part.tokens), part.place, part.fresh, part.ends, part.left, own.prompt_tokens)
+        for chunk in chunks:
+            slot_sampling = of_lane[chunk.lane] = sampling[chunk.slot]
+            assert slot_sampling is not None, f"{chunk.id} has no parameters"
+            inputs["tokens"][chunk.lane, : len(chunk.tokens)] = chunk.tokens
+            inputs["tables"][chunk.lane] = tables[chunk.slot]
+            values = (
+                chunk.start,
+                len(chunk.tokens),
+                chunk.slot,
+                chunk.fresh,
+                chunk.ends,
+                chunk.remaining,
+                slot_sampling.prompt_tokens,
+            )
             for name, value in zip(names, values, strict=True):
-                given[name][part.lane] = value
-        own = {part.lane: masks[part.place] for part in parts if part.place in masks} if masks else {}
-        return self._step(self.programs.prefill[bucket], given, self._of_rows(of_lane), own)
+                inputs[name][chunk.lane] = value
+        lane_masks = {chunk.lane: masks[chunk.slot] for chunk in chunks if chunk.slot in masks} if masks else {}
+        return self._step(self.programs.prefill[bucket], inputs, self._of_rows(of_lane), lane_masks)
 
     def decode(
         self,
@@ -140,45 +146,49 @@ class DeviceRunner:
         sampling: Sequence[SlotSampling | None],
         masks: Masks | None = None,
     ) -> SampledArrays:
-        """Gives rows their next tokens.
+        """Samples the next tokens of rows.
 
         Args:
-            rows: which.
+            rows: the rows.
             tables, sampling, masks: see `prefill`. Rows with a mask get one token.
 
         Returns:
-            What was sampled, over all rows, with an axis `step` in front.
+            The sampled tokens over all rows, with a leading axis `step`.
         """
-        given: dict[str, np.ndarray] = {"tables": tables, "going": np.zeros(len(sampling), np.int32)}
-        given["going"][[row.place for row in rows]] = 1
-        given["going"][list(masks or ())] = 2
-        return self._step(self.programs.decode, given, self._of_rows(sampling), masks or {})
+        inputs: dict[str, np.ndarray] = {"tables": tables, "going": np.zeros(len(sampling), np.int32)}
+        inputs["going"][[row.slot for row in rows]] = 1
+        # 2: one token only, because the mask holds for one.
+        inputs["going"][list(masks or ())] = 2
+        return self._step(self.programs.decode, inputs, self._of_rows(sampling), masks or {})
 
     def _of_rows(self, sampling: Sequence[SlotSampling | None]) -> dict[str, np.ndarray]:
-        """`host_params` of rows, made of those of the call before of as many."""
+        """`host_params` of rows; only the entries that changed since the last call of the same size are computed."""
         before = self._params.get(len(sampling))
         if before is None or any(a is not b for a, b in zip(before[0], sampling, strict=True)):
             before = self._params[len(sampling)] = (list(sampling), host_params(sampling, before=before))
         return before[1]
 
     def _step(
-        self, program: Program, given: Mapping[str, np.ndarray], params: Mapping[str, np.ndarray], masks: Masks
+        self, program: Program, inputs: Mapping[str, np.ndarray], params: Mapping[str, np.ndarray], masks: Masks
     ) -> SampledArrays:
-        named: dict[str, np.ndarray | Mapping[str, np.ndarray]] = {"params": params, **given}
+        named: dict[str, np.ndarray | Mapping[str, np.ndarray]] = {"params": params, **inputs}
         values = [
             self._masks(program, one, masks) if one.name == "masks" else self._placed(program, one, named[one.name])
             for one in program.inputs[3:]
         ]
-        found = self._call(program, self._flat_model, self._cache, self._state, *values)
-        self._cache, self._state, drawn = found.part("0"), found.part("1"), found.part("2").arrays
+        outputs = self._call(program, self._flat_model, self._cache, self._state, *values)
+        # The cache and the state were donated: the old ones must not be used again.
+        self._cache, self._state, drawn = outputs.part("0"), outputs.part("1"), outputs.part("2").arrays
         if not self._on_host:
             for array in drawn.values():
                 array.copy_to_host_async()
         return drawn
 
     def _placed(self, program: Program, wanted: Input, value: np.ndarray | Mapping[str, np.ndarray]) -> Flat:
-        """An input on the devices; what is the same as in the call before is there already. Placing takes longer than
-        looking: there are more than a dozen small arrays in a call, and from step to step few of them change."""
+        """An input on the devices; if it is the same as in the last call, that copy is reused.
+
+        Copying takes longer than comparing: a call has more than a dozen small arrays, and few change between steps.
+        """
         if self._on_host:
             return Flat(dict(value) if isinstance(value, Mapping) else {"": value})
         key = (program.name, wanted.name)
@@ -188,7 +198,7 @@ class DeviceRunner:
         return before[1]
 
     def _masks(self, program: Program, wanted: Input, masks: Masks) -> Flat:
-        """The masks of a call's rows. Where nobody has one they are on the devices already: they are large."""
+        """The masks of a call's rows. The masks of a call without constraints are large and stay on the devices."""
         if masks or program.name not in self._open:
             placed = Flat.of(place(wanted, expand_masks(wanted.value.array.shape, masks), self._mesh))
             if masks:
@@ -209,9 +219,10 @@ def _same(a: np.ndarray | Mapping[str, np.ndarray], b: np.ndarray | Mapping[str,
 
 
 def expand_masks(shape: tuple[int, ...], masks: Masks) -> np.ndarray:
-    """Masks of all rows, boolean `[batch, vocab]`: everything where there is none, nothing behind one that is short."""
+    """Masks of all rows, boolean `[batch, vocab]`: all true without a mask, false after the end of a short mask."""
     every = np.ones(shape, np.bool_)
     for n, mask in masks.items():
+        # Masks are bits in little-endian words, the first id lowest.
         bits = np.unpackbits(mask.astype("<u4").view(np.uint8), bitorder="little", count=min(32 * len(mask), shape[1]))
         every[n] = False
         every[n, : len(bits)] = bits
@@ -220,39 +231,40 @@ def expand_masks(shape: tuple[int, ...], masks: Masks) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class HostSamples:
-    """`SampledRows` on the host, by array: each is over rows, behind steps where there are several."""
+    """`SampledSlots` on the host: each array is over rows, with a leading axis of steps in a decode call."""
 
     tokens: np.ndarray
     logprobs: np.ndarray
     top_ids: np.ndarray
     top_logprobs: np.ndarray
     ok: np.ndarray
-    there: np.ndarray
+    active: np.ndarray
     finite: np.ndarray
 
 
 def fetch(drawn: SampledArrays) -> HostSamples:
-    """What was drawn, on this host; waits for it."""
-    own = {path: np.asarray(x.addressable_data(0)) for path, x in drawn.items()}
-    sampled = {name: own[f"sampled.{name}"] for name in ("tokens", "logprobs", "top_ids", "top_logprobs", "ok")}
-    return HostSamples(**sampled, there=own["there"], finite=own["finite"])
+    """Copies the results of a call to this host, and waits for them."""
+    # The results are replicated, so the first local shard is the whole.
+    arrays = {path: np.asarray(x.addressable_data(0)) for path, x in drawn.items()}
+    sampled = {name: arrays[f"sampled.{name}"] for name in ("tokens", "logprobs", "top_ids", "top_logprobs", "ok")}
+    return HostSamples(**sampled, active=arrays["active"], finite=arrays["finite"])
 
 
 def make_schedule(
     programs: GenerationPrograms, *, share_prefixes: bool = False, max_queued_tokens: int = 1 << 20
 ) -> Schedule:
-    """What shares a run's Programs out among rows.
+    """The schedule for a run's Programs.
 
     Args:
-        programs: the run's.
-        share_prefixes: whether rows that begin alike share pages.
-        max_queued_tokens: of prompts that wait.
+        programs: the Programs.
+        share_prefixes: whether sequences with a common prefix share pages.
+        max_queued_tokens: limit on tokens of prompts that wait.
     """
     cache = programs.cache
     return Schedule(
         rows=cache.rows,
         pages=cache.pages // cache.shards,
-        page_size=cache.slots,
+        page_size=cache.page_size,
         context=cache.max_seq_len,
         buckets=tuple(programs.prefill),
         steps=programs.steps,
@@ -267,70 +279,70 @@ NOT_FINITE = (
     "the model's activations are not finite: a token has no probability, or the model overflowed; try a wider compute "
     "dtype (trainer.mp: f32)"
 )
-"""What is said of a row that cannot go on."""
+"""The error of a choice whose logits are not finite."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _InflightCall:
-    """A dispatched call: whom it is about, and what comes of it."""
+    """A dispatched call: its sequences and its results."""
 
-    parts: tuple[PrefillChunk, ...] = ()
+    chunks: tuple[PrefillChunk, ...] = ()
     rows: tuple[DecodeSlot, ...] = ()
     drawn: SampledArrays
 
 
 @dataclass(eq=False)
 class Engine:
-    """The loop.
+    """The decode loop.
 
     Attributes:
-        device: the rows on the devices.
-        schedule: who runs next.
-        behind: steps whose calls are in flight before those of the first are read, all of them at once, so that rows
-            get their tokens evenly, whether or not a prompt is computed beside them; none while a text has to conform
-            to something, whose next call depends on the last one.
-        constraints: follows texts that have to conform to something; None where no request asks for that.
-        computed_tokens: of prompts, computed so far; those of rows that gave way count each time.
-        shared_tokens: of prompts, that nobody had to compute, since another row had.
+        device: calls the Programs.
+        schedule: plans the calls.
+        max_inflight: steps that are dispatched before the results of the first are read, so that sequences get their
+            tokens evenly, whether or not a prompt is computed meanwhile; none while a sequence has a constraint, as its
+            next call depends on its last token.
+        constraints: makes masks for constrained texts; None if no request has a constraint.
+        computed_tokens: prompt tokens that were computed so far; those of preempted sequences count each time.
+        shared_tokens: prompt tokens that were reused from the cache of another sequence.
     """
 
     device: Runner
     schedule: Schedule
-    behind: int = 2
+    max_inflight: int = 2
     constraints: Constraints | None = None
     computed_tokens: int = field(default=0, init=False)
     shared_tokens: int = field(default=0, init=False)
-    _standing: SchedulerState = field(init=False)
+    _state: SchedulerState = field(init=False)
     _calls: "deque[tuple[_InflightCall, ...]]" = field(default_factory=deque, init=False)
-    """Of each step that is not read yet."""
+    """The calls of each step that was not read yet."""
     _conforming: dict[ChoiceId, Constraint] = field(default_factory=dict, init=False)
     _lost: dict[ChoiceId, str] = field(default_factory=dict, init=False)
     _sampled: dict[ChoiceId, SlotSampling] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self._standing = self.schedule.start()
+        self._state = self.schedule.start()
 
     @property
-    def standing(self) -> SchedulerState:
-        """Who waits and who runs now."""
-        return self._standing
+    def state(self) -> SchedulerState:
+        """The waiting and running sequences."""
+        return self._state
 
     @property
     def idle(self) -> bool:
-        """Whether nobody waits, nobody runs, and no call is in flight."""
-        return self._standing.idle and not self._calls
+        """Whether no sequence waits or runs, and no call is in flight."""
+        return self._state.idle and not self._calls
 
     def run(self, requests: Iterable[Request]) -> Iterator[Event]:
-        """Goes on with each prompt until it ends; events in the order in which they come.
+        """Generates the choices of all requests; yields events in the order in which they happen.
 
-        Requests are taken as there is room for them.
+        Requests are read from `requests` as the queue has room for them.
 
         Raises:
-            RefusedError: a request that could never finish; see `Schedule.check`.
+            RefusedError: a request could never finish; see `Schedule.check`.
         """
         source, waits = iter(requests), None
         while True:
-            while len(self._standing.queue) < self.schedule.rows and (waits := waits or next(source, None)) is not None:
+            while len(self._state.queue) < self.schedule.rows and (waits := waits or next(source, None)) is not None:
                 try:
                     self.offer(waits)
                 except QueueFullError:
@@ -341,135 +353,142 @@ class Engine:
                 return
 
     def offer(self, request: Request) -> None:
-        """Takes a request into the queue.
+        """Puts a request into the queue.
 
         Raises:
             RefusedError: it could never finish; see `Schedule.check`.
             QueueFullError: too many tokens wait.
         """
-        self._standing = self.schedule.offered(self._standing, request)
+        self._state = self.schedule.offered(self._state, request)
 
     def step(self) -> Iterator[Event]:
-        """Dispatches the next calls and reads those that are due: what came of them. All of it has to be read."""
-        plan = self.schedule.step(self._standing)
-        self._standing = plan.after
-        self.computed_tokens += sum(len(part.tokens) for part in plan.prefill)
-        self.shared_tokens += sum(part.start for part in plan.prefill if part.fresh)
+        """Dispatches the next calls, reads those that are due, and yields their events.
+
+        The step is complete only when the iterator is exhausted.
+        """
+        plan = self.schedule.step(self._state)
+        self._state = plan.after
+        self.computed_tokens += sum(len(chunk.tokens) for chunk in plan.prefill)
+        self.shared_tokens += sum(chunk.start for chunk in plan.prefill if chunk.fresh)
+        # Dispatch first: the devices get the next calls before this thread waits for results.
         if calls := self._dispatch(plan):
             self._calls.append(calls)
         constrained = any(row is not None and row.request.constraint for row in plan.after.rows)
-        while self._calls and (len(self._calls) > self.behind or plan.empty or constrained):
+        # With nothing to dispatch, or with a constraint, results are read at once.
+        while self._calls and (len(self._calls) > self.max_inflight or plan.empty or constrained):
             for call in self._calls.popleft():
                 yield from self._read(call)
             if plan.empty:
                 break
 
-    def give_up(self, of: ChoiceId) -> None:
-        """Ends a choice; what comes of it from here on is dropped."""
+    def cancel(self, of: ChoiceId) -> None:
+        """Ends a choice; its further tokens are dropped."""
         self._conforming.pop(of, None)
         self._lost.pop(of, None)
-        self._standing = self.schedule.ended(self._standing, of)
+        self._state = self.schedule.ended(self._state, of)
 
     def _dispatch(self, plan: StepPlan) -> tuple[_InflightCall, ...]:
-        """Sends a step's calls. Rows first that have text: who ends a prompt in this step goes on in the next one."""
-        sampling, calls = self._sampling_of(plan), []
+        """Dispatches a step's calls: the decode call first, as running sequences should not wait for prompts."""
+        sampling, calls = self._slot_sampling(plan), []
         if plan.decode:
-            masks = self._masks([(row.id, row.place) for row in plan.decode], plan)
+            masks = self._masks([(row.id, row.slot) for row in plan.decode], plan)
             drawn = self.device.decode(plan.decode, plan.tables, sampling, masks)
             calls.append(_InflightCall(rows=plan.decode, drawn=drawn))
         if plan.bucket is not None:
-            masks = self._masks([(part.id, part.place) for part in plan.prefill if part.ends], plan)
+            masks = self._masks([(chunk.id, chunk.slot) for chunk in plan.prefill if chunk.ends], plan)
             drawn = self.device.prefill(plan.bucket, plan.prefill, plan.tables, sampling, masks)
-            calls.append(_InflightCall(parts=plan.prefill, drawn=drawn))
+            calls.append(_InflightCall(chunks=plan.prefill, drawn=drawn))
         return tuple(calls)
 
-    def _sampling_of(self, plan: StepPlan) -> list[SlotSampling | None]:
-        """How each row is sampled: the same object in every step, so that who has seen it need not look again."""
+    def _slot_sampling(self, plan: StepPlan) -> list[SlotSampling | None]:
+        """How each row is sampled: the same object in every step, so that the runner compares identities."""
         known, self._sampled = self._sampled, {}
-        found: list[SlotSampling | None] = []
+        samplings: list[SlotSampling | None] = []
         for row in plan.after.rows:
             if row is None:
-                found.append(None)
+                samplings.append(None)
                 continue
-            own = known.get(row.id)
-            own = self._sampled[row.id] = _sampling(row.request, row.id) if own is None else own
-            found.append(own)
-        return found
+            sampling = known.get(row.id)
+            sampling = self._sampled[row.id] = _sampling(row.request, row.id) if sampling is None else sampling
+            samplings.append(sampling)
+        return samplings
 
     def _masks(self, chosen: list[tuple[ChoiceId, int]], plan: StepPlan) -> dict[int, np.ndarray]:
-        """Which ids rows may sample next, by place, of those whose texts have to conform to something."""
+        """The masks of constrained sequences, by row."""
         masks = {}
         for of, slot in chosen:
             row = plan.after.rows[slot]
             if row is None or row.request.constraint is None:
                 continue
-            assert self.constraints is not None, f"{of} has to conform to something, and nobody follows it"
+            assert self.constraints is not None, f"{of} has a constraint, and the engine has no `constraints`"
             try:
                 if of not in self._conforming:
                     self._conforming[of] = self.constraints.start(row.request.constraint)
                 masks[slot] = self._conforming[of].mask()
             except ConstraintError as error:
-                # Nothing may be sampled, which ends the row.
+                # An empty mask allows no token, which ends the row.
                 self._lost[of] = str(error)
                 masks[slot] = np.zeros(1, np.uint32)
         return masks
 
     def _read(self, call: _InflightCall) -> Iterator[Event]:
-        """Waits for a call's tokens and gives them."""
+        """Waits for the results of a call, and yields their events."""
         drawn = fetch(call.drawn)
-        for part in call.parts:
-            at = (part.lane,)
+        for chunk in call.chunks:
+            at = (chunk.lane,)
             if not drawn.finite[at]:
-                yield from self._lose(part.id)
-            elif part.ends:
-                yield from self._tokens(part.id, drawn, [at])
+                yield from self._lose(chunk.id)
+            elif chunk.ends:
+                yield from self._tokens(chunk.id, drawn, [at])
             else:
-                self._standing = self._standing.read_part(part.id, part.start + len(part.tokens))
-        there: list[list[bool]] = drawn.there.tolist() if call.rows else []
+                self._state = self._state.read_part(chunk.id, chunk.start + len(chunk.tokens))
+        active: list[list[bool]] = drawn.active.tolist() if call.rows else []
         for row in call.rows:
-            places = [(step, row.place) for step, rows in enumerate(there) if rows[row.place]]
-            yield from self._tokens(row.id, drawn, places)
+            indices = [(step, row.slot) for step, rows in enumerate(active) if rows[row.slot]]
+            yield from self._tokens(row.id, drawn, indices)
 
-    def _tokens(self, of: ChoiceId, drawn: HostSamples, places: list[tuple[int, ...]]) -> Iterator[Event]:
-        row = self._standing.find(of)
+    def _tokens(self, of: ChoiceId, drawn: HostSamples, indices: list[tuple[int, ...]]) -> Iterator[Event]:
+        row = self._state.find(of)
         if row is None:
             return
-        good = [at for at in places if drawn.ok[at]]
+        good = [at for at in indices if drawn.ok[at]]
         ids = tuple(int(drawn.tokens[at]) for at in good)
-        self._standing = self._standing.read(of, ids)
-        request, made = row.request, len(row.made)
+        self._state = self._state.read(of, ids)
+        request, generated = row.request, len(row.generated)
         count = request.params.logprobs
         for at, id_ in zip(good, ids, strict=True):
-            made += 1
+            generated += 1
+            # The device applied the same rule, so it has marked the row as done as well.
             is_end = id_ in request.stop_ids
             if of in self._conforming and not is_end:
                 try:
                     self._conforming[of].accept(id_)
                 except ConstraintError as error:
-                    # What follows the text has a limit of its own; only this row ends by it.
+                    # llguidance has limits of its own; only this choice fails.
                     self._lost[of] = str(error)
                     yield from self._lose(of)
                     return
-            if is_end or made >= row.limit:
-                # Before anybody hears of it, so that who gives up the choice now does no more than that.
-                self.give_up(of)
+            if is_end or generated >= row.limit:
+                # Before the event is yielded: a caller that cancels the choice on it must find it ended.
+                self.cancel(of)
             if count is None:
                 yield Token(of=of, id=id_)
             else:
                 top = zip(drawn.top_ids[at][:count].tolist(), drawn.top_logprobs[at][:count].tolist(), strict=True)
                 yield Token(of=of, id=id_, logprob=float(drawn.logprobs[at]), top=tuple(top))
-            if is_end or made >= row.limit:
+            if is_end or generated >= row.limit:
                 yield Finished(of=of, reason="stop" if is_end else "length", matched=id_ if is_end else None)
-            if self._standing.find(of) is None:
+            if self._state.find(of) is None:
                 return
-        if len(good) < len(places):
+        # A row that was active and could not sample has failed.
+        if len(good) < len(indices):
             yield from self._lose(of)
 
     def _lose(self, of: ChoiceId) -> Iterator[Event]:
-        # Others may begin with those of its pages that were found sound before.
-        if self._standing.find(of) is not None:
+        # Pages that were known to be sound before remain available for prefix reuse.
+        if self._state.find(of) is not None:
             error = self._lost.pop(of, NOT_FINITE)
-            self.give_up(of)
+            self.cancel(of)
             yield Failed(of=of, error=error)
 
 

@@ -1,4 +1,4 @@
-"""Requests as lines of JSON: one object a line, one answer a line, in the same order.
+"""JSON Lines files of requests: one request a line, one response a line, in the same order.
 
 A request has
 
@@ -7,22 +7,22 @@ A request has
 - `id`: a string, unique in its file; the line's number by default;
 - the parameters of `SamplingParams`, by their names;
 - at most one of `json_object` (true), `json_schema` (an object), `regex` and `grammar` (strings), or OpenAI's
-  `response_format`: what its text has to conform to.
+  `response_format`: a constraint of its text.
 
-A stop string that is one of the tokenizer's special tokens (`<|im_end|>`) ends the text at that token: texts have none.
+A stop string that is one of the tokenizer's special tokens (`<|im_end|>`) ends the text at that token.
 
-Its answer has `id`, `seed`, `prompt_tokens` and `choices`, each with `index`, `text`, `tokens`, `finish_reason`
-(`stop` or `length`), and where they were asked for `logprobs` and `top_logprobs`. With `echo` it has `prompt`, the
-prompt's text, `prompt_ids`, and where log-probabilities are asked for `prompt_logprobs` and `prompt_top_logprobs`, both
-null at the first token, which nothing predicts. A line that is no request has an answer with `id` (null if it has
-none), `line` and `error`; it concerns no other line.
+Its response has `id`, `seed`, `prompt_tokens` and `choices`, each with `index`, `text`, `tokens`, `finish_reason`
+(`stop` or `length`), and if requested `logprobs` and `top_logprobs`. With `echo` it has `prompt`, the prompt's text,
+`prompt_ids`, and with log-probabilities `prompt_logprobs` and `prompt_top_logprobs`, both null at the first token,
+which nothing predicts. An invalid line has a response with `id` (null if it has none), `line` and `error`; other lines
+are not affected.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import IO
 
-from levanter.base.bounded_json import NotAnObjectError, lone_surrogate, object_in
+from levanter.base.bounded_json import NotAnObjectError, lone_surrogate, parse_json_object
 from levanter.base.input_limits import MIB, shown_bytes
 from levanter.inference.prompts import CONSTRAINT_FIELDS, PromptRequest, parse_constraint
 from levanter.inference.requests import ParamsError, parse_params
@@ -64,10 +64,12 @@ def request_lines(
         if isinstance(line, str):
             yield InvalidLine(line=number, id=None, error=line)
         elif line.strip():
-            found = _read(number, line, defaults or {})
-            if found.id is not None and (first := seen.setdefault(found.id, number)) != number:
-                found = InvalidLine(line=number, id=found.id, error=f"id: {found.id!r} is also that of line {first}")
-            yield found
+            line_request = _read(number, line, defaults or {})
+            if line_request.id is not None and (first := seen.setdefault(line_request.id, number)) != number:
+                line_request = InvalidLine(
+                    line=number, id=line_request.id, error=f"id: {line_request.id!r} is also that of line {first}"
+                )
+            yield line_request
 
 
 def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes | str]]:
@@ -86,7 +88,7 @@ def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes | str]]:
 def _read(number: int, line: bytes, defaults: Mapping[str, object]) -> PromptRequest | InvalidLine:
     problems: list[str] = []
     try:
-        value = object_in(line.strip(), problems)
+        value = parse_json_object(line.strip(), problems)
     except NotAnObjectError as error:
         return InvalidLine(line=number, id=None, error=str(error))
     id = _id(value.get("id"), number, problems)
@@ -94,7 +96,7 @@ def _read(number: int, line: bytes, defaults: Mapping[str, object]) -> PromptReq
     constraint = parse_constraint(value, problems)
     params = None
     try:
-        params = parse_params({**defaults, **value}, beside=_NON_PARAMS)
+        params = parse_params({**defaults, **value}, ignore=_NON_PARAMS)
     except ParamsError as error:
         problems += error.problems
     if problems or params is None:
@@ -121,12 +123,12 @@ def _id(value: object, number: int, problems: list[str]) -> str | None:
 def _prompt(
     value: Mapping[str, object], problems: list[str]
 ) -> tuple[str | tuple[int, ...] | None, tuple[Mapping[str, object], ...]]:
-    given = [name for name in _PROMPTS if value.get(name) is not None]
-    if len(given) != 1:
-        said = f", got {' and '.join(given)}" if given else ""
-        problems.append(f"prompt: expected one of `prompt`, `tokens` and `messages`{said}")
+    names = [name for name in _PROMPTS if value.get(name) is not None]
+    if len(names) != 1:
+        got = f", got {' and '.join(names)}" if names else ""
+        problems.append(f"prompt: expected one of `prompt`, `tokens` and `messages`{got}")
         return None, ()
-    (name,) = given
+    (name,) = names
     prompt = value[name]
     if name == "messages":
         return None, _messages(prompt, problems)
@@ -138,10 +140,10 @@ def _prompt(
     return None, ()
 
 
-def _messages(given: object, problems: list[str]) -> tuple[Mapping[str, object], ...]:
-    if not isinstance(given, list) or not given or not all(isinstance(one, dict) for one in given):
+def _messages(messages: object, problems: list[str]) -> tuple[Mapping[str, object], ...]:
+    if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
         problems.append("messages: expected a list of objects, at least one")
         return ()
-    wrong = [n for n, one in enumerate(given) if not isinstance(one.get("role"), str)]
+    wrong = [n for n, one in enumerate(messages) if not isinstance(one.get("role"), str)]
     problems += [f"messages[{n}]: expected a string as its `role`" for n in wrong[:3]]
-    return tuple(given)
+    return tuple(messages)

@@ -5,7 +5,6 @@ short pages from a pool as they grow, by tables. Rows are sharded like the batch
 tables number the pages of their own shard.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -31,7 +30,7 @@ class CachePlan:
         rows: that can run at once, over all shards.
         max_seq_len: positions that a row may have.
         allocation: whether a row owns one page or takes pages as it grows.
-        slots: positions in a page.
+        page_size: positions in a page.
         pages: over all shards.
         shards: of the rows, and of the pages.
         abstract: the cache without memory.
@@ -43,7 +42,7 @@ class CachePlan:
     rows: int
     max_seq_len: int
     allocation: Allocation
-    slots: int
+    page_size: int
     pages: int
     shards: int
     abstract: KvCache
@@ -54,7 +53,7 @@ class CachePlan:
     @property
     def pages_of_row(self) -> int:
         """How many pages the longest row has."""
-        return -(-self.max_seq_len // self.slots)
+        return -(-self.max_seq_len // self.page_size)
 
     @property
     def rows_of_shard(self) -> int:
@@ -73,9 +72,9 @@ class CachePlan:
 
     def __str__(self) -> str:
         how = (
-            f"a page of {self.slots:,} positions each"
+            f"a page of {self.page_size:,} positions each"
             if self.allocation == "fixed"
-            else f"{self.pages:,} pages of {self.slots} positions"
+            else f"{self.pages:,} pages of {self.page_size} positions"
         )
         shards = f" in {self.shards} shards" if self.shards > 1 else ""
         twice = f"; each key and value is on {self.repeated} devices" if self.repeated > 1 else ""
@@ -120,10 +119,12 @@ def plan_cache(
         ValueError: rows or pages are not a multiple of the batch's shards, no row of full length fits the pages, or the
             model has layers whose state is not keys and values.
     """
+    # Rows and pages are sharded like the batch: a row's pages are in its own shard.
     over = mappings.compute.mesh_axes(batch_axis)
     compute = mappings.compute.merged({"batch": over or None, "page": over or None})
     shards = mesh.ways(over)
     slots = max_seq_len if allocation == "fixed" else page_size
+    # Pages of a row at full length, rounded up.
     of_row = -(-max_seq_len // slots)
     wanted = rows if allocation == "fixed" else rows * of_row if pages is None else pages
     problems = [
@@ -139,13 +140,14 @@ def plan_cache(
         )
     if problems:
         raise ValueError("\n".join(problems))
+    # Shapes only: no memory is allocated.
     cache = abstract(lambda: KvCache.zeros(config, pages=wanted, slots=slots, dtype=dtype))
     sharding = plan_sharding(leaves(cache), replace(mappings, params=compute, overrides=()), mesh, hbm_bytes=hbm_bytes)
     return CachePlan(
         rows=rows,
         max_seq_len=max_seq_len,
         allocation=allocation,
-        slots=slots,
+        page_size=slots,
         pages=wanted,
         shards=shards,
         abstract=cache,
@@ -153,15 +155,3 @@ def plan_cache(
         sharding=sharding,
         repeated=mesh.ways(compute.mesh_axes("q_heads_per_group")),
     )
-
-
-def rows_by_context(plan: CachePlan, free_bytes: int, contexts: Mapping[str, int]) -> dict[str, int]:
-    """How many rows of some lengths a device's free memory holds, over all shards.
-
-    Args:
-        plan: of any cache of the model on the mesh, for what a position takes.
-        free_bytes: of each device, the cache's own included.
-        contexts: positions in a row, by name.
-    """
-    each = plan.bytes_of_row / (plan.pages_of_row * plan.slots)
-    return {name: int(free_bytes // (each * length)) * plan.shards for name, length in contexts.items()}

@@ -25,21 +25,22 @@ from levanter.inference.sampling import SlotSampling
 from levanter.inference.scheduler_state import DecodeSlot, PrefillChunk
 
 MAX_INFLIGHT = 2
-"""Calls that a following process has in flight."""
+"""Calls that a following process dispatches before it waits for the first."""
 _NO_CHOICE = ChoiceId("", 0)
-"""Following processes do not know whose rows they are."""
+"""Following processes do not know the requests, and need not."""
 
 
 @dataclass(eq=False)
 class _ChangeTracker:
-    """What of rows and their tables has been told already."""
+    """Tables and sampling parameters as of the last message, so that a message has only what changed."""
 
     tables: np.ndarray | None = None
     sampling: list[SlotSampling | None] = field(default_factory=list)
 
     def of(self, tables: np.ndarray, sampling: Sequence[SlotSampling | None]) -> dict[str, Any]:
-        """What is new since the last call."""
+        """The changes since the last call, as JSON."""
         before = [None] * len(sampling) if not self.sampling else self.sampling
+        # Identity is compared first: the engine passes the same object as long as a row has the same sequence.
         changed = [n for n, one in enumerate(sampling) if one is not before[n] and one != before[n]]
         moved = range(len(tables)) if self.tables is None else np.flatnonzero((tables != self.tables).any(axis=1))
         self.tables, self.sampling = tables.copy(), list(sampling)
@@ -49,13 +50,13 @@ class _ChangeTracker:
             "sampling": {str(n): _encode_sampling(sampling[n]) for n in changed},
         }
 
-    def taken(self, told: Mapping[str, Any]) -> tuple[np.ndarray, list[SlotSampling | None]]:
-        """Tables and sampling of a call, of what was told now and before."""
-        tables = np.zeros(told["shape"], np.int32) if self.tables is None else self.tables.copy()
+    def taken(self, message: Mapping[str, Any]) -> tuple[np.ndarray, list[SlotSampling | None]]:
+        """Tables and sampling parameters of a call: those of the last one with the changes of a message."""
+        tables = np.zeros(message["shape"], np.int32) if self.tables is None else self.tables.copy()
         sampling = list(self.sampling) or [None] * len(tables)
-        for n, row in told["tables"].items():
+        for n, row in message["tables"].items():
             tables[int(n)] = row
-        for n, one in told["sampling"].items():
+        for n, one in message["sampling"].items():
             sampling[int(n)] = _decode_sampling(one)
         self.tables, self.sampling = tables, sampling
         return tables, sampling
@@ -68,12 +69,13 @@ def _encode_sampling(sampling: SlotSampling | None) -> dict[str, Any] | None:
 def _decode_sampling(plain: Mapping[str, Any] | None) -> SlotSampling | None:
     if plain is None:
         return None
+    # JSON has lists and string keys where `SamplingParams` has tuples and integer keys.
     params: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in plain["params"].items()
     }
     params["logit_bias"] = {int(id): bias for id, bias in params["logit_bias"].items()}
-    own: dict[str, Any] = {**plain, "params": SamplingParams(**params), "stop_ids": tuple(plain["stop_ids"])}
-    return SlotSampling(**own)
+    fields: dict[str, Any] = {**plain, "params": SamplingParams(**params), "stop_ids": tuple(plain["stop_ids"])}
+    return SlotSampling(**fields)
 
 
 def _encode_masks(masks: Masks | None) -> dict[str, list[int]]:
@@ -85,35 +87,35 @@ def _decode_masks(plain: Mapping[str, list[int]]) -> dict[int, np.ndarray]:
 
 
 class LeaderRunner:
-    """The rows of process 0: each call is told to the others before it is dispatched.
+    """The runner of process 0: broadcasts each call before it dispatches it.
 
     Args:
         rows: its own.
-        told: how.
+        send: sends a message to the other processes.
         scorer: scores prompts, where that is asked for.
     """
 
-    def __init__(self, rows: Runner, told: SendFrame, scorer: ScorePromptFn | None = None):
-        self._rows, self._told, self._scorer = rows, told, scorer
+    def __init__(self, rows: Runner, send: SendFrame, scorer: ScorePromptFn | None = None):
+        self._rows, self._send, self._scorer = rows, send, scorer
         self._changes = _ChangeTracker()
 
     @property
     def programs(self) -> GenerationPrograms:
-        """What is run."""
+        """The Programs of the run."""
         return self._rows.programs
 
     def prefill(
         self,
         bucket: tuple[int, int],
-        parts: Sequence[PrefillChunk],
+        chunks: Sequence[PrefillChunk],
         tables: np.ndarray,
         sampling: Sequence[SlotSampling | None],
         masks: Masks | None = None,
     ) -> SampledArrays:
-        """See `DeviceRows.prefill`."""
-        told = [[p.place, p.lane, p.start, list(p.tokens), p.fresh, p.ends, p.left] for p in parts]
-        self._tell("prefill", tables, sampling, masks, bucket=list(bucket), parts=told)
-        return self._rows.prefill(bucket, parts, tables, sampling, masks)
+        """See `DeviceRunner.prefill`."""
+        chunk_fields = [[p.slot, p.lane, p.start, list(p.tokens), p.fresh, p.ends, p.remaining] for p in chunks]
+        self._tell("prefill", tables, sampling, masks, bucket=list(bucket), chunks=chunk_fields)
+        return self._rows.prefill(bucket, chunks, tables, sampling, masks)
 
     def decode(
         self,
@@ -122,19 +124,19 @@ class LeaderRunner:
         sampling: Sequence[SlotSampling | None],
         masks: Masks | None = None,
     ) -> SampledArrays:
-        """See `DeviceRows.decode`."""
-        self._tell("decode", tables, sampling, masks, rows=[[row.place, row.start, row.tokens] for row in rows])
+        """See `DeviceRunner.decode`."""
+        self._tell("decode", tables, sampling, masks, rows=[[row.slot, row.start, row.tokens] for row in rows])
         return self._rows.decode(rows, tables, sampling, masks)
 
     def score(self, tokens: Sequence[int], top: int) -> PromptScores:
         """Scores a prompt; see `PromptScorer`."""
         assert self._scorer is not None
-        send_message({"call": "score", "tokens": list(tokens), "top": top}, self._told)
+        send_message({"call": "score", "tokens": list(tokens), "top": top}, self._send)
         return self._scorer(tokens, top)
 
     def end(self) -> None:
-        """Lets the others go: no more calls come."""
-        send_message({"call": "end"}, self._told)
+        """Ends the followers: there are no more calls."""
+        send_message({"call": "end"}, self._send)
 
     def _tell(
         self,
@@ -145,11 +147,11 @@ class LeaderRunner:
         **fields: object,
     ) -> None:
         changes = self._changes.of(tables, sampling)
-        send_message({"call": call, **changes, "masks": _encode_masks(masks), **fields}, self._told)
+        send_message({"call": call, **changes, "masks": _encode_masks(masks), **fields}, self._send)
 
 
 def run_follower(rows: Runner, heard: ReceiveFrame, scorer: ScorePromptFn | None = None) -> int:
-    """Calls what process 0 calls, until it calls nothing more.
+    """Dispatches the calls of process 0 until it ends.
 
     Args:
         rows: this process's part of them.
@@ -161,30 +163,38 @@ def run_follower(rows: Runner, heard: ReceiveFrame, scorer: ScorePromptFn | None
     """
     changes, count = _ChangeTracker(), 0
     flying: deque[SampledArrays] = deque()
-    while (told := receive_message(heard))["call"] != "end":
+    while (message := receive_message(heard))["call"] != "end":
         count += 1
-        if told["call"] == "score":
+        if message["call"] == "score":
             assert scorer is not None
-            scorer(told["tokens"], told["top"])
+            scorer(message["tokens"], message["top"])
             continue
-        tables, sampling = changes.taken(told)
-        masks = _decode_masks(told["masks"])
-        if told["call"] == "decode":
-            chosen = [DecodeSlot(id=_NO_CHOICE, place=p, start=start, tokens=n) for p, start, n in told["rows"]]
+        tables, sampling = changes.taken(message)
+        masks = _decode_masks(message["masks"])
+        if message["call"] == "decode":
+            chosen = [DecodeSlot(id=_NO_CHOICE, slot=p, start=start, tokens=n) for p, start, n in message["rows"]]
             flying.append(rows.decode(chosen, tables, sampling, masks))
         else:
-            size, length = told["bucket"]
+            size, length = message["bucket"]
             flying.append(
-                rows.prefill((size, length), [_decode_chunk(one) for one in told["parts"]], tables, sampling, masks)
+                rows.prefill((size, length), [_decode_chunk(one) for one in message["chunks"]], tables, sampling, masks)
             )
+        # Bounds the calls in flight. The results themselves are used by process 0 only.
         if len(flying) > MAX_INFLIGHT:
             jax.block_until_ready(flying.popleft())
     jax.block_until_ready(list(flying))
     return count
 
 
-def _decode_chunk(told: Sequence[Any]) -> PrefillChunk:
-    place, lane, start, tokens, fresh, ends, left = told
+def _decode_chunk(fields: Sequence[Any]) -> PrefillChunk:
+    place, lane, start, tokens, fresh, ends, remaining = fields
     return PrefillChunk(
-        id=_NO_CHOICE, place=place, lane=lane, start=start, tokens=tuple(tokens), fresh=fresh, ends=ends, left=left
+        id=_NO_CHOICE,
+        slot=place,
+        lane=lane,
+        start=start,
+        tokens=tuple(tokens),
+        fresh=fresh,
+        ends=ends,
+        remaining=remaining,
     )

@@ -1,10 +1,10 @@
-"""Answers in the order of the requests, in a file that is complete or not there, whatever is killed when.
+"""`OutputWriter`: responses in the order of the requests, in a file that is written atomically and resumably.
 
-Answers come in any order and are written in that of their requests. While a run goes on they are in *parts*, each a
-file with a run of lines that appears complete or not at all, in a folder beside the output; the next run with the same
-*identity* (input, model, parameters) goes on behind them. At the end the parts become the output, in one step, and are
-removed. As each answer depends on its request alone, what an interrupted run and its successors write is, byte for
-byte, what one run would have written.
+Responses arrive in any order and are written in that of their requests. During a run they are in *parts*, files of
+consecutive lines that are written atomically, in a folder next to the output; the next run with the same *identity*
+(input, model, parameters) continues after them. At the end the parts become the output, in one step, and are removed.
+As each response depends on its request alone, an interrupted run and its successors write, byte for byte, what one run
+would have written.
 """
 
 import json
@@ -80,12 +80,12 @@ def answer_line(request: Request, choices: Sequence[Choice], *, echo: Echo | Non
 
 
 def _echo_json(request: Request, echo: Echo) -> dict[str, Json]:
-    found: dict[str, Json] = {"prompt": echo.text, "prompt_ids": list(request.tokens)}
+    fields: dict[str, Json] = {"prompt": echo.text, "prompt_ids": list(request.tokens)}
     if echo.scores is not None:
-        found["prompt_logprobs"] = [None, *(round(one, LOGPROB_DIGITS) for one in echo.scores.logprobs)]
+        fields["prompt_logprobs"] = [None, *(round(one, LOGPROB_DIGITS) for one in echo.scores.logprobs)]
         if request.params.logprobs:
-            found["prompt_top_logprobs"] = [None, *(_pairs(one) for one in echo.scores.top)]
-    return found
+            fields["prompt_top_logprobs"] = [None, *(_pairs(one) for one in echo.scores.top)]
+    return fields
 
 
 def _pairs(top: Sequence[tuple[int, float]]) -> list[Json]:
@@ -93,17 +93,17 @@ def _pairs(top: Sequence[tuple[int, float]]) -> list[Json]:
 
 
 def _choice_json(choice: Choice) -> dict[str, Json]:
-    found: dict[str, Json] = {
+    fields: dict[str, Json] = {
         "index": choice.of.choice,
         "text": choice.text,
         "tokens": list(choice.tokens),
         "finish_reason": choice.reason,
     }
     if choice.logprobs is not None:
-        found["logprobs"] = [round(one, LOGPROB_DIGITS) for one in choice.logprobs]
+        fields["logprobs"] = [round(one, LOGPROB_DIGITS) for one in choice.logprobs]
     if choice.top:
-        found["top_logprobs"] = [_pairs(one) for one in choice.top]
-    return found
+        fields["top_logprobs"] = [_pairs(one) for one in choice.top]
+    return fields
 
 
 def error_line(broken: InvalidLine) -> bytes:
@@ -166,7 +166,7 @@ class OutputWriter:
             if exists(self.path):
                 raise OtherRunError(f"{self.path} is there already; remove it, or name another output")
             self._folder.begin()
-        self._stored = self._taken = sum(len(part) for part in self._parts())
+        self._stored = self._taken = sum(len(part) for part in self._stored_parts())
         for first, path in self._folder.numbered().items():
             if first >= self._stored:  # behind a damaged one
                 remove(path)
@@ -215,14 +215,14 @@ class OutputWriter:
         remove_stale_temporaries(parent or slash or ".", of=name)
         count = 0
         with atomic_write(self.path) as file:
-            for part in self._parts():
+            for part in self._stored_parts():
                 file.write(b"".join(part))
                 count += len(part)
         assert count == self._taken, f"{count} answers are stored, {self._taken} came"
         self._folder.remove()
         return count
 
-    def _parts(self) -> Iterable[list[bytes]]:
+    def _stored_parts(self) -> Iterable[list[bytes]]:
         """The stored parts, up to the first that is missing or damaged."""
         paths, first = self._folder.numbered(), 0
         while first in paths:

@@ -50,13 +50,13 @@ class SampledSlots(eqx.Module):
 
     Attributes:
         sampled: what was sampled.
-        there: boolean, whether the row was running, so that this is about it.
+        active: boolean, whether the row was running, so that this is about it.
         finite: boolean, whether all activations of its tokens were. Of a part of a prompt too: what comes of the parts
             behind it means nothing then.
     """
 
     sampled: Sampled
-    there: NamedArray
+    active: NamedArray
     finite: NamedArray
 
 
@@ -97,12 +97,11 @@ def start_program(model: ServedModel, cache: CachePlan) -> Program:
 def prefill_program(model: ServedModel, cache: CachePlan, *, rows: int, tokens: int) -> Program:
     """Takes parts of prompts, and samples the first token of those that end with it.
 
-    Its inputs: the model, the cache, the state, the parameters of the rows and their masks (`decode_program` says what
-    those are); `tokens [batch, position]`, ids; `first`
-    and `count [batch]`, the position of the first of them and how many there are; `tables [batch, table]`, the pages
-    of these rows; `row [batch]`, which rows of the state they are, or as many as there are rows for nobody; `fresh` and
-    `ends [batch]`, whether the prompt begins and ends here; `left [batch]`, how many tokens the row may get; `prompt
-    [batch]`, how long the request's prompt is.
+    Its inputs: the model, the cache, the state, the sampling parameters of the rows and their masks (see
+    `decode_program`); `tokens [batch, position]`, ids; `first` and `count [batch]`, the position of the first of them
+    and their number; `tables [batch, table]`, the pages of these rows; `row [batch]`, their rows of the state, or the
+    number of rows for an unused lane; `fresh` and `ends [batch]`, whether the prompt begins and ends here; `remaining
+    [batch]`, how many tokens the row may get; `prompt [batch]`, the length of the request's prompt.
 
     Args:
         model: the model.
@@ -112,20 +111,24 @@ def prefill_program(model: ServedModel, cache: CachePlan, *, rows: int, tokens: 
     """
     Batch, Pos = Axis("batch", rows), Axis("position", tokens)
 
-    def prefill(net, cache_, state, params, masks, ids, first, count, tables, row, fresh, ends, left, prompt):
+    def prefill(net, cache_, state, params, masks, ids, first, count, tables, row, fresh, ends, remaining, prompt):
         at = NewPositions.following(first, count, Pos, tables=tables, block=model.cache_block, flat=model.matrix_unit)
         activations, cache_ = advance(net, ids, cache_, at, length=cache.max_seq_len)
+        # Padding after the end of a chunk may be anything: it must not end the row.
         finite = hax.all(hax.isfinite(activations.astype(jnp.float32)) | ~at.there, ("position", "embed"))
+        # The activations of the last token of each row, as a masked sum: rows end at different positions.
         is_last = at.there & (at.positions == first + count - 1)
         last = hax.sum(hax.where(is_last, activations, 0), Pos)
+        # The same in every chunk; the state keeps it from the first token on.
         noise = noise_keys(params.seed, params.choice)
         state = state.counted(row, ids, starts=first, lengths=count, prompts=prompt, fresh=fresh != 0)
         behind = first + count
         counts = state.taken(row).counts
         sampled = _sample_tokens(net, last, params, noise, behind, counts, finite, masks)
+        # A row index past the end drops the update: the prompt of that row continues in the next call.
         to = hax.where(ends != 0, row, cache.rows)
-        state = state.begun(to, sampled, params, noise=noise, position=behind, left=left)
-        return cache_, state, SampledSlots(sampled=sampled, there=ends != 0, finite=finite)
+        state = state.begun(to, sampled, params, noise=noise, position=behind, remaining=remaining)
+        return cache_, state, SampledSlots(sampled=sampled, active=ends != 0, finite=finite)
 
     numbers = {
         "tokens": (Batch, Pos),
@@ -135,7 +138,7 @@ def prefill_program(model: ServedModel, cache: CachePlan, *, rows: int, tokens: 
         "row": (Batch,),
         "fresh": (Batch,),
         "ends": (Batch,),
-        "left": (Batch,),
+        "remaining": (Batch,),
         "prompt": (Batch,),
     }
     return _program(
@@ -168,16 +171,18 @@ def decode_program(model: ServedModel, cache: CachePlan, *, steps: int) -> Progr
 
     def one(net, cache_: KvCache, state: SlotState, params, masks, tables) -> tuple[KvCache, SlotState, SampledSlots]:
         running = ~state.done
-        own = None if cache.allocation == "fixed" else tables
-        at = NewPositions.following(state.position, running.astype(jnp.int32), Pos, tables=own, **how)
+        # A fixed cache has one page a row, in the order of the rows: no table, and no gather.
+        row_tables = None if cache.allocation == "fixed" else tables
+        at = NewPositions.following(state.position, running.astype(jnp.int32), Pos, tables=row_tables, **how)
         ids = state.last_token.broadcast_axis(Pos).rearrange((Batch, Pos))
         activations, cache_ = advance(net, ids, cache_, at, length=cache.max_seq_len)
         last = activations["position", 0]
         finite = hax.all(hax.isfinite(last.astype(jnp.float32)), "embed")
         sampled = _sample_tokens(net, activations, params, state.noise, state.position + 1, state.counts, finite, masks)
-        return cache_, state.advanced(sampled, params), SampledSlots(sampled=sampled, there=running, finite=finite)
+        return cache_, state.advanced(sampled, params), SampledSlots(sampled=sampled, active=running, finite=finite)
 
     def decode(net, cache_, state, params, masks, tables, going):
+        # Rows that are not part of this call are marked as done for its duration, and restored after it.
         stays = (going == 0) & ~state.done
         cache_, state, stays, drawn = several(net, cache_, state.released(stays), stays, params, masks, tables, going)
         return cache_, eqx.tree_at(lambda s: s.done, state, state.done & ~stays), drawn
@@ -186,28 +191,31 @@ def decode_program(model: ServedModel, cache: CachePlan, *, steps: int) -> Progr
         if steps == 1:
             cache_, state, drawn = one(net, cache_, state, params, masks, tables)
             return cache_, state, stays, _map_named(lambda x: hax.named(x.array[None], (Step, *x.axes)), drawn)
+        # A while loop needs its outputs allocated before: their shapes come from tracing one step.
         shapes = eqx.filter_eval_shape(one, net, cache_, state, params, masks, tables)[2]
         nothing = _map_named(lambda x: hax.zeros((Step, *x.axes), dtype=x.dtype), shapes)
 
         def more(carry) -> jax.Array:
             step, _, state, _, _ = carry
+            # The loop ends early when all rows have ended.
             return (step < steps) & ~jnp.all(state.done.array)
 
         def body(carry):
-            step, cache_, state, stays, found = carry
+            step, cache_, state, stays, outputs = carry
             cache_, state, drawn = one(net, cache_, state, params, masks, tables)
-            found = jax.tree.map(
+            outputs = jax.tree.map(
                 lambda all_, new: hax.named(all_.array.at[step].set(new.array), all_.axes),
-                found,
+                outputs,
                 drawn,
                 is_leaf=is_named,
             )
+            # A constrained row gets one token a call, because its mask holds for that token only.
             had_theirs = (going == 2) & ~state.done
-            return step + 1, cache_, state.released(had_theirs), stays | had_theirs, found
+            return step + 1, cache_, state.released(had_theirs), stays | had_theirs, outputs
 
         begin = (jnp.int32(0), cache_, state, stays, nothing)
-        _, cache_, state, stays, found = jax.lax.while_loop(more, body, begin)
-        return cache_, state, stays, found
+        _, cache_, state, stays, outputs = jax.lax.while_loop(more, body, begin)
+        return cache_, state, stays, outputs
 
     numbers = {"tables": (Batch, Axis("table", cache.pages_of_row)), "going": (Batch,)}
     return _program(
@@ -276,19 +284,20 @@ def _program(
     name: str, function: Callable[..., PyTree], inputs: tuple[Input, ...], cache: CachePlan, model: ServedModel
 ) -> Program:
     """A Program of the model, the cache and the state with some more inputs; it returns cache, state and results."""
-    held: tuple[Input, ...] = ()
+    state_inputs: tuple[Input, ...] = ()
     if inputs:
         state = eqx.filter_eval_shape(_empty_state, model, cache)
-        held = (
+        state_inputs = (
             Input(name="model", value=model.abstract, placement=model.sharding),
             Input(name="cache", value=cache.abstract, placement=cache.mappings.compute),
             Input(name="state", value=state, placement=_state_mapping(cache)),
         )
+    # The outputs are donated inputs: they must have the same sharding, or XLA could not reuse the buffers.
     of_results = (("0", cache.mappings.compute), ("1", _state_mapping(cache)))
     return Program(
         name=name,
         function=function,
-        inputs=(*held, *inputs),
+        inputs=(*state_inputs, *inputs),
         mappings=cache.mappings,
         out_placement=Mappings(params=AxisMapping(), overrides=of_results),
         donate=("cache", "state") if inputs else (),
@@ -355,7 +364,7 @@ def score_program(model: ServedModel, cache: CachePlan, *, tokens: int) -> Progr
             logits = head_logits(flat, head, vocab_size=config.vocab_size, soft_cap=config.logit_soft_cap)
             return None, _score_positions(logits, target.flatten_axes(("batch", "position"), "batch"), (Batch, Chunk))
 
-        _, found = hax.scan(some, Chunks)(None, cut(activations), cut(targets))
+        _, scores = hax.scan(some, Chunks)(None, cut(activations), cut(targets))
 
         def joined(x: NamedArray) -> NamedArray:
             whole = Axis("position", Chunks.size * size)
@@ -363,7 +372,7 @@ def score_program(model: ServedModel, cache: CachePlan, *, tokens: int) -> Progr
             flat = x.rearrange(("batch", "chunks", "position", *(a.name for a in others)))
             return flat.flatten_axes(("chunks", "position"), whole)["position", 0:tokens]
 
-        return jax.tree.map(joined, found, is_leaf=lambda x: isinstance(x, NamedArray))
+        return jax.tree.map(joined, scores, is_leaf=lambda x: isinstance(x, NamedArray))
 
     def integers(name: str) -> Input:
         array = NamedArray(jax.ShapeDtypeStruct((Batch.size, Pos.size), np.dtype(np.int32)), (Batch, Pos))  # pyright: ignore
@@ -388,15 +397,16 @@ def _score_positions(logits: NamedArray, targets: NamedArray, axes: tuple[Axis, 
     """The scores of targets `[batch]` under logits `[batch, vocab]`, where `batch` holds the positions of prompts."""
     Vocab = logits.resolve_axis("vocab")
     logits = hax.auto_sharded(logits)
+    # log Σ exp, as in `sampling.sample`, so that scores equal the log-probabilities of sampled tokens.
     most = hax.max(logits, Vocab)
     normalizer = hax.log(hax.sum(hax.exp(logits - most), Vocab)) + most
     ids = hax.arange(Vocab, dtype=jnp.int32).broadcast_to(logits.axes)
     of_target = hax.sum(hax.where(ids == targets, logits, 0.0), Vocab)
-    Found = Top.resize(min(Top.size, Vocab.size))
-    values, top_ids = top_tokens(logits, Found)
-    found = ScoredPositions(logprobs=of_target - normalizer, top_ids=top_ids, top_logprobs=values - normalizer)
+    Candidates = Top.resize(min(Top.size, Vocab.size))
+    values, top_ids = top_tokens(logits, Candidates)
+    scores = ScoredPositions(logprobs=of_target - normalizer, top_ids=top_ids, top_logprobs=values - normalizer)
     return jax.tree.map(
-        lambda x: hax.auto_sharded(x.unflatten_axis("batch", axes)), found, is_leaf=lambda x: isinstance(x, NamedArray)
+        lambda x: hax.auto_sharded(x.unflatten_axis("batch", axes)), scores, is_leaf=lambda x: isinstance(x, NamedArray)
     )
 
 
@@ -425,20 +435,23 @@ class PromptScorer:
             tokens: its ids.
             top: how many of the likeliest tokens are wanted in the place of each.
         """
-        size = min(each for each in self._programs if each >= len(tokens))
+        # The shortest Program that takes the prompt; the rest of it is padding.
+        size = min(size_ for size_ in self._programs if size_ >= len(tokens))
         program = self._programs[size]
         ids = np.zeros((program.inputs[1].value.axes[0].size, size), np.int32)
         targets = np.zeros_like(ids)
+        # Every shard of the batch scores the same prompt: the Program has a row for each.
         ids[:, : len(tokens)], targets[:, : len(tokens) - 1] = tokens, tokens[1:]
         if size not in self._calls:
             self._calls[size] = self._jit(program, self._mesh)
         named = {"tokens": ids, "targets": targets}
         values = [place(one, named[one.name], self._mesh) for one in program.inputs[1:]]
-        found = self._calls[size](self._model, *values)
+        outputs = self._calls[size](self._model, *values)
+        # The first token has no score.
         count = len(tokens) - 1
         logprobs, top_ids, top_logprobs = (
             np.asarray(x.array.addressable_data(0))[0, :count]
-            for x in (found.logprobs, found.top_ids, found.top_logprobs)
+            for x in (outputs.logprobs, outputs.top_ids, outputs.top_logprobs)
         )
         likeliest_ = [
             tuple(zip(ids[:top].tolist(), values[:top].tolist(), strict=True))

@@ -38,14 +38,14 @@ def parse_constraint(value: Mapping[str, object], problems: list[str]) -> Constr
         value: the request's fields.
         problems: what is wrong with them is added here.
     """
-    given: list[str] = [kind for kind in CONSTRAINT_FIELDS if value.get(kind) not in (None, False)]
-    if len(given) > 1:
-        problems.append(f"{' and '.join(given)}: a text can conform to one of them")
-    if len(given) != 1:
+    kinds: list[str] = [kind for kind in CONSTRAINT_FIELDS if value.get(kind) not in (None, False)]
+    if len(kinds) > 1:
+        problems.append(f"{' and '.join(kinds)}: a text can conform to one of them")
+    if len(kinds) != 1:
         return None
-    if given[0] == RESPONSE_FORMAT:
+    if kinds[0] == RESPONSE_FORMAT:
         return _response_format(value[RESPONSE_FORMAT], problems)
-    kind: ConstraintKind = next(each for each in CONSTRAINT_KINDS if each == given[0])
+    kind: ConstraintKind = next(name for name in CONSTRAINT_KINDS if name == kinds[0])
     wanted = value[kind]
     if kind == "json_object":
         if wanted is not True:
@@ -65,9 +65,9 @@ def _response_format(wanted: object, problems: list[str]) -> ConstraintSpec | No
     if not isinstance(wanted, dict) or kind not in _TYPES:
         problems.append(f"response_format: expected an object with `type`, one of {', '.join(_TYPES)}")
         return None
-    beside = {"type", "json_schema"} if kind == "json_schema" else {"type"}
-    for name in sorted(set(wanted) - beside):
-        problems.append(f"response_format.{name}: not known{did_you_mean(name, sorted(beside))}")
+    known = {"type", "json_schema"} if kind == "json_schema" else {"type"}
+    for name in sorted(set(wanted) - known):
+        problems.append(f"response_format.{name}: not known{did_you_mean(name, sorted(known))}")
     if kind == "text":
         return None
     if kind == "json_object":
@@ -80,8 +80,8 @@ def _response_format(wanted: object, problems: list[str]) -> ConstraintSpec | No
         problems.append(f"response_format.json_schema.{name}: not known{did_you_mean(name, sorted(_SCHEMA_FIELDS))}")
     for name, kind in _SCHEMA_OPTIONS.items():
         if not isinstance(inner.get(name), kind | None):
-            said = "a string" if kind is str else "true or false"
-            problems.append(f"response_format.json_schema.{name}: expected {said}")
+            expected = "a string" if kind is str else "true or false"
+            problems.append(f"response_format.json_schema.{name}: expected {expected}")
     return _schema_constraint(inner.get("schema"), "response_format.json_schema.schema", problems)
 
 
@@ -126,7 +126,7 @@ class PromptRequest:
 
 
 def engine_request(
-    asked: PromptRequest,
+    prompt: PromptRequest,
     *,
     encode: Callable[[str], Sequence[int]],
     chat: Callable[[Sequence[Mapping[str, object]]], Sequence[int]] | None,
@@ -138,7 +138,7 @@ def engine_request(
     """A line as a request to the engine.
 
     Args:
-        asked: the line.
+        prompt: the line.
         encode: from a text to its ids, with what a text begins with (BOS).
         chat: from a conversation to its ids, which have their own beginning; None for a model without a template.
         vocab_size: ids of the model.
@@ -150,14 +150,14 @@ def engine_request(
         ValueError: lists what is wrong with it for this model.
     """
     problems: list[str] = []
-    if asked.prompt is None:
+    if prompt.prompt is None:
         if chat is None:
             raise ValueError("messages: this model has no chat template; write the text as `prompt`")
-        tokens = tuple(int(i) for i in chat(asked.messages))
-    elif isinstance(asked.prompt, str):
-        tokens = tuple(int(i) for i in encode(asked.prompt)) if asked.prompt else ()
+        tokens = tuple(int(i) for i in chat(prompt.messages))
+    elif isinstance(prompt.prompt, str):
+        tokens = tuple(int(i) for i in encode(prompt.prompt)) if prompt.prompt else ()
     else:
-        tokens = asked.prompt
+        tokens = prompt.prompt
     if not tokens:
         problems.append("prompt: empty; a text needs at least one token to begin with")
     wrong = [f"prompt[{n}]: id {i}" for n, i in enumerate(tokens) if not 0 <= i < vocab_size]
@@ -166,27 +166,27 @@ def engine_request(
         problems.append(f"{wrong[0]} is not one of the model's {vocab_size} ids (0 to {vocab_size - 1}){more}")
     stop_ids: tuple[int, ...] = ()
     try:
-        asked.params.check_ids(vocab_size)
-        stop_ids = merge_stop_ids(asked.params, model_ends, special_tokens=special_tokens or {})
+        prompt.params.check_ids(vocab_size)
+        stop_ids = merge_stop_ids(prompt.params, model_ends, special_tokens=special_tokens or {})
     except ValueError as error:
         problems.append(str(error))
-    if asked.constraint is not None:
-        problems += _constraint_conflicts(asked.params)
+    if prompt.constraint is not None:
+        problems += _constraint_conflicts(prompt.params)
     if problems:
         raise ValueError("\n".join(problems))
-    own = asked.params.seed
+    seed_given = prompt.params.seed
     return Request(
-        id=asked.id,
+        id=prompt.id,
         tokens=tokens,
-        params=asked.params,
-        seed=derive_seed(seed, asked.id) if own is None else own,
+        params=prompt.params,
+        seed=derive_seed(seed, prompt.id) if seed_given is None else seed_given,
         stop_ids=stop_ids,
-        constraint=asked.constraint,
+        constraint=prompt.constraint,
     )
 
 
 def _constraint_conflicts(params: SamplingParams) -> list[str]:
-    """What cannot be asked of a text that conforms to something: where it ends, says what it conforms to."""
+    """What cannot be prompt of a text that conforms to something: where it ends, says what it conforms to."""
     problems = []
     if params.ignore_eos:
         problems.append("ignore_eos: a text that conforms to something ends where it is complete")
@@ -197,6 +197,7 @@ def _constraint_conflicts(params: SamplingParams) -> list[str]:
 
 def derive_seed(seed: int, id: str) -> int:
     """The seed of a request that names none: the same in every run of the same file, whatever was done before."""
+    # 63 bits: a seed is a nonnegative int64.
     digest = hashlib.blake2b(f"{seed} {id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -210,7 +211,7 @@ def end_of_text_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptRules:
-    """How a run reads what it is asked.
+    """How a run reads what it is prompt.
 
     Attributes:
         vocab_size: ids of the model.
@@ -266,33 +267,35 @@ class PromptReader:
         bos, eos = ("" if i is None or files is None else files.token(i) or "" for i in ids)
         return ChatTemplate(text=text, bos_token=bos, eos_token=eos)
 
-    def request(self, asked: PromptRequest, *, shorten: bool = False) -> Request:
+    def request(self, prompt: PromptRequest, *, shorten: bool = False) -> Request:
         """A line as a request.
 
         Args:
-            asked: the line.
+            prompt: the line.
             shorten: whether it gets as many tokens as there is room for, where it asks for more.
 
         Raises:
             ValueError: lists what is wrong with it for this model and these rows.
         """
         request = engine_request(
-            asked,
-            encode=self.beginning_with_bos if self.rules.enforce_bos else self.encode,
-            chat=None if self.template is None else lambda messages: self.conversation(messages, asked.template),
+            prompt,
+            encode=self.encode_with_bos if self.rules.enforce_bos else self.encode,
+            chat=None if self.template is None else lambda messages: self.conversation(messages, prompt.template),
             vocab_size=self.rules.vocab_size,
             model_ends=self.ends,
             seed=self.rules.seed,
             special_tokens=self._special,
         )
-        room = self.schedule.context - len(request.tokens)
-        if shorten and 0 < room < request.new_tokens(self.schedule.context):
-            request = replace(request, params=replace(request.params, max_tokens=room))
+        headroom = self.schedule.context - len(request.tokens)
+        # Interactive sessions shorten a request to the context; otherwise it is refused.
+        if shorten and 0 < headroom < request.new_tokens(self.schedule.context):
+            request = replace(request, params=replace(request.params, max_tokens=headroom))
         problems = self._problems(request)
         if problems:
             raise ValueError("\n".join(problems))
         if request.constraint is not None:
             assert self.constraints is not None
+            # Started here only to report errors of the constraint; the engine starts its own.
             self.constraints.start(request.constraint)
         if request.params.max_tokens != 0:
             self.schedule.check(request)
@@ -322,7 +325,7 @@ class PromptReader:
             raise ValueError(f"character {at} is half of a surrogate pair, or was not UTF-8: no text has that")
         return self.tokenizer.encode_batch([text])[0].tolist()
 
-    def beginning_with_bos(self, text: str) -> list[int]:
+    def encode_with_bos(self, text: str) -> list[int]:
         """The ids of a text behind BOS, where the tokenizer has one."""
         begin = self.tokenizer.bos_id
         return [*(() if begin is None else (begin,)), *self.encode(text)]

@@ -1,12 +1,10 @@
-"""`SamplingParams`: how the tokens of one request are chosen and where its text ends.
+"""`Request`: a tokenized prompt with `SamplingParams`; `Event`: a new token or the end of one of its choices.
 
-One value for every way in: a block of YAML, a line of JSONL, the body of an HTTP request. It is validated where it is
-made, once, and everything that is wrong is listed. Names and defaults are OpenAI's where OpenAI has the parameter;
-`top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos` and `stop_token_ids` are those of vLLM.
+`SamplingParams` is the same value for a block of YAML, a line of JSONL and the body of an HTTP request. It is validated
+once, in its constructor, and the error lists every problem. Names and defaults are OpenAI's where OpenAI has the
+parameter; `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos` and `stop_token_ids` are those of vLLM.
 
-`Request`: a prompt and how it is continued; `Event`: what happens to one of its choices.
-
-Neither knows of text: prompts come as tokens, tokens go out as ids, and `inference.text` makes text of them.
+Nothing here is text: `inference.prompts` tokenizes prompts, and `inference.detokenizer` makes text of tokens.
 """
 
 import math
@@ -27,17 +25,17 @@ from levanter.config.validators import (
 )
 
 MAX_TOP_LOGPROBS = 20
-"""Alternatives to a token that a request may ask for."""
+"""Largest value of `logprobs`: the most likely tokens that are returned for each token."""
 MAX_BIASES = 300
 """Ids that `logit_bias` may name; OpenAI's limit."""
 MAX_STOP_IDS = 64
-"""Ids that end a row, the model's own end of text included."""
+"""Ids that end a choice, the model's own end of text included."""
 LEAST_TEMPERATURE = 1e-6
 """Below it noise is smaller than the rounding of logits, and a quotient by it may overflow."""
 MAX_STOPS = 64
 """Stop strings of a request."""
 MAX_STOP_CHARACTERS = 1024
-"""Of a stop string. Text that may be its beginning is held back, so a long one delays what is streamed."""
+"""Length of a stop string. Text that may be its beginning is kept back, so a long one delays a stream."""
 
 Temperature: TypeAlias = Annotated[float, Range(0, 100)]
 TopK: TypeAlias = Annotated[int, Range(0, LARGEST_INT32, also=(-1,))]
@@ -131,8 +129,8 @@ class SamplingParams(Ranged):
     def _relations(self) -> list[str]:
         problems = []
         if 0 < self.temperature < LEAST_TEMPERATURE:
-            said = f"must be 0, which takes the likeliest token, or at least {LEAST_TEMPERATURE}"
-            problems.append(f"temperature: {said}, got {self.temperature}")
+            message = f"must be 0, which takes the likeliest token, or at least {LEAST_TEMPERATURE}"
+            problems.append(f"temperature: {message}, got {self.temperature}")
         if self.max_tokens == 0 and not self.echo:
             problems.append("max_tokens: must be positive, got 0 (0 is for `echo`, which scores the prompt)")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -176,7 +174,7 @@ class SamplingParams(Ranged):
             raise ParamsError(problems)
 
 
-def parse_params(fields: Mapping[str, object], *, beside: Set[str] = frozenset()) -> SamplingParams:
+def parse_params(fields: Mapping[str, object], *, ignore: Set[str] = frozenset()) -> SamplingParams:
     """The parameters in the fields of a JSON object.
 
     `null` stands for the default, a single stop string for a list of one, and keys of `logit_bias` are ids in quotes,
@@ -184,7 +182,7 @@ def parse_params(fields: Mapping[str, object], *, beside: Set[str] = frozenset()
 
     Args:
         fields: name → JSON value.
-        beside: names of fields that may be there and are somebody else's.
+        ignore: names of fields that may be there and are somebody else's.
 
     Raises:
         ParamsError: lists every field that is unknown, refused, of another type or out of range.
@@ -192,13 +190,13 @@ def parse_params(fields: Mapping[str, object], *, beside: Set[str] = frozenset()
     problems: list[str] = []
     values = {}
     for name, value in fields.items():
-        if name in beside:
+        if name in ignore:
             continue
         if name in NEVER:
             if not _is_neutral(name, value, fields):
                 problems.append(f"{name}: refused; {NEVER[name]}")
         elif name not in _READERS:
-            problems.append(f"{name}: not a parameter{did_you_mean(name, {*_READERS, *beside})}")
+            problems.append(f"{name}: not a parameter{did_you_mean(name, {*_READERS, *ignore})}")
         elif value is not None:
             try:
                 read = _READERS[name](value)
@@ -207,13 +205,13 @@ def parse_params(fields: Mapping[str, object], *, beside: Set[str] = frozenset()
                 continue
             values[name] = read
     try:
-        made = SamplingParams(**values)
+        params = SamplingParams(**values)
     except ParamsError as error:
         problems += error.problems
-        made = None
-    if problems or made is None:
+        params = None
+    if problems or params is None:
         raise ParamsError(problems)
-    return made
+    return params
 
 
 def params_to_json(params: SamplingParams) -> dict[str, object]:
@@ -247,15 +245,16 @@ def merge_stop_ids(
     Raises:
         ValueError: there are more than a row has room for.
     """
+    # `dict.fromkeys` removes duplicates and keeps the order.
     ends = () if params.ignore_eos else tuple(model_ends)
     named = [special_tokens[stop] for stop in params.stop if stop in special_tokens] if special_tokens else []
-    found = tuple(dict.fromkeys((*ends, *params.stop_token_ids, *named)))
-    if len(found) > MAX_STOP_IDS:
+    ids = tuple(dict.fromkeys((*ends, *params.stop_token_ids, *named)))
+    if len(ids) > MAX_STOP_IDS:
         raise ValueError(
             f"stop_token_ids: {len(params.stop_token_ids) + len(named)} ids and the model's own {len(ends)} ends of "
             f"text are more than {MAX_STOP_IDS}"
         )
-    return found
+    return ids
 
 
 class _UnreadableError(ValueError):
@@ -265,6 +264,7 @@ class _UnreadableError(ValueError):
 def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise _UnreadableError(f": expected a number, got {_format_value(value)}")
+    # Beyond 2⁵³ a float cannot represent every integer, and conversion may overflow.
     if isinstance(value, int) and abs(value) > 2**53:
         raise _UnreadableError(f": must be a finite number, got one of {value.bit_length()} bits")
     return float(value)
@@ -285,42 +285,43 @@ def _flag(value: object) -> bool:
 
 
 def _stops(value: object) -> tuple[str, ...]:
-    given = [value] if isinstance(value, str) else value
-    if not isinstance(given, (list, tuple)):
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, (list, tuple)):
         raise _UnreadableError(f": expected a string or a list of strings, got {_format_value(value)}")
-    for i, one in enumerate(given):
+    for i, one in enumerate(stops):
         if not isinstance(one, str):
             raise _UnreadableError(f"[{i}]: expected a string, got {_format_value(one)}")
-    return tuple(given)
+    return tuple(stops)
 
 
 def _ids(value: object) -> tuple[int, ...]:
     if not isinstance(value, (list, tuple)):
         raise _UnreadableError(f": expected a list of ids, got {_format_value(value)}")
-    found = []
+    ids = []
     for i, one in enumerate(value):
         try:
-            found.append(_integer(one))
+            ids.append(_integer(one))
         except _UnreadableError:
             raise _UnreadableError(f"[{i}]: expected an id, got {_format_value(one)}") from None
-    return tuple(found)
+    return tuple(ids)
 
 
 def _biases(value: object) -> Mapping[int, float]:
     if not isinstance(value, Mapping):
         raise _UnreadableError(f": expected an object from id to bias, got {_format_value(value)}")
-    found = {}
+    biases = {}
     for key, bias in value.items():
         text = str(key)
+        # Keys of JSON objects are strings; YAML has integers.
         if isinstance(key, bool) or not (text.isascii() and text.isdigit()) or len(text) > 10:
             raise _UnreadableError(f'[{_format_value(key)}]: expected an id, such as "50256"')
-        if int(text) in found:
+        if int(text) in biases:
             raise _UnreadableError(f"[{_format_value(key)}]: names id {int(text)} a second time")
         try:
-            found[int(text)] = _number(bias)
+            biases[int(text)] = _number(bias)
         except _UnreadableError as error:
             raise _UnreadableError(f"[{_format_value(key)}]{error}") from None
-    return found
+    return biases
 
 
 def _format_value(value: object) -> str:
@@ -360,7 +361,7 @@ class ChoiceId(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ConstraintSpec:
-    """What a text has to conform to.
+    """A constraint of a text.
 
     Attributes:
         kind: what `text` is; it is empty for `json_object`.
@@ -373,15 +374,15 @@ class ConstraintSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What somebody asks for.
+    """A request for the engine.
 
     Attributes:
         id: unique among the requests of a run.
         tokens: the prompt, at least one token.
-        params: how its choices are sampled.
-        seed: of their noise: that of `params`, or a fresh one.
+        params: sampling parameters of its choices.
+        seed: seed of their noise: that of `params`, or a random one.
         stop_ids: the ids that end a choice, the model's own included; see `params.stop_ids_of`.
-        constraint: what the text has to conform to; None for nothing.
+        constraint: a constraint of the text, or None.
     """
 
     id: str
@@ -392,7 +393,7 @@ class Request:
     constraint: ConstraintSpec | None = None
 
     def new_tokens(self, context: int) -> int:
-        """How many tokens a choice may have in a context of so many."""
+        """Maximum number of tokens of a choice, for this context length."""
         return context - len(self.tokens) if self.params.max_tokens is None else self.params.max_tokens
 
 

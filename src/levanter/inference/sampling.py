@@ -169,8 +169,10 @@ def _fill(arrays: Mapping[str, np.ndarray], n: int, row: SlotSampling) -> None:
     arrays["presence"][n] = params.presence_penalty
     arrays["frequency"][n] = params.frequency_penalty
     arrays["repetition"][n] = params.repetition_penalty
+    # A seed has 63 bits, and the key of threefry two words of 32.
     arrays["seed"][n] = row.seed >> 32, row.seed & 0xFFFFFFFF
     arrays["choice"][n] = row.choice
+    # Position of the first token that may end the text.
     arrays["first_end"][n] = row.prompt_tokens + params.min_tokens
     arrays["stop_ids"][n, : len(row.stop_ids)] = row.stop_ids
     arrays["biased_ids"][n, : len(params.logit_bias)] = list(params.logit_bias)
@@ -204,10 +206,11 @@ def _sharded(array: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
         values, ids = _largest(part, min(k, part.shape[-1]))
         if not over:
             return values, ids
+        # From indices within the shard to ids of the vocabulary.
         ids = ids + jax.lax.axis_index(over).astype(jnp.int32) * np.int32(part.shape[-1])
-        values, ids = (jax.lax.all_gather(each, over, axis=1, tiled=True) for each in (values, ids))
-        best, places = jax.lax.top_k(values, k)
-        return best, jnp.take_along_axis(ids, places, axis=1)
+        values, ids = (jax.lax.all_gather(array, over, axis=1, tiled=True) for array in (values, ids))
+        best, indices = jax.lax.top_k(values, k)
+        return best, jnp.take_along_axis(ids, indices, axis=1)
 
     out = PartitionSpec(spec[0], None)
     # What is the same on every device of `over` after the gather, the checker cannot see.
@@ -220,17 +223,20 @@ def _largest(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     They lie in the k blocks with the largest maxima (see `suffix_scores.largest`). The blocks are taken in the order of
     their indices, so that equal values keep that order.
     """
+    # Top-k over everything sorts everything. With few blocks there is nothing to gain.
     count = -(-x.shape[-1] // BLOCK)
     if count < 2 * k:
         return jax.lax.top_k(x, k)
     padded = jnp.pad(x, [(0, 0), (0, count * BLOCK - x.shape[-1])], constant_values=-np.inf)
     blocks = padded.reshape(x.shape[0], count, BLOCK)
+    # A block that contains one of the k largest values has one of the k largest maxima.
     _, chosen = jax.lax.top_k(jnp.max(blocks, axis=-1), k)
     chosen = jnp.sort(chosen, axis=-1)
     candidates = jnp.take_along_axis(blocks, chosen[..., None], axis=1).reshape(x.shape[0], k * BLOCK)
-    values, places = jax.lax.top_k(candidates, k)
-    block = jnp.take_along_axis(chosen, places // BLOCK, axis=1)
-    return values, (block * BLOCK + places % BLOCK).astype(jnp.int32)
+    values, indices = jax.lax.top_k(candidates, k)
+    # From an index among the candidates to its block, and to the index in the whole array.
+    block = jnp.take_along_axis(chosen, indices // BLOCK, axis=1)
+    return values, (block * BLOCK + indices % BLOCK).astype(jnp.int32)
 
 
 Top = Axis("top", MAX_TOP_LOGPROBS)
@@ -282,10 +288,13 @@ def sample(
     Vocab = logits.resolve_axis("vocab")
     assert logits.dtype == jnp.float32, f"logits must be float32, got {logits.dtype}"
     logits = hax.auto_sharded(logits)
+    # log Σ exp(logits), shifted by the maximum so that no exponential overflows.
     top = hax.max(logits, Vocab)
     normalizer = hax.log(hax.sum(hax.exp(logits - top), Vocab)) + top
+    # Log-probabilities are those of the model's own distribution, so `logits` stay as they are beside `changed`.
     changed = hax.auto_sharded(adjust_logits(logits, params, position, counts=counts, mask=mask))
     best = hax.max(changed, Vocab)
+    # A row whose ids are all hidden by masks has no token to sample.
     ok = hax.isfinite(top) & (best > HIDDEN / 2)
     scores = _scores(changed - best, params, noise, position)
     ids = hax.arange(Vocab, dtype=jnp.int32).broadcast_to(logits.axes)
@@ -293,14 +302,15 @@ def sample(
     # The lowest id of the best: a minimum, of which each device has its own first; argmax would be one of pairs.
     tokens = hax.min(hax.where(is_best, ids, Vocab.size - 1), Vocab)
     tokens = hax.where(ok, tokens, 0)
+    # A sum with one nonzero term selects an entry of a sharded axis without a gather.
     of_token = hax.sum(hax.where(ids == tokens, logits, 0.0), Vocab)
     top_ids, top_logits = _top(logits, params)
-    asked = params.top_logprobs.broadcast_axis(Top) > 0
+    wants_top = params.top_logprobs.broadcast_axis(Top) > 0
     return Sampled(
         tokens=tokens,
         logprobs=hax.where(ok, of_token - normalizer, 0.0),
         top_ids=top_ids,
-        top_logprobs=hax.where(asked, top_logits - normalizer, 0.0).rearrange(top_logits.axes),
+        top_logprobs=hax.where(wants_top, top_logits - normalizer, 0.0).rearrange(top_logits.axes),
         ok=ok,
     )
 
@@ -322,6 +332,7 @@ def adjust_logits(
     if counts is not None:
         logits = _penalize(logits, params, counts)
     early = position < params.first_end
+    # Ends of text are hidden until a choice has `min_tokens`.
     has_stop = early.array[:, None] & (params.stop_ids.array >= 0)
     logits = _where_any(has_stop, lambda x: _hide_stop_ids(x, params, early), logits)
     if mask is not None:
@@ -356,8 +367,10 @@ def gumbel_noise(noise: NamedArray, position: NamedArray, Vocab: Axis) -> NamedA
 
     (Batch,) = position.axes
     # Bits of an id that do not depend on how many ids there are, whatever the process has configured.
+    # The noise must be the same on every mesh, or a seed would not reproduce a text.
     with jax.threefry_partitionable(True):
         bits = jax.vmap(of_row)(noise.rearrange((Batch, Word)).array, position.array)
+    # The middle of each interval of width 2⁻³²: never 0. The minimum keeps the largest ones below 1.
     uniform = (bits.astype(jnp.float32) + np.float32(0.5)) * np.float32(2.0**-32)
     uniform = jnp.minimum(uniform, np.float32(1 - 2.0**-24))
     return hax.auto_sharded(hax.named(-jnp.log(-jnp.log1p(-uniform)), (Batch, Vocab)))
@@ -373,6 +386,7 @@ def _scores(distance: NamedArray, params: SlotParams, noise: NamedArray, positio
     sampled = params.temperature > 0
 
     def with_noise(distance: NamedArray) -> NamedArray:
+        # Division by 1 instead of 0 in greedy rows, whose result is discarded below.
         x = distance / hax.where(sampled, params.temperature, 1.0)
         drawn = x + gumbel_noise(noise, position, Vocab)
         drawn = hax.where(allowed_tokens(x, params), drawn, -jnp.inf)
@@ -390,6 +404,7 @@ def allowed_tokens(x: NamedArray, params: SlotParams) -> NamedArray:
     """
     Vocab = x.resolve_axis("vocab")
     sampled = params.temperature > 0
+    # `x` is 0 at the most likely token, so the weights are probabilities relative to its probability.
     keys, weights = _ordered_bits(x), hax.exp(x)
     has_k, has_p = sampled & (params.top_k > 0), sampled & (params.top_p < 1)
     everything = hax.zeros(has_k.axes, dtype=jnp.uint32)
@@ -403,12 +418,12 @@ def allowed_tokens(x: NamedArray, params: SlotParams) -> NamedArray:
     stays = keys >= of_k
 
     def by_probability(least: NamedArray) -> NamedArray:
-        left = hax.where(stays, weights, 0.0)
+        remaining = hax.where(stays, weights, 0.0)
         # The likeliest weighs 1; a share that rounds to 0 would be reached by nothing at all.
-        share = hax.maximum(params.top_p * hax.sum(left, Vocab), 1e-30)
+        share = hax.maximum(params.top_p * hax.sum(remaining, Vocab), 1e-30)
         enough = hax.where(has_p, share, jnp.inf)
-        found = _threshold(keys, lambda mask: hax.sum(hax.where(mask, left, 0.0), Vocab) >= enough)
-        return cast(NamedArray, hax.maximum(least, found))
+        threshold = _threshold(keys, lambda mask: hax.sum(hax.where(mask, remaining, 0.0), Vocab) >= enough)
+        return cast(NamedArray, hax.maximum(least, threshold))
 
     of_p = _where_any(has_p.array, by_probability, of_k)
     return cast(NamedArray, (keys >= of_p) & (weights >= params.min_p))
@@ -418,10 +433,11 @@ def _threshold(keys: NamedArray, enough: Callable[[NamedArray], NamedArray]) -> 
     """The largest threshold, uint32 `[batch]`, that leaves enough of the keys at or above it; 0 if none does."""
     rows = tuple(axis for axis in keys.axes if axis.name != "vocab")
 
-    def step(n: jax.Array, found: NamedArray) -> NamedArray:
+    def step(n: jax.Array, threshold: NamedArray) -> NamedArray:
+        # Binary search from the highest bit: keep the bit if enough keys remain at or above the threshold with it.
         bit = jnp.uint32(1) << (jnp.uint32(31) - n.astype(jnp.uint32))
-        tried = hax.named(found.array | bit, rows)
-        return hax.where(enough(keys >= tried).rearrange(rows), tried, found)
+        tried = hax.named(threshold.array | bit, rows)
+        return hax.where(enough(keys >= tried).rearrange(rows), tried, threshold)
 
     return jax.lax.fori_loop(0, 32, step, hax.zeros(rows, dtype=jnp.uint32))
 
@@ -429,6 +445,8 @@ def _threshold(keys: NamedArray, enough: Callable[[NamedArray], NamedArray]) -> 
 def _ordered_bits(x: NamedArray) -> NamedArray:
     """Unsigned integers in the order of the numbers; −0 and 0 are one."""
     bits = jax.lax.bitcast_convert_type(jnp.where(x.array == 0, np.float32(0), x.array), jnp.uint32)
+    # IEEE floats compare like sign-magnitude integers: flipping all bits of negative numbers, and the sign bit of the
+    # others, makes the order that of unsigned integers.
     negative = bits >> 31 == 1
     return hax.named(jnp.where(negative, ~bits, bits | jnp.uint32(1 << 31)), x.axes)
 
@@ -453,11 +471,13 @@ def _scatter(logits: NamedArray, ids: NamedArray, change: Callable) -> NamedArra
     (Batch, _), Vocab = ids.axes, logits.resolve_axis("vocab")
     array = logits.rearrange((Batch, Vocab)).array
     rows = jnp.arange(Batch.size)[:, None]
-    places = jnp.where(ids.array >= 0, ids.array, Vocab.size)
-    return hax.auto_sharded(hax.named(change(array.at[rows, places]), (Batch, Vocab)))
+    # An index past the end, which `mode="drop"` ignores; JAX counts negative indices from the end.
+    columns = jnp.where(ids.array >= 0, ids.array, Vocab.size)
+    return hax.auto_sharded(hax.named(change(array.at[rows, columns]), (Batch, Vocab)))
 
 
 def _penalize(logits: NamedArray, params: SlotParams, counts: NamedArray) -> NamedArray:
+    # The lowest bit of a count marks the prompt; the penalties of OpenAI's interface count generated tokens only.
     generated = hax.named(counts.array >> 1, counts.axes)
     logits = hax.where(
         counts > 0, hax.where(logits > 0, logits / params.repetition, logits * params.repetition), logits
@@ -470,11 +490,12 @@ def _top(logits: NamedArray, params: SlotParams) -> tuple[NamedArray, NamedArray
     """Ids and logits of the likeliest tokens, if anybody asks for them."""
     Vocab = logits.resolve_axis("vocab")
     (Batch,) = (axis for axis in logits.axes if axis != Vocab)
-    Found = Top.resize(min(Top.size, Vocab.size))
+    Candidates = Top.resize(min(Top.size, Vocab.size))
 
-    def found(logits: NamedArray) -> tuple[NamedArray, NamedArray]:
-        values, ids = top_tokens(logits, Found)
-        more: dict[AxisSelector, tuple[int, int]] = {Found: (0, Top.size - Found.size)}
+    def top_k(logits: NamedArray) -> tuple[NamedArray, NamedArray]:
+        values, ids = top_tokens(logits, Candidates)
+        # A vocabulary smaller than `Top` is padded, so that the result has the same shape for every model.
+        more: dict[AxisSelector, tuple[int, int]] = {Candidates: (0, Top.size - Candidates.size)}
         return (
             hax.pad(ids, more).rearrange((Batch, Top)),
             hax.pad(values, more, constant_values=-jnp.inf).rearrange((Batch, Top)),
@@ -483,5 +504,5 @@ def _top(logits: NamedArray, params: SlotParams) -> tuple[NamedArray, NamedArray
     def none(_: NamedArray) -> tuple[NamedArray, NamedArray]:
         return hax.zeros((Batch, Top), dtype=jnp.int32), hax.zeros((Batch, Top), dtype=jnp.float32)
 
-    asked = jnp.any(params.top_logprobs.array > 0)
-    return cast("tuple[NamedArray, NamedArray]", jax.lax.cond(asked, found, none, logits))
+    wants_top = jnp.any(params.top_logprobs.array > 0)
+    return cast("tuple[NamedArray, NamedArray]", jax.lax.cond(wants_top, top_k, none, logits))

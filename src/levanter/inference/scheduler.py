@@ -1,14 +1,14 @@
-"""`Schedule`: who runs in the next call of the device. Pure: from one `SchedulerState` to a `StepPlan` and the next
-one.
+"""`Schedule`: which sequences run in the next call of the device. Pure: from a `SchedulerState` to a `StepPlan`.
 
-- Who came first is admitted first; nobody overtakes, so nobody starves. The one exception: a choice waits while another
-  one of its request computes the prompt that they share.
-- Prompts are computed in parts (*chunked prefill*), at most one call of them a step, beside the decoding of all others.
-  How a prompt is cut depends on its length alone: in calls of other sizes the last bits of numbers are others, and what
-  a text is must not depend on who else is there.
-- A row takes pages as it grows. If there are none, the youngest row gives way: its pages go at once, and it waits in
-  its old order with the tokens that it has, which are prefilled like a prompt later. The oldest row never gives way,
-  and whoever could not finish with all pages of a shard is refused at the door: so the oldest row always finishes.
+- Choices are admitted in the order of arrival, so none starves. The one exception: a choice waits while another one of
+  its request computes the prompt that they share.
+- Prompts are computed in chunks (*chunked prefill*), at most one call of them a step, next to the decoding of all other
+  sequences. How a prompt is cut depends on its length alone: calls of other sizes round differently, and a text must
+  not depend on what else runs.
+- A sequence takes pages as it grows. If there are none, the youngest sequence is preempted: its pages are released at
+  once, and it waits in its old order with its tokens, which are prefilled like a prompt later. The oldest sequence is
+  never preempted, and a request that could not finish with all pages of a shard is refused on arrival: so the oldest
+  sequence always finishes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,28 +31,28 @@ from levanter.inference.scheduler_state import (
 
 
 class RefusedError(ValueError):
-    """A request that could never finish here."""
+    """A request that could never finish with this cache."""
 
 
 class QueueFullError(Exception):
-    """Too much is waiting; the same request may be accepted later."""
+    """Too many tokens wait; the same request may be accepted later."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How rows, pages and calls are shared out.
+    """Assigns rows, pages and calls to sequences.
 
     Attributes:
-        rows: places of `batch`, over all shards.
+        rows: rows of `batch`, over all shards.
         pages: pages of a shard of the cache.
         page_size: positions in a page.
-        context: positions of a sequence at most.
-        buckets: (rows, tokens) of the prefill calls that there are.
-        steps: tokens that a decode call gives a row at most.
-        max_queued_tokens: of prompts that wait; a single request may have more.
-        shards: of the cache and of `batch`, each with its own pages and its own run of places.
-        fixed: each place owns its pages, an equal share of its shard's; nothing is shared and nobody gives way.
-        share_prefixes: rows with the same first pages share them.
+        context: maximum positions of a sequence.
+        buckets: (rows, tokens) of the prefill calls.
+        steps: maximum tokens that a decode call gives a sequence.
+        max_queued_tokens: limit on tokens of prompts that wait; a single request may have more.
+        shards: shards of the cache and of `batch`, each with its own pages and its own consecutive rows.
+        fixed: each row owns its pages, an equal share of its shard's; no prefixes are shared and nothing is preempted.
+        share_prefixes: whether sequences with the same first pages share them.
     """
 
     rows: int
@@ -70,43 +70,46 @@ class Schedule:
         assert self.rows % self.shards == 0, f"{self.rows} rows do not divide into {self.shards} shards"
         assert self.buckets and all(rows % self.shards == 0 and tokens > 0 for rows, tokens in self.buckets)
         assert min(self.rows, self.pages, self.page_size, self.context, self.steps) > 0
-        assert not self.fixed or self.pages // self.places >= self.row_pages, "a place has fewer pages than a row needs"
+        assert not self.fixed or self.pages // self.rows_per_shard >= self.row_pages, (
+            "a place has fewer pages than a row needs"
+        )
 
     @property
-    def places(self) -> int:
-        """Places of `batch` in a shard."""
+    def rows_per_shard(self) -> int:
+        """Rows of `batch` in a shard."""
         return self.rows // self.shards
 
     @property
     def row_pages(self) -> int:
-        """Pages of a row that fills the context."""
+        """Pages of a sequence that fills the context."""
         return -(-self.context // self.page_size)
 
     @property
     def fill(self) -> int:
-        """What stands in tables where a row has no page: the index behind the last one."""
+        """The entry of tables where a row has no page: the index after the last one."""
         return self.pages
 
     def start(self) -> SchedulerState:
-        """Nobody there."""
+        """The state without sequences."""
         return SchedulerState(
             queue=(), rows=(None,) * self.rows, pools=tuple(PagePool(self.pages) for _ in range(self.shards))
         )
 
     def check(self, request: Request) -> None:
-        """Refuses what could never finish.
+        """Refuses a request that could never finish.
 
         Raises:
-            RefusedError: with the numbers that do not go together.
+            RefusedError: names the numbers that exceed each other.
         """
         prompt, new = len(request.tokens), request.new_tokens(self.context)
         if not prompt:
             raise RefusedError("the prompt is empty; a text needs at least one token to begin with")
         if new < 1 or prompt + new > self.context:
-            said = f"{new} new tokens (max_tokens)" if request.params.max_tokens is not None else "one new token"
+            wanted = f"{new} new tokens (max_tokens)" if request.params.max_tokens is not None else "one new token"
             raise RefusedError(
-                f"a prompt of {prompt} tokens and {said} are more than the context of {self.context} tokens"
+                f"a prompt of {prompt} tokens and {wanted} are more than the context of {self.context} tokens"
             )
+        # The last token is sampled and never read, so its key and value need no position.
         needed = self.pages_for(prompt + new - 1)
         if needed > self.pages:
             raise RefusedError(
@@ -114,52 +117,54 @@ class Schedule:
                 f"and the cache has {self.pages}"
             )
 
-    def offered(self, standing: SchedulerState, request: Request) -> SchedulerState:
-        """The standing with one more request in the queue.
+    def offered(self, state: SchedulerState, request: Request) -> SchedulerState:
+        """The state with one more request in the queue.
 
         Raises:
             RefusedError: it could never finish.
             QueueFullError: too many tokens wait.
         """
         self.check(request)
-        waiting, new = standing.queued_tokens, len(request.tokens) * request.params.n
+        waiting, new = state.queued_tokens, len(request.tokens) * request.params.n
         if waiting and waiting + new > self.max_queued_tokens:
             raise QueueFullError(
                 f"{waiting} tokens wait, {new} more would be over the {self.max_queued_tokens} of the queue"
             )
+        # The choices of a request are queued in order, each as a sequence of its own.
         limit = request.new_tokens(self.context)
         rows = tuple(
-            SequenceState(id=ChoiceId(request.id, n), request=request, order=standing.arrived + n, limit=limit)
+            SequenceState(id=ChoiceId(request.id, n), request=request, order=state.arrived + n, limit=limit)
             for n in range(request.params.n)
         )
-        return replace_fields(standing, queue=standing.queue + rows, arrived=standing.arrived + len(rows))
+        return replace_fields(state, queue=state.queue + rows, arrived=state.arrived + len(rows))
 
-    def ended(self, standing: SchedulerState, id: ChoiceId) -> SchedulerState:
-        """The standing without a choice, whose pages are free at once; itself if it has ended before.
+    def ended(self, state: SchedulerState, id: ChoiceId) -> SchedulerState:
+        """The state without a choice, whose pages are released at once; the same state if it has ended before.
 
-        A call that still runs for it writes its pages before anybody else's call reads them, because the device runs
-        calls in order.
+        A call for it that still runs writes its pages before another sequence's call reads them, because the device
+        runs calls in order.
         """
-        row = standing.find(id)
+        row = state.find(id)
         if row is None:
-            return standing
-        if row.place is None:
-            return replace_fields(standing, queue=tuple(each for each in standing.queue if each.id != id))
-        work = _Work(self, standing)
+            return state
+        if row.slot is None:
+            return replace_fields(state, queue=tuple(other for other in state.queue if other.id != id))
+        work = _Work(self, state)
         work.vacate(row)
-        return work.standing()
+        return work.state()
 
-    def step(self, standing: SchedulerState) -> StepPlan:
-        """Plans the next call. The standing that is given stays what it is."""
-        work = _Work(self, standing)
-        gave_way = work.make_room()
-        if not gave_way:
+    def step(self, state: SchedulerState) -> StepPlan:
+        """Plans the next calls; `state` is not changed."""
+        work = _Work(self, state)
+        preempted = work.preempt()
+        if not preempted:
             work.admit()
-        # Who ends its prompt in this step decodes from the next one on.
+        # A sequence whose prompt ends in this step decodes from the next one on.
         decode = work.decode()
         bucket, prefill = work.prefill()
         work.name_pages()
         tables = self._tables(work.rows)
+        # The device is told once which rows have ended.
         released, work.released = tuple(work.released), []
         return StepPlan(
             released=released,
@@ -167,15 +172,15 @@ class Schedule:
             prefill=prefill,
             decode=decode,
             tables=tables,
-            gave_way=gave_way,
-            after=work.standing(),
+            preempted=preempted,
+            after=work.state(),
         )
 
     def bucket_for(self, tokens: int) -> tuple[int, int]:
-        """The call that takes the next part of a prompt of which so many tokens are left.
+        """The prefill call for the next chunk of a prompt with so many tokens to go.
 
-        The shortest that takes them all, unless half of it or more would be empty and there is a shorter one; for more
-        tokens than any call takes, the longest.
+        The shortest that takes them all, unless half of it or more would be padding and there is a shorter one; for
+        more tokens than any call takes, the longest.
         """
         sizes = {size: (rows, size) for rows, size in sorted(self.buckets)}
         below = [size for size in sizes if size <= tokens]
@@ -185,33 +190,34 @@ class Schedule:
         return sizes[max(below)]
 
     def pages_for(self, positions: int) -> int:
-        """How many pages so many positions take."""
+        """Number of pages for so many positions."""
         return -(-positions // self.page_size)
 
     def _tables(self, rows: Sequence[SequenceState | None]) -> np.ndarray:
         tables = np.full((self.rows, self.row_pages), self.fill, np.int32)
-        for place, row in enumerate(rows):
+        for slot, row in enumerate(rows):
             if row is not None:
+                # Tables number the pages within a shard. Writes to `fill`, past the last page, are dropped.
                 pages = row.pages[: self.row_pages]
-                tables[place, : len(pages)] = pages
+                tables[slot, : len(pages)] = pages
         return tables
 
 
 class _Work:
-    """A standing while it is changed; what is not changed is shared with the one it came from."""
+    """A state while it is changed; what does not change is shared with the state that it came from."""
 
-    def __init__(self, schedule: Schedule, standing: SchedulerState):
+    def __init__(self, schedule: Schedule, state: SchedulerState):
         self.schedule = schedule
-        self.queue = list(standing.queue)
-        self.rows = list(standing.rows)
-        self.released = list(standing.released)
-        self._given = standing
+        self.queue = list(state.queue)
+        self.rows = list(state.rows)
+        self.released = list(state.released)
+        self._base = state
         self._pools: dict[int, PagePool] = {}
 
-    def standing(self) -> SchedulerState:
-        pools = tuple(self._pools.get(n, pool) for n, pool in enumerate(self._given.pools))
+    def state(self) -> SchedulerState:
+        pools = tuple(self._pools.get(n, pool) for n, pool in enumerate(self._base.pools))
         return replace_fields(
-            self._given,
+            self._base,
             queue=tuple(self.queue),
             rows=tuple(self.rows),
             pools=pools,
@@ -219,77 +225,86 @@ class _Work:
         )
 
     def pool(self, shard: int) -> PagePool:
-        """The pages of a shard, to be changed."""
+        """The pages of a shard, to be changed: a copy, made at the first use."""
         if shard not in self._pools:
-            self._pools[shard] = self._given.pools[shard].copy()
+            self._pools[shard] = self._base.pools[shard].copy()
         return self._pools[shard]
 
     def look(self, shard: int) -> PagePool:
-        """The pages of a shard, not to be changed."""
-        return self._pools.get(shard, self._given.pools[shard])
+        """The pages of a shard, to be read."""
+        return self._pools.get(shard, self._base.pools[shard])
 
-    def shard_of(self, place: int) -> int:
-        return place // self.schedule.places
+    def shard_for_slot(self, slot: int) -> int:
+        return slot // self.schedule.rows_per_shard
 
     def running(self) -> list[SequenceState]:
-        """The rows that run, those that came first first."""
+        """The running sequences, by order of arrival."""
         return sorted((row for row in self.rows if row is not None), key=lambda row: row.order)
 
     def put(self, row: SequenceState) -> None:
-        assert row.place is not None
-        self.rows[row.place] = row
+        assert row.slot is not None
+        self.rows[row.slot] = row
 
     def vacate(self, row: SequenceState) -> None:
-        """Takes a row from its place, and its pages back."""
-        assert row.place is not None
+        """Removes a sequence from its row, and releases its pages."""
+        assert row.slot is not None
         if not self.schedule.fixed:
-            pool = self.pool(self.shard_of(row.place))
+            pool = self.pool(self.shard_for_slot(row.slot))
             self._name(row, pool)
-            pool.give_back(row.pages)
-        self.rows[row.place] = None
-        self.released.append(row.place)
+            pool.release(row.pages)
+        self.rows[row.slot] = None
+        self.released.append(row.slot)
 
-    def make_room(self) -> tuple[ChoiceId, ...]:
-        """Gives every row that decodes the pages of its next call; the youngest ones give way where there are none."""
-        gave_way = []
+    def preempt(self) -> tuple[ChoiceId, ...]:
+        """Gives decoding sequences the pages of their next call; preempts the youngest of the shard if there are none.
+
+        A sequence may preempt itself, if it is the youngest.
+        """
+        preempted = []
         for row in self.running():
-            if row.place is None or self.rows[row.place] is not row or not self._decodes(row):
+            if row.slot is None or self.rows[row.slot] is not row or not self._decodes(row):
                 continue
-            place, shard = row.place, self.shard_of(row.place)
+            slot, shard = row.slot, self.shard_for_slot(row.slot)
             wanted = self.schedule.pages_for(row.written + self._tokens(row))
+            # Negative with a fixed cache, whose rows own all pages that they may need.
             missing = wanted - len(row.pages)
-            while missing > 0 and self.look(shard).available < missing and self.rows[place] is not None:
+            while missing > 0 and self.look(shard).available < missing and self.rows[slot] is not None:
                 youngest = max(
-                    (each for each in self.rows if each is not None and self.shard_of(each.place or 0) == shard),
-                    key=lambda each: each.order,
+                    (
+                        other
+                        for other in self.rows
+                        if other is not None and self.shard_for_slot(other.slot or 0) == shard
+                    ),
+                    key=lambda other: other.order,
                 )
-                self._give_way(youngest)
-                gave_way.append(youngest.id)
-            if missing > 0 and self.rows[place] is not None:
+                self._preempt(youngest)
+                preempted.append(youngest.id)
+            if missing > 0 and self.rows[slot] is not None:
                 self.put(replace_fields(row, pages=row.pages + self.pool(shard).take(missing)))
-        return tuple(gave_way)
+        return tuple(preempted)
 
-    def _give_way(self, row: SequenceState) -> None:
+    def _preempt(self, row: SequenceState) -> None:
         self.vacate(row)
+        # `due` stays: the calls in flight still bring tokens, and it is not admitted before they are read.
         waits = replace_fields(
-            row, place=None, target=0, written=0, shared=0, pages=(), sound=0, named=0, gave_way=True
+            row, slot=None, target=0, written=0, shared=0, pages=(), sound=0, named=0, preempted=True
         )
-        self.queue = sorted([*self.queue, waits], key=lambda each: each.order)
+        self.queue = sorted([*self.queue, waits], key=lambda row: row.order)
 
     def _decodes(self, row: SequenceState) -> bool:
-        # What may come next in a text that conforms to something depends on what came last.
-        return not row.prefilling and row.left > 0 and not (row.due and row.request.constraint is not None)
+        # The mask of a constrained text depends on its last token, which must have been read.
+        return not row.prefilling and row.unplanned > 0 and not (row.due and row.request.constraint is not None)
 
     def _tokens(self, row: SequenceState) -> int:
-        """How many tokens the next call gives a row at most."""
-        return min(self.schedule.steps if row.request.constraint is None else 1, row.left)
+        """Maximum number of tokens that the next call gives a sequence."""
+        return min(self.schedule.steps if row.request.constraint is None else 1, row.unplanned)
 
     def admit(self) -> None:
-        """Gives places to those that wait, in their order, while there are places and pages."""
+        """Admits waiting sequences in order, while there are rows and pages."""
         waiting = []
         for n, row in enumerate(self.queue):
             if row.due:
-                # It gave way, and its last tokens have not been read yet.
+                # It was preempted, and its last tokens have not been read yet.
                 waiting += self.queue[n:]
                 break
             names = self._shareable_names(row)
@@ -304,20 +319,21 @@ class _Work:
         self.queue = waiting
 
     def _shareable_names(self, row: SequenceState) -> tuple[bytes, ...]:
-        """The names of the pages that a row could share: at least one token has to be computed."""
+        """The hashes of the pages that a sequence could share: at least one token has to be computed."""
         schedule = self.schedule
         params = row.request.params
-        # A prompt whose tokens are counted or scored has to be gone through.
+        # A prompt whose tokens are counted (repetition penalty) or scored (echo) has to be computed as a whole.
         if not schedule.share_prefixes or schedule.fixed or params.repetition_penalty != 1 or params.echo:
             return ()
+        # At least one token is computed, because its activations give the next token.
         tokens = row.tokens[: row.known - 1]
         if params.counts_tokens:
-            # So have those that it made before it gave way.
+            # Tokens that it generated before it was preempted are counted by being prefilled again.
             tokens = tokens[: len(row.request.tokens)]
         return page_hashes(tokens, schedule.page_size, row.names[: len(tokens) // schedule.page_size])
 
     def _sibling_prefills(self, row: SequenceState, names: Sequence[bytes]) -> bool:
-        """Whether another choice of the request is about to have pages that this one could share."""
+        """Whether another choice of the request computes pages that this one could share."""
         return any(
             other is not None
             and other.id.request == row.id.request
@@ -326,32 +342,36 @@ class _Work:
         )
 
     def _shard_for(self, row: SequenceState, names: Sequence[bytes]) -> int | None:
-        """The shard that a row goes to: where most of its pages are, then where most are left; None for none."""
+        """The shard with most of a sequence's pages, then with most available pages; None if no shard can take it."""
         best = None
         for shard in range(self.schedule.shards):
-            places = range(shard * self.schedule.places, (shard + 1) * self.schedule.places)
-            others = sum(self.rows[place] is not None for place in places)
-            if others == len(places):
+            slots = range(shard * self.schedule.rows_per_shard, (shard + 1) * self.schedule.rows_per_shard)
+            others = sum(self.rows[slot] is not None for slot in slots)
+            if others == len(slots):
                 continue
             pool = self.look(shard)
             shared = cached_pages(pool, names)
-            left = pool.available - sum(pool.is_idle(page) for page in shared)
-            left -= self.schedule.pages_for(row.known) - len(shared)
-            # A page for each row that runs, so that who comes in does not have to give way at once.
-            if not self.schedule.fixed and left < others:
+            remaining = pool.available - sum(pool.is_idle(page) for page in shared)
+            # Idle pages that it would share are no longer available, and the others must be taken.
+            remaining -= self.schedule.pages_for(row.known) - len(shared)
+            # A spare page for each running sequence, so that a new one is not preempted at once.
+            if not self.schedule.fixed and remaining < others:
                 continue
-            score = (len(shared), left, -others)
+            # Reuse first, then balance.
+            score = (len(shared), remaining, -others)
             if best is None or score > best[0]:
                 best = score, shard
         return None if best is None else best[1]
 
     def _place(self, row: SequenceState, names: tuple[bytes, ...], shard: int) -> None:
         schedule = self.schedule
-        first = shard * schedule.places
-        place = next(n for n in range(first, first + schedule.places) if self.rows[n] is None)
+        first = shard * schedule.rows_per_shard
+        slot = next(n for n in range(first, first + schedule.rows_per_shard) if self.rows[n] is None)
         if schedule.fixed:
-            own = schedule.pages // schedule.places
-            pages: tuple[int, ...] = tuple(range((place - first) * own, (place - first) * own + schedule.row_pages))
+            pages_per_slot = schedule.pages // schedule.rows_per_shard
+            pages: tuple[int, ...] = tuple(
+                range((slot - first) * pages_per_slot, (slot - first) * pages_per_slot + schedule.row_pages)
+            )
             shared: tuple[int, ...] = ()
         else:
             pool = self.pool(shard)
@@ -361,7 +381,7 @@ class _Work:
         self.put(
             replace_fields(
                 row,
-                place=place,
+                slot=slot,
                 target=row.known,
                 written=len(shared) * schedule.page_size,
                 shared=len(shared) * schedule.page_size,
@@ -373,62 +393,65 @@ class _Work:
         )
 
     def decode(self) -> tuple[DecodeSlot, ...]:
-        """Plans the decode call: every row whose prompt is computed and that may have more tokens."""
+        """Plans the decode call: every sequence whose prompt is computed and that may have more tokens."""
         planned = []
         for row in self.running():
-            if not self._decodes(row) or row.place is None:
+            if not self._decodes(row) or row.slot is None:
                 continue
             tokens = self._tokens(row)
-            planned.append(DecodeSlot(id=row.id, place=row.place, start=row.written, tokens=tokens))
+            planned.append(DecodeSlot(id=row.id, slot=row.slot, start=row.written, tokens=tokens))
             self.put(replace_fields(row, written=row.written + tokens, due=(*row.due, tokens)))
-        return tuple(sorted(planned, key=lambda each: each.place))
+        return tuple(sorted(planned, key=lambda planned_slot: planned_slot.slot))
 
     def prefill(self) -> tuple[tuple[int, int] | None, tuple[PrefillChunk, ...]]:
-        """Plans the prefill call: the one of the row that came first, and of those that need the same."""
+        """Plans the prefill call of the oldest sequence, which others join that need a call of the same size."""
         waiting = [
             (self.schedule.bucket_for(row.target - row.written), row) for row in self.running() if row.prefilling
         ]
         if not waiting:
             return None, ()
+        # `running` is in order of arrival: the oldest sequence decides the size of the call.
         bucket = waiting[0][0]
-        parts = []
-        for lane, row in sorted(self._lanes([row for own, row in waiting if own == bucket], bucket).items()):
-            assert row.place is not None
+        chunks = []
+        for lane, row in sorted(self._lanes([row for call, row in waiting if call == bucket], bucket).items()):
+            assert row.slot is not None
+            # The last chunk of a prompt may be shorter than the call.
             end = min(row.target, row.written + bucket[1])
             ends = end == row.target
-            part = PrefillChunk(
+            chunk = PrefillChunk(
                 id=row.id,
-                place=row.place,
+                slot=row.slot,
                 lane=lane,
                 start=row.written,
                 tokens=row.tokens[row.written : end],
                 fresh=row.written == row.shared,
                 ends=ends,
-                left=row.left,
+                remaining=row.unplanned,
             )
-            parts.append(part)
+            chunks.append(chunk)
             self.put(replace_fields(row, written=end, due=(*row.due, 1) if ends else row.due))
-        return bucket, tuple(parts)
+        return bucket, tuple(chunks)
 
     def _lanes(self, waiting: Sequence[SequenceState], bucket: tuple[int, int]) -> Mapping[int, SequenceState]:
-        """Which rows would be in a call, by lane: each shard has its own lanes."""
-        each = bucket[0] // self.schedule.shards
+        """The sequences of a call by lane: each shard has its own consecutive lanes."""
+        lanes_per_shard = bucket[0] // self.schedule.shards
         lanes: dict[int, SequenceState] = {}
         used = [0] * self.schedule.shards
         for row in waiting:
-            shard = self.shard_of(row.place or 0)
-            if used[shard] < each:
-                lanes[shard * each + used[shard]] = row
+            shard = self.shard_for_slot(row.slot or 0)
+            if used[shard] < lanes_per_shard:
+                lanes[shard * lanes_per_shard + used[shard]] = row
                 used[shard] += 1
         return lanes
 
     def name_pages(self) -> None:
-        """Tells the pools what those full pages hold that are known to be sound."""
+        """Records the content of full pages in the pools, as far as it is known to be finite."""
         for row in self.rows:
-            if row is None or row.place is None or self.schedule.fixed:
+            if row is None or row.slot is None or self.schedule.fixed:
                 continue
+            # Only pages with finite content are published: a sequence with NaN must not spoil others.
             if row.sound // self.schedule.page_size > row.named:
-                self.put(self._name(row, self.pool(self.shard_of(row.place))))
+                self.put(self._name(row, self.pool(self.shard_for_slot(row.slot))))
 
     def _name(self, row: SequenceState, pool: PagePool) -> SequenceState:
         full = row.sound // self.schedule.page_size

@@ -1,21 +1,9 @@
-"""`PagePool`: who holds which page of the cache, on the host, without JAX.
+"""`SchedulerState`: waiting and running sequences, and the pages that they hold, between two calls of the device.
 
-A page is *free*, *held* by rows (several, if they have a prefix in common), or *idle*: held by nobody, but with
-contents that a later prompt may begin with. Idle pages are given away when there are no free ones, those that were used
-longest ago first.
-
-Prefixes in common: full pages named by what they and all pages before them hold.
-
-The name of a page is a hash of the name of the page before it and of its own tokens, so equal names mean equal tokens
-from the first one on, and with them equal keys and values. Only full pages have names; the rest of a prompt is computed
-again.
-
-`SchedulerState`: who waits, who runs, and who holds which page, between two calls of the device.
-
-A value: `Schedule` makes a new one of an old one. The device runs behind the host, so a row may have tokens that were
-planned and not read yet (`due`); what they are does not matter for planning, how many there may be does.
-
-`StepPlan`: what the device does in one step, and what stands when that is planned.
+`PagePool` tracks the pages of one shard of the cache on the host. `page_hashes` names full pages by their content, for
+prefix reuse. `SchedulerState` is a value: `Schedule` makes a new one from an old one, and a `StepPlan` with the next
+calls. The device runs behind the host, so a sequence may have tokens that were planned and not read yet (`due`); for
+planning only their number matters.
 """
 
 import hashlib
@@ -30,28 +18,30 @@ from levanter.inference.requests import ChoiceId, Request
 
 
 class OutOfPagesError(Exception):
-    """More pages were asked for than are free or idle."""
+    """More pages are needed than are available."""
 
 
 class PagePool:
     """The pages of one shard of the cache.
 
-    A pool is changed by whoever works on it; `copy` is for whoever wants to keep a value.
+    A page is *free*, *in use* by sequences (several, if they share a prefix), or *idle*: not in use, but with known
+    content that a later prompt may begin with. Idle pages are reused when there are no free ones, the least recently
+    used first. Methods change the pool in place; `copy` makes an independent one.
 
     Attributes:
-        size: how many pages there are.
+        size: number of pages.
     """
 
     def __init__(self, size: int):
         self.size = size
         self._free = list(range(size - 1, -1, -1))
         self._holders: dict[int, int] = {}
-        self._idle: dict[int, None] = {}  # in the order in which they are given away
+        self._idle: dict[int, None] = {}  # the least recently used first
         self._page_of: dict[bytes, int] = {}
         self._name_of: dict[int, bytes] = {}
 
     def copy(self) -> "PagePool":
-        """The same pool, to be changed by itself."""
+        """An independent copy."""
         other = PagePool(0)
         other.size = self.size
         other._free = self._free.copy()
@@ -63,28 +53,28 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """Pages that can be taken: free and idle ones."""
+        """Number of pages that can be taken: free and idle ones."""
         return len(self._free) + len(self._idle)
 
     @property
-    def held(self) -> int:
-        """Pages that rows hold."""
+    def in_use(self) -> int:
+        """Number of pages in use."""
         return len(self._holders)
 
     @property
     def idle(self) -> int:
-        """Pages that nobody holds and whose contents are known."""
+        """Number of pages that are not in use and have known content."""
         return len(self._idle)
 
     def holders(self, page: int) -> int:
-        """How many rows hold a page."""
+        """Number of sequences that use a page."""
         return self._holders.get(page, 0)
 
     def take(self, count: int) -> tuple[int, ...]:
-        """Pages for one row; what idle ones among them held is forgotten.
+        """Takes pages for one sequence; the content of idle ones among them is dropped.
 
         Raises:
-            OutOfPagesError: there are not so many; nothing has changed.
+            OutOfPagesError: there are fewer available; the pool is unchanged.
         """
         if count > self.available:
             raise OutOfPagesError(f"{count} pages wanted, {self.available} of {self.size} available")
@@ -101,16 +91,17 @@ class PagePool:
         return page
 
     def share(self, pages: Iterable[int]) -> None:
-        """Lets one more row hold pages whose contents are known."""
+        """Adds a sequence to pages with known content."""
         for page in pages:
-            assert page in self._name_of, f"page {page} is shared, and nobody knows what it holds"
+            assert page in self._name_of, f"page {page} is shared, and its content is not known"
             self._idle.pop(page, None)
             self._holders[page] = self._holders.get(page, 0) + 1
 
-    def give_back(self, pages: Sequence[int]) -> None:
-        """Lets a row's pages go; those that nobody else holds become idle, or free if their contents are not known.
+    def release(self, pages: Sequence[int]) -> None:
+        """Releases the pages of a sequence; those without another user become idle, or free without known content.
 
-        The last page is given away first: a page is of no use without those before it.
+        They become idle from the last to the first, so that the last is reused first: the content of a page is of no
+        use without the pages before it.
         """
         for page in reversed(pages):
             self._holders[page] -= 1
@@ -123,24 +114,24 @@ class PagePool:
                 self._free.append(page)
 
     def name(self, page: int, name: bytes) -> None:
-        """Says what a held page has in it from now on; nothing changes if another page has the same."""
-        assert self._holders.get(page), f"page {page} gets a name, and nobody holds it"
+        """Records the content of a page in use; without effect if another page has the same content."""
+        assert self._holders.get(page), f"page {page} gets a name and is not in use"
         if name not in self._page_of and page not in self._name_of:
             self._page_of[name] = page
             self._name_of[page] = name
 
     def find(self, name: bytes) -> int | None:
-        """The page that has certain contents; None if there is none."""
+        """The page with this content; None if there is none."""
         return self._page_of.get(name)
 
     def is_idle(self, page: int) -> bool:
-        """Whether nobody holds a page whose contents are known."""
+        """Whether a page is idle."""
         return page in self._idle
 
     def check(self) -> None:
-        """Asserts that every page is in exactly one place; for tests."""
-        places = [*self._free, *self._holders, *self._idle]
-        assert sorted(places) == list(range(self.size)), "a page is lost, or in two places"
+        """Asserts that every page is in exactly one state; for tests."""
+        pages = [*self._free, *self._holders, *self._idle]
+        assert sorted(pages) == list(range(self.size)), "a page is lost, or in two states"
         assert all(count > 0 for count in self._holders.values())
         assert {page: name for name, page in self._page_of.items()} == self._name_of
         assert self._idle.keys() <= self._name_of.keys()
@@ -148,27 +139,30 @@ class PagePool:
 
 
 NAME_BYTES = 16
-"""Of a name. Two different prefixes get the same one with probability 2⁻¹²⁸ each time."""
+"""Size of a page hash. Two different prefixes have the same one with a probability of 2⁻¹²⁸."""
 
 
 def page_hashes(tokens: Sequence[int], page_size: int, known: Sequence[bytes] = ()) -> tuple[bytes, ...]:
-    """The names of the full pages of a sequence.
+    """The hashes of the full pages of a sequence.
+
+    The hash of a page covers the hash of the page before it and its own tokens. So equal hashes mean equal tokens from
+    the first one on, and with them equal keys and values.
 
     Args:
-        tokens: from the first one on.
+        tokens: tokens of the sequence from its beginning.
         page_size: tokens in a page.
-        known: names of the first pages, where they are known already.
+        known: hashes of the first pages, if they are known already.
     """
     names = list(known)
     for page in range(len(names), len(tokens) // page_size):
-        own = array("q", tokens[page * page_size : (page + 1) * page_size]).tobytes()
+        content = array("q", tokens[page * page_size : (page + 1) * page_size]).tobytes()
         before = names[-1] if names else b""
-        names.append(hashlib.blake2b(before + own, digest_size=NAME_BYTES).digest())
+        names.append(hashlib.blake2b(before + content, digest_size=NAME_BYTES).digest())
     return tuple(names)
 
 
 def cached_pages(pool: PagePool, names: Sequence[bytes]) -> tuple[int, ...]:
-    """The pages of the longest prefix that the pool has."""
+    """The pages of the longest prefix that is in the pool."""
     pages = []
     for name in names:
         page = pool.find(name)
@@ -182,46 +176,46 @@ V = TypeVar("V")
 
 
 def replace_fields(value: V, **fields: object) -> V:
-    """`dataclasses.replace` for frozen values that check nothing when they are made, in a tenth of its time.
+    """`dataclasses.replace` without calling `__init__`, in a tenth of the time, for classes that check nothing there.
 
-    A step changes each row a few times, and between two steps every stream waits.
+    A step changes each sequence a few times, and all streams wait for a step.
     """
     assert fields.keys() <= value.__dict__.keys(), f"{type(value).__name__} has none of {sorted(fields)}"
-    made = object.__new__(type(value))
-    made.__dict__.update(value.__dict__)
-    made.__dict__.update(fields)
-    return made
+    copy = object.__new__(type(value))
+    copy.__dict__.update(value.__dict__)
+    copy.__dict__.update(fields)
+    return copy
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceState:
-    """One choice of a request, waiting or running.
+    """A choice of a request, waiting or running.
 
     Attributes:
-        id: which choice it is.
-        request: whose.
-        order: how many choices came before it. Who came first is served first and gives way last.
-        limit: tokens that it may have at most.
-        made: the tokens that were read from the device.
-        due: for each call that was planned and not read: how many tokens it brings at most.
-        place: its index in `batch`; None while it waits.
-        target: how many tokens it was admitted with: those are prefilled, what comes behind them is decoded.
-        shared: positions that it did not have to compute: another row had.
-        written: positions whose keys and values are in the cache when all planned calls have run.
-        pages: the pages that it holds, in the order of its positions.
-        names: the names of its full pages, as far as their tokens are known.
-        sound: positions whose keys and values are in the cache and known to be numbers: of calls that were read.
-        named: how many of its pages the pool has been told about.
-        gave_way: whether it ran before.
+        id: the choice.
+        request: its request.
+        order: number of choices that arrived before it. Earlier ones are admitted first and preempted last.
+        limit: maximum number of its tokens.
+        generated: tokens that were read from the device.
+        due: for each planned call that was not read, the maximum number of tokens it yields.
+        slot: its row of `batch`; None while it waits.
+        target: number of its tokens at admission: these are prefilled, later ones are decoded.
+        shared: positions that were reused from another sequence.
+        written: positions whose keys and values are in the cache once all planned calls have run.
+        pages: its pages, in the order of positions.
+        names: hashes of its full pages, as far as their tokens are known.
+        sound: positions whose keys and values are in the cache and known to be finite, from calls that were read.
+        named: number of its pages whose hash is in the pool.
+        preempted: whether it ran before.
     """
 
     id: ChoiceId
     request: Request
     order: int
     limit: int
-    made: tuple[int, ...] = ()
+    generated: tuple[int, ...] = ()
     due: tuple[int, ...] = ()
-    place: int | None = None
+    slot: int | None = None
     target: int = 0
     shared: int = 0
     written: int = 0
@@ -229,47 +223,47 @@ class SequenceState:
     names: tuple[bytes, ...] = ()
     sound: int = 0
     named: int = 0
-    gave_way: bool = False
+    preempted: bool = False
 
     @property
     def known(self) -> int:
-        """How many of its tokens are known, the prompt's included."""
-        return len(self.request.tokens) + len(self.made)
+        """Number of its known tokens, prompt included."""
+        return len(self.request.tokens) + len(self.generated)
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Its tokens as far as they are known."""
-        return self.request.tokens + self.made
+        """Its known tokens, prompt included."""
+        return self.request.tokens + self.generated
 
     @property
-    def left(self) -> int:
-        """How many tokens may be planned for it beside those that are."""
-        return self.limit - len(self.made) - sum(self.due)
+    def unplanned(self) -> int:
+        """Number of tokens that may be planned in addition to those that are."""
+        return self.limit - len(self.generated) - sum(self.due)
 
     def sound_with(self, positions: int) -> int:
-        """How many positions are known to be sound when so many of a call are.
+        """Number of positions that are known to be sound, if these of a call are.
 
-        A row that gave way and came back hears of calls from before. What those found of its tokens still holds, for
-        as many of them as are planned again.
+        A preempted sequence that runs again may still receive results of calls from before. They hold for its tokens,
+        as far as these are planned again.
         """
         return max(self.sound, min(positions, self.written))
 
     @property
     def prefilling(self) -> bool:
-        """Whether it runs and part of its prompt has not been planned yet."""
-        return self.place is not None and self.written < self.target
+        """Whether it runs and a part of its prompt was not planned yet."""
+        return self.slot is not None and self.written < self.target
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerState:
-    """The rows and the pages at one moment.
+    """The sequences and the pages at one moment.
 
     Attributes:
-        queue: the choices that wait, in their order.
-        rows: the choice at each place of `batch`; None where there is none.
+        queue: waiting sequences, in order.
+        rows: the sequence in each row of `batch`, or None.
         pools: the pages of each shard of the cache.
-        arrived: how many choices have come so far.
-        released: places whose rows have ended since the last step.
+        arrived: number of choices that have arrived so far.
+        released: rows whose sequences have ended since the last step.
     """
 
     queue: tuple[SequenceState, ...]
@@ -280,16 +274,16 @@ class SchedulerState:
 
     @property
     def idle(self) -> bool:
-        """Whether nobody waits and nobody runs."""
+        """Whether no sequence waits or runs."""
         return not self.queue and not any(self.rows)
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens of the prompts that have never run."""
-        return sum(len(row.request.tokens) for row in self.queue if not row.gave_way)
+        """Prompt tokens of sequences that have never run."""
+        return sum(len(row.request.tokens) for row in self.queue if not row.preempted)
 
     def find(self, id: ChoiceId) -> SequenceState | None:
-        """A choice, waiting or running; None if it is neither."""
+        """The sequence of a choice; None if it neither waits nor runs."""
         for row in self.rows:
             if row is not None and row.id == id:
                 return row
@@ -299,13 +293,13 @@ class SchedulerState:
         return None
 
     def with_row(self, row: SequenceState) -> "SchedulerState":
-        """The same with another value for a choice that is there."""
-        if row.place is None:
-            return replace_fields(self, queue=tuple(row if each.id == row.id else each for each in self.queue))
-        return replace_fields(self, rows=(*self.rows[: row.place], row, *self.rows[row.place + 1 :]))
+        """The state with another value for a sequence."""
+        if row.slot is None:
+            return replace_fields(self, queue=tuple(row if other.id == row.id else other for other in self.queue))
+        return replace_fields(self, rows=(*self.rows[: row.slot], row, *self.rows[row.slot + 1 :]))
 
     def read(self, id: ChoiceId, tokens: tuple[int, ...]) -> "SchedulerState":
-        """The standing when the tokens of a choice's oldest unread call are known; itself if the choice has ended.
+        """The state when the tokens of a choice's oldest unread call are known; itself if the choice has ended.
 
         Args:
             id: the choice.
@@ -315,79 +309,79 @@ class SchedulerState:
         if row is None:
             return self
         assert row.due and len(tokens) <= row.due[0], f"{id}: {len(tokens)} tokens, {row.due} due"
-        made, sound = row.made + tokens, row.sound
-        if tokens and row.place is not None:
-            # A token's key and value are there when the next token is.
-            sound = row.sound_with(len(row.request.tokens) + len(made) - 1)
-        return self.with_row(replace_fields(row, made=made, due=row.due[1:], sound=sound))
+        generated, sound = row.generated + tokens, row.sound
+        if tokens and row.slot is not None:
+            # The key and value of a token are written by the call that samples the next one.
+            sound = row.sound_with(len(row.request.tokens) + len(generated) - 1)
+        return self.with_row(replace_fields(row, generated=generated, due=row.due[1:], sound=sound))
 
     def read_part(self, id: ChoiceId, end: int) -> "SchedulerState":
-        """The standing when a call for a part of a choice's prompt was read and all in it was numbers.
+        """The state when a call for a part of a choice's prompt was read and all in it was numbers.
 
         Args:
             id: the choice; nothing changes if it has ended.
             end: how many of its positions there are then.
         """
         row = self.find(id)
-        if row is None or row.place is None:
+        if row is None or row.slot is None:
             return self
         return self.with_row(replace_fields(row, sound=row.sound_with(end)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillChunk:
-    """A part of one row's prompt.
+    """A chunk of one sequence's prompt in a prefill call.
 
     Attributes:
-        id: which choice.
-        place: its place in `batch`.
-        lane: its place in the call.
-        start: where in its sequence the part begins.
-        tokens: the part.
-        fresh: whether it is the first part since the row was admitted.
-        ends: whether it is the last one: the call samples the row's next token.
-        left: how many tokens the row may still have then, that one included.
+        id: the choice.
+        slot: its row of `batch`.
+        lane: its row of the call.
+        start: position of the first token of the chunk.
+        tokens: the tokens.
+        fresh: whether it is the first chunk since the sequence was admitted.
+        ends: whether it is the last one: the call samples the next token.
+        remaining: number of tokens that the sequence may then still have, that one included.
     """
 
     id: ChoiceId
-    place: int
+    slot: int
     lane: int
     start: int
     tokens: tuple[int, ...]
     fresh: bool
     ends: bool
-    left: int
+    remaining: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeSlot:
-    """A row that gets tokens.
+    """A sequence that gets tokens in a decode call.
 
     Attributes:
-        id: which choice.
-        place: its place in `batch`.
-        start: where in its sequence the first token is read, as far as it is known.
-        tokens: how many there will be at most.
+        id: the choice.
+        slot: its row of `batch`.
+        start: position of the first token that is read, if all planned tokens are sampled.
+        tokens: maximum number of new tokens.
     """
 
     id: ChoiceId
-    place: int
+    slot: int
     start: int
     tokens: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepPlan:
-    """What the device does next, in this order: release rows, prefill, decode.
+    """The next calls of the device.
 
     Attributes:
-        released: places whose rows are no more.
-        bucket: the rows and tokens of the prefill call; None for none.
-        prefill: what it computes.
-        decode: the rows of the decode call; none for no call.
-        tables: int32 `[rows, pages of a row]`, the pages of the row at each place, in its shard; then `fill`.
-        gave_way: choices that had to give way.
-        after: the standing when this is planned.
+        released: rows whose sequences have ended.
+        bucket: rows and tokens of the prefill call; None for no call.
+        prefill: the chunks of the prefill call.
+        decode: the sequences of the decode call; none for no call.
+        tables: int32 `[rows, pages of a row]`, the pages of each row, numbered within its shard, then `fill`.
+        preempted: choices that were preempted.
+        after: the state after these calls are planned.
     """
 
     released: tuple[int, ...]
@@ -395,7 +389,7 @@ class StepPlan:
     prefill: tuple[PrefillChunk, ...]
     decode: tuple[DecodeSlot, ...]
     tables: np.ndarray
-    gave_way: tuple[ChoiceId, ...]
+    preempted: tuple[ChoiceId, ...]
     after: SchedulerState
 
     @property

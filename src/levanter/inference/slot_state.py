@@ -24,7 +24,7 @@ class SlotState(eqx.Module):
     Attributes:
         last_token: int32 `[batch]`, the token that is read next.
         position: int32 `[batch]`, its place in the row's sequence.
-        left: int32 `[batch]`, how many tokens may still be sampled.
+        remaining: int32 `[batch]`, how many tokens may still be sampled.
         done: boolean `[batch]`; a row that is done, or empty, samples nothing.
         noise: uint32 `[batch, seed_word]`, the key of the row's noise.
         counts: int32 `[batch, vocab]`, which tokens were there; None where penalties are not configured.
@@ -32,7 +32,7 @@ class SlotState(eqx.Module):
 
     last_token: NamedArray
     position: NamedArray
-    left: NamedArray
+    remaining: NamedArray
     done: NamedArray
     noise: NamedArray
     counts: NamedArray | None
@@ -49,7 +49,7 @@ class SlotState(eqx.Module):
         return SlotState(
             last_token=numbers,
             position=numbers,
-            left=numbers,
+            remaining=numbers,
             done=hax.ones(Batch, dtype=jnp.bool_),
             noise=hax.zeros((Batch, Word), dtype=jnp.uint32),
             counts=None if Vocab is None else hax.zeros((Batch, Vocab), dtype=jnp.int32),
@@ -67,9 +67,12 @@ class SlotState(eqx.Module):
             rows: int32, indices over a `batch` axis of its own; one behind the last row gives an arbitrary one.
         """
         (Part,) = rows.axes
-        places = jnp.clip(rows.array, 0, self.Batch.size - 1)
+        # An index past the end reads an arbitrary row, which is marked as done below.
+        indices = jnp.clip(rows.array, 0, self.Batch.size - 1)
         state = jax.tree.map(
-            lambda x: hax.named(x.array[places], (Part, *x.axes[1:])), self, is_leaf=lambda x: isinstance(x, NamedArray)
+            lambda x: hax.named(x.array[indices], (Part, *x.axes[1:])),
+            self,
+            is_leaf=lambda x: isinstance(x, NamedArray),
         )
         inside = hax.named((rows.array >= 0) & (rows.array < self.Batch.size), rows.axes)
         return eqx.tree_at(lambda s: s.done, state, state.done | ~inside)
@@ -81,11 +84,11 @@ class SlotState(eqx.Module):
             rows: int32, indices over `part`'s `batch`, each once; one behind the last row drops what is there.
             part: what `taken(rows)` became.
         """
-        places = self._places(rows)
+        indices = self._scatter_indices(rows)
 
         def put(x: NamedArray, new: NamedArray) -> NamedArray:
             new = new.rearrange((rows.axes[0].name, *(axis.name for axis in x.axes[1:])))
-            return hax.named(x.array.at[places].set(new.array, mode="drop"), x.axes)
+            return hax.named(x.array.at[indices].set(new.array, mode="drop"), x.axes)
 
         return jax.tree.map(put, self, part, is_leaf=lambda x: isinstance(x, NamedArray))
 
@@ -97,7 +100,7 @@ class SlotState(eqx.Module):
         *,
         noise: NamedArray,
         position: NamedArray,
-        left: NamedArray,
+        remaining: NamedArray,
     ) -> "SlotState":
         """The state after the end of some rows' prompts, with their first tokens.
 
@@ -108,13 +111,14 @@ class SlotState(eqx.Module):
             params: of the rows that were prefilled.
             noise: the keys of their noise, see `sampling.row_noise`.
             position: int32, where in its sequence each first token is.
-            left: int32, how many tokens each may have, this first one included.
+            remaining: int32, how many tokens each may have, this first one included.
         """
         (Part,) = rows.axes
         fresh = SlotState(
             last_token=sampled.tokens,
+            # `advanced` adds one for the first token.
             position=position - 1,
-            left=left,
+            remaining=remaining,
             done=hax.zeros(Part, dtype=jnp.bool_),
             noise=noise,
             counts=None if self.counts is None else self.taken(rows).counts,
@@ -124,22 +128,24 @@ class SlotState(eqx.Module):
     def advanced(self, sampled: Sampled, params: SlotParams) -> "SlotState":
         """The state after one more token of every row that is not done.
 
-        A row is done when it samples one of its stop ids, has no tokens left, or has nothing that it could sample.
+        A row is done when it samples one of its stop ids, has no tokens remaining, or has nothing that it could sample.
         """
+        # Rows that are done keep their state: their lanes of the call compute, and nothing is recorded.
         running = ~self.done
-        left = self.left - running.astype(jnp.int32)
+        remaining = self.remaining - running.astype(jnp.int32)
         is_stop = cast(NamedArray, params.stop_ids == sampled.tokens)
         counts = self.counts
         if counts is not None:
             Vocab = counts.resolve_axis("vocab")
             ids = hax.arange(Vocab, dtype=jnp.int32).broadcast_to(counts.axes)
+            # A comparison with all ids instead of a scatter: over a sharded vocabulary it needs no communication.
             is_token = (ids == sampled.tokens) & running
             counts = (counts + GENERATED * is_token.astype(jnp.int32)).rearrange(counts.axes)
         return SlotState(
             last_token=hax.where(running, sampled.tokens, self.last_token),
             position=self.position + running.astype(jnp.int32),
-            left=left,
-            done=self.done | ~sampled.ok | (left <= 0) | hax.any(is_stop, "stop_id"),
+            remaining=remaining,
+            done=self.done | ~sampled.ok | (remaining <= 0) | hax.any(is_stop, "stop_id"),
             noise=self.noise,
             counts=counts,
         )
@@ -174,7 +180,8 @@ class SlotState(eqx.Module):
         (Part,), Pos = rows.axes, tokens.resolve_axis("position")
         Vocab = self.counts.resolve_axis("vocab")
         place = hax.arange(Pos, dtype=jnp.int32).broadcast_to((Part, Pos))
-        there = place < lengths
+        valid = place < lengths
+        # A preempted sequence is prefilled with tokens that it generated: these are counted as generated.
         in_prompt = place + starts < prompts
         ids = tokens.rearrange((Part, Pos)).array
         lanes = jnp.arange(Part.size)[:, None]
@@ -182,14 +189,18 @@ class SlotState(eqx.Module):
         def where(mask: NamedArray) -> tuple:
             return lanes, jnp.where(mask.rearrange((Part, Pos)).array, ids, Vocab.size)
 
+        # Counts of a row continue from its previous chunk, unless this is its first.
         before = self.taken(rows).counts
         assert before is not None
         counts = hax.where(fresh, 0, before).rearrange((Part, Vocab)).array
-        counts = counts.at[where(there & in_prompt)].max(IN_PROMPT, mode="drop")
-        counts = counts.at[where(there & ~in_prompt)].add(GENERATED, mode="drop")
-        all_rows = self.counts.rearrange((self.Batch, Vocab)).array.at[self._places(rows)].set(counts, mode="drop")
+        # The prompt sets a bit (max), generated tokens add. Positions that are not valid have ids out of range.
+        counts = counts.at[where(valid & in_prompt)].max(IN_PROMPT, mode="drop")
+        counts = counts.at[where(valid & ~in_prompt)].add(GENERATED, mode="drop")
+        all_rows = (
+            self.counts.rearrange((self.Batch, Vocab)).array.at[self._scatter_indices(rows)].set(counts, mode="drop")
+        )
         return eqx.tree_at(lambda s: s.counts, self, hax.auto_sharded(hax.named(all_rows, (self.Batch, Vocab))))
 
-    def _places(self, rows: NamedArray) -> jax.Array:
+    def _scatter_indices(self, rows: NamedArray) -> jax.Array:
         """Indices for a scatter that drops what is outside; JAX would count negative ones from the end."""
         return jnp.where(rows.array < 0, self.Batch.size, rows.array)

@@ -205,7 +205,7 @@ def _decode_memory(verdict: Verdict, served: DecodeCost) -> DecodeMemory:
     limit = verdict.budget.hbm_bytes if verdict.budget is not None else None
     return DecodeMemory(
         groups={name: nbytes for name, nbytes in groups.items() if nbytes},
-        temporaries=max(temporaries) if temporaries else served.room,
+        temporaries=max(temporaries) if temporaries else served.temp_bytes,
         compiled=bool(temporaries),
         limit=plan.target.limit_bytes if limit is None else limit,
         page=(served.page, served.cache_bytes * served.shards // served.pages),
@@ -216,7 +216,7 @@ def _decode_memory(verdict: Verdict, served: DecodeCost) -> DecodeMemory:
 def _contexts(served: DecodeCost, limit: int, temporaries: int) -> dict[str, dict[str, int]]:
     dtypes = dict.fromkeys((*SHOWN_DTYPES, served.dtype))
     return {
-        dtype: {name: served.fitting(limit, length, dtype, room=temporaries) for name, length in CONTEXTS.items()}
+        dtype: {name: served.fitting(limit, length, dtype, temp_bytes=temporaries) for name, length in CONTEXTS.items()}
         for dtype in dtypes
     }
 

@@ -200,24 +200,24 @@ def format_slot_advice(served: DecodeCost, limit: int, pod: Accelerator | None, 
         pod: the chips; larger ones of its kind are tried.
         room: what Programs take beside their inputs; what is taken for them by default.
     """
-    room = served.room if room is None else room
-    most = served.fitting(limit, served.context, room=room)
+    room = served.temp_bytes if room is None else room
+    most = served.fitting(limit, served.context, temp_bytes=room)
     message = f"{most:,} rows of {served.context:,} positions fit, {served.rows:,} asked"
     ways: list[str] = []
     if most:
         ways.append(f"inference.max_rows: {most} (or auto)")
     if served.dtype != "int8":
         ways += _if_enough(
-            served, "inference.cache_dtype: int8", served.fitting(limit, served.context, "int8", room=room)
+            served, "inference.cache_dtype: int8", served.fitting(limit, served.context, "int8", temp_bytes=room)
         )
     weights = served.weights
     if not weights.integers and weights.width > 1:
         smaller = replace(served, weights=replace(weights, others=weights.others // weights.width))
-        ways += _if_enough(served, "quantize: int8", smaller.fitting(limit, served.context, room=room))
+        ways += _if_enough(served, "quantize: int8", smaller.fitting(limit, served.context, temp_bytes=room))
     context = served.context
-    while context > 1024 and served.fitting(limit, context, room=room) < served.rows:
+    while context > 1024 and served.fitting(limit, context, temp_bytes=room) < served.rows:
         context //= 2
-    if context < served.context and (rows := served.fitting(limit, context, room=room)) >= served.rows:
+    if context < served.context and (rows := served.fitting(limit, context, temp_bytes=room)) >= served.rows:
         ways.append(f"inference.max_seq_len: {context}, {rows} rows")
     if pod is not None:
         ways += _larger_pods(served, limit, pod, room)
@@ -249,7 +249,7 @@ def _larger_pods(served: DecodeCost, limit: int, pod: Accelerator, temporaries: 
             weights=replace(weights, integers=0, scales=0, table=0, others=sharded + weights.replicated),
             kv_ways=kv_ways,
         )
-        rows = smaller.fitting(limit, served.context, room=temporaries)
+        rows = smaller.fitting(limit, served.context, temp_bytes=temporaries)
         if rows >= served.rows:
             name = parse_accelerator(f"{pod.generation.name}-{chips * pod.generation.cores_per_chip}").name
             mesh = " × ".join(

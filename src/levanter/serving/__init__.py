@@ -1,10 +1,11 @@
 """A model over HTTP, for clients of OpenAI's interface.
 
-One event loop speaks HTTP, one thread runs the engine. What is asked goes to that thread through an `Inbox`, what comes
-of it comes back as `Delivery` values, to the `Ticket` of who asked. Starlette and uvicorn live here and nowhere else.
+One event loop handles HTTP and one thread runs the engine. Requests go to that thread through an `Inbox`; tokens come
+back as `Delivery` values, which `Service` routes to the `PendingRequest` that waits for them. Starlette and uvicorn are
+imported only in this package.
 
 - `app(service)` is the ASGI application; a `Service` is one model and its engine.
-- What happens is told to observers as `ServerEvent` values (`serving.events`): metrics are made of these.
+- `ServerEvent` values (`serving.metrics`) report what happens to observers; the metrics are computed from them.
 """
 
 from importlib.util import find_spec
@@ -13,5 +14,5 @@ NOT_INSTALLED = "a server needs starlette and uvicorn: pip install 'levanter[ser
 
 
 def is_installed() -> bool:
-    """Whether the packages that speak HTTP are there."""
+    """Whether the packages that implement HTTP are installed."""
     return find_spec("starlette") is not None and find_spec("uvicorn") is not None

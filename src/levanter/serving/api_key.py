@@ -1,7 +1,7 @@
-"""The key that requests carry: where it comes from.
+"""Loading and checking the API key that requests carry.
 
-It is compared in constant time, as a digest, so that neither its length nor how much of it was right can be told from
-how long the answer takes. It is in no log and no message.
+The key is compared as a digest and in constant time, so that response times reveal neither its length nor a correct
+prefix. Neither logs nor error messages contain it.
 """
 
 import hashlib
@@ -13,23 +13,23 @@ from dataclasses import dataclass, field
 from levanter.io import open_read
 
 ENVIRONMENT = "env:"
-"""What `api_key` begins with where the key is in an environment variable."""
+"""Prefix of `api_key` where the key is in an environment variable."""
 MIN_CHARACTERS = 8
-"""Of a key: a shorter one is a mistake, or guessed at once."""
+"""Length of a key: a shorter one is a mistake, or guessed at once."""
 MAX_FILE_BYTES = 4096
-"""Of a key's file: what is longer is another file."""
+"""Size of a key file: a longer file is another file."""
 
 
 class ApiKeyError(ValueError):
-    """There is no usable key where one was said to be."""
+    """The configured file or environment variable has no usable key."""
 
 
 @dataclass(frozen=True)
 class ApiKey:
-    """A key that is never shown.
+    """A key that is never printed.
 
     Attributes:
-        digest: of the key.
+        digest: SHA-256 of the key.
     """
 
     digest: bytes = field(repr=False)
@@ -40,17 +40,18 @@ class ApiKey:
         return ApiKey(hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest())
 
     def is_in(self, headers: Collection[tuple[bytes, bytes]]) -> bool | None:
-        """Whether a request carries the key; None where it carries none.
+        """Whether a request carries the key; None if it has no `Authorization` header.
 
         Args:
-            headers: of the request, names in lower case. A request with several keys carries none of ours.
+            headers: of the request, names in lower case. A request with several keys is not accepted.
         """
-        given = [value for name, value in headers if name == b"authorization"]
-        if not given:
+        values = [value for name, value in headers if name == b"authorization"]
+        if not values:
             return None
-        scheme, _, key = given[0].partition(b" ")
-        told = hmac.compare_digest(hashlib.sha256(key.strip()).digest(), self.digest)
-        return told and scheme.lower() == b"bearer" and len(given) == 1
+        scheme, _, key = values[0].partition(b" ")
+        # Both digests have 32 bytes, so `compare_digest` takes the same time for every key.
+        matches = hmac.compare_digest(hashlib.sha256(key.strip()).digest(), self.digest)
+        return matches and scheme.lower() == b"bearer" and len(values) == 1
 
 
 def read_key(where: str, environment: Mapping[str, str] = os.environ) -> ApiKey:
@@ -61,7 +62,7 @@ def read_key(where: str, environment: Mapping[str, str] = os.environ) -> ApiKey:
         environment: the variables.
 
     Raises:
-        NoKeyError: there is none, or what is there cannot be a key.
+        ApiKeyError: the file or variable is missing, or its content cannot be a key.
     """
     if where.startswith(ENVIRONMENT):
         name = where.removeprefix(ENVIRONMENT)

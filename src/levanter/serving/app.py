@@ -25,18 +25,17 @@ from levanter.serving.responses import TokenStrings
 from levanter.serving.service import Service
 
 NOWHERE = "other"
-"""The route of requests to paths that there are not: they are as many as somebody likes."""
+"""The route of requests to unknown paths, which would otherwise be an unbounded number of routes."""
 Application: TypeAlias = Starlette
-"""What `app` makes."""
 
 
 def app(service: Service, *, routes: Sequence[BaseRoute] = (), middleware: Sequence[Middleware] = ()) -> Starlette:
     """The application of a service; its engine runs while the application does (ASGI's lifespan).
 
     Args:
-        service: one model and its engine. Handlers find it as `request.app.state.service`.
-        routes: further ones: a page, metrics.
-        middleware: what stands before all routes, the outermost first: keys, limits.
+        service: one model and its engine. Handlers access it as `request.app.state.service`.
+        routes: further routes: the web page, metrics.
+        middleware: middleware in front of all routes, the outermost first.
     """
 
     @asynccontextmanager
@@ -44,34 +43,35 @@ def app(service: Service, *, routes: Sequence[BaseRoute] = (), middleware: Seque
         async with service.running():
             yield
 
-    async def said_and_counted(request: Request, error: Exception) -> Response:
+    async def handle_api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
+        # Errors without a reason are failures of admitted requests, which `ChoiceEnded` counts.
         if error.reason is not None:
             service.observe(RequestRejected(route=_route(request), reason=error.reason, status=error.status))
         return await api_error_response(request, error)
 
-    async def not_there_and_counted(request: Request, error: Exception) -> Response:
+    async def handle_http_error(request: Request, error: Exception) -> Response:
         answer = await http_error_response(request, error)
         service.observe(RequestRejected(route=NOWHERE, reason="absent", status=answer.status_code))
         return answer
 
-    made = Starlette(
+    application = Starlette(
         routes=[*ROUTES, *routes],
         middleware=middleware,
         lifespan=lifespan,
         exception_handlers={
-            ApiError: said_and_counted,
-            HTTPException: not_there_and_counted,
+            ApiError: handle_api_error,
+            HTTPException: handle_http_error,
             Exception: internal_error_response,
         },
     )
-    made.state.service = service
-    made.state.texts = TokenStrings(service.reader.tokenizer)
-    return made
+    application.state.service = service
+    application.state.texts = TokenStrings(service.reader.tokenizer)
+    return application
 
 
 def _route(request: Request) -> str:
-    """The path of the route that a request came by, without what stands for names in it."""
+    """The path of a request's route, with its parameters by name: a label that clients cannot choose."""
     route = request.scope.get("route")
     return str(getattr(route, "path", NOWHERE))
 
@@ -87,10 +87,10 @@ async def health(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """Answers `GET /ready`: whether requests are taken."""
+    """Answers `GET /ready`: whether requests are admitted."""
     service = _service(request)
-    taken = service.state == "ready" and service.healthy
-    return JsonResponse({"status": service.state if service.healthy else "failed"}, status=200 if taken else 503)
+    admits = service.state == "ready" and service.healthy
+    return JsonResponse({"status": service.state if service.healthy else "failed"}, status=200 if admits else 503)
 
 
 async def models(request: Request) -> Response:
@@ -137,4 +137,4 @@ ROUTES: Sequence[BaseRoute] = (
     Route(chat.PATH, chat.chat_completions, methods=["POST"]),
     Route(completions.PATH, completions.completions, methods=["POST"]),
 )
-"""What every application has."""
+"""The routes of every application."""

@@ -1,12 +1,9 @@
-"""Conversations as chat templates know them, of messages as OpenAI's clients write them.
+"""`/v1/chat/completions`: the next message of a conversation, which may consist of tool calls.
 
-Tools: what a conversation may call, what a call has to conform to, and calls in a text that was written freely.
-
-Tools are given to the chat template, which says to the model what there is. Where a call is required its text conforms
-to a JSON schema. Where it is not, a text that is as a whole one call or several is read as such: JSON objects with
-`name` and `arguments` (or `parameters`), a list of them, or one or more inside of `<tool_call>` … `</tool_call>`.
-
-`/v1/chat/completions`: the next message of a conversation, which may be calls of tools.
+OpenAI's messages become the messages and variables of the chat template, which tells the model what tools there are.
+With `tool_choice: required` or a named tool, the text must conform to a JSON schema of calls. Otherwise a text that
+consists of calls as a whole is parsed as such: JSON objects with `name` and `arguments` (or `parameters`), a list of
+them, or one or more inside `<tool_call>` … `</tool_call>`.
 """
 
 import json
@@ -39,27 +36,27 @@ from levanter.serving.responses import ParsedCall, PartialChoice, ResponseBuilde
 from levanter.serving.service import Service
 
 
-def template_messages(given: Sequence[Message]) -> tuple[Mapping[str, object], ...]:
-    """Messages as chat templates know them.
+def template_messages(messages: Sequence[Message]) -> tuple[Mapping[str, object], ...]:
+    """Messages in the form that chat templates expect.
 
     Raises:
-        ProtocolError: there is none, or a call has arguments that are no JSON object.
+        ProtocolError: there are no messages, one has no content, or the arguments of a call are no JSON object.
     """
-    problems: list[str] = [] if given else ["messages: expected at least one"]
-    found = []
-    for n, message in enumerate(given):
-        made: dict[str, object] = {"role": message.role}
+    problems: list[str] = [] if messages else ["messages: expected at least one"]
+    converted = []
+    for n, message in enumerate(messages):
+        fields: dict[str, object] = {"role": message.role}
         if isinstance(message.content, tuple):
-            made["content"] = "\n".join(part.text for part in message.content)
+            fields["content"] = "\n".join(part.text for part in message.content)
         elif message.content is not None or message.tool_calls:
-            made["content"] = message.content or ""
+            fields["content"] = message.content or ""
         else:
             problems.append(f"messages[{n}].content: missing")
         for name in ("name", "tool_call_id", "reasoning_content"):
             if (value := getattr(message, name)) is not None:
-                made[name] = value
+                fields[name] = value
         if message.tool_calls:
-            made["tool_calls"] = [
+            fields["tool_calls"] = [
                 {
                     "id": call.id,
                     "type": "function",
@@ -72,14 +69,14 @@ def template_messages(given: Sequence[Message]) -> tuple[Mapping[str, object], .
                 }
                 for m, call in enumerate(message.tool_calls)
             ]
-        found.append(made)
+        converted.append(fields)
     if problems:
         raise ProtocolError(problems)
-    return tuple(found)
+    return tuple(converted)
 
 
 def _parse_arguments(text: str, where: str, problems: list[str]) -> object:
-    """The arguments of a call, which templates write down themselves."""
+    """The arguments of a call as an object, because templates serialize them themselves."""
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError):
@@ -90,48 +87,49 @@ def _parse_arguments(text: str, where: str, problems: list[str]) -> object:
 
 
 _RESERVED_VARIABLES = frozenset({"messages", "tools", "bos_token", "eos_token", "add_generation_prompt"})
+"""Variables of templates that a request cannot set."""
 
 
 def template_variables(more: Mapping[str, object] | None, tools: Sequence[Tool] | None) -> Mapping[str, object]:
-    """What a template knows beside the messages.
+    """The variables of a chat template other than the messages.
 
     Args:
-        more: what the request gives it.
-        tools: that may be called.
+        more: variables that the request sets.
+        tools: tools that the model may call.
 
     Raises:
-        ProtocolError: the request gives it what is not the request's to give.
+        ProtocolError: the request sets a reserved variable.
     """
-    found = dict(more or {})
-    if taken := sorted(_RESERVED_VARIABLES & set(found)):
-        raise ProtocolError([f"chat_template_kwargs.{name}: is not the request's to say" for name in taken])
+    variables = dict(more or {})
+    if reserved := sorted(_RESERVED_VARIABLES & set(variables)):
+        raise ProtocolError([f"chat_template_kwargs.{name}: cannot be set by a request" for name in reserved])
     if tools:
-        found["tools"] = [{"type": "function", "function": _tool_function(tool)} for tool in tools]
-    return found
+        variables["tools"] = [{"type": "function", "function": _tool_function(tool)} for tool in tools]
+    return variables
 
 
 def _tool_function(tool: Tool) -> Mapping[str, object]:
     function = tool.function
-    said = {"name": function.name, "description": function.description, "parameters": function.parameters}
-    return {name: value for name, value in said.items() if value is not None}
+    fields = {"name": function.name, "description": function.description, "parameters": function.parameters}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 _TOOL_NAME = re.compile(r"[\w.-]{1,64}")
 _TAGGED = re.compile(r"\s*<tool_call>(.*?)</tool_call>", re.DOTALL)
 CALL_PREFIXES = ("{", "[", "<tool_call>")
-"""What a text begins with that may be a call."""
+"""Beginnings of a text that may be tool calls."""
 MAX_TOOLS = 128
-"""That a request may name."""
+"""Tools of one request."""
 ToolMode: TypeAlias = Literal["none", "auto", "required", "named"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCall:
-    """A call of a tool.
+    """A tool call in a response.
 
     Attributes:
-        name: of the tool.
-        arguments: a JSON text, as it was written.
+        name: name of the tool.
+        arguments: its arguments as JSON text.
     """
 
     name: str
@@ -140,11 +138,11 @@ class ToolCall:
 
 @dataclass(frozen=True, kw_only=True)
 class ToolRules:
-    """How an answer may call tools.
+    """How a response may call tools.
 
     Attributes:
-        mode: `none`: not at all; `auto`: if it likes; `required`: at least one; `named`: the one tool in `tools`.
-        tools: those that it may call.
+        mode: `none`: no calls; `auto`: the model decides; `required`: at least one; `named`: the one tool in `tools`.
+        tools: tools that it may call.
         several: whether it may make several calls.
     """
 
@@ -154,12 +152,13 @@ class ToolRules:
 
     @property
     def constraint(self) -> ConstraintSpec | None:
-        """What the text of an answer has to conform to."""
+        """The constraint of the response's text."""
         if self.mode == "named":
+            # The text consists of the arguments alone; the name is known.
             return _schema_constraint(self.tools[0].function.parameters or {"type": "object"})
         if self.mode != "required":
             return None
-        each = [
+        call_schemas = [
             {
                 "type": "object",
                 "properties": {
@@ -171,29 +170,31 @@ class ToolRules:
             }
             for tool in self.tools
         ]
-        most = {} if self.several else {"maxItems": 1}
-        return _schema_constraint({"type": "array", "items": {"anyOf": each}, "minItems": 1, **most})
+        limit = {} if self.several else {"maxItems": 1}
+        return _schema_constraint({"type": "array", "items": {"anyOf": call_schemas}, "minItems": 1, **limit})
 
     def calls_in(self, text: str) -> tuple[ToolCall, ...]:
-        """The calls that a text is; none where it is not as a whole calls of known tools."""
+        """The calls that a text consists of; none if anything in it is not a call of a known tool."""
         if self.mode == "none":
             return ()
         if self.mode == "named":
             return (ToolCall(name=self.tools[0].function.name, arguments=text),)
-        found = [call for one in _json_values(text) for call in [self._call(one)]]
-        return () if any(call is None for call in found) else tuple(call for call in found if call is not None)
+        calls = [self._call(value) for value in _json_values(text)]
+        # One value that is no call makes the whole text a text.
+        return () if any(call is None for call in calls) else tuple(call for call in calls if call is not None)
 
     def may_be_call(self, beginning: str) -> bool:
         """Whether a text that begins like this may turn out to be calls."""
         if self.mode in ("none", "named"):
             return False
         text = beginning.lstrip()
-        return any(text.startswith(one) or one.startswith(text) for one in CALL_PREFIXES)
+        # Either the text has one of the prefixes, or it is still shorter than one.
+        return any(text.startswith(prefix) or prefix.startswith(text) for prefix in CALL_PREFIXES)
 
-    def _call(self, given: object) -> ToolCall | None:
-        if not isinstance(given, dict):
+    def _call(self, value: object) -> ToolCall | None:
+        if not isinstance(value, dict):
             return None
-        name, arguments = given.get("name"), given.get("arguments", given.get("parameters"))
+        name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
         if not isinstance(name, str) or not isinstance(arguments, dict):
             return None
         if all(name != tool.function.name for tool in self.tools):
@@ -206,35 +207,36 @@ def _schema_constraint(schema: Mapping[str, object]) -> ConstraintSpec:
 
 
 def _json_values(text: str) -> Sequence[object]:
-    """The JSON objects that a text consists of; none where there is anything else in it."""
+    """The JSON values that a text consists of; none if it contains anything else."""
     pieces = [text]
     if text.lstrip().startswith("<tool_call>"):
+        # Tagged calls may follow each other, with nothing but spaces between them.
         pieces, end = [], 0
         while (match := _TAGGED.match(text, end)) is not None:
             pieces.append(match[1])
             end = match.end()
         if text[end:].strip():
             return ()
-    found: list[object] = []
+    values: list[object] = []
     for piece in pieces:
         try:
             value = json.loads(piece)
         except (ValueError, RecursionError):
             return ()
-        found += value if isinstance(value, list) else [value]
-    return found
+        values += value if isinstance(value, list) else [value]
+    return values
 
 
 def tool_rules(tools: Sequence[Tool] | None, choice: str | NamedTool | None, *, several: bool | None) -> ToolRules:
-    """How an answer may call tools.
+    """How the response to a request may call tools.
 
     Args:
-        tools: those of the request.
+        tools: tools of the request.
         choice: its `tool_choice`.
         several: its `parallel_tool_calls`.
 
     Raises:
-        ProtocolError: lists what does not go together.
+        ProtocolError: lists conflicts between these fields.
     """
     problems = []
     names = [tool.function.name for tool in tools or ()]
@@ -244,7 +246,7 @@ def tool_rules(tools: Sequence[Tool] | None, choice: str | NamedTool | None, *, 
         if not _TOOL_NAME.fullmatch(name):
             problems.append(f"tools[{n}].function.name: expected 1 to 64 letters, digits, `_`, `-` and `.`")
         elif name in names[:n]:
-            problems.append(f"tools[{n}].function.name: {name!r} is a tool already")
+            problems.append(f"tools[{n}].function.name: {name!r} is the name of an earlier tool")
     if not names and choice not in (None, "none", "auto"):
         problems.append("tool_choice: there are no `tools`")
     if isinstance(choice, NamedTool) and names and choice.function.name not in names:
@@ -265,33 +267,34 @@ PATH = "/v1/chat/completions"
 
 @dataclass(frozen=True, kw_only=True)
 class ChatCall(ParsedCall):
-    """A body that was read.
+    """A parsed request body.
 
     Attributes:
-        rules: how the answer may call tools.
+        rules: how the response may call tools.
     """
 
     rules: ToolRules
 
 
 def parse_chat(raw: bytes, service: Service) -> ChatCall:
-    """What a body asks for.
+    """Parses the body of a request.
 
     Raises:
-        ApiError: it cannot be answered; lists what is wrong with it.
+        ApiError: lists its problems.
     """
     fields = parse_fields(raw)
     if fields.get("echo"):
         raise invalid_request("echo: only for /v1/completions")
-    most = service.chat_max_tokens
+    limit = service.chat_max_tokens
     if (newer := fields.get("max_completion_tokens")) is not None:
         if fields.get("max_tokens") not in (None, newer):
-            raise invalid_request("max_completion_tokens: is not max_tokens, which is the same by its older name")
+            raise invalid_request("max_completion_tokens: differs from max_tokens, its older name")
+        # One of the two names is kept for everything below.
         fields["max_tokens"] = newer
-    defaults = {**params_to_json(service.reader.defaults), "max_tokens": most or service.context, "logprobs": None}
+    defaults = {**params_to_json(service.reader.defaults), "max_tokens": limit or service.context, "logprobs": None}
     body, sampling = decode_request(ChatBody, fields, defaults={**defaults, "echo": False})
-    if fields.get("max_tokens") is None and most is None:
-        # As many as there is room for.
+    if fields.get("max_tokens") is None and limit is None:
+        # None means the rest of the context, which is known once the prompt is tokenized.
         sampling = replace(sampling, params=replace(sampling.params, max_tokens=None))
     check_model_name(body.model, service.names)
     try:
@@ -303,16 +306,14 @@ def parse_chat(raw: bytes, service: Service) -> ChatCall:
     params, constraint, id = _params(body, sampling), sampling.constraint, random_id("chatcmpl")
     if rules.constraint is not None:
         if constraint is not None:
-            raise invalid_request(
-                "tool_choice: a text that has to be a call conforms to nothing else (response_format)"
-            )
+            raise invalid_request("tool_choice: a required call cannot have another constraint (response_format)")
         constraint = rules.constraint
-    asked = PromptRequest(
+    prompt = PromptRequest(
         line=1, id=id, prompt=None, messages=messages, template=template, params=params, constraint=constraint
     )
     return ChatCall(
         id=id,
-        submitted=(make_submission(asked, service.reader),),
+        submitted=(make_submission(prompt, service.reader),),
         params=params,
         stream=body.stream,
         usage=streams_usage(body.stream_options, stream=body.stream),
@@ -321,7 +322,7 @@ def parse_chat(raw: bytes, service: Service) -> ChatCall:
 
 
 def _params(body: ChatBody, sampling: SamplingOptions) -> SamplingParams:
-    """The parameters, with those that a conversation calls otherwise."""
+    """The parameters, with `logprobs` and `top_logprobs`, which mean something else in a chat completion."""
     problems = []
     if body.top_logprobs is not None and not body.logprobs:
         problems.append("top_logprobs: needs logprobs: true")
@@ -335,48 +336,50 @@ def _params(body: ChatBody, sampling: SamplingOptions) -> SamplingParams:
 
 
 class ChatBuilder(ResponseBuilder):
-    """The answer in a conversation."""
+    """The response to a chat completion request."""
 
     call: ChatCall
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
     def opening(self, choice: PartialChoice) -> Iterator[Mapping[str, Json]]:
-        """Who speaks."""
-        opened: dict[str, Json] = {"role": "assistant"}
+        """The role, and with a named tool the beginning of its call."""
+        delta: dict[str, Json] = {"role": "assistant"}
         if self.call.rules.mode == "named":
             name = self.call.rules.tools[0].function.name
-            opened["tool_calls"] = [_call_json(0, ToolCall(name=name, arguments=""), self._call_id(choice, 0))]
+            delta["tool_calls"] = [_call_json(0, ToolCall(name=name, arguments=""), self._call_id(choice, 0))]
         else:
-            opened["content"] = ""
-        yield {"index": choice.index, "delta": opened, "logprobs": None, "finish_reason": None}
+            delta["content"] = ""
+        yield {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def delta(self, choice: PartialChoice, piece: TokenDelta) -> Iterator[Mapping[str, Json]]:
-        """What a piece adds; a text that may be calls is held back until it is known to be none, or has ended."""
+    def delta(self, choice: PartialChoice, delta: TokenDelta) -> Iterator[Mapping[str, Json]]:
+        """The text of one more token; text that may be calls is kept back until it is known."""
         rules = self.call.rules
-        choice.held.append(piece)
-        if rules.mode != "named" and rules.may_be_call("".join(each.text for each in choice.pieces)) and not piece.last:
+        choice.pending.append(delta)
+        if rules.mode != "named" and rules.may_be_call(choice.text) and not delta.last:
             return
-        held, choice.held = choice.held, []
-        calls = self._calls(choice) if piece.last and rules.mode != "named" else ()
-        text, said = "".join(each.text for each in held), dict[str, Json]()
+        # Either it is known that there is no call, or the choice has ended: all deltas go out together.
+        pending, choice.pending = choice.pending, []
+        calls = self._calls(choice) if delta.last and rules.mode != "named" else ()
+        text, message = "".join(item.text for item in pending), dict[str, Json]()
         if calls:
-            said["tool_calls"] = [_call_json(n, call, self._call_id(choice, n)) for n, call in enumerate(calls)]
+            message["tool_calls"] = [_call_json(n, call, self._call_id(choice, n)) for n, call in enumerate(calls)]
         elif text and rules.mode == "named":
-            said["tool_calls"] = [{"index": 0, "function": {"arguments": text}}]
+            message["tool_calls"] = [{"index": 0, "function": {"arguments": text}}]
         elif text:
-            said["content"] = text
-        if said or piece.last or self.call.params.logprobs is not None:
-            yield self._choice(choice, held, "delta", said, calls)
+            message["content"] = text
+        if message or delta.last or self.call.params.logprobs is not None:
+            yield self._choice(choice, pending, "delta", message, calls)
 
     def complete(self, choice: PartialChoice) -> Mapping[str, Json]:
         """The whole message."""
         calls = self._calls(choice)
-        said: dict[str, Json] = {"role": "assistant", "content": None if calls else choice.text, "refusal": None}
+        message: dict[str, Json] = {"role": "assistant", "content": None if calls else choice.text, "refusal": None}
         if calls:
-            shown = [_call_json(n, call, self._call_id(choice, n)) for n, call in enumerate(calls)]
-            said["tool_calls"] = [{key: value for key, value in one.items() if key != "index"} for one in shown]
-        return self._choice(choice, choice.pieces, "message", said, calls)
+            items = [_call_json(n, call, self._call_id(choice, n)) for n, call in enumerate(calls)]
+            # Only the calls of a stream have an index.
+            message["tool_calls"] = [{key: value for key, value in item.items() if key != "index"} for item in items]
+        return self._choice(choice, choice.deltas, "message", message, calls)
 
     def _calls(self, choice: PartialChoice) -> tuple[ToolCall, ...]:
         return self.call.rules.calls_in(choice.text)
@@ -387,36 +390,36 @@ class ChatBuilder(ResponseBuilder):
     def _choice(
         self,
         choice: PartialChoice,
-        pieces: Sequence[TokenDelta],
+        deltas: Sequence[TokenDelta],
         where: str,
-        said: dict[str, Json],
+        message: dict[str, Json],
         calls: Sequence[ToolCall],
     ) -> Mapping[str, Json]:
-        last = pieces[-1] if pieces else None
+        last = deltas[-1] if deltas else None
         reason = None if last is None else last.reason
-        found: dict[str, Json] = {
+        body: dict[str, Json] = {
             "index": choice.index,
-            where: said,
-            "logprobs": self._logprobs(pieces),
-            "finish_reason": "tool_calls" if calls and reason == "stop" and self._free else reason,
+            where: message,
+            "logprobs": self._logprobs(deltas),
+            "finish_reason": "tool_calls" if calls and reason == "stop" and self._chooses_calls else reason,
         }
         if reason is not None:
-            found["stop_reason"] = None if last is None else last.matched
-        return found
+            body["stop_reason"] = None if last is None else last.matched
+        return body
 
     @property
-    def _free(self) -> bool:
-        """Whether it was the answer's choice to call something, or what."""
+    def _chooses_calls(self) -> bool:
+        """Whether the model chooses which tools it calls: OpenAI's `finish_reason` is `stop` for a named tool."""
         return self.call.rules.mode in ("auto", "required")
 
-    def _logprobs(self, pieces: Sequence[TokenDelta]) -> Json:
+    def _logprobs(self, deltas: Sequence[TokenDelta]) -> Json:
         if self.call.params.logprobs is None:
             return None
         content: list[Json] = []
-        for piece in pieces:
-            if piece.token is not None and is_visible(piece):
-                top: list[Json] = [self._token(id, value) for id, value in piece.token.top]
-                content.append({**self._token(piece.token.id, piece.token.logprob), "top_logprobs": top})
+        for delta in deltas:
+            if delta.token is not None and is_visible(delta):
+                top: list[Json] = [self._token(id, value) for id, value in delta.token.top]
+                content.append({**self._token(delta.token.id, delta.token.logprob), "top_logprobs": top})
         return {"content": content, "refusal": None}
 
     def _token(self, id: int, logprob: float | None) -> dict[str, Json]:
@@ -429,4 +432,4 @@ def _call_json(n: int, call: ToolCall, id: str) -> dict[str, Json]:
 
 async def chat_completions(request: Request) -> Response:
     """Answers `POST /v1/chat/completions`."""
-    return await respond(request, path=PATH, read=parse_chat, build=ChatBuilder)
+    return await respond(request, path=PATH, parse=parse_chat, build=ChatBuilder)

@@ -1,4 +1,4 @@
-"""`/v1/completions`: texts that are gone on with."""
+"""`/v1/completions`: text that continues one or several prompts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -33,14 +33,14 @@ from levanter.serving.service import Service
 
 PATH = "/v1/completions"
 MAX_PROMPTS = 1024
-"""Of one request."""
+"""Prompts of one request."""
 
 
 def parse_completion(raw: bytes, service: Service) -> ParsedCall:
-    """What a body asks for.
+    """Parses the body of a request.
 
     Raises:
-        ApiError: it cannot be answered; lists what is wrong with it.
+        ApiError: lists its problems.
     """
     fields = parse_fields(raw)
     body, sampling = decode_request(CompletionBody, fields, defaults=params_to_json(service.reader.defaults))
@@ -48,65 +48,65 @@ def parse_completion(raw: bytes, service: Service) -> ParsedCall:
     prompts = _list_prompts(body.prompt)
     id = random_id("cmpl")
     params = replace(sampling.params, seed=request_seed(sampling.params))
-    found = []
-    for n, prompt in enumerate(prompts):
-        asked = PromptRequest(line=n + 1, id=f"{id}-{n}", prompt=prompt, params=params, constraint=sampling.constraint)
+    submissions = []
+    for n, text in enumerate(prompts):
+        prompt = PromptRequest(line=n + 1, id=f"{id}-{n}", prompt=text, params=params, constraint=sampling.constraint)
         where = f"prompt[{n}]: " if len(prompts) > 1 else ""
-        found.append(make_submission(asked, service.reader, where=where))
+        submissions.append(make_submission(prompt, service.reader, where=where))
     usage = streams_usage(body.stream_options, stream=body.stream)
-    return ParsedCall(id=id, submitted=tuple(found), params=params, stream=body.stream, usage=usage)
+    return ParsedCall(id=id, submitted=tuple(submissions), params=params, stream=body.stream, usage=usage)
 
 
 def _list_prompts(
-    given: str | tuple[int, ...] | tuple[str, ...] | tuple[tuple[int, ...], ...],
+    prompt: str | tuple[int, ...] | tuple[str, ...] | tuple[tuple[int, ...], ...],
 ) -> list[str | tuple[int, ...]]:
-    """Each prompt of a body."""
-    if isinstance(given, str):
-        return [given]
-    if all(isinstance(one, int) for one in given):
-        return [tuple(one for one in given if isinstance(one, int))]
-    if len(given) > MAX_PROMPTS:
-        raise invalid_request(f"prompt: at most {MAX_PROMPTS} prompts in a request, got {len(given)}")
-    return [one for one in given if not isinstance(one, int)]
+    """The prompts of a body, which may be one text, one list of ids, or a list of either."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if all(isinstance(item, int) for item in prompt):
+        return [tuple(item for item in prompt if isinstance(item, int))]
+    if len(prompt) > MAX_PROMPTS:
+        raise invalid_request(f"prompt: at most {MAX_PROMPTS} prompts in a request, got {len(prompt)}")
+    return [item for item in prompt if not isinstance(item, int)]
 
 
 class CompletionBuilder(ResponseBuilder):
-    """The answer to a call for completions."""
+    """The response to a completion request."""
 
     whole_object = "text_completion"
     chunk_object = "text_completion"
 
     def opening(self, choice: PartialChoice) -> Iterator[Mapping[str, Json]]:
-        """The prompt, where it is part of the answer."""
+        """The prompt, with `echo`."""
         if self.call.params.echo:
             yield self._choice(choice, (), begins=True)
 
-    def delta(self, choice: PartialChoice, piece: TokenDelta) -> Iterator[Mapping[str, Json]]:
-        """What a piece adds to the text."""
-        if piece.text or piece.last or self.call.params.logprobs is not None:
-            yield self._choice(choice, (piece,), begins=False)
+    def delta(self, choice: PartialChoice, delta: TokenDelta) -> Iterator[Mapping[str, Json]]:
+        """The text of one more token."""
+        if delta.text or delta.last or self.call.params.logprobs is not None:
+            yield self._choice(choice, (delta,), begins=False)
 
     def complete(self, choice: PartialChoice) -> Mapping[str, Json]:
         """The whole text."""
-        return self._choice(choice, choice.pieces, begins=True)
+        return self._choice(choice, choice.deltas, begins=True)
 
-    def _choice(self, choice: PartialChoice, pieces: Sequence[TokenDelta], *, begins: bool) -> Mapping[str, Json]:
-        params, last = self.call.params, pieces[-1] if pieces else None
+    def _choice(self, choice: PartialChoice, deltas: Sequence[TokenDelta], *, begins: bool) -> Mapping[str, Json]:
+        params, last = self.call.params, deltas[-1] if deltas else None
         begins = begins and params.echo
         prompt = self.service.reader.tokenizer.decode(choice.submitted.request.tokens) if begins else ""
-        # A request for no tokens has only its prompt.
+        # A request for no tokens has no deltas, and only its prompt.
         reason = "length" if params.max_tokens == 0 else None if last is None else last.reason
-        found: dict[str, Json] = {
+        body: dict[str, Json] = {
             "index": choice.index,
-            "text": prompt + "".join(piece.text for piece in pieces),
-            "logprobs": None if params.logprobs is None else self._logprobs(choice, pieces, begins=begins),
+            "text": prompt + "".join(delta.text for delta in deltas),
+            "logprobs": None if params.logprobs is None else self._logprobs(choice, deltas, begins=begins),
             "finish_reason": reason,
         }
         if reason is not None:
-            found["stop_reason"] = None if last is None else last.matched
-        return found
+            body["stop_reason"] = None if last is None else last.matched
+        return body
 
-    def _logprobs(self, choice: PartialChoice, pieces: Sequence[TokenDelta], *, begins: bool) -> Json:
+    def _logprobs(self, choice: PartialChoice, deltas: Sequence[TokenDelta], *, begins: bool) -> Json:
         tokens: list[Json] = []
         logprobs: list[Json] = []
         top: list[Json] = []
@@ -118,27 +118,29 @@ class CompletionBuilder(ResponseBuilder):
             logprobs.append(logprob)
             top.append(None if logprob is None else self._top(id, logprob, likeliest))
             offsets.append(choice.characters)
+            # Part of a character has no length in the text.
             choice.characters += 0 if text.startswith("bytes:") else len(text)
 
         if begins and choice.scores is not None:
             ids, scores = choice.submitted.request.tokens, choice.scores
+            # Nothing predicts the first token of a prompt.
             add(ids[0], None, ())
-            for id, one, likeliest in zip(ids[1:], scores.logprobs, scores.top, strict=True):
-                add(id, one, likeliest)
-        for piece in pieces:
-            if piece.token is not None and is_visible(piece):
-                add(piece.token.id, piece.token.logprob, piece.token.top)
+            for id, logprob, likeliest in zip(ids[1:], scores.logprobs, scores.top, strict=True):
+                add(id, logprob, likeliest)
+        for delta in deltas:
+            if delta.token is not None and is_visible(delta):
+                add(delta.token.id, delta.token.logprob, delta.token.top)
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
 
     def _top(self, id: int, logprob: float, likeliest: Sequence[tuple[int, float]]) -> Json:
-        """The likeliest tokens by their texts; the token itself is always one of them."""
-        found: dict[str, Json] = {}
+        """The most likely tokens by their texts; the token itself is always among them."""
+        values: dict[str, Json] = {}
         for other, value in likeliest:
-            found.setdefault(self.texts.text(other), value)
-        found.setdefault(self.texts.text(id), logprob)
-        return found
+            values.setdefault(self.texts.text(other), value)
+        values.setdefault(self.texts.text(id), logprob)
+        return values
 
 
 async def completions(request: Request) -> Response:
     """Answers `POST /v1/completions`."""
-    return await respond(request, path=PATH, read=parse_completion, build=CompletionBuilder, at_once=is_cheap_to_parse)
+    return await respond(request, path=PATH, parse=parse_completion, build=CompletionBuilder, on_loop=is_cheap_to_parse)

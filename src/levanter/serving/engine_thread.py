@@ -1,15 +1,9 @@
-"""`Delivery`: what the engine's thread has for who asked.
+"""`EngineThread`: the thread that runs the engine, and the messages between it and the event loop.
 
-`Inbox`: what the event loop has for the engine's thread. That thread sleeps in it while there is nothing to do.
-
-`Backlog`: requests that have not come to the engine yet, in their order.
-
-How fast an engine is, and how long what waits will take: what `Retry-After` is made of.
-
-`EngineThread`: the thread that runs the engine; it makes text of tokens, too, and stops a row where its text ends.
-
-Between two steps it reads the inbox, so who is given up has no row from the next step on. While nothing is asked it
-sleeps there.
+The event loop puts `Submission`, `Cancel` and `Drain` messages into an `Inbox`; the thread returns `TokenDelta` and
+`PromptScored` values. The thread also turns tokens into text and ends a choice at a stop string. Between two steps it
+reads the inbox, so a cancelled request has no slot from the next step on. While there is nothing to do it sleeps in the
+inbox.
 """
 
 import math
@@ -34,12 +28,12 @@ class TokenDelta:
 
     Attributes:
         of: the choice.
-        text: what may be shown now; nothing where the text may still change.
-        token: the token; None where the choice ended without one.
+        text: text to send now; empty while the text may still change.
+        token: the token; None if the choice ended without one.
         reason: why it has ended; None while it goes on.
         matched: the stop string or the id that ended it.
-        error: why it cannot go on; None where it can.
-        at: when, by `time.monotonic`.
+        error: an error that ended it, or None.
+        at: the time, by `time.monotonic`.
     """
 
     of: ChoiceId
@@ -52,14 +46,14 @@ class TokenDelta:
 
     @property
     def last(self) -> bool:
-        """Whether no more comes of its choice."""
+        """Whether this is the last delta of its choice."""
         return self.reason is not None or self.error is not None
 
     @property
     def size(self) -> int:
-        """About how many bytes it takes while it waits for its client."""
-        likeliest = 0 if self.token is None else len(self.token.top)
-        return 200 + len(self.text) * 4 + 60 * likeliest
+        """Approximate bytes of memory while it waits for its client."""
+        top = 0 if self.token is None else len(self.token.top)
+        return 200 + len(self.text) * 4 + 60 * top
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +61,10 @@ class PromptScored:
     """A prompt was scored.
 
     Attributes:
-        request: whose it is.
-        scores: how likely its tokens were.
-        error: why that is not known.
-        at: when.
+        request: id of its request.
+        scores: log-probabilities of its tokens.
+        error: why there are none, or None.
+        at: the time.
     """
 
     request: str
@@ -80,7 +74,7 @@ class PromptScored:
 
     @property
     def size(self) -> int:
-        """About how many bytes it takes while it waits for its client."""
+        """Approximate bytes of memory while it waits for its client."""
         return 0
 
 
@@ -89,11 +83,11 @@ Delivery: TypeAlias = TokenDelta | PromptScored
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """A request to be answered.
+    """A request for the engine.
 
     Attributes:
         request: the request.
-        score: whether its prompt is scored before it is gone on with; a request for no tokens is only scored.
+        score: whether its prompt is scored before it is continued; a request for no tokens is only scored.
     """
 
     request: Request
@@ -101,17 +95,17 @@ class Submission:
 
     @property
     def tokens(self) -> int:
-        """What of the queue it takes."""
+        """Tokens that it occupies in the queue."""
         return len(self.request.tokens) * self.request.params.n
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cancel:
-    """Nobody wants more of a request.
+    """Ends a request whose client has left.
 
     Attributes:
         request: its id.
-        choice: which choice; None for all.
+        choice: the choice; None for all.
     """
 
     request: str
@@ -120,179 +114,186 @@ class Cancel:
 
 @dataclass(frozen=True, kw_only=True)
 class Drain:
-    """Everything that is going on ends where it is, as if it had reached its `max_tokens`."""
+    """Ends all choices where they are, as if they had reached their `max_tokens`."""
 
 
 EngineMessage: TypeAlias = Submission | Cancel | Drain
 
 
 class InboxClosedError(Exception):
-    """Nobody reads letters any more."""
+    """The engine's thread reads no more messages."""
 
 
 class Inbox:
-    """Letters for the engine's thread, and a bound on what waits.
+    """Messages for the engine's thread, with a limit on queued prompt tokens.
 
     Args:
-        max_queued_tokens: of prompts that wait; a single request may have more.
+        max_queued_tokens: limit on tokens of prompts that wait; a single request may have more.
     """
 
     def __init__(self, max_queued_tokens: int):
         self.max_queued_tokens = max_queued_tokens
+        # Guards all fields below, and wakes the engine's thread.
         self._changed = threading.Condition()
-        self._letters: list[EngineMessage] = []
+        self._messages: list[EngineMessage] = []
         self._queued = 0
         self._closed = False
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens of prompts that wait, in here or at the engine."""
+        """Tokens of prompts that wait, in the inbox or at the engine."""
         with self._changed:
             return self._queued
 
-    def submit(self, submitted: Sequence[Submission]) -> None:
+    def submit(self, submissions: Sequence[Submission]) -> None:
         """Puts requests in, all of them or none.
 
         Raises:
-            QueueFullError: too much waits already.
-            InboxClosedError: nobody reads them any more.
+            QueueFullError: the limit on queued tokens is reached.
+            InboxClosedError: the thread reads no more messages.
         """
-        new = sum(each.tokens for each in submitted)
+        new = sum(submission.tokens for submission in submissions)
         with self._changed:
             if self._closed:
                 raise InboxClosedError
+            # An empty queue takes any request, or one that is longer than the limit could never be served.
             if self._queued and self._queued + new > self.max_queued_tokens:
                 raise QueueFullError(
-                    f"{self._queued} tokens wait, {new} more would be over the {self.max_queued_tokens} of the queue"
+                    f"{self._queued} tokens wait, {new} more would exceed the {self.max_queued_tokens} of the queue"
                 )
             self._queued += new
-            self._letters += submitted
+            self._messages += submissions
             self._changed.notify()
 
-    def post(self, letter: Cancel | Drain) -> None:
-        """Puts a letter in that always finds room."""
+    def post(self, message: Cancel | Drain) -> None:
+        """Puts in a message that no limit applies to."""
         with self._changed:
-            self._letters.append(letter)
+            self._messages.append(message)
             self._changed.notify()
 
     def close(self) -> None:
-        """Lets the engine's thread go; nothing more comes in."""
+        """Ends the engine's thread; `submit` fails from now on."""
         with self._changed:
             self._closed = True
             self._changed.notify()
 
-    def leave(self) -> list[EngineMessage]:
-        """Closes it; what nobody has read."""
+    def close_and_flush(self) -> list[EngineMessage]:
+        """Closes the inbox and returns the messages that were not read."""
         with self._changed:
             self._closed = True
-            left, self._letters = self._letters, []
-            return left
+            unread, self._messages = self._messages, []
+            return unread
 
     def take(self, *, wait: bool) -> list[EngineMessage] | None:
-        """All letters; None when the inbox is closed.
+        """All messages; None if the inbox is closed.
 
         Args:
             wait: whether to sleep until there are some.
         """
         with self._changed:
-            while wait and not self._letters and not self._closed:
+            # `wait` releases the lock while it sleeps; it may also return without a notification.
+            while wait and not self._messages and not self._closed:
                 self._changed.wait()
-            taken, self._letters = self._letters, []
-            return None if self._closed else taken
+            messages, self._messages = self._messages, []
+            return None if self._closed else messages
 
     def report(self, waiting: int) -> None:
-        """What waits at the engine, now that all that was taken is there."""
+        """Sets the tokens that wait at the engine, which has received all messages that were taken."""
         with self._changed:
-            self._queued = waiting + sum(each.tokens for each in self._letters if isinstance(each, Submission))
+            unread = (message.tokens for message in self._messages if isinstance(message, Submission))
+            # Messages that arrived since `take` are not known to the engine yet.
+            self._queued = waiting + sum(unread)
 
 
 class Backlog:
-    """Requests in their order, with what they take; each of them is found and counted without looking at the others.
+    """Requests that wait for the engine, in order.
+
+    A request is removed by its id, and the totals are kept up to date, both in constant time.
 
     Args:
-        context: positions of a row.
+        context: positions of a sequence.
     """
 
     def __init__(self, context: int):
         self._context = context
-        self._there: dict[str, Submission] = {}
+        self._requests: dict[str, Submission] = {}
         self.tokens = self.choices = self.new_tokens = 0
 
     def __bool__(self) -> bool:
-        return bool(self._there)
+        return bool(self._requests)
 
-    def append(self, submitted: Submission) -> None:
-        """Puts a request behind all others."""
-        self._there[submitted.request.id] = submitted
-        self._count(submitted, 1)
+    def append(self, submission: Submission) -> None:
+        """Adds a request at the end."""
+        self._requests[submission.request.id] = submission
+        self._count(submission, 1)
 
     def pop(self) -> Submission:
-        """Takes the first one out."""
-        return self._out(next(iter(self._there)))
+        """Removes and returns the first request."""
+        return self._remove(next(iter(self._requests)))
 
     def discard(self, id: str) -> None:
-        """Takes a request out, if it is there."""
-        if id in self._there:
-            self._out(id)
+        """Removes a request if it is in the backlog."""
+        if id in self._requests:
+            self._remove(id)
 
     def clear(self) -> list[Request]:
-        """Takes all out."""
-        return [self.pop().request for _ in range(len(self._there))]
+        """Removes and returns all requests."""
+        return [self.pop().request for _ in range(len(self._requests))]
 
-    def _out(self, id: str) -> Submission:
-        found = self._there.pop(id)
-        self._count(found, -1)
-        return found
+    def _remove(self, id: str) -> Submission:
+        submission = self._requests.pop(id)
+        self._count(submission, -1)
+        return submission
 
-    def _count(self, submitted: Submission, sign: int) -> None:
-        """Adds to what all of them take: tokens of prompts, choices, and tokens that these may get."""
-        request = submitted.request
-        self.tokens += sign * submitted.tokens
+    def _count(self, submission: Submission, sign: int) -> None:
+        """Updates the totals: prompt tokens, choices, and tokens that the choices may get."""
+        request = submission.request
+        self.tokens += sign * submission.tokens
         self.choices += sign * request.params.n
         self.new_tokens += sign * request.params.n * request.new_tokens(self._context)
 
 
 SMOOTHING = 0.1
-"""Of the last call in what a call takes of late."""
+"""Weight of the last step in the moving averages of `ThroughputEstimate`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ThroughputEstimate:
-    """What calls take of late; 0 where there was none yet.
+    """Moving averages of step times, from which `Retry-After` is computed; 0 before the first step.
 
     Attributes:
-        token_seconds: in which every row that runs gets its next tokens.
-        prompt_seconds: in which one token of a prompt is computed.
+        token_seconds: time of a step in which every running slot gets its next tokens.
+        prompt_seconds: time to compute one token of a prompt.
     """
 
     token_seconds: float = 0.0
     prompt_seconds: float = 0.0
 
     def after(self, seconds: float, *, rows: int, prompt_tokens: int) -> "ThroughputEstimate":
-        """The pace after another step.
+        """The estimate after another step.
 
         Args:
-            seconds: that it took.
-            rows: that got tokens.
-            prompt_tokens: that were computed.
+            seconds: time of the step.
+            rows: slots that got tokens.
+            prompt_tokens: prompt tokens that were computed.
         """
         if rows and not prompt_tokens:
             return replace(self, token_seconds=_smooth(self.token_seconds, seconds))
         if prompt_tokens:
-            # What decodes beside a prompt takes what it takes without.
-            own = max(0.0, seconds - (self.token_seconds if rows else 0.0))
-            return replace(self, prompt_seconds=_smooth(self.prompt_seconds, own / prompt_tokens))
+            # The decode call of a step takes as long with a prefill call as without; the rest is the prefill's.
+            prefill_seconds = max(0.0, seconds - (self.token_seconds if rows else 0.0))
+            return replace(self, prompt_seconds=_smooth(self.prompt_seconds, prefill_seconds / prompt_tokens))
         return self
 
-    def drained_in(self, *, rows: int, left: int, prompt_tokens: int) -> float:
-        """Seconds until all that is known is done, if every row runs all the time.
+    def drained_in(self, *, rows: int, remaining: int, prompt_tokens: int) -> float:
+        """Seconds until all known requests are done, if every slot runs all the time.
 
         Args:
-            rows: that there are.
-            left: tokens that running and waiting choices may still get.
-            prompt_tokens: of the prompts that wait.
+            rows: number of slots.
+            remaining: tokens that running and waiting choices may still get.
+            prompt_tokens: tokens of the prompts that wait.
         """
-        return left / rows * self.token_seconds + prompt_tokens * self.prompt_seconds
+        return remaining / rows * self.token_seconds + prompt_tokens * self.prompt_seconds
 
 
 def _smooth(before: float, now: float) -> float:
@@ -300,14 +301,14 @@ def _smooth(before: float, now: float) -> float:
 
 
 class EngineThread:
-    """Runs an engine in a thread of its own.
+    """Runs an engine in its own thread.
 
     Args:
-        engine: the engine; nobody else touches it while the thread runs.
-        inbox: what it is asked.
-        stream: makes text of the ids of one choice.
-        score: scores prompts; None where nobody may ask for that.
-        deliver: gets what comes of it, once a step, in the thread.
+        engine: the engine; nothing else uses it while the thread runs.
+        inbox: messages for the thread.
+        stream: makes a detokenizer for one choice.
+        score: scores prompts; None if no request may have its prompt scored.
+        deliver: receives the results of a step, in the thread.
         ended: is called in the thread when it ends.
     """
 
@@ -326,11 +327,11 @@ class EngineThread:
         schedule = engine.schedule
         self._backlog, self._to_score = Backlog(schedule.context), Backlog(schedule.context)
         self._texts: dict[str, dict[int, ChoiceText]] = {}
-        """Of each request its choices that go on."""
-        self._made: list[Delivery] = []
-        self._pace = ThroughputEstimate()
+        """Request id → the choices that go on, by number."""
+        self._outbox: list[Delivery] = []
+        self._throughput = ThroughputEstimate()
         pages = schedule.pages * schedule.shards
-        self.load = EngineLoad(rows=schedule.rows, pages=pages, pages_free=pages)
+        self.load = EngineLoad(slots=schedule.rows, pages=pages, pages_free=pages)
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -344,19 +345,20 @@ class EngineThread:
         return self._thread.is_alive()
 
     def join(self) -> None:
-        """Waits until the thread has ended; the inbox has to be closed."""
+        """Waits until the thread has ended; the inbox must be closed."""
         self._thread.join()
 
     def _run(self) -> None:
         try:
-            while (letters := self._inbox.take(wait=self._idle)) is not None:
-                for letter in letters:
-                    self._take(letter)
+            # In this order a cancelled request is removed before it is offered, and a new one runs in this step.
+            while (messages := self._inbox.take(wait=self._idle)) is not None:
+                for message in messages:
+                    self._handle(message)
                 self._score_one()
                 self._offer()
                 self._step()
                 self._report()
-        except BaseException as error:  # noqa: BLE001 - whoever waits for this thread raises it
+        except BaseException as error:  # noqa: BLE001 - the server raises it when it has shut down
             self.error = error
         finally:
             self._abandon()
@@ -366,36 +368,38 @@ class EngineThread:
         return self._engine.idle and not (self._backlog or self._to_score)
 
     def _step(self) -> None:
-        """Has the engine do its next calls, and hears what came of those before."""
+        """Runs a step of the engine, and processes the events of earlier steps that it returns."""
+        # The time of a step covers calls that were dispatched earlier: in a steady state these take as long as its own.
         began, computed = time.monotonic(), self._engine.computed_tokens
         for event in self._engine.step():
-            self._hear(event)
-        rows = sum(row is not None and not row.prefilling for row in self._engine.standing.rows)
+            self._process(event)
+        rows = sum(row is not None and not row.prefilling for row in self._engine.state.rows)
         new = self._engine.computed_tokens - computed
-        self._pace = self._pace.after(time.monotonic() - began, rows=rows, prompt_tokens=new)
+        self._throughput = self._throughput.after(time.monotonic() - began, rows=rows, prompt_tokens=new)
 
-    def _take(self, letter: Submission | Cancel | Drain) -> None:
-        if isinstance(letter, Submission):
-            (self._to_score if letter.score else self._backlog).append(letter)
-            request = letter.request
+    def _handle(self, message: EngineMessage) -> None:
+        if isinstance(message, Submission):
+            (self._to_score if message.score else self._backlog).append(message)
+            request = message.request
             if request.params.max_tokens != 0:
                 self._texts[request.id] = {n: self._text(request) for n in range(request.params.n)}
-        elif isinstance(letter, Cancel):
-            if letter.choice is None:
-                # A single choice is dropped when its request comes to the engine.
-                self._backlog.discard(letter.request)
-                self._to_score.discard(letter.request)
-            for n, text in list(self._texts.get(letter.request, {}).items()):
-                if letter.choice in (None, n):
-                    of = ChoiceId(letter.request, n)
+        elif isinstance(message, Cancel):
+            if message.choice is None:
+                # A single choice of a request in the backlog is dropped by `_offer`.
+                self._backlog.discard(message.request)
+                self._to_score.discard(message.request)
+            # A list, because `_end` removes entries.
+            for n, text in list(self._texts.get(message.request, {}).items()):
+                if message.choice in (None, n):
+                    of = ChoiceId(message.request, n)
                     self._end(of, TokenDelta(of=of, reason=text.cancel().reason, at=time.monotonic()))
         else:
             for of, text in self._open():
                 piece = text.cancel()
                 self._end(of, TokenDelta(of=of, text=piece.text, reason="length", at=time.monotonic()))
             for request in self._to_score.clear():
-                said = "the server ended before the prompt was scored"
-                self._made.append(PromptScored(request=request.id, error=said, at=time.monotonic()))
+                error = "the server shut down before the prompt was scored"
+                self._outbox.append(PromptScored(request=request.id, error=error, at=time.monotonic()))
             self._backlog.clear()
 
     def _open(self) -> list[tuple[ChoiceId, ChoiceText]]:
@@ -403,51 +407,56 @@ class EngineThread:
         return [(ChoiceId(id, n), text) for id, texts in self._texts.items() for n, text in texts.items()]
 
     def _text(self, request: Request) -> ChoiceText:
-        return ChoiceText.of(request, self._stream(), limit=request.new_tokens(self._engine.schedule.context))
+        return ChoiceText.for_request(request, self._stream(), limit=request.new_tokens(self._engine.schedule.context))
 
-    def _end(self, of: ChoiceId, piece: TokenDelta) -> None:
-        self._engine.give_up(of)
+    def _end(self, of: ChoiceId, delta: TokenDelta) -> None:
+        self._engine.cancel(of)
         texts = self._texts.get(of.request, {})
         texts.pop(of.choice, None)
         if not texts:
             self._texts.pop(of.request, None)
-        self._made.append(piece)
+        self._outbox.append(delta)
 
     def _score_one(self) -> None:
-        """Scores one prompt: who is being answered waits no longer than for that."""
+        """Scores at most one prompt, so that running choices wait for no more than that."""
         if not self._to_score:
             return
         assert self._score is not None, "a prompt is to be scored, and the plan has no Program for that"
-        asked = self._to_score.pop()
-        request = asked.request
+        submission = self._to_score.pop()
+        request = submission.request
         scores = self._score(request.tokens, request.params.logprobs or 0)
+        # JSON has no NaN; a model that overflowed has no scores.
         if not all(map(math.isfinite, scores.logprobs)):
-            self._made.append(PromptScored(request=request.id, error=NOT_FINITE, at=time.monotonic()))
+            self._outbox.append(PromptScored(request=request.id, error=NOT_FINITE, at=time.monotonic()))
             self._texts.pop(request.id, None)
             return
-        self._made.append(PromptScored(request=request.id, scores=scores, at=time.monotonic()))
+        self._outbox.append(PromptScored(request=request.id, scores=scores, at=time.monotonic()))
         if request.params.max_tokens != 0:
-            self._backlog.append(replace(asked, score=False))
+            self._backlog.append(replace(submission, score=False))
 
     def _offer(self) -> None:
-        """Gives the engine as many requests as it has rows to plan for."""
+        """Offers requests to the engine until its queue has as many choices as there are slots.
+
+        The others stay in the backlog, where cancelling one costs nothing.
+        """
         engine = self._engine
-        while self._backlog and len(engine.standing.queue) < engine.schedule.rows:
+        while self._backlog and len(engine.state.queue) < engine.schedule.rows:
             request = self._backlog.pop().request
             engine.offer(request)
             for n in range(request.params.n):
                 if n not in self._texts.get(request.id, {}):
-                    engine.give_up(ChoiceId(request.id, n))
+                    engine.cancel(ChoiceId(request.id, n))
 
-    def _hear(self, event: Event) -> None:
+    def _process(self, event: Event) -> None:
         text = self._texts.get(event.of.request, {}).get(event.of.choice)
         if text is None:
+            # The choice has ended by a stop string, or was cancelled, while the engine computed further tokens.
             return
         if isinstance(event, Failed):
             self._end(event.of, TokenDelta(of=event.of, error=event.error, at=time.monotonic()))
         elif isinstance(event, Token):
             piece = text.push(event.id)
-            found = TokenDelta(
+            delta = TokenDelta(
                 of=event.of,
                 text=piece.text,
                 token=event,
@@ -456,48 +465,51 @@ class EngineThread:
                 at=time.monotonic(),
             )
             if piece.reason is None:
-                self._made.append(found)
+                self._outbox.append(delta)
             else:
-                self._end(event.of, found)
+                self._end(event.of, delta)
 
     def _report(self) -> None:
-        """Tells the inbox what waits, and hands over what was made."""
-        standing, schedule = self._engine.standing, self._engine.schedule
-        rows = [row for row in standing.rows if row is not None]
-        free, running = sum(pool.available for pool in standing.pools), len(rows)
-        unread = (self._backlog, self._to_score)
-        waiting = sum(each.tokens for each in unread) + standing.queued_tokens
+        """Reports the queue to the inbox, updates the load, and delivers the results of the step."""
+        state, schedule = self._engine.state, self._engine.schedule
+        rows = [row for row in state.rows if row is not None]
+        free, running = sum(pool.available for pool in state.pools), len(rows)
+        backlogs = (self._backlog, self._to_score)
+        waiting = sum(backlog.tokens for backlog in backlogs) + state.queued_tokens
         self._inbox.report(waiting)
         self.load = replace(
             self.load,
             running=running,
-            waiting=len(standing.queue) + sum(each.choices for each in unread),
+            waiting=len(state.queue) + sum(backlog.choices for backlog in backlogs),
             waiting_tokens=waiting,
-            drain_seconds=self._pace.drained_in(
+            drain_seconds=self._throughput.drained_in(
                 rows=schedule.rows,
-                left=sum(row.left for row in (*rows, *standing.queue)) + sum(each.new_tokens for each in unread),
+                remaining=sum(row.unplanned for row in (*rows, *state.queue))
+                + sum(backlog.new_tokens for backlog in backlogs),
                 prompt_tokens=waiting,
             ),
-            pages_free=free - running * (schedule.pages // schedule.places) if schedule.fixed else free,
+            # With a fixed cache the pools are never used: each running slot owns its share of the pages.
+            pages_free=free - running * (schedule.pages // schedule.rows_per_shard) if schedule.fixed else free,
             computed_tokens=self._engine.computed_tokens,
             shared_tokens=self._engine.shared_tokens,
         )
-        if self._made:
-            made, self._made = self._made, []
-            self._deliver(made)
+        if self._outbox:
+            deliveries, self._outbox = self._outbox, []
+            self._deliver(deliveries)
 
     def _abandon(self) -> None:
-        """Tells all that are still waiting that nothing more comes."""
-        said = "the server has ended" if self.error is None else f"the engine has stopped: {_first_line(self.error)}"
+        """Ends all open choices with an error."""
+        message = "the server has shut down" if self.error is None else f"the engine failed: {_first_line(self.error)}"
         now = time.monotonic()
-        for letter in self._inbox.leave():
-            if isinstance(letter, Submission):
-                self._take(letter)
-        self._made += [TokenDelta(of=of, error=said, at=now) for of, _ in self._open()]
-        self._made += [PromptScored(request=request.id, error=said, at=now) for request in self._to_score.clear()]
+        # Requests that were never read get an error as well.
+        for unread in self._inbox.close_and_flush():
+            if isinstance(unread, Submission):
+                self._handle(unread)
+        self._outbox += [TokenDelta(of=of, error=message, at=now) for of, _ in self._open()]
+        self._outbox += [PromptScored(request=request.id, error=message, at=now) for request in self._to_score.clear()]
         self._texts.clear()
         self._backlog.clear()
-        self._deliver(self._made)
+        self._deliver(self._outbox)
         self._ended()
 
 

@@ -1,4 +1,4 @@
-"""`ApiError`: why a request is not answered, as OpenAI's clients read it.
+"""`ApiError`: an error response in the form that OpenAI's clients read.
 
 {"error": {"message": "…", "type": "invalid_request_error", "param": "temperature", "code": null}}
 """
@@ -17,9 +17,9 @@ from levanter.base.bounded_json import Json
 RejectReason: TypeAlias = Literal[
     "invalid", "too_long", "too_large", "queue_full", "draining", "key", "limit", "origin", "absent"
 ]
-"""Why nothing was begun: no valid request, more than the context, a body that is too large, too much waits, the server
-is ending, no key or a wrong one, too many requests or too slow ones, from a page of another site, or no such model or
-route."""
+"""Why a request was rejected: it is invalid, longer than the context, or has too large a body; the queue is full; the
+server is shutting down; the key is missing or wrong; the client exceeds a limit of rate or time; the request comes from
+a page of another site; or the model or route does not exist."""
 INVALID = "invalid_request_error"
 JSON_ENCODER = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=(",", ":"))
 """Writes JSON in ASCII: some clients take U+2028 in a stream for the end of a line."""
@@ -27,16 +27,16 @@ _PARAM = re.compile(r"([A-Za-z_][\w.\[\]]{0,100}): ")
 
 
 class ApiError(Exception):
-    """A request that is not answered.
+    """A request that gets an error response.
 
     Attributes:
-        status: of the answer.
-        message: what is wrong, all of it.
-        reason: which kind of refusal it is, for metrics; None for what failed later.
+        status: HTTP status of the response.
+        message: every problem of the request, a line each.
+        reason: the reason that metrics count; None for a failure after the request was admitted.
         kind: OpenAI's `type`.
         param: the field that is wrong.
         code: OpenAI's `code`.
-        headers: that the answer has beside.
+        headers: further headers of the response.
     """
 
     def __init__(
@@ -57,18 +57,18 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Json]:
-        """The JSON of it."""
+        """The JSON body of the response."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
 def invalid_request(message: str, *, code: str | None = None, reason: RejectReason = "invalid") -> ApiError:
-    """A request that cannot be used; `param` is the first field that the message names."""
-    found = _PARAM.match(message)
-    return ApiError(400, message, reason=reason, param=None if found is None else found[1], code=code)
+    """An error 400; `param` is the first field that the message names."""
+    match = _PARAM.match(message)
+    return ApiError(400, message, reason=reason, param=None if match is None else match[1], code=code)
 
 
 def failed_request(message: str) -> ApiError:
-    """A request that was begun and could not be finished."""
+    """An error 500: a request that was admitted and could not be finished."""
     return ApiError(500, message, kind="server_error")
 
 
@@ -78,7 +78,7 @@ def json_bytes(value: Mapping[str, Json]) -> bytes:
 
 
 class JsonResponse(Response):
-    """An object as an answer."""
+    """A response with a JSON object as its body."""
 
     media_type = "application/json"
 
@@ -87,10 +87,10 @@ class JsonResponse(Response):
 
 
 async def api_error_response(request: Request, error: Exception) -> Response:
-    """The answer to a request that is refused.
+    """Handles an `ApiError`.
 
-    Like the others here it is no plain function: such a one is called in a thread of a pool, where nobody counts safely
-    and which takes the interpreter from the engine.
+    This and the other handlers are coroutines because Starlette calls plain functions in a thread pool, where counters
+    are not safe and which takes the interpreter from the engine.
     """
     del request
     assert isinstance(error, ApiError)
@@ -98,17 +98,20 @@ async def api_error_response(request: Request, error: Exception) -> Response:
 
 
 async def http_error_response(request: Request, error: Exception) -> Response:
-    """The answer to a path that does not exist, or a method that a path does not have."""
+    """Handles a path that does not exist, or a method that a path does not have."""
     assert isinstance(error, HTTPException)
     known = sorted({getattr(route, "path", "") for route in request.app.routes} - {""})
-    said = {404: f"no such path; there are {', '.join(known)}", 405: f"{request.method} is not a method of this path"}
-    message = f"{request.url.path}: {said.get(error.status_code, error.detail)}"
+    details = {
+        404: f"no such path; there are {', '.join(known)}",
+        405: f"{request.method} is not a method of this path",
+    }
+    message = f"{request.url.path}: {details.get(error.status_code, error.detail)}"
     answer = ApiError(error.status_code, message, headers=error.headers)
     return JsonResponse(answer.body, status=answer.status, headers=answer.headers)
 
 
 async def internal_error_response(request: Request, error: Exception) -> Response:
-    """The answer where something of ours is wrong; what it is goes to the log, and not to the client."""
+    """Handles an internal error; its details go to the log, and not to the client."""
     del request, error
-    answer = failed_request("internal error; the server's log says more")
+    answer = failed_request("internal error; the server's log has the details")
     return JsonResponse(answer.body, status=answer.status)

@@ -1,6 +1,6 @@
-"""JSON schemas of types: of the dataclasses that requests are decoded by, and of the dictionaries that answers are.
+"""JSON schemas of dataclasses (requests) and typed dictionaries (responses).
 
-Descriptions are the docstrings' own; bounds are the ranges in annotations.
+Descriptions come from docstrings, bounds from the `Range` in annotations.
 """
 
 import dataclasses
@@ -19,30 +19,30 @@ _SCALARS: Mapping[object, str] = {str: "string", int: "integer", float: "number"
 
 
 def field_descriptions(cls: type) -> Mapping[str, str]:
-    """What the docstring of a class says of its fields."""
-    found: dict[str, str] = {}
+    """The descriptions of fields in the docstring of a class: the entries below `Attributes:`."""
+    descriptions: dict[str, str] = {}
     names: list[str] = []
     for line in inspect.cleandoc(cls.__doc__ or "").splitlines():
         if (match := _ENTRY.match(line)) is not None:
             names = match[1].split(", ")
-            found |= dict.fromkeys(names, match[2])
+            descriptions |= dict.fromkeys(names, match[2])
         elif names and line.startswith("        "):
-            found |= {name: f"{found[name]} {line.strip()}" for name in names}
+            descriptions |= {name: f"{descriptions[name]} {line.strip()}" for name in names}
         else:
             names = []
-    return found
+    return descriptions
 
 
 def type_schema(hint: object) -> dict[str, Json]:
-    """The JSON schema of a type; classes by reference."""
+    """The JSON schema of a type; a class becomes a reference."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is NotRequired:
         return type_schema(args[0])
     if origin is Annotated:
         return {**type_schema(args[0]), **_range_bounds(args[1:])}
     if origin in (Union, types.UnionType):
-        several: list[Json] = [{"type": "null"} if one is type(None) else type_schema(one) for one in args]
-        return {"anyOf": several}
+        members: list[Json] = [{"type": "null"} if one is type(None) else type_schema(one) for one in args]
+        return {"anyOf": members}
     if origin is Literal:
         return {"enum": list(args)}
     if origin is tuple:
@@ -56,65 +56,66 @@ def type_schema(hint: object) -> dict[str, Json]:
     return {"type": _SCALARS[hint]} if hint in _SCALARS else {}
 
 
-def object_schema(cls: type, *, beside: Mapping[str, Json] | None = None) -> dict[str, Json]:
-    """The schema of a class's objects: all of its fields and no others.
+def object_schema(cls: type, *, more: Mapping[str, Json] | None = None) -> dict[str, Json]:
+    """The schema of a class: all of its fields and no others.
 
     Args:
         cls: the class.
-        beside: further properties.
+        more: further properties.
     """
     required: list[Json] = [*sorted(_required_fields(cls))]
     return {
         "type": "object",
         "description": inspect.cleandoc(cls.__doc__ or "").split("\n", 1)[0],
-        "properties": {**(beside or {}), **property_schemas(cls)},
+        "properties": {**(more or {}), **property_schemas(cls)},
         "required": required,
         "additionalProperties": False,
     }
 
 
 def property_schemas(cls: type, *, without: frozenset[str] = frozenset()) -> dict[str, Json]:
-    """The properties of a class's objects; what has a default may be null.
+    """The schemas of the fields of a class; a field with a default may be null.
 
     Args:
         cls: the class.
-        without: fields that are left out.
+        without: fields that are omitted.
     """
-    hints, said = get_type_hints(cls, include_extras=True), field_descriptions(cls)
-    found: dict[str, Json] = {}
+    hints, descriptions = get_type_hints(cls, include_extras=True), field_descriptions(cls)
+    properties: dict[str, Json] = {}
     for name in _field_names(cls):
         if name in without:
             continue
-        own = type_schema(hints[name])
+        # `decode` takes null for any field that has a default.
+        schema = type_schema(hints[name])
         if (
             dataclasses.is_dataclass(cls)
             and name not in _required_fields(cls)
-            and {"type": "null"} not in _alternatives(own)
+            and {"type": "null"} not in _alternatives(schema)
         ):
-            own = {"anyOf": [own, {"type": "null"}]}
-        found[name] = {**own, "description": said.get(name, "")}
-    return found
+            schema = {"anyOf": [schema, {"type": "null"}]}
+        properties[name] = {**schema, "description": descriptions.get(name, "")}
+    return properties
 
 
-def add_schemas(cls: type, found: dict[str, Json]) -> None:
-    """Adds the schema of a class, and of those that its fields are made of, by their names.
+def add_schemas(cls: type, components: dict[str, Json]) -> None:
+    """Adds the schemas of a class and of the classes in its fields, by name.
 
     Args:
         cls: the class.
-        found: schemas so far; what is there stays.
+        components: schemas so far; existing ones are kept.
     """
-    found.setdefault(cls.__name__, object_schema(cls))
+    components.setdefault(cls.__name__, object_schema(cls))
     for hint in get_type_hints(cls).values():
-        for part in _field_classes(hint):
-            if part.__name__ not in found:
-                add_schemas(part, found)
+        for field_class in _field_classes(hint):
+            if field_class.__name__ not in components:
+                add_schemas(field_class, components)
 
 
 def _field_classes(hint: object) -> Iterator[type]:
     if isinstance(hint, type) and _has_fields(hint):
         yield hint
-    for one in get_args(hint):
-        yield from _field_classes(one)
+    for argument in get_args(hint):
+        yield from _field_classes(argument)
 
 
 def _has_fields(cls: type) -> bool:
@@ -123,7 +124,7 @@ def _has_fields(cls: type) -> bool:
 
 def _field_names(cls: type) -> tuple[str, ...]:
     return (
-        tuple(each.name for each in dataclasses.fields(cls))
+        tuple(field.name for field in dataclasses.fields(cls))
         if dataclasses.is_dataclass(cls)
         else (*get_type_hints(cls),)
     )
@@ -134,17 +135,18 @@ def _required_fields(cls: type) -> frozenset[str]:
         return frozenset(getattr(cls, "__required_keys__"))  # noqa: B009 - a type checker knows no such attribute
     missing = dataclasses.MISSING
     fields = dataclasses.fields(cls)
-    return frozenset(each.name for each in fields if each.default is missing and each.default_factory is missing)
+    return frozenset(field.name for field in fields if field.default is missing and field.default_factory is missing)
 
 
 def _alternatives(schema: dict[str, Json]) -> list[Json]:
-    several = schema.get("anyOf")
-    return several if isinstance(several, list) else []
+    members = schema.get("anyOf")
+    return members if isinstance(members, list) else []
 
 
 def _range_bounds(extras: tuple[object, ...]) -> dict[str, Json]:
-    for each in extras:
-        if isinstance(each, Range):
-            low = min((each.low, *each.also))
-            return {"exclusiveMinimum" if each.above else "minimum": low, "maximum": each.high}
+    for extra in extras:
+        if isinstance(extra, Range):
+            # Single values outside of the range (-1 for all) widen the bound: JSON schema has no simple form for them.
+            low = min((extra.low, *extra.also))
+            return {"exclusiveMinimum" if extra.above else "minimum": low, "maximum": extra.high}
     return {}

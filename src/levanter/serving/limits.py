@@ -1,7 +1,7 @@
-"""Bounds of what clients may send: how much, how slowly and how often.
+"""Limits on clients: size, speed and rate of requests.
 
-`serving.whole_body` and `serving.rate` are the doors in front of the application that keep to them; connections are
-bounded by `serving.connections`.
+`serving.middleware` enforces those of bodies and rates, `serving.server` those of connections. This module imports
+neither, so that a configuration is read without an HTTP server installed.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ Seconds: TypeAlias = Annotated[float, Range(0, 86_400, above=True)]
 
 @dataclass(frozen=True, kw_only=True)
 class LimitsConfig(Ranged):
-    """What clients may send, and how slowly.
+    """Limits on the size, speed and rate of requests.
 
     Attributes:
         max_body_mib: largest body of a request, in MiB.
@@ -43,6 +43,6 @@ class LimitsConfig(Ranged):
         super().__post_init__()
         if self.max_body_mib > self.max_bodies_mib:
             raise ValueError(
-                f"max_body_mib: {self.max_body_mib:g} MiB of a request are more than all requests may have together, "
-                f"max_bodies_mib: {self.max_bodies_mib:g}"
+                f"max_body_mib: {self.max_body_mib:g} MiB for one request exceed max_bodies_mib, "
+                f"{self.max_bodies_mib:g} MiB for all requests together"
             )

@@ -1,22 +1,7 @@
-"""How the doors in front of the application turn a request away: no route hears of it, observers do.
+"""ASGI middleware that rejects requests before a route sees them.
 
-The door that only HTTP comes through that is spoken here.
-
-The door that other sites do not come through.
-
-A page that somebody visits can make the browser send requests to this machine, also to a name of its own that it lets
-point here. Where a key is asked for, neither has it; where there is none, the names in `Host` and `Origin` tell.
-
-The door that counts the requests of each client address.
-
-The door that looks at the key of requests.
-
-The door that reads the body of a request, within bounds.
-
-It is read whole before the application is called: it is JSON, which means nothing before its end, and whoever sends it
-byte by byte keeps a connection and nothing else.
-
-The doors of a server, one behind the other: who comes through all of them reaches a route.
+`middleware_stack` puts the classes in order: HTTP version, same origin, rate limit, API key, body limit. Each passes a
+request on, or answers it with an error and reports a `RequestRejected` event.
 """
 
 import asyncio
@@ -36,21 +21,75 @@ from levanter.serving.errors import ApiError, JsonResponse
 from levanter.serving.limits import LimitsConfig
 from levanter.serving.metrics import Observer, RequestRejected, ServerEvent
 
+HTTP_VERSIONS = ("1.0", "1.1")
+LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
+"""Host names by which clients reach a server that listens on the local machine only."""
+MAX_TRACKED_CLIENTS = 10_000
+"""Addresses whose rate is tracked; beyond that, those without a request for longest are dropped."""
+OPEN_PATHS = ("/", "/health", "/ready")
+"""Paths that need no key: the page, which contains nothing about this server, and probes."""
+LINGER_SECONDS = 2.0
+"""How long a client may go on sending after its body was rejected."""
+
+MISSING_KEY = ApiError(
+    401,
+    "this server requires a key: send the header `Authorization: Bearer …`",
+    reason="key",
+    code="invalid_api_key",
+    headers={"WWW-Authenticate": "Bearer"},
+)
+WRONG_KEY = ApiError(
+    401,
+    "the key in the header `Authorization` is not this server's",
+    reason="key",
+    code="invalid_api_key",
+    headers={"WWW-Authenticate": 'Bearer error="invalid_token"'},
+)
+
 
 def ignore_event(event: ServerEvent) -> None:
-    """Nobody counts."""
+    """An observer that does nothing."""
     del event
+
+
+def middleware_stack(
+    *,
+    limits: LimitsConfig,
+    key: ApiKey | None = None,
+    names: Collection[str] | None = None,
+    observe: Observer = ignore_event,
+) -> Sequence[Middleware]:
+    """The middleware of a server, the outermost first, for `serving.app.app`.
+
+    Args:
+        limits: limits on clients.
+        key: the key that requests must carry; None for none.
+        names: host names that requests may use; None for any. A server without a key that listens on the local machine
+            only has `LOCAL_NAMES` and its own address.
+        observe: receives an event for each rejected request.
+    """
+    # Cheap checks first. Versions differ in what the same bytes mean, so that check precedes all others.
+    stack = [Middleware(HttpVersionCheck, observe=observe)]
+    if names is not None:
+        stack.append(Middleware(SameOrigin, names=names, observe=observe))
+    # The rate limit comes before the key, so that keys are guessed no faster than requests may come. The body is read
+    # last, and only for requests that passed everything else.
+    if limits.requests_per_minute is not None:
+        stack.append(Middleware(RateLimit, per_minute=limits.requests_per_minute, observe=observe))
+    if key is not None:
+        stack.append(Middleware(RequireApiKey, key=key, observe=observe))
+    return (*stack, Middleware(BodyLimit, limits=limits, observe=observe))
 
 
 async def reject(error: ApiError, scope: Scope, send: Send, observe: Observer) -> None:
     """Answers a request with an error.
 
     Args:
-        error: why it is not let in.
+        error: the error; its `reason` is set.
         scope, send: of the request.
-        observe: is told.
+        observe: receives the event.
     """
-    assert error.reason is not None, "a request is turned away for a reason"
+    assert error.reason is not None, "a rejection has a reason"
     observe(RequestRejected(route=scope["path"], reason=error.reason, status=error.status))
     await JsonResponse(error.body, status=error.status, headers=error.headers)(scope, _receive_nothing, send)
 
@@ -59,15 +98,12 @@ async def _receive_nothing() -> Message:
     raise AssertionError("an error is sent without reading anything")
 
 
-HTTP_VERSIONS = ("1.0", "1.1")
-
-
 class HttpVersionCheck:
-    """Turns away requests of other versions of HTTP: what they mean by the same words is not known.
+    """Rejects requests of HTTP versions other than `HTTP_VERSIONS`.
 
     Args:
-        app: what is behind the door.
-        observe: is told of whom is turned away.
+        app: the wrapped application.
+        observe: receives an event for each rejected request.
     """
 
     def __init__(self, app: ASGIApp, *, observe: Observer = ignore_event):
@@ -79,22 +115,22 @@ class HttpVersionCheck:
         if scope["type"] != "http" or version in HTTP_VERSIONS:
             await self._app(scope, receive, send)
             return
-        said = f"HTTP/{version} is not spoken here, HTTP/{' and HTTP/'.join(HTTP_VERSIONS)} are"
-        error = ApiError(400, said, reason="invalid", headers={"Connection": "close"})
+        message = f"HTTP/{version} is not supported; HTTP/{' and HTTP/'.join(HTTP_VERSIONS)} are"
+        error = ApiError(400, message, reason="invalid", headers={"Connection": "close"})
         await reject(error, scope, send, self._observe)
 
 
-LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
-"""What a server that only this machine reaches is called by its clients."""
-
-
 class SameOrigin:
-    """Turns away what pages of other sites make a browser send.
+    """Rejects requests that pages of other sites make a browser send.
+
+    A page that somebody visits can make the browser send requests to this machine, also under a name of its own domain
+    that resolves to this machine (DNS rebinding). A server with a key is safe from both, because the page does not have
+    the key. For a server without one the names in the headers `Host` and `Origin` decide.
 
     Args:
-        app: what is behind the door.
-        names: by which clients may call this server.
-        observe: is told of whom is turned away.
+        app: the wrapped application.
+        names: host names that requests may use.
+        observe: receives an event for each rejected request.
     """
 
     def __init__(
@@ -113,13 +149,13 @@ class SameOrigin:
             await self._app(scope, receive, send)
             return
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        # Browsers name the host; who names none is no browser.
+        # Browsers always send `Host`; a client that does not is not a browser and passes.
         host, origin = headers.get(b"host"), headers.get(b"origin")
         problem = None
         if host is not None and _hostname(f"//{host}") not in self._names:
-            problem = f"this server is not called {host!r}: it answers this machine alone, as {LOCAL_NAMES[0]}"
+            problem = f"{host!r} is not a name of this server; it serves the local machine only, as {LOCAL_NAMES[0]}"
         elif origin is not None and origin.lower() not in (f"http://{host}".lower(), f"https://{host}".lower()):
-            problem = "pages of other sites may not ask this server"
+            problem = "pages of other sites may not use this server"
         if problem is None:
             await self._app(scope, receive, send)
             return
@@ -127,26 +163,22 @@ class SameOrigin:
 
 
 def _hostname(url: str) -> str | None:
-    """The host of a URL, in lower case; None where there is none."""
+    """The host of a URL, in lower case; None if it has none."""
     try:
         return urlsplit(url).hostname
     except ValueError:
         return None
 
 
-MAX_TRACKED_CLIENTS = 10_000
-"""Addresses that are counted at most; those that were not heard of for longest are forgotten first."""
-
-
 class RateLimit:
-    """Requests of one client address within a minute, as a bucket that fills evenly.
+    """Limits the requests of each client address by a token bucket.
 
     Args:
-        app: what is behind the door.
-        per_minute: requests; so many may come at once, too.
-        observe: is told of whom is turned away.
+        app: the wrapped application.
+        per_minute: requests a minute; also the size of the bucket, so that as many may come at once.
+        observe: receives an event for each rejected request.
         now: a clock in seconds.
-        open_paths: what is not counted: probes.
+        open_paths: paths that are not counted: probes.
     """
 
     def __init__(
@@ -160,15 +192,17 @@ class RateLimit:
     ):
         self._app, self._per_minute, self._observe, self._now = app, per_minute, observe, now
         self._open = frozenset(open_paths)
-        self._known: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        # Address → tokens in its bucket and when they were counted, the least recent first.
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes a request on, or answers it with 429 and the seconds after which the next one is taken."""
+        """Passes a request on, or answers it with 429 and the seconds after which the next one is accepted."""
         if scope["type"] != "http" or scope["path"] in self._open:
             await self._app(scope, receive, send)
             return
+        # Behind a proxy all clients share the proxy's address; `proxy_headers` are not trusted.
         client = scope.get("client")
-        wait = self.wait_of(client[0] if client else "")
+        wait = self.retry_after(client[0] if client else "")
         if wait is None:
             await self._app(scope, receive, send)
             return
@@ -182,49 +216,31 @@ class RateLimit:
         )
         await reject(error, scope, send, self._observe)
 
-    def wait_of(self, address: str) -> int | None:
+    def retry_after(self, address: str) -> int | None:
         """Counts a request of an address.
 
         Returns:
-            None if it is taken, else the whole seconds after which one will be.
+            None if it is accepted, else the whole seconds after which one will be.
         """
-        now, a_second = self._now(), self._per_minute / 60
-        there, since = self._known.pop(address, (float(self._per_minute), now))
-        there = min(float(self._per_minute), there + (now - since) * a_second)
-        taken = there >= 1
-        self._known[address] = (there - 1 if taken else there, now)
-        while len(self._known) > MAX_TRACKED_CLIENTS:
-            self._known.popitem(last=False)
-        return None if taken else max(1, math.ceil((1 - there) / a_second))
-
-
-OPEN_PATHS = ("/", "/health", "/ready")
-"""What is answered without a key: the page, which says nothing of this server by itself, and probes."""
-
-MISSING_KEY = ApiError(
-    401,
-    "this server asks for a key: send the header `Authorization: Bearer …`",
-    reason="key",
-    code="invalid_api_key",
-    headers={"WWW-Authenticate": "Bearer"},
-)
-WRONG_KEY = ApiError(
-    401,
-    "the key in the header `Authorization` is not this server's",
-    reason="key",
-    code="invalid_api_key",
-    headers={"WWW-Authenticate": 'Bearer error="invalid_token"'},
-)
+        now, refill = self._now(), self._per_minute / 60
+        # Removed and inserted again, so that the dictionary stays in the order of the last request.
+        tokens, since = self._buckets.pop(address, (float(self._per_minute), now))
+        tokens = min(float(self._per_minute), tokens + (now - since) * refill)
+        accepted = tokens >= 1
+        self._buckets[address] = (tokens - 1 if accepted else tokens, now)
+        while len(self._buckets) > MAX_TRACKED_CLIENTS:
+            self._buckets.popitem(last=False)
+        return None if accepted else max(1, math.ceil((1 - tokens) / refill))
 
 
 class RequireApiKey:
-    """Lets in who carries the key.
+    """Rejects requests without the API key.
 
     Args:
-        app: what is behind the door.
+        app: the wrapped application.
         key: the key.
-        observe: is told of whom is turned away.
-        open_paths: what is answered without it.
+        observe: receives an event for each rejected request.
+        open_paths: paths that need no key.
     """
 
     def __init__(
@@ -242,140 +258,145 @@ class RequireApiKey:
         if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] in self._open):
             await self._app(scope, receive, send)
             return
-        carried = self._key.is_in(scope["headers"])
-        if carried:
+        matches = self._key.is_in(scope["headers"])
+        if matches:
             await self._app(scope, receive, send)
             return
-        await reject(MISSING_KEY if carried is None else WRONG_KEY, scope, send, self._observe)
-
-
-LINGER_SECONDS = 2.0
-"""How long a client that is refused may go on sending."""
+        await reject(MISSING_KEY if matches is None else WRONG_KEY, scope, send, self._observe)
 
 
 class BodyLimit:
-    """Reads the body of a request before the application is called, within bounds.
+    """Reads the whole body of a request before the application is called, within limits of size and time.
+
+    A body is JSON, which cannot be used before its end. A client that sends it byte by byte occupies a connection and
+    nothing else.
 
     Args:
-        app: what is behind the door.
-        limits: the bounds.
-        observe: is told of whom is turned away.
+        app: the wrapped application.
+        limits: the limits.
+        observe: receives an event for each rejected request.
     """
 
     def __init__(self, app: ASGIApp, *, limits: LimitsConfig, observe: Observer = ignore_event):
         self._app, self._observe = app, observe
-        self._most, self._most_together = int(limits.max_body_mib * MIB), int(limits.max_bodies_mib * MIB)
+        self._max_bytes, self._max_total = int(limits.max_body_mib * MIB), int(limits.max_bodies_mib * MIB)
         self._seconds = limits.body_seconds
-        self._together = 0
+        self._total = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request on with its whole body, or answers it with 408, 413 or 503."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        reading = _BodyReader(self)
+        # Bytes are counted until the application has parsed them, whatever happens in between.
+        reader = _BodyReader(self)
         try:
             try:
                 async with asyncio.timeout(self._seconds):
-                    body = await reading.read(scope, receive)
+                    body = await reader.read(scope, receive)
             except TimeoutError:
-                said = f"the body of the request did not arrive within {self._seconds:g} s"
-                body = ApiError(408, said, reason="limit", headers={"Connection": "close"})
+                message = f"the body of the request did not arrive within {self._seconds:g} s"
+                body = ApiError(408, message, reason="limit", headers={"Connection": "close"})
             if isinstance(body, ApiError):
                 await reject(body, scope, _drain_before_close(receive, send), self._observe)
             elif body is not None:
-                await self._app(scope, _replay_body(body, receive, reading.release), send)
+                await self._app(scope, _replay_body(body, receive, reader.release), send)
         finally:
-            reading.release()
+            reader.release()
 
-    def count(self, nbytes: int, so_far: int) -> ApiError | None:
-        """Counts bytes of a request that has so many already.
+    def reserve(self, nbytes: int, so_far: int) -> ApiError | None:
+        """Counts further bytes of a request that has `so_far` already.
 
         Returns:
-            Why they are not taken, or None.
+            None, or the error if they exceed a limit; then nothing is counted.
         """
-        if so_far + nbytes > self._most:
-            said = f"the body has more than {shown_bytes(self._most)}, the limit for a request"
-            return ApiError(413, said, reason="too_large", headers={"Connection": "close"})
-        if self._together + nbytes > self._most_together:
-            said = f"requests with {shown_bytes(self._most_together)} are being read; try again"
+        if so_far + nbytes > self._max_bytes:
+            message = f"the body has more than {shown_bytes(self._max_bytes)}, the limit for a request"
+            return ApiError(413, message, reason="too_large", headers={"Connection": "close"})
+        if self._total + nbytes > self._max_total:
+            message = f"requests with {shown_bytes(self._max_total)} are being read; try again"
             headers = {"Connection": "close", "Retry-After": "1"}
-            return ApiError(503, said, reason="limit", kind="server_error", headers=headers)
-        self._together += nbytes
+            return ApiError(503, message, reason="limit", kind="server_error", headers=headers)
+        self._total += nbytes
         return None
 
-    def forget(self, nbytes: int) -> None:
+    def free(self, nbytes: int) -> None:
         """Counts bytes no longer."""
-        self._together -= nbytes
+        self._total -= nbytes
 
 
 class _BodyReader:
-    """The body of one request on its way in."""
+    """Reads the body of one request, and counts its bytes until they are released."""
 
-    def __init__(self, door: BodyLimit):
-        self._door = door
+    def __init__(self, limit: BodyLimit):
+        self._limit = limit
         self.counted = 0
 
     async def read(self, scope: Scope, receive: Receive) -> bytes | ApiError | None:
-        """The body, why it is not taken, or None if the client left."""
-        announced = _content_length(scope["headers"])
-        if announced is not None and (refusal := self._count(announced)) is not None:
-            return refusal
-        parts: list[bytes] = []
-        have = 0
+        """The body; the error if it exceeds a limit; None if the client disconnected."""
+        # A declared length is reserved at once, so that a body that is too large is rejected before it is read.
+        declared = _content_length(scope["headers"])
+        if declared is not None and (error := self._reserve(declared)) is not None:
+            return error
+        chunks: list[bytes] = []
+        size = 0
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
-            part = message.get("body", b"")
-            have += len(part)
-            if have > self.counted and (refusal := self._count(have - self.counted)) is not None:
-                return refusal
-            parts.append(part)
+            chunk = message.get("body", b"")
+            size += len(chunk)
+            if size > self.counted and (error := self._reserve(size - self.counted)) is not None:
+                return error
+            chunks.append(chunk)
             if not message.get("more_body", False):
-                return b"".join(parts)
+                return b"".join(chunks)
 
     def release(self) -> None:
-        """The application has made something else of the body, or nobody wants it."""
-        self._door.forget(self.counted)
+        """Frees the bytes: the application has parsed the body, or does not need it."""
+        self._limit.free(self.counted)
         self.counted = 0
 
-    def _count(self, nbytes: int) -> ApiError | None:
-        refusal = self._door.count(nbytes, self.counted)
-        if refusal is None:
+    def _reserve(self, nbytes: int) -> ApiError | None:
+        error = self._limit.reserve(nbytes, self.counted)
+        if error is None:
             self.counted += nbytes
-        return refusal
+        return error
 
 
 def _content_length(headers: Collection[tuple[bytes, bytes]]) -> int | None:
-    """The length that a request says its body has."""
+    """The length that the headers of a request declare."""
     for name, value in headers:
         if name == b"content-length" and value.isdigit():
+            # A longer number is above any limit as well.
             return int(value[:20])
     return None
 
 
-def _replay_body(body: bytes, receive: Receive, taken: Callable[[], None]) -> Receive:
-    """Gives a whole body, and then what the server has to say; who asks for that has taken the body."""
-    waiting = [body]
+def _replay_body(body: bytes, receive: Receive, release: Callable[[], None]) -> Receive:
+    """An ASGI `receive` that gives a body which was read, and then what `receive` gives.
 
-    async def whole() -> Message:
-        if waiting:
-            return {"type": "http.request", "body": waiting.pop(), "more_body": False}
-        taken()
+    The second call means that the application has taken the body, so its bytes are released.
+    """
+    pending = [body]
+
+    async def replay() -> Message:
+        if pending:
+            return {"type": "http.request", "body": pending.pop(), "more_body": False}
+        release()
         return await receive()
 
-    return whole
+    return replay
 
 
 def _drain_before_close(receive: Receive, send: Send) -> Send:
-    """Sends an answer to a request whose body is not read, and lets the client read it.
+    """An ASGI `send` for a response to a request whose body was not read to its end.
 
-    A connection that is closed while bytes of a request wait in it is reset, and what it answered is lost on the way.
-    So what comes is thrown away for a moment, until the client has sent all or left.
+    If a connection is closed while bytes of a request wait in it, TCP resets it and the response may be lost. So the
+    bytes that arrive are read and dropped for `LINGER_SECONDS`, or until the client has sent all or disconnected.
     """
 
-    async def lingering(message: Message) -> None:
+    async def send_and_drain(message: Message) -> None:
         if message["type"] != "http.response.body":
             await send(message)
             return
@@ -386,31 +407,4 @@ def _drain_before_close(receive: Receive, send: Send) -> Send:
                     pass
         await send({"type": "http.response.body", "body": b""})
 
-    return lingering
-
-
-def middleware_stack(
-    *,
-    limits: LimitsConfig,
-    key: ApiKey | None = None,
-    names: Collection[str] | None = None,
-    observe: Observer = ignore_event,
-) -> Sequence[Middleware]:
-    """The doors, the outermost first: what `serving.app.app` takes as its middleware.
-
-    Args:
-        limits: what clients may send.
-        key: what they must carry; None for nothing.
-        names: by which they may call the server; None for any. One without a key that only this machine reaches has
-            `serving.origin.LOCAL_NAMES` and its own address.
-        observe: is told of whom is turned away.
-    """
-    found = [Middleware(HttpVersionCheck, observe=observe)]
-    if names is not None:
-        found.append(Middleware(SameOrigin, names=names, observe=observe))
-    # Keys are guessed no faster than requests may come, and a body is read only of who is otherwise welcome.
-    if limits.requests_per_minute is not None:
-        found.append(Middleware(RateLimit, per_minute=limits.requests_per_minute, observe=observe))
-    if key is not None:
-        found.append(Middleware(RequireApiKey, key=key, observe=observe))
-    return (*found, Middleware(BodyLimit, limits=limits, observe=observe))
+    return send_and_drain

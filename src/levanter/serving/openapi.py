@@ -1,7 +1,7 @@
-"""`/openapi.json`: the interface as a document, made of the classes that requests are decoded by and answers look like.
+"""`/openapi.json`: the interface as an OpenAPI document, generated from the request and response classes.
 
-Every status that a path may answer with is in it. A path that the server does not have is answered by 404, and a method
-that a path does not have by 405, both with an `Error`.
+It lists every status of every path. An unknown path is answered with 404, and a method that a path does not have with
+405, both with an `Error`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,10 +21,11 @@ _NOT_IN_CHAT = frozenset({"echo", "logprobs"})
 
 
 def _sampling_schemas(without: frozenset[str]) -> dict[str, Json]:
-    """The fields of `SamplingParams`, as a JSON object has them."""
-    found = property_schemas(SamplingParams, without=without)
+    """The schemas of the fields of `SamplingParams`."""
+    fields = property_schemas(SamplingParams, without=without)
     bias: Json = {"type": "number", "minimum": -100, "maximum": 100}
-    written: dict[str, dict[str, Json]] = {
+    # In JSON these fields have other forms than in `SamplingParams`.
+    json_forms: dict[str, dict[str, Json]] = {
         "stop": {
             "anyOf": [
                 {"type": "string"},
@@ -45,31 +46,31 @@ def _sampling_schemas(without: frozenset[str]) -> dict[str, Json]:
             ]
         },
     }
-    said = field_descriptions(SamplingParams)
-    for name, schema in written.items():
-        found[name] = {**schema, "description": said[name]}
-    return found
+    descriptions = field_descriptions(SamplingParams)
+    for name, schema in json_forms.items():
+        fields[name] = {**schema, "description": descriptions[name]}
+    return fields
 
 
 def _constraint_schemas() -> dict[str, Json]:
-    """The fields that say what a text conforms to."""
-    found: dict[str, Json] = {}
+    """The schemas of the fields that constrain a text."""
+    fields: dict[str, Json] = {}
     for name in CONSTRAINT_FIELDS:
         kind = "boolean" if name == "json_object" else "string" if name in ("regex", "grammar") else "object"
-        found[name] = {"anyOf": [{"type": kind}, {"type": "null"}], "description": "What the text conforms to."}
-    found[RESPONSE_FORMAT] = {
+        fields[name] = {"anyOf": [{"type": kind}, {"type": "null"}], "description": "A constraint of the text."}
+    fields[RESPONSE_FORMAT] = {
         "anyOf": [
             _strict({"type": {"enum": ["text", "json_object"]}}, "type"),
             _strict({"type": {"const": "json_schema"}, "json_schema": _NAMED_SCHEMA}, "type", "json_schema"),
             {"type": "null"},
         ],
-        "description": "What the text conforms to, as OpenAI's clients say it.",
+        "description": "A constraint of the text, in OpenAI's form.",
     }
-    return found
+    return fields
 
 
 def _strict(properties: Mapping[str, Json], *required: str) -> dict[str, Json]:
-    """The schema of an object that has these fields and no others."""
+    """The schema of an object with these fields and no others."""
     names: list[Json] = [*required]
     return {"type": "object", "properties": dict(properties), "required": names, "additionalProperties": False}
 
@@ -87,26 +88,27 @@ _NAMED_SCHEMA = _strict(
 
 @cache
 def schemas() -> dict[str, Json]:
-    """The schemas of all bodies and answers, by name."""
-    found: dict[str, Json] = {}
-    for asked in _POST_ROUTES:
-        beside: dict[str, Json] = {}
-        if asked.body in (CompletionBody, ChatBody):
-            without = _NOT_IN_CHAT if asked.body is ChatBody else frozenset[str]()
-            beside = _sampling_schemas(without) | _constraint_schemas()
-        found[asked.body.__name__] = object_schema(asked.body, beside=beside)
-        add_schemas(asked.body, found)
-        add_schemas(asked.answer, found)
-    for read in _GET_ROUTES:
-        if isinstance(read.answer, type):
-            add_schemas(read.answer, found)
-    add_schemas(response_schema.Error, found)
-    return found
+    """The schemas of all request and response bodies, by name."""
+    components: dict[str, Json] = {}
+    for post in _POST_ROUTES:
+        # Sampling parameters and constraints are accepted next to the fields of these bodies.
+        more: dict[str, Json] = {}
+        if post.body in (CompletionBody, ChatBody):
+            without = _NOT_IN_CHAT if post.body is ChatBody else frozenset[str]()
+            more = _sampling_schemas(without) | _constraint_schemas()
+        components[post.body.__name__] = object_schema(post.body, more=more)
+        add_schemas(post.body, components)
+        add_schemas(post.answer, components)
+    for get in _GET_ROUTES:
+        if isinstance(get.answer, type):
+            add_schemas(get.answer, components)
+    add_schemas(response_schema.Error, components)
+    return components
 
 
 @dataclass(frozen=True, kw_only=True)
 class _PostRoute:
-    """A path that is sent an object."""
+    """A path of POST requests with a JSON body."""
 
     path: str
     body: type
@@ -117,13 +119,13 @@ class _PostRoute:
 
 @dataclass(frozen=True, kw_only=True)
 class _GetRoute:
-    """A path that is only read. `answer` is an object's class, or the media type of what is none."""
+    """A path of GET requests. `answer` is the class of the response, or its media type if it is not JSON."""
 
     path: str
     answer: type | str
     summary: str
-    unwell: bool = False
-    """Whether it answers 503 with an object of the same kind."""
+    may_fail: bool = False
+    """Whether it may also answer 503 with a body of the same class."""
 
 
 _POST_ROUTES = (
@@ -131,91 +133,89 @@ _POST_ROUTES = (
         path="/v1/completions",
         body=CompletionBody,
         answer=response_schema.CompletionResponse,
-        summary="Texts that are gone on with.",
+        summary="Completes prompts.",
         streams=True,
     ),
     _PostRoute(
         path="/v1/chat/completions",
         body=ChatBody,
         answer=response_schema.ChatResponse,
-        summary="The next message of a conversation.",
+        summary="Generates the next message of a conversation.",
         streams=True,
     ),
     _PostRoute(
-        path="/v1/tokens", body=TokensBody, answer=response_schema.Conversations, summary="The tokens of conversations."
+        path="/v1/tokens", body=TokensBody, answer=response_schema.Conversations, summary="Tokenizes conversations."
     ),
     _PostRoute(
         path="/tokenize",
         body=TokenizeBody,
         answer=response_schema.Tokenized,
-        summary="The tokens of a text or of a conversation.",
+        summary="Tokenizes a text or a conversation.",
     ),
-    _PostRoute(
-        path="/detokenize", body=DetokenizeBody, answer=response_schema.Detokenized, summary="The text of tokens."
-    ),
+    _PostRoute(path="/detokenize", body=DetokenizeBody, answer=response_schema.Detokenized, summary="Decodes tokens."),
 )
 _GET_ROUTES = (
-    _GetRoute(path="/", answer="text/html; charset=utf-8", summary="A page to talk to the model with."),
+    _GetRoute(path="/", answer="text/html; charset=utf-8", summary="The web page: a chat with the model."),
+    _GetRoute(path="/v1/models", answer=response_schema.ModelCards, summary="The served model, by all its names."),
     _GetRoute(
-        path="/v1/models", answer=response_schema.ModelCards, summary="The model that is served, by all its names."
+        path="/v1/models/{name}", answer=response_schema.ModelCard, summary="The served model, by one of its names."
     ),
-    _GetRoute(path="/v1/models/{name}", answer=response_schema.ModelCard, summary="The model, by one of its names."),
     _GetRoute(
         path="/tokenizer_info",
         answer=response_schema.TokenizerInfo,
-        summary="What clients that make tokens themselves want to know.",
+        summary="Properties of the tokenizer.",
     ),
-    _GetRoute(path="/health", answer=response_schema.Health, summary="Whether the engine runs.", unwell=True),
-    _GetRoute(path="/ready", answer=response_schema.Readiness, summary="Whether requests are taken.", unwell=True),
-    _GetRoute(path="/status", answer=response_schema.ServerStatus, summary="What the server is doing."),
-    _GetRoute(path="/plan", answer=response_schema.PlanReport, summary="The plan that the server follows."),
-    _GetRoute(path="/metrics", answer=metrics.CONTENT_TYPE, summary="What was counted, for Prometheus."),
+    _GetRoute(path="/health", answer=response_schema.Health, summary="Whether the engine runs.", may_fail=True),
+    _GetRoute(path="/ready", answer=response_schema.Readiness, summary="Whether requests are admitted.", may_fail=True),
+    _GetRoute(path="/status", answer=response_schema.ServerStatus, summary="The state and the load of the server."),
+    _GetRoute(path="/plan", answer=response_schema.PlanReport, summary="The plan of the run."),
+    _GetRoute(path="/metrics", answer=metrics.CONTENT_TYPE, summary="Metrics for Prometheus."),
     _GetRoute(path="/openapi.json", answer="application/json", summary="This document."),
 )
 _MIDDLEWARE_STATUSES = ("400", "401", "403", "408", "413", "429", "503")
-"""What any request may be answered with: it is no HTTP, carries no key, comes from a page of another site, does not
-arrive, is too large, comes too often, or there is no room."""
+"""Errors of the middleware, which any path may answer with."""
 _MODEL_STATUSES = (*_MIDDLEWARE_STATUSES, "404", "500")
-"""What else a request to the model may be: for another model, or one whose answer could not be finished."""
+"""Errors of paths that use the model: also an unknown model, and a response that could not be finished."""
 
 
 _EVENT: dict[str, Json] = {
     "type": "object",
-    "description": "one of the events",
+    "description": "an event",
     "properties": {
         "event": {"type": "string"},
         "data": {"type": "string", "description": "a chunk as JSON, an error as JSON, or `[DONE]`"},
     },
     "required": ["data"],
 }
-"""An event of a stream, as readers of streams give it."""
+"""An event of a stream, as parsers of streams represent it."""
 
 
 def document(version: str) -> dict[str, Json]:
-    """The interface as OpenAPI 3.1 has it.
+    """The OpenAPI 3.1 document.
 
     Args:
-        version: of the program.
+        version: version of the program.
     """
     paths: dict[str, Json] = {}
-    for asked in _POST_ROUTES:
-        fine: dict[str, Json] = {"application/json": {"schema": type_schema(asked.answer)}}
-        if asked.streams:
-            said = "with `stream: true`: events, each a chunk of the answer as JSON, and `[DONE]` at the end"
-            # Before 3.2 OpenAPI does not say whether the schema of a stream is that of all of it or of each event.
-            fine[SSE_MEDIA_TYPE] = {"schema": {"anyOf": [{"type": "string", "description": said}, _EVENT]}}
-        paths[asked.path] = {
+    for post in _POST_ROUTES:
+        content: dict[str, Json] = {"application/json": {"schema": type_schema(post.answer)}}
+        if post.streams:
+            about = "with `stream: true`: events, each a chunk of the response as JSON, and `[DONE]` at the end"
+            # Before 3.2 OpenAPI does not say whether the schema of a stream is that of the whole or of each event.
+            content[SSE_MEDIA_TYPE] = {"schema": {"anyOf": [{"type": "string", "description": about}, _EVENT]}}
+        body: dict[str, Json] = {"application/json": {"schema": type_schema(post.body)}}
+        paths[post.path] = {
             "post": {
-                "summary": asked.summary,
-                "requestBody": {"required": True, "content": {"application/json": {"schema": type_schema(asked.body)}}},
+                "summary": post.summary,
+                "requestBody": {"required": True, "content": body},
                 "responses": {
-                    "200": {"description": "the answer", "content": fine},
+                    "200": {"description": "the response", "content": content},
                     **_error_responses(_MODEL_STATUSES),
                 },
             }
         }
-    for read in _GET_ROUTES:
-        paths[read.path] = {"get": _get_operation(read)}
+    for get in _GET_ROUTES:
+        paths[get.path] = {"get": _get_operation(get)}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Levanter", "version": version},
@@ -224,49 +224,52 @@ def document(version: str) -> dict[str, Json]:
     }
 
 
-def _get_operation(read: _GetRoute) -> dict[str, Json]:
-    """What is said of a path that is only read."""
+def _get_operation(route: _GetRoute) -> dict[str, Json]:
+    """The operation of a path of GET requests."""
     content: Json = {}
-    if isinstance(read.answer, type):
-        content = {"application/json": {"schema": type_schema(read.answer)}}
-    elif isinstance(read.answer, str):
-        kind = "object" if read.answer == "application/json" else "string"
-        content = {read.answer: {"schema": {"type": kind}}}
-    responses = {"200": {"description": "the answer", "content": content}, **_error_responses(_MIDDLEWARE_STATUSES)}
-    found: dict[str, Json] = {"summary": read.summary, "responses": responses}
-    if read.unwell and isinstance(read.answer, type):
-        several: Json = {"anyOf": [type_schema(read.answer), type_schema(response_schema.Error)]}
-        responses["503"] = {"description": "not now", "content": {"application/json": {"schema": several}}}
-    if "{name}" in read.path:
-        named: Json = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-        found["parameters"] = [named]
+    if isinstance(route.answer, type):
+        content = {"application/json": {"schema": type_schema(route.answer)}}
+    elif isinstance(route.answer, str):
+        kind = "object" if route.answer == "application/json" else "string"
+        content = {route.answer: {"schema": {"type": kind}}}
+    responses = {"200": {"description": "the response", "content": content}, **_error_responses(_MIDDLEWARE_STATUSES)}
+    operation: dict[str, Json] = {"summary": route.summary, "responses": responses}
+    if route.may_fail and isinstance(route.answer, type):
+        # The middleware and the route itself may both answer 503.
+        several: Json = {"anyOf": [type_schema(route.answer), type_schema(response_schema.Error)]}
+        responses["503"] = {"description": "unavailable", "content": {"application/json": {"schema": several}}}
+    if "{name}" in route.path:
+        parameter: Json = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        operation["parameters"] = [parameter]
         responses |= _error_responses(("404",))
-    return found
+    return operation
 
 
 def _error_responses(codes: Sequence[str]) -> dict[str, Json]:
-    """What is answered where something is wrong."""
-    found: dict[str, Json] = {}
+    """The responses with these statuses."""
+    responses: dict[str, Json] = {}
     for code in codes:
-        said: dict[str, Json] = {
+        response: dict[str, Json] = {
             "description": _STATUS_DESCRIPTIONS[code],
             "content": {"application/json": {"schema": type_schema(response_schema.Error)}},
         }
         if code == "429":
-            about = "Seconds after which to ask again."
-            said["headers"] = {"Retry-After": {"description": about, "schema": {"type": "string"}, "required": True}}
-        found[code] = said
-    return found
+            about = "Seconds after which to try again."
+            response["headers"] = {
+                "Retry-After": {"description": about, "schema": {"type": "string"}, "required": True}
+            }
+        responses[code] = response
+    return responses
 
 
 _STATUS_DESCRIPTIONS: Mapping[str, str] = {
-    "400": "the request cannot be used; the message says all that is wrong with it",
+    "400": "the request is invalid; the message lists its problems",
     "401": "no key, or a wrong one",
-    "403": "from a page of another site",
-    "404": "another model",
+    "403": "a request from a page of another site",
+    "404": "unknown model",
     "408": "the request did not arrive in time",
     "413": "the request is too large",
-    "429": "too much waits, or too many requests from one address",
-    "500": "the answer could not be finished",
-    "503": "the server is ending, or has no room to read the request",
+    "429": "the queue is full, or too many requests from one address",
+    "500": "the response could not be finished",
+    "503": "the server is shutting down, or too many bodies are being read",
 }

@@ -1,10 +1,14 @@
-"""JSON objects as frozen dataclasses, strictly: a field that is not known, or of another type, is said and not ignored.
+"""Request bodies: from JSON bytes to dataclasses, sampling parameters and engine requests.
 
-The dataclasses are the protocol: requests are decoded by their annotations, and `/openapi.json` is made of the same.
-Annotations are made of `str`, `int`, `float`, `bool`, `None`, `object` (any value), `Literal`, `tuple[T, ...]`,
+`decode` reads a JSON object as a frozen dataclass and refuses unknown fields and values of another type. The
+dataclasses of `request_schema` are the protocol: their annotations drive the decoder and generate `/openapi.json`.
+Annotations consist of `str`, `int`, `float`, `bool`, `None`, `object` (any value), `Literal`, `tuple[T, ...]`,
 `Mapping[str, T]`, other such dataclasses, and unions of these.
 
-From a body to what is asked of the engine: what completions and conversations have in common.
+`levanter.config.decode` reads YAML by the same kind of annotations and is not used here, for three reasons. In YAML and
+on the command line text becomes a number if the annotation asks for one; in JSON `"1"` is not 1. Its nodes carry
+file positions, and a prompt of a million token ids would become a million nodes. Its keys are paths of a document
+(`messages.0.content`), clients expect OpenAI's (`messages[0].content`).
 """
 
 import dataclasses
@@ -17,7 +21,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from starlette.requests import ClientDisconnect, Request
 
-from levanter.base.bounded_json import NotAnObjectError, kind_of, object_in
+from levanter.base.bounded_json import NotAnObjectError, json_kind, parse_json_object
 from levanter.base.input_limits import HINTS, MIB, shown_bytes
 from levanter.config.errors import did_you_mean
 from levanter.inference.prompts import PromptReader, PromptRequest, parse_constraint
@@ -28,28 +32,33 @@ from levanter.serving.request_schema import CONSTRAINT_NAMES, NEUTRAL_VALUES, St
 
 D = TypeVar("D")
 MAX_PROBLEMS = 20
-"""Problems of one request that are said."""
+"""Problems of one request that its error lists."""
 
 
 class ProtocolError(ValueError):
-    """A body that is no request; the message lists everything that is wrong with it."""
+    """An invalid request body; the message lists its problems.
+
+    Attributes:
+        problems: all of them, each beginning with the path of a field.
+    """
 
     def __init__(self, problems: list[str]):
         self.problems = tuple(dict.fromkeys(problems))
-        said = self.problems[:MAX_PROBLEMS]
-        more = len(self.problems) - len(said)
-        super().__init__("\n".join((*said, *((f"and {more} more",) if more else ()))))
+        shown = self.problems[:MAX_PROBLEMS]
+        more = len(self.problems) - len(shown)
+        super().__init__("\n".join((*shown, *((f"and {more} more",) if more else ()))))
 
 
 def parse_object(body: bytes) -> dict[str, object]:
-    """The JSON object that a body is.
+    """The JSON object of a body.
 
     Raises:
-        ProtocolError: it is none: not UTF-8, not JSON, another value, nested too deep, a field twice, half a surrogate.
+        ProtocolError: the body is not UTF-8, not JSON or not an object, is nested too deep, has a field twice, or a
+            string with half of a surrogate pair.
     """
     problems: list[str] = []
     try:
-        value = object_in(body, problems)
+        value = parse_json_object(body, problems)
     except NotAnObjectError as error:
         raise ProtocolError([f"the body: {error}"]) from None
     if problems:
@@ -59,54 +68,57 @@ def parse_object(body: bytes) -> dict[str, object]:
 
 def field_names(cls: type) -> frozenset[str]:
     """The fields of a dataclass."""
-    return frozenset(each.name for each in dataclasses.fields(cls))
+    return frozenset(field.name for field in dataclasses.fields(cls))
 
 
-def decode(cls: type[D], value: Mapping[str, object], *, where: str = "", beside: frozenset[str] = frozenset()) -> D:
+def decode(cls: type[D], value: Mapping[str, object], *, where: str = "", ignore: frozenset[str] = frozenset()) -> D:
     """An object as a dataclass; `null` stands for a field's default.
 
     Args:
         cls: the dataclass.
         value: the object.
-        where: the path of it, for messages.
-        beside: names of fields that may be there and are somebody else's.
+        where: the path of the object, for messages.
+        ignore: names of further fields that are not decoded.
 
     Raises:
         ProtocolError: lists every field that is unknown, missing or of another type.
     """
     problems: list[str] = []
-    found = _decode_object(cls, value, where, problems, beside)
+    instance = _decode_object(cls, value, where, problems, ignore)
     if problems:
         raise ProtocolError(problems)
-    return found  # pyright: ignore[reportReturnType]
+    return instance  # pyright: ignore[reportReturnType]
 
 
 def _decode_object(
-    cls: type, value: Mapping[str, object], where: str, problems: list[str], beside: frozenset[str] = frozenset()
+    cls: type, value: Mapping[str, object], where: str, problems: list[str], ignore: frozenset[str] = frozenset()
 ) -> object:
-    hints, given = _hints(cls), {}
+    hints, arguments = _hints(cls), {}
     prefix = f"{where}." if where else ""
     known = field_names(cls)
-    for n, name in enumerate(sorted(set(value) - known - beside)):
-        hint = did_you_mean(name, sorted(known | beside)) if n < HINTS else ""
+    for n, name in enumerate(sorted(set(value) - known - ignore)):
+        # A suggestion takes time that grows with the names, so only the first few unknown fields get one.
+        hint = did_you_mean(name, sorted(known | ignore)) if n < HINTS else ""
         problems.append(f"{prefix}{name[:100]}: not a field{hint}")
     before = len(problems)
-    for each in dataclasses.fields(cls):
-        if value.get(each.name) is not None:
-            given[each.name] = _decode_value(hints[each.name], value[each.name], f"{prefix}{each.name}", problems)
-        elif each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING:
-            problems.append(f"{prefix}{each.name}: missing")
+    for field in dataclasses.fields(cls):
+        if value.get(field.name) is not None:
+            arguments[field.name] = _decode_value(
+                hints[field.name], value[field.name], f"{prefix}{field.name}", problems
+            )
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            problems.append(f"{prefix}{field.name}: missing")
     if len(problems) > before:
         return None
     try:
-        return cls(**given)
+        return cls(**arguments)
     except ProtocolError as error:
-        problems += [f"{prefix}{one}" for one in error.problems]
+        problems += [f"{prefix}{problem}" for problem in error.problems]
         return None
 
 
 def _decode_value(hint: object, value: object, where: str, problems: list[str]) -> object:
-    """A value of a type; what is wrong with it is added to `problems`."""
+    """A value of a type; its problems are added to `problems`."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return _decode_union(args, value, where, problems)
@@ -117,12 +129,13 @@ def _decode_value(hint: object, value: object, where: str, problems: list[str]) 
             problems.append(f"{where}: expected {_describe_type(hint)}, got {_format_value(value)}")
         return value
     if origin is tuple and isinstance(value, list):
-        if args[0] in (int, str) and all(type(one) is args[0] for one in value):
+        # Prompts may have a million ids: a list of scalars of the right type is checked in one pass.
+        if args[0] in (int, str) and all(type(item) is args[0] for item in value):
             return tuple(value)
-        return tuple(_decode_value(args[0], one, f"{where}[{n}]", problems) for n, one in enumerate(value))
+        return tuple(_decode_value(args[0], item, f"{where}[{n}]", problems) for n, item in enumerate(value))
     if origin is _MAPPING:
         if isinstance(value, dict):
-            return {key: _decode_value(args[1], one, f"{where}.{key}", problems) for key, one in value.items()}
+            return {key: _decode_value(args[1], item, f"{where}.{key}", problems) for key, item in value.items()}
     elif dataclasses.is_dataclass(hint) and isinstance(value, dict):
         return _decode_object(hint, value, where, problems)  # pyright: ignore[reportArgumentType]
     elif _is_scalar(hint, value):
@@ -136,6 +149,7 @@ _MAPPING = get_origin(Mapping[str, object])
 
 def _is_scalar(hint: object, value: object) -> bool:
     if hint is int:
+        # JSON does not distinguish 1 from 1.0; NaN is the only number that differs from itself.
         whole = isinstance(value, float) and value == value and abs(value) < 2**53 and value == int(value)
         return whole or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63)
     if hint is float:
@@ -148,23 +162,26 @@ def _number(hint: object, value: int | float) -> int | float | bool:
 
 
 def _decode_union(args: tuple[Any, ...], value: object, where: str, problems: list[str]) -> object:
-    """A value of one of several types; where it is of none, what is wrong with the one that comes closest."""
+    """A value of the first type that fits; if none does, the problems of the one that comes closest.
+
+    Closest is the type with the fewest problems inside the value; a type that already refuses the value itself is not.
+    """
     closest: list[str] | None = None
     for hint in args:
         if hint is type(None):
             continue
-        own: list[str] = []
-        found = _decode_value(hint, value, where, own)
-        if not own:
-            return found
-        inner = not own[0].startswith(f"{where}: ")
-        if inner and (closest is None or len(own) < len(closest)):
-            closest = own
+        attempt: list[str] = []
+        decoded = _decode_value(hint, value, where, attempt)
+        if not attempt:
+            return decoded
+        inner = not attempt[0].startswith(f"{where}: ")
+        if inner and (closest is None or len(attempt) < len(closest)):
+            closest = attempt
     if closest is not None:
         problems.extend(closest[:MAX_PROBLEMS])
         return None
-    said = " or ".join(_describe_type(hint) for hint in args if hint is not type(None))
-    problems.append(f"{where}: expected {said}, got {_format_value(value)}")
+    expected = " or ".join(_describe_type(hint) for hint in args if hint is not type(None))
+    problems.append(f"{where}: expected {expected}, got {_format_value(value)}")
     return None
 
 
@@ -177,9 +194,9 @@ def _describe_type(hint: object) -> str:
     """A type in words."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return " or ".join(_describe_type(one) for one in args if one is not type(None))
+        return " or ".join(_describe_type(member) for member in args if member is not type(None))
     if origin is Literal:
-        return f"{'one of ' if len(args) > 1 else ''}{', '.join(repr(one) for one in args)}"
+        return f"{'one of ' if len(args) > 1 else ''}{', '.join(repr(member) for member in args)}"
     if origin is tuple:
         return f"a list ({_describe_type(args[0])} each)"
     if origin is _MAPPING or dataclasses.is_dataclass(hint):
@@ -189,49 +206,48 @@ def _describe_type(hint: object) -> str:
 
 
 def _format_value(value: object) -> str:
-    """A value in a message; of what is large, only its kind."""
+    """A value in a message; only the kind of a list or an object."""
     if isinstance(value, (list, dict)):
-        return kind_of(value)
+        return json_kind(value)
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}…"
 
 
 BODY_BYTES = 32 * MIB
-"""Of a request."""
-
-
-def _too_large() -> ApiError:
-    return ApiError(
-        413, f"the body has more than {shown_bytes(BODY_BYTES)}, the limit for a request", reason="too_large"
-    )
+"""Size limit of a request body."""
 
 
 async def read_body(request: Request) -> bytes:
     """The body of a request.
 
     Raises:
-        ApiError: it is larger than `BODY_BYTES` (413), or its client left.
+        ApiError: it is larger than `BODY_BYTES` (413), or its client disconnected.
     """
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > BODY_BYTES:
         raise _too_large()
-    pieces, size = [], 0
+    chunks, size = [], 0
     try:
-        async for piece in request.stream():
-            size += len(piece)
+        async for chunk in request.stream():
+            size += len(chunk)
             if size > BODY_BYTES:
                 raise _too_large()
-            pieces.append(piece)
+            chunks.append(chunk)
     except ClientDisconnect:
-        raise invalid_request("the client left before its request was read") from None
-    return b"".join(pieces)
+        raise invalid_request("the client disconnected before its request was read") from None
+    return b"".join(chunks)
+
+
+def _too_large() -> ApiError:
+    message = f"the body has more than {shown_bytes(BODY_BYTES)}, the limit for a request"
+    return ApiError(413, message, reason="too_large")
 
 
 def parse_fields(raw: bytes) -> dict[str, object]:
-    """The fields of the object that a body is.
+    """The fields of a body.
 
     Raises:
-        ApiError: it is none.
+        ApiError: the body is not a JSON object.
     """
     try:
         return parse_object(raw)
@@ -240,10 +256,10 @@ def parse_fields(raw: bytes) -> dict[str, object]:
 
 
 def streams_usage(options: StreamOptions | None, *, stream: bool) -> bool:
-    """Whether a stream says how many tokens there were.
+    """Whether a stream reports the number of tokens.
 
     Raises:
-        ApiError: what is asked for belongs to a stream, and there is none.
+        ApiError: there are options of a stream, and the response is not streamed.
     """
     if options is not None and not stream:
         raise invalid_request("stream_options: only for a stream (stream: true)")
@@ -252,11 +268,11 @@ def streams_usage(options: StreamOptions | None, *, stream: bool) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """How an answer is chosen, and what it conforms to.
+    """Sampling parameters and constraint of a request.
 
     Attributes:
         params: the parameters.
-        constraint: what the text conforms to.
+        constraint: the constraint of the text, or None.
     """
 
     params: SamplingParams
@@ -270,94 +286,98 @@ def decode_request(
     defaults: Mapping[str, object],
     renamed: Mapping[str, str] | None = None,
 ) -> tuple[D, SamplingOptions]:
-    """An object as a body and the parameters beside it.
+    """The fields of a request as a body and its sampling options.
 
     Args:
-        cls: the body.
-        fields: the object.
-        defaults: parameters that a request need not name.
-        renamed: parameters that are called otherwise in a request, by its name.
+        cls: the class of the body.
+        fields: the fields.
+        defaults: default values of sampling parameters.
+        renamed: sampling parameters that have another name in this request, by that name.
 
     Raises:
-        ApiError: lists everything that is wrong with it.
+        ApiError: lists every problem of the fields.
     """
     problems: list[str] = []
-    own = field_names(cls)
-    given = {name: value for name, value in fields.items() if name not in own and name not in CONSTRAINT_NAMES}
-    for name in sorted(set(given) & set(NEUTRAL_VALUES)):
-        value = given.pop(name)
+    body_names = field_names(cls)
+    # Every field belongs to the body, to the constraint, or to the sampling parameters, which refuse unknown names.
+    rest = {name: value for name, value in fields.items() if name not in body_names and name not in CONSTRAINT_NAMES}
+    for name in sorted(set(rest) & set(NEUTRAL_VALUES)):
+        value = rest.pop(name)
         if value is not None and value not in NEUTRAL_VALUES[name]:
             problems.append(f"{name}: not supported")
+    # A parameter under another name becomes ours before it is parsed.
     for theirs, ours in (renamed or {}).items():
-        if given.get(theirs) is not None:
-            given[ours] = given.pop(theirs)
+        if rest.get(theirs) is not None:
+            rest[ours] = rest.pop(theirs)
     body = params = None
     try:
-        body = decode(cls, {name: value for name, value in fields.items() if name in own})
+        body = decode(cls, {name: value for name, value in fields.items() if name in body_names})
     except ProtocolError as error:
         problems += error.problems
     constraint = parse_constraint(fields, problems)
     try:
-        params = parse_params({**defaults, **{k: v for k, v in given.items() if v is not None}}, beside=frozenset())
+        # `null` stands for the default, as in the body.
+        params = parse_params({**defaults, **{k: v for k, v in rest.items() if v is not None}}, ignore=frozenset())
     except ParamsError as error:
-        problems += [_suggest_field(line, own) for line in error.problems]
+        problems += [_suggest_field(problem, body_names) for problem in error.problems]
     if problems or body is None or params is None:
         raise invalid_request(str(ProtocolError(problems)))
     return body, SamplingOptions(params=params, constraint=constraint)
 
 
-def _suggest_field(problem: str, own: frozenset[str]) -> str:
-    """A parameter that is not known may be a misspelt field of the body."""
+def _suggest_field(problem: str, body_names: frozenset[str]) -> str:
+    """Replaces the message for an unknown sampling parameter, which may be a misspelt field of the body."""
     name, _, rest = problem.partition(": ")
     if not rest.startswith("not a parameter"):
         return problem
-    known = own | CONSTRAINT_NAMES | set(params_to_json(SamplingParams()))
+    known = body_names | CONSTRAINT_NAMES | set(params_to_json(SamplingParams()))
     return f"{name[:100]}: not a field{did_you_mean(name, sorted(known))}"
 
 
-def make_submission(asked: PromptRequest, reader: PromptReader, *, where: str = "") -> Submission:
-    """What is asked as a request to the engine.
+def make_submission(prompt: PromptRequest, reader: PromptReader, *, where: str = "") -> Submission:
+    """A prompt as a request for the engine.
 
     Args:
-        asked: the prompt and its parameters.
-        reader: makes tokens of it.
-        where: what comes before the messages of what is wrong.
+        prompt: the prompt and its parameters.
+        reader: tokenizes it.
+        where: a prefix of error messages.
 
     Raises:
-        ApiError: it cannot be answered by this model and these rows.
+        ApiError: the model or the cache cannot serve it.
     """
     try:
-        request = reader.request(asked)
+        request = reader.request(prompt)
     except ValueError as error:
-        long = "context of" in str(error) or "pages of" in str(error)
-        code = "context_length_exceeded" if long else None
-        # Clients that shorten what they send, or ask another model, know the refusal by these words of OpenAI's.
-        said = f"; this model's maximum context length is {reader.schedule.context} tokens" if long else ""
-        raise invalid_request(f"{where}{error}{said}", code=code, reason="too_long" if long else "invalid") from error
+        too_long = "context of" in str(error) or "pages of" in str(error)
+        code = "context_length_exceeded" if too_long else None
+        # Clients that shorten their prompts, or try another model, recognize OpenAI's words.
+        hint = f"; this model's maximum context length is {reader.schedule.context} tokens" if too_long else ""
+        reason = "too_long" if too_long else "invalid"
+        raise invalid_request(f"{where}{error}{hint}", code=code, reason=reason) from error
     params = request.params
     return Submission(request=request, score=params.echo and params.logprobs is not None)
 
 
 def random_id(prefix: str) -> str:
-    """An id that no other answer has."""
+    """A unique id of a response."""
     return f"{prefix}-{secrets.token_hex(12)}"
 
 
 def request_seed(params: SamplingParams) -> int:
-    """The seed of a request: its own, or one that nobody has had."""
+    """The seed of a request: the one it names, or a random one."""
     return secrets.randbits(63) if params.seed is None else params.seed
 
 
-def check_model_name(asked: str | None, names: Sequence[str]) -> None:
-    """Compares the model that is asked for with the one that is served.
+def check_model_name(name: str | None, names: Sequence[str]) -> None:
+    """Compares the model that a request names with the served one.
 
     Raises:
-        ApiError: it is another one.
+        ApiError: it is another model (404).
     """
-    if asked is not None and asked not in names:
+    if name is not None and name not in names:
         raise ApiError(
             404,
-            f"model: {asked[:200]!r} is not served here{did_you_mean(asked[:200], names)}; {names[0]!r} is",
+            f"model: {name[:200]!r} is not served here{did_you_mean(name[:200], names)}; {names[0]!r} is",
             reason="absent",
             param="model",
             code="model_not_found",

@@ -1,6 +1,7 @@
-"""The bodies of requests, as `protocol.decode` reads them; the fields of `SamplingParams` stand beside theirs.
+"""Request bodies as dataclasses, which `request_parsing.decode` reads.
 
-Docstrings are what `/openapi.json` says of the fields.
+The fields of `SamplingParams` are accepted next to those of `CompletionBody` and `ChatBody`. `/openapi.json` takes its
+descriptions of the fields from the docstrings.
 """
 
 from collections.abc import Mapping
@@ -10,15 +11,15 @@ from typing import Literal
 from levanter.inference.prompts import CONSTRAINT_FIELDS
 
 CONSTRAINT_NAMES = frozenset(CONSTRAINT_FIELDS)
-"""Fields that say what a text conforms to; `inference.formats` reads them."""
+"""Fields that constrain the text; `inference.prompts.parse_constraint` reads them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamOptions:
-    """How an answer is streamed.
+    """Options of a streamed response.
 
     Attributes:
-        include_usage: whether a last chunk without choices says how many tokens there were.
+        include_usage: whether a last chunk without choices reports the number of tokens.
     """
 
     include_usage: bool = False
@@ -26,14 +27,14 @@ class StreamOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionBody:
-    """A text, or several, to go on with.
+    """A request for completions of one or several prompts.
 
     Attributes:
-        prompt: a text, the ids of one, or a list of either.
-        model: the name of the model that is served.
-        stream: whether the answer comes as server-sent events.
-        stream_options: how.
-        user: whom the client asks for; nothing depends on it.
+        prompt: a text, its token ids, or a list of either.
+        model: the name of the served model.
+        stream: whether the response is a stream of server-sent events.
+        stream_options: options of the stream.
+        user: an identifier of the end user; it has no effect.
     """
 
     prompt: str | tuple[int, ...] | tuple[str, ...] | tuple[tuple[int, ...], ...]
@@ -59,15 +60,15 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "prompt_cache_key": (),
     "prompt_cache_retention": (),
 }
-"""Fields of OpenAI's that mean nothing here, with the values that clients send without asking for anything."""
+"""OpenAI's fields that this server does not implement, each with the values that clients send as a default."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContentPart:
-    """A part of what a message says.
+    """A part of a message's content.
 
     Attributes:
-        type: `text`: nothing else is understood.
+        type: `text`, the only supported type.
         text: the text.
     """
 
@@ -77,11 +78,11 @@ class ContentPart:
 
 @dataclass(frozen=True, kw_only=True)
 class CalledFunction:
-    """A call that an answer made.
+    """The function of a tool call.
 
     Attributes:
-        name: of the tool.
-        arguments: a JSON text.
+        name: name of the tool.
+        arguments: its arguments as JSON text.
     """
 
     name: str
@@ -90,13 +91,13 @@ class CalledFunction:
 
 @dataclass(frozen=True, kw_only=True)
 class AssistantToolCall:
-    """A call in a message of the assistant.
+    """A tool call in a message of the assistant.
 
     Attributes:
-        function: what was called.
-        id: which a message of the tool refers to.
+        function: the called function and its arguments.
+        id: an id that the tool's message refers to.
         type: `function`.
-        index: its place among others.
+        index: its index among the calls of the message.
     """
 
     function: CalledFunction
@@ -110,14 +111,14 @@ class Message:
     """A message of a conversation.
 
     Attributes:
-        role: who says it: `system`, `user`, `assistant`, `tool`, or what else the template knows.
-        content: what: a text, or parts that are texts.
-        name: of who says it.
-        tool_calls: that it makes.
-        tool_call_id: which call it answers.
-        reasoning_content: what came before it, for templates that want it.
-        refusal: as an answer has it; nothing depends on it.
-        annotations: as an answer has them; nothing depends on them.
+        role: `system`, `user`, `assistant`, `tool`, or another role that the chat template knows.
+        content: a text, or a list of text parts.
+        name: name of the author.
+        tool_calls: tool calls that the message makes.
+        tool_call_id: the tool call that the message answers.
+        reasoning_content: reasoning before the content, for templates that use it.
+        refusal: accepted because responses contain it; it has no effect.
+        annotations: accepted because responses contain them; they have no effect.
     """
 
     role: str
@@ -132,13 +133,13 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class Function:
-    """What can be called.
+    """A function that the model may call.
 
     Attributes:
-        name: of it.
+        name: its name.
         description: what it does.
         parameters: a JSON schema of its arguments.
-        strict: every schema is followed to the letter where a call is required, so this says nothing new.
+        strict: accepted; it has no effect, because a required call always conforms to the schema.
     """
 
     name: str
@@ -149,11 +150,11 @@ class Function:
 
 @dataclass(frozen=True, kw_only=True)
 class Tool:
-    """Something that an answer may call.
+    """A tool that the model may call.
 
     Attributes:
         type: `function`.
-        function: what is called.
+        function: the function.
     """
 
     type: Literal["function"]
@@ -165,7 +166,7 @@ class FunctionName:
     """The name of a function.
 
     Attributes:
-        name: of it.
+        name: the name.
     """
 
     name: str
@@ -173,11 +174,11 @@ class FunctionName:
 
 @dataclass(frozen=True, kw_only=True)
 class NamedTool:
-    """The tool that has to be called.
+    """The tool that the model must call.
 
     Attributes:
         type: `function`.
-        function: which.
+        function: its name.
     """
 
     type: Literal["function"]
@@ -186,21 +187,21 @@ class NamedTool:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatBody:
-    """A conversation, whose next message is asked for.
+    """A request for the next message of a conversation.
 
     Attributes:
-        messages: it, from its beginning.
-        model: the name of the model that is served.
-        stream: whether the answer comes as server-sent events.
-        stream_options: how.
-        user: whom the client asks for; nothing depends on it.
-        tools: what the answer may call.
-        tool_choice: `none`, `auto`, `required`, or the one that it has to call.
+        messages: the conversation from its beginning.
+        model: the name of the served model.
+        stream: whether the response is a stream of server-sent events.
+        stream_options: options of the stream.
+        user: an identifier of the end user; it has no effect.
+        tools: tools that the model may call.
+        tool_choice: `none`, `auto`, `required`, or the tool that it must call.
         parallel_tool_calls: whether it may make several calls.
-        logprobs: whether tokens come with their log-probabilities.
-        top_logprobs: how many of the likeliest tokens come with each.
-        max_completion_tokens: tokens of the answer: `max_tokens` by its newer name.
-        chat_template_kwargs: what the template may know besides.
+        logprobs: whether the response has log-probabilities of its tokens.
+        top_logprobs: how many of the most likely tokens are returned for each token.
+        max_completion_tokens: OpenAI's newer name for `max_tokens`.
+        chat_template_kwargs: further variables of the chat template.
     """
 
     messages: tuple[Message, ...]
@@ -219,17 +220,17 @@ class ChatBody:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizeBody:
-    """A text or a conversation whose tokens are asked for.
+    """A text or a conversation to tokenize.
 
     Attributes:
         prompt: a text.
-        messages: a conversation, as the chat template writes it.
-        model: the name of the model that is served.
-        add_special_tokens: whether a text begins with BOS, where the model's texts do.
-        add_generation_prompt: whether a conversation goes on to where the answer begins.
-        tools: what the answer may call.
-        chat_template_kwargs: what the template may know besides.
-        return_token_strs: whether each token's text is given as well.
+        messages: a conversation, rendered by the chat template.
+        model: the name of the served model.
+        add_special_tokens: whether a text begins with BOS, if the model's texts do.
+        add_generation_prompt: whether a conversation ends with the beginning of the assistant's message.
+        tools: tools that the model may call.
+        chat_template_kwargs: further variables of the chat template.
+        return_token_strs: whether the text of each token is returned.
     """
 
     prompt: str | None = None
@@ -244,11 +245,11 @@ class TokenizeBody:
 
 @dataclass(frozen=True, kw_only=True)
 class DetokenizeBody:
-    """Tokens whose text is asked for.
+    """Tokens to decode.
 
     Attributes:
         tokens: their ids.
-        model: the name of the model that is served.
+        model: the name of the served model.
     """
 
     tokens: tuple[int, ...]
@@ -257,11 +258,11 @@ class DetokenizeBody:
 
 @dataclass(frozen=True, kw_only=True)
 class TokensBody:
-    """Conversations whose tokens are asked for; upstream's way to ask.
+    """Conversations to tokenize, in upstream's form.
 
     Attributes:
-        message_list: each of them.
-        model: the name of the model that is served.
+        message_list: the conversations.
+        model: the name of the served model.
     """
 
     message_list: tuple[tuple[Message, ...], ...]

@@ -1,6 +1,7 @@
-"""What answers look like: the other half of the interface that `/openapi.json` describes.
+"""The form of responses, from which `/openapi.json` is generated.
 
-Docstrings are what it says of the fields. Nothing is made by these classes; a test holds real answers against them.
+The docstrings are its descriptions of the fields. Responses are not constructed from these classes; a test compares
+real responses with them.
 """
 
 from collections.abc import Mapping
@@ -11,13 +12,13 @@ from levanter.serving.request_schema import CalledFunction
 
 
 class ErrorDetail(TypedDict):
-    """What is wrong.
+    """The details of an error.
 
     Attributes:
-        message: all of it, a line each.
+        message: every problem of the request, a line each.
         type: `invalid_request_error`, `rate_limit_error` or `server_error`.
         param: the field that is wrong.
-        code: a word for programs.
+        code: a code for programs.
     """
 
     message: str
@@ -27,22 +28,22 @@ class ErrorDetail(TypedDict):
 
 
 class Error(TypedDict):
-    """Why there is no answer.
+    """An error response.
 
     Attributes:
-        error: what is wrong.
+        error: the details.
     """
 
     error: ErrorDetail
 
 
 class Usage(TypedDict):
-    """How many tokens there were.
+    """Numbers of tokens.
 
     Attributes:
-        prompt_tokens: of the prompts.
-        completion_tokens: of all choices.
-        total_tokens: of both.
+        prompt_tokens: tokens of the prompts.
+        completion_tokens: tokens of all choices.
+        total_tokens: the sum.
     """
 
     prompt_tokens: int
@@ -51,13 +52,13 @@ class Usage(TypedDict):
 
 
 class CompletionLogprobs(TypedDict):
-    """Log-probabilities of a choice's tokens; a list each, as long as the others.
+    """Log-probabilities of a choice's tokens, as lists of equal length.
 
     Attributes:
-        tokens: their texts; `bytes:…` where a token is a part of a character.
-        token_logprobs: null for a prompt's first token, which nothing predicts.
-        top_logprobs: of the likeliest tokens, by their texts.
-        text_offset: where each begins in the text.
+        tokens: the tokens' texts; `bytes:…` if a token is part of a character.
+        token_logprobs: their log-probabilities; null for the first token of a prompt, which nothing predicts.
+        top_logprobs: log-probabilities of the most likely tokens, by their texts.
+        text_offset: offset of each token in the text.
     """
 
     tokens: tuple[str, ...]
@@ -67,12 +68,12 @@ class CompletionLogprobs(TypedDict):
 
 
 class CompletionChoice(TypedDict):
-    """How a text goes on.
+    """A completion of a prompt.
 
     Attributes:
-        index: among the choices.
-        text: what comes next, behind the prompt where that is part of the answer.
-        logprobs: where they were asked for.
+        index: index among the choices.
+        text: the completion, after the prompt with `echo`.
+        logprobs: log-probabilities, if requested.
         finish_reason: why it ended.
         stop_reason: the stop string, or the id, that ended it.
     """
@@ -85,16 +86,16 @@ class CompletionChoice(TypedDict):
 
 
 class CompletionResponse(TypedDict):
-    """Texts that were gone on with.
+    """Completions of one or several prompts.
 
     Attributes:
-        id: of the answer; the header `x-request-id` has it too.
+        id: id of the response, also in the header `x-request-id`.
         object: `text_completion`.
-        created: when, in seconds of Unix time.
+        created: time of creation in seconds of Unix time.
         model: the name of the model.
-        seed: with which the same request gives the same answer.
-        choices: all of them, prompt by prompt.
-        usage: how many tokens there were.
+        seed: the seed with which the same request gives the same response.
+        choices: the choices, prompt by prompt.
+        usage: numbers of tokens.
     """
 
     id: str
@@ -107,12 +108,12 @@ class CompletionResponse(TypedDict):
 
 
 class TopToken(TypedDict):
-    """A token and how likely it is.
+    """A token and its log-probability.
 
     Attributes:
-        token: its text; `bytes:…` where it is a part of a character.
-        logprob: the logarithm of its probability.
-        bytes: of which it consists.
+        token: its text; `bytes:…` if it is part of a character.
+        logprob: its log-probability.
+        bytes: its bytes.
     """
 
     token: str
@@ -121,24 +122,24 @@ class TopToken(TypedDict):
 
 
 class SampledToken(TopToken):
-    """A token of an answer.
+    """A token of a response.
 
     Attributes:
-        token: its text; `bytes:…` where it is a part of a character.
-        logprob: the logarithm of its probability.
-        bytes: of which it consists.
-        top_logprobs: the likeliest tokens in its place.
+        token: its text; `bytes:…` if it is part of a character.
+        logprob: its log-probability.
+        bytes: its bytes.
+        top_logprobs: the most likely tokens at its position.
     """
 
     top_logprobs: tuple[TopToken, ...]
 
 
 class ChatLogprobs(TypedDict):
-    """Log-probabilities of an answer's tokens.
+    """Log-probabilities of a message's tokens.
 
     Attributes:
-        content: a token each.
-        refusal: nothing.
+        content: an entry for each token.
+        refusal: always null.
     """
 
     content: tuple[SampledToken, ...]
@@ -146,12 +147,12 @@ class ChatLogprobs(TypedDict):
 
 
 class ResponseToolCall(TypedDict):
-    """A call of a tool.
+    """A tool call.
 
     Attributes:
-        id: which a message with the tool's answer refers to.
+        id: an id that the message with the tool's result refers to.
         type: `function`.
-        function: what is called.
+        function: the called function and its arguments.
     """
 
     id: str
@@ -164,9 +165,9 @@ class ResponseMessage(TypedDict):
 
     Attributes:
         role: `assistant`.
-        content: the text; null where it is calls of tools.
-        refusal: nothing.
-        tool_calls: the calls, where there are any.
+        content: the text; null if the message consists of tool calls.
+        refusal: always null.
+        tool_calls: the tool calls, if any.
     """
 
     role: Literal["assistant"]
@@ -176,12 +177,12 @@ class ResponseMessage(TypedDict):
 
 
 class ChatChoice(TypedDict):
-    """One way in which a conversation goes on.
+    """A continuation of a conversation.
 
     Attributes:
-        index: among the choices.
+        index: index among the choices.
         message: the next message.
-        logprobs: where they were asked for.
+        logprobs: log-probabilities, if requested.
         finish_reason: why it ended.
         stop_reason: the stop string, or the id, that ended it.
     """
@@ -197,13 +198,13 @@ class ChatResponse(TypedDict):
     """The next message of a conversation.
 
     Attributes:
-        id: of the answer; the header `x-request-id` has it too.
+        id: id of the response, also in the header `x-request-id`.
         object: `chat.completion`.
-        created: when, in seconds of Unix time.
+        created: time of creation in seconds of Unix time.
         model: the name of the model.
-        seed: with which the same request gives the same answer.
-        choices: all of them.
-        usage: how many tokens there were.
+        seed: the seed with which the same request gives the same response.
+        choices: the choices.
+        usage: numbers of tokens.
     """
 
     id: str
@@ -216,15 +217,15 @@ class ChatResponse(TypedDict):
 
 
 class ModelCard(TypedDict):
-    """A model that is served.
+    """A name of the served model.
 
     Attributes:
-        id: its name.
+        id: the name.
         object: `model`.
-        created: when the server began, in seconds of Unix time.
+        created: start time of the server in seconds of Unix time.
         owned_by: `levanter`.
-        root: the name that answers give it.
-        max_model_len: tokens of a prompt and its answer together.
+        root: the name that responses contain.
+        max_model_len: maximum tokens of a prompt and its completion.
     """
 
     id: str
@@ -236,11 +237,11 @@ class ModelCard(TypedDict):
 
 
 class ModelCards(TypedDict):
-    """All names of the model that is served.
+    """All names of the served model.
 
     Attributes:
         object: `list`.
-        data: a name each.
+        data: an entry for each name.
     """
 
     object: Literal["list"]
@@ -251,10 +252,10 @@ class Tokenized(TypedDict):
     """The tokens of a text or of a conversation.
 
     Attributes:
-        count: how many.
-        max_model_len: tokens of a prompt and its answer together.
+        count: number of tokens.
+        max_model_len: maximum tokens of a prompt and its completion.
         tokens: their ids.
-        token_strs: their texts, where they were asked for.
+        token_strs: their texts, if requested.
     """
 
     count: int
@@ -287,22 +288,22 @@ class Conversations(TypedDict):
     """The tokens of conversations.
 
     Attributes:
-        results: a conversation each.
+        results: an entry for each conversation.
     """
 
     results: tuple[ConversationTokens, ...]
 
 
 class TokenizerInfo(TypedDict):
-    """What clients that make tokens themselves want to know.
+    """Properties of the tokenizer, for clients that tokenize themselves.
 
     Attributes:
-        tokenizer_class: of ours.
-        vocab_size: ids that the tokenizer has.
-        model_max_length: tokens of a prompt and its answer together.
+        tokenizer_class: the server's tokenizer class.
+        vocab_size: number of ids of the tokenizer.
+        model_max_length: maximum tokens of a prompt and its completion.
         add_bos_token: whether a prompt that is a text begins with BOS.
-        bos_token, eos_token, pad_token: as they are written, where there are any.
-        chat_template: in Jinja, where there is one.
+        bos_token, eos_token, pad_token: the texts of these tokens, if they exist.
+        chat_template: the chat template in Jinja, if there is one.
     """
 
     tokenizer_class: str
@@ -326,26 +327,26 @@ class Health(TypedDict):
 
 
 class Readiness(TypedDict):
-    """Whether requests are taken.
+    """Whether the server admits requests.
 
     Attributes:
-        status: `ready` if they are.
+        status: `ready` if it does.
     """
 
     status: Literal["starting", "ready", "draining", "ended", "failed"]
 
 
 class ServerStatus(TypedDict):
-    """What the server is doing.
+    """The state and the load of the server.
 
     Attributes:
         model: the name of the model.
-        version: of the program.
-        devices: how many there are.
-        state: `ready` where requests are taken.
-        context: tokens of a prompt and its answer together.
-        tokens: that were sampled so far.
-        load: what the engine is doing.
+        version: version of the program.
+        devices: number of devices.
+        state: `ready` if requests are admitted.
+        context: maximum tokens of a prompt and its completion.
+        tokens: number of tokens that were sampled so far.
+        load: the load of the engine.
     """
 
     model: str
@@ -358,10 +359,10 @@ class ServerStatus(TypedDict):
 
 
 class PlanReport(TypedDict):
-    """The plan that the server follows.
+    """The plan of the run.
 
     Attributes:
-        report: as `levanter.main.plan` prints it.
+        report: the report as `levanter.main.plan` prints it.
     """
 
     report: str

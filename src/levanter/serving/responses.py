@@ -1,17 +1,8 @@
-"""How tokens are shown in log-probabilities: by their text where they are text, else by their bytes.
+"""Responses to completion and chat requests: from a parsed request to JSON or server-sent events.
 
-Server-sent events: a stream of JSON objects that ends with `[DONE]`.
-
-`ResponseBuilder`: an answer, as one object or as a stream of chunks, of what comes of a ticket.
-
-Completions and conversations differ in what a choice looks like; what there is of it, when, and how many tokens it took
-is the same for both.
-
-`Reply`: an answer that is still being made, and that nobody makes any more when its client has left.
-
-What a client has not read after a while, or what has piled up for it, ends its answer too: nobody waits for it.
-
-From a request to its answer: the way that completions and conversations have in common.
+`respond` handles a request: it parses the body, submits it to the `Service`, and answers with a `Reply`. A
+`ResponseBuilder` turns the results into one object (`JsonReply`) or into a stream of chunks (`SseReply`). A reply ends,
+and its request is cancelled, if the client disconnects, reads nothing for a while, or lets too much pile up.
 """
 
 import asyncio
@@ -31,7 +22,7 @@ from levanter.compat.hf.tokenizer import FastTokenizer
 from levanter.data import Tokenizer
 from levanter.inference.programs import PromptScores
 from levanter.inference.requests import ChoiceId, SamplingParams
-from levanter.serving.engine_thread import PromptScored, Submission, TokenDelta
+from levanter.serving.engine_thread import Delivery, PromptScored, Submission, TokenDelta
 from levanter.serving.errors import JSON_ENCODER, ApiError, JsonResponse, failed_request
 from levanter.serving.request_parsing import read_body
 from levanter.serving.request_schema import CONSTRAINT_NAMES
@@ -39,10 +30,10 @@ from levanter.serving.service import PendingRequest, Service
 
 
 class TokenStrings:
-    """The tokens of one vocabulary.
+    """The tokens of a vocabulary as strings, for log-probabilities: as text, or as bytes where they are no text.
 
     Args:
-        tokenizer: has it.
+        tokenizer: the tokenizer.
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -56,40 +47,36 @@ class TokenStrings:
         return self._files.token_bytes(id)
 
     def text(self, id: int) -> str:
-        """A token in a list of tokens: its text, or `bytes:\\\\xf0\\\\x9f` where it is a part of a character."""
+        """The text of a token, or `bytes:\\\\xf0\\\\x9f` if it is a part of a character."""
         raw = self.bytes(id)
         try:
             return raw.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
-    def of_prompt(self, ids: Sequence[int]) -> list[str]:
-        """The tokens of a prompt."""
-        return [self.text(id) for id in ids]
-
 
 SSE_DONE = b"data: [DONE]\n\n"
-"""What ends a stream."""
+"""The last event of a stream."""
 SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-"""Of a stream: nobody on the way keeps it back."""
+"""Headers that keep proxies from buffering a stream."""
 SSE_MEDIA_TYPE = "text/event-stream; charset=utf-8"
 
 
 def sse_event(value: Mapping[str, Json]) -> bytes:
-    """An object as an event."""
+    """An object as a server-sent event."""
     return b"data: " + JSON_ENCODER.encode(value).encode() + b"\n\n"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParsedCall:
-    """A body that was read.
+    """A parsed request body.
 
     Attributes:
-        id: of the answer.
-        submitted: a request to the engine for each prompt.
-        params: how all of them are sampled.
-        stream: whether the answer is streamed.
-        usage: whether a stream says how many tokens there were.
+        id: id of the response.
+        submitted: an engine request for each prompt.
+        params: sampling parameters of all of them.
+        stream: whether the response is streamed.
+        usage: whether a stream reports the number of tokens.
     """
 
     id: str
@@ -101,96 +88,102 @@ class ParsedCall:
 
 @dataclass(kw_only=True, eq=False)
 class PartialChoice:
-    """A choice as it grows.
+    """A choice while its tokens arrive.
 
     Attributes:
-        submitted: what was asked.
-        index: in the answer.
-        scores: of its prompt, where they are asked for.
-        pieces: what came of it.
-        characters: of its tokens that were shown in log-probabilities.
-        held: pieces that cannot be shown yet.
+        submitted: its engine request.
+        index: its index in the response.
+        scores: log-probabilities of its prompt, if requested.
+        deltas: its tokens so far.
+        characters: length of the tokens whose log-probabilities were returned.
+        pending: deltas that cannot be sent yet.
     """
 
     submitted: Submission
     index: int
     scores: PromptScores | None = None
-    pieces: list[TokenDelta] = field(default_factory=list)
+    deltas: list[TokenDelta] = field(default_factory=list)
     characters: int = 0
-    held: list[TokenDelta] = field(default_factory=list)
+    pending: list[TokenDelta] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        """All of its text."""
-        return "".join(piece.text for piece in self.pieces)
+        """Its text so far."""
+        return "".join(delta.text for delta in self.deltas)
 
 
 class ResponseBuilder(ABC):
-    """The answer to a call, as it comes.
+    """Builds the response to a call from its results.
+
+    Completions and chat completions differ in the form of a choice, which subclasses define; ids, order, usage and the
+    end of a stream are the same.
 
     Args:
-        call: what was asked.
-        ticket: what comes of it.
-        service: of whom.
-        texts: of tokens.
+        call: the parsed request.
+        request: the results of it.
+        service: the service.
+        texts: tokens as strings.
     """
 
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
 
-    def __init__(self, call: ParsedCall, ticket: PendingRequest, service: Service, texts: TokenStrings):
-        self.call, self.ticket, self.service, self.texts = call, ticket, service, texts
+    def __init__(self, call: ParsedCall, request: PendingRequest, service: Service, texts: TokenStrings):
+        self.call, self.request, self.service, self.texts = call, request, service, texts
         self._created, self._tokens = int(time.time()), 0
         self.choices: dict[ChoiceId, PartialChoice] = {}
-        for each in call.submitted:
+        for submission in call.submitted:
             for n in range(call.params.n):
-                self.choices[ChoiceId(each.request.id, n)] = PartialChoice(submitted=each, index=len(self.choices))
+                choice = PartialChoice(submitted=submission, index=len(self.choices))
+                self.choices[ChoiceId(submission.request.id, n)] = choice
 
     @abstractmethod
     def opening(self, choice: PartialChoice) -> Iterator[Mapping[str, Json]]:
-        """What a stream says of a choice before its first token, when its prompt was scored."""
+        """Chunks of a choice before its first token, after its prompt was scored."""
 
     @abstractmethod
-    def delta(self, choice: PartialChoice, piece: TokenDelta) -> Iterator[Mapping[str, Json]]:
-        """What a stream says of a piece."""
+    def delta(self, choice: PartialChoice, delta: TokenDelta) -> Iterator[Mapping[str, Json]]:
+        """Chunks of a choice for one more token."""
 
     @abstractmethod
     def complete(self, choice: PartialChoice) -> Mapping[str, Json]:
-        """A choice in an answer that is one object."""
+        """A finished choice of a response that is one object."""
 
     async def whole(self) -> Mapping[str, Json]:
-        """All of it as one object.
+        """The response as one object.
 
         Raises:
-            ApiError: a choice could not be finished.
+            ApiError: a choice failed.
         """
-        async for deliveries in self.ticket.deliveries():
-            for each in deliveries:
-                self._take(each)
+        async for deliveries in self.request.deliveries():
+            for delivery in deliveries:
+                self._add(delivery)
         choices: list[Json] = [dict(self.complete(choice)) for choice in self.choices.values()]
         return {**self._head(self.whole_object), "choices": choices, "usage": self._usage}
 
     async def events(self) -> AsyncIterator[bytes]:
-        """All of it as events, the one that ends a stream included; what comes together is one write to a client.
+        """The response as events, `[DONE]` included; those of deliveries that arrive together are one write.
 
         Raises:
-            ApiError: a choice could not be finished.
+            ApiError: a choice failed.
         """
         closed = False
         for choice in self.choices.values():
+            # A choice whose prompt is scored is opened when the scores arrive, because its opening contains them.
             if not choice.submitted.score:
-                for said in self.opening(choice):
-                    yield self._chunk(said)
-        async for deliveries in self.ticket.deliveries():
-            # What came together goes out together.
+                for opening in self.opening(choice):
+                    yield self._chunk(opening)
+        async for deliveries in self.request.deliveries():
             chunks: list[bytes] = []
-            for each in deliveries:
-                if each.error is not None and chunks:
+            for delivery in deliveries:
+                if delivery.error is not None and chunks:
+                    # `_add` raises: what precedes the error is sent before.
                     yield b"".join(chunks)
-                for choice in self._take(each):
-                    for said in self.opening(choice) if isinstance(each, PromptScored) else self.delta(choice, each):
-                        chunks.append(self._chunk(said))
-            if closed := self.ticket.over:
+                for choice in self._add(delivery):
+                    scored = isinstance(delivery, PromptScored)
+                    for body in self.opening(choice) if scored else self.delta(choice, delivery):
+                        chunks.append(self._chunk(body))
+            if closed := self.request.over:
                 chunks.append(self._closing)
             if chunks:
                 yield b"".join(chunks)
@@ -199,22 +192,23 @@ class ResponseBuilder(ABC):
 
     @property
     def _closing(self) -> bytes:
-        """What comes behind all choices."""
+        """The events after all choices."""
         usage = {**self._head(self.chunk_object), "choices": [], "usage": self._usage}
         return (sse_event(usage) if self.call.usage else b"") + SSE_DONE
 
-    def _take(self, delivery: TokenDelta | PromptScored) -> Sequence[PartialChoice]:
-        """Notes what came, and says which choices it is about."""
+    def _add(self, delivery: Delivery) -> Sequence[PartialChoice]:
+        """Adds a result to its choices, and returns these."""
         if delivery.error is not None:
             raise failed_request(delivery.error)
         if isinstance(delivery, TokenDelta):
             choice = self.choices[delivery.of]
-            choice.pieces.append(delivery)
+            choice.deltas.append(delivery)
+            # A choice may end without a token: cancelled, or by an error.
             self._tokens += delivery.token is not None
             return [choice]
-        scored = [each for each in self.choices.values() if each.submitted.request.id == delivery.request]
-        for each in scored:
-            each.scores = delivery.scores
+        scored = [choice for choice in self.choices.values() if choice.submitted.request.id == delivery.request]
+        for choice in scored:
+            choice.scores = delivery.scores
         return scored
 
     def _head(self, kind: str) -> dict[str, Json]:
@@ -228,7 +222,7 @@ class ResponseBuilder(ABC):
 
     @property
     def _usage(self) -> Json:
-        prompt = sum(len(each.request.tokens) for each in self.call.submitted)
+        prompt = sum(len(submission.request.tokens) for submission in self.call.submitted)
         return {"prompt_tokens": prompt, "completion_tokens": self._tokens, "total_tokens": prompt + self._tokens}
 
     def _chunk(self, choice: Mapping[str, Json]) -> bytes:
@@ -237,16 +231,19 @@ class ResponseBuilder(ABC):
 
     @cached_property
     def _around(self) -> tuple[bytes, bytes]:
-        """What stands before and behind the one choice of a chunk: the same in all of them."""
+        """The bytes of a chunk before and after its one choice, which are the same in all chunks.
+
+        They come from encoding a chunk whose only choice is 0, so that a chunk encodes no more than its choice.
+        """
         usage = {"usage": None} if self.call.usage else {}
         before, mark, after = sse_event({**self._head(self.chunk_object), "choices": [0], **usage}).rpartition(b"[0]")
         assert mark, "a chunk has choices"
         return before + b"[", b"]" + after
 
 
-def is_visible(piece: TokenDelta) -> bool:
-    """Whether a piece has a token that is part of the answer: an id that ends it is not."""
-    return piece.token is not None and not (isinstance(piece.matched, int) and piece.matched == piece.token.id)
+def is_visible(delta: TokenDelta) -> bool:
+    """Whether a delta has a token that is part of the response: an id that ends the text is not."""
+    return delta.token is not None and not (isinstance(delta.matched, int) and delta.matched == delta.token.id)
 
 
 READ_SECONDS = 30.0
@@ -254,86 +251,90 @@ READ_SECONDS = 30.0
 
 
 class Reply(Response):
-    """An answer that comes of a ticket.
+    """A response that is computed while it is sent.
 
     Args:
-        ticket: what it waits for.
-        id: of the answer, which is in its head too.
+        pending: the request.
+        id: id of the response, also in the header `x-request-id`.
     """
 
-    def __init__(self, ticket: PendingRequest, *, id: str):
+    def __init__(self, pending: PendingRequest, *, id: str):
         super().__init__()
-        self._ticket, self._named = ticket, {"x-request-id": id}
+        self._pending, self._id_header = pending, {"x-request-id": id}
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
         raise NotImplementedError
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the answer, until it is sent, its client leaves, or it reads too slowly."""
+        """Sends the response, until it is complete, its client disconnects, or it is cut off."""
         work = asyncio.ensure_future(self._send(scope, receive, send))
-        left = asyncio.ensure_future(_wait_for_disconnect(receive))
-        cut = asyncio.ensure_future(self._ticket.cut.wait())
+        disconnected = asyncio.ensure_future(_wait_for_disconnect(receive))
+        cut = asyncio.ensure_future(self._pending.cut.wait())
         try:
-            await asyncio.wait((work, left, cut), return_when=asyncio.FIRST_COMPLETED)
+            # The first to finish decides; the others are cancelled below.
+            await asyncio.wait((work, disconnected, cut), return_when=asyncio.FIRST_COMPLETED)
+            # Raises what the work raised.
             if work.done():
                 work.result()
         finally:
-            self._ticket.close()
-            for task in (work, left, cut):
+            # Cancels the choices that still run; after a complete response there are none.
+            self._pending.close()
+            for task in (work, disconnected, cut):
                 task.cancel()
-            await asyncio.gather(work, left, cut, return_exceptions=True)
+            await asyncio.gather(work, disconnected, cut, return_exceptions=True)
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
-    """Returns when the client has left."""
+    """Returns when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class JsonReply(Reply):
-    """An answer that is sent when all of it is there.
+    """A response that is sent when it is complete.
 
     Args:
-        ticket: what it waits for.
-        made: makes it.
-        id: of it.
+        pending: the request.
+        body: computes the body.
+        id: id of the response.
     """
 
-    def __init__(self, ticket: PendingRequest, made: Callable[[], Awaitable[Mapping[str, Json]]], *, id: str):
-        super().__init__(ticket, id=id)
-        self._made = made
+    def __init__(self, pending: PendingRequest, body: Callable[[], Awaitable[Mapping[str, Json]]], *, id: str):
+        super().__init__(pending, id=id)
+        self._body = body
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            answer = JsonResponse(await self._made(), headers=self._named)
+            answer = JsonResponse(await self._body(), headers=self._id_header)
         except ApiError as error:
-            answer = JsonResponse(error.body, status=error.status, headers={**error.headers, **self._named})
+            answer = JsonResponse(error.body, status=error.status, headers={**error.headers, **self._id_header})
         await answer(scope, receive, send)
 
 
 class SseReply(Reply):
-    """An answer as server-sent events, each as soon as it is there.
+    """A stream of server-sent events.
 
     Args:
-        ticket: what it waits for.
-        events: they, the one that ends a stream included; what goes wrong on the way is an event as well.
-        id: of it.
+        pending: the request.
+        events: the events, `[DONE]` included; an `ApiError` becomes an event as well.
+        id: id of the response.
     """
 
-    def __init__(self, ticket: PendingRequest, events: AsyncIterator[bytes], *, id: str):
-        super().__init__(ticket, id=id)
+    def __init__(self, pending: PendingRequest, events: AsyncIterator[bytes], *, id: str):
+        super().__init__(pending, id=id)
         self._events = events
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
         del scope, receive
-        headers = {"content-type": SSE_MEDIA_TYPE, **SSE_HEADERS, **self._named}
+        # A stream begins with status 200, so later errors are events.
+        headers = {"content-type": SSE_MEDIA_TYPE, **SSE_HEADERS, **self._id_header}
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-        write = _TimedSend(send, late=self._ticket.cut.set)
+        write = _TimedSend(send, late=self._pending.cut.set)
         try:
             await write({"type": "http.response.start", "status": 200, "headers": raw})
             try:
-                async for item in self._events:
-                    await write(_body_chunk(item))
+                async for event in self._events:
+                    await write(_body_chunk(event))
             except ApiError as error:
                 await write(_body_chunk(sse_event(error.body) + SSE_DONE))
             await write({"type": "http.response.body", "body": b"", "more_body": False})
@@ -342,9 +343,9 @@ class SseReply(Reply):
 
 
 class _TimedSend:
-    """Sends messages, and says when one has not been taken for `READ_SECONDS`.
+    """An ASGI `send` that calls `late` if a message is not sent within `READ_SECONDS`.
 
-    One timer looks after all of them: to set one for each message took as long as to send it.
+    One timer watches all messages: a timer for each message took as long as sending it.
 
     Args:
         send: ASGI's.
@@ -355,7 +356,8 @@ class _TimedSend:
         self._send, self._late = send, late
         self._loop = asyncio.get_running_loop()
         self._since: float | None = None
-        self._timer = self._loop.call_later(READ_SECONDS, self._look)
+        """When the message that is being sent was begun; None between two messages."""
+        self._timer = self._loop.call_later(READ_SECONDS, self._check)
 
     async def __call__(self, message: Message) -> None:
         """Sends a message."""
@@ -364,16 +366,17 @@ class _TimedSend:
         self._since = None
 
     def end(self) -> None:
-        """Looks no more."""
+        """Stops the timer."""
         self._timer.cancel()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         now = self._loop.time()
         since = now if self._since is None else self._since
         if now - since >= READ_SECONDS:
             self._late()
         else:
-            self._timer = self._loop.call_at(since + READ_SECONDS, self._look)
+            # The earliest time at which the present message can be late.
+            self._timer = self._loop.call_at(since + READ_SECONDS, self._check)
 
 
 def _body_chunk(body: bytes) -> Message:
@@ -382,13 +385,15 @@ def _body_chunk(body: bytes) -> Message:
 
 C = TypeVar("C", bound=ParsedCall)
 SHORT_BODY = 2048
-"""Bytes of a body that is read in less time than it takes to hand it to another thread, and to take turns with that at
-the interpreter: in these turns every stream waits."""
+"""Size of a body that is parsed on the event loop: passing it to another thread would take longer, because that thread
+competes for the interpreter, and all streams wait meanwhile."""
 
 
 def is_cheap_to_parse(raw: bytes) -> bool:
-    """Whether a body is short, and asks for nothing that takes long to understand whatever its length: a schema, an
-    expression, a grammar. A name may be written by its characters' codes, so nothing that has codes is quick."""
+    """Whether a body is short and has no field that may be expensive to parse: a schema, an expression, a grammar.
+
+    A field name may be written with escapes, so a body with escapes is not cheap.
+    """
     return len(raw) <= SHORT_BODY and b"\\u" not in raw and not any(name in raw for name in _EXPENSIVE_FIELDS)
 
 
@@ -399,30 +404,31 @@ async def respond(
     request: Request,
     *,
     path: str,
-    read: Callable[[bytes, Service], C],
+    parse: Callable[[bytes, Service], C],
     build: Callable[[C, PendingRequest, Service, TokenStrings], ResponseBuilder],
-    at_once: Callable[[bytes], bool] | None = None,
+    on_loop: Callable[[bytes], bool] | None = None,
 ) -> Response:
-    """Reads a request, asks the engine, and answers with what comes of it.
+    """Parses a request, submits it to the engine, and answers with the results.
 
     Args:
         request: the request.
-        path: that it came by.
-        read: makes a call of its body.
-        build: makes the answer to the call.
-        at_once: whether a body is read on the event loop, and not beside it; None for none.
+        path: the path of its route.
+        parse: makes a call of its body.
+        build: makes the builder of the response to the call.
+        on_loop: whether a body is parsed on the event loop; None for none.
 
     Raises:
-        ApiError: it cannot be answered.
+        ApiError: the request cannot be answered.
     """
     service: Service = request.app.state.service
     raw = await read_body(request)
-    if at_once is not None and at_once(raw):
-        call = read(raw, service)
+    if on_loop is not None and on_loop(raw):
+        call = parse(raw, service)
     else:
-        call = await service.off_loop(lambda: read(raw, service))
-    ticket = service.ask(call.submitted, route=path, streamed=call.stream)
-    answer = build(call, ticket, service, request.app.state.texts)
+        call = await service.off_loop(lambda: parse(raw, service))
+    pending = service.submit(call.submitted, route=path, streamed=call.stream)
+    # From here on the `Reply` owns the pending request and closes it.
+    answer = build(call, pending, service, request.app.state.texts)
     if call.stream:
-        return SseReply(ticket, answer.events(), id=call.id)
-    return JsonReply(ticket, answer.whole, id=call.id)
+        return SseReply(pending, answer.events(), id=call.id)
+    return JsonReply(pending, answer.whole, id=call.id)

@@ -1,15 +1,12 @@
-"""Connections: how many, how slow, and for how long.
+"""`HttpServer`: an application at an address, and the limits on its connections.
 
-uvicorn waits for the head of a request as long as the client likes, and writes to whoever does not read as long as the
-client stays. Here both end: a connection has `header_seconds` from its beginning, or from the first byte behind an
-answer, to send a whole head, however many bytes come meanwhile, and `write_seconds` to take something of an answer that
-waits for it. Where more than `max_connections` are open, the one that is idle for longest makes room; if none is, the
-newest goes.
+uvicorn waits for the head of a request as long as the client likes, and writes to a client that does not read as long
+as the client stays. `BoundedConnection` ends both. A connection has `header_seconds`, from its beginning or from the
+first byte after a response, to send a whole head, and `write_seconds` to read some of a response that waits for it.
+Beyond `max_connections` open connections, the one that is idle for longest is closed; if none is idle, the newest is.
 
-`HttpServer`: an application at an address, from the first connection to the end of the last one.
-
-It ends when it is told to (`stop`, from a signal), or when its engine does. Told once, it takes no more requests, lets
-those that are there go on for a while, and ends them then.
+A server shuts down when `stop` is called (by a signal), or when its engine ends. It then admits no more requests, lets
+running ones go on for a while, and ends those that are left.
 """
 
 import asyncio
@@ -33,31 +30,32 @@ from levanter.serving.limits import LimitsConfig
 from levanter.serving.service import Service
 
 FULL_RESPONSE = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-"""What a connection gets that there is no room for."""
+"""The response to a connection beyond the limit."""
 END_OF_HEAD = re.compile(rb"\n\r?\n")
 MAX_HEAD_BYTES = 1 << 14
-"""Bytes of a request's head."""
+"""Size limit of a request's head."""
 RESERVED_FILES = 256
-"""Open files of a process that are not connections, at most."""
+"""Open files of a process that are kept for other uses than connections."""
 
 
 def bounded_protocol(limits: LimitsConfig) -> type[H11Protocol]:
-    """The protocol of a server's connections.
+    """The protocol class of a server's connections.
 
     Args:
-        limits: their bounds.
+        limits: their limits.
     """
     limits = replace(limits, max_connections=max_connections(limits.max_connections))
-    # uvicorn makes one of a class, and there may be several servers in a process.
+    # uvicorn instantiates a class for each connection. A subclass for each server keeps the idle connections of
+    # several servers in a process apart.
     idle: OrderedDict[BoundedConnection, None] = OrderedDict()
     return type("BoundedConnectionOfServer", (BoundedConnection,), {"limits": limits, "idle": idle})
 
 
 def max_connections(wanted: int) -> int:
-    """How many connections a process may have open: the files that it may open bound them.
+    """The number of connections that a process may open, which the limit on open files bounds.
 
     Args:
-        wanted: connections.
+        wanted: the configured number.
     """
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
@@ -66,10 +64,10 @@ def max_connections(wanted: int) -> int:
 
 
 class BoundedConnection(H11Protocol):
-    """A connection that ends where its client is too slow, or others need its place.
+    """A connection that is closed if its client is too slow, or if it is idle and others need its place.
 
     Attributes:
-        limits: the bounds.
+        limits: the limits.
         idle: connections of this server without a request, those that are idle for longest first.
     """
 
@@ -80,33 +78,39 @@ class BoundedConnection(H11Protocol):
     _write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Waits for a head; makes room first, if there is none."""
+        """Waits for a head, after closing an idle connection if there are too many."""
         super().connection_made(transport)
+        # uvicorn has added this connection to the set already.
         if len(self.connections) > self.limits.max_connections:
             if not self.idle:
                 transport.write(FULL_RESPONSE)
                 transport.close()
                 return
+            # Idle connections are in the order in which they became idle.
             longest, _ = self.idle.popitem(last=False)
             longest.transport.abort()
         self._has_begun = True
         self._await_head(self.limits.header_seconds)
 
     def data_received(self, data: bytes) -> None:
-        """Takes bytes; the clock of a head that has begun goes on."""
+        """Receives bytes; they do not restart the timer of a head that has begun."""
         super().data_received(data)
         if self._is_running or self.transport.is_closing():
             self._stop_waiting()
+        # The first bytes of the next head: from now on the time for heads counts, not the time for idling.
         elif not self._has_begun and self.conn.their_state is h11.IDLE:
             self._has_begun = True
             self._await_head(self.limits.header_seconds)
 
     def handle_events(self) -> None:
-        """Reads what came. h11 bounds a head that has not ended, and reads any that has: 20,000 short lines in one
-        piece took it 80 ms, in which nobody else is answered."""
+        """Parses what has arrived, if the head is not too long.
+
+        h11 limits a head that is incomplete, and parses any that is complete: 20,000 short lines in one piece took
+        80 ms, during which no other connection is served.
+        """
         if self.conn.their_state is h11.IDLE:
-            came, _ = self.conn.trailing_data
-            if len(came) > MAX_HEAD_BYTES and END_OF_HEAD.search(came[:MAX_HEAD_BYTES]) is None:
+            received, _ = self.conn.trailing_data
+            if len(received) > MAX_HEAD_BYTES and END_OF_HEAD.search(received[:MAX_HEAD_BYTES]) is None:
                 self.send_400_response(f"the head of the request has more than {MAX_HEAD_BYTES:,} bytes")
                 return
         super().handle_events()
@@ -119,15 +123,15 @@ class BoundedConnection(H11Protocol):
             self._await_head(self.limits.idle_seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forgets the connection."""
+        """Stops the timers."""
         self._stop_waiting()
         self._stop_write_timer()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Says of what is no HTTP that it is none, as everything else is said that is wrong."""
+        """Answers bytes that are not HTTP with an error in the same form as all others."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            # An answer is on its way; what comes behind the request that it is for is not understood.
+            # A response is being sent: the bytes after its request are not HTTP, and cannot be answered in between.
             self.transport.close()
             return
         body = json_bytes(ApiError(400, msg).body)
@@ -141,13 +145,14 @@ class BoundedConnection(H11Protocol):
         self.transport.close()
 
     def pause_writing(self) -> None:
-        """The client does not read: it has a while to begin again."""
+        """The client does not read: starts the timer within which it must."""
         super().pause_writing()
         self._stop_write_timer()
+        # `abort` drops what is buffered; `close` would wait for the client to read it.
         self._write_timer = self.loop.call_later(self.limits.write_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """The client reads."""
+        """The client reads again: stops the timer."""
         self._stop_write_timer()
         super().resume_writing()
 
@@ -173,9 +178,9 @@ class BoundedConnection(H11Protocol):
 
 
 ACCEPT_BACKLOG = 2048
-"""Connections that wait to be accepted."""
+"""Connections that may wait to be accepted."""
 CLOSING_SECONDS = 5
-"""How long clients may take, at the end, to read what they were sent."""
+"""How long clients may take at shutdown to read what they were sent."""
 
 logger = logging.getLogger(__name__)
 
@@ -185,32 +190,33 @@ class AddressError(ValueError):
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """A socket that holds an address; nobody is listened to yet.
+    """A socket that is bound to an address and does not listen yet.
 
     Raises:
-        AddressError: somebody else has it, or it is none of this machine's.
+        AddressError: another process has the address, or it is not one of this machine.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        made = socket.socket(family, kind, protocol)
+        bound = socket.socket(family, kind, protocol)
         try:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            made.bind(address)
+            # A port whose last connections linger in TIME_WAIT can be bound again.
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
         except OSError:
-            made.close()
+            bound.close()
             raise
     except OSError as error:
         raise AddressError(
             f"host, port: {host}:{port} cannot be listened on ({error.strerror or error})\n"
             "  → port: 0 takes any that is free"
         ) from error
-    return made
+    return bound
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves signals to whoever runs it, and says when it listens."""
+    """Installs no signal handlers, and calls `opened` when it listens."""
 
     def __init__(self, config: uvicorn.Config, opened: Callable[[], None]):
         super().__init__(config)
@@ -218,7 +224,7 @@ class _Uvicorn(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Captures none."""
+        """Captures no signals: the command that runs the server handles them."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -231,11 +237,11 @@ class HttpServer:
     """Serves an application.
 
     Args:
-        application: made by `app`.
-        service: whose.
-        drain_seconds: seconds that running requests may take to finish at shutdown.
-        limits: of connections.
-        opened: is called when connections are answered.
+        application: the application, from `app`.
+        service: its service.
+        drain_seconds: how long running requests may go on at shutdown.
+        limits: limits on connections.
+        opened: is called when connections are accepted.
     """
 
     def __init__(
@@ -248,11 +254,11 @@ class HttpServer:
         opened: Callable[[], None] = lambda: None,
     ):
         limits = limits or LimitsConfig()
-        self._service, self._drain_seconds, self._opened_by = service, drain_seconds, opened
+        self._service, self._drain_seconds, self._on_opened = service, drain_seconds, opened
         self._loop: asyncio.AbstractEventLoop | None = None
         self._listening: socket.socket | None = None
         self._ending: asyncio.Task[None] | None = None
-        self._told = 0
+        self._stop_calls = 0
         config = uvicorn.Config(
             application,
             loop="asyncio",
@@ -267,27 +273,27 @@ class HttpServer:
             # `bounded_protocol` closes connections before that.
             timeout_keep_alive=2 * math.ceil(limits.idle_seconds),
             timeout_graceful_shutdown=CLOSING_SECONDS,
-            # asyncio accepts so many at a turn. Were it all that wait, twenty requests that come at once would be read
-            # and refused one behind the other, and who is being answered would wait for all of them. `_opened` has the
-            # others wait at the socket.
+            # asyncio accepts this many connections in one iteration of the loop. With a large number, twenty requests
+            # that arrive together would all be parsed before a running stream gets its next token. The others wait in
+            # the queue of the socket, whose length `_opened` sets.
             backlog=1,
         )
         self._server = _Uvicorn(config, self._opened)
 
     def run(self, listening: socket.socket) -> None:
-        """Serves until it is told to end, or the engine ends.
+        """Serves until `stop` is called or the engine ends.
 
         Args:
-            listening: made by `bind_socket`; closed at the end.
+            listening: a socket from `bind_socket`; closed at the end.
 
         Raises:
-            AddressError: somebody else listens there by now.
-            BaseException: what ended the engine.
+            AddressError: another process listens there by now.
+            BaseException: the exception that ended the engine.
         """
         try:
             listening.listen(ACCEPT_BACKLOG)
         except OSError as error:
-            raise AddressError(f"host, port: somebody else listens there by now ({error.strerror})") from error
+            raise AddressError(f"host, port: another process listens there by now ({error.strerror})") from error
         self._listening = listening
         with asyncio.Runner() as runner:
             runner.run(self._serve(listening))
@@ -295,13 +301,14 @@ class HttpServer:
             raise self._service.error
 
     def stop(self) -> None:
-        """Tells it to end; may be called in a signal handler.
+        """Begins the shutdown; may be called in a signal handler.
 
         Raises:
-            KeyboardInterrupt: it was told before.
+            KeyboardInterrupt: it was called before.
         """
-        self._told += 1
-        if self._told > 1:
+        self._stop_calls += 1
+        # A second signal ends the process at once.
+        if self._stop_calls > 1:
             raise KeyboardInterrupt
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._end)
@@ -309,8 +316,9 @@ class HttpServer:
     async def _serve(self, listening: socket.socket) -> None:
         self._loop = asyncio.get_running_loop()
         self._service.on_end(self._end)
-        if self._told:
+        if self._stop_calls:
             self._end()
+        # Returns when `should_exit` is set and connections are closed.
         await self._server.serve([listening])
         if self._ending is not None:
             await self._ending
@@ -318,7 +326,7 @@ class HttpServer:
     def _opened(self) -> None:
         assert self._listening is not None
         self._listening.listen(ACCEPT_BACKLOG)
-        self._opened_by()
+        self._on_opened()
 
     def _end(self) -> None:
         if self._ending is None:
@@ -326,6 +334,6 @@ class HttpServer:
 
     async def _drain(self) -> None:
         if self._service.healthy:
-            logger.info("ending: requests that are there have %g s", self._drain_seconds)
+            logger.info("shutting down: running requests have %g s", self._drain_seconds)
         await self._service.drain(self._drain_seconds)
         self._server.should_exit = True

@@ -1,4 +1,4 @@
-"""`Service`: a model and its engine as the event loop sees them; `PendingRequest`: a request and its results."""
+"""`Service`: a model and its engine as the event loop uses them; `PendingRequest`: a request and its results."""
 
 import asyncio
 import math
@@ -40,24 +40,24 @@ from levanter.serving.metrics import (
 MAX_UNREAD_BYTES = 1 << 20
 """Bytes that may wait for a client that reads a stream slowly."""
 MAX_RETRY_SECONDS = 300
-"""Seconds that a client is sent away for."""
+"""Largest value of `Retry-After`."""
 MAX_DELIVERY_SECONDS = 1.0
-"""Seconds that the engine waits at most until what it handed over is sent: an event loop that stands still for so long
-does so for other reasons."""
+"""How long the engine's thread waits until its results are sent. An event loop that blocks for longer does so for
+another reason."""
 PARSER_THREADS = 2
-"""Threads that read requests and make tokens of them."""
+"""Threads that parse and tokenize requests."""
 T = TypeVar("T")
 State: TypeAlias = Literal["starting", "ready", "draining", "ended"]
 
 
 class PendingRequest:
-    """What one HTTP request waits for: the choices of one or more requests to the engine.
+    """One HTTP request that waits for the choices of one or more engine requests.
 
     Args:
-        submitted: these.
-        route: the path that it came by.
-        give_up: lets go of a request.
-        streamed: whether what is not fetched in time counts against it.
+        submitted: the engine requests.
+        route: the path of its route.
+        cancel: cancels an engine request by its id.
+        streamed: whether the request is cut off if too much of its response is unread.
     """
 
     def __init__(
@@ -65,16 +65,16 @@ class PendingRequest:
         submitted: Sequence[Submission],
         *,
         route: str,
-        give_up: Callable[[str], None],
+        cancel: Callable[[str], None],
         streamed: bool,
     ):
-        self.submitted, self.route, self._give_up, self._streamed = tuple(submitted), route, give_up, streamed
+        self.submitted, self.route, self._cancel, self._streamed = tuple(submitted), route, cancel, streamed
         self.began = time.monotonic()
-        requests = [each.request for each in submitted]
+        requests = [submission.request for submission in submitted]
         self._open = {ChoiceId(r.id, n) for r in requests if r.params.max_tokens != 0 for n in range(r.params.n)}
-        self._unscored = {each.request.id for each in submitted if each.score}
-        self._arrived: deque[Delivery] = deque()
-        self._behind = 0
+        self._unscored = {submission.request.id for submission in submitted if submission.score}
+        self._unread: deque[Delivery] = deque()
+        self._unread_bytes = 0
         self._changed = asyncio.Event()
         self.cut = asyncio.Event()
         self.counts: dict[ChoiceId, int] = {}
@@ -82,7 +82,7 @@ class PendingRequest:
 
     @property
     def requests(self) -> set[str]:
-        """The ids of its requests of which something is still to come."""
+        """The ids of its engine requests that have open choices or an unscored prompt."""
         return {of.request for of in self._open} | self._unscored
 
     @property
@@ -92,55 +92,55 @@ class PendingRequest:
 
     @property
     def over(self) -> bool:
-        """Whether all of it has come, and was fetched."""
-        return not (self._arrived or self._open or self._unscored)
+        """Whether all results have arrived and were read."""
+        return not (self._unread or self._open or self._unscored)
 
     def push(self, delivery: Delivery) -> None:
-        """Takes what came of it."""
+        """Adds a result."""
         if isinstance(delivery, PromptScored):
             self._unscored.discard(delivery.request)
             if delivery.error is not None:
                 self._open = {of for of in self._open if of.request != delivery.request}
         elif delivery.last:
             self._open.discard(delivery.of)
-        self._arrived.append(delivery)
-        self._behind += delivery.size
-        if self._streamed and self._behind > MAX_UNREAD_BYTES:
+        self._unread.append(delivery)
+        self._unread_bytes += delivery.size
+        if self._streamed and self._unread_bytes > MAX_UNREAD_BYTES:
             self.cut.set()
         self._changed.set()
 
     async def deliveries(self) -> AsyncIterator[list[Delivery]]:
-        """What comes of it, as it comes, until all of it has come."""
+        """Results in the batches in which they arrive, until all have arrived."""
         while not self.over:
             await self._changed.wait()
+            # Cleared before the results are taken: a result that arrives later sets it again.
             self._changed.clear()
-            arrived, self._behind = list(self._arrived), 0
-            self._arrived.clear()
-            if arrived:
-                yield arrived
+            batch, self._unread_bytes = list(self._unread), 0
+            self._unread.clear()
+            if batch:
+                yield batch
 
     def close(self) -> None:
-        """Gives up what has not come."""
+        """Cancels what has not arrived."""
         for request in self.requests:
-            self._give_up(request)
+            self._cancel(request)
 
 
 def _draining_error() -> ApiError:
-    return ApiError(503, "the server is ending", reason="draining", kind="server_error", code="draining")
+    return ApiError(503, "the server is shutting down", reason="draining", kind="server_error", code="draining")
 
 
 class Service:
-    """One model and its engine.
+    """One model and its engine, for an event loop.
 
     Args:
-        engine: the engine; its Programs are compiled.
-        reader: makes requests of what is asked.
-        names: what the model is called, the one that answers give first.
-        max_queued_tokens: of prompts that wait.
-        score: scores prompts; None where nobody may ask for that.
-        chat_max_tokens: tokens of an answer in a conversation where the request does not say; None for as many as there
-            is room for.
-        observers: are told what happens.
+        engine: the engine.
+        reader: makes engine requests of prompts.
+        names: names of the model; responses contain the first.
+        max_queued_tokens: limit on tokens of prompts that wait.
+        score: scores prompts; None if no request may have its prompt scored.
+        chat_max_tokens: default `max_tokens` of a chat completion; None for the rest of the context.
+        observers: receive the server's events.
     """
 
     def __init__(
@@ -159,11 +159,12 @@ class Service:
         self.state: State = "starting"
         self.observers = list(observers)
         self._inbox = Inbox(max_queued_tokens)
-        self._worker = EngineThread(
-            engine, self._inbox, stream=reader.tokenizer.stream, score=score, deliver=self._hand_over, ended=self._ended
+        self._engine_thread = EngineThread(
+            engine, self._inbox, stream=reader.tokenizer.stream, score=score, deliver=self._deliver, ended=self._ended
         )
-        self._tickets: dict[str, PendingRequest] = {}
-        self._readers = ThreadPoolExecutor(PARSER_THREADS, thread_name_prefix="reading")
+        self._pending: dict[str, PendingRequest] = {}
+        """Engine request id → the HTTP request that waits for it."""
+        self._parsers = ThreadPoolExecutor(PARSER_THREADS, thread_name_prefix="parsing")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sent = threading.Event()
         self._quiet = asyncio.Event()
@@ -177,196 +178,202 @@ class Service:
 
     @property
     def load(self) -> EngineLoad:
-        """What the engine is doing."""
-        return self._worker.load
+        """The load of the engine."""
+        return self._engine_thread.load
 
     @property
     def healthy(self) -> bool:
         """Whether the engine runs."""
-        return self._worker.alive
+        return self._engine_thread.alive
 
     @property
     def error(self) -> BaseException | None:
-        """What ended the engine, where something did."""
-        return self._worker.error
+        """The exception that ended the engine, if any."""
+        return self._engine_thread.error
 
     @property
     def max_queued_tokens(self) -> int:
-        """Tokens of prompts that may wait."""
+        """Limit on tokens of prompts that wait."""
         return self._inbox.max_queued_tokens
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["Service"]:
-        """The engine runs in the block, and answers are for the event loop that it is entered on."""
+        """Runs the engine within the block, and delivers results to the event loop that entered it."""
         self._loop = asyncio.get_running_loop()
-        self._worker.start()
+        self._engine_thread.start()
         self.state = "ready"
         try:
             yield self
         finally:
             self.state = "ended"
             self._inbox.close()
-            # The thread may be in a step, and what it delivers then comes to this loop.
-            await asyncio.to_thread(self._worker.join)
-            self._readers.shutdown(wait=False, cancel_futures=True)
+            # The thread may be in a step whose results it delivers to this loop: joining it here would be a deadlock.
+            await asyncio.to_thread(self._engine_thread.join)
+            self._parsers.shutdown(wait=False, cancel_futures=True)
 
     async def off_loop(self, work: Callable[[], T]) -> T:
-        """Does what takes longer than an event loop has time for."""
-        return await asyncio.get_running_loop().run_in_executor(self._readers, work)
+        """Runs a function in a thread, because it would block the event loop for too long."""
+        return await asyncio.get_running_loop().run_in_executor(self._parsers, work)
 
     def observe(self, event: ServerEvent) -> None:
-        """Tells the observers what happened."""
+        """Passes an event to the observers."""
         for observer in self.observers:
             observer(event)
 
-    def ask(self, submitted: Sequence[Submission], *, route: str, streamed: bool) -> PendingRequest:
+    def submit(self, submitted: Sequence[Submission], *, route: str, streamed: bool) -> PendingRequest:
         """Puts requests into the queue, all of them or none.
 
         Raises:
-            ApiError: too much waits (429), or the server is ending (503).
+            ApiError: the queue is full (429), or the server is shutting down (503).
         """
         if self.state != "ready" or not self.healthy:
             raise _draining_error()
-        ticket = PendingRequest(submitted, route=route, give_up=self._give_up, streamed=streamed)
+        pending = PendingRequest(submitted, route=route, cancel=self._cancel, streamed=streamed)
         try:
-            # Who only wants a prompt back has it already.
-            self._inbox.submit([each for each in submitted if each.request.id in ticket.requests])
+            # A request for no tokens and no scores is complete already: its response is its prompt.
+            self._inbox.submit([submission for submission in submitted if submission.request.id in pending.requests])
         except InboxClosedError:
+            # The engine ended between the check above and this call.
             raise _draining_error() from None
         except QueueFullError as error:
-            wait = {"Retry-After": str(self._retry_after(sum(each.tokens for each in submitted)))}
+            wait = {"Retry-After": str(self._retry_after(sum(submission.tokens for submission in submitted)))}
             raise ApiError(
                 429, str(error), reason="queue_full", kind="rate_limit_error", code="queue_full", headers=wait
             ) from None
-        for each in submitted:
-            request = each.request
-            if request.id in ticket.requests:
-                self._tickets[request.id] = ticket
+        for submission in submitted:
+            request = submission.request
+            if request.id in pending.requests:
+                self._pending[request.id] = pending
             self.observe(
                 RequestAdmitted(
                     request=request.id,
                     route=route,
                     prompt_tokens=len(request.tokens),
                     choices=request.params.n,
-                    at=ticket.began,
+                    at=pending.began,
                 )
             )
-        if self._tickets:
+        if self._pending:
             self._quiet.clear()
-        return ticket
+        return pending
 
     def _retry_after(self, new: int) -> int:
-        """Seconds after which the queue is likely to have room for so many tokens, by the pace of the engine."""
+        """Seconds after which the queue is likely to have room for so many tokens, from the engine's throughput."""
         queued = self._inbox.queued_tokens
+        # The part of the queue that has to be processed before the new request fits.
         share = min(1.0, (queued + new - self.max_queued_tokens) / queued) if queued else 1.0
         return min(MAX_RETRY_SECONDS, max(1, math.ceil(share * self.load.drain_seconds)))
 
-    def _give_up(self, request: str) -> None:
-        ticket = self._tickets.get(request)
-        if ticket is None:
+    def _cancel(self, request: str) -> None:
+        pending = self._pending.get(request)
+        if pending is None:
             return
         self._inbox.post(Cancel(request=request))
-        for of in [of for of in ticket.open if of.request == request]:
-            self._end(ticket, of, "cancelled", time.monotonic())
+        for of in [of for of in pending.open if of.request == request]:
+            self._end(pending, of, "cancelled", time.monotonic())
         self._forget(request)
 
     async def drain(self, seconds: float) -> None:
-        """Takes no more requests; those that are there may go on for a while, and end where they are then."""
+        """Admits no more requests; running ones may go on for `seconds`, and are then ended where they are."""
         self.state = "draining"
         if not self.healthy:
             return
         try:
             await asyncio.wait_for(self._quiet.wait(), seconds)
         except TimeoutError:
+            # Time is up: the engine's thread ends all choices, and their deliveries make the service quiet.
             self._inbox.post(Drain())
             await self._quiet.wait()
 
-    def fail(self, said: str) -> None:
-        """Tells all that wait why nothing more comes, and takes no more requests; returns at once, in any thread."""
+    def fail(self, message: str) -> None:
+        """Ends all requests with an error and admits no more; returns at once, from any thread."""
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._fail, said)
+            self._loop.call_soon_threadsafe(self._fail, message)
 
-    def _fail(self, said: str) -> None:
+    def _fail(self, message: str) -> None:
         self.state, now = "ended", time.monotonic()
-        for ticket in set(self._tickets.values()):
-            open = [TokenDelta(of=of, error=said, at=now) for of in ticket.open]
-            named = {piece.of.request for piece in open}
-            # One whose prompt is being scored may have no choice.
-            self._arrived([*open, *(PromptScored(request=r, error=said, at=now) for r in ticket.requests - named)])
+        for pending in set(self._pending.values()):
+            # The engine's thread may be blocked in a call that never returns, so its results are made here.
+            deltas = [TokenDelta(of=of, error=message, at=now) for of in pending.open]
+            covered = {delta.of.request for delta in deltas}
+            # A request whose prompt is being scored may have no open choice.
+            unscored = pending.requests - covered
+            self._receive([*deltas, *(PromptScored(request=r, error=message, at=now) for r in unscored)])
 
     def on_end(self, call: Callable[[], None]) -> None:
-        """Has something called on the event loop when the engine ends by itself."""
+        """Registers a function that is called on the event loop if the engine ends by an error."""
         self._on_end.append(call)
 
-    def _hand_over(self, made: Sequence[Delivery]) -> None:
-        """Brings what the engine's thread has to the event loop, and lets that have the interpreter until it is sent.
+    def _deliver(self, deliveries: Sequence[Delivery]) -> None:
+        """Passes results from the engine's thread to the event loop, and waits until they are sent.
 
-        The thread would take turns with it otherwise, at every write to a client: those that are written to last would
-        hear of a step when the next one is made already, and sometimes two steps at a time.
+        Without the wait, the thread would compete for the interpreter with the event loop at every write to a client:
+        the last clients would receive a step when the next one is done already, and sometimes two steps at a time.
         """
         assert self._loop is not None
+        # Cleared before the call is scheduled, which may run at once in the other thread.
         self._sent.clear()
-        self._loop.call_soon_threadsafe(self._arrived, made)
+        self._loop.call_soon_threadsafe(self._receive, deliveries)
         self._sent.wait(MAX_DELIVERY_SECONDS)
 
     def _ended(self) -> None:
-        """Tells the event loop that the engine's thread is about to end."""
+        """Notifies the event loop that the engine's thread is about to end."""
         assert self._loop is not None
-        for call in self._on_end if self._worker.error is not None else ():
+        for call in self._on_end if self._engine_thread.error is not None else ():
             self._loop.call_soon_threadsafe(call)
 
-    def _arrived(self, made: Sequence[Delivery]) -> None:
+    def _receive(self, deliveries: Sequence[Delivery]) -> None:
         try:
-            self._take(made)
+            self._route(deliveries)
         finally:
-            # Behind the tasks that this has woken, each of which writes what it got.
+            # `call_soon` is first in, first out: the tasks that were woken above write their tokens before this call.
             asyncio.get_running_loop().call_soon(self._sent.set)
 
-    def _take(self, made: Sequence[Delivery]) -> None:
-        for delivery in made:
+    def _route(self, deliveries: Sequence[Delivery]) -> None:
+        for delivery in deliveries:
             request = delivery.of.request if isinstance(delivery, TokenDelta) else delivery.request
-            if (ticket := self._tickets.get(request)) is None:
+            if (pending := self._pending.get(request)) is None:
                 continue
             if isinstance(delivery, TokenDelta):
-                self._count(ticket, delivery)
+                self._count(pending, delivery)
             elif delivery.error is not None:
-                for of in [of for of in ticket.open if of.request == request]:
-                    self._end(ticket, of, "failed", delivery.at)
-            ticket.push(delivery)
-            # A token behind which more come ends nothing; of those there are many.
-            if (not isinstance(delivery, TokenDelta) or delivery.last) and request not in ticket.requests:
+                for of in [of for of in pending.open if of.request == request]:
+                    self._end(pending, of, "failed", delivery.at)
+            pending.push(delivery)
+            # Most deliveries are tokens in the middle of a choice, which end nothing: they skip `pending.requests`.
+            if (not isinstance(delivery, TokenDelta) or delivery.last) and request not in pending.requests:
                 self._forget(request)
 
     def _forget(self, request: str) -> None:
-        self._tickets.pop(request, None)
-        if not self._tickets:
+        self._pending.pop(request, None)
+        if not self._pending:
             self._quiet.set()
 
-    def _count(self, ticket: PendingRequest, piece: TokenDelta) -> None:
-        """Tells the observers of a piece."""
-        of, before = piece.of, ticket.last_at.get(piece.of, ticket.began)
-        if piece.token is not None:
-            first = of not in ticket.counts
-            ticket.counts[of] = ticket.counts.get(of, 0) + 1
-            ticket.last_at[of] = piece.at
+    def _count(self, pending: PendingRequest, delta: TokenDelta) -> None:
+        """Reports a delta to the observers."""
+        of, before = delta.of, pending.last_at.get(delta.of, pending.began)
+        if delta.token is not None:
+            first = of not in pending.counts
+            pending.counts[of] = pending.counts.get(of, 0) + 1
+            pending.last_at[of] = delta.at
             self.observe(
                 TokensSampled(
-                    request=of.request, choice=of.choice, tokens=1, first=first, since=piece.at - before, at=piece.at
+                    request=of.request, choice=of.choice, tokens=1, first=first, since=delta.at - before, at=delta.at
                 )
             )
-        if piece.error is not None:
-            self._end(ticket, of, "failed", piece.at)
-        elif piece.reason is not None:
-            self._end(ticket, of, piece.reason, piece.at)
+        if delta.error is not None:
+            self._end(pending, of, "failed", delta.at)
+        elif delta.reason is not None:
+            self._end(pending, of, delta.reason, delta.at)
 
-    def _end(self, ticket: PendingRequest, of: ChoiceId, reason: EndReason, at: float) -> None:
+    def _end(self, pending: PendingRequest, of: ChoiceId, reason: EndReason, at: float) -> None:
         self.observe(
             ChoiceEnded(
                 request=of.request,
                 choice=of.choice,
                 reason=reason,
-                tokens=ticket.counts.get(of, 0),
-                since=at - ticket.began,
+                tokens=pending.counts.get(of, 0),
+                since=at - pending.began,
                 at=at,
             )
         )

@@ -1,4 +1,4 @@
-"""`/tokenize`, `/detokenize`, `/tokenizer_info` and upstream's `/v1/tokens`: what the tokenizer makes of texts."""
+"""`/tokenize`, `/detokenize`, `/tokenizer_info` and upstream's `/v1/tokens`: the tokenizer of the served model."""
 
 from collections.abc import Mapping
 
@@ -16,10 +16,10 @@ from levanter.serving.service import Service
 
 
 def tokenize_body(raw: bytes, service: Service, texts: TokenStrings) -> Mapping[str, Json]:
-    """The tokens of a text, or of a conversation.
+    """The tokens of a text or of a conversation.
 
     Raises:
-        ApiError: the body is neither.
+        ApiError: the body has neither, or is invalid.
     """
     reader = service.reader
     try:
@@ -29,7 +29,7 @@ def tokenize_body(raw: bytes, service: Service, texts: TokenStrings) -> Mapping[
             raise ProtocolError(["prompt: expected one of `prompt` and `messages`"])
         if body.prompt is not None:
             begins = body.add_special_tokens and reader.rules.enforce_bos
-            ids = reader.beginning_with_bos(body.prompt) if begins else reader.encode(body.prompt)
+            ids = reader.encode_with_bos(body.prompt) if begins else reader.encode(body.prompt)
         else:
             more = dict(template_variables(body.chat_template_kwargs, body.tools))
             more["add_generation_prompt"] = body.add_generation_prompt
@@ -37,17 +37,17 @@ def tokenize_body(raw: bytes, service: Service, texts: TokenStrings) -> Mapping[
     except ValueError as error:
         raise invalid_request(str(error)) from None
     tokens: list[Json] = list(ids)
-    found: dict[str, Json] = {"count": len(ids), "max_model_len": service.context, "tokens": tokens}
+    answer: dict[str, Json] = {"count": len(ids), "max_model_len": service.context, "tokens": tokens}
     if body.return_token_strs:
-        found["token_strs"] = [texts.text(id) for id in ids]
-    return found
+        answer["token_strs"] = [texts.text(id) for id in ids]
+    return answer
 
 
 def detokenize_body(raw: bytes, service: Service) -> Mapping[str, Json]:
     """The text of tokens.
 
     Raises:
-        ApiError: the body has none.
+        ApiError: the body is invalid, or has an id that the model does not have.
     """
     try:
         body = decode(DetokenizeBody, parse_fields(raw))
@@ -65,18 +65,18 @@ def tokenize_conversations(raw: bytes, service: Service) -> Mapping[str, Json]:
     """The tokens of conversations.
 
     Raises:
-        ApiError: the body has none, or the template refuses one.
+        ApiError: the body is invalid, or the chat template rejects a conversation.
     """
     try:
         body = decode(TokensBody, parse_fields(raw))
         check_model_name(body.model, service.names)
-        found: list[Json] = []
+        results: list[Json] = []
         for messages in body.message_list:
             ids: list[Json] = list(service.reader.conversation(template_messages(messages)))
-            found.append({"tokens": ids})
+            results.append({"tokens": ids})
     except ValueError as error:
         raise invalid_request(str(error)) from None
-    return {"results": found}
+    return {"results": results}
 
 
 async def tokenize(request: Request) -> Response:
@@ -101,12 +101,12 @@ async def tokens(request: Request) -> Response:
 
 
 async def tokenizer_info(request: Request) -> Response:
-    """Answers `GET /tokenizer_info`: what clients that make tokens themselves want to know."""
+    """Answers `GET /tokenizer_info`: properties of the tokenizer, for clients that tokenize themselves."""
     service: Service = request.app.state.service
     reader = service.reader
     files = reader.tokenizer if isinstance(reader.tokenizer, FastTokenizer) else None
 
-    def written(id: int | None) -> str | None:
+    def text(id: int | None) -> str | None:
         return None if id is None or files is None else files.token(id)
 
     return JsonResponse(
@@ -115,9 +115,9 @@ async def tokenizer_info(request: Request) -> Response:
             "vocab_size": reader.tokenizer.vocab_size,
             "model_max_length": service.context,
             "add_bos_token": reader.rules.enforce_bos and reader.tokenizer.bos_id is not None,
-            "bos_token": written(reader.tokenizer.bos_id),
-            "eos_token": written(reader.tokenizer.eos_id),
-            "pad_token": written(reader.tokenizer.pad_id),
+            "bos_token": text(reader.tokenizer.bos_id),
+            "eos_token": text(reader.tokenizer.eos_id),
+            "pad_token": text(reader.tokenizer.pad_id),
             "chat_template": None if reader.template is None else reader.template.text,
         }
     )

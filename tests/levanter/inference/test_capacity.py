@@ -39,7 +39,7 @@ def test_rows_that_fit_eight_chips_of_v5e():
     assert SEVENTY.fitting(limit, 131_072, "int8") == 2
     assert SEVENTY.fitting(8 * GIB, 2048) == 0
     # A quarter of a GiB for Programs is a row and a half.
-    assert SEVENTY.fitting(limit, 8192, "int8", room=GIB // 4) == 45
+    assert SEVENTY.fitting(limit, 8192, "int8", temp_bytes=GIB // 4) == 45
     # Two shards of the rows hold half of them each.
     assert replace(SEVENTY, shards=2).fitting(limit, 8192) == 92
 

@@ -105,7 +105,7 @@ def test_who_is_given_up_gets_nothing_more_and_the_row_goes_to_the_next(engine, 
     for event in engine.run([request("long", *prompt(7, 5), new=40), *GOOD]):
         found.append(event)
         if len([each for each in found if each.of == given_up]) == 3:
-            engine.give_up(given_up)
+            engine.cancel(given_up)
     own = [event for event in found if event.of == given_up]
     assert len(own) == 3 and all(isinstance(event, Token) for event in own)
     rest = {of: ids for of, ids in texts(found).items() if of != given_up}

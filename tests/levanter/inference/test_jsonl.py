@@ -332,10 +332,10 @@ def test_parts_that_became_the_output_become_it_again(tmp_path):
 KILLED = """
 import json, os, random, signal, sys
 from levanter.inference import output_writer
-answers.PART_LINES = 5
+output_writer.PART_LINES = 5
 out, after, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 left = after
-store = answers.Answers(out, {"model": "m"})
+store = output_writer.OutputWriter(out, {"model": "m"})
 first = store.begin()
 rng = random.Random(seed)
 window = []

@@ -27,11 +27,11 @@ class Calls:
         self.noted: list[tuple] = []
 
     def prefill(self, bucket, parts, tables, sampling, masks=None):
-        told = [(p.place, p.lane, p.start, p.tokens, p.fresh, p.ends, p.left) for p in parts]
+        told = [(p.slot, p.lane, p.start, p.tokens, p.fresh, p.ends, p.remaining) for p in parts]
         return self._note("prefill", bucket, told, tables, sampling, masks)
 
     def decode(self, rows, tables, sampling, masks=None):
-        return self._note("decode", None, [(r.place, r.start, r.tokens) for r in rows], tables, sampling, masks)
+        return self._note("decode", None, [(r.slot, r.start, r.tokens) for r in rows], tables, sampling, masks)
 
     def _note(self, name, bucket, told, tables, sampling, masks):
         arrays = {key: array.copy() for key, array in host_params(sampling).items()}
@@ -70,14 +70,14 @@ def drive(leading: LeaderRunner, seed: int, steps: int) -> list[tuple]:
         masks = {n: np.frombuffer(rng.randbytes(4 * WORDS), "<u4").astype(np.uint32) for n in running[:2]}
         of = ChoiceId("somebody", 0)
         if rng.random() < 0.5:
-            rows = [DecodeSlot(id=of, place=n, start=rng.randrange(900), tokens=4) for n in running]
+            rows = [DecodeSlot(id=of, slot=n, start=rng.randrange(900), tokens=4) for n in running]
             leading.decode(rows, tables, list(sampling), masks if rng.random() < 0.3 else None)
         elif rng.random() < 0.8:
             parts = [
                 PrefillChunk(
-                    **{"id": of, "place": n, "lane": lane, "start": 8 * lane, "fresh": lane == 0, "ends": lane == 1},
+                    **{"id": of, "slot": n, "lane": lane, "start": 8 * lane, "fresh": lane == 0, "ends": lane == 1},
                     tokens=tuple(rng.randrange(128_000) for _ in range(rng.randrange(1, 2048))),
-                    left=rng.randrange(99),
+                    remaining=rng.randrange(99),
                 )
                 for lane, n in enumerate(running)
             ]
@@ -120,7 +120,7 @@ def test_what_did_not_change_is_not_told_again():
     leading = LeaderRunner(Calls(), frames.append)
     tables, sampling = np.zeros((ROWS, PAGES), np.int32), [sampled(random.Random(1), n) for n in range(ROWS)]
     for _ in range(2):
-        leading.decode([DecodeSlot(id=ChoiceId("a", 0), place=0, start=3, tokens=1)], tables, sampling)
+        leading.decode([DecodeSlot(id=ChoiceId("a", 0), slot=0, start=3, tokens=1)], tables, sampling)
     first, second = (receive_message(iter([frame]).__next__) for frame in frames)
     assert len(first["sampling"]) == ROWS and second["sampling"] == second["tables"] == {}
 

@@ -116,9 +116,9 @@ def test_what_clients_send_without_meaning_anything_is_taken():
 
 
 def test_fields_of_somebody_else():
-    assert parse_params({"prompt": 3, "top_k": 1}, beside=frozenset({"prompt"})).top_k == 1
+    assert parse_params({"prompt": 3, "top_k": 1}, ignore=frozenset({"prompt"})).top_k == 1
     with pytest.raises(ParamsError, match="did you mean `prompt`"):
-        parse_params({"promt": 3}, beside=frozenset({"prompt"}))
+        parse_params({"promt": 3}, ignore=frozenset({"prompt"}))
 
 
 def test_ids_are_compared_with_the_model():

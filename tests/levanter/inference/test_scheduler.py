@@ -46,7 +46,7 @@ class Device:
     def at(self, plan, place, position):
         page = int(plan.tables[place, position // self.schedule.page_size])
         assert 0 <= page < self.schedule.pages, f"position {position} of place {place} has no page"
-        return place // self.schedule.places, page, position % self.schedule.page_size
+        return place // self.schedule.rows_per_shard, page, position % self.schedule.page_size
 
     def check_read(self, plan, place, tokens):
         """Everything before the end of `tokens` must be there, written for this very sequence."""
@@ -71,13 +71,13 @@ class Run:
     unread: deque = field(default_factory=deque)
     texts: dict[ChoiceId, tuple[int, ...]] = field(default_factory=dict)
     finished: set = field(default_factory=set)
-    gave_way: int = 0
+    preempted: int = 0
     shared: int = 0
     lost: set = field(default_factory=set)
     done: dict[int, bool] = field(default_factory=dict)
 
     def __post_init__(self):
-        self.standing = self.schedule.start()
+        self.state = self.schedule.start()
         self.device = Device(self.schedule)
 
     def token(self, id, sequence):
@@ -90,30 +90,30 @@ class Run:
 
     def offer(self, made):
         self.prompts[made.id], self.params[made.id] = made.tokens, made.params
-        self.standing = self.schedule.offered(self.standing, made)
+        self.state = self.schedule.offered(self.state, made)
         for n in range(made.params.n):
             self.texts[ChoiceId(made.id, n)] = made.tokens
 
     def step(self):
-        before, ran = snapshot(self.standing), {row.id for row in self.standing.rows if row is not None}
-        plan = self.schedule.step(self.standing)
-        assert snapshot(self.standing) == before, "a step has changed what it was given"
+        before, ran = snapshot(self.state), {row.id for row in self.state.rows if row is not None}
+        plan = self.schedule.step(self.state)
+        assert snapshot(self.state) == before, "a step has changed what it was given"
         self.check_order(plan, ran)
         for place in plan.released:
             self.done[place] = True
         produced, parts = {}, []
-        self.gave_way += len(plan.gave_way)
-        assert len({part.place for part in plan.prefill} | {row.place for row in plan.decode}) == len(
-            plan.prefill
-        ) + len(plan.decode), "a row is prefilled and decoded in one step"
+        self.preempted += len(plan.preempted)
+        assert len({part.slot for part in plan.prefill} | {row.slot for row in plan.decode}) == len(plan.prefill) + len(
+            plan.decode
+        ), "a row is prefilled and decoded in one step"
         ends = []
         for part in plan.prefill:
             rows, tokens = plan.bucket
             assert 0 <= part.lane < rows and 0 < len(part.tokens) <= tokens
-            assert part.lane // (rows // self.schedule.shards) == part.place // self.schedule.places
+            assert part.lane // (rows // self.schedule.shards) == part.slot // self.schedule.rows_per_shard
             sequence = self.texts[part.id]
             assert sequence[part.start : part.start + len(part.tokens)] == part.tokens
-            self.device.check_read(plan, part.place, sequence[: part.start])
+            self.device.check_read(plan, part.slot, sequence[: part.start])
             if part.fresh:
                 self.shared += part.start
                 params = self.params[part.id.request]
@@ -123,32 +123,32 @@ class Run:
             ends.append((part, sequence[: part.start + len(part.tokens)]))
         # The rows of one call run at the same time: none may depend on what another one writes.
         for part, sequence in ends:
-            self.device.write(plan, part.place, sequence, part.start)
+            self.device.write(plan, part.slot, sequence, part.start)
         for part, sequence in ends:
-            self.device.check_read(plan, part.place, sequence)
+            self.device.check_read(plan, part.slot, sequence)
             parts.append((part.id, len(sequence), part.ends, POISON not in part.tokens))
             if part.ends:
                 assert sequence == self.texts[part.id]
                 token = self.token(part.id, sequence)
                 self.texts[part.id] += (token,)
-                self.done[part.place] = token == LAST or part.left == 1
+                self.done[part.slot] = token == LAST or part.remaining == 1
                 produced[part.id] = (token,)
         for row in plan.decode:
-            assert self.done[row.place] or self.made(row.id) + row.tokens <= self.limits[row.id]
+            assert self.done[row.slot] or self.generated(row.id) + row.tokens <= self.limits[row.id]
             made = []
             for _ in range(row.tokens):
-                if self.done[row.place]:
+                if self.done[row.slot]:
                     break
                 sequence = self.texts[row.id]
-                self.device.check_read(plan, row.place, sequence[:-1])
-                self.device.write(plan, row.place, sequence, len(sequence) - 1)
+                self.device.check_read(plan, row.slot, sequence[:-1])
+                self.device.write(plan, row.slot, sequence, len(sequence) - 1)
                 token = self.token(row.id, sequence)
                 self.texts[row.id] += (token,)
                 made.append(token)
-                self.done[row.place] = token == LAST or self.made(row.id) == self.limits[row.id]
+                self.done[row.slot] = token == LAST or self.generated(row.id) == self.limits[row.id]
             produced[row.id] = tuple(made)
         self.unread.append((parts, produced))
-        self.standing = plan.after
+        self.state = plan.after
         while len(self.unread) > self.behind:
             self.read()
         self.check()
@@ -156,7 +156,7 @@ class Run:
 
     limits: dict[ChoiceId, int] = field(default_factory=dict)
 
-    def made(self, id):
+    def generated(self, id):
         return len(self.texts[id]) - len(self.prompts[id.request])
 
     def check_order(self, plan, ran):
@@ -169,27 +169,27 @@ class Run:
     def read(self):
         parts, produced = self.unread.popleft()
         for id, end, ends, sound in parts:
-            if not sound and self.standing.find(id) is not None:
+            if not sound and self.state.find(id) is not None:
                 self.lost.add(id)
                 self.end(id)
             elif not ends:
-                self.standing = self.standing.read_part(id, end)
+                self.state = self.state.read_part(id, end)
         for id, tokens in produced.items():
-            row = self.standing.find(id)
-            self.standing = self.standing.read(id, tokens)
+            row = self.state.find(id)
+            self.state = self.state.read(id, tokens)
             if row is None:
                 continue
-            read = row.made + tokens
+            read = row.generated + tokens
             if (tokens and tokens[-1] == LAST) or len(read) == self.limits[id]:
                 self.end(id)
 
     def end(self, id):
-        self.standing = self.schedule.ended(self.standing, id)
+        self.state = self.schedule.ended(self.state, id)
         self.finished.add(id)
 
     def check(self):
         """No page is lost or held by other rows than those that have it."""
-        schedule, standing = self.schedule, self.standing
+        schedule, standing = self.schedule, self.state
         for shard, pool in enumerate(standing.pools):
             pool.check()
             for name, page in pool._page_of.items():
@@ -197,10 +197,10 @@ class Run:
                 assert page_hashes(there, schedule.page_size)[-1] == name, "a page has another name than contents"
                 assert POISON not in there, "a row may begin with what is lost"
             holders = {}
-            for place in range(shard * schedule.places, (shard + 1) * schedule.places):
+            for place in range(shard * schedule.rows_per_shard, (shard + 1) * schedule.rows_per_shard):
                 row = standing.rows[place]
                 if row is not None:
-                    assert row.place == place and len(set(row.pages)) == len(row.pages)
+                    assert row.slot == place and len(set(row.pages)) == len(row.pages)
                     for page in row.pages:
                         holders[page] = holders.get(page, 0) + 1
             if not schedule.fixed:
@@ -212,14 +212,14 @@ class Run:
     def drain(self, most):
         """Steps until nobody is there; everybody must get there."""
         for n in range(most):
-            if self.standing.idle:
+            if self.state.idle:
                 while self.unread:
                     self.read()
                 return n
             plan = self.step()
             if plan.empty and self.unread:
                 self.read()
-        raise AssertionError(f"after {most} steps there is still {self.standing}")
+        raise AssertionError(f"after {most} steps there is still {self.state}")
 
 
 def snapshot(standing):
@@ -282,7 +282,7 @@ def play(trace):
         else:
             id, tokens, copies, new, ends, penalty = what
             made = request(id, tokens, n=copies, max_tokens=new, **penalty)
-            before = run.standing.queued_tokens
+            before = run.state.queued_tokens
             try:
                 run.offer(made)
             except RefusedError:
@@ -299,13 +299,13 @@ def play(trace):
                 offered.append(one)
                 run.lengths[one] = ends + c
                 run.limits[one] = made.new_tokens(schedule.context)
-            assert run.standing.queued_tokens <= max(schedule.max_queued_tokens, copies * len(tokens))
+            assert run.state.queued_tokens <= max(schedule.max_queued_tokens, copies * len(tokens))
     most = 50 + 4 * sum(schedule.context + run.limits[one] for one in offered) * (1 + behind)
     run.drain(most)
     assert run.finished == set(offered)
     assert run.lost == {one for one in run.lost if POISON in run.prompts[one.request]}
-    for pool in run.standing.pools:
-        assert pool.held == 0 and pool.available == pool.size
+    for pool in run.state.pools:
+        assert pool.in_use == 0 and pool.available == pool.size
     return run
 
 
@@ -369,7 +369,7 @@ def test_how_a_prompt_is_cut_depends_on_its_length_alone(tokens, parts):
     others = [request(n, [n] * (17 * n % 140 + 1)) for n in range(1, 9)]
     run = started(schedule, *others[:4], request("own", [9] * tokens), *others[4:])
     sizes: dict[str, list[int]] = {}
-    while not run.standing.idle:
+    while not run.state.idle:
         plan = run.step()
         for part in plan.prefill:
             sizes.setdefault(part.id.request, []).append(plan.bucket[1])
@@ -433,11 +433,11 @@ def test_what_a_row_made_is_counted_again_when_it_comes_back():
     pages = pool.take(2)
     for page, name in zip(pages, page_hashes(known, 4), strict=True):
         pool.name(page, name)
-    pool.give_back(pages)
+    pool.release(pages)
     for penalty, start in ((0.5, 4), (0.0, 8)):
         params = dataclasses.replace(made.params, frequency_penalty=penalty)
         offered = schedule.offered(schedule.start(), dataclasses.replace(made, params=params))
-        waits = dataclasses.replace(offered.queue[0], made=(6, 7, 8, 9), gave_way=True)
+        waits = dataclasses.replace(offered.queue[0], generated=(6, 7, 8, 9), preempted=True)
         (part,) = schedule.step(dataclasses.replace(offered, queue=(waits,), pools=(pool.copy(),))).prefill
         assert (part.start, part.tokens) == (start, (*known, 9)[start:])
 
@@ -456,7 +456,7 @@ def test_choices_of_a_request_share_its_prompt():
     plans = [run.step() for _ in range(4)]
     computed = [part for plan in plans for part in plan.prefill]
     assert [(part.id.choice, part.start) for part in computed] == [(0, 0), (0, 8), (1, 12), (2, 12)]
-    assert run.standing.pools[0].held == 3 + 3
+    assert run.state.pools[0].in_use == 3 + 3
 
 
 def test_the_youngest_gives_way_and_says_the_same_later():
@@ -468,12 +468,12 @@ def test_the_youngest_gives_way_and_says_the_same_later():
         alone[n] = run.texts[ChoiceId(str(n), 0)]
     run = started(schedule, *(request(n, [n + 1] * 3, max_tokens=14) for n in range(3)), behind=1)
     order = []
-    while not run.standing.idle or run.unread:
+    while not run.state.idle or run.unread:
         before = set(run.finished)
         if run.step().empty:
             run.read()
         order += sorted(run.finished - before)
-    assert run.gave_way > 0
+    assert run.preempted > 0
     assert [id.request for id in order] == ["0", "1", "2"]
     assert {int(id.request): text for id, text in run.texts.items()} == alone
 
@@ -483,13 +483,13 @@ def test_who_gave_way_comes_back_when_its_tokens_are_known():
     schedule = small()
     made = request("a", [1, 2, 3], max_tokens=9)
     waits = schedule.offered(schedule.start(), made).queue[0]
-    waits = dataclasses.replace(waits, made=(5,), due=(2, 1), gave_way=True)
+    waits = dataclasses.replace(waits, generated=(5,), due=(2, 1), preempted=True)
     standing = dataclasses.replace(schedule.start(), queue=(waits,), arrived=1)
     assert schedule.step(standing).empty
     standing = standing.read(waits.id, (6, 7))
     assert schedule.step(standing).empty
     (part,) = schedule.step(standing.read(waits.id, (8,))).prefill
-    assert part.tokens == (1, 2, 3, 5, 6, 7, 8) and part.left == 5 and part.fresh and part.ends
+    assert part.tokens == (1, 2, 3, 5, 6, 7, 8) and part.remaining == 5 and part.fresh and part.ends
 
 
 def test_what_could_never_finish_is_refused_at_the_door():
@@ -522,9 +522,9 @@ def test_the_queue_is_bounded_by_tokens():
 def test_a_cancelled_choice_leaves_at_once():
     run = started(small(), request("a", range(1, 8)), request("b", [9]))
     run.step()
-    held = run.standing.pools[0].held
+    held = run.state.pools[0].in_use
     run.end(ChoiceId("a", 0))
-    assert run.standing.pools[0].held == held - 2
+    assert run.state.pools[0].in_use == held - 2
     plan = run.step()
     assert plan.released == (0,)
     run.end(ChoiceId("a", 0))
@@ -536,13 +536,13 @@ def test_tables_name_pages_of_the_rows_own_shard():
     schedule = small(shards=2, buckets=((2, 8),))
     run = started(schedule, *(request(n, [n + 1] * 5) for n in range(4)))
     plan = run.step()
-    places = [row.place for row in run.standing.rows if row is not None]
+    places = [row.slot for row in run.state.rows if row is not None]
     assert places == [0, 1, 2, 3] and plan.tables.shape == (4, 8)
     assert plan.tables.dtype == np.int32
     # Each shard counts its pages from 0, and each has a lane of its own in a call.
     assert set(plan.tables[:2, :2].ravel()) == set(plan.tables[2:, :2].ravel()) == {0, 1, 2, 3}
     assert (plan.tables[:, 2:] == schedule.fill).all()
-    assert [(part.lane, part.place) for part in plan.prefill] == [(0, 0), (1, 2)]
+    assert [(part.lane, part.slot) for part in plan.prefill] == [(0, 0), (1, 2)]
 
 
 class TestPages:
@@ -552,8 +552,8 @@ class TestPages:
         names = page_hashes(range(3), 1)
         for page, name in zip(a + b, names, strict=True):
             pool.name(page, name)
-        pool.give_back(a)
-        pool.give_back(b)
+        pool.release(a)
+        pool.release(b)
         assert cached_pages(pool, names) == a + b and (pool.idle, pool.available) == (3, 4)
         (first,) = pool.take(1)
         assert first not in a + b
@@ -571,10 +571,10 @@ class TestPages:
         a, b = pool.take(1), pool.take(1)
         pool.name(a[0], name)
         pool.name(b[0], name)
-        pool.give_back(b)
+        pool.release(b)
         assert pool.find(name) == a[0] and pool.idle == 0
         pool.share(a)
-        pool.give_back(a)
+        pool.release(a)
         assert pool.holders(a[0]) == 1
         pool.check()
 
@@ -587,9 +587,9 @@ class TestPages:
 
 def test_a_changed_value_is_what_dataclasses_would_make():
     request = Request(id="a", tokens=(1, 2), params=SamplingParams(), seed=0)
-    row = SequenceState(id=ChoiceId("a", 0), request=request, order=3, limit=4, made=(7,), due=(1,))
-    new = replace_fields(row, made=(7, 8), due=())
-    assert new == dataclasses.replace(row, made=(7, 8), due=())
-    assert row.made == (7,), "what is changed stays what it is"
-    with pytest.raises(AssertionError, match=r"Row has none of \['mde'\]"):
+    row = SequenceState(id=ChoiceId("a", 0), request=request, order=3, limit=4, generated=(7,), due=(1,))
+    new = replace_fields(row, generated=(7, 8), due=())
+    assert new == dataclasses.replace(row, generated=(7, 8), due=())
+    assert row.generated == (7,), "what is changed stays what it is"
+    with pytest.raises(AssertionError, match=r"SequenceState has none of \['mde'\]"):
         replace_fields(row, mde=())

@@ -33,7 +33,7 @@ def params(axis, stops=()):
     return SlotParams.of_arrays(host_params([row] * axis.size), axis)
 
 
-def begun(state, rows, tokens, *, position, left, stops=(), ok=None):
+def begun(state, rows, tokens, *, position, remaining, stops=(), ok=None):
     noise = hax.named(jnp.arange(6, dtype=jnp.uint32).reshape(3, 2) + 1, (Lane, Word))
     return state.begun(
         named(rows, Lane),
@@ -41,15 +41,15 @@ def begun(state, rows, tokens, *, position, left, stops=(), ok=None):
         params(Lane, stops),
         noise=noise,
         position=named(position, Lane),
-        left=named(left, Lane),
+        remaining=named(remaining, Lane),
     )
 
 
 def test_rows_begin_where_they_are_put_and_others_stay():
-    state = begun(SlotState.empty(Batch), [3, 5, 0], [7, 8, 9], position=[4, 1, 6], left=[2, 2, 1])
+    state = begun(SlotState.empty(Batch), [3, 5, 0], [7, 8, 9], position=[4, 1, 6], remaining=[2, 2, 1])
     assert state.last_token.array.tolist() == [9, 0, 0, 7, 0]
     assert state.position.array.tolist() == [6, 0, 0, 4, 0]
-    assert state.left.array.tolist() == [0, 0, 0, 1, 0]
+    assert state.remaining.array.tolist() == [0, 0, 0, 1, 0]
     # Row 0 may have one token, and has it. Row 5 does not exist: its prompt is not at its end.
     assert state.done.array.tolist() == [True, True, True, False, True]
     assert state.noise.array[3].tolist() == [1, 2] and state.noise.array[0].tolist() == [5, 6]
@@ -57,13 +57,13 @@ def test_rows_begin_where_they_are_put_and_others_stay():
 
 
 def test_negative_rows_are_none():
-    state = begun(SlotState.empty(Batch), [-1, -5, 2], [7, 8, 9], position=[4, 1, 6], left=[2, 2, 2])
+    state = begun(SlotState.empty(Batch), [-1, -5, 2], [7, 8, 9], position=[4, 1, 6], remaining=[2, 2, 2])
     assert state.done.array.tolist() == [True, True, False, True, True]
 
 
 def test_rows_end_by_a_stop_by_their_length_and_by_having_nothing_to_sample():
-    state = begun(SlotState.empty(Batch), [0, 1, 2], [1, 2, 3], position=[5, 5, 5], left=[9, 3, 9])
-    state = begun(state, [3, 5, 4], [1, 1, 2], position=[5, 5, 5], left=[9, 9, 9])
+    state = begun(SlotState.empty(Batch), [0, 1, 2], [1, 2, 3], position=[5, 5, 5], remaining=[9, 3, 9])
+    state = begun(state, [3, 5, 4], [1, 1, 2], position=[5, 5, 5], remaining=[9, 9, 9])
     state = state.advanced(sampled([6, 4, 4, 4, 11], Batch, [True, True, False, True, True]), params(Batch, [6]))
     assert state.done.array.tolist() == [True, False, True, False, False]
     assert state.last_token.array.tolist() == [6, 4, 4, 4, 11]
@@ -73,17 +73,17 @@ def test_rows_end_by_a_stop_by_their_length_and_by_having_nothing_to_sample():
     # What is done stays as it was.
     assert state.last_token.array.tolist() == [6, 9, 4, 9, 9]
     assert state.position.array.tolist() == [6, 7, 6, 7, 7]
-    assert state.left.array.tolist() == [7, 0, 7, 6, 6]
+    assert state.remaining.array.tolist() == [7, 0, 7, 6, 6]
 
 
 def test_released_rows_are_done():
-    state = begun(SlotState.empty(Batch), [0, 1, 2], [1, 2, 3], position=[5, 5, 5], left=[9, 9, 9])
+    state = begun(SlotState.empty(Batch), [0, 1, 2], [1, 2, 3], position=[5, 5, 5], remaining=[9, 9, 9])
     state = state.released(named([False, True, False, False, False], Batch, dtype=jnp.bool_))
     assert state.done.array.tolist() == [False, True, False, True, True]
 
 
 def test_some_rows_by_themselves_and_back():
-    state = begun(SlotState.empty(Batch, Vocab), [0, 1, 2], [1, 2, 3], position=[4, 5, 6], left=[9, 9, 9])
+    state = begun(SlotState.empty(Batch, Vocab), [0, 1, 2], [1, 2, 3], position=[4, 5, 6], remaining=[9, 9, 9])
     rows = named([2, 5, 0], Lane)
     part = state.taken(rows)
     assert part.position.array.tolist()[::2] == [6, 4] and part.done.array.tolist() == [False, True, False]
@@ -123,7 +123,7 @@ def test_tokens_are_counted_as_prompt_or_as_generated():
     # A second part is added; a new request in row 1 begins with nothing.
     assert state.counts.array[4].tolist() == [0, P, P, 0, 0, 0, 0, 0, 0, 0, 0, 0]
     assert state.counts.array[1].tolist() == [0, 0, 0, 0, 0, 0, 0, 0, P, 0, 0, 0]
-    state = begun(state, [4, 5, 5], [1, 0, 0], position=[5, 0, 0], left=[4, 4, 4])
+    state = begun(state, [4, 5, 5], [1, 0, 0], position=[5, 0, 0], remaining=[4, 4, 4])
     state = state.advanced(sampled([7] * 5, Batch), params(Batch))
     assert state.counts.array[4].tolist() == [0, P + G, P, 0, 0, 0, 0, G, 0, 0, 0, 0]
     assert state.counts.array[1].tolist() == [0, 0, 0, 0, 0, 0, 0, 0, P, 0, 0, 0]
@@ -142,11 +142,13 @@ def test_new_requests_compile_nothing():
     traced = []
 
     @jax.jit
-    def begin(state, rows, tokens, position, left, arrays):
+    def begin(state, rows, tokens, position, remaining, arrays):
         traced.append("begin")
         noise = hax.zeros((Lane, Word), dtype=jnp.uint32)
         first = sampled(tokens, Lane)
-        return state.begun(rows, first, SlotParams.of_arrays(arrays, Lane), noise=noise, position=position, left=left)
+        return state.begun(
+            rows, first, SlotParams.of_arrays(arrays, Lane), noise=noise, position=position, remaining=remaining
+        )
 
     @jax.jit
     def move(state, released, tokens, arrays):

@@ -180,7 +180,7 @@ def test_heads_that_are_cut_further_repeat_the_cache():
 
 
 class TestTooManyRows:
-    ASKED = replace(SEVENTY, rows=64, dtype="bfloat16", room=0)
+    ASKED = replace(SEVENTY, rows=64, dtype="bfloat16", temp_bytes=0)
 
     def test_int8_and_a_shorter_context_and_a_larger_pod(self):
         said = format_slot_advice(replace(self.ASKED, rows=40), V5E.hbm_bytes, V5E)
@@ -195,18 +195,20 @@ class TestTooManyRows:
         assert "inference.cache_dtype: int8, 46 rows only" in said
 
     def test_int8_asked_for_64(self):
-        said = format_slot_advice(replace(SEVENTY, rows=64, room=0), V5E.hbm_bytes, V5E)
+        said = format_slot_advice(replace(SEVENTY, rows=64, temp_bytes=0), V5E.hbm_bytes, V5E)
         assert said.startswith("46 rows of 8,192 positions fit, 64 asked")
         # 4.17 GiB of weights a chip, so that 11.58 are left for rows of 162.5 MiB.
         assert "v5litepod-16 with model 8 × group 2, 72 rows of 162.50 MiB a chip" in said
 
     def test_query_heads_that_cannot_be_cut_further_name_no_pod(self):
-        said = format_slot_advice(replace(SEVENTY, rows=64, query_groups=1, room=0), V5E.hbm_bytes, V5E)
+        said = format_slot_advice(replace(SEVENTY, rows=64, query_groups=1, temp_bytes=0), V5E.hbm_bytes, V5E)
         assert "group" not in said and "inference.max_seq_len: 4096" in said
 
     def test_weights_in_bfloat16_are_told_of_int8(self):
         held = SEVENTY.weights
-        plain = replace(SEVENTY, weights=replace(held, integers=0, scales=0, others=2 * held.integers), rows=40, room=0)
+        plain = replace(
+            SEVENTY, weights=replace(held, integers=0, scales=0, others=2 * held.integers), rows=40, temp_bytes=0
+        )
         # Nothing fits with 16.4 GiB of weights.
         said = format_slot_advice(plain, V5E.hbm_bytes, V5E)
         assert said.startswith("0 rows") and "quantize: int8, 46 rows" in said

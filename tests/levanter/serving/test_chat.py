@@ -168,10 +168,10 @@ def test_a_conversation_with_calls_is_written_by_the_template(client):
         ({"extra_body": {"metadata": {"a": "b"}}}, "metadata: not supported"),
         ({"tool_choice": "required"}, "tool_choice: there are no `tools`"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "lok"}}}, "'lok' is none of switch"),
-        ({"tools": [TOOLS[0], TOOLS[0]]}, r"tools\[1\].function.name: 'switch' is a tool already"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, r"tools\[1\].function.name: 'switch' is the name of an earlier tool"),
         (
             {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
-            "tool_choice: a text that has to be a call conforms to nothing else",
+            "tool_choice: a required call cannot have another constraint",
         ),
         ({"stream_options": {"include_usage": True}}, "stream_options: only for a stream"),
     ],

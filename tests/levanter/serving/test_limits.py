@@ -162,8 +162,8 @@ def test_so_many_requests_a_minute_and_then_one_each_time_one_is_due():
 def test_addresses_are_forgotten_rather_than_collected():
     rate = RateLimit(reply, per_minute=60)
     for n in range(MAX_TRACKED_CLIENTS + 10):
-        rate.wait_of(str(n))
-    assert len(rate._known) == MAX_TRACKED_CLIENTS
+        rate.retry_after(str(n))
+    assert len(rate._buckets) == MAX_TRACKED_CLIENTS
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ HOSTILE = 'a "model"\\with\nlines{}, ünïcode'
 def metrics(**options) -> Metrics:
     facts = ServerInfo(version="2.0", model=HOSTILE, devices=8)
     return Metrics(
-        facts, load=lambda: EngineLoad(rows=16, running=3, pages=40, pages_free=31, shared_tokens=128), **options
+        facts, load=lambda: EngineLoad(slots=16, running=3, pages=40, pages_free=31, shared_tokens=128), **options
     )
 
 
@@ -45,8 +45,8 @@ def read(counted: Metrics) -> dict[str, dict[tuple[tuple[str, str], ...], float]
 def test_a_server_that_nobody_has_asked():
     found = read(metrics())
     assert found["levanter_info"] == {(("model", HOSTILE), ("version", "2.0")): 1}
-    assert found["levanter_rows_running"][()] == 3 and found["levanter_cache_pages_free"][()] == 31
-    assert found["levanter_prompt_tokens_shared_total"][()] == 128
+    assert found["levanter_slots_running"][()] == 3 and found["levanter_cache_pages_free"][()] == 31
+    assert found["levanter_prefix_cache_hit_tokens_total"][()] == 128
     assert found["levanter_first_token_seconds_count"][()] == 0
     assert found["levanter_choices_ended_total"][(("reason", "cancelled"),)] == 0
     assert found["levanter_requests_rejected_total"][(("reason", "queue_full"),)] == 0

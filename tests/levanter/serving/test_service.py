@@ -73,7 +73,7 @@ class Gate:
 async def asked(model, **keys):
     """A client of a service in this process, the service, its engine's gate and what it observed."""
     made = model.service()
-    gate, events = Gate(made._worker._engine), []
+    gate, events = Gate(made._engine_thread._engine), []
     made.observers.append(events.append)
     if "max_queued_tokens" in keys:
         made._inbox.max_queued_tokens = keys["max_queued_tokens"]
@@ -181,7 +181,7 @@ def test_who_reads_slowly_is_cut_off_and_others_are_not(model, monkeypatch):
             await until(lambda: all_free(made))
 
     with monkeypatch.context() as patched:
-        patched.setattr(service, "MOST_BEHIND", 600)
+        patched.setattr(service, "MAX_UNREAD_BYTES", 600)
         asyncio.run(run())
     monkeypatch.setattr(responses, "READ_SECONDS", 0.01)
     asyncio.run(run())
@@ -195,9 +195,9 @@ def test_a_step_is_sent_before_the_engine_goes_on(model, monkeypatch):
         made, got, order = model.service(), [], []
         made._loop = asyncio.get_running_loop()
         of = ChoiceId("a", 0)
-        ticket = service.PendingRequest([], route="", give_up=lambda _: None, streamed=True)
+        ticket = service.PendingRequest([], route="", cancel=lambda _: None, streamed=True)
         ticket._open.add(of)
-        made._tickets["a"] = ticket
+        made._pending["a"] = ticket
 
         async def client() -> None:
             async for pieces in ticket.deliveries():
@@ -206,7 +206,7 @@ def test_a_step_is_sent_before_the_engine_goes_on(model, monkeypatch):
 
         def engine() -> None:
             for n in range(50):
-                made._hand_over([TokenDelta(of=of, text=str(n), reason="stop" if n == 49 else None, at=0.0)])
+                made._deliver([TokenDelta(of=of, text=str(n), reason="stop" if n == 49 else None, at=0.0)])
                 order.append("engine")
 
         reads = asyncio.create_task(client())
@@ -215,9 +215,9 @@ def test_a_step_is_sent_before_the_engine_goes_on(model, monkeypatch):
         await reads
         assert got == [str(n) for n in range(50)]
         assert order == [each for n in range(50) for each in (str(n), "engine")]
-        monkeypatch.setattr(service, "MOST_WAITED", 0.01)
+        monkeypatch.setattr(service, "MAX_DELIVERY_SECONDS", 0.01)
         # Nobody reads what is handed over while this thread, the loop's own, stands here.
-        made._hand_over([])
+        made._deliver([])
         await made.off_loop(lambda: None)
 
     asyncio.run(run())
@@ -229,7 +229,7 @@ def test_a_full_queue_sends_away(model):
             first = asyncio.create_task(http.post("/v1/completions", json={**LONG, "n": 3}))
             await until(lambda: len(of(events, RequestAdmitted)) == 1)
             # The engine is in its first call, after which it says anew how long all of it takes.
-            made._worker.load = replace(made.load, drain_seconds=40.0)
+            made._engine_thread.load = replace(made.load, drain_seconds=40.0)
             full = await http.post("/v1/completions", json={**LONG, "prompt": [5] * 4})
             # Of nine tokens that wait, four have to go.
             assert full.status_code == 429 and full.headers["retry-after"] == "18"
@@ -262,7 +262,7 @@ def test_told_to_end_it_finishes_what_it_has_and_takes_nothing_more(model):
             # The engine stands at the gate, where it hears nothing, until it has been told to end what it has.
             await until(lambda: gate.asked == 13)
             again = asyncio.create_task(made.drain(0))
-            await until(lambda: any(isinstance(each, Drain) for each in made._inbox._letters))
+            await until(lambda: any(isinstance(each, Drain) for each in made._inbox._messages))
             gate.open()
             answer = (await endless).json()
             assert answer["choices"][0]["finish_reason"] == "length" and answer["usage"]["completion_tokens"] < 50
@@ -280,7 +280,7 @@ def test_an_engine_that_fails_fails_every_request_by_name(model):
             await until(lambda: len(of(events, RequestAdmitted)) == 2)
             gate.error = RuntimeError("the device is gone")
             gate.open()
-            assert "the engine has stopped: the device is gone" in (await streamed).text
+            assert "the engine failed: the device is gone" in (await streamed).text
             answer = await whole
             assert answer.status_code == 500 and "the device is gone" in answer.json()["error"]["message"]
             assert [event.reason for event in of(events, ChoiceEnded)] == ["failed", "failed"]
@@ -304,7 +304,7 @@ def test_a_row_whose_numbers_are_lost_ends_alone(model, monkeypatch):
         return replace(found, ok=ok)
 
     engine = SimpleNamespace(fetched=engine_module.fetch)
-    monkeypatch.setattr(engine_module, "fetched", fetched)
+    monkeypatch.setattr(engine_module, "fetch", fetched)
 
     async def run() -> None:
         async with asked(model) as (http, made, gate, events):
@@ -427,7 +427,9 @@ def test_whatever_clients_do_every_choice_ends_once_and_every_page_comes_back(mo
                     return client
 
             def nothing_left() -> bool:
-                waiting = made.load.waiting_tokens or made._inbox._letters or made._tickets or made._worker._texts
+                waiting = (
+                    made.load.waiting_tokens or made._inbox._messages or made._pending or made._engine_thread._texts
+                )
                 return all_free(made) and not waiting
 
             everybody = asyncio.gather(*(one(n) for n in range(count)))

@@ -20,8 +20,10 @@ def test_a_pace_is_that_of_the_steps_it_saw():
     pace = pace.after(5.0, rows=0, prompt_tokens=0)  # nothing was done
     assert pace.token_seconds == pytest.approx(0.010) and pace.prompt_seconds == pytest.approx(0.002, rel=0.1)
     # 800 tokens for 4 rows, and prompts of 100.
-    assert pace.drained_in(rows=4, left=800, prompt_tokens=100) == pytest.approx(200 * 0.010 + 100 * 0.002, rel=0.05)
-    assert ThroughputEstimate().drained_in(rows=4, left=800, prompt_tokens=100) == 0
+    assert pace.drained_in(rows=4, remaining=800, prompt_tokens=100) == pytest.approx(
+        200 * 0.010 + 100 * 0.002, rel=0.05
+    )
+    assert ThroughputEstimate().drained_in(rows=4, remaining=800, prompt_tokens=100) == 0
 
 
 def submitted(id: str, length: int, n: int, most: int | None) -> Submission:

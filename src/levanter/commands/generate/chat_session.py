@@ -90,7 +90,7 @@ class Dialogue:
         """
         request = self.reader.request(asked, shorten=True)
         limit = request.new_tokens(self._engine.schedule.context)
-        text = ChoiceText.of(request, self.reader.tokenizer.stream(), limit=limit)
+        text = ChoiceText.for_request(request, self.reader.tokenizer.stream(), limit=limit)
         of, pieces = ChoiceId(request.id, 0), list[str]()
         began = time.perf_counter()
         first, error, reason = None, None, None
@@ -114,7 +114,7 @@ class Dialogue:
                 reason = piece.reason
             if reason is not None:
                 break
-        self._engine.give_up(of)
+        self._engine.cancel(of)
         assert reason is not None, f"{of} ended without a reason"
         return ChatTurn(
             text="".join(pieces),

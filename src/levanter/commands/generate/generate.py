@@ -134,7 +134,7 @@ class _Run:
         tokenizer = self.reader.tokenizer
         limit = request.new_tokens(self.schedule.context)
         texts = {
-            ChoiceId(request.id, n): _Text(text=ChoiceText.of(request, tokenizer.stream(), limit=limit))
+            ChoiceId(request.id, n): _Text(text=ChoiceText.for_request(request, tokenizer.stream(), limit=limit))
             for n in range(request.params.n)
         }
         pending = _Pending(index=index, line=asked.line, request=request, texts=texts)
@@ -170,7 +170,7 @@ class _Run:
             return
         if isinstance(event, Failed):
             for of in pending.texts:
-                engine.give_up(of)
+                engine.cancel(of)
             self._fail(pending, event.error)
             return
         if isinstance(event, Token):
@@ -180,7 +180,7 @@ class _Run:
             own.tokens.append(event)
             own.pieces.append(piece.text)
             if piece.reason is not None:
-                engine.give_up(event.of)
+                engine.cancel(event.of)
                 pending.done.append(_choice(event.of, own, piece.reason))
                 del pending.texts[event.of]
         if not pending.texts:

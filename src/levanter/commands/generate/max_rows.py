@@ -53,7 +53,7 @@ def planned_cache(
     shared = own is None and target.hbm_bytes is None
     value = served_model(model, pretrained, least, inference, decode={}, prefill={})
     room = programs_room(pretrained)
-    most = value.fitting(limit // (HOST_SHARE if shared else 1), of_cache(least, inference), room=room)
+    most = value.fitting(limit // (HOST_SHARE if shared else 1), of_cache(least, inference), temp_bytes=room)
     if inference.pages is not None:
         most = min(most, inference.pages // shards // least.pages_of_row * shards)
     taken = MAX_CPU_ROWS if target.platform == "cpu" else MAX_ROWS
@@ -69,7 +69,7 @@ def planned_cache(
 
 def of_cache(cache: CachePlan, inference: InferenceConfig) -> int:
     """Positions that a row takes of a cache: whole pages, or one where its pages are counted by themselves."""
-    return cache.pages_of_row * cache.slots if inference.pages is None else 1
+    return cache.pages_of_row * cache.page_size if inference.pages is None else 1
 
 
 def programs_room(pretrained: PretrainedModel) -> int:
@@ -108,6 +108,6 @@ def served_model(
         prefill=prefill,
         counts_tokens=inference.penalties,
         automatic=inference.max_rows == "auto",
-        room=programs_room(pretrained),
+        temp_bytes=programs_room(pretrained),
         chip_hour_price=chip_hour_price,
     )

@@ -233,12 +233,13 @@ def _length_checks(length: int, model: DecoderConfig) -> list[Check]:
 
 def _tile_notes(cache: CachePlan, target: Target) -> list[Check]:
     """Says of pages that a TPU does not read as they lie, since their positions do not fill its tiles."""
-    if target.platform != "tpu" or cache.slots % TILE == 0:
+    if target.platform != "tpu" or cache.page_size % TILE == 0:
         return []
     key = "inference.max_seq_len" if cache.allocation == "fixed" else "inference.page_size"
     message = (
-        f"{key}: {cache.slots:,} positions do not fill tiles of {TILE}: a decode step of 70B on v6e-8 had 2.4 times "
-        f"the cycles with 1,500 that it had with 1,536; {-(-cache.slots // TILE) * TILE:,} is the next multiple"
+        f"{key}: {cache.page_size:,} positions do not fill tiles of {TILE}: a decode step of 70B on v6e-8 had 2.4 "
+        f"times the cycles with 1,500 that it had with 1,536; "
+        f"{-(-cache.page_size // TILE) * TILE:,} is the next multiple"
     )
     return [Check(name="cache", status="note", message=message)]
 

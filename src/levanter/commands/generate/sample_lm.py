@@ -157,7 +157,7 @@ def _round(work: SampleWork, engine: Engine, number: int, found: SampledTexts, *
         for choice in range(request.params.n):
             of = ChoiceId(request.id, choice)
             stream = work.generate.pretrained.tokenizer.stream()
-            texts[of], pieces[of] = ChoiceText.of(request, stream, limit=work.config.max_new_tokens), []
+            texts[of], pieces[of] = ChoiceText.for_request(request, stream, limit=work.config.max_new_tokens), []
     for event in engine.run(requests.values()):
         if isinstance(event, Failed):
             found.failed.append(f"{event.of}: {event.error}")
@@ -166,7 +166,7 @@ def _round(work: SampleWork, engine: Engine, number: int, found: SampledTexts, *
             piece = texts[event.of].push(event.id)
             pieces[event.of].append(piece.text)
             if piece.reason is not None:
-                engine.give_up(event.of)
+                engine.cancel(event.of)
     for of, text in pieces.items():
         found.texts.append("".join(text))
         if show:

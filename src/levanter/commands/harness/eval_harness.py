@@ -89,7 +89,7 @@ class TextGenerator:
         tokenizer = self.work.pretrained.tokenizer
         for n, prompt in enumerate(prompts):
             requests.append(self._request(n, prompt))
-            unfinished[str(n)] = ChoiceText.of(requests[-1], tokenizer.stream(), limit=prompt.max_tokens)
+            unfinished[str(n)] = ChoiceText.for_request(requests[-1], tokenizer.stream(), limit=prompt.max_tokens)
             limits[str(n)] = prompt.max_tokens
         texts: dict[str, list[str]] = {request.id: [] for request in requests}
         runner = self._runner()
@@ -106,7 +106,7 @@ class TextGenerator:
                 piece = unfinished[name].push(event.id)
                 texts[name].append(piece.text)
                 if piece.reason is not None:
-                    engine.give_up(ChoiceId(name, 0))
+                    engine.cancel(ChoiceId(name, 0))
                     del unfinished[name]
                     progress.advance(1)
         assert not unfinished, f"{len(unfinished)} texts are unfinished"

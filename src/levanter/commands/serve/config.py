@@ -19,7 +19,7 @@ Port: TypeAlias = Annotated[int, Range(0, 65_535)]
 
 @dataclass(frozen=True, kw_only=True)
 class ServerInferenceConfig(InferenceConfig):
-    """`inference` of a server, which takes as many rows as there is room for whatever else is said of them.
+    """The `inference:` block of a server, which decodes as many sequences as fit by default.
 
     Attributes:
         max_rows: decode slots over all devices (sequences that are generated concurrently); a multiple of the batch
@@ -87,7 +87,7 @@ class ServeConfig(Ranged):
         super().__post_init__()
         if not (self.is_local or self.api_key or self.insecure):
             raise ValueError(
-                f"host: {self.host} is reached from other machines, and nothing keeps them out\n"
+                f"host: {self.host} accepts requests of other machines, and has no key\n"
                 "  → api_key: a file with a key, or host: 127.0.0.1, or insecure: true"
             )
         _ = self.generating
@@ -102,7 +102,7 @@ class ServeConfig(Ranged):
 
     @property
     def generating(self) -> GenerateConfig:
-        """The same as `generate` has it, without files."""
+        """The equivalent config of `generate`, without input and output files."""
         return GenerateConfig(
             hf_checkpoint=self.hf_checkpoint,
             checkpoint_path=self.checkpoint_path,

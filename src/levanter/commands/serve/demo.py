@@ -2,7 +2,7 @@
 
     make demo-serve
 
-The server is `levanter.main.serve` as a process of its own, on a port that is free. What is asked is shown as it is
+The server is `levanter.main.serve` as a process of its own, on a port that is free. What is answered is shown as it is
 typed, the answer as it comes back.
 """
 
@@ -57,7 +57,7 @@ def main(words: Sequence[str]) -> int:
         The exit code: 0 if every question has an answer and the server ended as it was told.
     """
     with _server(words) as (process, url):
-        asked = [_curl(url), _client(url)]
+        answered = [_curl(url), _client(url)]
         with urllib.request.urlopen(f"{url}/metrics", timeout=SECONDS) as answer:
             lines = answer.read().decode().splitlines()
         print("\n=== of its metrics")
@@ -66,7 +66,7 @@ def main(words: Sequence[str]) -> int:
         process.send_signal(signal.SIGTERM)
         code = process.wait(SECONDS)
     print(f"the server ended with exit code {code}")
-    return OK if code == OK and all(asked) else INTERNAL_ERROR
+    return OK if code == OK and all(answered) else INTERNAL_ERROR
 
 
 @contextmanager
@@ -87,8 +87,8 @@ def _server(words: Sequence[str]) -> Iterator[tuple[subprocess.Popen[str], str]]
     reading.start()
     try:
         while (line := lines.get(timeout=SECONDS)) is not None:
-            if (found := READY.search(line)) is not None:
-                yield process, found[1]
+            if (match := READY.search(line)) is not None:
+                yield process, match[1]
                 break
         else:
             raise RuntimeError(f"the server ended with exit code {process.wait(SECONDS)} before it was ready")

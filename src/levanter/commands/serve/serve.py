@@ -5,8 +5,8 @@ A model over HTTP, for clients of OpenAI's interface.
     python -m levanter.main.plan serve --config_path config/serve/llama3.1_70b_int8.yaml --target v5e-8
     python -m levanter.main.serve --hf_checkpoint HuggingFaceTB/SmolLM2-135M-Instruct --trainer.mp f32
 
-The model, its cache and its Programs are those of `generate`; a server adds an address, a key and a queue. What is
-described is planned, loaded and compiled; then the port is opened, and nothing compiles any more.
+The model, its cache and its Programs are those of `generate`; a server adds an address, a key and a queue. The server
+loads the model and compiles all Programs before it opens the port; afterwards nothing compiles.
 """
 
 import gc
@@ -48,46 +48,46 @@ if TYPE_CHECKING:
 
 
 EVENT = "/jax/core/compile/backend_compile_duration"
-"""What JAX reports each time, whether it compiles or finds it in a folder of compiled programs."""
+"""The event that JAX reports for each compilation, and for each program read from the compilation cache."""
 
 
 class _Count:
-    """What was compiled since this process began to listen."""
+    """Counts compilations of this process."""
 
     def __init__(self) -> None:
         self.value = 0
 
     def __call__(self, event: str, duration_secs: float, **more: str | int) -> None:
-        """JAX has done something."""
+        """Receives an event of JAX."""
         del duration_secs, more
         self.value += event == EVENT
 
 
-_LISTENING: list[_Count] = []
+_LISTENERS: list[_Count] = []
 
 
 def count_compiles() -> Callable[[], int]:
-    """Counts what this process compiles from now on.
+    """Counts the compilations of this process from now on.
 
     Returns:
-        What gives the number so far.
+        A function that gives the number so far.
     """
-    if not _LISTENING:
-        # JAX keeps its listeners: one is enough for a process.
-        _LISTENING.append(_Count())
-        jax.monitoring.register_event_duration_secs_listener(_LISTENING[0])
-    count = _LISTENING[0]
+    if not _LISTENERS:
+        # JAX cannot remove a listener: one is registered for the process.
+        _LISTENERS.append(_Count())
+        jax.monitoring.register_event_duration_secs_listener(_LISTENERS[0])
+    count = _LISTENERS[0]
     before = count.value
     return lambda: count.value - before
 
 
 NAME = "serve"
 TURN = 5e-5
-"""Seconds that a thread of a server keeps the interpreter while another one wants it."""
+"""Python's switch interval of a server, in seconds."""
 
 NEW_OBJECTS = 10_000
-"""Objects that a server makes, beside those that are gone again, before it looks for garbage among them: it stands
-still while it looks, and with Python's 700 it looked at every tenth step."""
+"""Threshold of Python's garbage collector, in objects that were allocated and not freed. All threads wait for a
+collection; with Python's default of 700 there was one in every tenth step."""
 
 
 class NotInstalledError(ValueError):
@@ -96,12 +96,11 @@ class NotInstalledError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ServeWork(GenerateWork):
-    """What `execute` needs besides the Programs.
+    """The inputs of `execute` in addition to the Programs.
 
     Attributes:
         server: the config as the user wrote it.
-        chat_max_tokens: tokens of an answer in a conversation where the request does not say; None for as many as there
-            is room for.
+        chat_max_tokens: default `max_tokens` of a chat completion; None for the rest of the context.
     """
 
     server: ServeConfig
@@ -110,11 +109,11 @@ class ServeWork(GenerateWork):
 
 @dataclass(frozen=True, kw_only=True)
 class ServedRun:
-    """How serving went.
+    """The result of a run.
 
     Attributes:
-        loading: how loading went.
-        address: that was listened on; None where another process did.
+        loading: the report of loading.
+        address: the URL of the server; None in processes other than 0.
     """
 
     loading: LoadReport
@@ -125,12 +124,12 @@ def describe(config: ServeConfig, target: Target, *, written: ExplicitKeys | Non
     """Describes the server for `target`; reads metadata, no weights.
 
     Args:
-        config: what is served.
+        config: the config.
         target: the devices.
-        written: the keys that the user wrote; None for a config made in Python.
+        written: the keys that the user set; None for a config from Python.
 
     Raises:
-        ValueError: the model is broken or unknown, the mesh cannot be resolved, or the rows cannot be cut over it.
+        ValueError: the model is broken or unknown, the mesh cannot be resolved, or the rows do not divide over it.
     """
     written = ExplicitKeys.in_python(config) if written is None else written
     planned = generation.describe(config.generating, target, written=written)
@@ -143,7 +142,7 @@ def describe(config: ServeConfig, target: Target, *, written: ExplicitKeys | Non
         error = NotInstalledError(NOT_INSTALLED)
         checks.append(Check(name=NAME, status="unchecked", message=NOT_INSTALLED, error=error))
     work = planned.work
-    made = ServeWork(
+    serve_work = ServeWork(
         config=work.config,
         pretrained=work.pretrained,
         programs=work.programs,
@@ -151,11 +150,11 @@ def describe(config: ServeConfig, target: Target, *, written: ExplicitKeys | Non
         server=config,
         chat_max_tokens=config.sampling.max_tokens if "sampling.max_tokens" in written else None,
     )
-    return cast("RunPlan[ServeWork]", replace(planned, entry_point=NAME, checks=tuple(checks), work=made))
+    return cast("RunPlan[ServeWork]", replace(planned, entry_point=NAME, checks=tuple(checks), work=serve_work))
 
 
 def _key_checks(config: ServeConfig) -> list[Check]:
-    """What is wrong with the key; a plan needs none."""
+    """Problems of the key; a plan does not need the key."""
     if config.api_key is None:
         return []
     try:
@@ -166,14 +165,14 @@ def _key_checks(config: ServeConfig) -> list[Check]:
 
 
 def _who(config: ServeConfig) -> str:
-    """Whom the server answers."""
+    """Which requests the server accepts."""
     if config.api_key is not None:
         return f"to requests with the key in {config.api_key}"
     return "to this machine" if config.is_local else "to everyone who reaches it (insecure)"
 
 
 def model_names(work: ServeWork) -> tuple[str, ...]:
-    """What the model is called: the last part of where it comes from, and all of it."""
+    """The names of the model: the last part of its source, and the whole source."""
     config = work.server
     where = config.hf_checkpoint or config.checkpoint_path
     if where is None:
@@ -184,7 +183,7 @@ def model_names(work: ServeWork) -> tuple[str, ...]:
 
 
 def execute(plan: RunPlan[ServeWork], mesh: Mesh | None, session: Session | None = None) -> ServedRun:
-    """Serves until it is told to end; nothing runs that is not in `plan`."""
+    """Serves until the process is told to end; nothing runs that is not in `plan`."""
     from levanter.serving.server import bind_socket
 
     assert mesh is not None, "a model runs on devices"
@@ -197,13 +196,13 @@ def execute(plan: RunPlan[ServeWork], mesh: Mesh | None, session: Session | None
     reader = prompt_reader(work, schedule)
     address, listening = None, None
     if jax.process_index() == 0:
-        # Nobody is answered yet, but a port that is taken is known before a weight is read.
+        # Bound before weights are read, so that a port in use is an error at once; nothing listens on it yet.
         listening = bind_socket(work.server.host, work.server.port)
     with running(work, mesh, schedule=schedule, reader=reader, show=show, following=_until_process_0_ends()) as ready:
         if ready.engine is not None:
             assert listening is not None
             warm(ready, schedule)
-            # What is there now stays: whoever looks for garbage later need not go through all that JAX has made.
+            # Objects that exist now live as long as the server: `freeze` exempts them from later collections.
             gc.collect()
             gc.freeze()
             host, port = listening.getsockname()[:2]
@@ -213,11 +212,11 @@ def execute(plan: RunPlan[ServeWork], mesh: Mesh | None, session: Session | None
 
 
 def warm(ready: LoadedEngine, schedule: Schedule) -> None:
-    """Calls every Program once, for nobody: all of them are compiled then.
+    """Calls every Program once without sequences, so that all of them are compiled.
 
     Args:
-        ready: the engine and what scores prompts.
-        schedule: of its rows.
+        ready: the engine and the prompt scorer.
+        schedule: its schedule.
     """
     assert ready.engine is not None
     rows, programs = ready.engine.device, ready.engine.device.programs
@@ -232,11 +231,11 @@ def warm(ready: LoadedEngine, schedule: Schedule) -> None:
 
 
 def make_service(work: ServeWork, ready: LoadedEngine) -> "Service":
-    """The model and its engine, for an application.
+    """The service of a run.
 
     Args:
-        work: the run's.
-        ready: the engine and what scores prompts.
+        work: the run's inputs.
+        ready: the engine and the prompt scorer.
     """
     from levanter.serving.service import Service
 
@@ -252,10 +251,10 @@ def make_service(work: ServeWork, ready: LoadedEngine) -> "Service":
 
 
 def make_application(plan: RunPlan[ServeWork], service: "Service") -> "Application":
-    """The application, with all that stands before and beside what asks the model.
+    """The application of a run, with middleware, metrics and web page.
 
     Args:
-        plan: the run's.
+        plan: the run's plan.
         service: the model and its engine.
     """
     from levanter.serving.app import app
@@ -279,7 +278,7 @@ def make_application(plan: RunPlan[ServeWork], service: "Service") -> "Applicati
 
 
 def answer(plan: RunPlan[ServeWork], ready: LoadedEngine, listening: socket, address: str, *, show: bool) -> None:
-    """Answers at an address until the process is told to end."""
+    """Serves at an address until the process is told to end."""
     from levanter.serving.server import HttpServer
 
     def opened() -> None:
@@ -307,10 +306,10 @@ def answer(plan: RunPlan[ServeWork], ready: LoadedEngine, listening: socket, add
 
 @contextmanager
 def short_turns() -> Iterator[None]:
-    """Has threads take short turns at the interpreter.
+    """Shortens Python's switch interval within the block.
 
-    Behind each step there is a write for each stream, which gives the interpreter to the engine. With Python's turns of
-    5 ms sixteen streams heard up to 20 ms later of a step that had taken 3.
+    After each step there is a write for each stream, at which the engine's thread may take the interpreter. With
+    Python's default of 5 ms, sixteen streams got the tokens of a step of 3 ms up to 20 ms later.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(TURN)
@@ -322,7 +321,7 @@ def short_turns() -> Iterator[None]:
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """Has the interpreter look for garbage less often."""
+    """Makes garbage collections rarer within the block."""
     before = gc.get_threshold()
     gc.set_threshold(NEW_OBJECTS, *before[1:])
     try:
@@ -333,14 +332,14 @@ def rare_collections() -> Iterator[None]:
 
 @contextmanager
 def _until_process_0_ends() -> Iterator[None]:
-    """Drops SIGTERM and Ctrl-C: a launcher tells all processes to end, and process 0 still answers who is there."""
+    """Ignores SIGTERM and Ctrl-C: a launcher signals all processes, and process 0 needs the others while it drains."""
     with interrupts_delegated(lambda: None), _termination(lambda: None):
         yield
 
 
 @contextmanager
 def _termination(take: Callable[[], object]) -> Iterator[None]:
-    """Hands SIGTERM to `take`."""
+    """Calls `take` on SIGTERM."""
 
     def handler(number: int, frame: FrameType | None) -> None:
         del number, frame

@@ -145,7 +145,7 @@ def estimate_decode_layout(served: DecodeCost, rows: int, pod: Accelerator, *, l
     return DecodeLayout(
         served=served,
         rows=rows,
-        most=served.fitting(limit, served.context, room=served.room),
+        most=served.fitting(limit, served.context, temp_bytes=served.temp_bytes),
         seconds=max(reading, floor.flops / MATMUL_EFFICIENCY) + 2 * layers * sum_,
     )
 
@@ -160,7 +160,7 @@ def decode_layouts(served: DecodeCost, pod: Accelerator, goal: Goal, *, limit: i
         limit: bytes of a device.
     """
     shards = served.shards
-    most = min(served.fitting(limit, served.context, room=served.room), MAX_ROWS // shards * shards)
+    most = min(served.fitting(limit, served.context, temp_bytes=served.temp_bytes), MAX_ROWS // shards * shards)
     if most < shards:
         return
     wanted = shards if served.automatic else -(-served.rows // shards) * shards
@@ -233,17 +233,19 @@ def _neighbours(best: DecodeLayout, pod: Accelerator, goal: Goal, *, limit: int)
         yield f"{more} rows", estimate_decode_layout(cost, more, pod, limit=limit).summary
     else:
         beyond = (
-            cost.weights.total + cost.room + more // cost.shards * (cost.bytes_of_row(cost.context) + cost.state_bytes)
+            cost.weights.total
+            + cost.temp_bytes
+            + more // cost.shards * (cost.bytes_of_row(cost.context) + cost.state_bytes)
         )
         yield f"{more} rows", f"{gib(beyond - limit)} too much a chip"
     for context in (cost.context // 2, cost.context * 2):
         other = replace(cost, context=context)
-        rows = other.fitting(limit, context, room=cost.room)
+        rows = other.fitting(limit, context, temp_bytes=cost.temp_bytes)
         yield f"rows of {context:,} positions", f"{rows} fit"
 
 
 def _no_row(served: DecodeCost, limit: int) -> str:
-    taken = served.weights.total + served.room
+    taken = served.weights.total + served.temp_bytes
     return f"no row fits: weights and what Programs make take {gib(taken)} of {gib(limit)} a chip"
 
 

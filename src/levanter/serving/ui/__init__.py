@@ -1,7 +1,7 @@
-"""The page of a server: a conversation beside the server's plan and what it is doing.
+"""The web page of a server: a chat with the model, the plan, and the load.
 
-It is one file that asks this server and nobody else. Its policy allows its own script and style, by their digests, and
-requests to its own origin; what the model writes becomes text, never markup.
+It is one file that sends requests to this server only. Its content security policy allows its own script and style, by
+their digests, and requests to its own origin. Text of the model is inserted as text, never as markup.
 """
 
 import base64
@@ -22,12 +22,12 @@ from levanter.serving.service import Service
 
 @dataclass(frozen=True, kw_only=True)
 class PageData:
-    """What the page shows.
+    """The data that the page shows.
 
     Attributes:
-        metrics: what was counted.
+        metrics: the metrics.
         service: one model and its engine.
-        plan: the plan of the run, as text.
+        plan: the report of the run's plan.
     """
 
     metrics: Metrics
@@ -35,11 +35,11 @@ class PageData:
     plan: str
 
 
-def page_routes(shown: PageData) -> Sequence[BaseRoute]:
-    """The page, what it asks beside the model, and the metrics.
+def page_routes(data: PageData) -> Sequence[BaseRoute]:
+    """The routes of the page, its data, and the metrics.
 
     Args:
-        shown: what they show.
+        data: the data.
     """
     text, headers = render_page()
 
@@ -49,7 +49,7 @@ def page_routes(shown: PageData) -> Sequence[BaseRoute]:
 
     async def status(request: Request) -> Response:
         del request
-        service, metrics = shown.service, shown.metrics
+        service, metrics = data.service, data.metrics
         return JsonResponse(
             {
                 "model": service.names[0],
@@ -65,17 +65,17 @@ def page_routes(shown: PageData) -> Sequence[BaseRoute]:
 
     async def plan(request: Request) -> Response:
         del request
-        return JsonResponse({"report": shown.plan})
+        return JsonResponse({"report": data.plan})
 
-    async def counted(request: Request) -> Response:
+    async def prometheus(request: Request) -> Response:
         del request
-        return Response(shown.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+        return Response(data.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
-    return (Route("/", at_root), Route("/status", status), Route("/plan", plan), Route("/metrics", counted))
+    return (Route("/", at_root), Route("/status", status), Route("/plan", plan), Route("/metrics", prometheus))
 
 
 def render_page() -> tuple[str, Mapping[str, str]]:
-    """The page, and the headers that bound what it may do."""
+    """The page, and the headers that restrict what it may do."""
     folder = resources.files(__name__)
     body, css, script = ((folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js"))
     style = style_sheet(css)

@@ -194,7 +194,7 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
     "levanter.inference.engine": {
         "DecodeResult GenState GenerationResult InferenceEngine InferenceEngineConfig PrefillWork "
         "TokenSequenceLogprobs score_token_sequence_logprobs": "levanter.inference is written anew: `Request` and "
-        "`SamplingParams` say what is wanted, `Schedule` who runs, `RowState` what the device knows",
+        "`SamplingParams` say what is wanted, `Schedule` who runs, `SlotState` what the device knows",
     },
     "levanter.layers": {
         "Attention AttentionWithSink GatedAttention LayerNormConfig LayerNormConfigBase RmsNormConfig": _LAYERS,

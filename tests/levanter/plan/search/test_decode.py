@@ -20,7 +20,7 @@ pytestmark = pytest.mark.quick
 
 GIB = 1 << 30
 V5E, V5E_16, V6E = (parse_accelerator(name) for name in ("v5e-8", "v5e-16", "v6e-8"))
-PLAIN = replace(SEVENTY, dtype="bfloat16", room=0)
+PLAIN = replace(SEVENTY, dtype="bfloat16", temp_bytes=0)
 
 
 def search(served, pod, goal, compile_layout=None):
@@ -67,9 +67,9 @@ def test_the_shortest_time_a_token_reads_weights_with_most_chips():
 
 
 def test_rows_that_are_asked_for_are_not_fewer():
-    found = search(replace(SEVENTY, rows=40, room=0), V5E, "latency_ms")
+    found = search(replace(SEVENTY, rows=40, temp_bytes=0), V5E, "latency_ms")
     assert found.best is not None and found.best.rows == 40
-    assert search(replace(SEVENTY, rows=64, room=0), V5E, "latency_ms").best is None
+    assert search(replace(SEVENTY, rows=64, temp_bytes=0), V5E, "latency_ms").best is None
 
 
 def test_most_tokens_in_a_second_weigh_rows_against_their_time():
