@@ -69,9 +69,9 @@ class MixedConfig(PatternedConfig, LlamaConfig):
     def kinds(self) -> dict[str, str]:
         return {"F": "full_attention", "M": "causal_mean"}
 
-    def mixer_of(self, layer: int):
+    def layer_mixer(self, layer: int):
         mean = CausalMeanSpec(Embed=self.Embed, Channel=hax.Axis("channel", 96))
-        return mean if self.layer_type(layer) == "causal_mean" else self.attention_of(layer)
+        return mean if self.layer_type(layer) == "causal_mean" else self.layer_attention(layer)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from haliax_ext.meshspec import MeshSpec
 from haliax_ext.program import Input, Program
 from levanter.layers.attention import AttentionMask
 from levanter.layers.attention.ring import ring_attention
-from levanter.layers.attention.ring_splash import SplashPasses
+from levanter.layers.attention.ring_splash import SplashRingStep
 from levanter.layers.attention.splash import splash_attention
 from levanter.mesh.context_parallel import method_mapping
 from levanter.runplan import Target
@@ -92,7 +92,7 @@ def over_eight(payload: dict[str, Any], target: Target) -> Described:
             q, k, v = shard_attention(q), *(shard_attention(x.rename({"position": "key_position"})) for x in (k, v))
             with inside_attention():
                 if exchange == "ring":
-                    out = ring_attention(q, k, v, mask, softmax_scale=0.1, passes=SplashPasses())
+                    out = ring_attention(q, k, v, mask, softmax_scale=0.1, ring_step=SplashRingStep())
                 else:
                     out = splash_attention(q, k, v, mask, softmax_scale=0.1)
             out = hax.auto_sharded(out)

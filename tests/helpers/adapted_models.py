@@ -13,8 +13,8 @@ from safetensors.numpy import save_file
 from haliax_ext.abstract import leaves, with_arrays
 from levanter.commands.model.pretrained import load_pretrained
 from levanter.compat.hf.peft import open_peft
-from levanter.models.adapters.lora_targets import groups_of
-from levanter.models.adapters.whole import part_of
+from levanter.models.adapters.lora_targets import target_groups
+from levanter.models.adapters.whole import select_leaves
 
 TOKENS = np.random.default_rng(5).integers(3, 250, (8, 24)).astype(np.int32)
 
@@ -36,9 +36,9 @@ def logits(model) -> np.ndarray:
 
 def read_adapter(folder: Path, model, rules):
     """The targets and the factors of a folder of `peft`."""
-    every = groups_of(model, rules)
+    every = target_groups(model, rules)
     adapter = open_peft(str(folder)).per_expert(every)
-    part = part_of(model, adapter.copied_paths(leaves(model), rules))
+    part = select_leaves(model, adapter.copied_paths(leaves(model), rules))
     targets = adapter.targets(every, rules, part)
     return targets, adapter.read(targets, rules, part)
 

@@ -149,12 +149,12 @@ class TwoKindsConfig(PatternedConfig, LlamaConfig):
     def kinds(self) -> Mapping[str, str]:
         return {"F": "full_attention", "C": "convolution"}
 
-    def own_layer_type(self, layer: int) -> str:
+    def default_layer_type(self, layer: int) -> str:
         return "convolution" if layer % 2 else "full_attention"
 
-    def mixer_of(self, layer: int) -> Mixer:
+    def layer_mixer(self, layer: int) -> Mixer:
         if self.layer_type(layer) == "full_attention":
-            return self.attention_of(layer)
+            return self.layer_attention(layer)
         return ConvolutionSpec(
             Embed=self.Embed,
             Channel=Axis("channel", self.channels),
@@ -162,7 +162,7 @@ class TwoKindsConfig(PatternedConfig, LlamaConfig):
             init_std=self.initializer_range,
         )
 
-    def feed_forward_of(self, layer: int) -> FeedForward | None:
+    def layer_feed_forward(self, layer: int) -> FeedForward | None:
         if self.layer_type(layer) == "full_attention":
             return self.mlp
         if self.bare:

@@ -22,9 +22,8 @@ from levanter.commands.train.dpo.config import TrainDpoConfig
 from levanter.commands.train.dpo.train_dpo import ENTRY_POINT, describe
 from levanter.config import parse
 from levanter.runplan import Session
-from levanter.trainer.dpo import pair_terms
+from levanter.trainer.dpo import PreferenceLossConfig, pair_terms
 from levanter.trainer.objective import LOSS
-from levanter.trainer.preference_loss import PreferenceLossConfig
 
 BETA = 0.3
 RNG = np.random.default_rng(11)

@@ -61,7 +61,7 @@ def measured(quantize: str | None, dtype: str | None, rows: int = ROWS) -> tuple
         else:
             held = KvCache.zeros(model.config, pages=AT_ONCE, slots=POSITIONS, dtype=dtype)
             count = hax.full(Batch, POSITIONS, dtype=np.int32)
-            at = NewPositions.following(hax.zeros(Batch, dtype=np.int32), count, Pos)
+            at = NewPositions.consecutive(hax.zeros(Batch, dtype=np.int32), count, Pos)
             activations, _ = advance(net, ids, held, at)
         logits = net.logits(activations).rearrange((Batch, Pos, "vocab"))
         logprobs = hax.nn.log_softmax(logits, "vocab")

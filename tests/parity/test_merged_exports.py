@@ -16,8 +16,8 @@ from levanter.commands.export.config import ConvertLmConfig
 from levanter.commands.export.export_lm_to_hf import describe, execute
 from levanter.compat.hf.peft import plan_peft, write_peft
 from levanter.config import load
-from levanter.models.adapters import Adapters, LoraConfig, find_targets, groups_of
-from levanter.models.adapters.whole import find_whole, part_of
+from levanter.models.adapters import Adapters, LoraConfig, find_targets, target_groups
+from levanter.models.adapters.whole import find_whole, select_leaves
 from levanter.runplan import Session, Target
 
 pytestmark = pytest.mark.slow
@@ -31,13 +31,13 @@ def test_transformers_has_the_logits_of_base_and_adapter(name, tmp_path):
 
     make_checkpoint(name, tmp_path / "base")
     _, rules, model = loaded(tmp_path / "base")
-    every = groups_of(model, rules)
+    every = target_groups(model, rules)
     saved = (
         ["wte", "ln_f"] if name == "gpt2" else ["embed_in"] if name == "gpt_neox" else ["embed_tokens", "model.norm"]
     )
     config = LoraConfig(r=3, alpha=6, modules_to_save=saved)
     targets = find_targets(every, config)
-    whole = part_of(model, find_whole(leaves(model), rules, config, targets))
+    whole = select_leaves(model, find_whole(leaves(model), rules, config, targets))
     tree = Adapters.init(targets, config, key=jax.random.PRNGKey(0), whole=whole)
     rng = np.random.default_rng(3)
     arrays = {leaf.path: (0.2 * rng.standard_normal(leaf.shape)).astype(np.float32) for leaf in leaves(tree)}

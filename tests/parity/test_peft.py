@@ -7,7 +7,7 @@ from helpers.family_models import make_checkpoint
 
 from haliax_ext.abstract import leaves, map_arrays, with_arrays
 from levanter.compat.hf.peft import plan_peft, write_peft
-from levanter.models.adapters import Adapters, LoraConfig, find_targets, groups_of
+from levanter.models.adapters import Adapters, LoraConfig, find_targets, target_groups
 
 peft = pytest.importorskip("peft")
 # It says so of patterns that it makes itself, for parameters of experts.
@@ -77,7 +77,7 @@ def _written_is_read_by_peft(name, model, rules, targets, adapters, tmp_path, op
     arrays = {}
     map_arrays(lambda leaf, x: arrays.__setitem__(leaf.path, x) or x, adapters)
     rslora = options.get("use_rslora", False)
-    plan = plan_peft(targets, groups_of(model, rules), rules, leaves(adapters), use_rslora=rslora, base=None)
+    plan = plan_peft(targets, target_groups(model, rules), rules, leaves(adapters), use_rslora=rslora, base=None)
     write_peft(plan, arrays, tmp_path / "ours")
     _, again = read_adapter(tmp_path / "ours", model, rules)
     if name in EXPERTS:
@@ -106,7 +106,7 @@ def test_a_part_of_a_fused_matrix_is_zero_elsewhere(tmp_path):
     """An adapter of k alone in GPT-NeoX, where q, k and v lie in turns in one matrix."""
     make_checkpoint("gpt_neox", tmp_path / "base")
     _, rules, model = loaded(tmp_path / "base")
-    every = groups_of(model, rules)
+    every = target_groups(model, rules)
     config = LoraConfig(r=3, target_modules=["k_proj"], zero_init_b=True, a_init_mode="random")
     import jax
 

@@ -16,7 +16,7 @@ from haliax_ext.abstract import leaves, map_arrays
 from levanter.compat.hf.errors import CheckpointError
 from levanter.compat.hf.peft import plan_peft, write_peft
 from levanter.data import next_tokens
-from levanter.models.adapters import groups_of
+from levanter.models.adapters import target_groups
 from levanter.models.precision import Precision
 from levanter.trainer.loss import LmBatch, LmObjective
 from levanter.trainer.step import StepRecipe, sums_and_gradients
@@ -151,7 +151,7 @@ def test_losses_and_gradients(name, judge, tmp_path):
     found, grads = gradients(adapters, model)
     assert found == pytest.approx(expected.item(), rel=1e-6)
     # A gradient is written as an adapter is, so it has the names of one.
-    every = groups_of(model, rules)
+    every = target_groups(model, rules)
     plan = plan_peft(targets, every, rules, leaves(adapters), use_rslora=False, base=None)
     write_peft(plan, arrays_of(grads), tmp_path / "gradient")
     mine = {

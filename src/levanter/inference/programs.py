@@ -112,12 +112,12 @@ def prefill_program(model: ServedModel, cache: CachePlan, *, rows: int, tokens: 
     Batch, Pos = Axis("batch", rows), Axis("position", tokens)
 
     def prefill(net, cache_, state, params, masks, ids, first, count, tables, row, fresh, ends, remaining, prompt):
-        at = NewPositions.following(first, count, Pos, tables=tables, block=model.cache_block, flat=model.matrix_unit)
+        at = NewPositions.consecutive(first, count, Pos, tables=tables, block=model.cache_block, flat=model.matrix_unit)
         activations, cache_ = advance(net, ids, cache_, at, length=cache.max_seq_len)
         # Padding after the end of a chunk may be anything: it must not end the row.
-        finite = hax.all(hax.isfinite(activations.astype(jnp.float32)) | ~at.there, ("position", "embed"))
+        finite = hax.all(hax.isfinite(activations.astype(jnp.float32)) | ~at.valid, ("position", "embed"))
         # The activations of the last token of each row, as a masked sum: rows end at different positions.
-        is_last = at.there & (at.positions == first + count - 1)
+        is_last = at.valid & (at.positions == first + count - 1)
         last = hax.sum(hax.where(is_last, activations, 0), Pos)
         # The same in every chunk; the state keeps it from the first token on.
         noise = noise_keys(params.seed, params.choice)
@@ -173,7 +173,7 @@ def decode_program(model: ServedModel, cache: CachePlan, *, steps: int) -> Progr
         running = ~state.done
         # A fixed cache has one page a row, in the order of the rows: no table, and no gather.
         row_tables = None if cache.allocation == "fixed" else tables
-        at = NewPositions.following(state.position, running.astype(jnp.int32), Pos, tables=row_tables, **how)
+        at = NewPositions.consecutive(state.position, running.astype(jnp.int32), Pos, tables=row_tables, **how)
         ids = state.last_token.broadcast_axis(Pos).rearrange((Batch, Pos))
         activations, cache_ = advance(net, ids, cache_, at, length=cache.max_seq_len)
         last = activations["position", 0]

@@ -31,7 +31,7 @@ def _gelu_10(x: jax.Array) -> jax.Array:
 
 
 @jax.custom_jvp
-def _silu_of(x: jax.Array) -> jax.Array:
+def _silu_with_division(x: jax.Array) -> jax.Array:
     """`x · sigmoid(x)`, whose derivative ends in a division.
 
     The gradient of a gate is read by two products, that for the weights and that for the input. XLA for CPUs computes
@@ -42,14 +42,14 @@ def _silu_of(x: jax.Array) -> jax.Array:
     return x / (1 + jnp.exp(-x))
 
 
-@_silu_of.defjvp
+@_silu_with_division.defjvp
 def _silu_slope(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     (x,), (tangent,) = primals, tangents
     below = 1 + jnp.exp(-x)
     return x / below, tangent / below * (1 + x * (1 - 1 / below))
 
 
-_silu = _elementwise(_silu_of)
+_silu = _elementwise(_silu_with_division)
 _gelu = _elementwise(functools.partial(jax.nn.gelu, approximate=False))
 _gelu_tanh = _elementwise(functools.partial(jax.nn.gelu, approximate=True))
 

@@ -33,14 +33,14 @@ class MatrixFirst(Operand):
         return self.array.axes
 
     def dot(self, x: NamedArray, axis: tuple[str, ...], *, dtype: DTypeLike | None = None) -> NamedArray:
-        Out = tuple(each for each in self.axes if each.name not in axis)
-        Rows = tuple(each for each in x.axes if each.name not in axis)
-        assert not {each.name for each in Out} & {each.name for each in Rows}, f"{x.axes} and {self.axes}: copies"
+        Out = tuple(axis_ for axis_ in self.axes if axis_.name not in axis)
+        Rows = tuple(axis_ for axis_ in x.axes if axis_.name not in axis)
+        assert not {axis_.name for axis_ in Out} & {axis_.name for axis_ in Rows}, f"{x.axes} and {self.axes}: copies"
         # Of two axes: with more of them XLA would lay the matrix out anew.
-        matrix = self.array.rearrange((*Out, *axis)).array.reshape(math.prod(each.size for each in Out), -1)
-        rows = x.rearrange((*Rows, *axis)).array.reshape(math.prod(each.size for each in Rows), -1)
-        found = _product(rows, matrix, dtype)
-        return hax.named(found.reshape([each.size for each in (*Rows, *Out)]), (*Rows, *Out))
+        matrix = self.array.rearrange((*Out, *axis)).array.reshape(math.prod(axis_.size for axis_ in Out), -1)
+        rows = x.rearrange((*Rows, *axis)).array.reshape(math.prod(axis_.size for axis_ in Rows), -1)
+        product = _product(rows, matrix, dtype)
+        return hax.named(product.reshape([axis_.size for axis_ in (*Rows, *Out)]), (*Rows, *Out))
 
     def ragged_dot(self, x: NamedArray, axis: str, sizes: NamedArray) -> NamedArray:
         return Dense(self.array).ragged_dot(x, axis, sizes)
@@ -62,11 +62,11 @@ def _in_order(rows: jax.Array, matrix: jax.Array, dtype: DTypeLike | None) -> ja
     """The same; few rows are the second operand."""
     if len(rows) > FEW_ROWS:
         return _dot(rows, matrix, dtype)
-    found = _dot(matrix, rows, dtype)
+    product = _dot(matrix, rows, dtype)
     if len(rows) > 1:
         # Or the compiler exchanges the operands to spare the transposition.
-        found = jax.lax.optimization_barrier(found)
-    return found.T
+        product = jax.lax.optimization_barrier(product)
+    return product.T
 
 
 def _dot(a: jax.Array, b: jax.Array, dtype: DTypeLike | None) -> jax.Array:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
-from levanter.layers.linear import Linear, Operand, operand_of
+from levanter.layers.linear import Linear, Operand, as_operand
 from levanter.layers.param_roles import role
 
 
@@ -30,7 +30,7 @@ class Embedding(eqx.Module):
         With `vocab` sharded, XLA's partitioner turns the gather into a local, masked one and an all-reduce of the rows
         it found (a test reads the compiled program): the table itself never moves.
         """
-        return hax.auto_sharded(operand_of(self.weight).rows(ids, "vocab"))
+        return hax.auto_sharded(as_operand(self.weight).rows(ids, "vocab"))
 
     def as_linear(self) -> Linear:
         """The same table as a projection from `embed` to `vocab`: the output head of a model whose weights are tied."""
@@ -72,7 +72,7 @@ class PositionEmbedding(eqx.Module):
         return hax.auto_sharded(table.take(Row, positions))
 
 
-def places_in_segments(segment_ids: NamedArray) -> NamedArray:
+def positions_in_segments(segment_ids: NamedArray) -> NamedArray:
     """For each token how many of its segment are before it; segments are contiguous. `[…, position]`, int32."""
     ids = segment_ids.rearrange((..., "position"))
     index = jnp.broadcast_to(jnp.arange(ids.array.shape[-1], dtype=jnp.int32), ids.array.shape)

@@ -126,8 +126,8 @@ class RoutedMlp(eqx.Module):
         """The same for tokens that continue what a cache holds: few of them are not sorted."""
         return self._outputs(*(self._dense(x) if self.dispatch == "dense" else self._grouped(x, few=FEW_TOKENS)))
 
-    def _outputs(self, found: NamedArray, tally: _Tally) -> Outputs:
-        return Outputs(activations=found, auxiliary=tally.sums(self.routing.chosen))
+    def _outputs(self, activations: NamedArray, tally: _Tally) -> Outputs:
+        return Outputs(activations=activations, auxiliary=tally.sums(self.routing.chosen))
 
     def _dense(self, x: NamedArray) -> tuple[NamedArray, _Tally]:
         (Expert,) = self.router.Out
@@ -150,28 +150,30 @@ class RoutedMlp(eqx.Module):
         operands = tuple(p.operand for p in (self.router, self.gate_proj, self.up_proj, self.down_proj))
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty:
-            found, tally = _experts_of_device(x.array, *operands, layer=self, layout=_Layout(), few=few)
-            return hax.named(found, x.axes), tally
+            activations, tally = _experts_of_device(x.array, *operands, layer=self, layout=_Layout(), few=few)
+            return hax.named(activations, x.axes), tally
         mapping = compute_mapping_in_scope()
         layout = _Layout.of(x, operands[1].axes, mapping, mesh)
         # Every device routes its own tokens by the full table.
-        cut = (("embed",), *3 * (("expert", "mlp", "embed"),))
-        each = [ShardMapArgs.of(operand, mapping, axes) for operand, axes in zip(operands, cut, strict=True)]
+        sharded_axes = (("embed",), *3 * (("expert", "mlp", "embed"),))
+        shard_args = [
+            ShardMapArgs.of(operand, mapping, axes) for operand, axes in zip(operands, sharded_axes, strict=True)
+        ]
         of_tokens = mapping.spec(axis.name for axis in x.axes)
 
         def of_device(x: jax.Array, *arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, _Tally]:
-            own = [parts.join(given) for parts, given in zip(each, arrays, strict=True)]
-            return _experts_of_device(x, *own, layer=self, layout=layout, few=few)
+            device_operands = [args.join(shards) for args, shards in zip(shard_args, arrays, strict=True)]
+            return _experts_of_device(x, *device_operands, layer=self, layout=layout, few=few)
 
         # That sums over mesh axes are the same on all of their devices, the checker does not see.
         run = jax.shard_map(
             of_device,
-            in_specs=(of_tokens, *(parts.specs for parts in each)),
+            in_specs=(of_tokens, *(args.specs for args in shard_args)),
             out_specs=(of_tokens, PartitionSpec()),
             check_vma=False,
         )
-        found, tally = run(x.array, *(parts.arrays for parts in each))
-        return hax.named(found, x.axes), tally
+        activations, tally = run(x.array, *(args.arrays for args in shard_args))
+        return hax.named(activations, x.axes), tally
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,10 +255,10 @@ def _experts_of_device(
     first = jax.lax.axis_index(layout.experts) * _count(gate) if layout.experts else 0
     through = _few if tokens.shape[0] <= few else _sorted
     of_token = through(tokens, weights, ids - first, (gate, up, down), layer=layer, layout=layout)
-    found = _summed(of_token.astype(x.dtype), layout.summed)
+    partial_sum = _summed(of_token.astype(x.dtype), layout.summed)
     if layout.shared:
-        found = jax.lax.psum_scatter(found, layout.shared, scatter_dimension=0, tiled=True)
-    return found.reshape(x.shape), tally
+        partial_sum = jax.lax.psum_scatter(partial_sum, layout.shared, scatter_dimension=0, tiled=True)
+    return partial_sum.reshape(x.shape), tally
 
 
 def _sorted(
@@ -279,19 +281,19 @@ def _sorted(
         layout: what is cut.
     """
     gate, up, down = matrices
-    chosen, mine = layer.routing.chosen, _count(gate)
+    chosen, local_experts = layer.routing.chosen, _count(gate)
     # Choices of other devices' experts are sorted behind all of ours, where no group reaches.
-    own = ids.reshape(-1)
-    own = jnp.where((own >= 0) & (own < mine), own, mine)
-    order = jnp.argsort(own, stable=True)
-    sizes = jnp.bincount(own, length=mine + 1)[:mine].astype(jnp.int32)
+    local_ids = ids.reshape(-1)
+    local_ids = jnp.where((local_ids >= 0) & (local_ids < local_experts), local_ids, local_experts)
+    order = jnp.argsort(local_ids, stable=True)
+    sizes = jnp.bincount(local_ids, length=local_experts + 1)[:local_experts].astype(jnp.int32)
     rows = tokens[order // chosen]
     reached = (jnp.arange(rows.shape[0]) < jnp.sum(sizes))[:, None]
 
     def product(rows: jax.Array, axis: str, operand: Operand) -> jax.Array:
-        found = operand.ragged_dot(hax.named(rows, ("token", axis)), axis, hax.named(sizes, ("expert",))).array
+        products = operand.ragged_dot(hax.named(rows, ("token", axis)), axis, hax.named(sizes, ("expert",))).array
         # What the rows behind the last group hold is up to the platform.
-        return jnp.where(reached, found, jnp.zeros((), rows.dtype))
+        return jnp.where(reached, products, jnp.zeros((), rows.dtype))
 
     with jax.named_scope("gate_proj"):
         gated = saved(_summed(product(rows, "embed", gate), layout.embed), "gate")
@@ -299,8 +301,8 @@ def _sorted(
         upped = saved(_summed(product(rows, "embed", up), layout.embed), "up")
     hidden = ACTIVATIONS[layer.activation](hax.named(gated, ("token", "mlp"))).array * upped
     with jax.named_scope("down_proj"):
-        given = product(hidden, "mlp", down).astype(jnp.float32) * weights.reshape(-1)[order][:, None]
-    return given[jnp.argsort(order)].reshape(-1, chosen, given.shape[-1]).sum(axis=1)
+        weighted = product(hidden, "mlp", down).astype(jnp.float32) * weights.reshape(-1)[order][:, None]
+    return weighted[jnp.argsort(order)].reshape(-1, chosen, weighted.shape[-1]).sum(axis=1)
 
 
 def _few(
@@ -314,10 +316,10 @@ def _few(
 ) -> jax.Array:
     """The same as `_sorted` for few tokens: each of the device's experts sees all of them, in a plain product."""
     gate, up, down = matrices
-    given = hax.named(tokens, ("token", "embed"))
+    named_tokens = hax.named(tokens, ("token", "embed"))
 
     def product(operand: Operand) -> NamedArray:
-        return jax.tree.map(lambda x: _summed(x, layout.embed), operand.dot(given, ("embed",)))
+        return jax.tree.map(lambda x: _summed(x, layout.embed), operand.dot(named_tokens, ("embed",)))
 
     with jax.named_scope("gate_proj"):
         gated = product(gate)
@@ -325,12 +327,12 @@ def _few(
         upped = product(up)
     hidden = ACTIVATIONS[layer.activation](gated) * upped
     with jax.named_scope("down_proj"):
-        found = down.dot(hidden, ("mlp",)).rearrange(("token", "expert", "embed")).array.astype(jnp.float32)
+        outputs = down.dot(hidden, ("mlp",)).rearrange(("token", "expert", "embed")).array.astype(jnp.float32)
     # A token's choices are distinct, so of each expert it has one share or none.
-    is_own = ids[:, None, :] == jnp.arange(_count(gate))[None, :, None]
-    share = jnp.where(is_own, weights[:, None, :], 0.0).sum(axis=-1, keepdims=True)
+    is_choice = ids[:, None, :] == jnp.arange(_count(gate))[None, :, None]
+    share = jnp.where(is_choice, weights[:, None, :], 0.0).sum(axis=-1, keepdims=True)
     # What an expert made of tokens of others may be infinite, and must not count.
-    return (jnp.where(is_own.any(axis=-1, keepdims=True), found, 0.0) * share).sum(axis=1)
+    return (jnp.where(is_choice.any(axis=-1, keepdims=True), outputs, 0.0) * share).sum(axis=1)
 
 
 def _count(operand: Operand) -> int:

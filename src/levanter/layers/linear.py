@@ -86,14 +86,14 @@ class Dense(Operand):
         (Token,) = (a for a in x.axes if a.name != axis)
         (Out,) = (a for a in self.axes if a.name not in (axis, Group.name))
         matrices = self.array.rearrange((Group.name, axis, Out.name)).array
-        found = jax.lax.ragged_dot(x.rearrange((Token.name, axis)).array, matrices, sizes.array)
-        return hax.named(found, (Token, Out))
+        product = jax.lax.ragged_dot(x.rearrange((Token.name, axis)).array, matrices, sizes.array)
+        return hax.named(product, (Token, Out))
 
     def rows(self, ids: NamedArray, axis: str) -> NamedArray:
         return self.array.take(self.array.resolve_axis(axis), ids)
 
 
-def operand_of(weight: NamedArray | Operand) -> Operand:
+def as_operand(weight: NamedArray | Operand) -> Operand:
     """A weight as an operand: an array stands for itself."""
     return weight if isinstance(weight, Operand) else Dense(weight)
 
@@ -123,7 +123,7 @@ class Linear(eqx.Module):
     @property
     def operand(self) -> Operand:
         """What is multiplied by."""
-        return operand_of(self.weight)
+        return as_operand(self.weight)
 
     @property
     def Out(self) -> tuple[Axis, ...]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax.typing import DTypeLike
 
-from levanter.layers.linear import Operand, operand_of
+from levanter.layers.linear import Operand, as_operand
 
 RANK = "low_rank"
 """The axis between the two factors."""
@@ -38,12 +38,12 @@ class LowRank(Operand):
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        return operand_of(self.base).axes
+        return as_operand(self.base).axes
 
     def dot(self, x: NamedArray, axis: tuple[str, ...], *, dtype: DTypeLike | None = None) -> NamedArray:
-        whole = operand_of(self.base).dot(x, axis, dtype=dtype)
+        whole = as_operand(self.base).dot(x, axis, dtype=dtype)
         # Copies that are contracted (`expert`) are in both factors, and contracted with the second one.
-        copies = tuple(name for name in axis if any(each.name == name for each in self.b.axes))
+        copies = tuple(name for name in axis if any(axis_.name == name for axis_ in self.b.axes))
         inner = tuple(name for name in axis if name not in copies)
         thin = hax.dot(self._dropped(x), self.a, axis=inner) * self.scale
         added = hax.dot(thin.astype(x.dtype), self.b, axis=(*copies, RANK), preferred_element_type=dtype)
@@ -57,15 +57,15 @@ class LowRank(Operand):
         return hax.where(kept, x / (1 - self.dropout), 0.0).astype(x.dtype)
 
     def ragged_dot(self, x: NamedArray, axis: str, sizes: NamedArray) -> NamedArray:
-        whole = operand_of(self.base).ragged_dot(x, axis, sizes)
-        (Token,) = (each for each in x.axes if each.name != axis)
-        thin = operand_of(self.a).ragged_dot(x, axis, sizes) * self.scale
+        whole = as_operand(self.base).ragged_dot(x, axis, sizes)
+        (Token,) = (axis_ for axis_ in x.axes if axis_.name != axis)
+        thin = as_operand(self.a).ragged_dot(x, axis, sizes) * self.scale
         # What lies behind the last group is not defined, and must not come into a product.
         thin = hax.where(hax.arange(Token) < jnp.sum(sizes.array), thin, 0.0).rearrange(thin.axes)
-        return whole + operand_of(self.b).ragged_dot(thin.astype(x.dtype), RANK, sizes).rearrange(whole.axes)
+        return whole + as_operand(self.b).ragged_dot(thin.astype(x.dtype), RANK, sizes).rearrange(whole.axes)
 
     def rows(self, ids: NamedArray, axis: str) -> NamedArray:
-        whole = operand_of(self.base).rows(ids, axis)
-        of_rows = any(each.name == axis for each in self.b.axes)
+        whole = as_operand(self.base).rows(ids, axis)
+        of_rows = any(axis_.name == axis for axis_ in self.b.axes)
         a, b = (self.a, self.b.take(axis, ids)) if of_rows else (self.a.take(axis, ids), self.b)
         return whole + (hax.dot(a, b, axis=RANK) * self.scale).astype(whole.dtype).rearrange(whole.axes)

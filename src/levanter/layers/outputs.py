@@ -38,9 +38,9 @@ class Sums(Mapping[str, jax.Array]):
         """Sums of nothing, under some names."""
         return Sums({name: jnp.float32(0) for name in names})
 
-    def plus(self, made: "Sums") -> "Sums":
-        """These sums with what of `made` has a name among them; the rest of `made` is dropped."""
-        return Sums({name: value + made[name] if name in made else value for name, value in self._values.items()})
+    def plus(self, other: "Sums") -> "Sums":
+        """These sums with what of `other` has a name among them; the rest of `other` is dropped."""
+        return Sums({name: value + other[name] if name in other else value for name, value in self._values.items()})
 
     def __add__(self, other: "Sums") -> "Sums":
         """Name by name; both have the same names."""
@@ -86,6 +86,6 @@ class Outputs(eqx.Module):
     auxiliary: Sums = eqx.field(default_factory=Sums)
 
     @staticmethod
-    def of(found: "NamedArray | Outputs") -> "Outputs":
+    def of(result: "NamedArray | Outputs") -> "Outputs":
         """What a part of a layer returned: `Outputs`, or activations alone where it makes no sums."""
-        return found if isinstance(found, Outputs) else Outputs(activations=found)
+        return result if isinstance(result, Outputs) else Outputs(activations=result)

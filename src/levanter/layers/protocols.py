@@ -116,8 +116,8 @@ def merged_axes(axes: Iterable[Axis]) -> dict[str, Axis]:
 
     An axis that parts have in several sizes gets their greatest common divisor: what divides that divides each.
     """
-    found: dict[str, Axis] = {}
+    merged: dict[str, Axis] = {}
     for axis in axes:
-        known = found.setdefault(axis.name, axis)
-        found[axis.name] = axis.resize(math.gcd(known.size, axis.size))
-    return found
+        known = merged.setdefault(axis.name, axis)
+        merged[axis.name] = axis.resize(math.gcd(known.size, axis.size))
+    return merged

@@ -56,30 +56,30 @@ class Int8Matrix(Operand):
         return self.q.axes
 
     def dot(self, x: NamedArray, axis: tuple[str, ...], *, dtype: DTypeLike | None = None) -> NamedArray:
-        own = {each.name for each in self.scale.axes}
-        copies = tuple(name for name in axis if name in own)
-        contracted = tuple(name for name in axis if name not in own)
-        found = hax.dot(x, self.q.astype(x.dtype), axis=contracted, preferred_element_type=jnp.float32)
-        found = (found * self.scale).rearrange(found.axes)
+        scale_axes = {axis_.name for axis_ in self.scale.axes}
+        copies = tuple(name for name in axis if name in scale_axes)
+        contracted = tuple(name for name in axis if name not in scale_axes)
+        product = hax.dot(x, self.q.astype(x.dtype), axis=contracted, preferred_element_type=jnp.float32)
+        product = (product * self.scale).rearrange(product.axes)
         if copies:
-            found = hax.sum(found, copies)
-        return found.astype(x.dtype if dtype is None else dtype)
+            product = hax.sum(product, copies)
+        return product.astype(x.dtype if dtype is None else dtype)
 
     def ragged_dot(self, x: NamedArray, axis: str, sizes: NamedArray) -> NamedArray:
         (Group,) = sizes.axes
-        (Token,) = (each for each in x.axes if each.name != axis)
-        (Out,) = (each for each in self.scale.axes if each.name != Group.name)
+        (Token,) = (axis_ for axis_ in x.axes if axis_.name != axis)
+        (Out,) = (axis_ for axis_ in self.scale.axes if axis_.name != Group.name)
         matrices = self.q.rearrange((Group.name, axis, Out.name)).array.astype(x.dtype)
         rows = x.rearrange((Token.name, axis)).array
-        found = jax.lax.ragged_dot(rows, matrices, sizes.array, preferred_element_type=jnp.float32)
+        product = jax.lax.ragged_dot(rows, matrices, sizes.array, preferred_element_type=jnp.float32)
         scales = self.scale.rearrange((Group.name, Out.name)).array
         of_row = jnp.repeat(scales, sizes.array, axis=0, total_repeat_length=Token.size)
-        return hax.named((found * of_row).astype(x.dtype), (Token, Out))
+        return hax.named((product * of_row).astype(x.dtype), (Token, Out))
 
     def rows(self, ids: NamedArray, axis: str) -> NamedArray:
-        found = self.q.take(axis, ids).astype(jnp.float32)
-        scale = self.scale.take(axis, ids) if any(each.name == axis for each in self.scale.axes) else self.scale
-        return (found * scale).rearrange(found.axes)
+        entries = self.q.take(axis, ids).astype(jnp.float32)
+        scale = self.scale.take(axis, ids) if any(axis_.name == axis for axis_ in self.scale.axes) else self.scale
+        return (entries * scale).rearrange(entries.axes)
 
     def matrix(self) -> NamedArray:
         """What it stands for, in float32."""
@@ -136,13 +136,13 @@ def with_int8(model: M, chosen: Callable[[str], bool]) -> M:
         model: with projections of `quantizable`.
         chosen: whether the projection at a path is replaced.
     """
-    there = quantizable(model)
+    linears = quantizable(model)
 
     def visit(keys: KeyPath, x: object) -> object:
         path = path_string(keys)
-        if path not in there or not chosen(path):
+        if path not in linears or not chosen(path):
             return x
-        linear = there[path]
+        linear = linears[path]
         return dataclasses.replace(linear, weight=abstract_int8(linear.operand.axes, linear.In))
 
     return jax.tree_util.tree_map_with_path(visit, model, is_leaf=_is_linear)
@@ -171,7 +171,7 @@ def _contracted_first(axes: tuple[Axis, ...], In: tuple[str, ...]) -> tuple[Axis
     return (*copies, *inner, *(axis for axis in axes if axis not in copies and axis not in inner))
 
 
-def with_own_head(model: M) -> M:
+def with_untied_head(model: M) -> M:
     """A model whose head is its embedding table, with a head of its own, abstract, of the table's axes and dtype.
 
     What has no place for one is returned as it is.
@@ -181,8 +181,8 @@ def with_own_head(model: M) -> M:
     head: Linear = model.head  # pyright: ignore[reportAttributeAccessIssue]
     axes = head.operand.axes
     weight = _abstract(axes, head.weight.array.dtype)  # pyright: ignore[reportAttributeAccessIssue]
-    own = Linear(weight=weight, bias=None, In=head.In)
-    return eqx.tree_at(lambda m: m.lm_head, model, own, is_leaf=lambda x: x is None)
+    new_head = Linear(weight=weight, bias=None, In=head.In)
+    return eqx.tree_at(lambda m: m.lm_head, model, new_head, is_leaf=lambda x: x is None)
 
 
 def abstract_int8(axes: tuple[Axis, ...], In: tuple[str, ...]) -> Int8Matrix:

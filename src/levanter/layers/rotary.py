@@ -302,9 +302,9 @@ class LongRotaryConfig(RotaryConfig):
     def rotated_size(self, head_size: int) -> int:
         size = super().rotated_size(head_size)
         for name in ("short_factor", "long_factor"):
-            if (given := len(getattr(self, name))) != size // 2:
+            if (count := len(getattr(self, name))) != size // 2:
                 raise ValueError(
-                    f"rope.{name} has {given} numbers, but the {size} rotated features form {size // 2} pairs"
+                    f"rope.{name} has {count} numbers, but the {size} rotated features form {size // 2} pairs"
                 )
         return size
 

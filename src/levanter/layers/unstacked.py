@@ -44,24 +44,24 @@ class LayerMatrices(Operand):
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        own = self.matrices[0].axes
-        return own if self.number is not None and not self.number.axes else (self.Layers, *own)
+        matrix_axes = self.matrices[0].axes
+        return matrix_axes if self.number is not None and not self.number.axes else (self.Layers, *matrix_axes)
 
     def dot(self, x: NamedArray, axis: tuple[str, ...], *, dtype: DTypeLike | None = None) -> NamedArray:
-        return self._of_layer(lambda own, x: own.dot(x, axis, dtype=dtype), x)
+        return self._switch_over_layers(lambda matrix, x: matrix.dot(x, axis, dtype=dtype), x)
 
     def ragged_dot(self, x: NamedArray, axis: str, sizes: NamedArray) -> NamedArray:
-        return self._of_layer(lambda own, x, sizes: own.ragged_dot(x, axis, sizes), x, sizes)
+        return self._switch_over_layers(lambda matrix, x, sizes: matrix.ragged_dot(x, axis, sizes), x, sizes)
 
     def rows(self, ids: NamedArray, axis: str) -> NamedArray:
-        return self._of_layer(lambda own, ids: own.rows(ids, axis), ids)
+        return self._switch_over_layers(lambda matrix, ids: matrix.rows(ids, axis), ids)
 
-    def _of_layer(self, product: Callable[..., NamedArray], *given: NamedArray) -> NamedArray:
+    def _switch_over_layers(self, product: Callable[..., NamedArray], *inputs: NamedArray) -> NamedArray:
         assert self.number is not None and not self.number.axes, "a layer's matrices are multiplied by inside its stack"
         # Under `jit` it is traced for the first layer and known for the others.
         product = jax.jit(product)
         branches = [partial(product, matrix) for matrix in self.matrices]
-        return jax.lax.switch(self.number.array, branches, *given)
+        return jax.lax.switch(self.number.array, branches, *inputs)
 
 
 def numbered(stack: M) -> M:

@@ -42,12 +42,12 @@ def layer_activations(config: LmConfig) -> Mapping[str, tuple[Axis, ...]]:
 
     An activation that is in kinds of layers of several shapes is as many activations; its axes then tell them apart.
     """
-    found: dict[str, tuple[Axis, ...]] = {}
+    activations: dict[str, tuple[Axis, ...]] = {}
     for layer in dict.fromkeys(config.layers):
         for name, axes in layer.activations.items():
-            if found.setdefault(name, axes) != axes:
-                found[f"{name} [{', '.join(f'{axis.name} {axis.size}' for axis in axes)}]"] = axes
-    return found
+            if activations.setdefault(name, axes) != axes:
+                activations[f"{name} [{', '.join(f'{axis.name} {axis.size}' for axis in axes)}]"] = axes
+    return activations
 
 
 def kept_by_name(config: LmConfig, inner: Mapping[str, int], names: Collection[str]) -> Mapping[str, int]:
@@ -58,12 +58,12 @@ def kept_by_name(config: LmConfig, inner: Mapping[str, int], names: Collection[s
         inner: axes and sizes of the shape beside batch and position.
         names: by which it keeps activations.
     """
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for layer in config.layers:
         for name, axes in layer.saved.items():
             if name in names and {axis.name: axis.size for axis in axes} == inner:
-                found[name] = found.get(name, 0) + 1
-    return found
+                counts[name] = counts.get(name, 0) + 1
+    return counts
 
 
 def transformer_activations(

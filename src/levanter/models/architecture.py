@@ -126,7 +126,7 @@ class Architecture(Ranged, ABC):
 
     @abstractmethod
     def for_platform(
-        self: A, platform: str, *, compute_dtype: "DTypeLike", length: int | None = None, parts: int = 1
+        self: A, platform: str, *, compute_dtype: "DTypeLike", length: int | None = None, sequence_shards: int = 1
     ) -> tuple[A, tuple[str, ...]]:
         """The same with open choices made for a platform and a mesh, and one line of reason for each choice.
 
@@ -136,5 +136,5 @@ class Architecture(Ranged, ABC):
             platform: `cpu`, `gpu` or `tpu`.
             compute_dtype: of activations.
             length: tokens in a sequence; default `max_seq_len`.
-            parts: shards of the positions of a sequence.
+            sequence_shards: shards of the positions of a sequence.
         """

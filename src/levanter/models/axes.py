@@ -79,10 +79,10 @@ def glossary() -> str:
         "## Names for several axes",
         "",
         *(
-            f"- `{name}`: all attention heads, {' × '.join(f'`{part}`' for part in parts)}. `{name}: [A, B]` gives the "
-            f"leading mesh axes to `{parts[0]}` while they divide it and the rest to `{parts[1]}`; keys and values "
+            f"- `{name}`: all attention heads, {' × '.join(f'`{part}`' for part in axes)}. `{name}: [A, B]` gives the "
+            f"leading mesh axes to `{axes[0]}` while they divide it and the rest to `{axes[1]}`; keys and values "
             "are replicated over that rest."
-            for name, parts in COMPOSITES.items()
+            for name, axes in COMPOSITES.items()
         ),
         "",
         "## Aliases",

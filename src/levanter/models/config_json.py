@@ -82,9 +82,11 @@ class ConfigJsonReader:
         """`value` if it is of the kind, and in its range (see `config.ranges`); else a problem and `default`."""
         kinds = tuple(strip(one) for one in (kind if isinstance(kind, tuple) else (kind,)))
         if isinstance(value, int | float) and not isinstance(value, bool) and {int, float} & {*kinds}:
-            said = out_of_range(value, _DEFAULT_RANGES.get(kind, kind) if not isinstance(kind, tuple) else FiniteFloat)
-            if said is not None:
-                self.problems.append(f"field {name!r}: {said}")
+            problem = out_of_range(
+                value, _DEFAULT_RANGES.get(kind, kind) if not isinstance(kind, tuple) else FiniteFloat
+            )
+            if problem is not None:
+                self.problems.append(f"field {name!r}: {problem}")
                 return default
         fits = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
         if not fits and float in kinds and isinstance(value, int) and not isinstance(value, bool):

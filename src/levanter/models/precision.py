@@ -65,14 +65,14 @@ class Precision:
         """
         import jax.numpy as jnp
 
-        found = _read(text)
-        params = found.get("params", "float32")
-        compute = found.get("compute", params)
+        policy = _read(text)
+        params = policy.get("params", "float32")
+        compute = policy.get("compute", params)
         return cls(
             params=jnp.dtype(params),
             compute=jnp.dtype(compute),
-            output=jnp.dtype(found.get("output", compute)),
-            matmul=found.get("matmul", "highest" if compute == "float32" else "default"),  # pyright: ignore
+            output=jnp.dtype(policy.get("output", compute)),
+            matmul=policy.get("matmul", "highest" if compute == "float32" else "default"),  # pyright: ignore
         )
 
     def __str__(self) -> str:
@@ -103,10 +103,10 @@ class PolicyText(str):
             return cls(policy)
         import jax.numpy as jnp
 
-        parts = {"p": "param_dtype", "c": "compute_dtype", "o": "output_dtype"}
-        if missing := [name for name in parts.values() if not hasattr(policy, name)]:
+        dtype_fields = {"p": "param_dtype", "c": "compute_dtype", "o": "output_dtype"}
+        if missing := [name for name in dtype_fields.values() if not hasattr(policy, name)]:
             raise TypeError(f"{policy!r} is not a precision policy: it lacks {', '.join(missing)}")
-        return cls(",".join(f"{key}={jnp.dtype(getattr(policy, name)).name}" for key, name in parts.items()))
+        return cls(",".join(f"{key}={jnp.dtype(getattr(policy, name)).name}" for key, name in dtype_fields.items()))
 
     def check(self) -> None:
         """Raises a `ValueError` where it cannot be read."""
@@ -136,28 +136,28 @@ def cast_floating(tree: T, dtype: np.dtype) -> T:
 
 def _read(text: str) -> dict[str, str]:
     """What a policy says, by `Precision`'s field; raises a `ValueError` with everything that is not understood."""
-    found: dict[str, str] = {}
+    policy: dict[str, str] = {}
     problems: list[str] = []
-    parts = [part.strip() for part in text.split(",")]
-    if len(parts) == 1 and "=" not in text:
-        name = _lookup(parts[0], _DTYPES, "dtype", problems)
-        found = {"params": name, "compute": name, "output": name}
+    items = [part.strip() for part in text.split(",")]
+    if len(items) == 1 and "=" not in text:
+        name = _lookup(items[0], _DTYPES, "dtype", problems)
+        policy = {"params": name, "compute": name, "output": name}
     else:
-        for part in parts:
+        for part in items:
             match = re.fullmatch(r"(\w+)\s*=\s*(\w+)", part)
             if match is None:
                 problems.append(f"{part!r} is not of the form key=dtype")
                 continue
             key = _lookup(match[1], _KEYS, "key", problems)
-            if key in found:
+            if key in policy:
                 problems.append(f"{key} is given twice")
             if key == "matmul":
-                found[key] = _lookup(match[2], {m: m for m in _MATMULS}, "matmul precision", problems)
+                policy[key] = _lookup(match[2], {m: m for m in _MATMULS}, "matmul precision", problems)
             else:
-                found[key] = _lookup(match[2], _DTYPES, "dtype", problems)
+                policy[key] = _lookup(match[2], _DTYPES, "dtype", problems)
     if problems:
         raise ValueError(f"precision policy {text!r}: " + "; ".join(problems) + "; an example: p=f32,c=bf16")
-    return found
+    return policy
 
 
 def _lookup(word: str, known: dict[str, str], what: str, problems: list[str]) -> str:

@@ -3,8 +3,9 @@
 `LmConfig` is what `model: {type: …}` names a subclass of. Which family it belongs to, and so how a model is made of it,
 is looked up here, by the name that its class is registered under:
 
-* ours are in `OWN`, and one is imported when it is asked for; upstream's others are in `levanter.models.unsupported`;
-* a third party's is an entry point of the group `levanter.families`, in its package's metadata:
+* ours are in `BUILTIN`, and one is imported when it is asked for; upstream's others are in
+`levanter.models.unsupported`; * a third party's is an entry point of the group `levanter.families`, in its package's
+metadata:
 
       [project.entry-points."levanter.families"]
       foo = "foo_models.family:FOO"
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 GROUP = "levanter.families"
 """The entry-point group of model families."""
 
-OWN: Mapping[str, str] = MappingProxyType(
+BUILTIN: Mapping[str, str] = MappingProxyType(
     {
         "llama": "levanter.models.llama.family:LLAMA",
         "gpt2": "levanter.models.gpt2.family:GPT2",
@@ -102,7 +103,7 @@ class LmConfig(Architecture, draccus.ChoiceRegistry):
 
     def build(self, Vocab: "Axis", *, key: "jax.Array") -> "LmHeadModel":
         """A freshly initialized model; call it inside `jit` or `eval_shape`."""
-        return family_of(type(self)).build(Vocab, self, key=key)
+        return family_for_config(type(self)).build(Vocab, self, key=key)
 
     def weight_rules(self, Vocab: "Axis | None" = None) -> "WeightRules":
         """How the model's leaves come from Hugging Face tensors, and back.
@@ -111,17 +112,17 @@ class LmConfig(Architecture, draccus.ChoiceRegistry):
             Vocab: the model's vocabulary axis; where it is longer than `vocab_size`, a checkpoint may lack the added
                 rows.
         """
-        return family_of(type(self)).weight_rules(self, Vocab)
+        return family_for_config(type(self)).weight_rules(self, Vocab)
 
     def flops(self, *, vocab_size: int, context_length: int, attention: Literal["causal", "full"]) -> "FlopsPerToken":
         """Operations a token in sequences of `context_length`; see `models.flops.flops_per_token`."""
-        count = family_of(type(self)).flops
+        count = family_for_config(type(self)).flops
         return count(self, vocab_size=vocab_size, context_length=context_length, attention=attention)
 
 
 def family_names() -> tuple[str, ...]:
     """The names of all families: ours, then those of packages. Imports none of them."""
-    return (*OWN, *(name for name in _third_party() if name not in OWN))
+    return (*BUILTIN, *(name for name in _third_party() if name not in BUILTIN))
 
 
 def family_named(name: str) -> "Family[Any]":
@@ -130,19 +131,19 @@ def family_named(name: str) -> "Family[Any]":
     Raises:
         FamilyError: the package that has it cannot be imported, or holds something else; or two packages have it.
     """
-    if name in OWN:
-        return _own(name)
-    found = _third_party()[name]
-    point, *others = found
+    if name in BUILTIN:
+        return _builtin(name)
+    points = _third_party()[name]
+    point, *others = points
     if others:
         raise FamilyError(
-            f"model family {name!r} comes from {len(found)} packages: {'; '.join(map(_source, found))}; "
+            f"model family {name!r} comes from {len(points)} packages: {'; '.join(map(_source, points))}; "
             "uninstall all but one"
         )
     return _loaded(point)
 
 
-def family_of(config_class: type[LmConfig]) -> "Family[Any]":
+def family_for_config(config_class: type[LmConfig]) -> "Family[Any]":
     """The family of a config class. A subclass does not inherit its parent's: its arithmetic may differ.
 
     Raises:
@@ -169,17 +170,17 @@ def family_of(config_class: type[LmConfig]) -> "Family[Any]":
 
 def families_of_config_json(model_type: str | None) -> "Mapping[str, tuple[Family[Any], ConfigJson[Any]]]":
     """The kinds of config.json that are known, by `model_type`: ours; packages' too, unless ours have `model_type`."""
-    own = {kind.model_type: (family, kind) for family in map(_own, OWN) for kind in family.config_json}
-    if model_type in own:
-        return own
-    attempts = [_attempted(name) for name in family_names() if name not in OWN]
+    builtin = {kind.model_type: (family, kind) for family in map(_builtin, BUILTIN) for kind in family.config_json}
+    if model_type in builtin:
+        return builtin
+    attempts = [_attempted(name) for name in family_names() if name not in BUILTIN]
     loaded = [family for family in attempts if not isinstance(family, FamilyError)]
-    return {kind.model_type: (family, kind) for family in loaded for kind in family.config_json} | own
+    return {kind.model_type: (family, kind) for family in loaded for kind in family.config_json} | builtin
 
 
 def broken_families() -> tuple[str, ...]:
     """What is wrong with each family of a package that cannot be had; imports all of them."""
-    attempts = [_attempted(name) for name in family_names() if name not in OWN]
+    attempts = [_attempted(name) for name in family_names() if name not in BUILTIN]
     return tuple(str(error) for error in attempts if isinstance(error, FamilyError))
 
 
@@ -191,10 +192,10 @@ def _attempted(name: str) -> "Family[Any] | FamilyError":
 
 
 @functools.cache
-def _own(name: str) -> "Family[Any]":
-    module, _, attribute = OWN[name].partition(":")
+def _builtin(name: str) -> "Family[Any]":
+    module, _, attribute = BUILTIN[name].partition(":")
     family = getattr(importlib.import_module(module), attribute)
-    assert family.name == name, f"{OWN[name]} is not the family {name!r}"
+    assert family.name == name, f"{BUILTIN[name]} is not the family {name!r}"
     return family
 
 
@@ -207,10 +208,10 @@ def _third_party() -> Mapping[str, tuple[EntryPoint, ...]]:
 def _entry_points(path: tuple[str, ...]) -> Mapping[str, tuple[EntryPoint, ...]]:
     """Read once for each value of Python's search path."""
     del path
-    found: dict[str, tuple[EntryPoint, ...]] = {}
-    for each in importlib.metadata.entry_points(group=GROUP):
-        found[each.name] = (*found.get(each.name, ()), each)
-    return MappingProxyType(found)
+    points: dict[str, tuple[EntryPoint, ...]] = {}
+    for point in importlib.metadata.entry_points(group=GROUP):
+        points[point.name] = (*points.get(point.name, ()), point)
+    return MappingProxyType(points)
 
 
 def _source(point: EntryPoint) -> str:
@@ -224,20 +225,20 @@ def _loaded(point: EntryPoint) -> "Family[Any]":
     """The family of an entry point."""
     from levanter.models.family import Family
 
-    said = f"model family {point.name!r} comes from the package {_source(point)}"
+    prefix = f"model family {point.name!r} comes from the package {_source(point)}"
     try:
         family = point.load()
     except Exception as error:
         reason = str(error).split("\n", maxsplit=1)[0]
-        raise FamilyError(f"{said}, which cannot be imported: {type(error).__name__}: {reason}") from error
+        raise FamilyError(f"{prefix}, which cannot be imported: {type(error).__name__}: {reason}") from error
     if not isinstance(family, Family):
-        raise FamilyError(f"{said}, which is a {type(family).__name__}; expected a levanter.models.family.Family")
+        raise FamilyError(f"{prefix}, which is a {type(family).__name__}; expected a levanter.models.family.Family")
     if family.name != point.name:
-        raise FamilyError(f"{said}, whose own name is {family.name!r}; they must be the same")
+        raise FamilyError(f"{prefix}, whose own name is {family.name!r}; they must be the same")
     if not issubclass(family.config_class, LmConfig):
-        raise FamilyError(f"{said}, whose config {family.config_class.__name__} is not an LmConfig")
+        raise FamilyError(f"{prefix}, whose config {family.config_class.__name__} is not an LmConfig")
     try:
         LmConfig.register_subclass(point.name, family.config_class)
     except ValueError as error:
-        raise FamilyError(f"{said}: {error}") from error
+        raise FamilyError(f"{prefix}: {error}") from error
     return family

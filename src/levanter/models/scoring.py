@@ -19,7 +19,7 @@ from levanter.models.lm_head.chunks import HeadScoring
 from levanter.models.lm_head.loss import LossSums, weighted_loss
 from levanter.models.lm_head.plan import default_chunk
 from levanter.models.lm_head.scores import target_scores
-from levanter.models.zigzag import outputs_in_order, position_parts
+from levanter.models.zigzag import zigzag_outputs, zigzag_shards
 
 
 def token_logprobs(
@@ -52,14 +52,14 @@ def token_logprobs(
     Returns:
         Float32 with the axes of `targets`; entry t is log p(targets[t] | tokens[..t]), 0 where nothing is predicted.
     """
-    parts = 1
+    num_shards = 1
     if activations is None and attn_mask is None and positions is None:
-        parts = position_parts(model)
-        activations = outputs_in_order(model, tokens, segment_ids=segment_ids, parts=parts).activations
+        num_shards = zigzag_shards(model)
+        activations = zigzag_outputs(model, tokens, segment_ids=segment_ids, num_shards=num_shards).activations
     elif activations is None:
         activations = model(tokens, segment_ids=segment_ids, attn_mask=attn_mask, positions=positions).activations
-    (logprobs,) = _scores(model, activations, zigzag(targets, parts), chunk)
-    return natural(logprobs, parts)
+    (logprobs,) = _scores(model, activations, zigzag(targets, num_shards), chunk)
+    return natural(logprobs, num_shards)
 
 
 def token_scores(
@@ -81,12 +81,12 @@ def token_scores(
     Returns:
         Both as `token_logprobs` returns the first: float32, 0 where nothing is predicted.
     """
-    parts = 1
+    num_shards = 1
     if activations is None:
-        parts = position_parts(model)
-        activations = outputs_in_order(model, tokens, segment_ids=segment_ids, parts=parts).activations
-    logprobs, normalizers = _scores(model, activations, zigzag(targets, parts), chunk, normalizers=True)
-    return natural(logprobs, parts), natural(normalizers, parts)
+        num_shards = zigzag_shards(model)
+        activations = zigzag_outputs(model, tokens, segment_ids=segment_ids, num_shards=num_shards).activations
+    logprobs, normalizers = _scores(model, activations, zigzag(targets, num_shards), chunk, normalizers=True)
+    return natural(logprobs, num_shards), natural(normalizers, num_shards)
 
 
 def token_hits(
@@ -107,12 +107,12 @@ def token_hits(
         The first as `token_logprobs` returns it. The second is bool over the same axes, and false where nothing is
         predicted; of equally likely tokens the one with the lowest id is the likeliest.
     """
-    parts = 1
+    num_shards = 1
     if activations is None:
-        parts = position_parts(model)
-        activations = outputs_in_order(model, tokens, segment_ids=segment_ids, parts=parts).activations
-    logprobs, hits = _scores(model, activations, zigzag(targets, parts), chunk, likeliest=True)
-    return natural(logprobs, parts), natural(hits, parts) > 0
+        num_shards = zigzag_shards(model)
+        activations = zigzag_outputs(model, tokens, segment_ids=segment_ids, num_shards=num_shards).activations
+    logprobs, hits = _scores(model, activations, zigzag(targets, num_shards), chunk, likeliest=True)
+    return natural(logprobs, num_shards), natural(hits, num_shards) > 0
 
 
 def _scores(
@@ -124,7 +124,7 @@ def _scores(
     normalizers: bool = False,
     likeliest: bool = False,
 ) -> tuple[NamedArray, ...]:
-    found = target_scores(
+    scores = target_scores(
         activations,
         model.head,
         targets,
@@ -136,8 +136,8 @@ def _scores(
             likeliest=likeliest,
         ),
     )
-    there = has_target(targets)
-    return tuple(hax.where(there, each, 0.0) for each in found)
+    predicts = has_target(targets)
+    return tuple(hax.where(predicts, x, 0.0) for x in scores)
 
 
 def loss_sums(
@@ -178,7 +178,7 @@ def _chunk(model: LmHeadModel, targets: NamedArray, chunk: int | None) -> int:
         return chunk
     others = [-(-axis.size // ways_in_scope(axis.name)) for axis in targets.axes if axis.name != "position"]
     vocab = -(-model.Vocab.size // ways_in_scope("vocab"))
-    return default_chunk(rows=math.prod(others), vocab=vocab, parts=ways_in_scope("position"))
+    return default_chunk(rows=math.prod(others), vocab=vocab, sequence_shards=ways_in_scope("position"))
 
 
 def next_tokens(tokens: NamedArray, segment_ids: NamedArray | None = None) -> NamedArray:

@@ -64,9 +64,9 @@ def checkpoint_policy(
     )
 
 
-def _check_names(field: str, given: object, names: Collection[str]) -> None:
+def _check_names(field: str, value: object, names: Collection[str]) -> None:
     """Refuses names that nothing has: JAX would keep nothing, and say nothing."""
-    if unknown := [name for name in given if name not in names] if isinstance(given, list | tuple) else []:
+    if unknown := [name for name in value if name not in names] if isinstance(value, list | tuple) else []:
         close = nearest(str(unknown[0]), names)
         hint = f" (did you mean {' or '.join(close)}?)" if close else ""
         raise ValueError(
@@ -103,7 +103,7 @@ class Period(eqx.Module):
         return carry
 
 
-def stack_of(
+def stack_builder(
     Layers: Axis,
     block: type[eqx.Module],
     *,

@@ -87,10 +87,10 @@ def suffix_scores(
     )
 
 
-def place_scores(
+def scores_at_positions(
     model: LmHeadModel,
     tokens: NamedArray,
-    places: NamedArray,
+    predicting: NamedArray,
     targets: NamedArray,
     *,
     segment_ids: NamedArray | None = None,
@@ -103,7 +103,7 @@ def place_scores(
     Args:
         model: its weights in the compute dtype.
         tokens: ids, `[batch, position]`.
-        places: where each target is predicted, `[batch, suffix]`; the token before it stands there.
+        predicting: where each target is predicted, `[batch, suffix]`; the token before it stands there.
         targets: the ids that are scored, `[batch, suffix]`.
         segment_ids, positions: as in `suffix_scores`.
         trunks: a further segment that tokens see, see `AttentionMask.with_trunks`; both others are needed then.
@@ -122,7 +122,7 @@ def place_scores(
     activations = outputs.activations
     Embed = activations.resolve_axis("embed")
     whole = activations.rearrange((Batch, "position", Embed)).array
-    chosen = jnp.take_along_axis(whole, places.rearrange((Batch, Suffix)).array[..., None], axis=1)
+    chosen = jnp.take_along_axis(whole, predicting.rearrange((Batch, Suffix)).array[..., None], axis=1)
     if chunk is None:
         rows = -(-Batch.size // ways_in_scope(Batch.name))
         vocab = -(-model.Vocab.size // ways_in_scope("vocab"))
@@ -173,14 +173,14 @@ def score_targets(
         return None, _score_chunk(logits, target, laws)
 
     with jax.named_scope("lm_head"):
-        _, found = hax.scan(step, Chunks)(None, cut(activations), cut(targets))
+        _, chunk_scores = hax.scan(step, Chunks)(None, cut(activations), cut(targets))
 
     def joined(x: NamedArray) -> NamedArray:
         others = [axis for axis in targets.axes if axis != Suffix]
         flat = x.rearrange((*others, Chunks, Chunk)).flatten_axes((Chunks, Chunk), Suffix.resize(Suffix.size + padding))
         return hax.auto_sharded(flat[Suffix.name, 0 : Suffix.size].rearrange(targets.axes))
 
-    return jax.tree.map(joined, found, is_leaf=lambda x: isinstance(x, NamedArray))
+    return jax.tree.map(joined, chunk_scores, is_leaf=lambda x: isinstance(x, NamedArray))
 
 
 def _score_chunk(logits: NamedArray, target: NamedArray, laws: tuple[Law, ...]) -> SuffixScores:
@@ -256,5 +256,5 @@ def _likeliest(logits: NamedArray, Vocab: Axis, k: int) -> NamedArray:
         return jax.lax.top_k(jax.lax.all_gather(best, over, axis=part.ndim - 1, tiled=True), k)[0]
 
     # What is the same on every device of `over` after the gather, the checker cannot see.
-    found = jax.shard_map(of_shard, in_specs=spec, out_specs=PartitionSpec(*spec[:-1], None), check_vma=False)
-    return hax.named(found(logits.array), (*others, Axis("likeliest", k)))
+    run = jax.shard_map(of_shard, in_specs=spec, out_specs=PartitionSpec(*spec[:-1], None), check_vma=False)
+    return hax.named(run(logits.array), (*others, Axis("likeliest", k)))

@@ -123,17 +123,17 @@ class AbsentModelConfig(LmConfig):
 
 def _refuse(config: AbsentModelConfig, *_: object, **__: object) -> NoReturn:
     """What every question that a family answers is answered with."""
-    own = LmConfig.get_choice_name(type(config))
+    family = LmConfig.get_choice_name(type(config))
     known = LmConfig.get_known_choices()
     absent = {name for name, cls in known.items() if issubclass(cls, AbsentModelConfig)}
     here = [name for name in LmConfig.choice_names() if name not in absent]
     raise AbsentFamilyError(
-        f"model.type: {own} is an upstream family that this project does not have yet; it has: "
+        f"model.type: {family} is an upstream family that this project does not have yet; it has: "
         f"{', '.join(sorted(here))}"
     )
 
 
-_ASKED = (*LmConfig.__abstractmethods__, "build", "weight_rules", "flops")  # pyright: ignore[reportAttributeAccessIssue]
+_REFUSED_MEMBERS = (*LmConfig.__abstractmethods__, "build", "weight_rules", "flops")  # pyright: ignore[reportAttributeAccessIssue]
 """What a refused family answers when its properties are read."""
 
 
@@ -148,7 +148,7 @@ def _config_class(name: str, keys: Mapping[str, Any]) -> type[LmConfig]:
     fields = [
         (key, _annotation(key, value), dataclasses.field(default=value, hash=False)) for key, value in keys.items()
     ]
-    made = dataclasses.make_dataclass(
+    config_class = dataclasses.make_dataclass(
         f"Absent{name.title().replace('_', '')}Config",
         fields,
         bases=(AbsentModelConfig,),
@@ -157,13 +157,13 @@ def _config_class(name: str, keys: Mapping[str, Any]) -> type[LmConfig]:
         namespace={
             "__module__": __name__,
             **{
-                asked: property(_refuse) if isinstance(getattr(LmConfig, asked), property) else _refuse
-                for asked in _ASKED
+                member: property(_refuse) if isinstance(getattr(LmConfig, member), property) else _refuse
+                for member in _REFUSED_MEMBERS
             },
         },
     )
-    made.__doc__ = f"The `model:` block of upstream's {name}, which is not implemented yet."
-    return made
+    config_class.__doc__ = f"The `model:` block of upstream's {name}, which is not implemented yet."
+    return config_class
 
 
 def _annotation(key: str, default: object) -> Annotation:

@@ -90,7 +90,7 @@ def scale_by_adafactor(
                 relative = rows / hax.mean(rows, row_axes)
                 scaled = (wide * hax.rsqrt(relative)) * hax.rsqrt(columns)
             if clip_threshold is not None:
-                excess = rms_of_each(scaled, parameter) / clip_threshold
+                excess = rms_per_matrix(scaled, parameter) / clip_threshold
                 scaled = scaled / hax.maximum(excess, 1.0)
             return _Step(scaled.rearrange(grad.axes).astype(grad.dtype), rows, columns, full)
 
@@ -111,7 +111,7 @@ def scale_by_parameter_rms(*, minimum: float = 1e-3) -> optax.GradientTransforma
 
     def update(updates: PyTree, state: optax.EmptyState, params: PyTree = None) -> tuple[PyTree, optax.EmptyState]:
         def one(parameter: Parameter, u: hax.NamedArray, value: hax.NamedArray) -> hax.NamedArray:
-            size = rms_of_each(value.astype(jnp.float32), parameter)
+            size = rms_per_matrix(value.astype(jnp.float32), parameter)
             floored = hax.named(jnp.maximum(size.array, minimum).astype(u.dtype), size.axes)
             return (u * floored).rearrange(u.axes)
 
@@ -120,7 +120,7 @@ def scale_by_parameter_rms(*, minimum: float = 1e-3) -> optax.GradientTransforma
     return optax.GradientTransformation(lambda _: optax.EmptyState(), update)  # pyright: ignore[reportArgumentType]
 
 
-def rms_of_each(x: hax.NamedArray, parameter: Parameter) -> hax.NamedArray:
+def rms_per_matrix(x: hax.NamedArray, parameter: Parameter) -> hax.NamedArray:
     """The root mean square of each copy in a stack, over the stack axes."""
     inner = tuple(axis.name for axis in x.axes if axis.name not in parameter.stack)
     return hax.sqrt(hax.mean(x * x, inner))

@@ -28,13 +28,12 @@ from levanter.config.validators import (
     Ranged,
 )
 from levanter.optim.adafactor import scale_by_adafactor, scale_by_parameter_rms
-from levanter.optim.gradient_clipping import clip_by_global_norm
 from levanter.optim.hessian import Hutchinson
-from levanter.optim.learning_rate import scale_by_learning_rate
 from levanter.optim.muon import Coefficients, is_hidden_matrix, scale_by_muon
 from levanter.optim.parameters import Parameter, decay_mask, map_parameters
-from levanter.optim.schedules import Cycle, LrSchedule, Schedule, build_schedule, cycle_ends, divide, shape_of
+from levanter.optim.schedules import Cycle, LrSchedule, Schedule, build_schedule, cycle_ends, divide, schedule_from_name
 from levanter.optim.skip_steps import SkipStepConfig, carry_recent
+from levanter.optim.transforms import clip_by_global_norm, scale_by_learning_rate
 from levanter.optim.update_clipping import ClipUpdateNormConfig, clip_by_recent_norms, clip_rms
 
 
@@ -93,7 +92,7 @@ class OptimizerConfig(Ranged, draccus.ChoiceRegistry):
             yield f"cooldown: not supported; decay: {self.cooldown} ends the run with a decay of that length"
         if self.haps is not None and (self.cycles is not None or self.cycle_length is not None):
             yield "haps, cycles, cycle_length: these are alternatives; give only one of them"
-        for build in (lambda: shape_of(self.lr_schedule), self._decay_mask):
+        for build in (lambda: schedule_from_name(self.lr_schedule), self._decay_mask):
             try:
                 build()
             except ValueError as error:
@@ -119,7 +118,7 @@ class OptimizerConfig(Ranged, draccus.ChoiceRegistry):
         return build_schedule(
             peak=self.learning_rate,
             min_ratio=self.min_lr_ratio,
-            shape=shape_of(self.lr_schedule),
+            shape=schedule_from_name(self.lr_schedule),
             cycles=self._cycles(num_train_steps),
         )
 
@@ -172,7 +171,7 @@ class OptimizerConfig(Ranged, draccus.ChoiceRegistry):
         """Clipping of the global norm.
 
         Args:
-            platform: on CPUs by a product, see `optim.gradient_clipping`; elsewhere it is optax's, with which every
+            platform: on CPUs by a product, see `optim.transforms`; elsewhere it is optax's, with which every
                 figure of a pod was compiled.
         """
         if self.max_grad_norm is None:
@@ -252,12 +251,12 @@ class AdamConfig(OptimizerConfig):
 
     @property
     def outliers(self) -> SkipStepConfig | None:
-        given = self.skip_bad_steps
-        if isinstance(given, SkipStepConfig):
-            return given
-        if isinstance(given, bool):
-            return SkipStepConfig() if given else None
-        return SkipStepConfig(rolling_interval_length=given)
+        value = self.skip_bad_steps
+        if isinstance(value, SkipStepConfig):
+            return value
+        if isinstance(value, bool):
+            return SkipStepConfig() if value else None
+        return SkipStepConfig(rolling_interval_length=value)
 
     def scaling(self) -> optax.GradientTransformation:
         return optax.scale_by_adam(self.beta1, self.beta2, self.epsilon, nesterov=self.nesterov)

@@ -55,10 +55,10 @@ def direction(rule: Hutchinson, params: PyTree, step: jax.Array) -> PyTree:
     named, tree = jax.tree.flatten(params, is_leaf=is_named)
 
     def one(n: int, x: hax.NamedArray | jax.Array) -> PyTree:
-        own = jax.random.fold_in(key, n)
+        leaf_key = jax.random.fold_in(key, n)
         if isinstance(x, hax.NamedArray):
-            return hax.auto_sharded(hax.random.normal(own, x.axes, dtype=jnp.float32))
-        return jax.random.normal(own, x.shape, jnp.float32)
+            return hax.auto_sharded(hax.random.normal(leaf_key, x.axes, dtype=jnp.float32))
+        return jax.random.normal(leaf_key, x.shape, jnp.float32)
 
     return jax.tree.unflatten(tree, [one(n, x) for n, x in enumerate(named)])
 

@@ -80,8 +80,8 @@ def scale_by_muon(
             ordered = ahead.rearrange(order)
             matrices = ordered.array.reshape(-1, rows, columns)
             scale = 0.2 * math.sqrt(max(rows, columns)) if kimi else math.sqrt(max(1.0, rows / columns))
-            found = orthogonal(matrices, steps=steps, epsilon=epsilon, polynomial=polynomial) * scale
-            return hax.named(found.reshape(ordered.array.shape), order).rearrange(grad.axes).astype(grad.dtype)
+            updates = orthogonal(matrices, steps=steps, epsilon=epsilon, polynomial=polynomial) * scale
+            return hax.named(updates.reshape(ordered.array.shape), order).rearrange(grad.axes).astype(grad.dtype)
 
         return map_parameters(one, grads, kept), MuonState(momentum=kept)
 

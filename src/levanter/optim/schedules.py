@@ -175,7 +175,7 @@ def _progress(phase: Phase, since: jax.Array) -> jax.Array:
     return jnp.clip(since / max(phase.steps, 1), 0, 1)
 
 
-def shape_of(value: LrSchedule | str) -> LrSchedule:
+def schedule_from_name(value: LrSchedule | str) -> LrSchedule:
     """The shape that a config value means: a block, or a name alone.
 
     Raises:
@@ -191,7 +191,7 @@ def shape_of(value: LrSchedule | str) -> LrSchedule:
     return known[value]()
 
 
-def steps_of(amount: int | float, total: int, *, key: str) -> int:
+def num_steps(amount: int | float, total: int, *, key: str) -> int:
     """An amount of steps: a fraction of `total` up to 1 (an int 1 too, as upstream reads it), else whole steps.
 
     Raises:
@@ -220,7 +220,7 @@ def cycle_ends(
     ends: list[int] = []
     key = "optimizer.cycles" if cycle_length is None else "optimizer.cycle_length"
     if isinstance(cycle_length, int | float):
-        length = steps_of(cycle_length, total, key=key)
+        length = num_steps(cycle_length, total, key=key)
         if not 1 <= length <= total:
             raise ValueError(
                 f"{key} {cycle_length}: a cycle of a run of {total} steps has from 1 to {total} steps, not {length}"
@@ -286,24 +286,24 @@ def divide(
     Raises:
         ValueError: a negative amount, or a fraction above 1.
     """
-    found, start = [], 0
+    cycles, start = [], 0
     for number, end in enumerate(ends or (total,)):
         steps = end - start
-        key, given = ("warmup", warmup) if number == 0 else ("rewarmup", rewarmup)
-        asked = steps_of(given, steps, key=f"optimizer.{key}")
-        rising = min(asked, steps)
-        wanted = steps - rising if decay is None else steps_of(decay, steps, key="optimizer.decay")
-        falling = min(wanted, steps - rising)
+        key, amount = ("warmup", warmup) if number == 0 else ("rewarmup", rewarmup)
+        requested = num_steps(amount, steps, key=f"optimizer.{key}")
+        rising = min(requested, steps)
+        requested_decay = steps - rising if decay is None else num_steps(decay, steps, key="optimizer.decay")
+        falling = min(requested_decay, steps - rising)
         whole = f"the run has {total} steps" if steps == total else f"the cycle from step {start} has {steps} steps"
         adjusted = []
-        if rising < asked:
-            adjusted.append(f"{key} {given} is truncated: {whole}, and ends before its peak is reached")
-        if falling < wanted:
-            left = f", of which {key} takes {rising}" if rising else ""
-            adjusted.append(f"decay {decay} is shortened to {falling} steps: {whole}{left}")
-        found.append(Cycle(start=start, end=end, rising=rising, falling=falling, adjusted=tuple(adjusted)))
+        if rising < requested:
+            adjusted.append(f"{key} {amount} is truncated: {whole}, and ends before its peak is reached")
+        if falling < requested_decay:
+            note = f", of which {key} takes {rising}" if rising else ""
+            adjusted.append(f"decay {decay} is shortened to {falling} steps: {whole}{note}")
+        cycles.append(Cycle(start=start, end=end, rising=rising, falling=falling, adjusted=tuple(adjusted)))
         start = end
-    return tuple(found)
+    return tuple(cycles)
 
 
 def build_schedule(*, peak: float, min_ratio: float, shape: LrSchedule, cycles: Sequence[Cycle]) -> Schedule:

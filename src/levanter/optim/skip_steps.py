@@ -82,7 +82,7 @@ def carry_recent(length: int) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
 
 
-def recent_of(optimizer_state: tuple[PyTree, ...]) -> Recent:
+def recent_statistics(optimizer_state: tuple[PyTree, ...]) -> Recent:
     """The last piece of an optimizer's state, which `carry_recent` made."""
     last = optimizer_state[-1]
     assert isinstance(last, Recent), type(last)

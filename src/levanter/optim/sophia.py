@@ -58,8 +58,8 @@ def scale_by_sophia(
             limited = step if clip_threshold is None else jnp.clip(step, -clip_threshold, clip_threshold)
             return limited.astype(g.dtype)
 
-        found = jax.tree.map(one, momentum, state.curvature.diagonal, grads)
-        return found, SophiaState(momentum=momentum, curvature=state.curvature)
+        updates = jax.tree.map(one, momentum, state.curvature.diagonal, grads)
+        return updates, SophiaState(momentum=momentum, curvature=state.curvature)
 
     return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
 

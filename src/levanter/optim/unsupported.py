@@ -102,11 +102,11 @@ class AbsentOptimizerConfig(OptimizerConfig):
     """The `optimizer:` block of an optimizer that is not implemented. It can be read and written, but not built."""
 
     def _refuse(self) -> NoReturn:
-        own = OptimizerConfig.get_choice_name(type(self))
+        optimizer = OptimizerConfig.get_choice_name(type(self))
         choices = OptimizerConfig.get_known_choices()
         here = [name for name, cls in choices.items() if not issubclass(cls, AbsentOptimizerConfig)]
         raise AbsentOptimizerError(
-            f"optimizer.type: {own} is an upstream optimizer that this project does not have; it has: "
+            f"optimizer.type: {optimizer} is an upstream optimizer that this project does not have; it has: "
             f"{', '.join(sorted(here))}"
         )
 
@@ -134,7 +134,7 @@ def _annotation(default: object) -> Annotation:
 
 def _config_class(name: str, keys: Mapping[str, Any]) -> type[OptimizerConfig]:
     fields = [(key, _annotation(value), dataclasses.field(default=value)) for key, value in keys.items()]
-    made = dataclasses.make_dataclass(
+    config_class = dataclasses.make_dataclass(
         f"Absent{name.title().replace('-', '').replace('_', '')}Config",
         fields,
         bases=(AbsentOptimizerConfig,),
@@ -142,5 +142,5 @@ def _config_class(name: str, keys: Mapping[str, Any]) -> type[OptimizerConfig]:
         kw_only=True,
         namespace={"__module__": __name__},
     )
-    made.__doc__ = f"The `optimizer:` block of upstream's {name}, which is not implemented."
-    return made
+    config_class.__doc__ = f"The `optimizer:` block of upstream's {name}, which is not implemented."
+    return config_class

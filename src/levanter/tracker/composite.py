@@ -18,21 +18,21 @@ class CompositeTracker(Tracker):
         self.trackers = tuple(trackers)
 
     def log_hyperparameters(self, hparams: Mapping[str, Any]) -> None:
-        self._each("log_hyperparameters", hparams)
+        self._call_all("log_hyperparameters", hparams)
 
     def log(self, metrics: Metrics, *, step: int | None, commit: bool | None = None) -> None:
-        self._each("log", metrics, step=step, commit=commit)
+        self._call_all("log", metrics, step=step, commit=commit)
 
     def log_summary(self, metrics: Metrics) -> None:
-        self._each("log_summary", metrics)
+        self._call_all("log_summary", metrics)
 
     def log_artifact(self, path: str, *, name: str | None = None, type: str | None = None) -> None:
-        self._each("log_artifact", path, name=name, type=type)
+        self._call_all("log_artifact", path, name=name, type=type)
 
     def finish(self) -> None:
-        self._each("finish")
+        self._call_all("finish")
 
-    def _each(self, method: str, *args: object, **kwargs: object) -> None:
+    def _call_all(self, method: str, *args: object, **kwargs: object) -> None:
         errors: list[Exception] = []
         for tracker in self.trackers:
             try:

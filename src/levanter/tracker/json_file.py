@@ -82,7 +82,7 @@ class _LocalLines:
     def __init__(self, path: str):
         self._path = local_path(path)
         self._waiting = bytearray()
-        self._told = False
+        self._warned = False
         with output_errors(path, "written"):
             os.makedirs(os.path.dirname(self._path), exist_ok=True)
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
@@ -95,9 +95,9 @@ class _LocalLines:
         except OSError as error:
             if len(self._waiting) > MOST_WAITING:
                 raise output_error(self._path, error) from error
-            if not self._told:
+            if not self._warned:
                 logger.warning("%s; the run continues, and its metrics wait in memory", output_error(self._path, error))
-            self._told = True
+            self._warned = True
 
     def close(self) -> None:
         try:

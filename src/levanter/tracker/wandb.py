@@ -183,14 +183,14 @@ class WandbConfig(TrackerConfig):
 
     def _mode(self) -> Literal["online", "offline", "disabled"]:
         """The mode: as configured, but never online without a key, which would prompt on the terminal."""
-        asked = self.mode or os.environ.get("WANDB_MODE") or None
-        if asked in ("offline", "disabled"):
-            return asked
-        if asked not in (None, "online"):
-            raise ValueError(f"$WANDB_MODE is {asked!r}; expected online, offline or disabled")
+        mode = self.mode or os.environ.get("WANDB_MODE") or None
+        if mode in ("offline", "disabled"):
+            return mode
+        if mode not in (None, "online"):
+            raise ValueError(f"$WANDB_MODE is {mode!r}; expected online, offline or disabled")
         if _has_credentials():
             return "online"
-        level = logging.WARNING if asked == "online" else logging.INFO
+        level = logging.WARNING if mode == "online" else logging.INFO
         logger.log(level, "wandb: no API key ($WANDB_API_KEY or `wandb login`), so the run is recorded offline")
         return "offline"
 
@@ -202,10 +202,10 @@ def _has_credentials() -> bool:
 
 
 def _xla_dump_folder() -> str:
-    found = re.search(r"--xla_dump_to=(\S+)", os.environ.get("XLA_FLAGS", ""))
-    if found is None:
+    match = re.search(r"--xla_dump_to=(\S+)", os.environ.get("XLA_FLAGS", ""))
+    if match is None:
         raise ValueError("tracker.save_xla_dumps is set, but $XLA_FLAGS has no --xla_dump_to=FOLDER")
-    return found.group(1)
+    return match.group(1)
 
 
 def git_commit(folder: str) -> str | None:

@@ -17,7 +17,7 @@ from levanter.layers.low_rank import RANK
 from levanter.models.adapters.config import LoraConfig
 from levanter.models.adapters.lora_targets import TargetGroup
 from levanter.models.adapters.tree import PAIRS, Adapters
-from levanter.models.adapters.whole import own_path, part_of
+from levanter.models.adapters.whole import copy_path, select_leaves
 from levanter.models.base import LmHeadModel
 from levanter.models.precision import Precision, cast_floating
 from levanter.trainer.config_blocks import ModelAveragingConfig
@@ -68,15 +68,15 @@ class Adapted:
     def _as_copied(self, mappings: Mappings) -> Mappings:
         """The mappings with which a copy lies where its parameter does, whatever path that is mapped by."""
         copied = tuple(
-            (own_path(pattern), mapping)
+            (copy_path(pattern), mapping)
             for pattern, mapping in mappings.overrides
-            if any(path_matches(pattern, path) and not path_matches(pattern, own_path(path)) for path in self.whole)
+            if any(path_matches(pattern, path) and not path_matches(pattern, copy_path(path)) for path in self.whole)
         )
         return replace(mappings, overrides=(*mappings.overrides, *copied)) if copied else mappings
 
     def copied(self, base: PyTree) -> PyTree:
         """What is copied of the model; None for nothing."""
-        return part_of(base, self.whole)
+        return select_leaves(base, self.whole)
 
     def abstract_state(
         self, optimizer: optax.GradientTransformation, averaging: ModelAveragingConfig | None, *, base: PyTree = None
@@ -101,11 +101,11 @@ class Adapted:
     ) -> Program:
         """The Program that makes the first state from a key, and from what is copied of the model; see `copied`."""
         part = self.copied(base)
-        given = () if part is None else (Input(name=COPIED, value=part, placement=plan.parameters),)
+        copied_input = () if part is None else (Input(name=COPIED, value=part, placement=plan.parameters),)
         return Program(
             name=INIT,
             function=lambda key, part=None: self._first(key, part, optimizer, averaging),
-            inputs=(Input(name="key", value=_KEY, placement=Mappings()), *given),
+            inputs=(Input(name="key", value=_KEY, placement=Mappings()), *copied_input),
             mappings=Mappings(compute=plan.parameters.mappings.params),
             out_placement=plan.whole,
         )

@@ -85,6 +85,6 @@ def _share(rule: ModelAveragingConfig, before: ParameterAverage, step: jax.Array
     assert before.weight is not None, "an average of weights remembers their sum"
     passed = (step - rule.switch_step).astype(jnp.float32) / jnp.float32(rule.decay_steps)
     falling = 1 - jnp.sqrt(jnp.clip(passed, 0.0, 1.0))
-    own = jnp.where(step < rule.switch_step, jnp.float32(1 - rule.beta), falling)
-    total = before.weight + own
-    return jnp.where(total > 0, own / jnp.maximum(total, jnp.finfo(jnp.float32).tiny), 0.0), total
+    weight = jnp.where(step < rule.switch_step, jnp.float32(1 - rule.beta), falling)
+    total = before.weight + weight
+    return jnp.where(total > 0, weight / jnp.maximum(total, jnp.finfo(jnp.float32).tiny), 0.0), total

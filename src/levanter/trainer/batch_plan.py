@@ -146,16 +146,16 @@ def plan_batches(
     """
     stages = [(0, sizes)] if isinstance(sizes, int) else [(stage.start, stage.value) for stage in sizes]
     pad = ("trainer.allow_nondivisible_batch_size",) if allow_padding else ()
-    found, problems = [], []
+    batch_stages, problems = [], []
     for start, size in stages:
         try:
             plan = plan_batch(size, per_device=per_device, ways=ways, positions=positions, pad=pad, mesh=mesh)
-            found.append(BatchStage(start=start, plan=plan))
+            batch_stages.append(BatchStage(start=start, plan=plan))
         except BatchError as error:
             problems.append(str(error) if len(stages) == 1 else f"from step {start}: {error}")
     if problems:
         raise BatchError("\n".join(problems))
-    return tuple(found)
+    return tuple(batch_stages)
 
 
 def _uneven(batch: int, unit: int, what: str, on: str) -> str:

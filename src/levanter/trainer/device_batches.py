@@ -24,8 +24,8 @@ def rows_here(declared: Input, mesh: Mesh) -> tuple[int, int]:
     """
     shape = declared.value.tokens.array.shape
     size = shape[0]
-    held = shardings(declared, mesh)["tokens"].addressable_devices_indices_map(shape).values()
-    spans = [index[0].indices(size)[:2] for index in held if index is not None]
+    indices = shardings(declared, mesh)["tokens"].addressable_devices_indices_map(shape).values()
+    spans = [index[0].indices(size)[:2] for index in indices if index is not None]
     return min(start for start, _ in spans), max(stop for _, stop in spans)
 
 
@@ -91,13 +91,13 @@ def placed_batches(
         seen: is told of each step's rows that are made here.
     """
 
-    def mine(step: int) -> tuple[int, int]:
-        there = data.schedule.rows(step)
+    def local_rows(step: int) -> tuple[int, int]:
+        total_rows = data.schedule.rows(step)
         begin, end = rows_here(input_of(step), mesh)
-        return min(begin, there), min(end, there)
+        return min(begin, total_rows), min(end, total_rows)
 
-    with closing(batches(data, first=first, stop=stop, rows=mine, ahead=ahead)) as made:
-        for step, rows in made:
+    with closing(batches(data, first=first, stop=stop, rows=local_rows, ahead=ahead)) as row_batches:
+        for step, rows in row_batches:
             seen(step, rows)
-            said = None if reference is None else reference(step, *mine(step))
-            yield step, place_rows(rows, input_of(step), mesh, said)
+            reference_logprobs = None if reference is None else reference(step, *local_rows(step))
+            yield step, place_rows(rows, input_of(step), mesh, reference_logprobs)

@@ -15,9 +15,10 @@ twice the rows. With x = β (Δπ − Δref), Δ the difference of a model's two
 A step minimizes the mean over its pairs.
 """
 
+import math
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import equinox as eqx
 import haliax as hax
@@ -28,11 +29,11 @@ from haliax import NamedArray
 
 from haliax_ext.planner import ShardingPlan
 from haliax_ext.pytree import PyTree
+from levanter.config.validators import NonNegativeFloat, Range, Ranged
 from levanter.layers.outputs import Sums
 from levanter.models.base import LmHeadModel
 from levanter.models.scoring import has_target, token_logprobs
 from levanter.trainer.objective import LOSS, Objective, Term
-from levanter.trainer.preference_loss import PreferenceLossConfig
 from levanter.trainer.trainable import bind
 
 SIDE = "side"
@@ -42,6 +43,58 @@ METRICS = (
     *("dpo_chosen_reward", "dpo_rejected_reward"),
 )
 """Upstream's names of what is shown of pairs."""
+
+Smoothing: TypeAlias = Annotated[float, Range(0, 0.5, below=True)]
+Kind = Literal["sigmoid", "robust", "ipo", "hinge", "simpo", "orpo"]
+SMOOTHED = ("sigmoid", "robust")
+REFERENCE_FREE = ("simpo", "orpo")
+PER_TOKEN = ("ipo", "simpo", "orpo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceLossConfig(Ranged):
+    """What is minimized of a pair (`train_dpo.loss`).
+
+    Attributes:
+        type: the formula; see `levanter.trainer.dpo`.
+        label_smoothing: the fraction ε of pairs that are assumed to be mislabelled; for `sigmoid` and `robust`.
+        gamma: the margin of `simpo`; null for 0.5.
+        length_normalized: whether log-probabilities are means over the counted tokens instead of sums; null for the
+            type's own convention: means for `ipo`, `simpo` and `orpo`, sums for the others.
+    """
+
+    type: Kind = "sigmoid"
+    label_smoothing: Smoothing = 0.0
+    gamma: NonNegativeFloat | None = None
+    length_normalized: bool | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        problems = []
+        if self.label_smoothing and self.type not in SMOOTHED:
+            problems.append(
+                f"label_smoothing: {self.label_smoothing:g}, but {self.type} has none; {' and '.join(SMOOTHED)} have"
+            )
+        if self.gamma is not None and self.type != "simpo":
+            problems.append(f"gamma: {self.gamma:g}, but {self.type} has no margin; simpo has")
+        if self.type in REFERENCE_FREE and self.length_normalized is False:
+            problems.append(f"length_normalized: false, but {self.type} is made of means over tokens; leave it out")
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a reference model is part of it."""
+        return self.type not in REFERENCE_FREE
+
+    @property
+    def per_token(self) -> bool:
+        """Whether log-probabilities are means over tokens."""
+        return self.type in PER_TOKEN if self.length_normalized is None else self.length_normalized
+
+    def at_start(self, beta: float) -> float | None:
+        """Its value where policy and reference are one model; None where that does not follow."""
+        return {"sigmoid": math.log(2), "robust": math.log(2), "ipo": 1 / (4 * beta**2), "hinge": 1.0}.get(self.type)
 
 
 def pair_terms(
@@ -75,23 +128,23 @@ def pair_terms(
 
     x, e = beta * (delta - margin), loss.label_smoothing
     if loss.type == "sigmoid":
-        found = minus_log_sigmoid(x) if e == 0 else (1 - e) * minus_log_sigmoid(x) + e * minus_log_sigmoid(-x)
+        losses = minus_log_sigmoid(x) if e == 0 else (1 - e) * minus_log_sigmoid(x) + e * minus_log_sigmoid(-x)
     elif loss.type == "robust":
-        found = ((1 - e) * minus_log_sigmoid(x) - e * minus_log_sigmoid(-x)) / (1 - 2 * e)
+        losses = ((1 - e) * minus_log_sigmoid(x) - e * minus_log_sigmoid(-x)) / (1 - 2 * e)
     elif loss.type == "ipo":
-        found = (delta - margin - 1 / (2 * beta)) ** 2
+        losses = (delta - margin - 1 / (2 * beta)) ** 2
     elif loss.type == "hinge":
-        found = xp.maximum(1 - x, 0)
+        losses = xp.maximum(1 - x, 0)
     elif loss.type == "simpo":
         x = x - (0.5 if loss.gamma is None else loss.gamma)
-        found = minus_log_sigmoid(x)
+        losses = minus_log_sigmoid(x)
     else:
         # log(1 − p) = log1p(−exp(log p)); a text whose every token is certain has no odds.
         inverse = xp.log1p(-xp.exp(xp.minimum(sums, -1e-7)))
-        found = -sums[:, 0] + beta * minus_log_sigmoid(delta - (inverse[:, 0] - inverse[:, 1]))
+        losses = -sums[:, 0] + beta * minus_log_sigmoid(delta - (inverse[:, 0] - inverse[:, 1]))
     margins = (policy[:, 0] - policy[:, 1], base[:, 0] - base[:, 1])
-    shown = (found, *margins, (x > 0).astype(policy.dtype), *(beta * (sums - based)[:, side] for side in (0, 1)))
-    return {LOSS: found, **dict(zip(METRICS, shown, strict=True))}
+    shown = (losses, *margins, (x > 0).astype(policy.dtype), *(beta * (sums - based)[:, side] for side in (0, 1)))
+    return {LOSS: losses, **dict(zip(METRICS, shown, strict=True))}
 
 
 class PairBatch(eqx.Module):
@@ -136,9 +189,9 @@ def pair_logprobs(model: LmHeadModel, batch: PairBatch, *, chunk: int | None = N
         return hax.auto_sharded(NamedArray(x.array.reshape(Rows.size, Pos.size), (Rows, Pos)))
 
     tokens, targets = texts(batch.tokens), texts(batch.targets)
-    found = token_logprobs(model, tokens, targets, chunk=chunk)
+    logprobs = token_logprobs(model, tokens, targets, chunk=chunk)
     with jax.named_scope("pairs"):
-        sums = hax.sum(hax.where(has_target(targets), found, 0.0), Pos)
+        sums = hax.sum(hax.where(has_target(targets), logprobs, 0.0), Pos)
         return sums.array.reshape(Batch.size, Side.size)
 
 
@@ -199,9 +252,9 @@ class PreferenceObjective(Objective[PairModels, PairBatch]):
         reference = self.reference(model, batch)
         policy = pair_logprobs(model.policy, batch, chunk=self.chunk)
         with jax.named_scope("loss"):
-            found = pair_terms(self.loss, self.beta, policy, counts, reference)
-            there = _is_pair(counts)
-            return Sums({name: jnp.sum(jnp.where(there, each, 0.0)) for name, each in found.items()})
+            terms = pair_terms(self.loss, self.beta, policy, counts, reference)
+            is_pair = _is_pair(counts)
+            return Sums({name: jnp.sum(jnp.where(is_pair, values, 0.0)) for name, values in terms.items()})
 
     def reference(self, model: PairModels, batch: PairBatch) -> jax.Array | None:
         """The reference's log-probabilities, `[batch, 2]`; None where nothing is compared."""
@@ -228,9 +281,9 @@ def with_base(trained: PyTree, frozen: PyTree, *, key: jax.Array | None = None) 
     return PairModels(policy=bind(trained, frozen, key=key), reference=frozen)
 
 
-def with_other(trained: PyTree, held: tuple[PyTree, PyTree], *, key: jax.Array | None = None) -> PairModels:
-    """The policy, and another model; `held` is what is frozen of the policy, and that model."""
-    frozen, reference = held
+def with_other(trained: PyTree, models: tuple[PyTree, PyTree], *, key: jax.Array | None = None) -> PairModels:
+    """The policy, and another model; `models` is what is frozen of the policy, and that model."""
+    frozen, reference = models
     return PairModels(policy=bind(trained, frozen, key=key), reference=reference)
 
 
@@ -238,8 +291,8 @@ def pair_plan(policy: ShardingPlan, reference: ShardingPlan | None) -> ShardingP
     """Where the leaves of `PairModels` lie, by their paths in it."""
     both = {"policy": policy} if reference is None else {"policy": policy, "reference": reference}
     leaves = tuple(
-        replace(each, leaf=replace(each.leaf, path=f"{name}.{each.leaf.path}"))
+        replace(leaf_plan, leaf=replace(leaf_plan.leaf, path=f"{name}.{leaf_plan.leaf.path}"))
         for name, plan in both.items()
-        for each in plan.leaves
+        for leaf_plan in plan.leaves
     )
     return replace(policy, leaves=leaves, findings=())

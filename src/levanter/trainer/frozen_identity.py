@@ -56,22 +56,22 @@ class FrozenPart:
         adapters: dict[str, Any] = {} if self.adapters is None else {"adapters": dict(self.adapters)}
         if self.whole:
             adapters["whole"] = list(self.whole)
-        said = {"trainable": list(self.patterns), "from": self.origin, "digests": dict(self.digests)}
-        return {FROZEN: {**said, **adapters, **({} if self.dtype is None else {"dtype": self.dtype})}}
+        described = {"trainable": list(self.patterns), "from": self.origin, "digests": dict(self.digests)}
+        return {FROZEN: {**described, **adapters, **({} if self.dtype is None else {"dtype": self.dtype})}}
 
     @staticmethod
     def of(ref: CheckpointRef) -> "FrozenPart | None":
         """What a checkpoint names; None where everything was trained."""
-        said = ref.metadata.get(FROZEN)
-        if said is None:
+        saved = ref.metadata.get(FROZEN)
+        if saved is None:
             return None
         return FrozenPart(
-            patterns=tuple(said["trainable"]),
-            origin=said["from"],
-            digests=said["digests"],
-            adapters=said.get("adapters"),
-            dtype=said.get("dtype"),
-            whole=tuple(said.get("whole", ())),
+            patterns=tuple(saved["trainable"]),
+            origin=saved["from"],
+            digests=saved["digests"],
+            adapters=saved.get("adapters"),
+            dtype=saved.get("dtype"),
+            whole=tuple(saved.get("whole", ())),
         )
 
 
@@ -83,41 +83,45 @@ def check_partition(ref: CheckpointRef, ours: FrozenPart | None) -> None:
     """
     theirs = FrozenPart.of(ref)
     _check_adapters(ref, theirs, ours)
-    there, here = (frozenset() if part is None else frozenset(part.digests) for part in (theirs, ours))
-    if there == here:
+    saved_paths, run_paths = (frozenset() if part is None else frozenset(part.digests) for part in (theirs, ours))
+    if saved_paths == run_paths:
         return
-    parts = [
+    differences = [
         f"{len(paths)} {how} ({_some(paths)})"
         for paths, how in (
-            (sorted(here - there), "are trained there and frozen here"),
-            (sorted(there - here), "are frozen there and trained here"),
+            (sorted(run_paths - saved_paths), "are trained there and frozen here"),
+            (sorted(saved_paths - run_paths), "are frozen there and trained here"),
         )
         if paths
     ]
     key = "leave it out" if theirs is None else f"{KEY}: {list(theirs.patterns)}"
     raise CheckpointMismatchError(
         f"{ref.path}: this checkpoint is of a run that trained {_trained(theirs)}, and this run trains "
-        f"{_trained(ours)}: of its parameters, {' and '.join(parts)}\n"
+        f"{_trained(ours)}: of its parameters, {' and '.join(differences)}\n"
         f"  → {KEY}: {key.removeprefix(f'{KEY}: ')} resumes it; a new run can start from the parameters of a "
         "checkpoint that has all of them (initialize_model_from_checkpoint_path)"
     )
 
 
 def _check_adapters(ref: CheckpointRef, theirs: FrozenPart | None, ours: FrozenPart | None) -> None:
-    there, here = (None if part is None else part.adapters for part in (theirs, ours))
-    if there == here:
+    saved_adapters, run_adapters = (None if part is None else part.adapters for part in (theirs, ours))
+    if saved_adapters == run_adapters:
         _check_whole(ref, theirs, ours)
         return
-    if there is None or here is None:
-        said = ("trained no adapters", "trains adapters") if there is None else ("trained adapters", "trains none")
+    if saved_adapters is None or run_adapters is None:
+        clauses = (
+            ("trained no adapters", "trains adapters")
+            if saved_adapters is None
+            else ("trained adapters", "trains none")
+        )
         raise CheckpointMismatchError(
-            f"{ref.path}: this checkpoint is of a run that {said[0]}, and this run {said[1]} (adapter)\n"
+            f"{ref.path}: this checkpoint is of a run that {clauses[0]}, and this run {clauses[1]} (adapter)\n"
             "  → resume it with the adapter: block that it had, or give the new run its own trainer.id"
         )
     lines = [
-        f"{path}: rank {_rank(there.get(path))} when it was saved, {_rank(here.get(path))} now"
-        for path in sorted(there.keys() | here.keys())
-        if there.get(path) != here.get(path)
+        f"{path}: rank {_rank(saved_adapters.get(path))} when it was saved, {_rank(run_adapters.get(path))} now"
+        for path in sorted(saved_adapters.keys() | run_adapters.keys())
+        if saved_adapters.get(path) != run_adapters.get(path)
     ]
     raise CheckpointMismatchError(
         f"{ref.path}: this checkpoint is of a run with other adapters; {len(lines)} differ:\n  " + "\n  ".join(lines)
@@ -125,12 +129,12 @@ def _check_adapters(ref: CheckpointRef, theirs: FrozenPart | None, ours: FrozenP
 
 
 def _check_whole(ref: CheckpointRef, theirs: FrozenPart | None, ours: FrozenPart | None) -> None:
-    there, here = (frozenset() if part is None else frozenset(part.whole) for part in (theirs, ours))
-    if there != here:
+    saved_paths, run_paths = (frozenset() if part is None else frozenset(part.whole) for part in (theirs, ours))
+    if saved_paths != run_paths:
         lines = [
-            f"{path}: {'trained whole' if path in there else 'frozen'} when it was saved, "
-            f"{'trained whole' if path in here else 'frozen'} now (adapter.modules_to_save)"
-            for path in sorted(there ^ here)
+            f"{path}: {'trained whole' if path in saved_paths else 'frozen'} when it was saved, "
+            f"{'trained whole' if path in run_paths else 'frozen'} now (adapter.modules_to_save)"
+            for path in sorted(saved_paths ^ run_paths)
         ]
         raise CheckpointMismatchError(
             f"{ref.path}: this checkpoint is of a run with other adapters; {len(lines)} differ:\n  "
@@ -175,8 +179,8 @@ def digest_program(frozen: PyTree, plan: StatePlan) -> Program:
 
     def digests(frozen: PyTree) -> dict[str, jax.Array]:
         flat = jax.tree_util.tree_flatten_with_path(frozen, is_leaf=is_named)[0]
-        found = ((array_leaf(path_string(keys), x), x.array if is_named(x) else x) for keys, x in flat)
-        return {leaf.path: _digest(leaf, x) for leaf, x in found}
+        named_leaves = ((array_leaf(path_string(keys), x), x.array if is_named(x) else x) for keys, x in flat)
+        return {leaf.path: _digest(leaf, x) for leaf, x in named_leaves}
 
     return Program(
         name=DIGEST,

@@ -46,15 +46,15 @@ class SaveCheckpoint:
     Attributes:
         checkpointer: decides and saves.
         metadata: steps taken → what is saved beside the arrays.
-        parts: arrays that several devices hold → the same, of which each device gives a part of its own; None where
-            there are none.
-        parted: the paths of those arrays.
+        slice_replicas: arrays that several devices hold → the same, of which each device gives a part of its own; None
+            where there are none.
+        sliced_paths: the paths of those arrays.
     """
 
     checkpointer: Checkpointer
     metadata: Callable[[int], Mapping[str, Any]]
-    parts: Callable[[Mapping[str, jax.Array]], Mapping[str, jax.Array]] | None = None
-    parted: frozenset[str] = frozenset()
+    slice_replicas: Callable[[Mapping[str, jax.Array]], Mapping[str, jax.Array]] | None = None
+    sliced_paths: frozenset[str] = frozenset()
 
     def due(self, taken: int) -> bool:
         """Whether it is time, by step or by clock."""
@@ -70,8 +70,8 @@ class SaveCheckpoint:
         if self.checkpointer.has(taken, force=force):
             return
         arrays = state_arrays(state)
-        if self.parts is not None:
-            arrays |= self.parts({path: arrays[path] for path in self.parted})
+        if self.slice_replicas is not None:
+            arrays |= self.slice_replicas({path: arrays[path] for path in self.sliced_paths})
         self.checkpointer.save(taken, arrays, self.metadata(taken), force=force)
 
 

@@ -120,10 +120,10 @@ class Loop(Generic[B]):
             for tell in self.listeners:
                 tell(report)
 
-        asked = self.clock()
+        wait_started = self.clock()
         for step, batch in batches:
             assert step == taken, (step, taken)
-            waited = self.clock() - asked
+            waited = self.clock() - wait_started
             state, metrics = self.step_of(step)(state, batch)
             settle()
             behind, taken = (step, metrics, waited), step + 1
@@ -141,7 +141,7 @@ class Loop(Generic[B]):
                         pause(taken, state)
                 paused = self.clock() - began
                 since += paused
-            asked = self.clock()
+            wait_started = self.clock()
         settle()
         return Ended(state=state, taken=taken, preempted=False)
 
@@ -157,14 +157,14 @@ def stop_signal(numbers: Sequence[int] = STOP_SIGNALS) -> Iterator[Callable[[], 
     Signals reach a program's main thread only: elsewhere the answer is always no. One that the process was started to
     ignore (`nohup`) stays ignored.
     """
-    told = threading.Event()
+    stop_requested = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield told.is_set
+        yield stop_requested.is_set
         return
-    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, lambda *_: told.set()) for number in heard}
+    handled = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda *_: stop_requested.set()) for number in handled}
     try:
-        yield told.is_set
+        yield stop_requested.is_set
     finally:
         for number, action in before.items():
             signal.signal(number, action)

@@ -30,7 +30,7 @@ from levanter.layers.quantized import Int8Matrix
 from levanter.models.base import LmHeadModel
 from levanter.models.scoring import has_target, loss_sums, token_logprobs, token_scores
 from levanter.models.stack import Period
-from levanter.models.zigzag import ordered, outputs_in_order, position_parts
+from levanter.models.zigzag import to_zigzag, zigzag_outputs, zigzag_shards
 from levanter.trainer.objective import LOSS, Objective, Term
 
 M = TypeVar("M")
@@ -135,7 +135,7 @@ class LmObjective(Objective[LmHeadModel, LmBatch]):
             return super().total(model, batch, scale)
         outputs, batch = self._forward(model, batch)
         counts = batch.counts() * scale
-        found = loss_sums(
+        loss = loss_sums(
             model,
             batch.targets,
             counts,
@@ -144,23 +144,25 @@ class LmObjective(Objective[LmHeadModel, LmBatch]):
             chunk=self.chunk,
         )
         with jax.named_scope("loss"):
-            z = {} if found.squared_normalizers is None else {Z_LOSS: found.squared_normalizers}
-            auxiliary, minimized = _over_tokens(outputs.auxiliary, counts), found.minimized
+            z = {} if loss.squared_normalizers is None else {Z_LOSS: loss.squared_normalizers}
+            auxiliary, minimized = _over_tokens(outputs.auxiliary, counts), loss.minimized
             for name, weight in self.auxiliary_weights.items():
                 minimized = minimized + weight * auxiliary[name]
-            return minimized, Sums({LOSS: found.loss, **z, **auxiliary})
+            return minimized, Sums({LOSS: loss.loss, **z, **auxiliary})
 
     def _forward(self, model: LmHeadModel, batch: LmBatch) -> tuple[Outputs, LmBatch]:
         """The activations and sums, and the batch with its positions in the order of the activations."""
-        parts, auxiliary = position_parts(model), tuple(self.auxiliary_weights)
-        outputs = outputs_in_order(model, batch.tokens, segment_ids=batch.segment_ids, auxiliary=auxiliary, parts=parts)
-        return outputs, ordered(batch, parts)
+        num_shards, auxiliary = zigzag_shards(model), tuple(self.auxiliary_weights)
+        outputs = zigzag_outputs(
+            model, batch.tokens, segment_ids=batch.segment_ids, auxiliary=auxiliary, num_shards=num_shards
+        )
+        return outputs, to_zigzag(batch, num_shards)
 
     @property
     def gradient_in_loop(self) -> bool:
         """Whether the gradient is made in the loop that scores: where what is minimized is what this class says."""
-        said = ("terms", "sums", "minimized", "logprobs")
-        return all(getattr(type(self), name) is getattr(LmObjective, name) for name in said)
+        overridable = ("terms", "sums", "minimized", "logprobs")
+        return all(getattr(type(self), name) is getattr(LmObjective, name) for name in overridable)
 
     def logprobs(
         self, model: LmHeadModel, batch: LmBatch, *, activations: hax.NamedArray | None = None

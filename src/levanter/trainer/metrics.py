@@ -78,11 +78,11 @@ class Peak:
     @property
     def summary(self) -> dict[str, Any]:
         """Single values for trackers."""
-        found: dict[str, Any] = {"throughput/device_kind": self.kind, "num_devices": self.devices}
+        metrics: dict[str, Any] = {"throughput/device_kind": self.kind, "num_devices": self.devices}
         if self.flops is not None:
-            found["throughput/theoretical_flops_per_device"] = self.flops_per_device
-            found["throughput/theoretical_flops"] = self.flops
-        return found
+            metrics["throughput/theoretical_flops_per_device"] = self.flops_per_device
+            metrics["throughput/theoretical_flops"] = self.flops
+        return metrics
 
     def __str__(self) -> str:
         if self.flops_per_device is None:
@@ -92,12 +92,12 @@ class Peak:
 
 def peak_flops(kind: str, precision: Precision) -> float | None:
     """Peak matmul FLOP/s of one device of a kind, as `levanter.hardware` knows it; None where it does not."""
-    found = find_generation(kind)
-    if found is None:
+    generation = find_generation(kind)
+    if generation is None:
         return None
-    if precision == "f32" and found.peak_f32_native is not None:
-        return found.peak_f32_native
-    return found.peak_bf16 / BF16_PASSES[precision] / found.devices_per_chip
+    if precision == "f32" and generation.peak_f32_native is not None:
+        return generation.peak_f32_native
+    return generation.peak_bf16 / BF16_PASSES[precision] / generation.devices_per_chip
 
 
 @dataclass(kw_only=True)
@@ -172,13 +172,18 @@ class Track:
         size = self.size_of(report.step)
         self.tokens += size.tokens
         self._flops += size.flops
-        found = {**self._numbers(report), **self._rates(report, size), **memory(self.devices), **self.more(report.step)}
+        metrics = {
+            **self._numbers(report),
+            **self._rates(report, size),
+            **memory(self.devices),
+            **self.more(report.step),
+        }
         if report.watched is not None:
-            found |= metrics_of(report.watched, self.names)
-        self.tracker.log(found, step=report.step)
+            metrics |= metrics_of(report.watched, self.names)
+        self.tracker.log(metrics, step=report.step)
 
     def _numbers(self, report: StepReport) -> dict[str, Any]:
-        found: dict[str, Any] = {
+        metrics: dict[str, Any] = {
             "train/loss": report.loss,
             "optim/learning_rate": report.learning_rate,
             "grad/norm/total": report.grad_norm,
@@ -187,14 +192,14 @@ class Track:
             "global_step": report.step,
             "run_progress": report.taken / self.steps,
         }
-        found |= {f"train/{name}": value for name, value in report.terms.items()}
+        metrics |= {f"train/{name}": value for name, value in report.terms.items()}
         if self.skipped is not None:
             self.skipped += report.skipped
-            found |= {"optim/skipped_step": float(report.skipped), "optim/skipped_steps": self.skipped}
-        return found
+            metrics |= {"optim/skipped_step": float(report.skipped), "optim/skipped_steps": self.skipped}
+        return metrics
 
     def _rates(self, report: StepReport, size: StepSize) -> dict[str, Any]:
-        found: dict[str, Any] = {
+        metrics: dict[str, Any] = {
             "throughput/duration": report.seconds,
             "throughput/loading_time": report.waited,
             "throughput/hook_time": report.paused,
@@ -203,45 +208,45 @@ class Track:
         }
         first, self._first = self._first, False
         if first or report.seconds <= 0:
-            return found
+            return metrics
         self.throughput.add(size.tokens, report.seconds)
-        found["throughput/examples_per_second"] = size.rows / report.seconds
-        found["throughput/tokens_per_second"] = size.tokens / report.seconds
-        found["throughput/gflops_per_second"] = size.flops / report.seconds / 1e9
+        metrics["throughput/examples_per_second"] = size.rows / report.seconds
+        metrics["throughput/tokens_per_second"] = size.tokens / report.seconds
+        metrics["throughput/gflops_per_second"] = size.flops / report.seconds / 1e9
         for percent, seconds in self.throughput.percentiles().items():
-            found[f"throughput/p{percent}_duration"] = seconds
-        found["throughput/seconds_left"] = self.throughput.seconds_left(self.steps - report.taken)
+            metrics[f"throughput/p{percent}_duration"] = seconds
+        metrics["throughput/seconds_left"] = self.throughput.seconds_left(self.steps - report.taken)
         if self.peak is not None and self.peak.flops is not None:
-            found["throughput/mfu"] = 100 * size.flops / report.seconds / self.peak.flops
-            found["throughput/mfu_causal"] = 100 * size.flops_causal / report.seconds / self.peak.flops
-            self.mfu.append(found["throughput/mfu"])
-        return found
+            metrics["throughput/mfu"] = 100 * size.flops / report.seconds / self.peak.flops
+            metrics["throughput/mfu_causal"] = 100 * size.flops_causal / report.seconds / self.peak.flops
+            self.mfu.append(metrics["throughput/mfu"])
+        return metrics
 
     @property
     def summary(self) -> dict[str, Any]:
         """Single values for trackers, at the end."""
-        found: dict[str, Any] = {} if self.peak is None else self.peak.summary
+        metrics: dict[str, Any] = {} if self.peak is None else self.peak.summary
         if self.mfu:
             low, middle, high = np.percentile(list(self.mfu), [10, 50, 90]).tolist()
-            found |= {"throughput/p10_mfu": low, "throughput/p50_mfu": middle, "throughput/p90_mfu": high}
-            found["throughput/mean_mfu"] = float(np.mean(self.mfu))
+            metrics |= {"throughput/p10_mfu": low, "throughput/p50_mfu": middle, "throughput/p90_mfu": high}
+            metrics["throughput/mean_mfu"] = float(np.mean(self.mfu))
         if self.skipped is not None:
-            found["optim/skipped_steps"] = self.skipped
-        return found
+            metrics["optim/skipped_steps"] = self.skipped
+        return metrics
 
 
 def memory(devices: Iterable[HasMemory]) -> dict[str, int]:
     """Bytes that this process and its fullest device hold; what the system or the device does not say is left out."""
-    found = {}
+    metrics = {}
     resident = host_bytes()
     if resident is not None:
-        found["memory/host_rss_bytes"] = resident
-    told = [stats for device in devices if (stats := device.memory_stats())]
+        metrics["memory/host_rss_bytes"] = resident
+    all_stats = [stats for device in devices if (stats := device.memory_stats())]
     for name, key in (("device_bytes_in_use", "bytes_in_use"), ("device_peak_bytes", "peak_bytes_in_use")):
-        values = [stats[key] for stats in told if key in stats]
+        values = [stats[key] for stats in all_stats if key in stats]
         if values:
-            found[f"memory/{name}"] = max(values)
-    return found
+            metrics[f"memory/{name}"] = max(values)
+    return metrics
 
 
 def host_bytes() -> int | None:

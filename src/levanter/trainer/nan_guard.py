@@ -67,7 +67,7 @@ class Guard:
         }
 
     def _message(self, report: StepReport, bad: dict[str, float]) -> str:
-        found = ", ".join(f"{name} {value}" for name, value in bad.items())
+        nonfinite = ", ".join(f"{name} {value}" for name, value in bad.items())
         others = ", ".join(f"{name} {value:.6g}" for name, value in _numbers(report).items() if name not in bad)
         after = "the state after it was not saved"
         hint = "trainer.crash_on_nan, trainer.crash_on_inf: false continues regardless"
@@ -79,8 +79,8 @@ class Guard:
         elif not report.skipped and not self.in_a_row:
             hint += "; trainer.skip_nonfinite_steps: N skips such steps, up to N in a row"
         return (
-            f"step {report.step}: {found}{f' ({others})' if others else ''}, learning rate {report.learning_rate:.3g}; "
-            f"{after}; {self.last_checkpoint()}\n  → {hint}"
+            f"step {report.step}: {nonfinite}{f' ({others})' if others else ''}, "
+            f"learning rate {report.learning_rate:.3g}; {after}; {self.last_checkpoint()}\n  → {hint}"
         )
 
 

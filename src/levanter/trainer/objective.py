@@ -94,8 +94,8 @@ class Objective(ABC, Generic[M, B]):
     def minimized(self, sums: Sums) -> jax.Array:
         """What is differentiated: the terms that count, added up with their weights."""
         first, *others = (term.shown(sums[term.name]) for term in self.terms if term.weight is not None)
-        for each in others:
-            first = first + each
+        for other in others:
+            first = first + other
         return first
 
     def shown(self, sums: Sums) -> Sums:

@@ -85,12 +85,12 @@ class Profile:
 
 def options(config: ProfileOptionsConfig) -> jax.profiler.ProfileOptions:
     """The options as JAX takes them; what the config leaves out is left to JAX."""
-    found = jax.profiler.ProfileOptions()
+    profile_options = jax.profiler.ProfileOptions()
     for name in ("host_tracer_level", "python_tracer_level", "device_tracer_level", "include_dataset_ops"):
         value = getattr(config, name)
         if value is not None:
-            setattr(found, name, value)
-    found.enable_hlo_proto = config.enable_hlo_proto
+            setattr(profile_options, name, value)
+    profile_options.enable_hlo_proto = config.enable_hlo_proto
     if config.advanced_configuration:
-        found.advanced_configuration = dict(config.advanced_configuration)
-    return found
+        profile_options.advanced_configuration = dict(config.advanced_configuration)
+    return profile_options

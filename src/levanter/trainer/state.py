@@ -33,7 +33,7 @@ from levanter.models.precision import Precision
 from levanter.trainer.averaging import ParameterAverage, begin
 from levanter.trainer.config_blocks import ModelAveragingConfig
 from levanter.trainer.reinit_rows import Renewal, unchanged
-from levanter.trainer.trainable import EVERYTHING, Partition, parameters_of
+from levanter.trainer.trainable import EVERYTHING, Partition, all_parameters
 
 MODEL, OPTIMIZER, FROZEN, AVERAGE = "model", "optimizer", "frozen", "average"
 GRADIENT_BYTES = 4
@@ -58,7 +58,7 @@ class TrainState(eqx.Module):
     average: ParameterAverage | None = None
 
     @property
-    def judged(self) -> LmHeadModel:
+    def eval_params(self) -> LmHeadModel:
         """The parameters that are evaluated and exported: their average, where there is one."""
         return self.model if self.average is None else self.average.parameters
 
@@ -163,17 +163,19 @@ def plan_state(
     A rule that a statistic violates its parameter violates too, so findings are those of the parameters. Statistics
     that are large where their parameter is not add theirs.
     """
-    parameters = plan_sharding(parameters_of(state.model, frozen), mappings, mesh, hbm_bytes=hbm_bytes)
-    own = {plan.leaf.path for plan in parameters.leaves}
+    parameters = plan_sharding(all_parameters(state.model, frozen), mappings, mesh, hbm_bytes=hbm_bytes)
+    parameter_paths = {plan.leaf.path for plan in parameters.leaves}
     slots: dict[str, list[Leaf]] = {}
     for leaf in leaves(state):
-        prefix, path = _split(leaf.path, own)
+        prefix, path = _split(leaf.path, parameter_paths)
         slots.setdefault(prefix, []).append(replace(leaf, path=path))
     plans: dict[str, LeafPlan] = {}
     findings = list(parameters.findings)
     faulty = {f.path for f in parameters.findings if f.error is not None}
-    for prefix, found in slots.items():
-        slot = plan_sharding(found, replace(mappings, overrides=_relevant(mappings, found)), mesh, hbm_bytes=hbm_bytes)
+    for prefix, slot_leaves in slots.items():
+        slot = plan_sharding(
+            slot_leaves, replace(mappings, overrides=_relevant(mappings, slot_leaves)), mesh, hbm_bytes=hbm_bytes
+        )
         for plan in slot.leaves:
             path = _joined(prefix, plan.leaf.path)
             plans[path] = replace(plan, leaf=replace(plan.leaf, path=path))
@@ -195,10 +197,10 @@ def plan_state(
 
 def _split(path: str, parameters: set[str]) -> tuple[str, str]:
     """A path in the state as (what comes before, the parameter's path); (path's parent, its name) for the rest."""
-    parts = path.split(".")
-    for n in range(len(parts)):
-        if (tail := ".".join(parts[n:])) in parameters:
-            return ".".join(parts[:n]), tail
+    names = path.split(".")
+    for n in range(len(names)):
+        if (tail := ".".join(names[n:])) in parameters:
+            return ".".join(names[:n]), tail
     return "", path
 
 
@@ -206,9 +208,9 @@ def _joined(prefix: str, path: str) -> str:
     return f"{prefix}.{path}" if prefix else path
 
 
-def _relevant(mappings: Mappings, found: list[Leaf]) -> tuple[Any, ...]:
+def _relevant(mappings: Mappings, slot_leaves: list[Leaf]) -> tuple[Any, ...]:
     """The overrides that apply to some leaf, so that the others are not reported as idle once more."""
-    return tuple(o for o in mappings.overrides if any(o in mappings.overrides_at(leaf.path) for leaf in found))
+    return tuple(o for o in mappings.overrides if any(o in mappings.overrides_at(leaf.path) for leaf in slot_leaves))
 
 
 def _of_slot(finding: Finding, prefix: str) -> Finding:

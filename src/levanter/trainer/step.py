@@ -28,9 +28,9 @@ from levanter.models.base import LmHeadModel
 from levanter.models.precision import Precision
 from levanter.optim.hessian import Hutchinson, direction, product
 from levanter.optim.hessian import remembered as remembered_curvature
-from levanter.optim.norms import global_norm, global_norm_by_layer
 from levanter.optim.schedules import Schedule
-from levanter.optim.skip_steps import SkipStepConfig, is_outlier, recent_of, remembered, with_recent
+from levanter.optim.skip_steps import SkipStepConfig, is_outlier, recent_statistics, remembered, with_recent
+from levanter.optim.transforms import global_norm, global_norm_by_layer
 from levanter.trainer.averaging import averaged
 from levanter.trainer.config_blocks import ModelAveragingConfig
 from levanter.trainer.loss import in_compute_dtype
@@ -119,7 +119,7 @@ class StepRecipe(Generic[B]):
     @property
     def outputs(self) -> tuple[str, ...]:
         """The paths of everything in the metrics of a step."""
-        always = [each.name for each in fields(StepMetrics) if each.default is each.default_factory is MISSING]
+        always = [metric.name for metric in fields(StepMetrics) if metric.default is metric.default_factory is MISSING]
         terms = (f"terms.{term.name}" for term in self.objective.terms if term.name != LOSS)
         watched = () if self.watch is None else self.watch.outputs()
         return (*always, *terms, *(("skipped",) if self.skips else ()), *(f"watched.{path}" for path in watched))
@@ -198,10 +198,10 @@ def _kept(
     if recipe.skip_nonfinite:
         left_out |= ~(jnp.isfinite(loss) & jnp.isfinite(norm))
     if recipe.outliers is not None:
-        left_out |= is_outlier(recipe.outliers, recent_of(state.optimizer), loss, norm)
+        left_out |= is_outlier(recipe.outliers, recent_statistics(state.optimizer), loss, norm)
     kept = jax.tree.map(lambda before, after: jnp.where(left_out, before, after), state, new)
     if recipe.outliers is not None:
-        recent = remembered(recent_of(state.optimizer), loss, norm)
+        recent = remembered(recent_statistics(state.optimizer), loss, norm)
         kept = replace(kept, optimizer=with_recent(kept.optimizer, recent))
     return kept, replace(
         metrics,
@@ -237,7 +237,7 @@ def sums_and_gradients(
 
     if recipe.accumulation == 1:
         return of_part(batch)
-    Micro, parts = _parts(recipe, batch)
+    Micro, microbatches = _split_microbatches(recipe, batch)
 
     def add(carry: tuple[Sums, Any], part: B, number: hax.NamedArray | None = None) -> tuple[Sums, Any]:
         drawn = () if number is None else (number.scalar(),)
@@ -247,7 +247,7 @@ def sums_and_gradients(
 
     nothing = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained)
     start = (Sums.zeros(term.name for term in objective.terms), _pinned(nothing, recipe.parameters))
-    return hax.fold(add, Micro)(start, parts, *(() if key is None else (hax.arange(Micro),)))
+    return hax.fold(add, Micro)(start, microbatches, *(() if key is None else (hax.arange(Micro),)))
 
 
 def _with_curvature(
@@ -280,17 +280,17 @@ def _products(
 
     if recipe.accumulation == 1:
         return of_part(batch)
-    Micro, parts = _parts(recipe, batch)
+    Micro, microbatches = _split_microbatches(recipe, batch)
 
     def add(total: PyTree, part: B) -> PyTree:
-        made = of_part(jax.tree.map(_sharded, part, is_leaf=_is_named))
-        return _pinned(jax.tree.map(jnp.add, total, made), recipe.parameters)
+        product = of_part(jax.tree.map(_sharded, part, is_leaf=_is_named))
+        return _pinned(jax.tree.map(jnp.add, total, product), recipe.parameters)
 
     nothing = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained)
-    return hax.fold(add, Micro)(_pinned(nothing, recipe.parameters), parts)
+    return hax.fold(add, Micro)(_pinned(nothing, recipe.parameters), microbatches)
 
 
-def _parts(recipe: StepRecipe[B], batch: B) -> tuple[hax.Axis, B]:
+def _split_microbatches(recipe: StepRecipe[B], batch: B) -> tuple[hax.Axis, B]:
     """The microbatches: their axis, and the batch with that axis; each takes every n-th row."""
     Batch = recipe.objective.rows(batch)
     Micro = hax.Axis("microbatch", recipe.accumulation)

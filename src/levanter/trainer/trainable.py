@@ -97,7 +97,7 @@ def bind(trained: M, frozen: M | None, *, key: jax.Array | None = None) -> M:
     return jax.tree.map(lambda a, b: b if a is None else a, trained, frozen, is_leaf=_is_leaf)
 
 
-def parameters_of(trained: PyTree, frozen: PyTree) -> tuple[Leaf, ...]:
+def all_parameters(trained: PyTree, frozen: PyTree) -> tuple[Leaf, ...]:
     """Every parameter, trained or frozen, under its path in its own tree; of two parts of a model, in its order."""
     if isinstance(trained, Adapters):
         return (*leaves(trained), *leaves(frozen))
@@ -115,8 +115,8 @@ def _matches(pattern: str, leaf: Leaf) -> bool:
 def _hint(pattern: str, known: Iterable[Leaf]) -> str:
     """What a pattern may have meant."""
     if pattern in PARAMETER_GROUPS:
-        there = sorted({parameter_group(leaf) for leaf in known})
-        return f"the groups of this model are {', '.join(there)}"
+        groups = sorted({parameter_group(leaf) for leaf in known})
+        return f"the groups of this model are {', '.join(groups)}"
     names = list(dict.fromkeys([*PARAMETER_GROUPS, *(name for leaf in known for name in _names(leaf))]))
     close = nearest(pattern, names)
     return f"did you mean {' or '.join(close)}?" if close else f"its paths are like {next(iter(known)).path}"

@@ -115,29 +115,29 @@ class Watch:
                 if self.norms:
                     norms[target] = jnp.concatenate([rows.norms() for rows in pieces])
                 if self.histograms:
-                    each = [rows.histograms() for rows in pieces]
-                    histograms[target] = jax.tree.map(lambda *xs: jnp.concatenate(xs), *each)
+                    piece_histograms = [rows.histograms() for rows in pieces]
+                    histograms[target] = jax.tree.map(lambda *xs: jnp.concatenate(xs), *piece_histograms)
         return Watched(norms=norms, histograms=histograms)
 
     def names(self, **trees: PyTree) -> dict[str, tuple[str, ...]]:
-        """What each number of `see` is of, from the same trees without memory."""
+        """What piece_histograms number of `see` is of, from the same trees without memory."""
         return {target: tuple(_names(trees[target], self.split)) for target in self.targets}
 
 
-def metrics_of(watched: Watched, names: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+def tracker_metrics(watched: Watched, names: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
     """What was seen under the names that trackers know, from arrays on the host."""
-    found: dict[str, Any] = {}
+    metrics: dict[str, Any] = {}
     for target, values in watched.norms.items():
         for name, value in zip(names[target], np.asarray(values), strict=True):
-            found[f"{PREFIXES[target]}/norm/{name}"] = float(value)
-    for target, each in watched.histograms.items():
+            metrics[f"{PREFIXES[target]}/norm/{name}"] = float(value)
+    for target, histograms in watched.histograms.items():
         for n, name in enumerate(names[target]):
-            least, most = float(each.least[n]), float(each.most[n])
-            found[f"{PREFIXES[target]}/hist/{name}"] = {
-                "counts": np.asarray(each.counts[n]).tolist(),
+            least, most = float(histograms.least[n]), float(histograms.most[n])
+            metrics[f"{PREFIXES[target]}/hist/{name}"] = {
+                "counts": np.asarray(histograms.counts[n]).tolist(),
                 "edges": np.linspace(least, most, BINS + 1).tolist(),
             }
-    return found
+    return metrics
 
 
 def _arrays(tree: PyTree) -> Iterator[tuple[str, hax.NamedArray]]:

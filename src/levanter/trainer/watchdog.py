@@ -52,7 +52,7 @@ class Watchdog:
     _since: float | None = field(default=None, init=False)
     _taken: int = field(default=0, init=False)
     _first: bool = field(default=True, init=False)
-    _told: bool = field(default=False, init=False)
+    _reported: bool = field(default=False, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _stop: threading.Event = field(default_factory=threading.Event, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
@@ -63,7 +63,7 @@ class Watchdog:
             if not self._first:
                 self._times.append(report.seconds)
             self._first, self._taken = False, report.taken
-            self._since, self._told = self.clock(), False
+            self._since, self._reported = self.clock(), False
 
     @contextmanager
     def resting(self) -> Iterator[None]:
@@ -74,7 +74,7 @@ class Watchdog:
             yield
         finally:
             with self._lock:
-                self._since, self._told = self.clock(), False
+                self._since, self._reported = self.clock(), False
 
     @property
     def limit(self) -> float | None:
@@ -87,12 +87,12 @@ class Watchdog:
         """Writes stacks if the current step takes too long and they are not written yet; returns whether it did."""
         with self._lock:
             limit, since = self.limit, self._since
-            if limit is None or since is None or self._told:
+            if limit is None or since is None or self._reported:
                 return False
             seconds = self.clock() - since
             if seconds <= limit:
                 return False
-            self._told, usual, step = True, median(self._times), self._taken
+            self._reported, usual, step = True, median(self._times), self._taken
         self._dump(f"step {step} has taken {seconds:.0f} s, and {usual:.2g} s is usual")
         return True
 

@@ -13,7 +13,7 @@ from helpers.published_configs import GEMMA3_27B_WITH_VISION, PARAMETERS, PUBLIS
 from haliax_ext.abstract import abstract, leaves
 from levanter.compat.hf.config_bridge import read_config
 from levanter.models import Gemma2Config, Gemma3Config, MistralConfig, QwenConfig, SmolLM3Config
-from levanter.models.decoder.scan_layout import runs_of
+from levanter.models.decoder.scan_layout import scan_runs
 from levanter.models.flops import flops_per_token, mean_keys
 
 DOCS = Path(__file__).parents[3] / "docs/porting-models.md"
@@ -168,7 +168,7 @@ def test_every_layer_of_a_checkpoint_is_read_once(name):
 
 def test_a_long_period_is_not_looked_for():
     layers = Gemma3Config(num_layers=40, sliding_window_pattern=20).layers
-    assert [(len(run.places), run.periods) for run in runs_of(layers)] == [(1, 19), (1, 1), (1, 19), (1, 1)]
+    assert [(len(run.places), run.periods) for run in scan_runs(layers)] == [(1, 19), (1, 1), (1, 19), (1, 1)]
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,7 @@ def test_a_platform_settles_the_backend():
     config, _ = tiny_config(attn_backend="nvte", upcast_attn=True).for_platform("gpu", compute_dtype="bfloat16")
     assert config.attn_backend == "reference"
     # Cut over four devices, each has 1,024 queries.
-    config, reasons = tiny_config().for_platform("tpu", compute_dtype="bfloat16", length=4096, parts=4)
+    config, reasons = tiny_config().for_platform("tpu", compute_dtype="bfloat16", length=4096, sequence_shards=4)
     assert (config.attn_backend, config.flash_attention_block_size) == ("splash", 512)
     assert reasons == ("attention: splash: blocks of 512 × 512; scores stay on the chip",)
 

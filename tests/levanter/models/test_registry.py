@@ -17,13 +17,13 @@ from levanter.config.help import explain
 from levanter.models import registry
 from levanter.models.llama.config import LlamaConfig
 from levanter.models.registry import (
-    OWN,
+    BUILTIN,
     FamilyError,
     LmConfig,
     families_of_config_json,
+    family_for_config,
     family_named,
     family_names,
-    family_of,
 )
 
 
@@ -64,10 +64,10 @@ def distribution(folder, name: str, points: str, **modules: str):
     return folder
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", BUILTIN)
 def test_ours_are_where_the_table_says(name):
     family = family_named(name)
-    assert family.name == name and family_of(family.config_class) is family
+    assert family.name == name and family_for_config(family.config_class) is family
     assert LmConfig.get_choice_class(name) is family.config_class
     assert LmConfig.get_choice_name(family.config_class) == name
     known = families_of_config_json(family.config_json[0].model_type)
@@ -86,7 +86,7 @@ def test_a_class_derived_from_a_familys_config_is_not_of_that_family():
         r"\(LlamaConfig, 'llama'\)\. To register one, .*'levanter\.families'.*config_class=Derived .*families: .*llama"
     )
     for ask in (
-        lambda: family_of(Derived),
+        lambda: family_for_config(Derived),
         lambda: family_for(config),
         lambda: config.build(hax.Axis("vocab", 8), key=jax.random.PRNGKey(0)),
         config.weight_rules,
@@ -103,7 +103,7 @@ def test_a_config_without_a_family_is_told_so():
     with pytest.raises(
         ValueError, match=r"Alone has no model family: it is not registered, and .*class\. To register one.*llama"
     ):
-        family_of(Alone)
+        family_for_config(Alone)
 
 
 def test_packages_are_named_and_not_imported(packages):
@@ -208,7 +208,7 @@ def test_importing_the_models_imports_no_package_and_no_rest_of_a_family():
     code = (
         "import sys, levanter.models\n"
         "assert levanter.models.LmConfig.choice_names()\n"
-        "families = {place.partition(':')[0] for place in levanter.models.registry.OWN.values()}\n"
+        "families = {place.partition(':')[0] for place in levanter.models.registry.BUILTIN.values()}\n"
         "print(sorted({'heron', 'egret', *families} & set(sys.modules)))"
     )
     done = subprocess.run(

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from levanter.optim import AdamConfig, MuonConfig, SgdConfig
-from levanter.optim.gradient_clipping import clip_by_global_norm
+from levanter.optim.transforms import clip_by_global_norm
 
 RNG = np.random.default_rng(0)
 GRADIENTS = {"a": RNG.standard_normal((8, 5)).astype(np.float32), "b": RNG.standard_normal(7).astype(np.float32)}

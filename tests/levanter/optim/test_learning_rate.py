@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from levanter.optim import AdamConfig
-from levanter.optim.learning_rate import scale_by_learning_rate
+from levanter.optim.transforms import scale_by_learning_rate
 
 pytestmark = pytest.mark.quick
 

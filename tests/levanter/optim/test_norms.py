@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from levanter.optim.norms import global_norm, global_norm_by_layer
+from levanter.optim.transforms import global_norm, global_norm_by_layer
 
 RNG = np.random.default_rng(0)
 LAYERS, EMBED, MLP = hax.make_axes(layers=3, embed=512, mlp=256)

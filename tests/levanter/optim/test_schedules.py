@@ -15,7 +15,7 @@ from levanter.optim.schedules import (
     PolynomialLrSchedule,
     PowerLrSchedule,
     cycle_ends,
-    steps_of,
+    num_steps,
 )
 
 pytestmark = pytest.mark.quick
@@ -179,6 +179,6 @@ def test_unknown_shape_is_refused_with_the_nearest():
 
 
 def test_steps_of():
-    assert steps_of(0.25, 1000, key="k") == 250
-    assert steps_of(250, 1000, key="k") == 250
-    assert steps_of(1, 1000, key="k") == 1000  # upstream reads 1 as all of it
+    assert num_steps(0.25, 1000, key="k") == 250
+    assert num_steps(250, 1000, key="k") == 250
+    assert num_steps(1, 1000, key="k") == 1000  # upstream reads 1 as all of it

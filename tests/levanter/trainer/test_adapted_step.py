@@ -20,7 +20,7 @@ from haliax_ext.meshspec import MeshSpec
 from levanter.compat.hf.peft import open_peft
 from levanter.data import next_tokens
 from levanter.layers.low_rank import LowRank
-from levanter.models.adapters import LoraConfig, find_targets, groups_of
+from levanter.models.adapters import LoraConfig, find_targets, target_groups
 from levanter.models.precision import Precision
 from levanter.optim import AdamConfig
 from levanter.trainer.adapter_state import Adapted
@@ -109,7 +109,7 @@ class Setup:
         Vocab = hax.Axis("vocab", VOCAB)
         config = replace(CONFIG, gradient_checkpointing=self.recompute)
         module = abstract(lambda: config.build(Vocab, key=jax.random.PRNGKey(0)))
-        every = groups_of(module, CONFIG.weight_rules(Vocab))
+        every = target_groups(module, CONFIG.weight_rules(Vocab))
         how = {"placement": self.placement, "dropout": self.dropout}
         lora = LoraConfig(target_modules=list(TARGETS), r=R, alpha=ALPHA, **how)
         adapted = Adapted(targets=find_targets(every, lora), config=lora, every=every)
@@ -172,7 +172,7 @@ def factors_read(folder, given=None):
     """Factors by our paths, read from a folder in the format of peft."""
     Vocab = hax.Axis("vocab", VOCAB)
     rules = CONFIG.weight_rules(Vocab)
-    groups = groups_of(abstract(lambda: CONFIG.build(Vocab, key=jax.random.PRNGKey(0))), rules)
+    groups = target_groups(abstract(lambda: CONFIG.build(Vocab, key=jax.random.PRNGKey(0))), rules)
     write_adapter(folder, factors() if given is None else given, r=R, lora_alpha=ALPHA)
     adapter = open_peft(str(folder))
     found = {}

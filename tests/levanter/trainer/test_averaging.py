@@ -81,7 +81,7 @@ def test_a_step_carries_it_beside_training_that_does_not_see_it(rule, devices):
         seen.append(jax.device_get(state.model))
         losses.append(float(metrics.loss))
     weights = [0.75**2, 0.25 * 0.75, 0.25] if rule is EMA else [0, 0.5, 0.5]
-    for leaf, found in zip(leaves(state.judged), jax.tree.leaves(jax.device_get(state.judged)), strict=True):
+    for leaf, found in zip(leaves(state.eval_params), jax.tree.leaves(jax.device_get(state.eval_params)), strict=True):
         each = [dict(zip([x.path for x in leaves(m)], jax.tree.leaves(m), strict=True))[leaf.path] for m in seen]
         expected = sum(w * np.asarray(x, np.float64) for w, x in zip(weights, each, strict=True))
         np.testing.assert_allclose(found, expected, atol=1e-6, err_msg=leaf.path)
@@ -93,4 +93,4 @@ def test_a_step_carries_it_beside_training_that_does_not_see_it(rule, devices):
         assert float(metrics.loss) == losses[n]
     for a, b in zip(jax.tree.leaves(state.model), jax.tree.leaves(state_without.model), strict=True):
         assert (np.asarray(a) == np.asarray(b)).all()
-    assert dataclasses.replace(state, average=None).judged is state.model
+    assert dataclasses.replace(state, average=None).eval_params is state.model

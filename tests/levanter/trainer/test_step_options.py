@@ -19,7 +19,7 @@ from levanter.models.scoring import next_tokens, token_scores
 from levanter.optim import AdamConfig, SgdConfig, SkipStepConfig
 from levanter.optim.skip_steps import Recent, is_outlier, remembered
 from levanter.trainer.loss import LmObjective
-from levanter.trainer.watch import BINS, Watch, metrics_of
+from levanter.trainer.watch import BINS, Watch, tracker_metrics
 
 WATCH = Watch(targets=("grads", "params", "updates", "opt_state"), norms=True, histograms=False, split=True, every=1)
 # No history is enough for an outlier before step 2; from then on, a loss above the mean is one.
@@ -125,7 +125,7 @@ def test_what_is_watched_equals_the_arrays(devices):
     names = WATCH.names(
         grads=template.model, params=template.model, updates=template.model, opt_state=template.optimizer
     )
-    seen = metrics_of(history[0].watched, names)
+    seen = tracker_metrics(history[0].watched, names)
     start = random_arrays(EVERYTHING.config)
     up = "transformer.layers.{}.mlp.up_proj.weight"
     stacked = "transformer.layers.stacked.mlp.up_proj.weight"
@@ -154,7 +154,7 @@ def test_histograms_equal_numpys(devices):
     mesh = jax.sharding.Mesh(np.asarray(devices).reshape(4, 2), ("data", "model"))
     cut = NamedSharding(mesh, PartitionSpec("model", None, "data"))
     placed = {**tree, "up": hax.NamedArray(jax.device_put(values, cut), tree["up"].axes)}
-    seen = metrics_of(
+    seen = tracker_metrics(
         jax.device_get(jax.jit(lambda params: watch.see(params=params))(placed)), watch.names(params=tree)
     )
     expected = {f"up.{n}": values[:, n] for n in range(3)} | {"norm": values[0, 0]}

@@ -17,8 +17,8 @@ from levanter.commands.model.source import Origin
 from levanter.compat.hf.errors import CheckpointError, MissingCheckpointFileError, UnreachableError
 from levanter.compat.hf.peft import PeftAdapter, UnsupportedTargetError, lazy_adapter, open_peft, plan_peft
 from levanter.compat.hf.peft.merge import MergedTensors, copied_tensors, stored_leaves
-from levanter.models.adapters.lora_targets import TargetGroup, groups_of
-from levanter.models.adapters.whole import part_of
+from levanter.models.adapters.lora_targets import TargetGroup, target_groups
+from levanter.models.adapters.whole import select_leaves
 from levanter.models.registry import LmConfig
 from levanter.runplan import Check
 
@@ -83,13 +83,13 @@ def find_merge(
             )
         if source is not None:
             rules.match(stored, source.tensors)
-        every = groups_of(module, rules)
+        every = target_groups(module, rules)
         if adapter_path is None:
             adapter, targets, whole = _of_checkpoint(origin, every, rules, module)
         else:
             adapter = open_peft(adapter_path).per_expert(every)
             whole = adapter.copied_paths(own, rules)
-            targets = adapter.targets(every, rules, part_of(module, whole))
+            targets = adapter.targets(every, rules, select_leaves(module, whole))
     except (MissingCheckpointFileError, UnreachableError) as error:
         return nothing, [Check(name="adapter", status="unchecked", message=str(error), error=error)]
     except (CheckpointError, CheckpointMismatchError, WeightMismatchError, UnsupportedTargetError) as error:
@@ -117,7 +117,7 @@ def _of_checkpoint(
             "only; export that checkpoint, and merge what peft_save_path has into the export",
         )
     targets = saved.targets(every)
-    own = leaves(saved.tree(targets, part_of(module, saved.part.whole)))
+    own = leaves(saved.tree(targets, select_leaves(module, saved.part.whole)))
     plan = plan_peft(targets, every, rules, own, use_rslora=saved.config.use_rslora, base=origin.reference)
     found = lazy_adapter(plan, Slices(saved.source), where=saved.where).per_expert(every)
     return found, targets, saved.part.whole

@@ -19,7 +19,7 @@ from levanter.config import ExplicitKeys
 from levanter.data import Tokenizer
 from levanter.memorization.results import Scheme, Scores
 from levanter.memorization.runner import BatchShape, WindowSource, sampling_laws, score_program
-from levanter.models.registry import LmConfig, family_of
+from levanter.models.registry import LmConfig, family_for_config
 from levanter.runplan import Check, RunPlan, Target, Workload
 
 DEFAULT_BATCH = 32
@@ -207,7 +207,7 @@ def model_block(config: Any, written: ExplicitKeys) -> tuple[ModelBlock | None, 
     try:
         merged(block, checkpoint.config, where=checkpoint.where)
     except CheckpointError as error:
-        free = block.keys - set(family_of(type(checkpoint.config)).architecture_fields)
+        free = block.keys - set(family_for_config(type(checkpoint.config)).architecture_fields)
         model = replace(checkpoint.config, **{key: getattr(block.config, key) for key in sorted(free)})
         message = f"the checkpoint's architecture is used, as upstream does whatever the block says: {error}"
         # Nothing else in the block contradicts, so all of it may count.

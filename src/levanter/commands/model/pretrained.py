@@ -242,7 +242,7 @@ def describe_pretrained(
     sizes = {"vocab": vocab, "positions": positions}
     resolved = resolved_on(target, trainer.mesh, config, **sizes, precision=precision, backward=False)
     config, reasons = replace(config, vocab_size=vocab).for_platform(
-        target.platform, compute_dtype=precision.compute, length=positions, parts=resolved.query_ways
+        target.platform, compute_dtype=precision.compute, length=positions, sequence_shards=resolved.query_ways
     )
     checks = [
         *origin.checks,

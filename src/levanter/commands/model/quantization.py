@@ -18,7 +18,7 @@ from haliax_ext.rules import WeightRule, WeightRules
 from levanter.commands.model.representation import TiedHead
 from levanter.compat.hf.compressed_tensors import SCALE
 from levanter.layers.linear import Linear
-from levanter.layers.quantized import int8_matrix, quantizable, with_int8, with_own_head
+from levanter.layers.quantized import int8_matrix, quantizable, with_int8, with_untied_head
 from levanter.runplan import Check
 
 
@@ -78,7 +78,7 @@ def quantized(
     Raises:
         QuantizationError: all are to be int8, and none can be; or a leaf is stored as int8 in some layers only.
     """
-    headed = with_own_head(module) if asked and tied_head == "copy" else module
+    headed = with_untied_head(module) if asked and tied_head == "copy" else module
     if headed is not module:
         head = module.head.weight
         (table,) = (path for path, x in leaves_with_paths(module) if x is head)

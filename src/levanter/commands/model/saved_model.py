@@ -35,7 +35,7 @@ from levanter.compat.hf.tokenizer import check_vocabulary
 from levanter.compat.open import load_tokenizer
 from levanter.config import ConfigError, parse_text, plain
 from levanter.data import PassthroughTokenizer, Tokenizer
-from levanter.models.registry import LmConfig, family_of
+from levanter.models.registry import LmConfig, family_for_config
 from levanter.runplan import Check
 from levanter.trainer.frozen_identity import FrozenPart
 from levanter.trainer.state import MODEL
@@ -115,7 +115,7 @@ def model_metadata(model: LmConfig, *, tokenizer: str | None) -> dict[str, Any]:
     """
     assert model.vocab_size is not None
     fields = plain(model)
-    names = (*family_of(type(model)).architecture_fields, *_ALSO)
+    names = (*family_for_config(type(model)).architecture_fields, *_ALSO)
     return {
         "model": {"type": fields["type"], **{name: fields[name] for name in names if name in fields}},
         "tokenizer": tokenizer,
@@ -183,7 +183,7 @@ def _adapted(ref: CheckpointRef, part: FrozenPart, model: ModelBlock | None) -> 
             f"{ref.path}: contains adapters of a model that was made from the seed, which is in no checkpoint; train "
             "them on one that is (hf_checkpoint, initialize_model_from_checkpoint_path)"
         )
-    keys = {*family_of(type(config)).architecture_fields, *_ALSO} & {each.name for each in fields(config)}
+    keys = {*family_for_config(type(config)).architecture_fields, *_ALSO} & {each.name for each in fields(config)}
     own = merged(ModelBlock(config=config, keys=frozenset(keys)), origin.architecture, where=where)
     description = f"{origin.description}, with the adapters of {ref.path} (step {ref.step})"
     named = ref.metadata.get("tokenizer")

@@ -23,7 +23,7 @@ from levanter.compat.hf.tokenizer import check_vocabulary
 from levanter.compat.open import hf_config, int8_format, load_tokenizer, open_checkpoint
 from levanter.config import ExplicitKeys, plain
 from levanter.data import PassthroughTokenizer, Tokenizer
-from levanter.models.registry import LmConfig, family_of
+from levanter.models.registry import LmConfig, family_for_config
 from levanter.models.vocabularies import known_vocabulary
 from levanter.runplan import Check
 
@@ -187,7 +187,7 @@ def yielding(model: ModelBlock, own: LmConfig, *, where: str) -> tuple[LmConfig,
     try:
         return merged(model, own, where=where), []
     except CheckpointError as error:
-        free = model.keys - set(family_of(type(own)).architecture_fields)
+        free = model.keys - set(family_for_config(type(own)).architecture_fields)
         # A block of another family has other fields.
         shared = {field.name for field in fields(own)}
         config = replace(own, **{key: getattr(model.config, key) for key in sorted(free & shared)})
@@ -214,7 +214,7 @@ def merged(model: ModelBlock | None, own: LmConfig, *, where: str, block_is_whol
         check_model_block({**plain(model.config), **block}, own, where=where)
         return replace(model.config, vocab_size=own.vocab_size)
     check_model_block(block, own, where=where)
-    free = model.keys - set(family_of(type(own)).architecture_fields)
+    free = model.keys - set(family_for_config(type(own)).architecture_fields)
     return replace(own, **{key: getattr(model.config, key) for key in sorted(free)})
 
 

@@ -18,9 +18,9 @@ from levanter.commands.model.saved_adapters import SavedAdapters
 from levanter.compat.hf.errors import CheckpointError, MissingCheckpointFileError, UnreachableError
 from levanter.compat.hf.peft import PeftAdapter, open_peft
 from levanter.compat.hf.peft.names import peft_rules
-from levanter.models.adapters.lora_targets import TargetGroup, groups_of
+from levanter.models.adapters.lora_targets import TargetGroup, target_groups
 from levanter.models.adapters.tree import Adapters, factors
-from levanter.models.adapters.whole import own_path, part_of, paths_of
+from levanter.models.adapters.whole import copy_path, leaf_paths, select_leaves
 from levanter.models.precision import Precision
 from levanter.models.registry import LmConfig
 from levanter.runplan import Check
@@ -67,24 +67,24 @@ def find_adapted(
     named = config.weight_rules(Vocab)
     try:
         if isinstance(adapter, SavedAdapters):
-            opened, targets = adapter, adapter.targets(groups_of(module, named))
+            opened, targets = adapter, adapter.targets(target_groups(module, named))
             part = _copied(module, adapter.part.whole, adapter.where)
             tree = cast(opened.tree(targets, part), precision.compute)
             own = same_names(leaves(tree), padded=adapter.padded)
         else:
-            every = groups_of(module, named)
+            every = target_groups(module, named)
             opened = open_peft(adapter).per_expert(every)
             plain = abstract(lambda: config.build(Vocab, key=jax.random.PRNGKey(0)))
             part = _copied(module, opened.copied_paths(leaves(plain), named), opened.where)
             targets = opened.targets(every, named, part)
             tree = cast(opened.tree(targets, part), precision.compute)
-            own = peft_rules(targets, named, paths_of(part))
+            own = peft_rules(targets, named, leaf_paths(part))
     except (MissingCheckpointFileError, UnreachableError) as error:
         return None, [Check(name="adapter", status="unchecked", message=str(error), error=error)]
     except (CheckpointError, CheckpointMismatchError) as error:
         return None, [Check(name="adapter", status="error", message=str(error), error=error)]
     ranks = ", ".join(str(rank) for rank in sorted({group.rank for group in targets}))
-    copies = f", and {len(whole)} arrays whole" if (whole := paths_of(part)) else ""
+    copies = f", and {len(whole)} arrays whole" if (whole := leaf_paths(part)) else ""
     message = f"{opened.where}: of {len(targets)} kinds of projections, rank {ranks}{copies}"
     found = AdaptedModel(module=tree.bound_to(module), rules=_bound(rules, own, targets, tree), adapter=opened)
     return found, [Check(name="adapter", status="ok", message=message)]
@@ -109,7 +109,7 @@ def _bound(rules: WeightRules, own: WeightRules, targets: Sequence[TargetGroup],
         return path if whole is None else f"{whole}.base{path.removeprefix(whole)}"
 
     # A copy is read in the place of what it is of.
-    copies = {path: replace(table[own_path(path)], target=path) for path in paths_of(tree.whole)}
+    copies = {path: replace(table[copy_path(path)], target=path) for path in leaf_paths(tree.whole)}
     used = (copies.get(rule.target, rule) for rule in rules.rules)
     # What is read to be derived from is no leaf.
     base = (rule if rule.target in read else replace(rule, target=moved(rule.target)) for rule in used)
@@ -117,7 +117,7 @@ def _bound(rules: WeightRules, own: WeightRules, targets: Sequence[TargetGroup],
         replace(rule, targets=tuple(map(moved, rule.targets)), like=moved(rule.like), derive=_Moved(rule.derive, moved))
         for rule in rules.derived
     )
-    of_factors = (replace(table[factor.own], target=factor.bound) for factor in factors(tree))
+    of_factors = (replace(table[factor.adapter_path], target=factor.bound_path) for factor in factors(tree))
     aliases = (*rules.aliases, *own.aliases)
     unread = (_any(name) for rule in rules.rules if rule.target in copies for name in rules.spellings(rule.source))
     ignored = (*rules.ignored, *own.ignored, *unread)
@@ -141,7 +141,7 @@ def _copied(module: PyTree, whole: Sequence[str], where: str) -> PyTree:
             f"it has whole copies of {', '.join(sorted(absent))}, which would be 8-bit integers; leave quantize out, "
             "or merge the adapter into its base before that is quantized",
         )
-    return part_of(module, whole)
+    return select_leaves(module, whole)
 
 
 @dataclass(frozen=True)

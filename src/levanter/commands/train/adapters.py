@@ -20,9 +20,9 @@ from levanter.compat.hf.peft.merge import MergedTensors, copied_tensors, roundin
 from levanter.compat.hf.tokenizer import FastTokenizer
 from levanter.distributed.barrier import ONE_FOR_ALL_SECONDS, barrier
 from levanter.io import join
-from levanter.models.adapters.lora_targets import KEY, AdapterError, TargetGroup, find_targets, groups_of
+from levanter.models.adapters.lora_targets import KEY, AdapterError, TargetGroup, find_targets, target_groups
 from levanter.models.adapters.tree import Adapters
-from levanter.models.adapters.whole import find_whole, part_of
+from levanter.models.adapters.whole import find_whole, select_leaves
 from levanter.models.base import LmHeadModel
 from levanter.models.registry import LmConfig
 from levanter.trainer.adapter_state import Adapted
@@ -44,7 +44,7 @@ def found_adapters(config: TrainLmConfig, model: LmConfig, Vocab: hax.Axis, modu
     if config.lora is None:
         return None
     rules = model.weight_rules(Vocab)
-    every = groups_of(module, rules)
+    every = target_groups(module, rules)
     targets = find_targets(every, config.lora)
     whole = find_whole(leaves(module), rules, config.lora, targets)
     return Adapted(targets=targets, config=config.lora, every=every, whole=whole)
@@ -72,7 +72,7 @@ def begun_with(adapted: Adapted | None, model: LmConfig, Vocab: hax.Axis, module
     adapted_too = {f"{member.path}.weight" for group in adapted.targets for member in group.members}
     found = opened.copied_paths(leaves(module), rules)
     whole = tuple(path for path in found if path not in adapted_too)
-    theirs = {each.path: each for each in opened.targets(adapted.every, rules, part_of(module, found))}
+    theirs = {each.path: each for each in opened.targets(adapted.every, rules, select_leaves(module, found))}
     ours = {each.path: each for each in adapted.targets}
 
     def said(group: TargetGroup | None, scale: Callable[[int, float], float]) -> str:
@@ -196,7 +196,7 @@ def save_adapters(work: TrainWork, state: TrainState, places: RunDirs, taken: in
     """
     assert work.peft is not None
     arrays: dict[str, jax.Array] = {}
-    map_arrays(lambda leaf, x: arrays.__setitem__(leaf.path, x) or x, state.judged)
+    map_arrays(lambda leaf, x: arrays.__setitem__(leaf.path, x) or x, state.eval_params)
     tokenizer = work.tokenizer if isinstance(work.tokenizer, FastTokenizer) else None
     folder = places.export(taken)
     barrier("exporting")

@@ -135,7 +135,7 @@ class TrainedRun:
             mesh=self.resolved.spec,
             dtype=np.dtype(self.precision.compute),
             platform=self.platform,
-            asked=self.kind.chunk,
+            requested_chunk=self.kind.chunk,
             in_loop=self.pairs is None and self.kind.gradient_in_loop,
             learned=learned_by_head(self.model, self.state.model),
         )

@@ -12,7 +12,7 @@ from levanter.commands.train.dpo.evaluation import PROGRAM as EVALUATE_PAIRS
 from levanter.commands.train.dpo.setup import SCORE, Preferences
 from levanter.commands.train.lm.evaluation import PROGRAM as EVALUATE
 from levanter.eval.harness.packing import PROGRAM_PREFIX
-from levanter.models.adapters.whole import paths_of
+from levanter.models.adapters.whole import leaf_paths
 from levanter.plan.hbm_budget import program_residents
 from levanter.plan.load_budget import loading_coresident_bytes
 from levanter.trainer.adapter_state import COPIED, INIT
@@ -39,7 +39,7 @@ def coresident_bytes(
     parameters = plan.parameters.bytes_per_device
     if plan.adapters is not None:
         # What has a copy is no part of the model that is computed with.
-        copied = set(paths_of(plan.adapters.whole))
+        copied = set(leaf_paths(plan.adapters.whole))
         parameters -= sum(each.bytes_per_device for each in plan.loaded.leaves if each.leaf.path in copied)
     known = {
         # Made first, and what is trained is made beside it.

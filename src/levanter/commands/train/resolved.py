@@ -91,7 +91,7 @@ def settle(config: TrainLmConfig, target: Target, written: ExplicitKeys) -> Reso
     refuse_all(checks, problems)
     assert resolved is not None and batches is not None and transformation is not None
     model, reasons = architecture.for_platform(
-        target.platform, compute_dtype=precision.compute, length=config.positions, parts=resolved.query_ways
+        target.platform, compute_dtype=precision.compute, length=config.positions, sequence_shards=resolved.query_ways
     )
     refuse_kernels(config.optimizer, model)
     checks += exchange_checks(model, resolved, positions=config.positions)

@@ -74,8 +74,8 @@ class Saver:
         parts = next((each for each in plan.saving if each.name == PROGRAM_NAME), None)
         self._save = SaveCheckpoint(
             checkpointer=checkpointer,
-            parts=None if parts is None else jit_together(parts, mesh),
-            parted=frozenset() if parts is None else frozenset(parts.input("arrays").value),
+            slice_replicas=None if parts is None else jit_together(parts, mesh),
+            sliced_paths=frozenset() if parts is None else frozenset(parts.input("arrays").value),
             metadata=lambda taken: {
                 "run_id": session.run_id,
                 "rows_drawn": prepared.data.schedule.first_draw(taken),
@@ -125,7 +125,7 @@ class Saver:
     def _export(self, taken: int, state: TrainState) -> str:
         if self._work.peft is not None:
             return save_adapters(self._work, state, self._prepared.places, taken, show=self._show)
-        model = bind(state.judged, self._frozen)
+        model = bind(state.eval_params, self._frozen)
         return _export(self._work, model, self._prepared.places.export(taken), show=self._show)
 
 

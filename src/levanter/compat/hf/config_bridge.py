@@ -29,7 +29,7 @@ from levanter.models.config_json import HARMLESS, ConfigJson, ConfigJsonReader, 
 from levanter.models.decoder.config import DecoderConfig
 from levanter.models.decoder.pattern import PatternedConfig, expand_pattern
 from levanter.models.family import Family
-from levanter.models.registry import LmConfig, broken_families, families_of_config_json, family_names, family_of
+from levanter.models.registry import LmConfig, broken_families, families_of_config_json, family_for_config, family_names
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def family_for(config: LmConfig) -> Family[Any]:
     Raises:
         ValueError: there is none.
     """
-    family = family_of(type(config))
+    family = family_for_config(type(config))
     if family.config_json:
         return family
     raise ValueError(
@@ -294,7 +294,7 @@ def check_model_block(
         ConfigMismatchError: with every key that disagrees, and both values.
     """
     problems = []
-    family = family_of(type(config))
+    family = family_for_config(type(config))
     if block.get("type", family.name) != family.name:
         problems.append(f"{block_name}.type is {block['type']!r}, the checkpoint's model is {family.name!r}")
     for name in family.architecture_fields:

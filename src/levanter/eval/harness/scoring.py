@@ -17,7 +17,7 @@ from levanter.eval.harness.encoding import Query
 from levanter.eval.harness.packing import RowShape
 from levanter.eval.harness.request_table import PADDING, Table
 from levanter.models.base import LmHeadModel
-from levanter.models.suffix_scores import place_scores
+from levanter.models.suffix_scores import scores_at_positions
 
 FETCH_LOOKAHEAD = 2
 """Batches in flight before a result is fetched, so that host work overlaps with device work."""
@@ -79,7 +79,7 @@ def _score_program(
         trunks: hax.NamedArray | None = None,
     ) -> tuple[hax.NamedArray, hax.NamedArray]:
         attention = {"segment_ids": segment_ids, "positions": positions, "trunks": trunks}
-        scores = place_scores(usable(model), tokens, target_positions, targets, **attention)
+        scores = scores_at_positions(usable(model), tokens, target_positions, targets, **attention)
         return scores.logprobs, scores.ranks
 
     def declared(name: str, *axes: hax.Axis) -> Input:

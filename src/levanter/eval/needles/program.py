@@ -13,7 +13,7 @@ from levanter.eval.needles.prompts import SLOTS
 from levanter.layers.attention.zigzag import positions
 from levanter.models.base import LmHeadModel
 from levanter.models.suffix_scores import score_targets
-from levanter.models.zigzag import outputs_in_order, position_parts
+from levanter.models.zigzag import zigzag_outputs, zigzag_shards
 
 
 def needle_program(
@@ -70,9 +70,9 @@ def program_name(length: int) -> str:
 def _score_answers(
     model: LmHeadModel, tokens: hax.NamedArray, target_positions: hax.NamedArray, targets: hax.NamedArray
 ) -> tuple[hax.NamedArray, hax.NamedArray]:
-    sequence_shards = position_parts(model)
+    sequence_shards = zigzag_shards(model)
     Pos, Suffix = tokens.resolve_axis("position"), target_positions.resolve_axis("suffix")
-    activations = outputs_in_order(model, tokens, parts=sequence_shards).activations
+    activations = zigzag_outputs(model, tokens, num_shards=sequence_shards).activations
     # A product with a one-hot matrix instead of a gather: positions may be sharded over devices, in zigzag order, and a
     # gather would have to replicate the activations. Each sum has one nonzero term, so HIGHEST precision copies it.
     row_positions = positions(Pos, sequence_shards)

@@ -1,4 +1,4 @@
-"""Attention: the mask as a rule, implementations of one meaning, and the choice between them."""
+"""Attention: masks as rules, several backends with the same result, and the choice between them."""
 
 from levanter.layers.attention.backends import BackendChoice, attend, choose_backend
 from levanter.layers.attention.grouped import GroupedQueryAttention

@@ -1,18 +1,22 @@
-"""Which implementation of attention runs, and why.
+"""Chooses the attention backend, records the reason, and calls the backend.
 
-Five implement one meaning (`reference`): the reference itself, `blockwise`, `splash` (JAX's kernel for TPUs), and
-`jax_native` and `cudnn`, which are JAX's own function with XLA's or cuDNN's kernel. Upstream's names are accepted and
-mapped onto these with a reason. The platform is an argument: nothing here looks for devices.
+Five backends compute the same function, which `reference` defines: the reference itself, `blockwise`, `splash` (JAX's
+Pallas kernel for TPUs), and `jax_native` and `cudnn` (`jax.nn.dot_product_attention` with XLA's or cuDNN's kernel).
+Upstream's names are accepted and mapped to these with a reason. The platform is an argument: this module never queries
+devices.
 
-The choice is made once, when platform and mesh are known (`LmConfig.for_platform`): it is what a plan prints and what
-`AttentionSpec.backend` hands to `attend`. A model that was built without it has what its config names, and where that
-names nothing, `default_backend` by the length of what is there.
+`LmConfig.for_platform` chooses once, when platform and mesh are known; the plan prints the choice, and
+`AttentionSpec.backend` passes it to `attend`. A model built without this step uses the backend that its config names,
+else `default_backend` for the sequence length.
 """
 
 import functools
 import logging
 from dataclasses import dataclass
+from typing import Literal
 
+import haliax as hax
+import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 from jax.typing import DTypeLike
@@ -20,12 +24,11 @@ from jax.typing import DTypeLike
 from haliax_ext.errors import nearest
 from haliax_ext.mapping import ways_in_scope
 from levanter.layers.attention.blockwise import blockwise_attention
-from levanter.layers.attention.jax_native import jax_native_attention
 from levanter.layers.attention.mask import AttentionMask
 from levanter.layers.attention.reference import reference_attention
 from levanter.layers.attention.ring import RingStep, ring_attention
-from levanter.layers.attention.ring_reference import PlainPasses
-from levanter.layers.attention.ring_splash import splash_passes
+from levanter.layers.attention.ring_reference import ReferenceRingStep
+from levanter.layers.attention.ring_splash import splash_ring_step
 from levanter.layers.attention.splash import (
     LANES,
     SplashBlocks,
@@ -38,28 +41,28 @@ from levanter.layers.attention.splash import (
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("reference", "blockwise", "splash", "jax_native", "cudnn")
-"""Our own names."""
+"""Names of this project."""
 
 UPSTREAM_NAMES = ("default", "nvte", "jax_flash", "vanilla")
 """Names that upstream's configs use."""
 
-LONGEST_WHOLE = 2048
-"""Up to this length the default materializes the scores; beyond it, it works block by block."""
+MAX_MATERIALIZED_KEYS = 2048
+"""Up to this many keys the default backend materializes the scores; beyond it, `blockwise` runs."""
 
-SHORTEST_SPLASH = 256
-"""Below this length the default on TPUs is the plain formula: its scores cost less than the kernel's block visits."""
+MIN_SPLASH_KEYS = 256
+"""Below this many keys the default on TPUs is `reference`: its scores cost less than the kernel's block visits."""
 
 DEFAULT_BLOCK = 512
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackendChoice:
-    """A backend and the reason for it.
+    """A backend and the reason why it was chosen.
 
     Attributes:
         name: one of `BACKENDS`.
         reason: a clause that completes "`name`, because …".
-        block_size: keys in a block of the blockwise backend, positions in a block of splash; None for `attend`'s own.
+        block_size: keys per block of `blockwise`, positions per block of `splash`; None for the default of `attend`.
     """
 
     name: str
@@ -72,7 +75,7 @@ class BackendChoice:
 
 
 def check_backend_name(requested: str | None) -> None:
-    """Raises a `ValueError` unless `requested` is None, one of ours, or one of upstream's names."""
+    """Raises a `ValueError` unless `requested` is None or in `BACKENDS` or `UPSTREAM_NAMES`."""
     if requested is None or requested in BACKENDS or requested in UPSTREAM_NAMES:
         return
     close = nearest(requested, BACKENDS + UPSTREAM_NAMES)
@@ -89,37 +92,37 @@ def choose_backend(
     platform: str | None,
     dtype: DTypeLike,
     length: int,
-    parts: int = 1,
+    sequence_shards: int = 1,
     head_size: int = LANES,
     block_size: int | None = None,
     soft_cap: float | None = None,
     sinks: bool = False,
 ) -> BackendChoice:
-    """Chooses an implementation.
+    """Chooses a backend and states the reason.
 
     Args:
-        requested: a name of ours or upstream's; None chooses.
-        platform: `cpu`, `gpu` or `tpu`; None where it is not known, which rules kernels out.
+        requested: a name in `BACKENDS` or `UPSTREAM_NAMES`; None lets this function choose.
+        platform: `cpu`, `gpu` or `tpu`; None if unknown, which excludes kernels.
         dtype: of queries, keys and values.
-        length: keys in a sequence.
-        parts: shards of the queries of a sequence, each on its own device.
+        length: keys per sequence.
+        sequence_shards: number of devices that the queries of one sequence are sharded over.
         head_size: of one head.
-        block_size: keys in a block, for `blockwise` and `splash`; None chooses.
-        soft_cap: bound of the scores, which JAX's own function does not have.
-        sinks: whether heads have sinks, which it does not have either.
+        block_size: keys per block, for `blockwise` and `splash`; None chooses.
+        soft_cap: bound of the scores; JAX's own function does not support one.
+        sinks: whether heads have attention sinks; JAX's own function does not support these either.
 
     Raises:
-        ValueError: an unknown name, or `cudnn` or `jax_native` where they cannot run.
+        ValueError: the name is unknown, or `cudnn` or `jax_native` is requested but cannot run.
     """
     check_backend_name(requested)
     make = functools.partial(BackendChoice, block_size=block_size)
     blockwise = functools.partial(BackendChoice, name="blockwise", block_size=block_size or DEFAULT_BLOCK)
-    lacking = _lacking(soft_cap, sinks)
-    no_cudnn, no_splash = lacking or _cudnn_obstacle(platform, dtype), splash_obstacle(platform, dtype)
+    unsupported = _unsupported_by_jax(soft_cap, sinks)
+    no_cudnn, no_splash = unsupported or _cudnn_obstacle(platform, dtype), splash_obstacle(platform, dtype)
     if requested == "cudnn" and no_cudnn:
         raise ValueError(f"model.attn_backend cudnn: {no_cudnn}; leave attn_backend out, or use reference or blockwise")
-    if requested == "jax_native" and lacking:
-        raise ValueError(f"model.attn_backend jax_native: {lacking}; leave attn_backend out, or use blockwise")
+    if requested == "jax_native" and unsupported:
+        raise ValueError(f"model.attn_backend jax_native: {unsupported}; leave attn_backend out, or use blockwise")
     if requested == "blockwise":
         return blockwise(reason="as configured")
     if requested in BACKENDS and requested != "splash":
@@ -137,30 +140,32 @@ def choose_backend(
         prefix = f"splash is a TPU kernel, but {no_splash}; "
     elif no_splash and platform == "tpu":
         prefix = f"{no_splash}; "
-    part = -(-length // parts)
-    blocks = splash_blocks(part, block_size, head_size=head_size, dtype=dtype)
+    # The kernel runs on each device with its shard of the queries, so that length decides the blocks.
+    shard_length = -(-length // sequence_shards)
+    blocks = splash_blocks(shard_length, block_size, head_size=head_size, dtype=dtype)
     splash = functools.partial(BackendChoice, name="splash", block_size=blocks.block)
     if not no_splash and requested == "splash":
-        return splash(reason=f"as configured; {_splash_reason(part, blocks)}")
-    if not no_splash and length >= SHORTEST_SPLASH:
-        return splash(reason=f"{prefix}{_splash_reason(part, blocks)}")
-    if length > LONGEST_WHOLE:
-        reason = f"{prefix}{length} keys a sequence exceed {LONGEST_WHOLE}, the longest whose scores are materialized"
+        return splash(reason=f"as configured; {_splash_reason(shard_length, blocks)}")
+    if not no_splash and length >= MIN_SPLASH_KEYS:
+        return splash(reason=f"{prefix}{_splash_reason(shard_length, blocks)}")
+    if length > MAX_MATERIALIZED_KEYS:
+        limit = MAX_MATERIALIZED_KEYS
+        reason = f"{prefix}{length} keys a sequence exceed {limit}, the longest whose scores are materialized"
         return blockwise(reason=reason)
     if not no_splash:
         reason = (
-            f"{prefix}{length} keys a sequence are fewer than {SHORTEST_SPLASH}, where the kernel starts to pay off"
+            f"{prefix}{length} keys a sequence are fewer than {MIN_SPLASH_KEYS}, where the kernel starts to pay off"
         )
         return make(name="reference", reason=reason)
-    reason = f"{prefix}{length} keys a sequence are at most {LONGEST_WHOLE}, so the scores are materialized"
+    reason = f"{prefix}{length} keys a sequence are at most {MAX_MATERIALIZED_KEYS}, so the scores are materialized"
     return make(name="reference", reason=reason)
 
 
 def named_backend(requested: str | None, *, block_size: int | None = None) -> BackendChoice | None:
-    """The backend that a name of `attn_backend` stands for by itself; None where platform or length decide.
+    """The backend that a value of `attn_backend` names regardless of platform and length; None if these decide.
 
     Args:
-        requested: a name of ours or upstream's, or None.
+        requested: a name in `BACKENDS` or `UPSTREAM_NAMES`, or None.
         block_size: see `BackendChoice`.
     """
     name = {"vanilla": "reference", "jax_flash": "blockwise"}.get(requested or "", requested)
@@ -170,12 +175,13 @@ def named_backend(requested: str | None, *, block_size: int | None = None) -> Ba
 
 
 def default_backend(length: int, *, block_size: int | None = None) -> BackendChoice:
-    """What attends where nobody chose: the formula, or blocks of keys where they are many. No kernel: nothing says for
-    which platform.
+    """The backend where none was chosen: `reference`, or `blockwise` for long sequences.
+
+    Never a kernel, since the platform is unknown.
 
     Args:
-        length: keys in a sequence.
-        block_size: keys in a block.
+        length: keys per sequence.
+        block_size: keys per block.
     """
     return choose_backend(None, platform=None, dtype=jnp.float32, length=length, block_size=block_size)
 
@@ -185,8 +191,8 @@ def _splash_reason(length: int, blocks: SplashBlocks) -> str:
     return f"blocks of {blocks.block} × {blocks.block}{padding}; scores stay on the chip"
 
 
-def _lacking(soft_cap: float | None, sinks: bool) -> str | None:
-    """What a model needs and JAX's own attention function cannot, whichever kernel it calls."""
+def _unsupported_by_jax(soft_cap: float | None, sinks: bool) -> str | None:
+    """The feature of the model that `jax.nn.dot_product_attention` does not support, if any; with either kernel."""
     if soft_cap is not None:
         return "the model soft-caps its attention scores, which JAX's attention function cannot do"
     return "the model's heads have attention sinks, which JAX's attention function does not support" if sinks else None
@@ -200,14 +206,15 @@ def _cudnn_obstacle(platform: str | None, dtype: DTypeLike) -> str | None:
     return None
 
 
-def names_its_output(choice: BackendChoice) -> bool:
-    """Whether `attend` gives its result the name `attention` by itself: kernels and rings, with what their backward
-    pass needs beside it."""
+def has_checkpoint_name(choice: BackendChoice) -> bool:
+    """Whether `attend` names its result `attention` for gradient checkpointing.
+
+    Kernels and rings do, together with the log-sum-exp that their backward pass needs."""
     return choice.name == "splash" or ways_in_scope("key_position") > 1
 
 
-def takes_cut_keys(choice: BackendChoice, mask: AttentionMask, *, keys: int) -> bool:
-    """Whether `attend` takes keys and values as they are cut with the queries, and gathers them by itself."""
+def accepts_sharded_keys(choice: BackendChoice, mask: AttentionMask, *, keys: int) -> bool:
+    """Whether `attend` takes keys and values sharded like the queries and gathers them itself."""
     return choice.name == "splash" and splash_mask_obstacle(mask, keys=keys) is None
 
 
@@ -224,12 +231,12 @@ def attend(
 ) -> NamedArray:
     """Runs the chosen backend; see `reference_attention` for axes and meaning.
 
-    Where the mapping in scope cuts the keys too, it runs in a ring of devices.
+    If the mapping in scope shards the keys as well, ring attention runs.
     """
     name = choice.name
     if ways_in_scope("key_position") > 1:
-        passes = _passes(choice, soft_cap)
-        return ring_attention(q, k, v, mask, softmax_scale=softmax_scale, passes=passes, sinks=sinks)
+        ring_step = _ring_step(choice, soft_cap)
+        return ring_attention(q, k, v, mask, softmax_scale=softmax_scale, ring_step=ring_step, sinks=sinks)
     if name == "splash" and (obstacle := splash_mask_obstacle(mask, keys=k.axis_size("key_position"))):
         name = "blockwise"
         logger.warning("attention: blockwise instead of splash: %s", obstacle)
@@ -242,24 +249,77 @@ def attend(
         run = functools.partial(blockwise_attention, block_size=choice.block_size or DEFAULT_BLOCK)
     if run is not None:
         return run(q, k, v, mask, softmax_scale=softmax_scale, soft_cap=soft_cap, sinks=sinks)
-    if lacking := _lacking(soft_cap, sinks is not None):
+    if lacking := _unsupported_by_jax(soft_cap, sinks is not None):
         raise ValueError(f"attention by {name}: {lacking}")
     implementation = "cudnn" if name == "cudnn" else "xla"
     return jax_native_attention(q, k, v, mask, softmax_scale=softmax_scale, implementation=implementation)
 
 
-def _passes(choice: BackendChoice, soft_cap: float | None) -> RingStep:
-    """What attends on each device of a ring.
+def _ring_step(choice: BackendChoice, soft_cap: float | None) -> RingStep:
+    """The attention step that each device of a ring runs per hop.
 
     Raises:
-        ValueError: the backend has no such form.
+        ValueError: the backend cannot run in a ring.
     """
     if choice.name in ("reference", "blockwise"):
         block = None if choice.name == "reference" else choice.block_size or DEFAULT_BLOCK
-        return PlainPasses(soft_cap=soft_cap, block=block)
+        return ReferenceRingStep(soft_cap=soft_cap, block=block)
     if choice.name == "splash":
-        return splash_passes(soft_cap=soft_cap, block_size=choice.block_size)
+        return splash_ring_step(soft_cap=soft_cap, block_size=choice.block_size)
     raise ValueError(
-        f"attention by {choice.name} in a ring: JAX's function does not give the log-sum-exp that parts are merged by; "
-        "leave model.attn_backend out, or use attention_mapping: gather"
+        f"attention by {choice.name} in a ring: JAX's function does not return the log-sum-exp that merges partial "
+        "results; leave model.attn_backend out, or use attention_mapping: gather"
     )
+
+
+def jax_native_attention(
+    q: NamedArray,
+    k: NamedArray,
+    v: NamedArray,
+    mask: AttentionMask,
+    *,
+    softmax_scale: float,
+    implementation: Literal["xla", "cudnn"],
+) -> NamedArray:
+    """`reference_attention` through `jax.nn.dot_product_attention`: XLA's formulation, or cuDNN's fused kernel.
+
+    JAX has one axis of query heads: `kv_head` and `q_heads_per_group` are flattened into it, key/value head first.
+    A mapping that shards `q_heads_per_group` but not `kv_head` does not survive the flattening: XLA gathers the array.
+    """
+    Pos, KeyPos = q.resolve_axis("position"), k.resolve_axis("key_position")
+    KVHead, Group = q.resolve_axis("kv_head"), q.resolve_axis("q_heads_per_group")
+    HeadSize = q.resolve_axis("head_size")
+    leading = tuple(a for a in q.axes if a not in (Pos, KVHead, Group, HeadSize))
+
+    def plain(x: NamedArray, *axes: hax.Axis) -> jax.Array:
+        """The array `[leading (flattened), *axes]`."""
+        array = x.rearrange((*leading, *axes)).array
+        return array.reshape(-1, *array.shape[len(leading) :])
+
+    queries = plain(q, Pos, KVHead, Group, HeadSize)
+    queries = queries.reshape(*queries.shape[:2], KVHead.size * Group.size, HeadSize.size)
+    by_index = mask.is_by_index(Pos, KeyPos) and mask.query_segments is None and mask.explicit_mask is None
+    # `simple`: the kernel can compute the mask from indices, so no boolean array is passed to it.
+    simple = by_index and (mask.is_causal or mask.sliding_window is None)
+    visible = None if simple else mask.materialize(Pos, KeyPos)
+    if visible is not None:
+        visible = visible.broadcast_to((*leading, Pos, KeyPos)).rearrange((*leading, Pos, KeyPos))
+    # JAX's function promotes 16-bit floats with float32, which strict promotion forbids.
+    with jax.numpy_dtype_promotion("standard"):
+        out = jax.nn.dot_product_attention(
+            queries,
+            plain(k, KeyPos, KVHead, HeadSize),
+            plain(v, KeyPos, KVHead, HeadSize),
+            mask=None if visible is None else plain(visible, Pos, KeyPos)[:, None],
+            scale=softmax_scale,
+            is_causal=simple and mask.is_causal,
+            # A window of w keys includes the query's own position: w − 1 keys before it, none after it.
+            local_window_size=(mask.sliding_window - 1, 0) if simple and mask.sliding_window is not None else None,
+            implementation=implementation,
+        )
+    axes = (*leading, Pos, KVHead, Group, HeadSize)
+    result = hax.named(out.reshape([a.size for a in axes]), axes)
+    if visible is not None:
+        # JAX's softmax of a row without keys is uniform; the contract of every backend is zeros.
+        result = hax.where(hax.any(visible, KeyPos), result, 0.0)
+    return result.rearrange(q.axes)

@@ -1,4 +1,4 @@
-"""Attention block by block: the softmax is carried along the keys, so no `position × key_position` array exists.
+"""Blockwise attention: an online softmax over blocks of keys, so no `position × key_position` array exists.
 
 The online softmax of Milakov and Gimelshein (arXiv:1805.02867) as used by Rabe and Staats (arXiv:2112.05682): per query
 a running maximum, a running sum of exponentials and a running weighted sum of values, rescaled when the maximum grows.
@@ -28,10 +28,10 @@ def blockwise_attention(
     sinks: NamedArray | None = None,
     scales: tuple[NamedArray, NamedArray] | None = None,
 ) -> NamedArray:
-    """As `reference_attention`, over blocks of `block_size` keys.
+    """`reference_attention` over blocks of `block_size` keys.
 
-    Weights are rounded to the inputs' dtype relative to a running maximum and not to the final one, so 16-bit results
-    differ from the reference by rounding; float32 results by the order of summation only.
+    Weights are rounded to the inputs' dtype relative to a running maximum instead of the final one, so 16-bit results
+    differ from the reference by rounding; float32 results differ by the order of summation only.
     """
     Pos, KeyPos = q.resolve_axis("position"), k.resolve_axis("key_position")
     Block = KeyPos.resize(min(block_size, KeyPos.size))
@@ -39,7 +39,7 @@ def blockwise_attention(
     padding = Blocks.size * Block.size - KeyPos.size
 
     def cut(x: NamedArray | None) -> NamedArray | None:
-        """`key_position` as `key_blocks × key_position`, the end filled with zeros."""
+        """Splits `key_position` into `key_blocks × key_position`, zero-padded at the end."""
         if x is None:
             return None
         return hax.pad(x, {KeyPos: (0, padding)}).unflatten_axis(KeyPos.name, (Blocks, Block))
@@ -58,29 +58,31 @@ def blockwise_attention(
     queries = mask.positions_of_queries(Pos)
 
     def step(
-        mixing: SoftmaxState, keys, exists, k_block, v_block, segment_block, key_scales, value_scales, explicit_block
+        state: SoftmaxState, keys, exists, k_block, v_block, segment_block, key_scales, value_scales, explicit_block
     ):
         visible = mask.visible(queries, keys, key_segments=segment_block, explicit=explicit_block)
         if padding:
+            # Padded keys are zeros, whose score 0 would take part in the softmax.
             visible = exists if visible is None else hax.logical_and(visible, exists)
             assert isinstance(visible, NamedArray)
         of_block = None if key_scales is None else (key_scales, value_scales)
         how = {"softmax_scale": softmax_scale, "soft_cap": soft_cap, "scales": of_block}
-        return mixing.further(q, k_block, v_block, visible, **how), None
+        return state.update(q, k_block, v_block, visible, **how), None
 
-    found, _ = hax.scan(step, Blocks, remat=True)(SoftmaxState.start(q, sinks), *blocks, cut(mask.explicit_mask))
-    return found.whole(v.dtype)
+    # remat: the backward pass recomputes the scores of a block instead of keeping those of all blocks.
+    final_state, _ = hax.scan(step, Blocks, remat=True)(SoftmaxState.start(q, sinks), *blocks, cut(mask.explicit_mask))
+    return final_state.normalized(v.dtype)
 
 
 class SoftmaxState(eqx.Module):
-    """What the softmax over the keys so far has made of each query.
+    """The online softmax of each query over the keys processed so far.
 
-    A block of keys that a query does not see leaves its numbers as they are, bit by bit.
+    A block of keys that a query does not see leaves its state unchanged, bit for bit.
 
     Attributes:
-        top: the largest score, float32, the axes of the queries but `head_size`.
-        total: the sum of exponentials relative to it.
-        mixed: the sum of values that they weigh, the axes of the queries.
+        top: the largest score, float32, over the axes of the queries without `head_size`.
+        total: the sum of exp(score − top).
+        mixed: the sum of exp(score − top) · value, over the axes of the queries.
     """
 
     top: NamedArray
@@ -89,18 +91,18 @@ class SoftmaxState(eqx.Module):
 
     @staticmethod
     def start(q: NamedArray, sinks: NamedArray | None) -> "SoftmaxState":
-        """Before the first key."""
+        """The state before the first key."""
         rows = tuple(axis for axis in q.axes if axis.name != "head_size")
         top, total = hax.full(rows, HIDDEN, dtype=jnp.float32), hax.zeros(rows, dtype=jnp.float32)
         if sinks is not None:
-            # As if its key had come first.
-            own = sinks.astype(jnp.float32).broadcast_to(rows).rearrange(rows)
-            top = jax.lax.stop_gradient(hax.maximum(top, own))
-            total = hax.exp(own - top)
+            # A sink is a first key whose value is zero: it sets `top` and `total`, and adds nothing to `mixed`.
+            sink_scores = sinks.astype(jnp.float32).broadcast_to(rows).rearrange(rows)
+            top = jax.lax.stop_gradient(hax.maximum(top, sink_scores))
+            total = hax.exp(sink_scores - top)
         assert isinstance(top, NamedArray)
         return SoftmaxState(top=top, total=total, mixed=hax.zeros(q.axes, dtype=jnp.float32))
 
-    def further(
+    def update(
         self,
         q: NamedArray,
         k: NamedArray,
@@ -111,31 +113,34 @@ class SoftmaxState(eqx.Module):
         soft_cap: float | None,
         scales: tuple[NamedArray, NamedArray] | None,
     ) -> "SoftmaxState":
-        """With some more keys; see `reference_attention`.
+        """The state after one more block of keys; see `reference_attention`.
 
         Args:
             q: the queries.
             k: the keys.
             v: their values.
             visible: which keys a query sees; None for all.
-            softmax_scale, soft_cap, scales: as there.
+            softmax_scale, soft_cap, scales: as in `reference_attention`.
         """
         Block = k.resolve_axis("key_position")
         scores = scaled_by(hax.dot(q, k, axis="head_size", preferred_element_type=jnp.float32), scales, 0)
         scores = soft_capped(scores * softmax_scale, soft_cap)
         if visible is not None:
             scores = hax.where(visible, scores, HIDDEN)
+        # The result does not depend on `top` mathematically, so no gradient flows through the maximum.
         top = hax.maximum(self.top, jax.lax.stop_gradient(hax.max(scores, Block)))
         assert isinstance(top, NamedArray)
         weights = hax.exp(scores - top)
         if visible is not None:
+            # If no key was visible so far, top is HIDDEN and exp(HIDDEN − HIDDEN) is 1: mask the weights as well.
             weights = hax.where(visible, weights, 0.0)
+        # Rescales the old sums from the old maximum to the new one.
         shrink = hax.exp(self.top - top)
         mixing = scaled_by(weights, scales, 1).astype(v.dtype)
         values = hax.dot(mixing, v, axis=Block, preferred_element_type=jnp.float32)
         mixed = self.mixed * shrink + values.rearrange(self.mixed.axes)
         return SoftmaxState(top=top, total=self.total * shrink + hax.sum(weights, Block), mixed=mixed)
 
-    def whole(self, dtype: DTypeLike) -> NamedArray:
-        """What every query gets; zeros for one that has seen no key."""
+    def normalized(self, dtype: DTypeLike) -> NamedArray:
+        """The attention output, `mixed / total`; zeros for a query that saw no key."""
         return (self.mixed / hax.maximum(self.total, float(jnp.finfo(jnp.float32).tiny))).astype(dtype)

@@ -1,9 +1,9 @@
-"""Keys and values as 8-bit integers, with a scale for each position and head: what a cache of half the bytes holds.
+"""Int8 keys and values with one scale per position and head, for a KV cache of half the bytes.
 
-Symmetric, by vector along `head_size`: `scale = max |x| / 127`, rounded to bfloat16, and `q = round(x / scale)` in
-[−127, 127], so that an element is off by half a scale at most. What reads them multiplies integers and brings the scale
-in behind: `q · k` times the scale of its key, and each weight of the softmax times the scale of its value before it
-multiplies integers. So nothing that is read is as wide as what was written.
+Symmetric quantization per vector along `head_size`: `scale = max |x| / 127`, rounded to bfloat16, and
+`q = round(x / scale)` in [−127, 127], so an element is off by at most half a scale. Attention multiplies the integers
+and applies the scales outside: `q · k` times the scale of the key, and each softmax weight times the scale of its value
+before the product with the integer values. The cache is never dequantized.
 """
 
 import jax
@@ -12,25 +12,25 @@ import jax.numpy as jnp
 from levanter.layers.quantized import LARGEST, SMALLEST_SCALE, STEP
 
 SCALE_DTYPE = jnp.dtype(jnp.bfloat16)
-"""Of the scales: 2 bytes for each `head_size` integers."""
+"""Dtype of the scales: 2 bytes per `head_size` integers."""
 
 
 def int8_vectors(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Vectors along the last axis as integers, and the scale of each.
+    """Quantizes vectors along the last axis to int8, one scale per vector.
 
     Args:
         x: finite.
 
     Returns:
-        int8, the shape of `x`; and `SCALE_DTYPE`, its shape but for the last axis. A vector of zeros, or of numbers too
-        small for a scale that is a normal number, has the scale 0.
+        int8 of the shape of `x`, and `SCALE_DTYPE` of its shape without the last axis. A vector of zeros, or whose
+        scale would be subnormal, has scale 0.
     """
     exact = x.astype(jnp.float32)
     scale = (jnp.max(jnp.abs(exact), axis=-1) * STEP).astype(SCALE_DTYPE)
-    # What is divided by is what will be multiplied by: the rounded scale.
+    # Divide by the rounded scale, because attention multiplies by the rounded scale.
     by = scale.astype(jnp.float32)
     by = jnp.where(by < SMALLEST_SCALE, 0.0, by)
-    # A product with the reciprocal, because compilers make one of a quotient, and not always.
+    # Multiply by the reciprocal explicitly: compilers rewrite some divisions that way, so results would differ.
     inverse = jnp.where(by > 0, 1 / jnp.where(by > 0, by, 1.0), 0.0)
     q = jnp.clip(jnp.round(exact * inverse[..., None]), -LARGEST, LARGEST)
     return q.astype(jnp.int8), by.astype(SCALE_DTYPE)

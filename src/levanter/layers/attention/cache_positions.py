@@ -1,8 +1,8 @@
-"""Where in a cache the keys and values of new positions go: `NewPositions`, which a call makes once for all layers.
+"""`NewPositions`: the cache slots that the keys and values of new tokens are written to, computed once for all layers.
 
-Numbers of an index are small operations on a device, and a small operation takes as long as it takes to start one: made
-by each layer for itself, those of a decode step of 70B took as long as a tenth of its attention (read off what the TPU
-compiler makes of it). A layer adds to them where it begins.
+The index arithmetic consists of small operations, each of which costs at least its launch. Computed by every layer, it
+took a tenth of the attention time of a 70B decode step (estimate of the TPU compiler). So it is computed once for layer
+0, and each layer adds its own offset.
 """
 
 import dataclasses
@@ -20,35 +20,35 @@ from haliax_ext.mapping import AxisMapping, compute_mapping_in_scope
 
 
 class NewPositions(eqx.Module):
-    """The positions that a call adds to the rows of a cache: the same for all layers.
+    """The positions that one call appends to the rows of a cache; the same for all layers.
 
     Attributes:
-        positions: `[batch, position]`, int32: the position of each new token in its row; 0 for what is not there.
-        there: boolean, its axes: whether the call has such a token. What is not there is not written, and what comes of
-            it means nothing.
-        tables: `[batch, table]`, int32: the pages of each row in order, numbered within the row's own shard; None where
-            row r has page r and no other.
-        reach: how many positions of a row are read, from its first; those of the call are among them. None for all.
-        block: how many positions are read at a time, as far as the longest row of the call goes; None where all are
-            read, whatever is in them. What a row gets does not depend on how long others are.
-        lone_queries: how many queries are multiplied by the keys of a head where there would be one.
-        flat: whether what is new is written by an index of few numbers, into a view of the array with fewer axes: a TPU
-            loses no time with the others then. For CPUs the compiler copies the array for such a view, in every layer.
-        places: where the keys and values of these positions lie in the arrays of a cache, see `placed`; none where
-            every layer finds that out for itself.
+        positions: `[batch, position]`, int32: the position of each new token in its row; 0 where `valid` is false.
+        valid: boolean over the same axes: whether the entry is a token. Invalid entries are not written, and their
+            outputs are meaningless.
+        tables: `[batch, table]`, int32: the pages of each row in order, numbered within the row's shard; None if row r
+            has exactly page r.
+        reach: how many positions of a row are read, starting at the first; includes those of the call. None for all.
+        block: how many positions are read at a time, up to the end of the longest row of the call; None to read all in
+            one product. The result of a row does not depend on the length of the others.
+        lone_queries: queries that the keys of a head are multiplied by (padded) where there would be only one.
+        flat: whether writes use an index of few components into a view of the cache with fewer axes. A TPU then spends
+            no time on the other components; on CPUs XLA copies the array for such a view, in every layer.
+        cache_indices: scatter indices into the arrays of a cache, see `with_cache_indices`; empty if every layer
+            computes its own.
     """
 
     positions: NamedArray
-    there: NamedArray
+    valid: NamedArray
     tables: NamedArray | None = None
     reach: int | None = eqx.field(static=True, default=None)
     block: int | None = eqx.field(static=True, default=None)
     lone_queries: int = eqx.field(static=True, default=1)
     flat: bool = eqx.field(static=True, default=False)
-    places: Mapping[str, NamedArray] = eqx.field(default_factory=dict[str, NamedArray])
+    cache_indices: Mapping[str, NamedArray] = eqx.field(default_factory=dict[str, NamedArray])
 
     @staticmethod
-    def following(
+    def consecutive(
         first: NamedArray,
         count: NamedArray,
         Pos: Axis,
@@ -59,20 +59,20 @@ class NewPositions(eqx.Module):
         lone_queries: int = 1,
         flat: bool = False,
     ) -> "NewPositions":
-        """Consecutive ones.
+        """Consecutive positions per row.
 
         Args:
-            first: `[batch]`, int32: the position of each row's first new token.
-            count: `[batch]`, int32: how many new tokens each row has.
-            Pos: the axis of the call's tokens, at least as long.
+            first: `[batch]`, int32: the position of the first new token of each row.
+            count: `[batch]`, int32: how many new tokens each row has, at most `Pos.size`.
+            Pos: the axis of the call's tokens.
             tables, reach, block, lone_queries, flat: see `NewPositions`.
         """
         index = hax.arange(Pos).broadcast_axis(first.axes).rearrange((*first.axes, Pos))
-        there = index < count
-        assert isinstance(there, NamedArray)
+        valid = index < count
+        assert isinstance(valid, NamedArray)
         return NewPositions(
-            positions=hax.where(there, index + first, 0),
-            there=there,
+            positions=hax.where(valid, index + first, 0),
+            valid=valid,
             tables=tables,
             reach=reach,
             block=block,
@@ -80,38 +80,40 @@ class NewPositions(eqx.Module):
             flat=flat,
         )
 
-    def placed(self, pages: NamedArray, scales: NamedArray | None = None) -> "NewPositions":
-        """The same with its places in a cache, which are those of every layer: a layer adds where its own begin.
+    def with_cache_indices(self, pages: NamedArray, scales: NamedArray | None = None) -> "NewPositions":
+        """These positions with their indices into a cache: those of layer 0, and the stride per layer.
 
         Args:
-            pages: of any stack of layers.
-            scales: of integers, likewise.
+            pages: the keys and values of any stack of layers.
+            scales: the scales of int8 keys and values of that stack.
         """
-        held = {"pages": pages} if scales is None else {"pages": pages, "scales": scales}
+        cache_arrays = {"pages": pages} if scales is None else {"pages": pages, "scales": scales}
         (Batch,) = (axis for axis in self.positions.axes if axis.name != "position")
         at = (Batch.name, "position")
-        given = {**held, "positions": self.positions.rearrange(at), "there": self.there.rearrange(at)}
-        given |= {} if self.tables is None else {"tables": self.tables}
-        axes = {name: tuple(axis.name for axis in x.axes) for name, x in given.items()}
-        find = functools.partial(_places, axes={name: axes[name] for name in held}, flat=self.flat)
-        arrays = {name: x.array for name, x in given.items()}
-        found_axes = ("kv", *at, "kv_head", "index")
+        inputs = {**cache_arrays, "positions": self.positions.rearrange(at), "valid": self.valid.rearrange(at)}
+        inputs |= {} if self.tables is None else {"tables": self.tables}
+        axes = {name: tuple(axis.name for axis in x.axes) for name, x in inputs.items()}
+        compute_indices = functools.partial(
+            _cache_indices, axes={name: axes[name] for name in cache_arrays}, flat=self.flat
+        )
+        arrays = {name: x.array for name, x in inputs.items()}
+        index_axes = ("kv", *at, "kv_head", "index")
         if jax.sharding.get_abstract_mesh().empty:
-            found = find(arrays)
+            indices = compute_indices(arrays)
         else:
             mapping = with_pages(Batch.name)
             specs = {name: mapping.spec(names) for name, names in axes.items()}
-            out = dict.fromkeys(held, mapping.spec(found_axes))
-            found = jax.shard_map(find, in_specs=(specs,), out_specs=out, check_vma=False)(arrays)
-        return dataclasses.replace(self, places={name: hax.named(x, found_axes) for name, x in found.items()})
+            out = dict.fromkeys(cache_arrays, mapping.spec(index_axes))
+            indices = jax.shard_map(compute_indices, in_specs=(specs,), out_specs=out, check_vma=False)(arrays)
+        return dataclasses.replace(self, cache_indices={name: hax.named(x, index_axes) for name, x in indices.items()})
 
     def capacity(self, Slot: Axis) -> int:
-        """How many positions a row can have."""
+        """The number of positions that a row can have."""
         return Slot.size * (1 if self.tables is None else self.tables.axis_size("table"))
 
 
 def with_pages(batch: str) -> AxisMapping:
-    """The mapping in scope; pages lie with their rows.
+    """The mapping in scope, with `page` sharded like the rows.
 
     Args:
         batch: the name of the axis of rows.
@@ -120,107 +122,116 @@ def with_pages(batch: str) -> AxisMapping:
     return mapping.merged({"page": mapping.mesh_axes(batch) or None})
 
 
-def _places(
+def _cache_indices(
     arrays: Mapping[str, jax.Array], *, axes: Mapping[str, tuple[str, ...]], flat: bool
 ) -> dict[str, jax.Array]:
-    """Where a device's new keys and values lie in the first layer of its part of each array of a cache.
+    """Scatter indices of a device's new keys and values in its shard of each cache array, for layer 0.
 
-    An index of keys and values has two numbers: of the slot, and one of all other axes. So it is with scales, of which
-    pages and slots are the last axes, on CPUs; for a TPU these have a number for each axis, since there is no view of
-    them with fewer: which of their axes lie in one tile is the compiler's choice, and where it chose others than the
-    last two (44 rows, which do not fill tiles of 8), it copied all scales for a view and back, in every layer.
+    An index of keys and values has two components: the slot, and one for all axes before it. On CPUs the same holds for
+    scales, whose last axes are page and slot. On TPUs an index of scales has one component per axis, because a view
+    with
+    fewer axes is not free: the compiler chooses which axes share a tile, and where it chose others than the last two
+    (44 rows, which do not fill tiles of 8) it copied all scales to the view and back, in every layer.
 
     Args:
-        arrays: positions, there, maybe tables, and those of the cache.
-        axes: names of the axes of those of the cache.
+        arrays: positions, valid, optional tables, and the cache arrays.
+        axes: names of the axes of the cache arrays.
         flat: see `NewPositions`.
 
     Returns:
-        `[kv, batch, position, kv_head, index]` for each array of the cache: the numbers of an index, and what a layer
-        adds to each of them. What is not there, or has no slot, is in a slot that no page has.
+        `[kv, batch, position, kv_head, index]` for each cache array: the index components for layer 0, followed by the
+        increment per layer of each component. Invalid positions, and those beyond the row's capacity, get an
+        out-of-range slot, which the scatter drops.
     """
-    positions, there, tables = arrays["positions"], arrays["there"], arrays.get("tables")
+    positions, valid, tables = arrays["positions"], arrays["valid"], arrays.get("tables")
     size = dict(zip(axes["pages"], arrays["pages"].shape, strict=True))
     slots = size["slot"]
+    # Position p of a row is slot p mod slots of the row's page number p div slots.
     if tables is None:
         number = jnp.arange(positions.shape[0])[:, None]
-        there = there & (positions < slots)
+        valid = valid & (positions < slots)
     else:
         number = jnp.take_along_axis(tables, positions // slots, axis=1, mode="clip")
-        there = there & (positions < slots * tables.shape[1])
+        valid = valid & (positions < slots * tables.shape[1])
     at = {
         "kv": jnp.arange(2)[:, None, None, None],
         "page": number[None, :, :, None],
         "kv_head": jnp.arange(size["kv_head"])[None, None, None],
-        "slot": jnp.where(there, positions % slots, slots)[None, :, :, None],
+        "slot": jnp.where(valid, positions % slots, slots)[None, :, :, None],
     }
-    found = {}
+    indices = {}
     for name, names in axes.items():
         if flat and "head_size" not in names:
-            numbers = (0, *(at[each] for each in names[1:]), 1, *(0 for _ in names[1:]))
-            found[name] = jnp.stack(jnp.broadcast_arrays(*(jnp.asarray(each, jnp.int32) for each in numbers)), axis=-1)
+            # Scales on TPU: one component per axis; only the first one, `layers`, advances with the layer.
+            numbers = (0, *(at[axis_name] for axis_name in names[1:]), 1, *(0 for _ in names[1:]))
+            indices[name] = jnp.stack(jnp.broadcast_arrays(*(jnp.asarray(x, jnp.int32) for x in numbers)), axis=-1)
             continue
-        near, far = names[1:-2], [each for each in names[-2:] if each != "head_size"]
+        # Row-major index over all axes between `layers` and the last two; a layer adds their product.
+        near, far = names[1:-2], [axis_name for axis_name in names[-2:] if axis_name != "head_size"]
         index = jnp.int32(0)
-        for each in near:
-            index = index * size[each] + at[each]
-        of_layer = math.prod(size[each] for each in near)
-        numbers = (index, *(at[each] for each in far), of_layer, *(0 for _ in far))
-        found[name] = jnp.stack(jnp.broadcast_arrays(*(jnp.asarray(each, jnp.int32) for each in numbers)), axis=-1)
-    return found
+        for axis_name in near:
+            index = index * size[axis_name] + at[axis_name]
+        layer_stride = math.prod(size[axis_name] for axis_name in near)
+        numbers = (index, *(at[axis_name] for axis_name in far), layer_stride, *(0 for _ in far))
+        indices[name] = jnp.stack(jnp.broadcast_arrays(*(jnp.asarray(x, jnp.int32) for x in numbers)), axis=-1)
+    return indices
 
 
-def put(array: jax.Array, layer: jax.Array, places: jax.Array, values: jax.Array, *, flat: bool) -> jax.Array:
-    """A device's part of an array of a cache, with new values in it.
+def scatter_into_cache(
+    array: jax.Array, layer: jax.Array, indices: jax.Array, values: jax.Array, *, flat: bool
+) -> jax.Array:
+    """Writes new values into a device's shard of a cache array.
 
     Args:
-        array: with `layers` as its first axis.
-        layer: the index of the layer that they are of.
-        places: `[kv, batch, position, kv_head, index]`, of `NewPositions.places`.
-        values: over the axes of the places but `index`, and what a place holds.
+        array: the cache array; its first axis is `layers`.
+        layer: the index of the layer.
+        indices: `[kv, batch, position, kv_head, index]`, from `NewPositions.cache_indices`.
+        values: over the axes of `indices` without `index`, then the axes of one entry.
         flat: see `NewPositions`.
     """
-    count = places.shape[-1] // 2
-    places = places[..., :count] + layer * places[..., count:]
+    # The last axis holds the components for layer 0, then the increments per layer.
+    count = indices.shape[-1] // 2
+    indices = indices[..., :count] + layer * indices[..., count:]
     if not flat:
-        near = jnp.unravel_index(places[..., 0], array.shape[:-2])
-        far = (places[..., n] for n in range(1, count))
+        # Unravel the combined component, so that XLA scatters into the array itself and copies no view.
+        near = jnp.unravel_index(indices[..., 0], array.shape[:-2])
+        far = (indices[..., n] for n in range(1, count))
         return array.at[(*near, *far)].set(values.astype(array.dtype), mode="drop")
     dims = tuple(range(count))
     numbers = jax.lax.ScatterDimensionNumbers(
-        update_window_dims=tuple(range(places.ndim - 1, values.ndim)),
+        update_window_dims=tuple(range(indices.ndim - 1, values.ndim)),
         inserted_window_dims=dims,
         scatter_dims_to_operand_dims=dims,
     )
     view = array if count == array.ndim else array.reshape(-1, *array.shape[-2:])
     mode = jax.lax.GatherScatterMode.FILL_OR_DROP
-    return jax.lax.scatter(view, places, values.astype(array.dtype), numbers, mode=mode).reshape(array.shape)
+    return jax.lax.scatter(view, indices, values.astype(array.dtype), numbers, mode=mode).reshape(array.shape)
 
 
-def put_in_one_piece(
-    scales: jax.Array, layer: jax.Array, values: jax.Array, tables: jax.Array, positions: jax.Array, there: jax.Array
+def update_scales_slice(
+    scales: jax.Array, layer: jax.Array, values: jax.Array, tables: jax.Array, positions: jax.Array, valid: jax.Array
 ) -> jax.Array:
-    """A device's part of the scales of a cache, with those of consecutive positions of one row in it.
+    """Writes the scales of consecutive positions of one row into a device's shard of the scales.
 
-    For many positions a TPU's compiler scatters by way of another layout of all scales, there and back in every layer.
-    Here a piece is read, changed and written.
+    For many positions the TPU compiler implements a scatter through another layout of all scales, converted back and
+    forth in every layer. A read-modify-write of one slice avoids that.
 
     Args:
         scales: `[layers, kv_head, kv, page, slot]`.
-        layer: the index of the layer that they are of.
+        layer: the index of the layer.
         values: `[kv, 1, position, kv_head]`.
         tables: `[1, 1]`: the page.
-        positions: `[1, position]`, of which those come first that are there.
-        there: its shape.
+        positions: `[1, position]`, the valid ones first.
+        valid: `[1, position]`.
     """
     count, slots = positions.shape[1], scales.shape[-1]
     first = positions[0, 0]
-    # A piece that would go beyond the page begins before the first position, and has its values that much later.
+    # A slice that would exceed the page starts earlier than the first position; its values are shifted back to match.
     start = jnp.clip(first, 0, slots - count)
     new = jnp.transpose(values[:, 0], (2, 0, 1)).astype(scales.dtype)
     new = jax.lax.dynamic_slice_in_dim(jnp.pad(new, ((0, 0), (0, 0), (count, 0))), count + start - first, count, axis=2)
     index = jnp.arange(count) + start - first
-    written = (index >= 0) & (index < jnp.sum(there))
+    written = (index >= 0) & (index < jnp.sum(valid))
     at = (layer, 0, 0, tables[0, 0], start)
-    held = jax.lax.dynamic_slice(scales, at, (1, *scales.shape[1:3], 1, count))
-    return jax.lax.dynamic_update_slice(scales, jnp.where(written, new[None, :, :, None], held), at)
+    current = jax.lax.dynamic_slice(scales, at, (1, *scales.shape[1:3], 1, count))
+    return jax.lax.dynamic_update_slice(scales, jnp.where(written, new[None, :, :, None], current), at)

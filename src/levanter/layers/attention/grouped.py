@@ -1,8 +1,7 @@
-"""Grouped-query self-attention with rotary positions (Ainslie et al., arXiv:2305.13245), as families have it.
+"""Grouped-query self-attention with rotary position embeddings (Ainslie et al., arXiv:2305.13245).
 
-What they differ in is in an `AttentionSpec`: biases, norms on queries and keys, the scale and a bound of the scores,
-sinks, how far back a query sees, which rotary table turns it. All of it is static: every kind of layer is compiled by
-itself.
+`AttentionSpec` holds what model families vary: biases, norms on queries and keys, the scale and the bound of the
+scores, sinks, the window, the rotary table. All of it is static, so each kind of layer is compiled separately.
 """
 
 import math
@@ -17,7 +16,13 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from haliax_ext.mapping import in_one_mapping, inside_attention, shard_attention
-from levanter.layers.attention.backends import BackendChoice, attend, default_backend, names_its_output, takes_cut_keys
+from levanter.layers.attention.backends import (
+    BackendChoice,
+    accepts_sharded_keys,
+    attend,
+    default_backend,
+    has_checkpoint_name,
+)
 from levanter.layers.attention.kv_cache import CachedLayers, attend_cached
 from levanter.layers.attention.mask import AttentionMask
 from levanter.layers.context import MixerContext
@@ -31,23 +36,23 @@ from levanter.layers.rotary import apply_rotary
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """What a self-attention layer is, as a value.
+    """The configuration of a self-attention layer.
 
     Attributes:
         Embed: axis of the residual stream.
-        KVHead: axis of heads with keys and values of their own.
-        QHeadsPerGroup: axis of query heads sharing one of them.
+        KVHead: axis of key/value heads.
+        QHeadsPerGroup: axis of the query heads that share a key/value head.
         HeadSize: axis of one head's features.
         qkv_bias: biases of queries, keys and values.
         out_bias: bias of the output projection.
         norm: the norms on queries and keys; None for none.
-        normed: what one such norm is over: each head by itself, or all heads of a token together.
+        normed: the axes of such a norm: each head separately, or all heads of a token together.
         softmax_scale: multiplies the scores; None for 1/√head_size.
         soft_cap: bound of the scores; None for none.
-        sinks: whether each head has a sink, a score that takes part in the softmax and nowhere else.
+        sinks: whether each head has a sink: a learned score that takes part in the softmax and has no value.
         window: how many keys a query sees, itself included; None for all before it.
-        rope: name of the rotary table that turns queries and keys; None leaves them as they are (NoPE).
-        backend: what attends; None where nobody chose (see `default_backend`).
+        rope: name of the rotary table that rotates queries and keys; None for no rotation (NoPE).
+        backend: the backend; None for `default_backend`.
         block_size: keys in a block of the default's blockwise backend.
         upcast: compute attention in float32.
         init_std: initial standard deviation of the weights.
@@ -99,19 +104,19 @@ class AttentionSpec:
 
     @property
     def activations(self) -> Shapes:
-        """What it constrains: queries, and keys and values."""
+        """The activations it constrains: queries, and keys and values."""
         query, key = (self.KVHead, self.QHeadsPerGroup, self.HeadSize), (self.KVHead, self.HeadSize)
         return {"queries": query, "keys and values": key}
 
     @property
     def saved(self) -> Shapes:
-        """What it names: see `layers.saved`."""
+        """The activations it names for gradient checkpointing; see `layers.remat_names`."""
         query, key = self.activations.values()
         return {"query": query, "key": key, "value": key, "attention": query, "attention_output": (self.Embed,)}
 
     @property
     def attention_groups(self) -> tuple[AttentionGroup, ...]:
-        """Its query features, and how far they see."""
+        """Its query features and their window."""
         features = self.KVHead.size * self.QHeadsPerGroup.size * self.HeadSize.size
         return (AttentionGroup(features=features, window=self.window),)
 
@@ -174,15 +179,15 @@ class GroupedQueryAttention(eqx.Module):
     def __call__(
         self, x: NamedArray, context: MixerContext, state: CachedLayers | None = None
     ) -> tuple[NamedArray, CachedLayers | None]:
-        """Attends within `x`, or to what a cache holds and to `x`.
+        """Attends within `x`, or to the positions of a cache and to `x`.
 
         Args:
             x: `[…, position, embed]`.
-            context: the mask, which the spec's window narrows, and at least the rotary table that the spec names.
-            state: keys and values of the positions before; None: the keys are those of `x`.
+            context: the mask, which the window of the spec narrows, and the rotary tables.
+            state: keys and values of previous positions; None for attention within `x`.
 
         Returns:
-            `[…, position, embed]`, and the state.
+            `[…, position, embed]`, and the new state.
         """
         spec, mask = self.spec, context.mask
         if spec.window is not None:
@@ -200,23 +205,23 @@ class GroupedQueryAttention(eqx.Module):
             with jax.named_scope("rope"):
                 q, k = (apply_rotary(y, *context.tables[spec.rope], spec.HeadSize) for y in (q, k))
                 if not in_one_mapping():
-                    # Here, or a compiler exchanges what is rotated and both of its halves in place of their sum.
+                    # Constrain here: otherwise XLA reshards the input and both rotated halves instead of their sum.
                     q, k = hax.auto_sharded(q), hax.auto_sharded(k)
         q, k, v = saved(q, "query"), saved(k, "key"), saved(v, "value")
         dtype = jnp.dtype(jnp.float32) if spec.upcast else q.dtype
         scale = 1 / math.sqrt(spec.HeadSize.size) if spec.softmax_scale is None else spec.softmax_scale
-        how = {"softmax_scale": scale, "soft_cap": spec.soft_cap, "sinks": self.sinks}
+        options = {"softmax_scale": scale, "soft_cap": spec.soft_cap, "sinks": self.sinks}
         if state is not None:
-            assert context.new is not None, "a cache, and nothing says where in it the tokens belong"
+            assert context.new is not None, "a cache without the positions of the new tokens"
             with jax.named_scope("attention"):
-                mixed, state = attend_cached(q, k, v, state, context.new, mask=mask, dtype=dtype, **how)
+                mixed, state = attend_cached(q, k, v, state, context.new, mask=mask, dtype=dtype, **options)
             with jax.named_scope("o_proj"):
                 return self.o_proj(hax.auto_sharded(mixed)), state
         choice = spec.backend or default_backend(k.axis_size("position"), block_size=spec.block_size)
-        gathered_there = takes_cut_keys(choice, mask, keys=k.axis_size("position"))
+        attend_gathers_keys = accepts_sharded_keys(choice, mask, keys=k.axis_size("position"))
 
         def as_keys(y: NamedArray) -> NamedArray:
-            if gathered_there:  # It lies as the queries do.
+            if attend_gathers_keys:  # Sharded like the queries; `attend` gathers.
                 return shard_attention(y).rename({"position": "key_position"})
             return shard_attention(y.rename({"position": "key_position"}))
 
@@ -225,11 +230,11 @@ class GroupedQueryAttention(eqx.Module):
         with jax.named_scope("attention"):
             with inside_attention():
                 q = q if in_one_mapping() else shard_attention(q)
-                mixed, named = attend(q, k, v, mask, choice=choice, **how), names_its_output(choice)
-                # Its gradient too comes in as it lies here, before anything is multiplied with it.
+                mixed, named = attend(q, k, v, mask, choice=choice, **options), has_checkpoint_name(choice)
+                # The constraint holds for the gradient as well: it is resharded before the backward products.
                 mixed = mixed if in_one_mapping() else shard_attention(mixed)
             mixed = hax.auto_sharded(mixed.astype(x.dtype))
-            # Kernels and rings name their own output, together with what their backward pass needs beside it.
+            # Kernels and rings have named their output already, together with the log-sum-exp.
             mixed = mixed if named else saved(mixed, "attention")
         with jax.named_scope("o_proj"):
             return saved(self.o_proj(mixed), "attention_output"), state

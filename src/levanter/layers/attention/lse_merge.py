@@ -1,8 +1,8 @@
-"""Attention to some keys and attention to others, merged into attention to all of them.
+"""Merges attention over two sets of keys into attention over their union, by log-sum-exp.
 
-What a query makes of some keys is a weighted mean of their values and the logarithm of the sum of the weights. Two such
-are merged by weighing the means with these sums (Milakov and Gimelshein, arXiv:1805.02867); in float32, whatever the
-products were in.
+Attention over a set of keys is a weighted mean of their values and the log-sum-exp of the scores. Two such results are
+merged by weighting the means with the exponentiated log-sum-exps (Milakov and Gimelshein, arXiv:1805.02867), in float32
+regardless of the dtype of the products.
 """
 
 import jax
@@ -10,34 +10,35 @@ import jax.numpy as jnp
 
 from levanter.layers.attention.reference import HIDDEN
 
-Seen = tuple[jax.Array, jax.Array]
+PartialAttention = tuple[jax.Array, jax.Array]
 """The mean, float32 `[…, position, head_size]`, and the log-sum-exp of the scores, float32 `[…, position]`."""
 
 
-def nothing(shape: tuple[int, ...]) -> Seen:
-    """Of a query that has seen no key.
+def no_keys(shape: tuple[int, ...]) -> PartialAttention:
+    """Attention over the empty set of keys.
 
     Args:
-        shape: of the mean.
+        shape: of the mean, `[…, position, head_size]`.
     """
     return jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], HIDDEN, jnp.float32)
 
 
-def merged(one: Seen, other: Seen) -> Seen:
-    """Of a query that has seen the keys of both.
+def merged(one: PartialAttention, other: PartialAttention) -> PartialAttention:
+    """Attention over the union of two disjoint sets of keys.
 
-    The weights add up to one, so that one of them is laid over the features, and not two: on a TPU that takes longer
-    than the products do.
+    The two weights add up to one, so only one of them is broadcast over `head_size`: on a TPU the broadcast takes
+    longer than the products.
     """
     (a, of_a), (b, of_b) = one, other
+    # share = exp(of_b) / (exp(of_a) + exp(of_b)), the weight of b.
     share = jax.nn.sigmoid(of_b - of_a)[..., None]
     a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-    # Finite everywhere (a query without keys has `HIDDEN`), so there is no need of logaddexp's case for infinities.
+    # logaddexp without its case for infinities: both are finite, since a query without keys has `HIDDEN`.
     return a + (b - a) * share, jnp.maximum(of_a, of_b) + jnp.log1p(jnp.exp(-jnp.abs(of_a - of_b)))
 
 
-def with_sinks(seen: Seen, sinks: jax.Array) -> Seen:
-    """With one more key, of value zero, whose score is the sink (float32, broadcast over the log-sum-exp)."""
+def with_sinks(seen: PartialAttention, sinks: jax.Array) -> PartialAttention:
+    """Adds one more key, with value zero, whose score is the sink (broadcast over the log-sum-exp)."""
     mean, total = seen
     both = jnp.logaddexp(total, jnp.broadcast_to(sinks.astype(jnp.float32), total.shape))
     return mean * jnp.exp(total - both)[..., None], both

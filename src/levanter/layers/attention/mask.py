@@ -1,12 +1,12 @@
-"""`AttentionMask`: which keys a query may see, as a rule and not as an array.
+"""`AttentionMask`: which keys a query may see, as a rule instead of an array.
 
-The rule is the conjunction of its parts: causality, a sliding window, segments, and an explicit array. Causality and
-windows compare *positions*. Where none are given, the position of a query or a key is its index, which backends know
-when they compile; positions that are arrays may be in any order, may begin anywhere and may differ from row to row, and
-there need not be as many queries as keys.
+The mask is the conjunction of causality, a sliding window, segments, and an explicit array. Causality and windows
+compare *positions*. By default the position of a query or a key is its index, which backends know at compile time.
+Positions given as arrays may be in any order, start anywhere and differ between rows, and the numbers of queries and
+keys may differ.
 
-Backends ask for the part they need: all of it at once (`materialize`), or a block of keys (`visible`). A query that
-sees no key at all gets zeros from every backend.
+Backends materialize the whole mask (`materialize`) or evaluate it for a block of keys (`visible`). A query that sees no
+key gets zeros from every backend.
 """
 
 import dataclasses
@@ -19,23 +19,23 @@ from levanter.layers.attention.zigzag import positions as zigzag_positions
 
 
 class AttentionMask(eqx.Module):
-    """A conjunction of visibility rules; the empty one shows everything.
+    """A conjunction of visibility rules; the default shows everything.
 
     Attributes:
         query_segments: integers, `[…, position]`; queries see keys of their own segment. None for one segment.
         key_segments: the keys' segments, `[…, key_position]`; None where there are as many keys as queries, and each
             has the segment of the query with its index.
-        query_trunks: integers, `[…, position]`: a further segment whose keys queries see, the one that theirs goes on
-            from. None for none.
+        query_trunks: integers, `[…, position]`: a second segment whose keys the queries see, the prefix that their own
+            segment continues. None for none.
         explicit_mask: boolean `[…, position, key_position]`.
-        query_positions: integers, `[…, position]`; without that axis, the position of the first query, which the
-            others follow. None for `offset` and the index.
-        key_positions: likewise of the keys, `[…, key_position]`; None for the index.
+        query_positions: integers, `[…, position]`; without the axis `position`, the position of the first of
+            consecutive queries. None for `offset` plus the index.
+        key_positions: the same for keys, `[…, key_position]`; None for the index.
         is_causal: queries see keys at their own position and before.
         sliding_window: queries see keys less than this many positions before them.
-        offset: the position of the first query where `query_positions` are not given; known when compiling.
-        zigzag: over how many parts queries and keys lie in zigzag order (`order`); their index is then not their
-            position. 1 for their own order.
+        offset: static position of the first query, without `query_positions`.
+        zigzag: number of shards over which queries and keys are in zigzag order (`attention.zigzag`), so that an index
+            is not a position. 1 for natural order.
     """
 
     query_segments: NamedArray | None = None
@@ -51,13 +51,13 @@ class AttentionMask(eqx.Module):
 
     def __check_init__(self):
         if self.zigzag > 1 and (self.explicit_mask is not None or self.moves_queries or self.key_positions is not None):
-            raise ValueError("in zigzag order a mask is a rule by index: no array, no offset, no positions of its own")
+            raise ValueError("a mask in zigzag order is a rule by index: no array, no offset, no explicit positions")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"a sliding window must have at least one key, got {self.sliding_window}")
         if self.key_segments is not None and self.query_segments is None:
             raise ValueError("the mask has segments for keys but not for queries; give both")
         if self.query_trunks is not None and self.query_segments is None:
-            raise ValueError("the mask has trunks but no segments that go on from them; give both")
+            raise ValueError("the mask has trunks but no segments that continue them; give both")
         if self.offset and self.query_positions is not None:
             raise ValueError(
                 f"the mask has both query positions and an offset of {self.offset}; add the offset to the positions"
@@ -65,11 +65,11 @@ class AttentionMask(eqx.Module):
 
     @staticmethod
     def causal(*, offset: int | NamedArray = 0, sliding_window: int | None = None) -> "AttentionMask":
-        """Queries see what is not after them.
+        """Queries see keys at their own position and before.
 
         Args:
-            offset: the position of the first query, the first key's being 0; an array for an offset of each row.
-            sliding_window: how many positions back they see, their own included; None for all.
+            offset: the position of the first query, relative to the first key; an array for one offset per row.
+            sliding_window: how many positions back a query sees, its own included; None for all.
         """
         if isinstance(offset, NamedArray):
             return AttentionMask(is_causal=True, sliding_window=sliding_window, query_positions=offset)
@@ -86,22 +86,22 @@ class AttentionMask(eqx.Module):
         return AttentionMask.of_array(mask)
 
     def with_segment_ids(self, segment_ids: NamedArray, key_segment_ids: NamedArray | None = None) -> "AttentionMask":
-        """This rule, and queries see only their own segment.
+        """This mask, and queries see only their own segment.
 
         Args:
-            segment_ids: of the queries, `[…, position]`.
-            key_segment_ids: of the keys, `[…, key_position]`; None where each key has that of the query at its index.
+            segment_ids: segments of the queries, `[…, position]`.
+            key_segment_ids: segments of the keys, `[…, key_position]`; None if key i is the token of query i.
         """
         assert self.query_segments is None, "this mask has segments already"
         return dataclasses.replace(self, query_segments=segment_ids, key_segments=key_segment_ids)
 
     def with_trunks(self, trunks: NamedArray) -> "AttentionMask":
-        """This rule, and queries see a second segment: several that go on from one trunk need it once.
+        """This mask, and queries see a second segment: several continuations share the tokens of one trunk.
 
-        Where each token is, positions must say: segments that go on from the same trunk have the same ones.
+        Positions must be explicit, since the continuations of a trunk have the same positions.
 
         Args:
-            trunks: of the queries, `[…, position]`: the segment of its trunk; for the trunk's own tokens, their own.
+            trunks: `[…, position]`: the segment of the query's trunk; for tokens of the trunk, its own segment.
         """
         assert self.query_trunks is None, "this mask has trunks already"
         return dataclasses.replace(self, query_trunks=trunks)
@@ -109,7 +109,7 @@ class AttentionMask(eqx.Module):
     def with_positions(
         self, query_positions: NamedArray | None = None, key_positions: NamedArray | None = None
     ) -> "AttentionMask":
-        """This rule at explicit positions; what is None stays as it is."""
+        """This mask with explicit positions; None keeps the present ones."""
         return self & AttentionMask(query_positions=query_positions, key_positions=key_positions)
 
     def __and__(self, other: "AttentionMask") -> "AttentionMask":
@@ -130,23 +130,25 @@ class AttentionMask(eqx.Module):
             zigzag=max(self.zigzag, other.zigzag),
         )
 
-    def in_zigzag(self, parts: int) -> "AttentionMask":
-        """This rule where queries and keys lie in zigzag order over so many parts."""
-        return dataclasses.replace(self, zigzag=parts)
+    def in_zigzag(self, num_shards: int) -> "AttentionMask":
+        """This mask for queries and keys in zigzag order over `num_shards` shards."""
+        return dataclasses.replace(self, zigzag=num_shards)
 
     @property
     def moves_queries(self) -> bool:
-        """Whether queries are elsewhere than their index says."""
+        """Whether the position of a query differs from its index."""
         return self.offset != 0 or self.query_positions is not None
 
     @property
     def compares_positions(self) -> bool:
-        """Whether it depends on positions at all."""
+        """Whether the mask compares positions."""
         return self.is_causal or self.sliding_window is not None
 
     def is_by_index(self, Pos: Axis, KeyPos: Axis) -> bool:
-        """Whether queries and keys are the same tokens in the same order: every query then sees itself, if no explicit
-        array hides it."""
+        """Whether queries and keys are the same tokens in the same order.
+
+        Every query then sees itself, unless an explicit array hides it.
+        """
         return (
             Pos.size == KeyPos.size
             and not self.moves_queries
@@ -158,7 +160,7 @@ class AttentionMask(eqx.Module):
     def positions_of_queries(self, Pos: Axis) -> NamedArray:
         """The position of each query, `[…, position]`."""
         if self.query_positions is not None:
-            return _each(self.query_positions, Pos)
+            return _positions_along(self.query_positions, Pos)
         if self.zigzag > 1:
             return zigzag_positions(Pos, self.zigzag)
         return hax.arange(Pos) + self.offset if self.offset else hax.arange(Pos)
@@ -167,13 +169,13 @@ class AttentionMask(eqx.Module):
         """The position of each key, `[…, key_position]`."""
         if self.zigzag > 1:
             return zigzag_positions(KeyPos, self.zigzag)
-        return hax.arange(KeyPos) if self.key_positions is None else _each(self.key_positions, KeyPos)
+        return hax.arange(KeyPos) if self.key_positions is None else _positions_along(self.key_positions, KeyPos)
 
     def segments_of_keys(self, Pos: Axis, KeyPos: Axis) -> NamedArray | None:
-        """The segment of each key, `[…, key_position]`; None where there is one segment.
+        """The segment of each key, `[…, key_position]`; None without segments.
 
         Raises:
-            ValueError: there are other keys than queries, and nothing says which segments they have.
+            ValueError: the keys are not the queries' tokens and have no segments.
         """
         if self.query_segments is None or self.key_segments is not None:
             return self.key_segments
@@ -201,13 +203,13 @@ class AttentionMask(eqx.Module):
         key_segments: NamedArray | None,
         explicit: NamedArray | None,
     ) -> NamedArray | None:
-        """The rule for some keys.
+        """Evaluates the mask for a block of keys.
 
         Args:
             queries: positions of the queries, `[…, position]`.
-            keys: positions of the keys, `[…, key_position]`.
-            key_segments: segments of these keys, where the mask has segments.
-            explicit: the explicit part for these keys, where the mask has one.
+            keys: positions of these keys, `[…, key_position]`.
+            key_segments: segments of these keys, if the mask has segments.
+            explicit: the explicit array for these keys, if the mask has one.
         """
         rule = explicit
         if self.compares_positions:
@@ -219,12 +221,13 @@ class AttentionMask(eqx.Module):
                 rule = _and(rule, hax.named(distance.array < self.sliding_window, distance.axes))
         if self.query_segments is not None:
             assert key_segments is not None
-            mine, theirs = _over_both(self.query_segments, key_segments)
-            same = mine == theirs
+            query_segments, aligned_key_segments = _over_both(self.query_segments, key_segments)
+            same = query_segments == aligned_key_segments
             assert isinstance(same, NamedArray)
             if self.query_trunks is not None:
-                trunks, theirs = _over_both(self.query_trunks, key_segments)
-                of_trunk = trunks == theirs
+                trunks, aligned_key_segments = _over_both(self.query_trunks, key_segments)
+                # A key is visible if it is in the query's segment or in its trunk.
+                of_trunk = trunks == aligned_key_segments
                 assert isinstance(of_trunk, NamedArray)
                 same = hax.logical_or(same, of_trunk)
                 assert isinstance(same, NamedArray)
@@ -232,15 +235,15 @@ class AttentionMask(eqx.Module):
         return rule
 
 
-def _each(positions: NamedArray, Along: Axis) -> NamedArray:
-    """Positions along an axis; consecutive ones where only the first is given."""
+def _positions_along(positions: NamedArray, Along: Axis) -> NamedArray:
+    """Positions along an axis; a position without the axis is that of the first of consecutive entries."""
     if Along.name in [axis.name for axis in positions.axes]:
         return positions
     return positions.broadcast_axis(Along).rearrange((..., Along)) + hax.arange(Along)
 
 
 def _over_both(queries: NamedArray, keys: NamedArray) -> tuple[NamedArray, NamedArray]:
-    """The first over the axes of both, the keys' behind its own; the second so that it broadcasts to that."""
+    """`queries` over the union of both sets of axes, with those of the keys last; `keys` ordered to broadcast to it."""
     missing = tuple(axis for axis in keys.axes if axis.name not in [mine.name for mine in queries.axes])
     whole = queries.broadcast_axis(missing).rearrange((..., *missing))
     return whole, keys.rearrange(tuple(axis for axis in whole.axes if axis in keys.axes))

@@ -1,4 +1,4 @@
-"""Attention as the formula says, on named axes: the meaning that every other backend must reproduce."""
+"""Reference attention on named axes: the function that every other backend must reproduce."""
 
 import haliax as hax
 import jax
@@ -8,7 +8,7 @@ from haliax import NamedArray
 from levanter.layers.attention.mask import AttentionMask
 
 HIDDEN = -1e30
-"""Score of a key that a query may not see: finite, so that rows without any key stay free of NaN."""
+"""Score of a masked key: finite, so that rows without any visible key contain no NaN."""
 
 
 def reference_attention(
@@ -34,17 +34,16 @@ def reference_attention(
         mask: which keys each query may see.
         softmax_scale: multiplies the scores.
         soft_cap: bound of the scaled scores, see `soft_capped`; None for none.
-        sinks: `[kv_head, q_heads_per_group]`, for each head the score of a key that every query sees and whose value
-            is zero (gpt-oss, arXiv:2508.10925; Xiao et al., arXiv:2309.17453); neither scaled nor bounded.
-        scales: where `k` and `v` hold integers, what each vector of them is to be multiplied by, `[…, key_position,
-            kv_head]`: scores are, and the weights of values.
+        sinks: `[kv_head, q_heads_per_group]`: per head, the score of a key that every query sees and whose value is
+            zero (gpt-oss, arXiv:2508.10925; Xiao et al., arXiv:2309.17453); neither scaled nor bounded.
+        scales: scales of int8 `k` and `v`, `[…, key_position, kv_head]`; applied to the scores and to the weights.
 
     Returns:
         The axes of `q`.
     """
     Pos, KeyPos = q.resolve_axis("position"), k.resolve_axis("key_position")
     axes = q.axes
-    # Heads before positions: products over them come out in that order, and XLA for CPUs would transpose them back.
+    # Heads before positions, the order of a batched product's result: otherwise XLA for CPUs transposes it back.
     q = q.rearrange((*(axis for axis in axes if axis.name not in (Pos.name, "head_size")), Pos, "head_size"))
     scores = scaled_by(hax.dot(q, k, axis="head_size", preferred_element_type=jnp.float32), scales, 0)
     scores = soft_capped(scores * softmax_scale, soft_cap)
@@ -53,18 +52,66 @@ def reference_attention(
         scores = hax.where(visible, scores, HIDDEN)
     weights = _softmax(scores, KeyPos, sinks)
     if visible is not None:
+        # The softmax of a row of HIDDEN is uniform: a query without keys gets zeros instead.
         weights = hax.where(visible, weights, 0.0)
     weights = scaled_by(weights, scales, 1)
     return hax.dot(weights.astype(v.dtype), v, axis=KeyPos).rearrange(axes)
 
 
+def few_query_attention(
+    q: NamedArray,
+    k: NamedArray,
+    v: NamedArray,
+    mask: AttentionMask,
+    *,
+    softmax_scale: float,
+    soft_cap: float | None = None,
+    sinks: NamedArray | None = None,
+    scales: tuple[NamedArray, NamedArray] | None = None,
+) -> NamedArray:
+    """`reference_attention` for few queries, with the division after the product with the values.
+
+    The weights of a softmax have a common divisor, and a product is linear: `(Σ eᵢ vᵢ) / Σ eᵢ` equals
+    `Σ (eᵢ / Σ eⱼ) vᵢ`. The division then takes `head_size` numbers per query instead of one per key, and the TPU
+    compiler
+    fuses the exponentials into the product with the values: a decode step saves one pass over all weights.
+
+    The exponentials, at most 1, are rounded to the inputs' dtype; their products with the values are summed in float32.
+
+    Args:
+        q, k, v, mask, softmax_scale, soft_cap, sinks, scales: see `reference_attention`. Each query must see at least
+            one key; otherwise its result is finite but meaningless.
+
+    Returns:
+        The axes of `q`.
+    """
+    Pos, KeyPos = q.resolve_axis("position"), k.resolve_axis("key_position")
+    axes = q.axes
+    q = q.rearrange((*(axis for axis in axes if axis.name not in (Pos.name, "head_size")), Pos, "head_size"))
+    scores = scaled_by(hax.dot(q, k, axis="head_size", preferred_element_type=jnp.float32), scales, 0)
+    scores = soft_capped(scores * softmax_scale, soft_cap)
+    visible = mask.materialize(Pos, KeyPos)
+    if visible is not None:
+        scores = hax.where(visible, scores, HIDDEN)
+    top = hax.max(scores, KeyPos)
+    sink_scores = None if sinks is None else sinks.astype(jnp.float32).broadcast_to(top.axes).rearrange(top.axes)
+    top = top if sink_scores is None else hax.maximum(top, sink_scores)
+    exponentials = hax.exp(scores - top)
+    total = hax.sum(exponentials, KeyPos)
+    total = total if sink_scores is None else total + hax.exp(sink_scores - top)
+    # Unnormalized weights: their common divisor `total` is applied to the mixed values below.
+    weights = scaled_by(exponentials, scales, 1).astype(v.dtype)
+    mixed = hax.dot(weights, v, axis=KeyPos, preferred_element_type=jnp.float32)
+    return (mixed / total).astype(v.dtype).rearrange(axes)
+
+
 def scaled_by(x: NamedArray, scales: tuple[NamedArray, NamedArray] | None, which: int) -> NamedArray:
-    """Scores or weights times the scales of the keys (0) or values (1) that they are of; themselves where none are."""
+    """Scores times the scales of the keys (`which` 0), or weights times those of the values (1); `x` without scales."""
     return x if scales is None else (x * scales[which].astype(x.dtype)).rearrange(x.axes)
 
 
 def soft_capped(x: NamedArray, bound: float | None) -> NamedArray:
-    """`bound · tanh(x / bound)`: nearly `x` where it is small, never beyond `bound` (Gemma 2, arXiv:2408.00118)."""
+    """`bound · tanh(x / bound)`: close to `x` for small `x`, never beyond `bound` (Gemma 2, arXiv:2408.00118)."""
     return x if bound is None else hax.tanh(x / bound) * bound
 
 
@@ -73,7 +120,8 @@ def _softmax(scores: NamedArray, KeyPos: hax.Axis, sinks: NamedArray | None) -> 
     if sinks is None:
         exponentials = hax.exp(scores - jax.lax.stop_gradient(top))
         return exponentials / hax.sum(exponentials, KeyPos)
-    own = sinks.astype(jnp.float32).broadcast_to(top.axes).rearrange(top.axes)
-    top = jax.lax.stop_gradient(hax.maximum(top, own))
+    # The sink enters the maximum and the denominator; its value is zero, so it has no weight of its own.
+    sink_scores = sinks.astype(jnp.float32).broadcast_to(top.axes).rearrange(top.axes)
+    top = jax.lax.stop_gradient(hax.maximum(top, sink_scores))
     exponentials = hax.exp(scores - top)
-    return exponentials / (hax.sum(exponentials, KeyPos) + hax.exp(own - top))
+    return exponentials / (hax.sum(exponentials, KeyPos) + hax.exp(sink_scores - top))

@@ -1,12 +1,13 @@
 """JAX's Pallas kernel for attention on TPUs ("splash"), behind named axes and on any mesh.
 
-The kernel holds a block of scores at a time on the chip, and visits only the blocks of queries × keys that the mask
-shows some of. The compiler cannot shard it, so every device is handed its own heads and rows by `jax.shard_map`: the
-mapping in scope says which mesh axes shard the batch, `kv_head` and `q_heads_per_group`, and `position`, which shards
-the queries only (keys and values are not sharded). What the kernel asks for is arranged here: sequences of whole blocks
-(padded, the padding hidden), the scale on the queries, and masks as rules (`splash_tables`).
+The kernel keeps one block of scores at a time on the chip and visits only blocks of queries × keys with a visible
+entry. XLA cannot shard it, so it runs under `jax.shard_map` on the heads and rows of each device: the mapping in scope
+names the mesh axes that shard the batch, `kv_head`, `q_heads_per_group`, and `position`, which shards the queries only
+(keys and values are gathered). This module meets the kernel's requirements: sequences of whole blocks (padded, the
+padding masked), scaled queries, and masks as rules (`splash_tables`).
 
-Words. *block*: queries × keys that are computed in one visit. *part*: the queries of a sequence that one device has.
+Keys and values sharded like their queries are gathered inside `shard_map`: the transpose is then a reduce-scatter of
+the gradients, where the compiler would all-reduce whole gradients and slice them afterwards.
 """
 
 import functools
@@ -23,16 +24,15 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from levanter.layers.attention.kernel_specs import AxisShards
-from levanter.layers.attention.kv_all_gather import Attend, gathering, gathers_keys
 from levanter.layers.attention.mask import AttentionMask
 from levanter.layers.attention.reference import HIDDEN
 from levanter.layers.attention.splash_tables import (
-    MOST_MARKED_KEYS,
+    MAX_MARKED_KEYS,
     Rule,
     Settings,
     SplashBlocks,
-    every_part_sees,
-    marks_of,
+    every_shard_sees_a_key,
+    query_marks,
     rule_by_marks,
     static_kernel,
     tables_at,
@@ -40,15 +40,18 @@ from levanter.layers.attention.splash_tables import (
 from levanter.layers.attention.zigzag import natural
 
 LANES = 128
-"""The width of a TPU's vector registers: every block is a multiple of it."""
+"""Lanes of a TPU vector register: every block size is a multiple."""
 
 BLOCKS = (128, 256, 384, 512, 768, 1024)
-"""Legal blocks; with larger ones the backward pass does not fit in the 16 MiB of VMEM that a kernel may have."""
+"""Legal block sizes; with larger ones the backward kernels exceed the 16 MiB of VMEM that a kernel may use."""
 
 VISIT = 300**2
-"""What visiting a block costs beyond its arithmetic, in pairs (head size 128): 0.35 µs at half of v4's peak."""
+"""Overhead of a block visit, in query-key pairs of head size 128: 0.35 µs at half of v4's peak."""
 
 PADDING_SEGMENT = np.iinfo(np.int32).min
+
+Attend = Callable[..., jax.Array]
+"""Attention on one device: `attend(*kernel, arrays, rows=…)`; keys and values are `[…, key_position, head_size]`."""
 
 
 def splash_blocks(
@@ -56,14 +59,14 @@ def splash_blocks(
 ) -> SplashBlocks:
     """The cheapest legal blocks for `length` positions under a causal mask.
 
-    A sequence padded to n blocks has n·(n+1)/2 to visit, those on the diagonal computed whole although half of each is
-    hidden; small blocks pay for many visits, large ones for padding and the diagonal.
+    A sequence padded to n blocks visits n·(n+1)/2 of them; those on the diagonal are computed fully although half is
+    masked. Small blocks cost many visits, large ones padding and masked entries of the diagonal.
 
     Args:
         length: positions on one device.
-        requested: the block asked for; rounded up to a legal one.
-        head_size: of one head. Heads of 256 in float32 need 22.6 MiB of vector memory with blocks of 1,024.
-        dtype: of queries, keys and values. In float32 heads of 128 fit with 1,024, but for dq on v5e.
+        requested: a block size; rounded up to a legal one.
+        head_size: of one head. Heads of 256 in float32 need 22.6 MiB of VMEM with blocks of 1,024.
+        dtype: of queries, keys and values. In float32, heads of 128 fit with 1,024, except for dq on v5e.
     """
     is_wide = jnp.dtype(dtype).itemsize > 2
     legal = tuple(block for block in BLOCKS if block <= 512 or not is_wide or head_size <= 128)
@@ -81,7 +84,7 @@ def splash_blocks(
 
 
 def splash_obstacle(platform: str | None, dtype: DTypeLike) -> str | None:
-    """Why the kernel cannot run, if it cannot."""
+    """Why the kernel cannot run on a platform; None if it can."""
     if platform != "tpu":
         return f"the platform is {platform or 'not known'}, not tpu"
     if jnp.dtype(dtype) not in (jnp.dtype("bfloat16"), jnp.dtype("float32")):
@@ -101,25 +104,25 @@ def splash_attention(
     sinks: NamedArray | None = None,
     interpret: bool = False,
 ) -> NamedArray:
-    """As `reference_attention`, by the kernel; scores and softmax are float32.
+    """`reference_attention` by the splash kernel; scores and softmax are float32.
 
-    Queries are scaled before they meet the keys, which rounds 16-bit ones once more than the reference does. Keys whose
-    positions are an array are laid out in order of position first.
+    Queries are scaled before the product, which rounds 16-bit queries once more than the reference does. Keys with
+    explicit positions are sorted by position first.
 
     Args:
         q: see `reference_attention`.
         k: see `reference_attention`.
         v: see `reference_attention`.
-        mask: a rule that `splash_mask_obstacle` has nothing against.
+        mask: a rule that the kernel supports, see `splash_mask_obstacle`.
         softmax_scale: multiplies the scores.
-        block_size: positions in a block, if not by length.
+        block_size: positions per block; None chooses by length.
         soft_cap: see `reference_attention`.
         sinks: see `reference_attention`.
         interpret: emulate the kernel, for machines without a TPU.
 
     Raises:
-        ValueError: the kernel cannot have the mask.
-        IndivisibleError: an axis does not divide into what it is mapped to.
+        ValueError: the kernel does not support the mask.
+        IndivisibleError: an axis size is not a multiple of its number of shards.
     """
     Pos, KeyPos = q.resolve_axis("position"), k.resolve_axis("key_position")
     if obstacle := splash_mask_obstacle(mask, keys=KeyPos.size):
@@ -128,23 +131,24 @@ def splash_attention(
     leading = tuple(a for a in q.axes if a not in (Pos, KVHead, Group, Size))
     mesh = jax.sharding.get_abstract_mesh()
     cut = AxisShards.in_scope()
-    parts, zigzag = cut.ways(Pos), mask.zigzag
-    gathers = gathers_keys(cut, Pos, KeyPos)
+    num_shards, zigzag = cut.num_shards(Pos), mask.zigzag
+    gathers_keys = can_gather_keys(cut, Pos, KeyPos)
     if zigzag > 1:
-        # All keys are here: in their own order again, so that only the queries' positions are an array.
+        # Every device gets all keys, so restore their natural order: only the queries need explicit positions.
         mask = _keys_in_order(mask, Pos, KeyPos)
-        k, v = (x if gathers else natural(x, zigzag, KeyPos.name) for x in (k, v))
-    part = -(-Pos.size // parts)
-    blocks = splash_blocks(min(part, KeyPos.size), block_size, head_size=Size.size, dtype=q.dtype)
-    Padded = Pos.resize(-(-part // blocks.block) * blocks.block * parts)
+        k, v = (x if gathers_keys else natural(x, zigzag, KeyPos.name) for x in (k, v))
+    shard_length = -(-Pos.size // num_shards)
+    blocks = splash_blocks(min(shard_length, KeyPos.size), block_size, head_size=Size.size, dtype=q.dtype)
+    # Each shard of the queries is padded to whole blocks.
+    Padded = Pos.resize(-(-shard_length // blocks.block) * blocks.block * num_shards)
     by_index = mask.is_by_index(Pos, KeyPos)
     PaddedKeys = KeyPos.resize(Padded.size if by_index else -(-KeyPos.size // blocks.block) * blocks.block)
     if PaddedKeys.size > KeyPos.size and not (mask.is_causal and by_index) and mask.query_segments is None:
-        # Nothing else hides the padding from the queries.
-        own, theirs = hax.zeros(Pos, dtype=jnp.int32), hax.zeros(KeyPos, dtype=jnp.int32)
-        mask = mask.with_segment_ids(own, None if by_index else theirs)
+        # Neither causality nor segments mask the padded keys: put them in another segment.
+        query_segments, key_segments = hax.zeros(Pos, dtype=jnp.int32), hax.zeros(KeyPos, dtype=jnp.int32)
+        mask = mask.with_segment_ids(query_segments, None if by_index else key_segments)
     if sinks is None and not by_index:
-        # A query that sees no key has this one, whose value is zero; beside any other key it weighs nothing.
+        # A sink of score HIDDEN: the only key of a query that sees none, with value zero; otherwise its weight is zero.
         sinks = hax.full((KVHead, Group), HIDDEN, dtype=jnp.float32)
 
     def of_rows(x: NamedArray, Along: Axis) -> NamedArray:
@@ -152,39 +156,41 @@ def splash_attention(
 
     scaled = (q.astype(jnp.float32) * softmax_scale).astype(q.dtype)
     named = {"q": _padded(scaled, Pos, Padded).rearrange((*leading, KVHead, Group, Padded, Size))}
-    # By the name of the queries' positions keys are cut as they are.
-    given = (x.rename({KeyPos.name: Pos.name}) if gathers else _padded(x, KeyPos, PaddedKeys) for x in (k, v))
-    named["k"], named["v"] = (x.rearrange((*leading, KVHead, ..., Size)) for x in given)
-    with_keys = gathering(cut.mesh_axes(Pos), zigzag, PaddedKeys.size) if gathers else _as_they_are
+    # Keys that are gathered inside shard_map are named `position`, so the mapping shards them like the queries.
+    keys_and_values = (
+        x.rename({KeyPos.name: Pos.name}) if gathers_keys else _padded(x, KeyPos, PaddedKeys) for x in (k, v)
+    )
+    named["k"], named["v"] = (x.rearrange((*leading, KVHead, ..., Size)) for x in keys_and_values)
+    with_keys = gather_keys(cut.mesh_axes(Pos), zigzag, PaddedKeys.size) if gathers_keys else _as_they_are
     if mask.query_segments is not None:
         segments = _padded(of_rows(mask.query_segments, Pos), Pos, Padded, PADDING_SEGMENT)
         named["query_segments"] = segments
         named["key_segments"] = segments.rename({Pos.name: KeyPos.name})
         if not by_index:
-            theirs = mask.segments_of_keys(Pos, KeyPos)
-            assert theirs is not None
-            named["key_segments"] = _padded(of_rows(theirs, KeyPos), KeyPos, PaddedKeys, PADDING_SEGMENT)
+            key_segments = mask.segments_of_keys(Pos, KeyPos)
+            assert key_segments is not None
+            named["key_segments"] = _padded(of_rows(key_segments, KeyPos), KeyPos, PaddedKeys, PADDING_SEGMENT)
     if sinks is not None:
         named["sinks"] = sinks.rearrange((KVHead, Group))
     rule = Rule(mask.is_causal, mask.sliding_window)
     settings = Settings(blocks=blocks, soft_cap=soft_cap, interpret=interpret)
-    static = dict(queries=Padded.size, keys=PaddedKeys.size, offset=mask.offset, parts=parts)
+    static = dict(queries=Padded.size, keys=PaddedKeys.size, offset=mask.offset, num_shards=num_shards)
     static_positions = not rule.compares or (mask.query_positions is None and mask.key_positions is None)
-    if static_positions and every_part_sees(rule, **static):
+    if static_positions and every_shard_sees_a_key(rule, **static):
         kernel = static_kernel(rule, **static, settings=settings)
-        # Each part of the queries has its own share of the kernel's table of blocks.
+        # The block table is sharded along with the queries: each shard has its own rows of it.
         kernel_spec = None
         if not mesh.empty:
             queries = cut.spec((Padded,))
             kernel_spec = kernel.manual_sharding_spec(jax.NamedSharding(mesh, PartitionSpec(None, *queries)))
         attend = with_keys(_at_indices)
-        out = _on_every_device(attend, (kernel,), (kernel_spec,), named, cut, mesh, rows=len(leading))
+        out = _shard_mapped(attend, (kernel,), (kernel_spec,), named, cut, mesh, rows=len(leading))
     else:
-        named |= _positions(mask, Pos, KeyPos, Padded, PaddedKeys, of_rows)
+        named |= _padded_positions(mask, Pos, KeyPos, Padded, PaddedKeys, of_rows)
         attend = with_keys(functools.partial(_at_positions, rule=rule, settings=settings))
-        out = _on_every_device(attend, (), (), named, cut, mesh, rows=len(leading))
-    found = hax.named(out, named["q"].axes)
-    return (found if Padded == Pos else found[Pos.name, 0 : Pos.size]).rearrange(q.axes)
+        out = _shard_mapped(attend, (), (), named, cut, mesh, rows=len(leading))
+    output = hax.named(out, named["q"].axes)
+    return (output if Padded == Pos else output[Pos.name, 0 : Pos.size]).rearrange(q.axes)
 
 
 def _padded(x: NamedArray, Short: Axis, Long: Axis, value: int = 0) -> NamedArray:
@@ -192,12 +198,12 @@ def _padded(x: NamedArray, Short: Axis, Long: Axis, value: int = 0) -> NamedArra
 
 
 def _as_they_are(attend: Attend) -> Attend:
-    """`attend` for keys and values that are all here."""
+    """`attend` for keys and values that are replicated."""
     return attend
 
 
 def _keys_in_order(mask: AttentionMask, Pos: Axis, KeyPos: Axis) -> AttentionMask:
-    """The mask where queries are still in zigzag order and keys are in their own again."""
+    """The mask for queries in zigzag order and keys in natural order."""
     theirs = mask.segments_of_keys(Pos, KeyPos)
     return AttentionMask(
         query_segments=mask.query_segments,
@@ -209,24 +215,26 @@ def _keys_in_order(mask: AttentionMask, Pos: Axis, KeyPos: Axis) -> AttentionMas
 
 
 def splash_mask_obstacle(mask: AttentionMask, *, keys: int) -> str | None:
-    """Why the kernel cannot have a mask, if it cannot.
+    """Why the kernel does not support a mask; None if it does.
 
     Args:
         mask: the mask.
-        keys: in a sequence.
+        keys: keys per sequence.
     """
     if mask.explicit_mask is not None:
-        return "the kernel takes masks that are given by rules (causal, window, segments), not by arrays"
+        return "the kernel takes masks by rule (causal, window, segments), not explicit arrays"
     if mask.query_trunks is not None:
-        return "in the kernel a query sees one segment, not that of a trunk as well"
-    # A mark in the kernel is 32 bits wide, and each of two limits takes half of it.
-    given = mask.key_positions is not None and "key_position" in [axis.name for axis in mask.key_positions.axes]
-    if given and mask.is_causal and mask.sliding_window is not None and keys > MOST_MARKED_KEYS:
-        return f"with a window and an array of positions the kernel takes at most {MOST_MARKED_KEYS} keys, not {keys}"
+        return "in the kernel a query sees its own segment only, not that of a trunk as well"
+    # A mark is 32 bits wide; causality with a window needs two limits of 16 bits each.
+    has_key_positions = mask.key_positions is not None and "key_position" in [
+        axis.name for axis in mask.key_positions.axes
+    ]
+    if has_key_positions and mask.is_causal and mask.sliding_window is not None and keys > MAX_MARKED_KEYS:
+        return f"with a window and an array of positions the kernel takes at most {MAX_MARKED_KEYS} keys, not {keys}"
     return None
 
 
-def _positions(
+def _padded_positions(
     mask: AttentionMask,
     Pos: Axis,
     KeyPos: Axis,
@@ -234,26 +242,27 @@ def _positions(
     PaddedKeys: Axis,
     of_rows: Callable[[NamedArray, Axis], NamedArray],
 ) -> dict[str, NamedArray]:
-    """Positions of queries and keys for every row, in whole blocks; of keys none where they are consecutive."""
+    """Positions of queries and keys per row, padded to whole blocks; none for keys that are consecutive."""
     queries, keys = mask.positions_of_queries(Pos), mask.key_positions
     *others, _ = of_rows(queries, Pos).axes
+    # Consecutive keys: only the distance matters, so subtract the first key's position from the queries.
     if keys is not None and KeyPos.name not in [axis.name for axis in keys.axes]:
         queries, keys = of_rows(queries, Pos) - of_rows(keys, Pos), None
 
     def widths(Short: Axis, Long: Axis) -> list[tuple[int, int]]:
         return [*((0, 0) for _ in others), (0, Long.size - Short.size)]
 
-    # Queries behind the end are where the last one is, so that they need no blocks of their own; keys are behind all.
+    # Padded queries repeat the last position, so that they visit no further blocks; padded keys come after all queries.
     array = jnp.pad(of_rows(queries, Pos).array, widths(Pos, Padded), mode="edge")
-    found = {"query_positions": hax.named(array, (*others, Padded))}
+    positions = {"query_positions": hax.named(array, (*others, Padded))}
     if keys is not None:
         last = np.iinfo(np.int32).max
         array = jnp.pad(of_rows(keys, KeyPos).array, widths(KeyPos, PaddedKeys), constant_values=last)
-        found["key_positions"] = hax.named(array, (*others, PaddedKeys))
-    return found
+        positions["key_positions"] = hax.named(array, (*others, PaddedKeys))
+    return positions
 
 
-def _on_every_device(
+def _shard_mapped(
     attend: Attend,
     before: tuple[pallas.SplashAttentionKernel, ...],
     before_specs: tuple[object, ...],
@@ -263,11 +272,11 @@ def _on_every_device(
     *,
     rows: int,
 ) -> jax.Array:
-    """Calls `attend(*before, arrays, rows=rows)` with each device's own part of the arrays."""
+    """Calls `attend(*before, arrays, rows=rows)` on each device with its shards of the arrays."""
 
-    def local(*given: jax.Array | pallas.SplashAttentionKernel) -> jax.Array:
-        arrays = dict(zip(named, given[len(before) :], strict=True))
-        return attend(*given[: len(before)], arrays, rows=rows)
+    def local(*args: jax.Array | pallas.SplashAttentionKernel) -> jax.Array:
+        arrays = dict(zip(named, args[len(before) :], strict=True))
+        return attend(*args[: len(before)], arrays, rows=rows)
 
     if not mesh.empty:
         specs = {name: cut.spec(x.axes) for name, x in named.items()}
@@ -277,7 +286,7 @@ def _on_every_device(
 
 
 def _over_rows(function: Callable[..., jax.Array], arrays: dict[str, jax.Array], *, rows: int) -> jax.Array:
-    """`function` of the arrays of one sequence, for all sequences along the first axes; sinks are everyone's."""
+    """Maps `function` of the arrays of one sequence over the leading axes; sinks are shared."""
     mapped = function
     for _ in range(rows):
         mapped = jax.vmap(mapped, in_axes=({name: None if name == "sinks" else 0 for name in arrays},))
@@ -285,17 +294,17 @@ def _over_rows(function: Callable[..., jax.Array], arrays: dict[str, jax.Array],
 
 
 def _at_indices(kernel: pallas.SplashAttentionKernel, arrays: dict[str, jax.Array], *, rows: int) -> jax.Array:
-    """Attends where positions are indices."""
+    """Attention where positions are indices."""
     return _over_rows(functools.partial(_attend_row, kernel), arrays, rows=rows)
 
 
 def _at_positions(arrays: dict[str, jax.Array], *, rule: Rule, settings: Settings, rows: int) -> jax.Array:
-    """Attends where positions are arrays: the keys in order, the marks of the queries, and tables for all rows."""
+    """Attention where positions are arrays: sorts the keys, computes marks per row and block tables for all rows."""
     leading = arrays["q"].shape[:rows]
     flat = {name: x if name == "sinks" else x.reshape(-1, *x.shape[rows:]) for name, x in arrays.items()}
     queries, keys = flat.pop("query_positions"), flat.pop("key_positions", None)
     by_marks = rule_by_marks(rule, reordered=keys is not None)
-    marks, order = jax.vmap(functools.partial(marks_of, rule))(queries, keys)
+    marks, order = jax.vmap(functools.partial(query_marks, rule))(queries, keys)
     if order is not None:
         flat |= {name: _ordered(flat[name], order, axis) for name, axis in (("k", -2), ("v", -2))}
         if "key_segments" in flat:
@@ -303,8 +312,8 @@ def _at_positions(arrays: dict[str, jax.Array], *, rule: Rule, settings: Setting
     tables = tables_at(by_marks, marks, flat["k"].shape[-2], settings.blocks)
 
     def of_row(row: dict[str, jax.Array]) -> jax.Array:
-        own = row.pop("marks")
-        forward, of_queries, of_keys = (table._replace(q_sequence=own) for table in tables)
+        row_marks = row.pop("marks")
+        forward, of_queries, of_keys = (table._replace(q_sequence=row_marks) for table in tables)
         kernel = settings.kernel((forward, of_queries, of_keys), by_marks)
         return _attend_row(kernel, row)
 
@@ -313,7 +322,7 @@ def _at_positions(arrays: dict[str, jax.Array], *, rule: Rule, settings: Setting
 
 
 def _ordered(x: jax.Array, order: jax.Array, axis: int) -> jax.Array:
-    """`x [rows, …]` with each row's entries along an axis in the row's `order [rows, key_position]`."""
+    """`x [rows, …]` with the entries of each row along an axis permuted by `order [rows, key_position]`."""
     shape = [1] * x.ndim
     shape[0], shape[axis] = order.shape
     return jnp.take_along_axis(x, order.reshape(shape), axis=axis)
@@ -322,8 +331,8 @@ def _ordered(x: jax.Array, order: jax.Array, axis: int) -> jax.Array:
 def _attend_row(kernel: pallas.SplashAttentionKernel, arrays: dict[str, jax.Array]) -> jax.Array:
     """One sequence: `q [kv_head, q_heads_per_group, position, head_size]`, `k` and `v [kv_head, position, head_size]`.
 
-    Beside them are sinks and segments, if there are any. The kernel has one axis of query heads and finds the key/value
-    head of each by division, as they are flattened here.
+    `arrays` may hold sinks and segments as well. The kernel has one axis of query heads and computes the key/value head
+    of each by division, which matches the flattening here.
     """
     q, sinks = arrays["q"], arrays.get("sinks")
     segments = None
@@ -337,3 +346,47 @@ def _attend_row(kernel: pallas.SplashAttentionKernel, arrays: dict[str, jax.Arra
         sinks=None if sinks is None else sinks.reshape(-1),
     )
     return cast(jax.Array, out).reshape(q.shape)
+
+
+def can_gather_keys(cut: AxisShards, Pos: Axis, KeyPos: Axis) -> bool:
+    """Whether queries are sharded and keys, the same tokens, can be sharded the same way."""
+    num_shards = cut.num_shards(Pos)
+    return num_shards > 1 and cut.num_shards(KeyPos) == 1 and Pos.size == KeyPos.size and KeyPos.size % num_shards == 0
+
+
+def gather_keys(axes: tuple[str, ...], zigzag: int, length: int) -> Callable[[Attend], Attend]:
+    """A wrapper that turns attention to all keys into attention to sharded keys, gathered on each device.
+
+    Args:
+        axes: mesh axes that shard keys and values.
+        zigzag: number of shards of their zigzag order, which is undone; 1 for natural order.
+        length: the length they are padded to.
+    """
+
+    def all_gather(x: jax.Array, groups: list[list[int]] | None = None) -> jax.Array:
+        # Gather along a new outermost axis: along another one the TPU compiler emits an all-reduce and a slice for the
+        # transpose instead of a reduce-scatter.
+        shards = jax.lax.all_gather(x, axes, axis_index_groups=groups)
+        along = x.ndim - 2
+        return jnp.moveaxis(shards, 0, along).reshape(*x.shape[:along], -1, x.shape[-1])
+
+    def full_keys(x: jax.Array) -> jax.Array:
+        along = x.ndim - 2
+        if zigzag > 1:
+            # Device i holds run i and run 2n − 1 − i: the first halves ascend with the rank, the second ones descend.
+            early, late = jnp.split(x, 2, axis=along)
+            backwards = [list(reversed(range(zigzag)))]
+            whole = jnp.concatenate((all_gather(early), all_gather(late, backwards)), axis=along)
+        else:
+            whole = all_gather(x)
+        return jnp.pad(whole, [(0, length - whole.shape[along] if axis == along else 0) for axis in range(x.ndim)])
+
+    def with_keys(attend: Attend) -> Attend:
+        def attend_to_all(*args: object, rows: int) -> jax.Array:
+            *kernel, last = args
+            arrays = cast(dict[str, jax.Array], last)
+            return attend(*kernel, arrays | {name: full_keys(arrays[name]) for name in ("k", "v")}, rows=rows)
+
+        return attend_to_all
+
+    return with_keys

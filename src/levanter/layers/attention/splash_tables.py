@@ -1,10 +1,10 @@
-"""Which blocks of queries × keys the splash kernel visits, and how it hides entries inside of them.
+"""Block tables and mask functions of the splash kernel.
 
-The kernel has a table of blocks, and a function of a number of each query (its *mark*) and of the indices of the keys.
-Where positions are indices, a mark is the query's position, and the table holds exactly the blocks that show something:
-NumPy arrays, made once and outside of any trace. Where positions are arrays, marks and tables are computed from them
-on the device (`marks_of`, `tables_at`): of every block it is asked whether some row may see some of it, by the smallest
-and the largest mark.
+The kernel takes a table of the blocks to visit, and a mask function of a number per query (its *mark*) and the key
+indices. Where positions are indices, the mark is the query's position and the table holds exactly the blocks with a
+visible entry: NumPy arrays, computed once outside of any trace. Where positions are arrays, marks and tables are
+computed on the device (`query_marks`, `tables_at`): a block is visited if, by its smallest and largest mark, some row
+may see some of its keys.
 """
 
 import functools
@@ -20,21 +20,21 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask impo
 
 Numbers = np.ndarray | jax.Array
 Tables = tuple[pallas_info.MaskInfo, pallas_info.MaskInfo, pallas_info.MaskInfo]
-"""Of the forward pass, of the gradient of the queries, of that of keys and values."""
+"""Block tables of the forward kernel, the dq kernel and the dkv kernel."""
 
-MOST_MARKED_KEYS = (1 << 16) - 1
-"""Keys that two limits in one 32-bit mark can tell apart; see `LimitRule`."""
+MAX_MARKED_KEYS = (1 << 16) - 1
+"""The largest key index that two limits in one 32-bit mark can represent; see `LimitRule`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplashBlocks:
-    """How a sequence is cut for the kernel.
+    """Block sizes of the kernel for one sequence length.
 
     Attributes:
-        block: queries, and keys, in a block.
-        compute: keys of it whose scores exist at a time.
-        dq: queries, and keys, in a block of the kernel for the queries' gradient, which takes all its keys at once.
-        padded: positions of a part, in whole blocks.
+        block: queries per block, and keys per block.
+        compute: keys of a block whose scores are computed at a time.
+        dq: queries and keys per block of the dq kernel, which computes all keys of a block at once.
+        padded: positions of a shard, padded to whole blocks.
     """
 
     block: int
@@ -45,7 +45,7 @@ class SplashBlocks:
 
 @dataclass(frozen=True)
 class Rule:
-    """A mask by the distance from a key to the query that looks at it, on arrays of any kind; a mark is a position."""
+    """A mask by the distance of query and key positions, for NumPy and JAX arrays; a mark is a position."""
 
     is_causal: bool
     window: int | None
@@ -59,7 +59,7 @@ class Rule:
 
     @property
     def compares(self) -> bool:
-        """Whether it hides anything."""
+        """Whether the rule masks anything."""
         return self.is_causal or self.window is not None
 
     def may_show(self, smallest: Numbers, largest: Numbers, first: Numbers, last: Numbers) -> Numbers:
@@ -70,38 +70,38 @@ class Rule:
 
 @dataclass(frozen=True)
 class LimitRule:
-    """A mask by two limits: the first key that a query sees, and how many keys are not behind it, as the low and the
-    high 16 bits of its mark."""
+    """A mask by a range of key indices: the low 16 bits of a mark are its start, the high 16 bits its end."""
 
     def __call__(self, marks: jax.Array, keys: jax.Array) -> jax.Array:
         return (keys >= self.first(marks)) & (keys < self.stop(marks))
 
     @staticmethod
     def first(marks: jax.Array) -> jax.Array:
-        """The first visible key."""
-        return marks & MOST_MARKED_KEYS
+        """The index of the first visible key."""
+        return marks & MAX_MARKED_KEYS
 
     @staticmethod
     def stop(marks: jax.Array) -> jax.Array:
-        """The key behind the last visible one."""
+        """The index after the last visible key."""
+        # A logical shift: an arithmetic one would extend the sign bit of ends above 32,767.
         return jax.lax.shift_right_logical(marks, jnp.full_like(marks, 16))
 
     @staticmethod
     def of(first: jax.Array, stop: jax.Array) -> jax.Array:
-        """The marks of two limits, int32."""
+        """Packs two limits into int32 marks."""
         return jnp.left_shift(stop.astype(jnp.int32), 16) | first.astype(jnp.int32)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What of a kernel depends on no mask.
+    """The parameters of a kernel that do not depend on the mask.
 
     Attributes:
-        blocks: how sequences are cut.
+        blocks: block sizes.
         soft_cap: bound of the scores; None for none.
         interpret: emulate the kernel.
-        fused: whether one kernel makes all gradients, which computes the scores once and not twice, and the gradient of
-            the queries in as many pieces as keys have blocks.
+        fused: whether one kernel computes all gradients: it computes the scores once instead of twice, but writes one
+            partial query gradient per block of keys.
     """
 
     blocks: SplashBlocks
@@ -111,7 +111,7 @@ class Settings:
 
     @property
     def sizes(self) -> pallas.BlockSizes:
-        """The blocks, as the kernel takes them."""
+        """The block sizes as the kernel takes them."""
         blocks = self.blocks
         return pallas.BlockSizes(
             block_q=blocks.block,
@@ -128,12 +128,12 @@ class Settings:
     def kernel(
         self, tables: Tables, function: Callable[..., object] | None, *, residuals: bool = False
     ) -> pallas.SplashAttentionKernel:
-        """The kernel with its tables: of the forward pass, of the gradient of the queries, of keys and values.
+        """The kernel with its block tables.
 
         Args:
-            tables: of blocks.
-            function: of marks and indices of keys: what is visible.
-            residuals: whether it returns the log-sum-exp too, and cannot be differentiated.
+            tables: of the forward, dq and dkv kernels.
+            function: mask function of marks and key indices.
+            residuals: whether it returns the log-sum-exp as well; it is then not differentiable.
         """
         return pallas.SplashAttentionKernel(
             *tables,
@@ -144,34 +144,35 @@ class Settings:
             attn_logits_soft_cap=self.soft_cap,
             residual_checkpoint_name=None
             if residuals
-            else "attention",  # of `AttentionSpec.saved`: its output, and its log-sum-exp
+            else "attention",  # name in `AttentionSpec.saved`, for the output and the log-sum-exp
             mask_function=function,
             interpret=self.interpret,
         )
 
 
 class RuleMask(Mask):
-    """A rule as the kernel's mask: asked for a block, it gives one entry for each distance in it.
+    """A rule as a mask of the kernel: indexing with a block returns one entry per distance in it.
 
-    The kernel's own masks give every entry, of which only whether any and whether all are set is of interest; for 64k
-    positions that takes ten seconds.
+    The kernel only tests whether any and whether all entries of a block are set. Its own masks materialize every entry,
+    which takes ten seconds for 64k positions.
     """
 
     def __init__(self, rule: Rule, queries: int, keys: int, offset: int = 0):
         self.rule = rule
         self.queries, self.keys, self.offset = queries, keys, offset
         if rule.compares:
-            # Their presence is what tells the kernel to compute the mask and not to read it.
+            # With these attributes the kernel computes the mask instead of reading it.
             self.q_sequence = np.arange(offset, offset + queries, dtype=np.int32)
             self.mask_function = rule
 
     @property
     def shape(self) -> tuple[int, int]:
-        """How many queries and keys."""
+        """The numbers of queries and keys."""
         return (self.queries, self.keys)
 
     def __getitem__(self, block: tuple[slice, slice]) -> np.ndarray:
         queries, keys = block
+        # A rule depends on the distance only, so an array over all distances of the block has the same any() and all().
         smallest = self.offset + queries.start - (keys.stop - 1)
         largest = self.offset + queries.stop - 1 - keys.start
         return np.asarray(self.rule(np.arange(smallest, largest + 1), 0))
@@ -186,43 +187,43 @@ class RuleMask(Mask):
         return hash(self._identity())
 
 
-def every_part_sees(rule: Rule, *, queries: int, keys: int, offset: int, parts: int) -> bool:
-    """Whether each part of the queries sees a key: the kernel's own tables know no part that sees none."""
-    size = queries // parts
-    firsts = offset + np.arange(parts) * size
+def every_shard_sees_a_key(rule: Rule, *, queries: int, keys: int, offset: int, num_shards: int) -> bool:
+    """Whether each shard of the queries sees a key; the kernel's static tables do not support a shard without any."""
+    size = queries // num_shards
+    firsts = offset + np.arange(num_shards) * size
     return bool(np.all(rule.may_show(firsts, firsts + size - 1, np.asarray(0), np.asarray(keys - 1))))
 
 
 @functools.lru_cache(maxsize=64)
 def static_kernel(
-    rule: Rule, *, queries: int, keys: int, offset: int, parts: int, settings: Settings
+    rule: Rule, *, queries: int, keys: int, offset: int, num_shards: int, settings: Settings
 ) -> pallas.SplashAttentionKernel:
-    """The kernel where positions are indices, with its tables as NumPy arrays: made once, and outside of any trace.
+    """The kernel where positions are indices, with NumPy tables; cached, and built outside of any trace.
 
-    One head's mask serves all heads.
+    The mask of one head serves all heads.
 
     Args:
         rule: the mask.
-        queries: in whole blocks.
-        keys: in whole blocks.
+        queries: number of queries, in whole blocks.
+        keys: number of keys, in whole blocks.
         offset: the position of the first query.
-        parts: what the queries are cut in.
-        settings: what depends on no mask.
+        num_shards: shards of the queries.
+        settings: parameters that do not depend on the mask.
     """
     mask, blocks = MultiHeadMask([RuleMask(rule, queries, keys, offset)]), settings.blocks
     shape = (blocks.block, blocks.block)
-    forward, function = pallas_info.process_mask(mask, shape, q_seq_shards=parts)
-    of_queries, _ = pallas_info.process_mask(mask, (blocks.dq, blocks.dq), q_seq_shards=parts)
-    of_keys, _ = pallas_info.process_mask_dkv(mask, shape, q_seq_shards=parts)
+    forward, function = pallas_info.process_mask(mask, shape, q_seq_shards=num_shards)
+    of_queries, _ = pallas_info.process_mask(mask, (blocks.dq, blocks.dq), q_seq_shards=num_shards)
+    of_keys, _ = pallas_info.process_mask_dkv(mask, shape, q_seq_shards=num_shards)
     return settings.kernel((forward, of_queries, of_keys), function)
 
 
 def rule_by_marks(rule: Rule, *, reordered: bool) -> Rule | LimitRule:
-    """The rule by the marks of `marks_of` and by indices of keys.
+    """The rule that reads the marks of `query_marks` and key indices.
 
     Args:
-        rule: by positions.
-        reordered: whether the keys' positions are an array, by which they are laid out.
+        rule: the rule by positions.
+        reordered: whether keys have explicit positions and are sorted by them.
     """
     if not reordered:
         return rule
@@ -231,22 +232,23 @@ def rule_by_marks(rule: Rule, *, reordered: bool) -> Rule | LimitRule:
     return LimitRule() if rule.is_causal else Rule(is_causal=False, window=1)
 
 
-def marks_of(rule: Rule, queries: jax.Array, keys: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    """The marks of one row's queries where positions are arrays; see `rule_by_marks`.
+def query_marks(rule: Rule, queries: jax.Array, keys: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    """The marks of the queries of one row where positions are arrays; see `rule_by_marks`.
 
     Args:
         rule: the mask.
-        queries: positions relative to that of the key with index 0, `[position]`; absolute where `keys` are given.
-        keys: positions in any order, `[key_position]`; None where they are consecutive.
+        queries: positions, `[position]`; relative to that of key 0 if `keys` is None.
+        keys: positions in any order, `[key_position]`; None if consecutive.
 
     Returns:
-        The marks, and the order in which the keys are to be laid out, by position; None where they stay as they are.
+        The marks, and the permutation that sorts the keys by position; None if the keys keep their order.
     """
     if keys is None:
         return queries, None
     order = jnp.argsort(keys)
     ordered = keys[order]
-    # By index, causality is how many keys are not behind the query, and a window how many are too far before it.
+    # In sorted order, a query sees keys [first, stop): `stop` keys have positions up to the query's (causality), and
+    # `first` keys are at least `window` positions before it.
     stop = jnp.searchsorted(ordered, queries, side="right").astype(jnp.int32)
     if rule.window is None:
         return stop - 1, order
@@ -262,25 +264,25 @@ def tables_at(
     *,
     segments: tuple[jax.Array, jax.Array] | None = None,
 ) -> Tables:
-    """The tables of blocks for queries with these marks: as `Settings.kernel` takes them, without the marks.
+    """The block tables for queries with these marks, as `Settings.kernel` takes them but without the marks.
 
     Args:
-        rule: by marks and by indices of keys.
-        marks: `[rows, position]`, in whole blocks; the rows share the tables.
-        keys: in whole blocks.
-        blocks: how both are cut.
-        segments: of queries and keys, `[rows, …]`; blocks that have none in common are not visited.
+        rule: the rule by marks and key indices.
+        marks: `[rows, position]`, in whole blocks; all rows share the tables.
+        keys: number of keys, in whole blocks.
+        blocks: block sizes.
+        segments: of queries and keys, `[rows, …]`; blocks without a common segment are not visited.
     """
 
     def meet(size: int) -> jax.Array:
-        """`[rows, blocks of queries, blocks of keys]`: whether the ranges of their segments overlap."""
+        """`[rows, query blocks, key blocks]`: whether the ranges of their segment ids overlap."""
         assert segments is not None
-        own, theirs = (ids.reshape(ids.shape[0], -1, size) for ids in segments)
-        lowest, highest = own.min(-1)[..., None], own.max(-1)[..., None]
-        return (lowest <= theirs.max(-1)[:, None]) & (highest >= theirs.min(-1)[:, None])
+        query_segments, key_segments = (ids.reshape(ids.shape[0], -1, size) for ids in segments)
+        lowest, highest = query_segments.min(-1)[..., None], query_segments.max(-1)[..., None]
+        return (lowest <= key_segments.max(-1)[:, None]) & (highest >= key_segments.min(-1)[:, None])
 
     def visited(size: int) -> jax.Array:
-        """`[1, blocks of queries, blocks of keys]`: 1 where some row may see something."""
+        """`[1, query blocks, key blocks]`: 1 where some row may see some key of the block."""
         of_blocks = marks.reshape(marks.shape[0], -1, size)
         first = jnp.arange(0, keys, size, dtype=jnp.int32)[None, None]
         last = first + (size - 1)
@@ -295,7 +297,7 @@ def tables_at(
         return jnp.any(seen, axis=0)[None].astype(jnp.int32)
 
     def table(size: int, axis: int) -> pallas_info.MaskInfo:
-        # What is read for a block that is not visited is the first one, again.
+        # The index of the block to load; skipped blocks load block 0 again.
         seen = visited(size)
         index = jax.lax.broadcasted_iota(jnp.int32, seen.shape, axis)
         return pallas_info.MaskInfo(seen * index, None, seen, None, None, is_dynamic_mask=True)

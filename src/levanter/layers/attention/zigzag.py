@@ -1,9 +1,9 @@
-"""In which order positions lie on the devices that they are cut over: their own, or zigzag.
+"""Zigzag order of positions, which balances causal attention over the devices that share a sequence.
 
-Under a causal mask the last of n devices has 2n − 1 times the work of the first, if each has one run of consecutive
-positions. In *zigzag order* a sequence is cut into 2n runs, and device i has the runs i and 2n − 1 − i: all have the
-same work (Llama 3, arXiv:2407.21783, section 3.3.2). Nothing that is learned, stored or read knows of it: integers of
-a batch are laid out so at the head of a Program, positions stay true, and scores go back to where they belong.
+Under a causal mask the last of n devices has 2n − 1 times the work of the first, if each holds one run of consecutive
+positions. In *zigzag order* a sequence is split into 2n runs and device i holds runs i and 2n − 1 − i, so all have the
+same work (Llama 3, arXiv:2407.21783, section 3.3.2). Weights, checkpoints and data are unaffected: a Program permutes
+the integers of a batch at its start, passes true positions along, and permutes scores back.
 """
 
 import haliax as hax
@@ -14,55 +14,61 @@ from haliax import Axis, NamedArray
 from haliax_ext.errors import IndivisibleError
 
 
-def zigzag(x: NamedArray, parts: int, name: str = "position") -> NamedArray:
-    """`x` with an axis in zigzag order over `parts` parts; itself for one part. Slices and concatenations only.
+def zigzag(x: NamedArray, num_shards: int, name: str = "position") -> NamedArray:
+    """Permutes an axis from natural to zigzag order; the identity for one shard. Uses slices and concatenations only.
 
     Args:
-        x: an array with the axis, in its own order.
-        parts: devices that the axis is cut over.
-        name: of the axis.
+        x: an array with the axis in natural order.
+        num_shards: number of devices that the axis is sharded over.
+        name: name of the axis.
 
     Raises:
-        IndivisibleError: the axis is not 2 · `parts` runs of equal length.
+        IndivisibleError: the axis size is not a multiple of 2 · `num_shards`.
+
+    >>> import haliax as hax
+    >>> zigzag(hax.arange(hax.Axis("position", 8)), num_shards=2).array.tolist()
+    [0, 1, 6, 7, 2, 3, 4, 5]
     """
-    if parts == 1:
+    if num_shards == 1:
         return x
-    Along, before, after = _around(x, name, parts)
-    runs = x.array.reshape(*before, 2 * parts, Along.size // (2 * parts), *after)
+    Along, before, after = _axis_sizes(x, name, num_shards)
+    runs = x.array.reshape(*before, 2 * num_shards, Along.size // (2 * num_shards), *after)
+    # Pair run i with run 2n − 1 − i: the second half of the runs, reversed.
     early, late = jnp.split(runs, 2, axis=len(before))
     both = jnp.stack((early, jnp.flip(late, axis=len(before))), axis=len(before) + 1)
     return hax.named(both.reshape(x.array.shape), x.axes)
 
 
-def natural(x: NamedArray, parts: int, name: str = "position") -> NamedArray:
-    """`x` with an axis that is in zigzag order in its own order again: the inverse of `zigzag`."""
-    if parts == 1:
+def natural(x: NamedArray, num_shards: int, name: str = "position") -> NamedArray:
+    """Permutes an axis from zigzag to natural order: the inverse of `zigzag`."""
+    if num_shards == 1:
         return x
-    _, before, _ = _around(x, name, parts)
-    return hax.named(natural_array(x.array, parts, len(before)), x.axes)
+    _, before, _ = _axis_sizes(x, name, num_shards)
+    return hax.named(natural_array(x.array, num_shards, len(before)), x.axes)
 
 
-def natural_array(x: jax.Array, parts: int, axis: int) -> jax.Array:
-    """`natural` of an array without names, which has 2 · `parts` runs of equal length along the axis."""
+def natural_array(x: jax.Array, num_shards: int, axis: int) -> jax.Array:
+    """`natural` for an array without axis names, with 2 · `num_shards` runs of equal length along the axis."""
     before, length, after = x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]
-    runs = x.reshape(*before, parts, 2, length // (2 * parts), *after)
+    runs = x.reshape(*before, num_shards, 2, length // (2 * num_shards), *after)
     early, late = (jnp.squeeze(half, axis=axis + 1) for half in jnp.split(runs, 2, axis=axis + 1))
     return jnp.concatenate((early, jnp.flip(late, axis=axis)), axis=axis).reshape(x.shape)
 
 
-def positions(Pos: Axis, parts: int) -> NamedArray:
-    """The position of each entry of an axis that is in zigzag order; int32."""
-    return zigzag(hax.arange(Pos), parts, Pos.name)
+def positions(Pos: Axis, num_shards: int) -> NamedArray:
+    """The position of each entry of an axis in zigzag order; int32."""
+    return zigzag(hax.arange(Pos), num_shards, Pos.name)
 
 
-def _around(x: NamedArray, name: str, parts: int) -> tuple[Axis, tuple[int, ...], tuple[int, ...]]:
-    """The axis, and the sizes of those before and behind it."""
+def _axis_sizes(x: NamedArray, name: str, num_shards: int) -> tuple[Axis, tuple[int, ...], tuple[int, ...]]:
+    """The axis, and the sizes of the axes before and after it."""
     Along = x.resolve_axis(name)
-    if Along.size % (2 * parts):
-        lower = Along.size // (2 * parts) * 2 * parts
+    if Along.size % (2 * num_shards):
+        runs = 2 * num_shards
+        lower = Along.size // runs * runs
         raise IndivisibleError(
-            f"zigzag order: {name} {Along.size} is not {2 * parts} runs of equal length",
-            suggestion=f"make it {lower or 2 * parts} or {lower + 2 * parts} positions, or use position_order: natural",
+            f"zigzag order: {name} {Along.size} is not {runs} runs of equal length",
+            suggestion=f"make it {lower or runs} or {lower + runs} positions, or use position_order: natural",
         )
     place = x.axes.index(Along)
     shape = x.array.shape

@@ -10,7 +10,7 @@ from haliax_ext.lazy_imports import export_on_demand
 
 if TYPE_CHECKING:
     from levanter.models.adapters.config import AdapterConfig, LoraConfig, NoAdapterConfig
-    from levanter.models.adapters.lora_targets import AdapterError, TargetGroup, find_targets, groups_of
+    from levanter.models.adapters.lora_targets import AdapterError, TargetGroup, find_targets, target_groups
     from levanter.models.adapters.tree import Adapters, Pair
 
 __all__ = [
@@ -22,7 +22,7 @@ __all__ = [
     "Pair",
     "TargetGroup",
     "find_targets",
-    "groups_of",
+    "target_groups",
 ]
 
 export_on_demand(__name__)

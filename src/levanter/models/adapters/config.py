@@ -22,13 +22,13 @@ class AdapterConfig(Ranged, draccus.ChoiceRegistry):
         return "none"
 
 
-def _axes_problems(key: str, asked: object) -> list[str]:
+def _axes_problems(key: str, sides: object) -> list[str]:
     """What is wrong with targets by their axes."""
-    if not isinstance(asked, dict):
+    if not isinstance(sides, dict):
         return []
-    if not asked or asked.keys() - {IN, OUT}:
-        return [f"{key}: {asked}: projections are named by `{IN}`, `{OUT}` or both, each an axis or a list of axes"]
-    named = {side: [axes] if isinstance(axes, str) else axes for side, axes in asked.items()}
+    if not sides or sides.keys() - {IN, OUT}:
+        return [f"{key}: {sides}: projections are named by `{IN}`, `{OUT}` or both, each an axis or a list of axes"]
+    named = {side: [axes] if isinstance(axes, str) else axes for side, axes in sides.items()}
     return [
         f"{key}.{side}: must be an axis or a list of axes, got {axes!r}"
         for side, axes in named.items()

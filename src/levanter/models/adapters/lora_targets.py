@@ -116,7 +116,7 @@ def _size(axes: Iterable[Axis]) -> int:
     return size
 
 
-def groups_of(model: PyTree, rules: WeightRules | None) -> tuple[TargetGroup, ...]:
+def target_groups(model: PyTree, rules: WeightRules | None) -> tuple[TargetGroup, ...]:
     """All projections of a model, in groups.
 
     Args:
@@ -124,16 +124,16 @@ def groups_of(model: PyTree, rules: WeightRules | None) -> tuple[TargetGroup, ..
         rules: where its weights lie in a checkpoint; None for no checkpoint, where every projection is a group.
     """
     table = {} if rules is None else rules.by_target()
-    found: dict[tuple[str, str], list[tuple[TargetMember, Linear]]] = {}
+    members_by_tensor: dict[tuple[str, str], list[tuple[TargetMember, Linear]]] = {}
     for path, linear in projections(model).items():
         rule = table.get(f"{path}{_WEIGHT}")
         copies = _copies(linear)
         Out = tuple(axis for axis in linear.Out if axis not in copies)
         parent, _, name = path.rpartition(".")
         key = (parent, name if rule is None else rule.source)
-        found.setdefault(key, []).append((TargetMember(path=path, Out=Out, rule=rule), linear))
+        members_by_tensor.setdefault(key, []).append((TargetMember(path=path, Out=Out, rule=rule), linear))
     groups = []
-    for (parent, _), members in found.items():
+    for (parent, _), members in members_by_tensor.items():
         (first, linear), rule = members[0], members[0][0].rule
         source = None if rule is None else rule.source.removesuffix(_WEIGHT)
         path = first.path
@@ -168,13 +168,13 @@ def find_targets(groups: Sequence[TargetGroup], config: LoraConfig) -> tuple[Tar
     """
     problems: list[str] = []
     for key in ("target_modules", "exclude_modules"):
-        problems += _idle(f"{KEY}.{key}", getattr(config, key), groups)
+        problems += _pattern_problems(f"{KEY}.{key}", getattr(config, key), groups)
     for key in ("rank_pattern", "alpha_pattern"):
-        problems += _idle(f"{KEY}.{key}", list(getattr(config, key)), groups)
+        problems += _pattern_problems(f"{KEY}.{key}", list(getattr(config, key)), groups)
     if problems and any(isinstance(named, str) for named in (config.target_modules, config.exclude_modules)):
         # What a regular expression means that is none, nobody knows.
         raise AdapterError("\n".join(problems))
-    found = []
+    targets = []
     for group in groups:
         members = tuple(member for member in group.members if _is_target(member, group, config))
         if not members:
@@ -187,12 +187,12 @@ def find_targets(groups: Sequence[TargetGroup], config: LoraConfig) -> tuple[Tar
                 f"{KEY}.r: rank {rank} of {group.path} is above {target.largest_rank}, the smaller side of its matrix; "
                 f"use at most that, or give it a rank of its own with {KEY}.rank_pattern"
             )
-        found.append(target)
-    if not found and not problems:
+        targets.append(target)
+    if not targets and not problems:
         problems.append(f"{KEY}: no projection is left that would get an adapter; exclude_modules excludes all of them")
     if problems:
         raise AdapterError("\n".join(problems))
-    return tuple(found)
+    return tuple(targets)
 
 
 def _is_target(member: TargetMember, group: TargetGroup, config: LoraConfig) -> bool:
@@ -234,7 +234,7 @@ def _by_pattern(patterns: Mapping[str, T], group: TargetGroup, default: T) -> T:
     return default
 
 
-def _idle(key: str, patterns: Named | None, groups: Sequence[TargetGroup]) -> list[str]:
+def _pattern_problems(key: str, patterns: Named | None, groups: Sequence[TargetGroup]) -> list[str]:
     """What is wrong with names: what matches nothing, or is no regular expression."""
     if patterns is None:
         return []
@@ -245,8 +245,8 @@ def _idle(key: str, patterns: Named | None, groups: Sequence[TargetGroup]) -> li
             IN: {axis.name for group in groups for axis in group.In},
             OUT: {axis.name for group in groups for member in group.members for axis in member.Out},
         }
-        said = "; ".join(f"`{side}` may be {', '.join(sorted(names))}" for side, names in sides.items())
-        return [f"{key}: no projection has the axes {dict(patterns)}; {said}"]
+        options = "; ".join(f"`{side}` may be {', '.join(sorted(names))}" for side, names in sides.items())
+        return [f"{key}: no projection has the axes {dict(patterns)}; {options}"]
     if isinstance(patterns, str):
         try:
             re.compile(patterns)
@@ -254,12 +254,12 @@ def _idle(key: str, patterns: Named | None, groups: Sequence[TargetGroup]) -> li
             return [f"{key}: {patterns!r} is not a regular expression: {error}"]
         if any(_matches(patterns, member, group) for group in groups for member in group.members):
             return []
-        hint = f"did you mean the list [{patterns}]?" if patterns.isidentifier() else _some(groups)
+        hint = f"did you mean the list [{patterns}]?" if patterns.isidentifier() else _projections_hint(groups)
         return [f"{key}: no projection's whole path matches {patterns!r}; {hint}"]
     if not patterns and key.endswith("target_modules"):
         return [f"{key} is empty, so nothing would be trained; leave it out for every projection but the head"]
     return [
-        f"{key}: {pattern!r} {_why_none(pattern, groups)}"
+        f"{key}: {pattern!r} {_mismatch_reason(pattern, groups)}"
         for pattern in patterns
         if not any(_names(pattern, name) for group in groups for name in _all_names(group))
         # Upstream's default, written down; where the embedding is the head there is none.
@@ -267,15 +267,17 @@ def _idle(key: str, patterns: Named | None, groups: Sequence[TargetGroup]) -> li
     ]
 
 
-def _why_none(pattern: str, groups: Sequence[TargetGroup]) -> str:
+def _mismatch_reason(pattern: str, groups: Sequence[TargetGroup]) -> str:
     kind = _group_named(pattern)
     if pattern.endswith("bias"):
-        return f"is a bias, which gets no adapter; {_some(groups)}"
+        return f"is a bias, which gets no adapter; {_projections_hint(groups)}"
     if kind in (NORM, EMBEDDING) or (kind == HEAD and not any(group.is_head for group in groups)):
         return no_projection(pattern, tied=kind == HEAD)
     known = sorted({name.rsplit(".", 1)[-1] for group in groups for name in _all_names(group)})
     close = nearest(pattern, known)
-    return "names no projection" + (f"; did you mean {' or '.join(close)}?" if close else f"; {_some(groups)}")
+    return "names no projection" + (
+        f"; did you mean {' or '.join(close)}?" if close else f"; {_projections_hint(groups)}"
+    )
 
 
 def _group_named(name: str) -> str:
@@ -301,6 +303,6 @@ def _all_names(group: TargetGroup) -> tuple[str, ...]:
     return (*group.names, *(member.path for member in group.members))
 
 
-def _some(groups: Sequence[TargetGroup]) -> str:
+def _projections_hint(groups: Sequence[TargetGroup]) -> str:
     names = sorted({member.name for group in groups for member in group.members})
     return f"the projections are {', '.join(names)}"

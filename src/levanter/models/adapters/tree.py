@@ -24,7 +24,7 @@ from levanter.layers.low_rank import RANK, LowRank
 from levanter.layers.quantized import COPIES, EXPERT
 from levanter.models.adapters.config import LoraConfig
 from levanter.models.adapters.lora_targets import TargetGroup
-from levanter.models.adapters.whole import WHOLE, own_path
+from levanter.models.adapters.whole import WHOLE, copy_path
 
 M = TypeVar("M")
 PAIRS = "pairs"
@@ -59,9 +59,13 @@ class Pair(eqx.Module):
         # Truncated at two standard deviations, as upstream's.
         b = {
             member.name: _projection(
-                (*group.copies, *member.Out, Rank), (Rank,), 0.0 if config.zero_init_b else 1.0, "random", key=each
+                (*group.copies, *member.Out, Rank),
+                (Rank,),
+                0.0 if config.zero_init_b else 1.0,
+                "random",
+                key=member_key,
             )
-            for member, each in zip(group.members, keys, strict=True)
+            for member, member_key in zip(group.members, keys, strict=True)
         }
         return Pair(
             a=_projection((*group.copies, Rank, *group.In), group.In, 1.0, config.a_init_mode, key=for_a),
@@ -108,7 +112,10 @@ class Adapters(eqx.Module):
         """
         keys = jax.random.split(key, len(groups))
         return Adapters(
-            pairs={group.path: Pair.init(group, config, key=each) for group, each in zip(groups, keys, strict=True)},
+            pairs={
+                group.path: Pair.init(group, config, key=group_key)
+                for group, group_key in zip(groups, keys, strict=True)
+            },
             dropout=config.dropout,
             whole=jax.tree.map(lambda x: x.astype(jnp.float32), whole),
         )
@@ -126,10 +133,10 @@ class Adapters(eqx.Module):
         bits = {} if key is None or not self.dropout else self._bits(key)
 
         def visit(keys: KeyPath, x: PyTree) -> PyTree:
-            found = wanted.get(path_string(keys)) if isinstance(x, Linear) else None
-            if found is None:
+            target = wanted.get(path_string(keys)) if isinstance(x, Linear) else None
+            if target is None:
                 return x
-            pair, name = found
+            pair, name = target
             factors = (_array(pair.a), _array(pair.b[name]))
             # Members of a group share what they read of it, as they do where they are one matrix.
             return replace(x, weight=LowRank(x.weight, *factors, pair.scale, self.dropout, bits.get(pair.paths)))
@@ -141,15 +148,15 @@ class Adapters(eqx.Module):
 
         None for experts: their rows are where a router puts them.
         """
-        found = {}
+        bits_by_paths = {}
         for n, pair in enumerate(self.pairs.values()):
             copies = [axis for axis in _array(pair.a).axes if axis.name in COPIES]
             if any(axis.name == EXPERT for axis in copies):
                 continue
-            own = jax.random.fold_in(key, n)
-            bits = own if not copies else jax.random.split(own, copies[0].size)
-            found[pair.paths] = hax.named(bits, (*copies, Axis("bits", bits.shape[-1])))
-        return found
+            group_key = jax.random.fold_in(key, n)
+            bits = group_key if not copies else jax.random.split(group_key, copies[0].size)
+            bits_by_paths[pair.paths] = hax.named(bits, (*copies, Axis("bits", bits.shape[-1])))
+        return bits_by_paths
 
 
 def _is_leaf(x: object) -> bool:
@@ -166,12 +173,12 @@ class Factor:
     """A factor's place in two trees.
 
     Attributes:
-        own: its path among the adapters.
-        bound: its path in the model that is bound.
+        adapter_path: its path among the adapters.
+        bound_path: its path in the model that is bound.
     """
 
-    own: str
-    bound: str
+    adapter_path: str
+    bound_path: str
 
 
 def factors(adapters: Adapters) -> tuple[Factor, ...]:
@@ -181,8 +188,8 @@ def factors(adapters: Adapters) -> tuple[Factor, ...]:
         for group, pair in adapters.pairs.items()
         for name, path in pair.paths
         for factor in (
-            Factor(own=f"{PAIRS}.{group}.a.weight", bound=f"{path}.weight.a"),
-            Factor(own=f"{PAIRS}.{group}.b.{name}.weight", bound=f"{path}.weight.b"),
+            Factor(adapter_path=f"{PAIRS}.{group}.a.weight", bound_path=f"{path}.weight.a"),
+            Factor(adapter_path=f"{PAIRS}.{group}.b.{name}.weight", bound_path=f"{path}.weight.b"),
         )
     )
 
@@ -197,17 +204,17 @@ def bound_plan(adapters: Adapters, plan: ShardingPlan) -> ShardingPlan:
     by_path: Mapping[str, LeafPlan] = plan.by_path
     adapted = {path for pair in adapters.pairs.values() for _, path in pair.paths}
 
-    def moved(each: LeafPlan, path: str) -> LeafPlan:
-        return replace(each, leaf=replace(each.leaf, path=path))
+    def moved(leaf_plan: LeafPlan, path: str) -> LeafPlan:
+        return replace(leaf_plan, leaf=replace(leaf_plan.leaf, path=path))
 
     def below(path: str) -> str:
         """The path of a base's leaf in the bound model: of its matrix, or of a part of that."""
         whole = next((f"{m}.weight" for m in adapted if path == f"{m}.weight" or path.startswith(f"{m}.weight.")), None)
         return path if whole is None else f"{whole}.base{path.removeprefix(whole)}"
 
-    base = (each for each in plan.leaves if not each.leaf.path.startswith((f"{PAIRS}.", f"{WHOLE}.")))
+    base = (x for x in plan.leaves if not x.leaf.path.startswith((f"{PAIRS}.", f"{WHOLE}.")))
     # A copy is bound in the place of what it is of.
-    used = (by_path.get(own_path(each.leaf.path), each) for each in base)
-    kept = (moved(each, below(each.leaf.path.removeprefix(f"{WHOLE}."))) for each in used)
-    bound = (moved(by_path[factor.own], factor.bound) for factor in factors(adapters))
+    used = (by_path.get(copy_path(x.leaf.path), x) for x in base)
+    kept = (moved(x, below(x.leaf.path.removeprefix(f"{WHOLE}."))) for x in used)
+    bound = (moved(by_path[factor.adapter_path], factor.bound_path) for factor in factors(adapters))
     return replace(plan, leaves=(*kept, *bound), findings=())

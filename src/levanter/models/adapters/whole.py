@@ -25,7 +25,7 @@ WHOLE = "whole"
 _KEY = f"{KEY}.modules_to_save"
 
 
-def part_of(model: M, paths: Iterable[str]) -> M | None:
+def select_leaves(model: M, paths: Iterable[str]) -> M | None:
     """The leaves of a model at some paths, in its structure; None in the places of all others, and for no paths."""
     kept = frozenset(paths)
     if not kept:
@@ -37,23 +37,23 @@ def part_of(model: M, paths: Iterable[str]) -> M | None:
     return jax.tree_util.tree_map_with_path(visit, model, is_leaf=is_named)
 
 
-def paths_of(part: PyTree) -> tuple[str, ...]:
-    """The paths of what `part_of` kept of a model."""
+def leaf_paths(part: PyTree) -> tuple[str, ...]:
+    """The paths of what `select_leaves` kept of a model."""
     return tuple(leaf.path for leaf in leaves(part))
 
 
-def own_path(path: str) -> str:
+def copy_path(path: str) -> str:
     """The path among the adapters of the copy of a model's leaf."""
     return f"{WHOLE}.{path}"
 
 
 def find_whole(
-    own: Sequence[Leaf], rules: WeightRules | None, config: LoraConfig, targets: Sequence[TargetGroup]
+    model_leaves: Sequence[Leaf], rules: WeightRules | None, config: LoraConfig, targets: Sequence[TargetGroup]
 ) -> tuple[str, ...]:
     """The paths of the parameters that are copied.
 
     Args:
-        own: the model's leaves.
+        model_leaves: the model's leaves.
         rules: where they lie in a checkpoint; None for no checkpoint.
         config: what is asked for.
         targets: the projections that get adapters.
@@ -64,11 +64,11 @@ def find_whole(
     sources = {} if rules is None else {rule.target: rule.source for rule in rules.rules}
     adapted = {f"{member.path}.weight" for group in targets for member in group.members}
     problems: list[str] = []
-    found: dict[str, None] = {}
+    copied: dict[str, None] = {}
     for pattern in config.modules_to_save or ():
-        matched = [leaf for leaf in own if _is_named(pattern, leaf, sources)]
+        matched = [leaf for leaf in model_leaves if _is_named(pattern, leaf, sources)]
         if not matched:
-            problems.append(f"{_KEY}: {pattern!r} {_hint(pattern, own, sources)}")
+            problems.append(f"{_KEY}: {pattern!r} {_hint(pattern, model_leaves, sources)}")
         for leaf in matched:
             if leaf.path in adapted:
                 problems.append(
@@ -80,10 +80,10 @@ def find_whole(
                     f"whole beside adapters; name it in {KEY}.target_modules, or train it alone (trainer.trainable)"
                 )
                 break
-        found |= dict.fromkeys(leaf.path for leaf in matched)
+        copied |= dict.fromkeys(leaf.path for leaf in matched)
     if problems:
         raise AdapterError("\n".join(problems))
-    return tuple(leaf.path for leaf in own if leaf.path in found)
+    return tuple(leaf.path for leaf in model_leaves if leaf.path in copied)
 
 
 def _is_named(pattern: str, leaf: Leaf, sources: dict[str, str]) -> bool:
@@ -93,10 +93,10 @@ def _is_named(pattern: str, leaf: Leaf, sources: dict[str, str]) -> bool:
     return any(path_matches(pattern, name) or path_matches(f"**.{pattern}", name) for name in modules)
 
 
-def _hint(pattern: str, own: Sequence[Leaf], sources: dict[str, str]) -> str:
-    if parameter_group(leaf_named(pattern)) == HEAD and not any(parameter_group(leaf) == HEAD for leaf in own):
+def _hint(pattern: str, model_leaves: Sequence[Leaf], sources: dict[str, str]) -> str:
+    if parameter_group(leaf_named(pattern)) == HEAD and not any(parameter_group(leaf) == HEAD for leaf in model_leaves):
         return no_projection(pattern, tied=True)
-    kept = [leaf for leaf in own if parameter_group(leaf) in (NORM, EMBEDDING, HEAD)]
+    kept = [leaf for leaf in model_leaves if parameter_group(leaf) in (NORM, EMBEDDING, HEAD)]
     known = sorted({name.split(".")[-2] for leaf in kept for name in (leaf.path, sources.get(leaf.path, leaf.path))})
     close = nearest(pattern, known)
     return "names no module" + (

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from levanter.models.decoder.config import DecoderConfig
     from levanter.models.decoder.model import DecoderLmHeadModel
     from levanter.models.decoder.pattern import PatternedConfig, WindowedConfig
-    from levanter.models.decoder.scan_layout import Run, runs_of
+    from levanter.models.decoder.scan_layout import Run, scan_runs
     from levanter.models.decoder.weights import BlockTensor, decoder_rules
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
     "Run",
     "WindowedConfig",
     "decoder_rules",
-    "runs_of",
+    "scan_runs",
 ]
 
 export_on_demand(__name__)

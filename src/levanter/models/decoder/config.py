@@ -25,7 +25,7 @@ from levanter.layers.mlp import MlpSpec
 from levanter.layers.norm import NormSpec
 from levanter.layers.protocols import FeedForward, Mixer
 from levanter.layers.rotary import DefaultRotaryConfig, RotaryConfig
-from levanter.models.decoder.scan_layout import Run, runs_of
+from levanter.models.decoder.scan_layout import Run, scan_runs
 from levanter.models.registry import LmConfig
 from levanter.models.stack import checkpoint_policy
 
@@ -123,15 +123,15 @@ class DecoderConfig(LmConfig):
         del layer
         return "rope"
 
-    def attention_of(self, layer: int) -> AttentionSpec:
+    def layer_attention(self, layer: int) -> AttentionSpec:
         """Attention of a layer."""
         return dataclasses.replace(self.attention, window=self.window(layer), rope=self.rotary(layer))
 
-    def mixer_of(self, layer: int) -> Mixer:
+    def layer_mixer(self, layer: int) -> Mixer:
         """In which part of a layer positions see each other: attention, unless the family has another kind."""
-        return self.attention_of(layer)
+        return self.layer_attention(layer)
 
-    def feed_forward_of(self, layer: int) -> FeedForward | None:
+    def layer_feed_forward(self, layer: int) -> FeedForward | None:
         """The feed-forward part of a layer; None for a layer without."""
         del layer
         return self.mlp
@@ -157,14 +157,14 @@ class DecoderConfig(LmConfig):
     def layers(self) -> tuple[LayerSpec, ...]:
         residual = ResidualSpec(norm=self.norm, norms=self.norms, parallel=self.parallel_residual)
         return tuple(
-            LayerSpec(mixer=self.mixer_of(n), feed_forward=self.feed_forward_of(n), residual=residual)
+            LayerSpec(mixer=self.layer_mixer(n), feed_forward=self.layer_feed_forward(n), residual=residual)
             for n in range(self.num_layers)
         )
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
         """The layers as they are scanned."""
-        return runs_of(self.layers)
+        return scan_runs(self.layers)
 
     @property
     def bodies(self) -> int:
@@ -281,7 +281,7 @@ class DecoderConfig(LmConfig):
         return self.attn_backend
 
     def for_platform(
-        self: C, platform: str, *, compute_dtype: DTypeLike, length: int | None = None, parts: int = 1
+        self: C, platform: str, *, compute_dtype: DTypeLike, length: int | None = None, sequence_shards: int = 1
     ) -> "tuple[C, tuple[str, ...]]":
         if not self.attention_groups:
             return self, ()
@@ -291,7 +291,7 @@ class DecoderConfig(LmConfig):
             platform=platform,
             dtype=dtype,
             length=length or self.max_seq_len,
-            parts=parts,
+            sequence_shards=sequence_shards,
             head_size=self.HeadSize.size,
             block_size=self.flash_attention_block_size,
             soft_cap=self.attention.soft_cap,

@@ -136,8 +136,8 @@ def read_decoder(
     """
 
     def size(name: str) -> int:
-        given = absent.sizes.get(name)
-        return fields.size(name, given, required=given is None)
+        default = absent.sizes.get(name)
+        return fields.size(name, default, required=default is None)
 
     hidden = size("hidden_size")
     intermediate = size("intermediate_size")
@@ -209,13 +209,13 @@ def forbid_foreign(fields: ConfigJsonReader, *, name: str, layers: int) -> None:
 
 def read_layer_types(fields: ConfigJsonReader, config: W | None) -> W | None:
     """`config` with `layer_types` as the document has them, where they are not the family's own pattern."""
-    given = fields.get("layer_types", list)
-    if config is None or given is None:
+    types = fields.get("layer_types", list)
+    if config is None or types is None:
         return config
-    if list(given) == [config.own_layer_type(n) for n in range(config.num_layers)]:
+    if list(types) == [config.default_layer_type(n) for n in range(config.num_layers)]:
         return config
     try:
-        return dataclasses.replace(config, layer_types=tuple(given))
+        return dataclasses.replace(config, layer_types=tuple(types))
     except ValueError as error:
         fields.problems += str(error).split("\n")
         return None

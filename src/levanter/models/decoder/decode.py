@@ -45,8 +45,8 @@ class KvCache(eqx.Module):
         axes, dtype = cache_axes(config, pages, slots), jnp.dtype(dtype)
         of_integers = axes if dtype == jnp.int8 else ()
         return KvCache(
-            pages=tuple(zeros(own, dtype=dtype) for own in axes),
-            scales=tuple(zeros(scale_axes(own), dtype=SCALE_DTYPE) for own in of_integers),
+            pages=tuple(zeros(run_axes, dtype=dtype) for run_axes in axes),
+            scales=tuple(zeros(scale_axes(run_axes), dtype=SCALE_DTYPE) for run_axes in of_integers),
         )
 
     @property
@@ -97,8 +97,8 @@ def advance(
     embedded = model.embeddings(tokens, at.positions)
     length = at.capacity(cache.Slot) if length is None else length
     scales = cache.scales or (None,) * len(cache.pages)
-    at = at.placed(cache.pages[0], scales[0])
-    states = [CachedLayers.entering(*own) for own in zip(cache.pages, scales, strict=True)]
-    activations, left = model.transformer.advance(embedded, at, states, length=length)
-    behind = tuple(state.scales for state in left if state.scales is not None)
-    return activations, KvCache(pages=tuple(state.pages for state in left), scales=behind)
+    at = at.with_cache_indices(cache.pages[0], scales[0])
+    states = [CachedLayers.entering(*run_cache) for run_cache in zip(cache.pages, scales, strict=True)]
+    activations, new_states = model.transformer.advance(embedded, at, states, length=length)
+    new_scales = tuple(state.scales for state in new_states if state.scales is not None)
+    return activations, KvCache(pages=tuple(state.pages for state in new_states), scales=new_scales)

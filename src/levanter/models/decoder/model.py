@@ -25,7 +25,7 @@ from haliax_ext.mapping import into_residual, out_of_residual, shard_residual
 from levanter.layers.attention import AttentionMask, GroupedQueryAttention, MixerContext
 from levanter.layers.attention.kv_cache import CachedLayers, NewPositions
 from levanter.layers.context import RotaryTables
-from levanter.layers.embedding import Embedding, PositionEmbedding, places_in_segments
+from levanter.layers.embedding import Embedding, PositionEmbedding, positions_in_segments
 from levanter.layers.layer import LayerSpec
 from levanter.layers.linear import Linear
 from levanter.layers.norm import Norm
@@ -35,7 +35,7 @@ from levanter.layers.unstacked import numbered
 from levanter.models.base import LmHeadModel
 from levanter.models.decoder.config import DecoderConfig
 from levanter.models.decoder.scan_layout import Run
-from levanter.models.stack import Period, checkpoint_policy, stack_of
+from levanter.models.stack import Period, checkpoint_policy, stack_builder
 
 
 class DecoderBlock(eqx.Module):
@@ -109,10 +109,10 @@ class DecoderBlock(eqx.Module):
         normed = out_of_residual(norm("post_attention_layernorm", between))
         with jax.named_scope("mlp"):
             feed = self.mlp if context.new is None else getattr(self.mlp, "advance", self.mlp)
-            made = Outputs.of(feed(normed))
-        fed = norm("post_mlp_layernorm", into_residual(made.activations)).rearrange(x.axes)
+            outputs = Outputs.of(feed(normed))
+        fed = norm("post_mlp_layernorm", into_residual(outputs.activations)).rearrange(x.axes)
         x = shard_residual(x + mixed + fed if self.parallel else between + fed)
-        return Outputs(activations=x, auxiliary=stream.auxiliary.plus(made.auxiliary)), state
+        return Outputs(activations=x, auxiliary=stream.auxiliary.plus(outputs.auxiliary)), state
 
 
 class DecoderTransformer(eqx.Module):
@@ -166,8 +166,8 @@ class DecoderTransformer(eqx.Module):
         Pos = x.resolve_axis("position")
         index = hax.arange(Pos) if positions is None else positions
         context = MixerContext(mask=mask, tables=self._tables(index, length=Pos.size), positions=positions)
-        found, _ = self._through(x, context, (None,) * len(self._stacks), auxiliary=auxiliary)
-        return found
+        outputs, _ = self._through(x, context, (None,) * len(self._stacks), auxiliary=auxiliary)
+        return outputs
 
     def advance(
         self, x: NamedArray, new: NewPositions, states: Sequence[CachedLayers], *, length: int
@@ -185,8 +185,8 @@ class DecoderTransformer(eqx.Module):
         """
         tables = self._tables(new.positions, length=length)
         context = MixerContext(mask=AttentionMask.causal(), tables=tables, positions=new.positions, new=new)
-        found, left = self._through(x, context, states)
-        return found.activations, tuple(state for state in left if state is not None)
+        outputs, new_states = self._through(x, context, states)
+        return outputs.activations, tuple(state for state in new_states if state is not None)
 
     @property
     def _stacks(self) -> "tuple[Stacked | BlockSeq, ...]":
@@ -207,30 +207,30 @@ class DecoderTransformer(eqx.Module):
     ) -> tuple[Outputs, Sequence[CachedLayers | None]]:
         """Through all layers and the final norm; with what each run of layers remembers."""
         stream = Outputs(activations=shard_residual(x), auxiliary=Sums.zeros(auxiliary))
-        left: list[CachedLayers | None] = []
+        new_states: list[CachedLayers | None] = []
         for layers, state in zip(self._stacks, states, strict=True):
             # A scan is named after its axis; unrolled blocks are given the same name.
             unrolled = isinstance(layers, BlockSeq)
             with jax.named_scope("layers") if unrolled else contextlib.nullcontext():
                 stream, state = numbered(layers).fold((stream, state), context)
-            left.append(state)
+            new_states.append(state)
         with jax.named_scope("norm"):
             x = hax.auto_sharded(self.norm(stream.activations))
-        return Outputs(activations=x, auxiliary=stream.auxiliary), left
+        return Outputs(activations=x, auxiliary=stream.auxiliary), new_states
 
 
 def _scanned(run: Run, config: DecoderConfig, keys: jax.Array) -> Stacked:
     """A run of layers, stacked for a scan."""
     Layers = Axis("layers", run.periods)
     if len(run.places) == 1:
-        build = stack_of(Layers, DecoderBlock, scan=True, gradient_checkpointing=config.gradient_checkpointing)
+        build = stack_builder(Layers, DecoderBlock, scan=True, gradient_checkpointing=config.gradient_checkpointing)
         return build(run.places[0], key=keys)  # type: ignore[return-value]
     # What is kept is decided layer by layer, as everywhere. Only what the scan itself does (two levels of it, carries
     # sent to the host) is of whole periods.
     policy = checkpoint_policy(config.gradient_checkpointing)
     of_scan = policy.nested or "offload" in (policy.save_carries, policy.save_inputs)
     none = checkpoint_policy(False)
-    build = stack_of(Layers, Period, scan=True, gradient_checkpointing=policy if of_scan else none)
+    build = stack_builder(Layers, Period, scan=True, gradient_checkpointing=policy if of_scan else none)
     grouped = keys.reshape(run.periods, len(run.places), *keys.shape[1:])
     return build(DecoderBlock, run.places, none if of_scan else policy, key=grouped)  # type: ignore[return-value]
 
@@ -320,16 +320,16 @@ class DecoderLmHeadModel(LmHeadModel):
     def head(self) -> Linear:
         return self.embeddings.token_embeddings.as_linear() if self.lm_head is None else self.lm_head
 
-    def _positions(self, given: NamedArray | None, segment_ids: NamedArray | None) -> NamedArray | None:
+    def _positions(self, positions: NamedArray | None, segment_ids: NamedArray | None) -> NamedArray | None:
         """Positions, where they are not indices: a learned one says how far a token is from its segment's beginning.
 
         Rotary embeddings see differences only, and need none of this.
         """
-        if given is not None or segment_ids is None or not self.config.learned_positions:
-            return given
-        return places_in_segments(segment_ids)
+        if positions is not None or segment_ids is None or not self.config.learned_positions:
+            return positions
+        return positions_in_segments(segment_ids)
 
 
-def _mask(given: AttentionMask | None, segment_ids: NamedArray | None) -> AttentionMask:
-    mask = AttentionMask.causal() if given is None else given
+def _mask(attn_mask: AttentionMask | None, segment_ids: NamedArray | None) -> AttentionMask:
+    mask = AttentionMask.causal() if attn_mask is None else attn_mask
     return mask if segment_ids is None else mask.with_segment_ids(segment_ids)

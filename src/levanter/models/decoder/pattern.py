@@ -29,13 +29,13 @@ def expand_pattern(pattern: str, *, kinds: Mapping[str, str], layers: int) -> tu
     Raises:
         ValueError: an unknown letter, parentheses that are no such part, or more letters than layers.
     """
-    found = _PATTERN.fullmatch(pattern)
-    if found is None:
+    match = _PATTERN.fullmatch(pattern)
+    if match is None:
         raise ValueError(
             f"model.pattern {pattern!r}: expected letters, of which the last ones may be in parentheses to be "
             "repeated, e.g. SSSSSF or FF(SSF)"
         )
-    once, again = (found["once"], found["again"]) if found["all"] is None else ("", found["all"])
+    once, again = (match["once"], match["again"]) if match["all"] is None else ("", match["all"])
     legend = ", ".join(f"{letter} {kind}" for letter, kind in kinds.items())
     if unknown := [letter for letter in dict.fromkeys(once + again) if letter not in kinds]:
         raise ValueError(f"model.pattern {pattern!r} has {', '.join(map(repr, unknown))}; letters are {legend}")
@@ -45,17 +45,17 @@ def expand_pattern(pattern: str, *, kinds: Mapping[str, str], layers: int) -> tu
     return tuple(kinds[letter] for letter in letters[:layers])
 
 
-def wrong_types(given: Sequence[str], *, kinds: Mapping[str, str], layers: int) -> list[str]:
+def wrong_types(types: Sequence[str], *, kinds: Mapping[str, str], layers: int) -> list[str]:
     """What is wrong with a list of kinds, as sentences."""
     names = list(kinds.values())
     problems = []
-    for kind in dict.fromkeys(given):
+    for kind in dict.fromkeys(types):
         if kind not in names:
             close = nearest(kind, names)
             hint = f" (did you mean {' or '.join(close)}?)" if close else ""
             problems.append(f"model.layer_types has {kind!r}; a layer is {' or '.join(map(repr, names))}{hint}")
-    if len(given) != layers:
-        problems.append(f"model.layer_types has {len(given)} entries for model.num_layers {layers}")
+    if len(types) != layers:
+        problems.append(f"model.layer_types has {len(types)} entries for model.num_layers {layers}")
     return problems
 
 
@@ -76,7 +76,7 @@ class PatternedConfig(DecoderConfig):
         """The letter of each kind that the family has, and its name in Hugging Face's words."""
         raise NotImplementedError
 
-    def own_layer_type(self, layer: int) -> str:
+    def default_layer_type(self, layer: int) -> str:
         """The kind of a layer where the user does not say."""
         raise NotImplementedError
 
@@ -86,7 +86,7 @@ class PatternedConfig(DecoderConfig):
             return self.layer_types[layer]
         if self.pattern is not None:
             return expand_pattern(self.pattern, kinds=self.kinds, layers=self.num_layers)[layer]
-        return self.own_layer_type(layer)
+        return self.default_layer_type(layer)
 
     @property
     def types(self) -> tuple[str, ...]:
@@ -130,7 +130,7 @@ class WindowedConfig(PatternedConfig):
     def kinds(self) -> Mapping[str, str]:
         return {"F": FULL, "S": SLIDING}
 
-    def own_layer_type(self, layer: int) -> str:
+    def default_layer_type(self, layer: int) -> str:
         del layer
         return SLIDING if self.sliding_window is not None else FULL
 
@@ -139,8 +139,8 @@ class WindowedConfig(PatternedConfig):
 
     def _problems(self) -> list[str]:
         problems = super()._problems()
-        given = self.layer_types is not None or self.pattern is not None
-        if not problems and given and self.sliding_window is None and SLIDING in self.types:
-            said = "layer_types" if self.pattern is None else "pattern"
-            problems.append(f"model.{said} has sliding_attention, but model.sliding_window is null")
+        is_explicit = self.layer_types is not None or self.pattern is not None
+        if not problems and is_explicit and self.sliding_window is None and SLIDING in self.types:
+            key = "layer_types" if self.pattern is None else "pattern"
+            problems.append(f"model.{key} has sliding_attention, but model.sliding_window is null")
         return problems

@@ -109,7 +109,7 @@ def _value(fields: ConfigJsonReader, name: str, value: object) -> object:
     if name == "truncate":
         return fields.check(f"rope.{name}", value, bool)
     if name in ("short_factor", "long_factor"):
-        return tuple(_number(fields, name, each) for each in fields.check(f"rope.{name}", value, list, []))
+        return tuple(_number(fields, name, number) for number in fields.check(f"rope.{name}", value, list, []))
     return _number(fields, name, value)
 
 
@@ -208,8 +208,8 @@ def read_rope_by_layer_type(
         theta_of_windows: base of the second, where `rope_parameters` does not say it.
     """
     fields.seen |= {"rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", _ORIGINAL}
-    given = fields.document.get("rope_parameters") or {}
-    nested = {kind: given[kind] for kind in (_WHOLE, _WINDOWED) if isinstance(given.get(kind), dict)}
+    by_type = fields.document.get("rope_parameters") or {}
+    nested = {kind: by_type[kind] for kind in (_WHOLE, _WINDOWED) if isinstance(by_type.get(kind), dict)}
     flat = {name: value for name, value in fields.document.items() if name != "rope_parameters"}
 
     def read(document: Mapping[str, Any], theta: float) -> RotaryConfig | None:
@@ -218,7 +218,7 @@ def read_rope_by_layer_type(
 
     if not nested:
         return read(fields.document, theta), DefaultRotaryConfig(theta=theta_of_windows)
-    if other := sorted(set(given) - set(nested)):
+    if other := sorted(set(by_type) - set(nested)):
         fields.problems.append(f"rope_parameters mixes layer types with {', '.join(other)}")
     return (
         read({**flat, "rope_parameters": nested.get(_WHOLE, {})}, theta),
@@ -284,7 +284,7 @@ def write_rope(
     flat = {"rope_theta": rope.theta, **share, "rope_scaling": scaling}
     if spelling == "transformers4":
         return flat
-    said = {"rope_parameters": {"rope_type": kind, "rope_theta": rope.theta, **share, **parameters}}
+    document = {"rope_parameters": {"rope_type": kind, "rope_theta": rope.theta, **share, **parameters}}
     # A reader of transformers 4's names only would otherwise take a scaled model for an unscaled one, without a word.
     # Where both are there version 5 goes by these, and they have no place for a share that is rotated.
-    return said if scaling is None or partial else said | flat
+    return document if scaling is None or partial else document | flat

@@ -42,7 +42,7 @@ class Run:
         return "{layers}" if (step, first) == (1, 0) else f"{{{step}*layers+{first}}}"
 
 
-def runs_of(layers: Sequence[LayerSpec]) -> tuple[Run, ...]:
+def scan_runs(layers: Sequence[LayerSpec]) -> tuple[Run, ...]:
     """Cuts layers into runs: each time the period whose repetitions reach farthest, the shortest such."""
     runs: list[Run] = []
     start = 0

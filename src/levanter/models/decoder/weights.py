@@ -58,12 +58,12 @@ def projections(
 ) -> list[BlockTensor]:
     """Weights of projections that are called the same in the checkpoint, and biases of some of them."""
     biased = set(biases)
-    found = []
+    tensors = []
     for name, (out, in_) in table.items():
-        found.append(BlockTensor(target=f"{name}.weight", axes=(out, in_)))
+        tensors.append(BlockTensor(target=f"{name}.weight", axes=(out, in_)))
         if name in biased:
-            found.append(BlockTensor(target=f"{name}.bias", axes=(out,)))
-    return found
+            tensors.append(BlockTensor(target=f"{name}.bias", axes=(out,)))
+    return tensors
 
 
 class HasNorms(Protocol):
@@ -91,11 +91,11 @@ def norms(normed: HasNorms, names: Mapping[str, str] | None = None) -> list[Bloc
     return [
         BlockTensor(target=f"{place}.{part}", source=f"{named.get(place, place)}.{part}", axes=(EMBED,))
         for place in normed.norms
-        for part in _parts(normed.norm)
+        for part in _parameter_names(normed.norm)
     ]
 
 
-def _parts(norm: NormSpec) -> list[str]:
+def _parameter_names(norm: NormSpec) -> list[str]:
     """The leaves of a norm."""
     return ["weight"] * norm.use_weight + ["bias"] * norm.use_bias
 
@@ -187,7 +187,7 @@ def decoder_rules(
     else:
         for n, spec in enumerate(config.layers):
             table += of_layer(f"transformer.layers.blocks.{n}", str(n), spec)
-    for part in _parts(config.norm):
+    for part in _parameter_names(config.norm):
         table.append(WeightRule(target=f"transformer.norm.{part}", source=f"{names.norm}.{part}", axes=(EMBED,)))
     ignored = ("*.rotary_emb.inv_freq", *ignored)
     if config.tie_word_embeddings:

@@ -84,7 +84,7 @@ class Gemma2Config(WindowedConfig, GemmaConfig):
     sliding_window: PositiveInt | None = 4096
     reference_checkpoint: str | None = "google/gemma-2-2b"
 
-    def own_layer_type(self, layer: int) -> str:
+    def default_layer_type(self, layer: int) -> str:
         return FULL if layer % 2 else SLIDING
 
     @property
@@ -121,7 +121,7 @@ class Gemma3Config(Gemma2Config):
     sliding_window_pattern: PositiveInt | None = None
     reference_checkpoint: str | None = "google/gemma-3-1b-pt"
 
-    def own_layer_type(self, layer: int) -> str:
+    def default_layer_type(self, layer: int) -> str:
         return SLIDING if (layer + 1) % (self.sliding_window_pattern or 6) else FULL
 
     def rotary(self, layer: int) -> str | None:

@@ -1,7 +1,12 @@
-"""Gemma 1, 2 and 3: `model_type` gemma, gemma2, gemma3_text, and the text model of gemma3."""
+"""Gemma 1, 2 and 3: config.json (`model_type` gemma, gemma2, gemma3_text, and the text model of gemma3) and weight
+rules.
+"""
 
 from typing import Any
 
+from haliax import Axis
+
+from haliax_ext.rules import WeightRules
 from levanter.layers.rotary import DefaultRotaryConfig
 from levanter.models.config_json import HARMLESS, ConfigJson, ConfigJsonReader, Spelling
 from levanter.models.decoder.config_json import (
@@ -13,9 +18,17 @@ from levanter.models.decoder.config_json import (
 )
 from levanter.models.decoder.model import DecoderLmHeadModel
 from levanter.models.decoder.rope_json import read_rope_by_layer_type, write_rope_by_layer_type
+from levanter.models.decoder.weights import (
+    ATTENTION,
+    FEED_FORWARD,
+    attention_biases,
+    decoder_rules,
+    norms,
+    projections,
+    query_norms,
+)
 from levanter.models.family import Family
 from levanter.models.gemma.config import Gemma2Config, Gemma3Config, GemmaConfig
-from levanter.models.gemma.weights import rules
 from levanter.models.llama.config_json import PLAIN, write_llama
 from levanter.models.llama.weights import rules as llama_rules
 
@@ -33,9 +46,9 @@ _SIZES = {
 
 def _activation(fields: ConfigJsonReader) -> str:
     """The gate's activation in Gemma 2 and 3, whose class in transformers does not look at `hidden_act`."""
-    found: str = fields.get("hidden_activation", str, _GELU)
-    fields.note("hidden_act", [found], f"hidden_activation is read ({found})")
-    return found
+    activation: str = fields.get("hidden_activation", str, _GELU)
+    fields.note("hidden_act", [activation], f"hidden_activation is read ({activation})")
+    return activation
 
 
 def _activation_of_1(fields: ConfigJsonReader) -> str:
@@ -43,14 +56,14 @@ def _activation_of_1(fields: ConfigJsonReader) -> str:
 
     transformers 4 reads `hidden_activation`, transformers 5 `hidden_act`.
     """
-    given = [fields.get(name, str) for name in ("hidden_activation", "hidden_act")]
-    meant = {_GELU if name == "gelu" else name for name in given if name is not None}
-    if len(meant) > 1:
+    names = [fields.get(name, str) for name in ("hidden_activation", "hidden_act")]
+    activations = {_GELU if name == "gelu" else name for name in names if name is not None}
+    if len(activations) > 1:
         fields.problems.append(
-            f"hidden_activation is {given[0]!r} but hidden_act is {given[1]!r}; versions of transformers differ in "
+            f"hidden_activation is {names[0]!r} but hidden_act is {names[1]!r}; versions of transformers differ in "
             "which one they read"
         )
-    return next(iter(meant), _GELU)
+    return next(iter(activations), _GELU)
 
 
 def _read_1(fields: ConfigJsonReader) -> GemmaConfig | None:
@@ -77,7 +90,7 @@ def _read_2(fields: ConfigJsonReader) -> Gemma2Config | None:
     for name, default in (("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)):
         more[name] = fields.unless_null(name, float, default)
     fields.seen.add("layer_types")
-    found = read_decoder(
+    config = read_decoder(
         fields,
         Gemma2Config,
         name="Gemma 2",
@@ -87,7 +100,7 @@ def _read_2(fields: ConfigJsonReader) -> Gemma2Config | None:
         biases=_BIASES,
         **more,
     )
-    return read_layer_types(fields, found)
+    return read_layer_types(fields, config)
 
 
 def _read_3(fields: ConfigJsonReader) -> Gemma3Config | None:
@@ -107,7 +120,7 @@ def _read_3(fields: ConfigJsonReader) -> Gemma3Config | None:
     )
     if windowed is not None and windowed != DefaultRotaryConfig(theta=windowed.theta):
         fields.problems.append("rope_parameters.sliding_attention is scaled; no published Gemma 3 is")
-    found = read_decoder(
+    config = read_decoder(
         fields,
         Gemma3Config,
         name="Gemma 3",
@@ -122,7 +135,7 @@ def _read_3(fields: ConfigJsonReader) -> Gemma3Config | None:
         rope_local_base_freq=10_000.0 if windowed is None else windowed.theta,
         **more,
     )
-    return read_layer_types(fields, found)
+    return read_layer_types(fields, config)
 
 
 def _read_3_with_vision(fields: ConfigJsonReader) -> Gemma3Config | None:
@@ -142,9 +155,9 @@ def _read_3_with_vision(fields: ConfigJsonReader) -> Gemma3Config | None:
         problems=fields.problems,
         findings=fields.findings,
     )
-    found = _read_3(inner)
+    config = _read_3(inner)
     inner.leftovers(HARMLESS)
-    return found
+    return config
 
 
 def _write_1(config: GemmaConfig, spelling: Spelling) -> dict[str, Any]:
@@ -188,6 +201,47 @@ def _write_3(config: Gemma3Config, spelling: Spelling) -> dict[str, Any]:
     if spelling == "transformers4":
         document["rope_local_base_freq"] = config.rope_local_base_freq
     return document
+
+
+NORMS = {
+    "post_attention_layernorm": "pre_feedforward_layernorm",
+    "post_attn_layernorm": "post_attention_layernorm",
+    "post_mlp_layernorm": "post_feedforward_layernorm",
+}
+"""Our name of a norm's place → its name in the checkpoint. Theirs says what comes before a norm, or what follows it."""
+
+
+def rules(config: Gemma2Config, Vocab: Axis | None = None) -> WeightRules:
+    """Where each leaf of a Gemma 2 or 3 comes from.
+
+    The larger Gemma 3s are published together with a vision model: the text model's tensors are then a level deeper,
+    and the others are left out.
+
+    Args:
+        config: the architecture.
+        Vocab: the model's vocabulary axis; see `decoder_rules`.
+    """
+    block = [
+        *projections(ATTENTION, biases=attention_biases(config)),
+        *projections(FEED_FORWARD, biases=FEED_FORWARD if config.has_mlp_bias else ()),
+        *norms(config, NORMS),
+        *query_norms(config),
+    ]
+    return decoder_rules(
+        config,
+        Vocab,
+        block,
+        aliases=(
+            ("model.*", "language_model.model.*"),
+            ("model.*", "model.language_model.*"),
+            ("lm_head.*", "language_model.lm_head.*"),
+        ),
+        ignored=(
+            "*vision_tower.*",
+            "*multi_modal_projector.*",
+            *(("language_model.lm_head.weight",) if config.tie_word_embeddings else ()),
+        ),
+    )
 
 
 GEMMA_1 = Family(

@@ -64,8 +64,8 @@ class Gpt2Config(DecoderConfig):
     def attention(self) -> AttentionSpec:
         return dataclasses.replace(super().attention, qkv_bias=self.use_bias, out_bias=self.use_bias)
 
-    def attention_of(self, layer: int) -> AttentionSpec:
-        spec = super().attention_of(layer)
+    def layer_attention(self, layer: int) -> AttentionSpec:
+        spec = super().layer_attention(layer)
         if not self.scale_attn_by_inverse_layer_idx:
             return spec
         return dataclasses.replace(spec, softmax_scale=1 / (math.sqrt(self.HeadSize.size) * (layer + 1)))

@@ -1,14 +1,29 @@
-"""GPT-2 (`model_type: gpt2`), whose config.json has words of its own."""
+"""GPT-2 (`model_type: gpt2`): config.json with its own field names, and weight rules.
+
+Its checkpoints store matrices as `[in, out]`, with q, k and v fused into one tensor.
+"""
 
 from typing import Any
 
+from haliax import Axis
+
+from haliax_ext.rules import FusedPart, WeightRule, WeightRules
 from levanter.config.validators import Epsilon, NonNegativeFloat
 from levanter.models.config_json import ConfigJson, ConfigJsonReader, Spelling
 from levanter.models.decoder.config_json import DIFFERENT_LAYERS, forbid_foreign
 from levanter.models.decoder.model import DecoderLmHeadModel
+from levanter.models.decoder.weights import (
+    EMBED,
+    KV_HEADS,
+    MLP,
+    Q_HEADS,
+    BlockTensor,
+    CheckpointNames,
+    decoder_rules,
+    norms,
+)
 from levanter.models.family import Family
 from levanter.models.gpt2.config import Gpt2Config
-from levanter.models.gpt2.weights import rules
 
 _CLASS = "GPT2LMHeadModel"
 _DROPOUT = "dropout is ignored (it matters only in training)"
@@ -20,10 +35,10 @@ _OF_OTHER_HEADS = (
 
 def _size(fields: ConfigJsonReader, name: str, others: str, default: int) -> int:
     """A size that transformers also reads under the name that it has in other families."""
-    found = fields.size(name, fields.size(others, default))
-    if fields.document.get(others) not in (None, found):
-        fields.problems.append(f"{name} is {found} but {others} is {fields.document[others]}; they are the same field")
-    return found
+    value = fields.size(name, fields.size(others, default))
+    if fields.document.get(others) not in (None, value):
+        fields.problems.append(f"{name} is {value} but {others} is {fields.document[others]}; they are the same field")
+    return value
 
 
 def _read(fields: ConfigJsonReader) -> Gpt2Config | None:
@@ -91,6 +106,52 @@ def _write(config: Gpt2Config, spelling: Spelling) -> dict[str, Any]:
         "resid_pdrop": 0.0,
         "use_cache": True,
     }
+
+
+NAMES = CheckpointNames(embedding="transformer.wte", layers="transformer.h", norm="transformer.ln_f")
+
+
+def rules(config: Gpt2Config, Vocab: Axis | None = None) -> WeightRules:
+    """Where each leaf of a GPT-2 comes from.
+
+    Args:
+        config: the architecture.
+        Vocab: the model's vocabulary axis; see `decoder_rules`.
+    """
+    width = config.num_heads * config.HeadSize.size
+    block = []
+
+    def projection(
+        target: str, source: str, In: tuple[str, ...], Out: tuple[str, ...], third: int | None = None
+    ) -> None:
+        def part(axis: int) -> FusedPart | None:
+            return None if third is None else FusedPart(axis=axis, start=third * width, size=width, of=3 * width)
+
+        tensor = BlockTensor(target=f"{target}.weight", source=f"{source}.weight", axes=(In, Out), part=part(1))
+        block.append(tensor)
+        if config.use_bias:
+            block.append(BlockTensor(target=f"{target}.bias", source=f"{source}.bias", axes=(Out,), part=part(0)))
+
+    projection("self_attn.q_proj", "attn.c_attn", EMBED, Q_HEADS, 0)
+    projection("self_attn.k_proj", "attn.c_attn", EMBED, KV_HEADS, 1)
+    projection("self_attn.v_proj", "attn.c_attn", EMBED, KV_HEADS, 2)
+    projection("self_attn.o_proj", "attn.c_proj", Q_HEADS, EMBED)
+    projection("mlp.up_proj", "mlp.c_fc", EMBED, MLP)
+    projection("mlp.down_proj", "mlp.c_proj", MLP, EMBED)
+    block += norms(config, {"input_layernorm": "ln_1", "post_attention_layernorm": "ln_2"})
+    positions = WeightRule(
+        target="embeddings.position_embeddings.weight", source="transformer.wpe.weight", axes=(("position",), EMBED)
+    )
+    return decoder_rules(
+        config,
+        Vocab,
+        block,
+        names=NAMES,
+        more=[positions],
+        # OpenAI's own files were saved without the head.
+        aliases=(("transformer.", ""),),
+        ignored=("*.attn.bias", "*.attn.masked_bias"),
+    )
 
 
 GPT2 = Family(

@@ -1,15 +1,30 @@
-"""GPT-NeoX and Pythia (`model_type: gpt_neox`)."""
+"""GPT-NeoX and Pythia (`model_type: gpt_neox`): config.json and weight rules.
+
+Its checkpoints fuse q, k and v into one tensor, interleaved head by head.
+"""
 
 from types import MappingProxyType
 from typing import Any
 
+from haliax import Axis
+
+from haliax_ext.rules import FusedPart, WeightRules
 from levanter.models.config_json import ConfigJson, ConfigJsonReader, Spelling
 from levanter.models.decoder.config_json import MissingFieldDefaults, read_decoder, write_sizes
 from levanter.models.decoder.model import DecoderLmHeadModel
 from levanter.models.decoder.rope_json import DEFAULT_THETA, read_rope, write_rope
+from levanter.models.decoder.weights import (
+    EMBED,
+    KV_HEADS,
+    MLP,
+    Q_HEADS,
+    BlockTensor,
+    CheckpointNames,
+    decoder_rules,
+    norms,
+)
 from levanter.models.family import Family
 from levanter.models.gpt_neox.config import GptNeoxConfig
-from levanter.models.gpt_neox.weights import rules
 
 _CLASS = "GPTNeoXForCausalLM"
 _CONTEXT, _SHARE = 2048, 0.25
@@ -35,8 +50,8 @@ def _read(fields: ConfigJsonReader) -> GptNeoxConfig | None:
     fields.forbid("mlp_bias", [True], "a GPT-NeoX has biases in its MLPs")
     for name, default in (("rope_theta", DEFAULT_THETA), ("partial_rotary_factor", _SHARE)):
         # transformers 4 writes both names of each.
-        own = fields.get(_FLAT[name], float, default)
-        fields.forbid(name, [own], f"transformers reads {_FLAT[name]}, which is {own}, and not this")
+        value = fields.get(_FLAT[name], float, default)
+        fields.forbid(name, [value], f"transformers reads {_FLAT[name]}, which is {value}, and not this")
     return read_decoder(
         fields,
         GptNeoxConfig,
@@ -57,8 +72,8 @@ def _write(config: GptNeoxConfig, spelling: Spelling) -> dict[str, Any]:
         raise ValueError(f"model.head_dim {config.head_dim} has no place in a Hugging Face GPT-NeoX")
     rope = write_rope(config.rope, max_position_embeddings=config.max_seq_len, spelling=spelling, partial=True)
     # Where it is not said, transformers takes a quarter.
-    said = rope["rope_parameters"] if spelling == "transformers5" else rope
-    said["partial_rotary_factor"] = config.rope.partial_rotary_factor
+    rope_fields = rope["rope_parameters"] if spelling == "transformers5" else rope
+    rope_fields["partial_rotary_factor"] = config.rope.partial_rotary_factor
     return write_sizes(config) | {
         _EPSILON: config.layer_norm_epsilon,
         "attention_bias": config.attention_bias,
@@ -66,6 +81,52 @@ def _write(config: GptNeoxConfig, spelling: Spelling) -> dict[str, Any]:
         "hidden_dropout": 0.0,
         **{_FLAT.get(name, name): value for name, value in rope.items()},
     }
+
+
+NAMES = CheckpointNames(
+    embedding="gpt_neox.embed_in", layers="gpt_neox.layers", norm="gpt_neox.final_layer_norm", head="embed_out"
+)
+
+
+def rules(config: GptNeoxConfig, Vocab: Axis | None = None) -> WeightRules:
+    """Where each leaf of a GPT-NeoX comes from.
+
+    Args:
+        config: the architecture.
+        Vocab: the model's vocabulary axis; see `decoder_rules`.
+    """
+    head = config.HeadSize.size
+    block = []
+
+    def linear(
+        target: str,
+        source: str,
+        Out: tuple[str, ...],
+        In: tuple[str, ...],
+        *,
+        bias: bool,
+        part: FusedPart | None = None,
+    ) -> None:
+        block.append(BlockTensor(target=f"{target}.weight", source=f"{source}.weight", axes=(Out, In), part=part))
+        if bias:
+            block.append(BlockTensor(target=f"{target}.bias", source=f"{source}.bias", axes=(Out,), part=part))
+
+    for third, (name, axes) in enumerate({"q_proj": Q_HEADS, "k_proj": KV_HEADS, "v_proj": KV_HEADS}.items()):
+        part = FusedPart(axis=0, start=third * head, size=head, of=3 * head, repeats_over=axes[:-1])
+        linear(f"self_attn.{name}", "attention.query_key_value", axes, EMBED, bias=config.attention_bias, part=part)
+    linear("self_attn.o_proj", "attention.dense", EMBED, Q_HEADS, bias=config.attention_bias)
+    linear("mlp.up_proj", "mlp.dense_h_to_4h", MLP, EMBED, bias=True)
+    linear("mlp.down_proj", "mlp.dense_4h_to_h", EMBED, MLP, bias=True)
+    tied = config.tie_word_embeddings
+    return decoder_rules(
+        config,
+        Vocab,
+        [*block, *norms(config)],
+        names=NAMES,
+        # The bare transformer; transformers 5 calls the head as everywhere.
+        aliases=(("gpt_neox.*", "*"), ("embed_out.weight", "lm_head.weight")),
+        ignored=("*.attention.bias", "*.attention.masked_bias", *(("lm_head.weight",) if tied else ())),
+    )
 
 
 GPT_NEOX = Family(

@@ -39,9 +39,9 @@ def write_llama(
     Raises:
         ValueError: the model has a part that a Hugging Face config cannot describe.
     """
-    for own, value in plain.items():
-        if getattr(config, own) != value:
-            raise ValueError(f"model.{own} {getattr(config, own)} has no place in a Hugging Face {name}")
+    for name_, value in plain.items():
+        if getattr(config, name_) != value:
+            raise ValueError(f"model.{name_} {getattr(config, name_)} has no place in a Hugging Face {name}")
     has = {"attention_bias": config.has_attention_bias, "mlp_bias": config.has_mlp_bias}
     if unsaid := [bias for bias in BIASES if has[bias] and bias not in biases]:
         raise ValueError(f"model.{unsaid[0]} (or use_bias) has no place in a Hugging Face {name}")

@@ -30,7 +30,7 @@ Scores = tuple[NamedArray, ...]
 """Float32, over the axes of the targets: log-probabilities; behind them, each where it is wanted, the log-normalizers,
 and 1 where the target was the likeliest entry, else 0."""
 
-Given = Callable[[Scores, Scores], Scores]
+CotangentFn = Callable[[Scores, Scores], Scores]
 """From the scores of a chunk, and what a loop carries beside them, to the cotangents of the scores."""
 
 
@@ -120,8 +120,8 @@ def scores(x: NamedArray, head: Linear, targets: NamedArray, Chunks: Axis, how: 
     def step(_: None, x: NamedArray, target: NamedArray) -> tuple[None, Scores]:
         return None, _chunk_scores(x, head, target, how)
 
-    _, found = hax.scan(step, Chunks)(None, x, targets)
-    return found
+    _, chunk_scores = hax.scan(step, Chunks)(None, x, targets)
+    return chunk_scores
 
 
 def gathered_once(head: Linear, learned: tuple[bool, ...] | None = None) -> Linear:
@@ -131,9 +131,9 @@ def gathered_once(head: Linear, learned: tuple[bool, ...] | None = None) -> Line
         head: any.
         learned: its arrays of which a gradient is asked for are left as they are: a gradient would be whole, too.
     """
-    flat, structure = jax.tree.flatten(head, is_leaf=lambda each: isinstance(each, NamedArray))
-    given = learned or (False,) * len(flat)
-    arrays = (x if is_learned else shard_as_computed(x) for x, is_learned in zip(flat, given, strict=True))
+    flat, structure = jax.tree.flatten(head, is_leaf=lambda x: isinstance(x, NamedArray))
+    keep = learned or (False,) * len(flat)
+    arrays = (x if is_learned else shard_as_computed(x) for x, is_learned in zip(flat, keep, strict=True))
     return jax.tree.unflatten(structure, arrays)
 
 
@@ -157,8 +157,8 @@ def scores_and_gradients(
     x: NamedArray,
     head: Linear,
     targets: NamedArray,
-    beside: Scores,
-    given: Given,
+    extras: Scores,
+    cotangents: CotangentFn,
     *,
     Chunks: Axis,
     how: HeadScoring,
@@ -171,20 +171,20 @@ def scores_and_gradients(
 
     Args:
         x, head, targets, Chunks, how: see `scores`.
-        beside: arrays by chunks that `given` gets a chunk of.
-        given: the cotangents of a chunk's scores.
+        extras: arrays by chunks that `cotangents` gets a chunk of.
+        cotangents: the cotangents of a chunk's scores.
         learned: of which arrays of the head, in their order, the gradient is wanted.
     """
     loop = _dense_loop if isinstance(head.operand, Dense) and head.bias is None else _loop
-    return loop(x, head, targets, beside, given, Chunks, how, learned)
+    return loop(x, head, targets, extras, cotangents, Chunks, how, learned)
 
 
 def _loop(
     x: NamedArray,
     stored: Linear,
     targets: NamedArray,
-    beside: Scores,
-    given: Given,
+    extras: Scores,
+    cotangents: CotangentFn,
     Chunks: Axis,
     how: HeadScoring,
     learned: tuple[bool, ...],
@@ -195,26 +195,26 @@ def _loop(
     is made.
     """
     learns = any(learned)
-    wanted = jax.tree.unflatten(jax.tree.structure(stored), learned)
-    floating, rest = eqx.partition(stored, wanted)
+    is_learned = jax.tree.unflatten(jax.tree.structure(stored), learned)
+    floating, rest = eqx.partition(stored, is_learned)
     floating, rest = hax.auto_sharded((floating, rest))
 
     def step(
-        total: Linear | None, x: NamedArray, target: NamedArray, beside: Scores
+        total: Linear | None, x: NamedArray, target: NamedArray, extras: Scores
     ) -> tuple[Linear | None, tuple[Scores, NamedArray]]:
         def chunk(x: NamedArray, floating: Linear) -> Scores:
             return _chunk_scores(x, eqx.combine(floating, rest), target, how)
 
         if total is None:
-            found, back = jax.vjp(lambda x: chunk(x, floating), x)
-            (of_x,) = back(given(found, beside))
-            return None, (found, of_x)
-        found, back = jax.vjp(chunk, x, floating)
-        of_x, of_head = back(given(found, beside))
-        return jax.tree.map(lambda a, b: a + b.astype(jnp.float32), total, of_head), (found, of_x)
+            chunk_scores, back = jax.vjp(lambda x: chunk(x, floating), x)
+            (of_x,) = back(cotangents(chunk_scores, extras))
+            return None, (chunk_scores, of_x)
+        chunk_scores, back = jax.vjp(chunk, x, floating)
+        of_x, of_head = back(cotangents(chunk_scores, extras))
+        return jax.tree.map(lambda a, b: a + b.astype(jnp.float32), total, of_head), (chunk_scores, of_x)
 
     start = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), floating) if learns else None
-    total, (found, of_x) = hax.scan(step, Chunks)(start, x, targets, beside)
+    total, (chunk_scores, of_x) = hax.scan(step, Chunks)(start, x, targets, extras)
     of_head = None
     if learns:
         stored_alike = jax.tree.map(
@@ -223,15 +223,15 @@ def _loop(
             is_leaf=lambda a: isinstance(a, NamedArray),
         )
         of_head = jax.tree.map(lambda a, like: a.astype(like.dtype), stored_alike, floating)
-    return HeadOutputs(scores=found, of_x=hax.auto_sharded(of_x.rearrange(x.axes)), of_head=of_head)
+    return HeadOutputs(scores=chunk_scores, of_x=hax.auto_sharded(of_x.rearrange(x.axes)), of_head=of_head)
 
 
 def _dense_loop(
     x: NamedArray,
     stored: Linear,
     targets: NamedArray,
-    beside: Scores,
-    given: Given,
+    extras: Scores,
+    cotangents: CotangentFn,
     Chunks: Axis,
     how: HeadScoring,
     learned: tuple[bool, ...],
@@ -250,10 +250,10 @@ def _dense_loop(
     rows = ShardAxis.of(axis for axis in targets.axes if axis != Chunks) if learns else ShardAxis(())
 
     def step(
-        total: NamedArray | None, x: NamedArray, target: NamedArray, beside: Scores
+        total: NamedArray | None, x: NamedArray, target: NamedArray, extras: Scores
     ) -> tuple[NamedArray | None, tuple[Scores, NamedArray]]:
-        found, back = _dense_scores(x, weight, target, how, picks=direct)
-        of_products = back(given(found, beside))
+        chunk_scores, back = _dense_scores(x, weight, target, how, picks=direct)
+        of_products = back(cotangents(chunk_scores, extras))
         of_x = hax.dot(of_products, weight, axis="vocab", preferred_element_type=jnp.float32)
         of_x = of_x.rearrange(x.axes).astype(x.dtype)
         if total is not None:
@@ -262,7 +262,7 @@ def _dense_loop(
             over = "token" if direct else tokens
             of_weight = hax.dot(*factors, axis=over, preferred_element_type=jnp.float32)
             total = hax.auto_sharded(total + of_weight.rearrange(total.axes))
-        return total, (found, of_x)
+        return total, (chunk_scores, of_x)
 
     weight, opened = hax.auto_sharded(operand.array), rows.open(x)
     alone = all(ways_in_scope(axis.name) == 1 for axis in {*opened.axes, *weight.axes})
@@ -273,8 +273,8 @@ def _dense_loop(
         last = () if direct else (weight.resolve_axis("vocab"),)
         sums = (*(axis for axis in weight.axes if axis not in last), *last)
         start = hax.auto_sharded(hax.zeros(sums, dtype=jnp.float32)) if learns else None
-        opened_too = tuple(rows.open(each) for each in beside)
-        total, (found, of_x) = hax.scan(step, Chunks)(start, opened, rows.open(targets), opened_too)
+        opened_extras = tuple(map(rows.open, extras))
+        total, (chunk_scores, of_x) = hax.scan(step, Chunks)(start, opened, rows.open(targets), opened_extras)
     of_head = None
     if total is not None:
         whole = shard_like_parameter(hax.sum(total, rows.shards) if rows.shards else total)
@@ -282,10 +282,10 @@ def _dense_loop(
         # 8B).
         array = operand.array
         of_weight = jax.lax.optimization_barrier(whole).rearrange(array.axes).astype(array.dtype)
-        structure = jax.tree.structure(stored, is_leaf=lambda each: isinstance(each, NamedArray))
+        structure = jax.tree.structure(stored, is_leaf=lambda x: isinstance(x, NamedArray))
         of_head = jax.tree.unflatten(structure, [of_weight])
     of_x = hax.auto_sharded(rows.close(of_x.rearrange(opened.axes)))
-    return HeadOutputs(scores=tuple(rows.close(each) for each in found), of_x=of_x, of_head=of_head)
+    return HeadOutputs(scores=tuple(map(rows.close, chunk_scores)), of_x=of_x, of_head=of_head)
 
 
 def _by_token(x: NamedArray, tokens: tuple[Axis, ...]) -> NamedArray:
@@ -323,8 +323,8 @@ def _bounded(products: NamedArray, *, vocab_size: int | None, soft_cap: float | 
 
 def _is_target(target: NamedArray, logits: NamedArray) -> NamedArray:
     Vocab = logits.resolve_axis("vocab")
-    found = target.broadcast_axis(Vocab).rearrange(logits.axes) == hax.arange(Vocab).astype(target.dtype)
-    return cast(NamedArray, found)
+    is_target = target.broadcast_axis(Vocab).rearrange(logits.axes) == hax.arange(Vocab).astype(target.dtype)
+    return cast(NamedArray, is_target)
 
 
 def _chunk_scores(x: NamedArray, head: Linear, target: NamedArray, how: HeadScoring) -> Scores:
@@ -332,10 +332,10 @@ def _chunk_scores(x: NamedArray, head: Linear, target: NamedArray, how: HeadScor
     logits = head_logits(x, head, vocab_size=how.vocab_size, soft_cap=how.soft_cap)
     Vocab = logits.resolve_axis("vocab")
     top = hax.max(logits, Vocab)
-    return _scores_of(logits, top, hax.sum(hax.exp(logits - top), Vocab), target, how)
+    return _scores_from_logits(logits, top, hax.sum(hax.exp(logits - top), Vocab), target, how)
 
 
-def _scores_of(
+def _scores_from_logits(
     logits: NamedArray, top: NamedArray, total: NamedArray, target: NamedArray, how: HeadScoring, *, picks: bool = False
 ) -> Scores:
     """From logits, their maximum, and the sum of the powers of their distance to it.
@@ -348,8 +348,8 @@ def _scores_of(
         of_target = _picked(logits, target)
     else:
         of_target = hax.sum(hax.where(_is_target(target, logits), logits, 0.0), logits.resolve_axis("vocab"))
-    found = (of_target - normalizer, normalizer) if how.normalizers else (of_target - normalizer,)
-    return (*found, _is_likeliest(logits, top, of_target, target)) if how.likeliest else found
+    scores = (of_target - normalizer, normalizer) if how.normalizers else (of_target - normalizer,)
+    return (*scores, _is_likeliest(logits, top, of_target, target)) if how.likeliest else scores
 
 
 def _picked(logits: NamedArray, target: NamedArray) -> NamedArray:
@@ -389,12 +389,12 @@ def _dense_scores(
     powers = hax.exp(logits - top)
     total = hax.sum(powers, Vocab)
 
-    def back(given: Scores) -> NamedArray:
+    def back(cotangents: Scores) -> NamedArray:
         p = powers * (1.0 / total)
-        of_logprob = given[0]
-        of_p = given[1] - of_logprob if how.normalizers else -of_logprob
+        of_logprob = cotangents[0]
+        of_p = cotangents[1] - of_logprob if how.normalizers else -of_logprob
         of_logits = hax.where(_is_target(target, logits), of_logprob + of_p * p, of_p * p)
         (of_products,) = through_bounds(of_logits.rearrange(logits.axes))
         return hax.auto_sharded(of_products.astype(x.dtype))
 
-    return _scores_of(logits, top, total, target, how, picks=picks), back
+    return _scores_from_logits(logits, top, total, target, how, picks=picks), back

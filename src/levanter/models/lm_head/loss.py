@@ -97,46 +97,46 @@ class _Gradients(eqx.Module):
 
 def _sums_forward(x, head, targets, weights, Chunks, how, z_weight):
     # JAX says of each input whether it is differentiated.
-    asked, learned = x.array.perturbed, tuple(bool(each.perturbed) for each in jax.tree.leaves(head))
+    needs_x_gradient, learned = x.array.perturbed, tuple(bool(leaf.perturbed) for leaf in jax.tree.leaves(head))
     assert not weights.array.perturbed, "the sums are not differentiated by their weights"
-    x, head, targets, weights = jax.tree.map(lambda each: each.value, (x, head, targets, weights))
+    x, head, targets, weights = jax.tree.map(lambda leaf: leaf.value, (x, head, targets, weights))
     # What nothing is added up for is gathered once, where it is cut, and not for each chunk.
     head = gathered_once(head, learned)
-    given = functools.partial(_cotangents, z_weight=z_weight)
-    found = scores_and_gradients(x, head, targets, (weights,), given, Chunks=Chunks, how=how, learned=learned)
-    kept = _Gradients(of_x=found.of_x if asked else None, of_head=found.of_head)
-    return _summed(found.scores, weights, z_weight), kept
+    cotangents = functools.partial(_cotangents, z_weight=z_weight)
+    outputs = scores_and_gradients(x, head, targets, (weights,), cotangents, Chunks=Chunks, how=how, learned=learned)
+    gradients = _Gradients(of_x=outputs.of_x if needs_x_gradient else None, of_head=outputs.of_head)
+    return _summed(outputs.scores, weights, z_weight), gradients
 
 
 def _sums_backward(*fixed_kept_and_cotangent):
-    *_, kept, cotangent = fixed_kept_and_cotangent
-    shown = (cotangent.loss, cotangent.squared_normalizers)
-    assert all(each is None or isinstance(each, SymbolicZero) for each in shown), (
+    *_, gradients, cotangent = fixed_kept_and_cotangent
+    reported = (cotangent.loss, cotangent.squared_normalizers)
+    assert all(x is None or isinstance(x, SymbolicZero) for x in reported), (
         "of these sums only `minimized` can be differentiated; token_scores gives scores of which any function can"
     )
     factor = cotangent.minimized
     if isinstance(factor, SymbolicZero):
         factor = jnp.float32(0)
-    scaled = jax.tree.map(lambda a: (a.astype(jnp.float32) * factor).astype(a.dtype), kept)
+    scaled = jax.tree.map(lambda a: (a.astype(jnp.float32) * factor).astype(a.dtype), gradients)
     return scaled.of_x, scaled.of_head, None, None
 
 
 _sums.defvjp(_sums_forward, _sums_backward, symbolic_zeros=True)
 
 
-def _summed(found: Scores, weights: NamedArray, z_weight: float) -> LossSums:
+def _summed(scores: Scores, weights: NamedArray, z_weight: float) -> LossSums:
     def counted(values: NamedArray) -> jax.Array:
         # A position that does not count must not spoil the sum, whatever its value is.
         return hax.sum(hax.where(weights != 0, values, 0.0) * weights).scalar()
 
-    loss = -counted(found[0])
+    loss = -counted(scores[0])
     if z_weight == 0:
         return LossSums(minimized=loss, loss=loss, squared_normalizers=None)
-    squared = counted(found[1] * found[1])
+    squared = counted(scores[1] * scores[1])
     return LossSums(minimized=loss + z_weight * squared, loss=loss, squared_normalizers=squared)
 
 
-def _cotangents(found: Scores, beside: Scores, *, z_weight: float) -> Scores:
+def _cotangents(scores: Scores, extras: Scores, *, z_weight: float) -> Scores:
     """Of a chunk's scores, where what is minimized has a cotangent of 1; beside them are the weights."""
-    (weights,) = beside
-    return (-weights,) if z_weight == 0 else (-weights, 2 * z_weight * weights * found[1])
+    (weights,) = extras
+    return (-weights,) if z_weight == 0 else (-weights, 2 * z_weight * weights * scores[1])

@@ -27,7 +27,7 @@ CPU_TOKENS = 512
 """Tokens that a CPU device scores at a time while training, if `LOGITS_BYTES` allow it."""
 
 
-def default_chunk(*, rows: int, vocab: int, parts: int = 1) -> int:
+def default_chunk(*, rows: int, vocab: int, sequence_shards: int = 1) -> int:
     """Positions scored at a time, where nobody says: as many as `LOGITS_BYTES` of logits hold.
 
     Each chunk reads the whole head, and in the backward pass reads and writes its whole gradient. With few tokens a
@@ -37,9 +37,9 @@ def default_chunk(*, rows: int, vocab: int, parts: int = 1) -> int:
     Args:
         rows: sequences on a device.
         vocab: entries of the head on a device.
-        parts: shards of the positions of a sequence.
+        sequence_shards: shards of the positions of a sequence.
     """
-    return max(1, LOGITS_BYTES // (4 * rows * vocab)) * parts
+    return max(1, LOGITS_BYTES // (4 * rows * vocab)) * sequence_shards
 
 
 def planned_chunk(config: LmConfig, *, batch: tuple[str, int], vocab: int, mapping: AxisMapping, mesh: MeshSpec) -> int:
@@ -59,7 +59,7 @@ def planned_chunk(config: LmConfig, *, batch: tuple[str, int], vocab: int, mappi
         return mesh.ways(mapping.mesh_axes(name))
 
     rows, entries = -(-batch[1] // ways(batch[0])), -(-vocab // ways("vocab"))
-    return default_chunk(rows=rows, vocab=entries, parts=ways("position"))
+    return default_chunk(rows=rows, vocab=entries, sequence_shards=ways("position"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,15 +93,15 @@ class HeadPlan:
             how = f"all {self.positions:,} positions at once"
         else:
             how = f"{self.chunks:,} chunks of {self.positions:,} positions"
-        made = f"{how}, {gib(self.logits_bytes)} of float32 logits on a device at a time: {self.why}"
+        text = f"{how}, {gib(self.logits_bytes)} of float32 logits on a device at a time: {self.why}"
         if not self.in_loop:
             return (
-                f"{made}; {self.products} products of the logits' size, since this objective's gradient is known only "
+                f"{text}; {self.products} products of the logits' size, since this objective's gradient is known only "
                 "after all scores and the logits are made again for it"
             )
         spared = f" ({gib(self.all_bytes)} for all positions, which would spare no product)" if self.chunks > 1 else ""
         return (
-            f"{made}; {self.products} products of the logits' size, and no logits are kept for the backward "
+            f"{text}; {self.products} products of the logits' size, and no logits are kept for the backward "
             f"pass{spared}, only gradients: {gib(self.kept_bytes)}"
         )
 
@@ -116,7 +116,7 @@ def plan_head(
     mesh: MeshSpec,
     dtype: np.dtype,
     platform: str,
-    asked: int | None = None,
+    requested_chunk: int | None = None,
     in_loop: bool = True,
     learned: Collection[str] = ("head", "activations"),
 ) -> HeadPlan:
@@ -131,7 +131,7 @@ def plan_head(
         mesh: what it maps to.
         dtype: of activations.
         platform: `cpu`, `gpu` or `tpu`.
-        asked: the chunk that an objective asks for, before all others.
+        requested_chunk: the chunk that an objective asks for, before all others.
         in_loop: whether the objective's gradient is made with the logits; see `models.head_loss`.
         learned: what is differentiated: `head`, `activations`.
     """
@@ -139,16 +139,16 @@ def plan_head(
     def on_device(name: str, size: int) -> int:
         return -(-size // mesh.ways(mapping.mesh_axes(name)))
 
-    parts = mesh.ways(mapping.mesh_axes("position"))
+    sequence_shards = mesh.ways(mapping.mesh_axes("position"))
     rows, entries, embed = on_device(*batch), on_device("vocab", vocab), on_device("embed", config.Embed.size)
-    chunk = asked or planned_chunk(config, batch=batch, vocab=vocab, mapping=mapping, mesh=mesh)
-    is_free = asked is None and config.cross_entropy_block_size is None
+    chunk = requested_chunk or planned_chunk(config, batch=batch, vocab=vocab, mapping=mapping, mesh=mesh)
+    is_free = requested_chunk is None and config.cross_entropy_block_size is None
     if is_free and platform == "cpu":
         tokens = max(CPU_TOKENS, CPU_LOGITS_BYTES // (4 * entries))
-        chunk = min(chunk, max(1, -(-tokens // rows)) * parts)
+        chunk = min(chunk, max(1, -(-tokens // rows)) * sequence_shards)
     chunks, size = chunking(positions, chunk)
-    if asked is not None:
-        why = f"the objective asks for {asked:,}"
+    if requested_chunk is not None:
+        why = f"the objective asks for {requested_chunk:,}"
     elif config.cross_entropy_block_size is not None:
         why = f"model.cross_entropy_block_size is {chunk:,}"
     elif chunks == 1:
@@ -163,14 +163,14 @@ def plan_head(
             f"as many as {gib(LOGITS_BYTES)} hold, since each chunk reads the head and reads and writes its "
             f"gradient ({gib(4 * entries * embed)})"
         )
-    of_x = rows * -(-positions // parts) * embed * dtype.itemsize if "activations" in learned else 0
+    of_x = rows * -(-positions // sequence_shards) * embed * dtype.itemsize if "activations" in learned else 0
     of_head = 4 * entries * embed if "head" in learned else 0
     return HeadPlan(
         chunk=chunk,
         chunks=chunks,
         positions=size,
-        logits_bytes=4 * rows * -(-size // parts) * entries,
-        all_bytes=4 * rows * -(-positions // parts) * entries,
+        logits_bytes=4 * rows * -(-size // sequence_shards) * entries,
+        all_bytes=4 * rows * -(-positions // sequence_shards) * entries,
         products=(1 if in_loop else 2) + len(set(learned)),
         kept_bytes=of_x + of_head,
         in_loop=in_loop,

@@ -31,9 +31,9 @@ def target_scores(
     """
     chunked = Chunked.of(targets.resolve_axis("position"), chunk)
     with jax.named_scope("lm_head"):
-        given = chunked.cut(activations), head, chunked.cut(targets)
-        found = cast(Scores, _in_chunks(*given, chunked.Chunks, how))
-    return tuple(chunked.whole(each, targets.axes) for each in found)
+        inputs = chunked.cut(activations), head, chunked.cut(targets)
+        chunk_scores = cast(Scores, _in_chunks(*inputs, chunked.Chunks, how))
+    return tuple(chunked.whole(x, targets.axes) for x in chunk_scores)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -59,28 +59,28 @@ class _Kept(eqx.Module):
 def _in_chunks_forward(x, head, targets, Chunks, how):
     # JAX says of each input whether it is differentiated. Where a head is not, the sum of its gradients would be a
     # carry of a loop that nobody reads: XLA for CPUs drops it, but not before each chunk's rows are spread for it.
-    learned = tuple(bool(each.perturbed) for each in jax.tree.leaves(head))
-    x, head, targets = jax.tree.map(lambda each: each.value, (x, head, targets))
+    learned = tuple(bool(leaf.perturbed) for leaf in jax.tree.leaves(head))
+    x, head, targets = jax.tree.map(lambda leaf: leaf.value, (x, head, targets))
     return _in_chunks(x, head, targets, Chunks, how), _Kept(x=x, head=head, targets=targets, learned=learned)
 
 
-def _in_chunks_backward(Chunks, how, kept, cotangent):
+def _in_chunks_backward(Chunks, how, residuals, cotangent):
     cotangent = jax.tree.map(
-        lambda each: jnp.zeros(each.shape, jnp.float32) if isinstance(each, SymbolicZero) else each,
+        lambda leaf: jnp.zeros(leaf.shape, jnp.float32) if isinstance(leaf, SymbolicZero) else leaf,
         cotangent,
-        is_leaf=lambda each: isinstance(each, SymbolicZero),
+        is_leaf=lambda leaf: isinstance(leaf, SymbolicZero),
     )
-    found = scores_and_gradients(
-        kept.x,
-        gathered_once(kept.head, kept.learned),
-        kept.targets,
+    outputs = scores_and_gradients(
+        residuals.x,
+        gathered_once(residuals.head, residuals.learned),
+        residuals.targets,
         cotangent,
-        lambda _, given: given,
+        lambda _, cotangents: cotangents,
         Chunks=Chunks,
         how=how,
-        learned=kept.learned,
+        learned=residuals.learned,
     )
-    return found.of_x, found.of_head, None
+    return outputs.of_x, outputs.of_head, None
 
 
 _in_chunks.defvjp(_in_chunks_forward, _in_chunks_backward, symbolic_zeros=True)

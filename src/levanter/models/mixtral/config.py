@@ -64,8 +64,8 @@ class RoutedConfig(DecoderConfig):
     def _problems(self) -> list[str]:
         problems = super()._problems()
         if not 1 <= self.num_experts_per_tok <= self.experts:
-            said = f"model.num_experts_per_tok is {self.num_experts_per_tok}"
-            problems.append(f"{said}; a token can go to 1 to {self.experts} experts")
+            value = f"model.num_experts_per_tok is {self.num_experts_per_tok}"
+            problems.append(f"{value}; a token can go to 1 to {self.experts} experts")
         for biased in ("use_bias", "mlp_bias"):
             if getattr(self, biased, False):
                 problems.append(f"model.{biased}: experts have no biases here")

@@ -1,14 +1,31 @@
-"""Mixtral (`model_type: mixtral`), and Qwen3 with experts (`qwen3_moe`)."""
+"""Mixtral (`model_type: mixtral`) and Qwen3 with experts (`qwen3_moe`): config.json and weight rules.
+
+Their checkpoints store each expert's matrix as a tensor.
+"""
 
 from typing import Any
 
+from haliax import Axis
+
+from haliax_ext.rules import WeightRules
 from levanter.models.config_json import ConfigJson, ConfigJsonReader, Spelling
+from levanter.models.decoder.config import DecoderConfig
 from levanter.models.decoder.config_json import MissingFieldDefaults, read_decoder
 from levanter.models.decoder.model import DecoderLmHeadModel
+from levanter.models.decoder.weights import (
+    ATTENTION,
+    EMBED,
+    MLP,
+    BlockTensor,
+    attention_biases,
+    decoder_rules,
+    norms,
+    projections,
+    query_norms,
+)
 from levanter.models.family import Family
 from levanter.models.llama.config_json import PLAIN, write_llama
 from levanter.models.mixtral.config import MixtralConfig, Qwen3MoeConfig
-from levanter.models.mixtral.weights import mixtral_rules, qwen3_moe_rules
 
 _MIXTRAL, _QWEN = "MixtralForCausalLM", "Qwen3MoeForCausalLM"
 _JITTER = "noise on the router's input is ignored (it matters only in training)"
@@ -84,6 +101,42 @@ def _write_qwen(config: Qwen3MoeConfig, spelling: Spelling) -> dict[str, Any]:
         "use_sliding_window": config.use_sliding_window,
         "sliding_window": config.sliding_window,
     }
+
+
+def mixtral_rules(config: MixtralConfig, Vocab: Axis | None = None) -> WeightRules:
+    """Where each leaf of a Mixtral comes from.
+
+    Args:
+        config: the architecture.
+        Vocab: the model's vocabulary axis; see `decoder_rules`.
+    """
+    return _rules(config, Vocab, "block_sparse_moe", gate="w1", up="w3", down="w2")
+
+
+def qwen3_moe_rules(config: Qwen3MoeConfig, Vocab: Axis | None = None) -> WeightRules:
+    """Where each leaf of a Qwen3 with experts comes from.
+
+    Args:
+        config: the architecture.
+        Vocab: the model's vocabulary axis; see `decoder_rules`.
+    """
+    return _rules(config, Vocab, "mlp", gate="gate_proj", up="up_proj", down="down_proj")
+
+
+def _rules(config: DecoderConfig, Vocab: Axis | None, part: str, *, gate: str, up: str, down: str) -> WeightRules:
+    def of_experts(target: str, name: str, *axes: tuple[str, ...]) -> BlockTensor:
+        return BlockTensor(target=f"mlp.{target}.weight", source=f"{part}.experts.{{expert}}.{name}.weight", axes=axes)
+
+    block = [
+        *projections(ATTENTION, biases=attention_biases(config)),
+        BlockTensor(target="mlp.router.weight", source=f"{part}.gate.weight", axes=(("expert",), EMBED)),
+        of_experts("gate_proj", gate, MLP, EMBED),
+        of_experts("up_proj", up, MLP, EMBED),
+        of_experts("down_proj", down, EMBED, MLP),
+        *norms(config),
+        *query_norms(config),
+    ]
+    return decoder_rules(config, Vocab, block)
 
 
 MIXTRAL = Family(

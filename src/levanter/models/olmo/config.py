@@ -67,7 +67,7 @@ class Olmo3Config(WindowedConfig, Olmo2Config):
     sliding_window: PositiveInt | None = 4096
     reference_checkpoint: str | None = "allenai/Olmo-3-1025-7B"
 
-    def own_layer_type(self, layer: int) -> str:
+    def default_layer_type(self, layer: int) -> str:
         return SLIDING if (layer + 1) % 4 else FULL
 
     def rotary(self, layer: int) -> str | None:

@@ -1,7 +1,10 @@
-"""OLMo 2 and OLMo 3."""
+"""OLMo 2 and OLMo 3: config.json and weight rules."""
 
 from typing import Any
 
+from haliax import Axis
+
+from haliax_ext.rules import WeightRules
 from levanter.layers.rotary import DefaultRotaryConfig
 from levanter.models.config_json import ConfigJson, ConfigJsonReader, Spelling
 from levanter.models.decoder.config_json import (
@@ -13,10 +16,18 @@ from levanter.models.decoder.config_json import (
 )
 from levanter.models.decoder.model import DecoderLmHeadModel
 from levanter.models.decoder.rope_json import read_rope_by_layer_type, write_rope_by_layer_type
+from levanter.models.decoder.weights import (
+    ATTENTION,
+    FEED_FORWARD,
+    attention_biases,
+    decoder_rules,
+    norms,
+    projections,
+    query_norms,
+)
 from levanter.models.family import Family
 from levanter.models.llama.config_json import write_llama
 from levanter.models.olmo.config import Olmo2Config, Olmo3Config
-from levanter.models.olmo.weights import rules
 
 _THETA = 500_000.0
 _BIASES = ("attention_bias",)
@@ -47,7 +58,7 @@ def _read_3(fields: ConfigJsonReader) -> Olmo3Config | None:
         fields, max_position_embeddings=context, theta=_THETA, theta_of_windows=_THETA
     )
     same = whole is not None and windowed == DefaultRotaryConfig(theta=whole.theta)
-    found = read_decoder(
+    config = read_decoder(
         fields,
         Olmo3Config,
         name="OLMo 3",
@@ -59,7 +70,7 @@ def _read_3(fields: ConfigJsonReader) -> Olmo3Config | None:
         rope_sliding=None if same else windowed,
         sliding_window=window,
     )
-    return read_layer_types(fields, found)
+    return read_layer_types(fields, config)
 
 
 def _write_2(config: Olmo2Config, spelling: Spelling) -> dict[str, Any]:
@@ -72,6 +83,26 @@ def _write_3(config: Olmo3Config, spelling: Spelling) -> dict[str, Any]:
     return document | write_rope_by_layer_type(
         config.rope, config.rope_local, max_position_embeddings=config.max_seq_len, spelling=spelling
     )
+
+
+NORMS = {"post_attn_layernorm": "post_attention_layernorm", "post_mlp_layernorm": "post_feedforward_layernorm"}
+"""Our name of a norm's place → its name in the checkpoint."""
+
+
+def rules(config: Olmo2Config, Vocab: Axis | None = None) -> WeightRules:
+    """Where each leaf of an OLMo 2 or 3 comes from.
+
+    Args:
+        config: the architecture.
+        Vocab: the model's vocabulary axis; see `decoder_rules`.
+    """
+    block = [
+        *projections(ATTENTION, biases=attention_biases(config)),
+        *projections(FEED_FORWARD, biases=FEED_FORWARD if config.has_mlp_bias else ()),
+        *norms(config, NORMS),
+        *query_norms(config),
+    ]
+    return decoder_rules(config, Vocab, block)
 
 
 OLMO_2 = Family(

@@ -1,17 +1,32 @@
-"""Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: `model_type: phi3`."""
+"""Phi-3, Phi-3.5, Phi-4 and Phi-4-mini (`model_type: phi3`): config.json and weight rules.
+
+Their checkpoints fuse q, k and v into one tensor, and gate and up into another.
+"""
 
 from types import MappingProxyType
 from typing import Any
 
+from haliax import Axis
+
+from haliax_ext.rules import FusedPart, WeightRules
 from levanter.layers.rotary import LongRotaryConfig
 from levanter.models.config_json import ConfigJson, ConfigJsonReader, Spelling
 from levanter.models.decoder.config_json import NO_TOKENS, MissingFieldDefaults, read_decoder
 from levanter.models.decoder.model import DecoderLmHeadModel
 from levanter.models.decoder.rope_json import read_rope
+from levanter.models.decoder.weights import (
+    EMBED,
+    KV_HEADS,
+    MLP,
+    Q_HEADS,
+    BlockTensor,
+    decoder_rules,
+    norms,
+    projections,
+)
 from levanter.models.family import Family
 from levanter.models.llama.config_json import write_llama
 from levanter.models.phi.config import Phi3Config
-from levanter.models.phi.weights import rules
 
 _CLASS = "Phi3ForCausalLM"
 _CONTEXT = 4096
@@ -45,6 +60,32 @@ def _write(config: Phi3Config, spelling: Spelling) -> dict[str, Any]:
     if isinstance(config.rope, LongRotaryConfig):
         document["original_max_position_embeddings"] = config.rope.original_max_position_embeddings
     return document
+
+
+def rules(config: Phi3Config, Vocab: Axis | None = None) -> WeightRules:
+    """Where each leaf of a Phi-3 comes from.
+
+    Args:
+        config: the architecture; its projections have no biases.
+        Vocab: the model's vocabulary axis; see `decoder_rules`.
+    """
+    head, mlp = config.HeadSize.size, config.intermediate_dim
+    q, kv = config.num_heads * head, config.num_kv_heads * head
+
+    def fused_tensor(source: str, target: str, axes: tuple[str, ...], start: int, size: int, of: int) -> BlockTensor:
+        part = FusedPart(axis=0, start=start, size=size, of=of)
+        return BlockTensor(target=f"{target}.weight", source=f"{source}.weight", axes=(axes, EMBED), part=part)
+
+    block = [
+        fused_tensor("self_attn.qkv_proj", "self_attn.q_proj", Q_HEADS, 0, q, q + 2 * kv),
+        fused_tensor("self_attn.qkv_proj", "self_attn.k_proj", KV_HEADS, q, kv, q + 2 * kv),
+        fused_tensor("self_attn.qkv_proj", "self_attn.v_proj", KV_HEADS, q + kv, kv, q + 2 * kv),
+        fused_tensor("mlp.gate_up_proj", "mlp.gate_proj", MLP, 0, mlp, 2 * mlp),
+        fused_tensor("mlp.gate_up_proj", "mlp.up_proj", MLP, mlp, mlp, 2 * mlp),
+        *projections({"self_attn.o_proj": (EMBED, Q_HEADS), "mlp.down_proj": (EMBED, MLP)}),
+        *norms(config),
+    ]
+    return decoder_rules(config, Vocab, block)
 
 
 PHI_3 = Family(

@@ -26,7 +26,7 @@ class _LateWindowConfig(WindowedConfig, LlamaConfig):
     use_sliding_window: bool = False
     max_window_layers: Count = 0
 
-    def own_layer_type(self, layer: int) -> str:
+    def default_layer_type(self, layer: int) -> str:
         windowed = self.use_sliding_window and self.sliding_window is not None and layer >= self.max_window_layers
         return SLIDING if windowed else FULL
 

@@ -16,20 +16,20 @@ _FULL_LAYERS = 28
 
 def _windows(fields: ConfigJsonReader) -> dict[str, Any]:
     used = fields.get("use_sliding_window", bool, False)
-    found = {
+    config = {
         "use_sliding_window": used,
         "sliding_window": fields.unless_null("sliding_window", int, _WINDOW),
         "max_window_layers": fields.get("max_window_layers", int, _FULL_LAYERS),
     }
     # Numbers of a window that is not used mean nothing, and published files have all kinds of them.
-    return found if used else {"use_sliding_window": False}
+    return config if used else {"use_sliding_window": False}
 
 
 def _read_2(fields: ConfigJsonReader) -> QwenConfig | None:
     windows = _windows(fields)
     fields.seen.add("layer_types")
     absent = MissingFieldDefaults(context=32768)
-    found = read_decoder(
+    config = read_decoder(
         fields,
         QwenConfig,
         name="Qwen2",
@@ -38,13 +38,13 @@ def _read_2(fields: ConfigJsonReader) -> QwenConfig | None:
         biases=(),
         **windows,
     )
-    return read_layer_types(fields, found)
+    return read_layer_types(fields, config)
 
 
 def _read_3(fields: ConfigJsonReader) -> Qwen3Config | None:
     windows = _windows(fields)
     fields.seen.add("layer_types")
-    found = read_decoder(
+    config = read_decoder(
         fields,
         Qwen3Config,
         name="Qwen3",
@@ -53,7 +53,7 @@ def _read_3(fields: ConfigJsonReader) -> Qwen3Config | None:
         biases=("attention_bias",),
         **windows,
     )
-    return read_layer_types(fields, found)
+    return read_layer_types(fields, config)
 
 
 def _write(config: QwenConfig | Qwen3Config, spelling: Spelling) -> dict[str, Any]:

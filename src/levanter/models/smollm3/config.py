@@ -34,7 +34,7 @@ class SmolLM3Config(WindowedConfig, LlamaConfig):
     use_sliding_window: bool = False
     reference_checkpoint: str | None = "HuggingFaceTB/SmolLM3-3B"
 
-    def own_layer_type(self, layer: int) -> str:
+    def default_layer_type(self, layer: int) -> str:
         windowed = self.use_sliding_window and self.sliding_window is not None and self.rotary(layer) is None
         return SLIDING if windowed else FULL
 
@@ -47,7 +47,7 @@ class SmolLM3Config(WindowedConfig, LlamaConfig):
         return "rope" if (layer + 1) % self.no_rope_layer_interval else None
 
     def _problems(self) -> list[str]:
-        given = self.no_rope_layers
-        if given is not None and len(given) != self.num_layers:
-            return [f"model.no_rope_layers has {len(given)} entries for model.num_layers {self.num_layers}"]
+        flags = self.no_rope_layers
+        if flags is not None and len(flags) != self.num_layers:
+            return [f"model.no_rope_layers has {len(flags)} entries for model.num_layers {self.num_layers}"]
         return super()._problems()

@@ -22,21 +22,21 @@ _CLASS = "SmolLM3ForCausalLM"
 def _read(fields: ConfigJsonReader) -> SmolLM3Config | None:
     interval = fields.size("no_rope_layer_interval", 4)
     layers = fields.size("num_hidden_layers", required=True)
-    given = fields.get("no_rope_layers", list)
-    own = [int((n + 1) % interval != 0) for n in range(layers)]
+    flags = fields.get("no_rope_layers", list)
+    default_flags = [int((n + 1) % interval != 0) for n in range(layers)]
     fields.seen.add("layer_types")
-    found = read_decoder(
+    config = read_decoder(
         fields,
         SmolLM3Config,
         name="SmolLM3",
         transformers_class=_CLASS,
         absent=MissingFieldDefaults(kv_heads=4, context=32768, tied=True, theta=2_000_000.0),
         no_rope_layer_interval=interval,
-        no_rope_layers=None if given is None or list(given) == own else tuple(given),
+        no_rope_layers=None if flags is None or list(flags) == default_flags else tuple(flags),
         use_sliding_window=fields.get("use_sliding_window", bool, False),
         sliding_window=fields.get("sliding_window", int),
     )
-    return read_layer_types(fields, found)
+    return read_layer_types(fields, config)
 
 
 def _write(config: SmolLM3Config, spelling: Spelling) -> dict[str, Any]:

@@ -334,7 +334,7 @@ class LlamaAttention(eqx.Module):
     @staticmethod
     def init(config: DecoderConfig, *, key: jax.Array) -> "LlamaAttention":
         """Freshly initialized projections."""
-        return LlamaAttention(inner=GroupedQueryAttention.init(config.attention_of(0), key=key), config=config)
+        return LlamaAttention(inner=GroupedQueryAttention.init(config.layer_attention(0), key=key), config=config)
 
     def __call__(
         self, x: NamedArray, mask: AttentionMask | NamedArray | None = None, *, key: object = None

@@ -28,7 +28,7 @@ from levanter.compat.hf.export import plan_export
 from levanter.compat.hf.peft import PeftAdapter, PeftConfig
 from levanter.compat.hf.peft.merge import MergedTensors, stored_leaves
 from levanter.config import load
-from levanter.models.adapters import groups_of
+from levanter.models.adapters import target_groups
 from levanter.models.llama.config import LlamaConfig
 from levanter.runplan import RunRefused, Session, Target
 
@@ -219,7 +219,7 @@ def test_no_tensor_is_ever_whole_in_memory():
     Vocab = hax.Axis("vocab", 64)
     model = abstract(lambda: config.build(Vocab, key=jax.random.PRNGKey(0)))
     rules = config.weight_rules(Vocab)
-    every = groups_of(model, rules)
+    every = target_groups(model, rules)
     shapes, name = {"down": (1024, 8192), "up": (8192, 1024)}, "model.layers.0.mlp.{}_proj"
     base = Made({f"{name.format(kind)}.weight": shape for kind, shape in shapes.items()}, 1.0)
     factors = {}

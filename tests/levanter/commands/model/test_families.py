@@ -28,7 +28,7 @@ from levanter.commands.train.lm import train_lm
 from levanter.config import load
 from levanter.main import plan
 from levanter.memorization.results import BookResult, Scheme
-from levanter.models.registry import OWN, family_named
+from levanter.models.registry import BUILTIN, family_named
 
 TEXT = "\n".join(TEXTS) * 6
 
@@ -94,7 +94,7 @@ DEFAULT = ("gemma3", "phi3")
 
 def test_every_family_is_here():
     own = {transformers_config(name).model_type for name in ESSENTIAL}
-    assert own == {family_named(name).config_json[0].model_type for name in OWN}
+    assert own == {family_named(name).config_json[0].model_type for name in BUILTIN}
 
 
 @pytest.mark.parametrize(

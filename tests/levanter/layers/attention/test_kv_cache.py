@@ -125,7 +125,7 @@ def program(
 
     def function(q, k, v, held, first, count, table, sink):
         own = None if allocation == "fixed" else table
-        new = NewPositions.following(first, count, Pos, tables=own, reach=reach, block=block, flat=flat)
+        new = NewPositions.consecutive(first, count, Pos, tables=own, reach=reach, block=block, flat=flat)
         state = CachedLayers(**held, layer=jnp.int32(LAYER))
         mixed, state = attend_cached(
             q,
@@ -320,7 +320,7 @@ def test_what_is_too_large_for_a_cache_of_float16_loses_its_row_and_no_other():
     k[3, 5, 0, 0], v[3, 6, 1, 2] = -1e5, 1e6
     given = [hax.named(jnp.asarray(q), (Batch, Pos, KVHead, Queries, Size))]
     given += [hax.named(jnp.asarray(x), (Batch, Pos, KVHead, Size)) for x in (k, v)]
-    new = NewPositions.following(hax.named(jnp.asarray(first), Batch), hax.named(jnp.asarray(count), Batch), Pos)
+    new = NewPositions.consecutive(hax.named(jnp.asarray(first), Batch), hax.named(jnp.asarray(count), Batch), Pos)
     state = CachedLayers(pages=hax.zeros(axes, dtype=jnp.float16), layer=jnp.int32(LAYER))
     mixed, state = attend_cached(*given, state, new, mask=AttentionMask.causal(), softmax_scale=0.4, dtype=jnp.float32)
     assert np.isfinite(np.asarray(state.pages.array, np.float32)).all()
@@ -343,7 +343,7 @@ def test_a_rule_that_is_not_about_positions_is_our_bug():
     q = hax.zeros((Batch, Pos, KVHead, Queries, Size))
     k = hax.zeros((Batch, Pos, KVHead, Size))
     axes = page_axes(layers=1, pages=ROWS, slots=CALL, KVHead=KVHead, HeadSize=Size)
-    new = NewPositions.following(hax.zeros(Batch, dtype=jnp.int32), hax.zeros(Batch, dtype=jnp.int32), Pos)
+    new = NewPositions.consecutive(hax.zeros(Batch, dtype=jnp.int32), hax.zeros(Batch, dtype=jnp.int32), Pos)
     segments = AttentionMask.causal().with_segment_ids(hax.zeros((Batch, Pos), dtype=jnp.int32))
     with pytest.raises(AssertionError):
         attend_cached(

@@ -19,7 +19,7 @@ from haliax_ext.mapping import AxisMapping, Mappings, mappings_in_scope
 from haliax_ext.meshspec import MeshSpec
 from levanter.layers.attention import AttentionMask, BackendChoice, attend, backends, splash, splash_tables
 from levanter.layers.attention.splash import splash_attention, splash_mask_obstacle
-from levanter.layers.attention.splash_tables import LimitRule, Rule, SplashBlocks, marks_of, rule_by_marks, tables_at
+from levanter.layers.attention.splash_tables import LimitRule, Rule, SplashBlocks, query_marks, rule_by_marks, tables_at
 
 SCALE, CAP = 0.6, 1.5
 Batch, KVHead, Group, Size = Axis("batch", 2), Axis("kv_head", 2), Axis("q_heads_per_group", 2), Axis("head_size", 8)
@@ -268,10 +268,12 @@ def test_tables_hold_every_block_that_shows_something(rule, reordered):
     queries = np.array([[100], [300]]) + np.arange(256)
     if not reordered:
         where = np.broadcast_to(np.arange(keys), (2, keys))
-        marks, _ = jax.vmap(functools.partial(marks_of, rule))(jnp.asarray(queries, jnp.int32), None)
+        marks, _ = jax.vmap(functools.partial(query_marks, rule))(jnp.asarray(queries, jnp.int32), None)
     else:
         where = np.stack([random.permutation(keys) for _ in range(2)])
-        marks, order = jax.vmap(functools.partial(marks_of, rule))(jnp.asarray(queries, jnp.int32), jnp.asarray(where))
+        marks, order = jax.vmap(functools.partial(query_marks, rule))(
+            jnp.asarray(queries, jnp.int32), jnp.asarray(where)
+        )
         where = np.take_along_axis(where, np.asarray(order), axis=1)
     distance = queries[:, :, None] - where[:, None, :]
     seen = (distance >= 0) | (not rule.is_causal)
@@ -288,8 +290,8 @@ def test_tables_hold_every_block_that_shows_something(rule, reordered):
 
 
 def test_two_limits_fit_in_a_mark():
-    stop = np.array([0, 1, 32767, 32768, splash_tables.MOST_MARKED_KEYS], np.int32)
-    for first in (0, 1, 40000, splash_tables.MOST_MARKED_KEYS):
+    stop = np.array([0, 1, 32767, 32768, splash_tables.MAX_MARKED_KEYS], np.int32)
+    for first in (0, 1, 40000, splash_tables.MAX_MARKED_KEYS):
         marks = LimitRule.of(jnp.full_like(stop, first), jnp.asarray(stop))
         np.testing.assert_array_equal(LimitRule.stop(marks), stop)
         np.testing.assert_array_equal(LimitRule.first(marks), first)

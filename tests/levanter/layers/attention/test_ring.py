@@ -17,11 +17,11 @@ from haliax_ext.errors import ShardingError
 from haliax_ext.mapping import AxisMapping, Mappings, inside_attention, mappings_in_scope
 from haliax_ext.meshspec import MeshSpec
 from levanter.layers.attention import AttentionMask, BackendChoice, attend, ring_splash
-from levanter.layers.attention.lse_merge import merged, nothing, with_sinks
+from levanter.layers.attention.lse_merge import merged, no_keys, with_sinks
 from levanter.layers.attention.reference import reference_attention
 from levanter.layers.attention.ring import VisibleKeys, queries_are_fewer, ring_attention
-from levanter.layers.attention.ring_reference import PlainPasses
-from levanter.layers.attention.ring_splash import SplashPasses, run_blocks
+from levanter.layers.attention.ring_reference import ReferenceRingStep
+from levanter.layers.attention.ring_splash import SplashRingStep, run_blocks
 from levanter.layers.attention.splash_tables import SplashBlocks, tables_at
 from levanter.layers.attention.zigzag import natural, zigzag
 
@@ -54,7 +54,7 @@ def arrays(rows: int, length: int, size: int, *, group: Axis = GROUP):
     )
 
 
-def compare(devices, passes, given, mask: AttentionMask, parts: int, *, sinks: bool, soft_cap: float | None, n: int):
+def compare(devices, ring_step, given, mask: AttentionMask, parts: int, *, sinks: bool, soft_cap: float | None, n: int):
     """The ring's result and every gradient beside the formula's on one device."""
     q, k, v, of_out, own, _ = given
     scale = q.resolve_axis("head_size").size ** -0.5
@@ -69,7 +69,7 @@ def compare(devices, passes, given, mask: AttentionMask, parts: int, *, sinks: b
     def around(q, k, v, s):
         k, v = (zigzag(x, parts, "key_position") for x in (k, v))
         with inside_attention():
-            out = ring_attention(zigzag(q, parts), k, v, laid, softmax_scale=scale, passes=passes, sinks=s)
+            out = ring_attention(zigzag(q, parts), k, v, laid, softmax_scale=scale, ring_step=ring_step, sinks=s)
         return natural(out, parts)
 
     def both(of_out, *args):
@@ -93,15 +93,15 @@ def test_queries_travel_backward_where_they_are_fewer(devices, group):
     fewer = queries_are_fewer(*(jnp.asarray(x.array) for x in given[:2]))
     assert fewer == (group == 1)
     mask = AttentionMask.causal(sliding_window=20).with_segment_ids(given[-1])
-    compare(devices, PlainPasses(soft_cap=5.0), given, mask, 4, sinks=True, soft_cap=5.0, n=4)
+    compare(devices, ReferenceRingStep(soft_cap=5.0), given, mask, 4, sinks=True, soft_cap=5.0, n=4)
 
 
 def test_splash_in_a_ring_is_the_formula(devices):
     """Window, sinks, bound, packed segments at once, in zigzag order; runs of a block of 128; queries travel."""
     given = arrays(1, 512, 128, group=GROUP.resize(1))
     mask = AttentionMask.causal(sliding_window=200).with_segment_ids(given[-1])
-    passes = SplashPasses(soft_cap=5.0, interpret=True)
-    compare(devices, passes, given, mask, 2, sinks=True, soft_cap=5.0, n=2)
+    ring_step = SplashRingStep(soft_cap=5.0, interpret=True)
+    compare(devices, ring_step, given, mask, 2, sinks=True, soft_cap=5.0, n=2)
 
 
 @pytest.mark.slow
@@ -116,8 +116,8 @@ def test_splash_in_a_ring_of_four(devices, parts, case):
     mask = mask.with_segment_ids(given[-1]) if packed else mask
     soft_cap = 5.0 if capped else None
     # Both backward passes: one kernel for all gradients in zigzag order, and two in natural order.
-    passes = SplashPasses(soft_cap=soft_cap, block_size=128, interpret=True, fused=parts > 1)
-    compare(devices, passes, given, mask, parts, sinks=capped, soft_cap=soft_cap, n=4)
+    ring_step = SplashRingStep(soft_cap=soft_cap, block_size=128, interpret=True, fused=parts > 1)
+    compare(devices, ring_step, given, mask, parts, sinks=capped, soft_cap=soft_cap, n=4)
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 8, 13, 40])
@@ -128,10 +128,10 @@ def test_a_mark_says_which_of_the_arrived_keys_a_query_sees(runs, window):
     run = length // runs
     starts = [[r * run, (2 * size - 1 - r) * run][:runs] for r in range(size)]
     places = [np.concatenate([np.arange(first, first + run) for first in own]) for own in starts]
-    sight = VisibleKeys(runs=runs, is_causal=True, window=window)
+    visible_keys = VisibleKeys(runs=runs, is_causal=True, window=window)
     for mine, theirs in itertools.product(range(size), repeat=2):
         begins = tuple(jnp.asarray(starts[rank], jnp.int32) for rank in (mine, theirs))
-        rule, marks = ring_splash.marks_by_index(sight, length, begins)
+        rule, marks = ring_splash.marks_by_index(visible_keys, length, begins)
         distance = places[mine][:, None] - places[theirs][None]
         want = (distance >= 0) & (True if window is None else distance < window)
         np.testing.assert_array_equal(rule(marks[:, None], jnp.arange(length, dtype=jnp.int32)[None]), want)
@@ -149,11 +149,11 @@ def test_a_mark_says_which_of_the_arrived_keys_a_query_sees(runs, window):
 
 
 def test_a_window_over_more_keys_than_a_mark_can_tell_apart():
-    sight, begins = VisibleKeys(runs=2, is_causal=True, window=5), (jnp.zeros(2, jnp.int32),) * 2
+    visible_keys, begins = VisibleKeys(runs=2, is_causal=True, window=5), (jnp.zeros(2, jnp.int32),) * 2
     with pytest.raises(
         ValueError, match="at most 65535 positions, not 65536; use position_order: natural, or more dev"
     ):
-        ring_splash.marks_by_index(sight, 65536, begins)
+        ring_splash.marks_by_index(visible_keys, 65536, begins)
 
 
 def test_what_is_called_of_the_kernel_is_what_this_jax_has():
@@ -169,7 +169,7 @@ def test_what_is_called_of_the_kernel_is_what_this_jax_has():
 def test_a_jax_without_it_has_no_splash_in_a_ring(monkeypatch):
     monkeypatch.delattr(pallas, ring_splash.OF_KEYS)
     with pytest.raises(ValueError, match=r"has no .*_splash_attention_bwd_dkv.*use attention_mapping: gather or heads"):
-        ring_splash.splash_passes(soft_cap=None, block_size=None)
+        ring_splash.splash_ring_step(soft_cap=None, block_size=None)
     monkeypatch.setattr(pallas, ring_splash.OF_KEYS, lambda q, k: None, raising=False)
     assert "has another" in str(ring_splash.obstacle())
 
@@ -233,7 +233,7 @@ def test_merging_is_one_softmax():
         mean = weights @ values[part] / weights.sum(-1, keepdims=True)
         return jnp.asarray(mean, jnp.float32), jnp.asarray(np.log(weights.sum(-1)), jnp.float32)
 
-    seen = nothing((5, 3))
+    seen = no_keys((5, 3))
     for part in (slice(0, 4), slice(4, 5), slice(5, 12)):
         seen = merged(seen, of(part))
     seen = with_sinks(seen, jnp.asarray(0.7))
@@ -251,7 +251,7 @@ def test_hops_are_a_loop_with_few_permutations(devices):
     def both(q, k, v, of_out):
         def around(q, k, v):
             with inside_attention():
-                return ring_attention(q, k, v, AttentionMask.causal(), softmax_scale=0.3, passes=PlainPasses())
+                return ring_attention(q, k, v, AttentionMask.causal(), softmax_scale=0.3, ring_step=ReferenceRingStep())
 
         out, pull = jax.vjp(around, q, k, v)
         return out, *pull(of_out)

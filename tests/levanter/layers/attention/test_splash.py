@@ -248,7 +248,7 @@ def test_the_table_of_blocks_is_that_of_the_whole_mask(queries, keys, offset, wi
     many = splash_attention_mask.MultiHeadMask([whole])
     blocks = SplashBlocks(block=128, compute=128, dq=128, padded=queries // parts)
     rule, settings = Rule(is_causal=True, window=window), Settings(blocks=blocks)
-    kernel = static_kernel(rule, queries=queries, keys=keys, offset=offset, parts=parts, settings=settings)
+    kernel = static_kernel(rule, queries=queries, keys=keys, offset=offset, num_shards=parts, settings=settings)
     for made, theirs in (
         (kernel.fwd_mask_info, splash_attention_mask_info.process_mask(many, (128, 128), q_seq_shards=parts)),
         (kernel.dkv_mask_info, splash_attention_mask_info.process_mask_dkv(many, (128, 128), q_seq_shards=parts)),

@@ -15,7 +15,7 @@ from haliax_ext.errors import IndivisibleError, ShardingError
 from haliax_ext.mapping import mappings_in_scope
 from levanter.layers.attention import AttentionMask
 from levanter.layers.attention.zigzag import natural, positions, zigzag
-from levanter.models.zigzag import position_parts
+from levanter.models.zigzag import zigzag_shards
 
 
 @pytest.mark.parametrize(("parts", "place"), [(1, 0), (3, 1), (8, 2)])
@@ -58,7 +58,7 @@ def test_a_mask_in_zigzag_order_is_the_mask_permuted():
     assert whole is not None and laid is not None
     wanted = zigzag(zigzag(whole, 3), 3, "key_position")
     np.testing.assert_array_equal(laid.array, wanted.rearrange(laid.axes).array)
-    with pytest.raises(ValueError, match="in zigzag order a mask is a rule by index"):
+    with pytest.raises(ValueError, match="zigzag order is a rule by index"):
         AttentionMask.of_array(whole).in_zigzag(3)
 
 
@@ -69,13 +69,13 @@ def test_layers_that_need_positions_in_order_refuse_another():
     attending = SimpleNamespace(config=config())
     with jax.sharding.use_abstract_mesh(mesh_of(1, 4, 1, "gather").abstract()):
         with mappings_in_scope(mappings_of("gather", "natural")):
-            assert position_parts(convolved) == position_parts(attending) == 1
+            assert zigzag_shards(convolved) == zigzag_shards(attending) == 1
         with mappings_in_scope(mappings_of("gather", "zigzag")):
-            assert position_parts(attending) == 4
+            assert zigzag_shards(attending) == 4
             with pytest.raises(
                 ShardingError, match="layers by ConvolutionSpec take positions to be in their own order"
             ):
-                position_parts(convolved)
+                zigzag_shards(convolved)
 
 
 def test_order_changes_nothing(devices):

@@ -12,7 +12,7 @@ from levanter.commands.train.lm.lora_config import LoraLmConfig
 from levanter.compat.hf.config_bridge import read_config
 from levanter.config import load
 from levanter.layers.low_rank import LowRank
-from levanter.models.adapters import AdapterError, Adapters, LoraConfig, find_targets, groups_of
+from levanter.models.adapters import AdapterError, Adapters, LoraConfig, find_targets, target_groups
 from levanter.models.llama.config import LlamaConfig
 
 BEGINS = dict(zero_init_b=True, a_init_mode="peft")
@@ -22,7 +22,7 @@ def of(config):
     """(abstract model, its groups)"""
     Vocab = hax.Axis("vocab", config.vocab_size)
     model = abstract(lambda: config.build(Vocab, key=jax.random.PRNGKey(0)))
-    return model, groups_of(model, config.weight_rules(Vocab))
+    return model, target_groups(model, config.weight_rules(Vocab))
 
 
 def llama(hidden, mlp, layers, heads, vocab=128_256):

@@ -74,7 +74,7 @@ def test_whoever_asks_for_a_chunk_has_it():
     common: dict[str, Any] = dict(rows=8, positions=256, vocab=49152, platform="cpu")
     by_model = planned(**common, model={"cross_entropy_block_size": 100})
     assert by_model.chunk == 100 and by_model.chunks == 4 and "cross_entropy_block_size is 100" in str(by_model)
-    by_objective = planned(**common, model={"cross_entropy_block_size": 100}, asked=7)
+    by_objective = planned(**common, model={"cross_entropy_block_size": 100}, requested_chunk=7)
     assert by_objective.chunk == 7 and "the objective asks for 7" in str(by_objective)
 
 

@@ -10,7 +10,7 @@ from levanter.config.upstream.preferences import TRAIN_DPO
 from levanter.config.validators import Count, Decay, PathText, PositiveFloat, PositiveInt, Ranged
 from levanter.data.config import LmDataConfig
 from levanter.io.names import name_problem
-from levanter.trainer.preference_loss import PreferenceLossConfig
+from levanter.trainer.dpo import PreferenceLossConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,10 +27,9 @@ from levanter.io import Progress
 from levanter.mesh import ResolvedMesh
 from levanter.models.precision import Precision
 from levanter.runplan import Recorder
-from levanter.trainer.dpo import PairBatch, alone, pair_logprobs, pair_plan, pair_terms
+from levanter.trainer.dpo import PairBatch, PreferenceLossConfig, alone, pair_logprobs, pair_plan, pair_terms
 from levanter.trainer.loss import in_compute_dtype
 from levanter.trainer.objective import LOSS
-from levanter.trainer.preference_loss import PreferenceLossConfig
 from levanter.trainer.state import FROZEN, StatePlan, TrainState
 from levanter.trainer.step import REFERENCE
 
@@ -227,7 +226,7 @@ class EvaluatePairs:
     def _score(self, taken: int, state: TrainState) -> None:
         rows = self.program.inputs[1].value.axes[0].size
         most = None if self.max_batches is None else self.max_batches * rows
-        held = BoundModels(trained=state.judged, frozen=self.frozen, reference=self.reference)
+        held = BoundModels(trained=state.eval_params, frozen=self.frozen, reference=self.reference)
         chosen = [each.numbers[:most] for each in self.sets]
         batches = list(_batches(self.sets, chosen, rows))
         scores = [np.zeros((2, len(numbers), 2), np.float64) for numbers in chosen]

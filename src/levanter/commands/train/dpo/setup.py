@@ -243,7 +243,7 @@ def find_preferences(
     if theirs.has_int8:
         raise ReferenceModelError(f"reference: {config.reference_model} has 8-bit weights, which are not read here yet")
     model, _ = replace(theirs.architecture, vocab_size=ids).for_platform(
-        target.platform, compute_dtype=precision.compute, length=config.positions, parts=resolved.query_ways
+        target.platform, compute_dtype=precision.compute, length=config.positions, sequence_shards=resolved.query_ways
     )
     module = cast(abstract(lambda: model.build(Vocab, key=jax.random.PRNGKey(0))), precision.compute)
     plan = plan_sharding(leaves(module), resolved.mappings, resolved.spec, hbm_bytes=hbm_bytes)

@@ -197,7 +197,12 @@ class Evaluate:
         given = ((batch, batch.inputs) for batch in batches)
         with Progress("evaluating", total=len(batches), unit="batches", show=self.show) as progress:
             for batch, found in results(
-                self.program, self.mesh, bind(state.judged, self.frozen), given, behind=FETCH_BEHIND, jit=jit_together
+                self.program,
+                self.mesh,
+                bind(state.eval_params, self.frozen),
+                given,
+                behind=FETCH_BEHIND,
+                jit=jit_together,
             ):
                 logprobs, hits = fetch_scores(found)
                 scores.add(batch, logprobs, likeliest=hits)

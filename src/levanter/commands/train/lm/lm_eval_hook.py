@@ -202,7 +202,7 @@ class AskHarness:
         """Asks all tasks."""
         harness = self.harness
         scorer = Scorer(
-            programs=harness.programs, mesh=self.mesh, model=bind(state.judged, self.frozen), cost=harness.cost
+            programs=harness.programs, mesh=self.mesh, model=bind(state.eval_params, self.frozen), cost=harness.cost
         )
         if not is_process_0():
             follow_process_0(scorer, _no_texts)

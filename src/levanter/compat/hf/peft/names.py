@@ -9,7 +9,7 @@ from haliax_ext.rules import WeightRule, WeightRules
 from levanter.layers.low_rank import RANK
 from levanter.models.adapters.lora_targets import TargetGroup
 from levanter.models.adapters.tree import PAIRS
-from levanter.models.adapters.whole import own_path
+from levanter.models.adapters.whole import copy_path
 
 PREFIX = "base_model.model."
 A, B = ".lora_A.weight", ".lora_B.weight"
@@ -83,7 +83,7 @@ def peft_rules(groups: Sequence[TargetGroup], rules: WeightRules, whole: Sequenc
         source = f"{PREFIX}{named[path].source}"
         if path in adapted:
             source = f"{source.removesuffix('.weight')}{BASE}"
-        table.append(replace(named[path], target=own_path(path), source=source))
+        table.append(replace(named[path], target=copy_path(path), source=source))
     aliases = tuple((f"{PREFIX}{name}", f"{PREFIX}{other}") for name, other in rules.aliases if "*" in name)
     # Both names of the one table are in files of tied models.
     ignored = tuple(f"{PREFIX}{name}" for name in rules.ignored) if whole else ()

@@ -20,7 +20,7 @@ from levanter.compat.hf.safetensors import SafetensorsSource
 from levanter.models.adapters.config import LoraConfig
 from levanter.models.adapters.lora_targets import TargetGroup
 from levanter.models.adapters.tree import Adapters
-from levanter.models.adapters.whole import paths_of
+from levanter.models.adapters.whole import leaf_paths
 from levanter.models.param_groups import EMBEDDING, HEAD, parameter_group
 
 PICKLED = "adapter_model.bin"
@@ -152,7 +152,7 @@ class PeftAdapter:
 
     def _match(self, groups: Sequence[TargetGroup], rules: WeightRules, whole: PyTree) -> None:
         tree = self.tree(groups, whole)
-        table = peft_rules(groups, rules, paths_of(whole))
+        table = peft_rules(groups, rules, leaf_paths(whole))
         try:
             table.match(leaves(tree), self.source.tensors)
         except WeightMismatchError as error:
@@ -188,7 +188,7 @@ class PeftAdapter:
             CorruptFileError: a factor holds numbers that are not finite; lists all of these.
         """
         tree = self.tree(groups, whole)
-        table, by_path = peft_rules(groups, rules, paths_of(whole)), {leaf.path: leaf for leaf in leaves(tree)}
+        table, by_path = peft_rules(groups, rules, leaf_paths(whole)), {leaf.path: leaf for leaf in leaves(tree)}
         arrays = {path: np.zeros(leaf.shape, np.float32) for path, leaf in by_path.items()}
         problems: list[str] = []
         for name, (_, pieces) in table.sources(by_path.values(), true_sizes=true_sizes).items():

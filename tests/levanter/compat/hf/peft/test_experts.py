@@ -9,7 +9,7 @@ from safetensors.numpy import load_file, save_file
 from haliax_ext.abstract import leaves, map_arrays
 from levanter.compat.hf.errors import CheckpointError
 from levanter.compat.hf.peft import plan_peft, write_peft
-from levanter.models.adapters import groups_of
+from levanter.models.adapters import target_groups
 
 R, ALPHA, LAYERS = 3, 6, 3
 SCALE = np.float32(ALPHA / R)
@@ -98,7 +98,7 @@ def _written(mixtral, targets, adapters, tmp_path):
     _, model, rules, factors, merged = mixtral
     arrays = {}
     map_arrays(lambda leaf, x: arrays.__setitem__(leaf.path, np.asarray(x)) or x, adapters)
-    plan = plan_peft(targets, groups_of(model, rules), rules, leaves(adapters), use_rslora=False, base=None)
+    plan = plan_peft(targets, target_groups(model, rules), rules, leaves(adapters), use_rslora=False, base=None)
     write_peft(plan, arrays, tmp_path / "ours")
     found = load_file(tmp_path / "ours" / "adapter_model.safetensors")
     expected = {f"base_model.model.{name}.weight": x for name, x in all_in_one(factors).items()}

@@ -16,7 +16,7 @@ from haliax_ext.abstract import leaves, map_arrays
 from levanter.compat.hf.errors import CheckpointError
 from levanter.compat.hf.export_dir import ExportPathError
 from levanter.compat.hf.peft import open_peft, plan_peft, write_peft
-from levanter.models.adapters.lora_targets import groups_of
+from levanter.models.adapters.lora_targets import target_groups
 
 
 def factors(model, modules: dict[str, int]) -> dict[str, np.ndarray]:
@@ -89,7 +89,7 @@ def arrays_of(adapters):
 def test_what_is_read_is_written_bit_for_bit(phi3, tmp_path):
     _, _, rules, model, adapter, _ = phi3
     targets, adapters = read_adapter(adapter, model, rules)
-    every = groups_of(model, rules)
+    every = target_groups(model, rules)
     plan = plan_peft(targets, every, rules, leaves(adapters), use_rslora=True, base="microsoft/phi")
     written = write_peft(plan, arrays_of(adapters), tmp_path / "out")
     mine, theirs = (load_file(folder / "adapter_model.safetensors") for folder in (written, adapter))

@@ -1,0 +1,91 @@
+"""Global norm, gradient clipping and learning-rate scaling, written for how XLA fuses them on CPUs.
+
+Each has the numbers of its optax counterpart except for the last bits. The pods' compiled statistics were recorded with
+optax's versions, so `OptimizerConfig.build` uses these on CPUs only.
+
+- `global_norm_by_layer` sums each layer of a stack first, like the per-layer norms that a step logs. Otherwise XLA for
+  CPUs writes out squares that are summed in two ways, and with them the parameters of all layers.
+- `clip_by_global_norm` multiplies by a scalar where optax divides the gradient by its norm and selects. XLA recomputes
+  cheap operations for each reader, but not a division: it writes the quotient out, and Adam's two averages then read
+  both the quotient and the gradient, a tenth of a step with a large vocabulary.
+- `scale_by_learning_rate` divides by −1 / learning rate where optax multiplies. A step reads its update twice, for its
+  norm and for the parameters. With a product XLA writes out the factor and the product, or, where the learning rate is
+  one constant for a table and a head of equal shapes, an array of that size that holds only the constant.
+"""
+
+from collections.abc import Iterator
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import optax
+
+from haliax_ext.pytree import PyTree
+from levanter.optim.schedules import Schedule
+
+LAYERS = "layers"
+
+
+def global_norm(tree: PyTree) -> jax.Array:
+    """The root of the sum of squares of everything in `tree`, float32."""
+    return jnp.sqrt(sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)))
+
+
+def global_norm_by_layer(tree: PyTree) -> jax.Array:
+    """`global_norm` but for the order of its sums, and so its last bits."""
+    return jnp.sqrt(sum(_sums_of_squares(tree)))
+
+
+def _sums_of_squares(tree: PyTree) -> Iterator[jax.Array]:
+    for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, hax.NamedArray)):
+        names = [axis.name for axis in x.axes] if isinstance(x, hax.NamedArray) else []
+        array = x.array if isinstance(x, hax.NamedArray) else x
+        squares = jnp.square(array.astype(jnp.float32))
+        if LAYERS in names:
+            by_layer = jnp.sum(squares, axis=tuple(n for n, name in enumerate(names) if name != LAYERS))
+            # Changes nothing, but of two sums one behind the other the compiler makes one.
+            squares = jnp.maximum(by_layer, 0.0)
+        yield jnp.sum(squares)
+
+
+def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
+    """Scales everything down to a global norm of `max_norm` where it is larger (Pascanu et al., arXiv:1211.5063).
+
+    The numbers are those of `optax.clip_by_global_norm` but for the last bits; the state is the same.
+
+    Args:
+        max_norm: the largest global norm.
+    """
+
+    def update(updates: PyTree, state: optax.EmptyState, params: PyTree = None) -> tuple[PyTree, optax.EmptyState]:
+        del params
+        norm = global_norm_by_layer(updates)
+        factor = jnp.where(norm < max_norm, 1.0, max_norm / norm)
+        return jax.tree.map(lambda g: g * factor.astype(g.dtype), updates), state
+
+    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)  # pyright: ignore[reportArgumentType]
+
+
+def scale_by_learning_rate(schedule: Schedule) -> optax.GradientTransformation:
+    """Divides updates by −1 / learning rate.
+
+    The numbers are those of `optax.scale_by_learning_rate` but for the last bits; the state is the same. Where the
+    learning rate is 0, so are the updates.
+
+    Args:
+        schedule: from the number of the update to the learning rate.
+    """
+    multiplied = optax.scale_by_learning_rate(schedule)  # pyright: ignore[reportArgumentType]
+
+    def update(
+        updates: PyTree, state: optax.ScaleByScheduleState, params: PyTree = None
+    ) -> tuple[PyTree, optax.ScaleByScheduleState]:
+        del params
+        count = jnp.asarray(state.count)
+        rate = jnp.asarray(schedule(count), jnp.float32)
+        # No count is negative, which the compiler does not know: by a constant it would multiply.
+        divisor = jnp.where(count < 0, 1.0, -1.0 / rate)
+        after = optax.ScaleByScheduleState(count=optax.safe_increment(count))
+        return jax.tree.map(lambda g: g / divisor.astype(g.dtype), updates), after
+
+    return optax.GradientTransformation(multiplied.init, update)  # pyright: ignore[reportArgumentType]
