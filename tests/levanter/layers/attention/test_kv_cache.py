@@ -227,7 +227,7 @@ def test_every_rule_by_itself(rule, devices):
     [("all", "one", False), ("everything", "data 2, model 2, group 2", False), ("everything", "one", True)],
 )
 def test_by_blocks_of_keys_it_is_the_same(rule, mesh, int8, devices, monkeypatch):
-    monkeypatch.setattr(kv_cache_shard, "MOST_SCORES", 0)
+    monkeypatch.setattr(kv_cache_shard, "MAX_MATERIALIZED_SCORES", 0)
     monkeypatch.setattr(kv_cache_shard, "DEFAULT_BLOCK", 5)
     found, *_ = run_all("paged", mesh, devices, int8=int8, **RULES[rule])
     for row in range(ROWS):

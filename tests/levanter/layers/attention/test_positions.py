@@ -305,7 +305,7 @@ def test_more_keys_than_a_mark_can_limit_go_to_another_backend(caplog, monkeypat
     assert splash_mask_obstacle(AttentionMask.causal().with_positions(None, positions), keys=65_536) is None
     first = AttentionMask.causal(sliding_window=9).with_positions(None, positions["key_position", 0])
     assert splash_mask_obstacle(first, keys=65_536) is None
-    monkeypatch.setattr(splash, "MOST_MARKED_KEYS", 100)
+    monkeypatch.setattr(splash, "MAX_MARKED_KEYS", 100)
     with caplog.at_level(logging.WARNING):
         assert_formula(Case("window", "none", "permuted", (140, 140), "nothing", "splash"))
     assert "blockwise instead of splash: with a window" in caplog.text
