@@ -22,7 +22,7 @@ from levanter.hardware import Precision, find_generation
 from levanter.hardware.generations import BF16_PASSES
 from levanter.runplan import Recorder
 from levanter.trainer.report import StepReport
-from levanter.trainer.watch import metrics_of
+from levanter.trainer.watch import tracker_metrics
 
 WINDOW = 500
 """Steps over which percentiles are computed."""
@@ -179,7 +179,7 @@ class Track:
             **self.more(report.step),
         }
         if report.watched is not None:
-            metrics |= metrics_of(report.watched, self.names)
+            metrics |= tracker_metrics(report.watched, self.names)
         self.tracker.log(metrics, step=report.step)
 
     def _numbers(self, report: StepReport) -> dict[str, Any]:
