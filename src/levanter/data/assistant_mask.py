@@ -129,7 +129,10 @@ class MaskedTemplate:
             return Span(len(conversation.ids), len(conversation.ids)) if span is None else span
         prefix, _ = self.template.render(messages[: turn + 1], more, where)
         ids, _ = self.tokenizer.encode_with_offsets(prefix)
+        # Ids, not characters: the texts may agree longer than the tokens do.
         stop = _common_prefix(ids, conversation.ids)
+        # The common prefix must reach the end of the content. Without content (tool calls) only tokens without text may
+        # differ.
         content_end = self._content_end(messages, turn, more, prefix, where)
         ended = (
             self._only_ends(ids[stop:]) if content_end is None else _reach(conversation.offsets, stop) >= content_end
@@ -171,6 +174,7 @@ def _tokens(offsets: np.ndarray, start: int, stop: int) -> Span | None:
     """The tokens that overlap a span of characters; None where it has none."""
     if start >= stop:
         return None
+    # Offsets ascend. The first token that ends behind `start`, and the first that begins at or behind `stop`.
     first = int(np.searchsorted(offsets[:, 1], start, side="right"))
     end = int(np.searchsorted(offsets[:, 0], stop, side="left"))
     return Span(first, end) if first < end else None

@@ -52,6 +52,7 @@ def compare_sources(manifest: Manifest, wanted: StoreIdentity, *, thorough: bool
         if current is None or source.digest is not None or current.size != source.size:
             continue
         same = source.version is not None and source.version == current.version
+        # Same size and version: the content is taken to be the same without reading it.
         if same and not thorough:
             continue
         if digest is not None:

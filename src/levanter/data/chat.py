@@ -91,6 +91,7 @@ class ChatTemplate:
         except (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
             where = _error_line(error)
             raise DataError(f"{origin}: the chat template refuses these messages{where} ({error})") from error
+        # Positions are counted in the text without marks.
         pieces = _MARKS.split(marked)
         marks = _MARKS.findall(marked)
         spans, place, opened = [], 0, None

@@ -86,6 +86,7 @@ class AnswerEncoder:
                 "what it is given writes one; take one of them out"
             )
         weights = np.zeros(len(ids), np.float32)
+        # A weight belongs to the position that predicts: position t predicts token t + 1.
         weights[:-1] = masked.counted[1:]
         return Encoded(ids, weights)
 
@@ -110,6 +111,7 @@ class AnswerEncoder:
     def _ends(self) -> frozenset[int]:
         """The ids that may end an answer: tokens that were added to the vocabulary, and EOS."""
         added = self.tokenizer.added_ids if isinstance(self.tokenizer, TemplateTokenizer) else frozenset()
+        # Special tokens stand for no bytes.
         silent = np.flatnonzero(self.tokenizer.byte_lengths() == 0).tolist()
         eos = () if self.tokenizer.eos_id is None else (self.tokenizer.eos_id,)
         return frozenset((*added, *silent, *eos))

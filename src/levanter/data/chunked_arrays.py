@@ -21,6 +21,7 @@ def span_indices(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """int64: every place within the spans, one span after the other."""
     counts = np.asarray(counts, np.int64)
     ends = np.cumsum(counts)
+    # One `arange` over all spans, shifted within each span from its place in the output to its place in the array.
     return np.arange(ends[-1] if len(ends) else 0) + np.repeat(np.asarray(begins, np.int64) - (ends - counts), counts)
 
 
@@ -102,6 +103,8 @@ class Chunks:
     def _pieces(self, begins: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Spans cut where arrays and chunks end: the chunk of each piece, its place there, its length."""
         ends = begins + counts
+        # First cut at the borders of arrays, then at those of chunks; `span` and `piece` map a piece to what it is cut
+        # from.
         first = np.searchsorted(self._starts, begins, side="right") - 1
         number = np.searchsorted(self._starts, ends, side="left") - first
         array, span = span_indices(first, number), np.repeat(np.arange(len(begins)), number)
@@ -120,6 +123,7 @@ class Chunks:
         self._clock += 1
         unique = np.unique(chunks)
         slots = self._chunk_slots[unique]
+        # Chunks of this call get the present time first, so that `_fetch` does not evict them.
         self._used[slots[slots >= 0]] = self._clock
         missing = unique[slots < 0]
         if len(missing):
@@ -127,6 +131,7 @@ class Chunks:
         return self._chunk_slots[chunks].astype(np.int64) * self._chunk
 
     def _fetch(self, chunks: np.ndarray) -> None:
+        # The least recently used slots. All reads are started before the first one is awaited.
         free = np.argpartition(self._used, len(chunks) - 1)[: len(chunks)]
         assert (self._used[free] < self._clock).all(), "more chunks are needed at once than there are slots"
         arrays = np.searchsorted(self._first_chunks, chunks, side="right") - 1

@@ -107,6 +107,7 @@ class PrebuiltEncoder:
             if len(weights) != len(ids):
                 raise DataError(f"{origin}: {len(weights)} {weights_key} for {len(ids)} {key}")
             if self.format.loss_weight_transform == "shift_left":
+                # The record weighs the token itself; here a weight belongs to the position before it.
                 weights = np.concatenate([weights[1:], np.zeros(1, np.float32)])
         return Encoded(ids.astype(np.int32), weights)
 
@@ -153,6 +154,7 @@ class SupervisedEncoder:
         ids = np.concatenate([before, prompt, middle, target, after]).astype(np.int32)
         weights = np.ones(len(ids), np.float32)
         if self.format.mask_inputs:
+            # The last token of the prompt predicts the first one of the target, so its weight stays 1.
             prompt_length = len(before) + len(prompt) + len(middle)
             weights[: max(prompt_length - 1, 0)] = 0.0
         return Encoded(ids, weights)

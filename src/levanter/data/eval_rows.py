@@ -204,6 +204,7 @@ def evaluation_rows(
         return concatenate_sequences(sequences, rows)
 
     for one in sets:
+        # Neighbouring texts are tokenized together; a set of records in between keeps the order of the sets.
         if one.is_text:
             text_sets.append(one)
             continue

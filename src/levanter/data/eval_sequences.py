@@ -151,6 +151,8 @@ class EvalSequences:
         first_row = np.array([span.first_row for span in self.sets], np.int64)[set_index]
         start = np.array([span.start for span in self.sets], np.int64)[set_index]
         strides = [self.max_length - 1 if span.stride is None else span.stride for span in self.sets]
+        # Row r of a set begins r strides behind the start of the set; a stride is one less than a row, since neighbours
+        # share a token.
         begin = start + (rows - first_row) * np.array(strides, np.int64)[set_index]
         return begin[:, None] + np.arange(self.max_length)[None, :]
 
@@ -166,6 +168,7 @@ class EvalSequences:
         if self.real is not None:
             real &= self.real[stream_indices]
         tokens = np.where(real, self.stream[stream_indices], np.int32(0))
+        # The document of each position; a token is scored if the one before it is of the same document.
         document = np.searchsorted(self.document_starts, stream_indices, side="right") - 1
         mask = np.zeros_like(real)
         mask[:, :-1] = real[:, 1:] & (document[:, 1:] == document[:, :-1])

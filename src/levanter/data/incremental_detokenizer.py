@@ -48,6 +48,7 @@ class WindowStream:
         if id in self._byte_ids:
             return ""
         text = self._decode(self._window)
+        # A replacement character at the end may still become a character when the next bytes come.
         settled = text.removesuffix(REPLACEMENT)
         if len(settled) <= len(self._emitted) or not settled.startswith(self._emitted):
             return ""

@@ -33,6 +33,7 @@ def batches(
     stopped = threading.Event()
 
     def put(item: tuple[int, TrainRows] | BaseException) -> bool:
+        # With a timeout: a consumer that stops early must not leave the thread blocked in a full queue.
         while not stopped.is_set():
             with suppress(queue.Full):
                 ready.put(item, timeout=0.1)

@@ -71,6 +71,7 @@ class StoreIdentity:
     def shards(self) -> tuple[tuple[int, ...], ...]:
         """Which sources each shard holds."""
         count = min(len(self.sources), self.groups)
+        # Consecutive sources, in groups whose sizes differ by at most one.
         cuts = [len(self.sources) * i // count for i in range(count + 1)]
         return tuple(tuple(range(a, b)) for a, b in itertools.pairwise(cuts))
 

@@ -76,6 +76,7 @@ class MixtureStage:
 
     def turns_before(self, draws: int) -> np.ndarray:
         """int64 `[sets]`: how often each set is drawn in the stage's first `draws` draws."""
+        # Complete blocks by the table, the begun block by counting its first draws.
         number, rest = divmod(draws, self.block)
         turns = self.turns_before_block(number)
         if rest:
@@ -174,6 +175,7 @@ class Mixture:
         last = self.stages[-1]
         if last.shares[which] == 0 and self.turns_before(last.start)[which] < turns:
             return None
+        # `turns_before` is monotonic: double an upper bound, then bisect.
         while self.turns_before(high)[which] < turns:
             high *= 2
         low = 0
@@ -205,6 +207,7 @@ def round_weights(weights: Mapping[str, float], names: Sequence[str], *, block: 
         raise ValueError(f"{where}: no weight is positive: {dict(weights)}")
     total = PERIOD * block
     exact = values / values.sum() * total
+    # Largest-remainder method: floors first, then one more for the largest fractions until the sum is exact.
     shares = np.floor(exact).astype(np.int64)
     largest = np.argsort(-(exact - shares), kind="stable")
     shares[largest[: total - shares.sum()]] += 1

@@ -49,6 +49,7 @@ def pack(lengths: np.ndarray, *, positions: int, most: int | None = None) -> Pac
     by_length = np.argsort(lengths, kind="stable")
     next_piece = np.concatenate([[0], np.cumsum(histogram)[:-1]])
     counts, pieces = [], []
+    # Documents of one length are interchangeable: each column of a pattern takes the next ones of its length.
     for pattern, rows in _patterns(histogram, positions, most):
         columns = []
         for length in pattern:
@@ -72,6 +73,7 @@ def _patterns(histogram: np.ndarray, positions: int, most: int | None) -> list[t
     for length in range(positions, 0, -1):
         remaining = int(histogram[length])
         while remaining:
+            # Bit i of `fitting`: some row has a space of length + i. The lowest set bit is the tightest fit.
             fitting = spaces >> length
             if fitting:
                 space = length + (fitting & -fitting).bit_length() - 1

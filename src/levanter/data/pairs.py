@@ -66,6 +66,7 @@ class PairRows:
         """The pairs with these numbers; segment 0 is the chosen text, segment 1 the rejected one."""
         numbers = np.asarray(numbers, np.int64)
         assert ((numbers >= 0) & (numbers < len(self))).all(), numbers
+        # Chosen and rejected alternate; text i of the batch fills the half row i from its beginning.
         lengths = self.lengths[numbers].reshape(-1)
         positions = span_indices(np.arange(2 * len(numbers)) * self.half, lengths)
         ids, weights = self.tokens.read(self.begins[numbers].reshape(-1), lengths)
@@ -164,12 +165,14 @@ def _alike(tokens: Tokens, begins: np.ndarray, lengths: np.ndarray) -> Iterator[
     same = np.flatnonzero(lengths[:, 0] == lengths[:, 1])
     if not len(same):
         return
+    # Groups of pairs of about _READ_AT_ONCE tokens.
     ends = np.cumsum(lengths[same, 0])
     for some in np.split(same, np.searchsorted(ends, np.arange(_READ_AT_ONCE, ends[-1], _READ_AT_ONCE)) + 1):
         if not len(some):
             continue
         one, other = (tokens.read(begins[some, side], lengths[some, side])[0] for side in (CHOSEN, REJECTED))
         starts = np.cumsum(lengths[some, 0]) - lengths[some, 0]
+        # The number of different ids of each pair.
         yield np.add.reduceat(one != other, starts) == 0
 
 

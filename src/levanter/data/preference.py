@@ -120,6 +120,7 @@ class PairEncoder:
             self._messages([*before, *answer], value, f"{origin}, {key}")
             for answer, key in zip(values, self._keys, strict=True)
         ]
+        # A record may add a system message, so the prompt may have more messages than the record lists.
         since = self._prompt_messages(both, len(both[0]) - len(values[0]) if before else None, origin)
         encoded = []
         for messages, key in zip(both, self._keys, strict=True):

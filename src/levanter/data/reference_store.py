@@ -102,6 +102,7 @@ class ReferenceStore:
             return None
         with open_read(path) as file:
             content = read_bounded(file, size + _DIGEST, where=path)
+        # A file that was cut short or overwritten fails here and is computed again.
         if len(content) != size + _DIGEST or content[size:] != self._digest(number, content[:size]):
             return None
         return np.frombuffer(content[:size], "<f4").reshape(-1, 2).astype(np.float32)

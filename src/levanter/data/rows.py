@@ -122,6 +122,7 @@ class ConcatenatedRows:
         numbers = np.asarray(numbers, np.int64)
         assert ((numbers >= 0) & (numbers < len(self))).all(), numbers
         begins = numbers * self.positions
+        # Only the one row of a set shorter than a row is short.
         counts = np.minimum(self._total - begins, self.positions)
         ids, weights = self.tokens.read(begins, counts)
         real = np.arange(self.positions) < counts[:, None]
@@ -202,6 +203,7 @@ class PackedRows:
         rows.tokens.reshape(-1)[positions] = ids
         rows.loss_weights.reshape(-1)[positions] = 1.0 if weights is None else weights
         rows.loss_weights.reshape(-1)[row * self.positions + begin + lengths - 1] = 0.0
+        # The number of each piece within its row.
         within = np.arange(len(pieces)) - np.repeat(np.cumsum(count) - count, count)
         rows.segment_ids.reshape(-1)[positions] = np.repeat(within if self.separate else 0 * within, lengths)
         return rows
@@ -245,6 +247,7 @@ def packed_rows(
     if overlength != "cut":
         return _whole_rows(tokens, positions, separate, most, overlength)
     lengths = np.diff(tokens.starts)
+    # A document longer than a row is cut into ⌈length / positions⌉ pieces.
     pieces = -(-lengths // positions)
     number = np.arange(int(pieces.sum())) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     begins = np.repeat(tokens.starts[:-1], pieces) + number * positions

@@ -88,6 +88,8 @@ class Feistel:
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
         items = self._once(np.asarray(positions).astype(np.uint64))
+        # Cycle walking: the domain is a power of 4, so some results are outside [0, size); they are permuted again. It
+        # stays a bijection, since every cycle of the larger permutation is followed to its next element inside.
         outside = items >= self.size
         while outside.any():
             items[outside] = self._once(items[outside])
@@ -97,6 +99,7 @@ class Feistel:
     def _once(self, x: np.ndarray) -> np.ndarray:
         bits = np.uint64(self._half_bits)
         mask = np.uint64((1 << self._half_bits) - 1)
+        # A Feistel network with xor: invertible whatever the round function is.
         high, low = x >> bits, x & mask
         for key in self._round_keys:
             high, low = low, high ^ (_mix((low + _GOLDEN) ^ key) & mask)
@@ -121,6 +124,7 @@ class Affine:
     @cached_property
     def _factors(self) -> tuple[int, int]:
         factor = subkey(self.key, "factor") % self.size
+        # The next factor prime to the size; 1 is reached in the worst case.
         while math.gcd(factor, self.size) != 1:
             factor = (factor + 1) % self.size
         return factor, subkey(self.key, "offset") % self.size
@@ -208,6 +212,7 @@ class Blocks:
 
     def _slots(self, place: np.ndarray) -> np.ndarray:
         at, lacking = self._short
+        # Slots in front of the short block are `block` long; behind it every slot begins `lacking` earlier.
         behind = place >= (at + 1) * self.block - lacking
         return np.where(behind, (place + lacking) // self.block, place // self.block)
 

@@ -177,6 +177,7 @@ def open_store(folder: str, manifest: Manifest) -> StoredTokens:
             arrays[name].append((path, future.result()))
     except (ValueError, OSError) as error:
         raise StoreError(f"{path}: cannot be opened ({str(error).splitlines()[0]})") from error
+    # Offsets are stored per shard; here they become positions in the set.
     ends, base = [np.zeros(1, np.int64)], 0
     for (path, array), mark in zip(arrays["offsets"], manifest.shards, strict=True):
         try:

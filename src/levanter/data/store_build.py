@@ -157,6 +157,7 @@ def build_store(
             writer.add(batch.encoded.result(), chars=batch.chars, skipped=batch.skipped)
             meter.update(batch.shard, writer.sums)
             if batch.last:
+                # Before the mark that makes the shard count: a process that lost its lease must not publish it.
                 lease.check()
                 shard_sources = [identity.sources[number] for number in identity.shards[batch.shard]]
                 digests = digest_sources(shard_sources)

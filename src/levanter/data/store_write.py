@@ -136,6 +136,7 @@ class GrowingArray:
         """Appends values; each time a file is full, it is written in the background."""
         self._waiting.append(values.astype(self._dtype, copy=False))
         self._count += len(values)
+        # A file of the array is complete as soon as it is full, and is never opened again.
         while self._count >= FILE_VALUES:
             values = np.concatenate(self._waiting)
             self._put(values[:FILE_VALUES])

@@ -41,6 +41,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def concat(self, pieces: Iterable[str]) -> str:  # type: ignore[override]
         """What the compiled template joins its output with."""
+        # Checked piece by piece: a loop that writes forever is stopped at the limit, not when memory is full.
         kept, size = [], 0
         for piece in pieces:
             size += len(piece)
@@ -60,6 +61,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if operator == "**":
             if not isinstance(left, int | float) or not isinstance(right, int | float):
                 raise SecurityError("a power of something that is not a number")
+            # An estimate of the bits of the result, before it is computed.
             if abs(right) * math.log2(abs(left) + 2) > _LARGEST_POWER:
                 raise SecurityError(f"a number of more than {_LARGEST_POWER:,} bits")
         elif operator == "*":

@@ -187,6 +187,7 @@ def build_tokens(
         StoreError: stores that were made from something else, all of them, before any is built.
         DataError: a document cannot be read or tokenized.
     """
+    # All stores are compared before the first one is built: tokenization may take hours.
     identities, problems = _identities(config, sets, tokenizer)
     if problems:
         raise StoreError("\n".join(problems))

@@ -96,6 +96,7 @@ class SetRows:
 
     def numbers(self, turns: np.ndarray) -> np.ndarray:
         """The row of each turn."""
+        # A set with `used` rows is read in epochs, each in an order of its own.
         epochs, positions = np.divmod(np.asarray(turns, np.int64), self.used)
         items = np.empty_like(positions)
         for epoch in np.unique(epochs):
@@ -200,6 +201,8 @@ class TrainingData:
 
         A run that resumes compares it with the one in its checkpoint.
         """
+        # The texts of `describe` and the reprs of permutations are part of the digest: rewording one of them would
+        # refuse to resume every earlier run.
         facts = [
             self.positions,
             [(one.name, len(one.rows), one.rows.describe(), one.used, one.held_out) for one in self.sets],

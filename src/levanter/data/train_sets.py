@@ -72,6 +72,7 @@ class TextSource:
         """The text's name, bytes and SHA-256, by which a store is recognized."""
         digest, size = hashlib.sha256(), 0
         for document in self.documents:
+            # With the length in front: moving text from one document to the next changes the digest.
             content = document.text.encode()
             digest.update(len(content).to_bytes(8, "little") + content)
             size += len(content)

@@ -155,6 +155,7 @@ def _llama3(
     file: GgufFile, theta: float, head_size: int, original: int | None, problems: list[str]
 ) -> Mapping[str, Any] | None:
     stored = file.tensors["rope_freqs.weight"]
+    # The tensor divides the frequency of each pair of features.
     divisors = np.fromfile(file.path, np.float32, count=stored.nbytes // 4, offset=stored.start)
     if stored.kind != "F32" or divisors.shape != (head_size // 2,):
         problems.append(f"rope_freqs.weight is {stored.kind}{list(stored.shape)}, expected F32[{head_size // 2}]")
@@ -162,6 +163,7 @@ def _llama3(
     factor = _plain(float(divisors.max()))
     if np.all(divisors == 1.0):
         return {"rope_type": "default", "rope_theta": theta}
+    # Frequencies without scaling; a candidate fits if the quotient is the stored tensor.
     plain = 1.0 / theta ** (np.arange(0, head_size, 2) / head_size)
     candidates = list(LLAMA3_CANDIDATES)
     if original is not None:

@@ -58,12 +58,14 @@ class _HeaderWalk:
         )
 
     def header(self) -> None:
+        # The version is below 65,536; if its low half is 0, the bytes are in the other order.
         version = self.number("I")
         if version & 0xFFFF == 0:  # written by a machine of the other byte order
             self.order = ">"
             version = int.from_bytes(version.to_bytes(4, "little"), "big")
         if version not in (2, 3):
             raise self.wrong(f"version {version}; versions 2 and 3 are read")
+        # Both counts are bounded by the bytes that their shortest entries would need.
         tensors, pairs = self.number("Q"), self.number("Q")
         self.fit(pairs, _LEAST_PAIR, "pairs of metadata")
         self.fit(tensors, _LEAST_TENSOR, "tensors")
@@ -97,6 +99,8 @@ class _HeaderWalk:
             inner, count = self.number("I"), self.number("Q")
             self.fit(count, _SCALARS.get(inner, 8), "values of an array")
             if inner in _SCALARS:
+                # Numbers are skipped without reading; texts and nested arrays carry lengths of their own and must be
+                # walked.
                 self.at += count * _SCALARS[inner]
             else:
                 for _ in range(count):

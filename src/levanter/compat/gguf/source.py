@@ -170,9 +170,12 @@ class GgufSource:
         start = first.start
         while start < first.stop:
             # Whole heads together; a slice that begins or ends inside a head takes the rows it needs of that head.
+            # From the beginning of a head: as many complete heads as fit. From inside a head: up to its end.
             stop = min(first.stop, (start // head_size) * head_size + (step if start % head_size == 0 else head_size))
             if stop % head_size and stop - start > head_size:
                 stop = (stop // head_size) * head_size
+            # The reordering stays within heads, so the stored rows of a piece lie within its heads; the smallest range
+            # around them is read.
             rows = _stored_rows(np.arange(start, stop), head_size)
             yield slice(start, stop), (slice(int(rows.min()), int(rows.max()) + 1), *rest)
             start = stop
@@ -187,6 +190,7 @@ class GgufSource:
             return raw.view(_PLAIN[stored.kind])
         from gguf import GGMLQuantizationType, quants
 
+        # Complete blocks were read; the slice begins `offset` numbers behind the first of them.
         numbers = quants.dequantize(raw, GGMLQuantizationType[stored.kind])
         offset = index[-1].start % stored.block
         return numbers[..., offset : offset + index[-1].stop - index[-1].start]

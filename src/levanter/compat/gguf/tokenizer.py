@@ -206,6 +206,7 @@ def merges_from_scores(vocabulary: dict[str, int], scores: Sequence[float]) -> l
     SentencePiece merges the neighbouring pair whose concatenation has the best score. As a ranked list: every way to
     cut a token into two tokens, ordered by the token's score; equal scores in the order of ids.
     """
+    # Every split of a token into two tokens is a merge of the rank of the result.
     ranked = sorted(vocabulary.items(), key=lambda item: (-scores[item[1]], item[1]))
     return [
         (token[:cut], token[cut:])

@@ -116,6 +116,8 @@ def _problems(block: Mapping[str, Any]) -> Sequence[str]:
         if not isinstance(weights, Mapping):
             problems.append(f"{where}.weights is {weights!r:.60}, expected a mapping")
             continue
+        # compressed-tensors leaves out fields with their defaults. Where `strategy` is missing, it follows from
+        # `group_size`: -1 means one scale per channel, no size at all one scale per tensor.
         required = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
         settings = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False} | dict(weights)
         if settings.get("strategy") is None and settings.get("group_size") in (None, -1):
@@ -164,6 +166,8 @@ class Int8Source(SafetensorsSource):
         for entry in header.tensors:
             name = entry.name.removesuffix(PACKED_NAME)
             if name != entry.name and name in self._packed:
+                # Four integers fill an int32, lowest byte first, so the bytes of the file are those of an int8 array of
+                # this shape.
                 shape = (entry.shape[0], entry.shape[1] * _FOUR)
                 entries.append(TensorEntry(name, np.dtype(np.int8), shape, entry.start, entry.stop))
             elif entry.name not in dropped:
@@ -173,6 +177,8 @@ class Int8Source(SafetensorsSource):
     def read(self, name: str, index: Index, out: np.ndarray | None = None) -> np.ndarray:
         out = super().read(name, index, out)
         if name in self._packed:
+            # Packed integers are stored with 128 added. Modulo 256 this flips the highest bit, and flipping it again
+            # undoes it.
             bits = out.view(np.uint8)
             np.bitwise_xor(bits, _OFFSET, out=bits)
         return out
@@ -210,9 +216,12 @@ def quantized_rows(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """
     q = np.empty(matrix.shape, np.int8)
     scales = np.empty((matrix.shape[0], 1), np.float32)
+    # About 4 Mi numbers at a time: float32 temporaries stay at 16 MiB whatever the size of the matrix.
     step = max(1, (1 << 22) // max(matrix.shape[1], 1))
     for at in range(0, matrix.shape[0], step):
         exact = matrix[at : at + step].astype(np.float32)
+        # A row with an infinity or a NaN gets an infinite scale and integers of 0: reading back gives NaN for the row,
+        # not a silently wrong number. Scales too small for their inverse count as 0.
         finite = np.isfinite(exact)
         scale = np.where(finite, np.abs(exact), np.float32(np.inf)).max(axis=1, keepdims=True, initial=0) * STEP
         scale = np.where(scale < SMALLEST_SCALE, np.float32(0), scale)

@@ -83,6 +83,7 @@ def _decoder_tensors(config: DecoderConfig) -> tuple[ExpectedTensor, ...]:
 
     def add(names: list[str], shape: Sequence[int], reasons: Sequence[str]) -> None:
         # Layers of several kinds may have tensors of one name and several shapes.
+        # Names that differ only in the layer number, with one shape, share a report line.
         kind = re.sub(r"\.\d+\.", ".N.", names[0]), tuple(shape)
         _, _, kind_names = by_kind.setdefault(kind, (tuple(shape), " by ".join(reasons), {}))
         kind_names.update((spelling, None) for name in names for spelling in rules.spellings(name))
@@ -96,6 +97,7 @@ def _decoder_tensors(config: DecoderConfig) -> tuple[ExpectedTensor, ...]:
         if rule.part is not None:
             shape[rule.part.axis] = rule.part.length(sizes)
             reasons[rule.part.axis] = f"{shape[rule.part.axis]} in all"
+        # One tensor per index of the stacked axes (experts): a checkpoint stores each under its own name.
         indices = itertools.product(*(range(sizes[name]) for name in rule.stacked))
         add([rule.source_name(index) for index in indices], shape, reasons)
     if config.tie_word_embeddings:
@@ -331,6 +333,7 @@ def _effective(config: LmConfig, name: str) -> object:
 
 def _compare(key: str, configured: object, expected: object, where: object) -> list[str]:
     if isinstance(configured, Mapping) and dataclasses.is_dataclass(expected):
+        # A nested block, such as `rope`: compare field by field, so that keys the user left out are not compared.
         values = {f.name: getattr(expected, f.name) for f in dataclasses.fields(expected)}
         values["type"] = type(expected).get_choice_name(type(expected))  # type: ignore[attr-defined]
         return [
@@ -338,6 +341,7 @@ def _compare(key: str, configured: object, expected: object, where: object) -> l
             for name, value in configured.items()
             for problem in _compare(f"{key}.{name}", value, values.get(name), where)
         ]
+    # YAML has lists where our configs have tuples.
     configured = tuple(configured) if isinstance(configured, list) else configured
     if (
         configured is None

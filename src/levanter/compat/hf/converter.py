@@ -314,6 +314,7 @@ def _sharded_array(source: TensorSource, info: TensorInfo, mesh: Mesh, dtype: DT
 
 def _stored(checkpoint: PretrainedCheckpoint) -> np.dtype:
     """The dtype that most bytes of a checkpoint are in."""
+    # By bytes and not by count: norms in float32 are many but small.
     sizes: dict[np.dtype, int] = {}
     for info in checkpoint.source.tensors.values():
         sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
@@ -342,6 +343,7 @@ def _mappings(config: LmConfig, Vocab: hax.Axis, mapping: Mapping[str, Any], spe
         shared_mapping={"mlp": None, "heads": None},
         param_mapping=rules,
     )
+    # `resolve` takes DCN axes apart from the others, since they count granules and not devices of one slice.
     granules = spec.ways(tuple(name for name in _DCN if name in spec.shape))
     resolved = resolve(mesh, model_axes(config.axes, vocab=Vocab.size), devices=spec.size, granules=granules)
     return Mappings(params=resolved.mappings.params, declared=resolved.mappings.declared)

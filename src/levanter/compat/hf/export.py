@@ -53,6 +53,7 @@ class Shard:
         """What the file begins with, length included; data begins on a multiple of 8 bytes."""
         document: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         at = 0
+        # An int8 matrix is stored as several tensors; offsets count from the end of the header.
         for stored in (stored_tensor for tensor in self.tensors for stored_tensor in stored_tensors(tensor)):
             document[stored.name] = {
                 "dtype": _NAMES[stored.dtype],
@@ -61,6 +62,7 @@ class Shard:
             }
             at += stored.nbytes
         text = json.dumps(document, separators=(",", ":")).encode()
+        # The format allows trailing spaces in the header; with them the data is aligned for every dtype.
         text += b" " * (-len(text) % 8)
         return struct.pack("<Q", len(text)) + text
 
@@ -256,17 +258,21 @@ def write_export(
         folder, overwrite, progress: as `export` takes them.
         extras: what lies beside the weights.
     """
+    # Gathers are collective: every process must take part in each of them, in the same order, or process 0 waits
+    # forever.
     if jax.process_index() != 0:
         _write_weights(None, plan, arrays, progress)
         return folder
     target = export_dir(folder)
     advice = "name another folder"
     with leased(target.name, what="an export", advice=advice, folder=target.lease) as lease:
+        # The lease is held: no other export touches the folder, so leftovers are those of a process that was killed.
         target.recover()
         if not overwrite:
             target.refuse_existing()
         target.begin()
         _write_weights(target, plan, arrays, progress)
+        # Somebody may have taken the lease over while the weights were written; then these files are no longer ours.
         lease.check()
         config = _write_extras(target, plan, extras)
         _check(target, plan.tensors)

@@ -170,6 +170,8 @@ class LocalExportDir:
     def finish(self) -> None:
         """Renames the folder into place; another export that is there is moved aside first and dropped last."""
         if self._path.exists():
+            # A folder cannot be renamed over another one. Between the two renames no folder has the final name;
+            # `recover` finishes the replacement if the process is killed there.
             os.replace(self._path, self._replaced)
             os.replace(self._partial, self._path)
             shutil.rmtree(self._replaced)

@@ -96,6 +96,7 @@ def quantize_tensors(
     problems: dict[str, None] = {}
     converted: list[OutTensor] = []
     for tensor in tensors:
+        # A tensor of the file may hold several leaves (gate and up); it is int8 only if all of them are.
         targets = [piece.target for piece in tensor.pieces]
         if not all(target in inputs for target in targets):
             converted.append(tensor)
@@ -107,6 +108,8 @@ def quantize_tensors(
             message = f"{rule.source} has {tensor.shape[1]} input features, which is not a multiple of {UNPACKED}"
             problems[message] = None
         else:
+            # The same tensor in the dtype of the leaf: quantization starts from the values of the model, not from those
+            # rounded to the dtype of the export.
             attributes = {field.name: getattr(tensor, field.name) for field in fields(tensor)}
             converted.append(Int8Tensor(**{**attributes, "dtype": dtypes[targets[0]]}))
     if problems:

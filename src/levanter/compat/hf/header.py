@@ -105,6 +105,7 @@ def header_length(first_bytes: bytes, *, file: str, size: int) -> int:
             "header",
             suggestion=_AGAIN,
         )
+    # A damaged file can claim any length up to 2**64: it is checked before anything of that size is allocated.
     (length,) = struct.unpack("<Q", first_bytes[:8])
     if length > MAX_HEADER_BYTES:
         raise CorruptFileError(
@@ -156,6 +157,7 @@ def parse_header(text: bytes, *, file: str, size: int) -> ShardHeader:
         entry = _entry(name, value, data_start, problems)
         if entry is not None:
             entries.append(entry)
+    # The layout is checked in the order of the data; JSON may list tensors in any order.
     entries.sort(key=lambda entry: (entry.start, entry.stop))
     truncated = bool(entries) and entries[-1].stop > size
     if not problems:  # with tensors left out, holes are no news
@@ -199,6 +201,8 @@ def _layout_problems(entries: list[TensorEntry], data_start: int, size: int) -> 
             f"truncated: the file has {size} bytes, its header describes {max(entry.stop for entry in cut)}; "
             f"{len(cut)} of {len(entries)} tensors are truncated, the first is {cut[0].name!r}"
         )
+    # Sweep over the ranges: `at` is the end of everything seen so far. A range that begins before it overlaps,
+    # one that begins behind it leaves a hole.
     at, previous = data_start, None
     for entry in entries:
         if entry.start < at and previous is not None:
@@ -220,6 +224,7 @@ def read_header(reader: ByteReader, file: str) -> ShardHeader:
         file: the name the header's ranges carry; messages use the reader's.
     """
     size = reader.size
+    # One request is enough for most headers, which are far smaller than FIRST_READ_BYTES.
     first = reader.peek(0, min(size, FIRST_READ_BYTES))
     length = header_length(first, file=reader.name, size=size)
     text = first[8 : 8 + length]

@@ -38,6 +38,7 @@ def open_hub(repo_id: str, revision: str | None) -> Repository:
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     name = f"{repo_id}@{revision}" if revision else repo_id
+    # The client would refuse every request; the cache is asked directly, so that the message names the variable.
     if constants.HF_HUB_OFFLINE:
         return _cached(repo_id, revision, name, "HF_HUB_OFFLINE is set")
     try:
@@ -181,6 +182,7 @@ class HubFile:
             headers = {**build_hf_headers(), "Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
             response = get_session().get(self._url, headers=headers, timeout=TIMEOUT_SECONDS)
             hf_raise_for_status(response)
+            # A proxy may ignore the Range header and send the complete file, or cut the answer short.
             if len(response.content) != stop - start:
                 raise OSError(f"asked for {stop - start} bytes at {start}, got {len(response.content)}")
             return response.content
@@ -192,6 +194,7 @@ class HubFile:
         return LocalFile(self.repository.local_path(self.file))
 
     def _local(self) -> LocalFile:
+        # Readers are called from many threads: one downloads, the others wait for its file.
         with self._lock:
             return self._downloaded
 

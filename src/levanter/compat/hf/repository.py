@@ -151,6 +151,7 @@ class RemoteFolder:
 
     def _probe(self) -> frozenset[str]:
         """The files of a web server, which cannot list a folder: known names, and those that the index names."""
+        # One request per known name; shards have names that only the index tells.
         present = self._existing(KNOWN_FILES)
         if INDEX in present:
             try:

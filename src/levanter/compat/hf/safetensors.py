@@ -98,6 +98,7 @@ class SafetensorsSource:
         if out is None:
             out = np.empty(shape, dtype=entry.dtype)
         assert out.shape == shape and out.dtype == entry.dtype, (out.shape, shape, out.dtype, entry.dtype)
+        # Outside the lock: reads of several threads run at the same time, only the counter is shared.
         taken = read_region(self.readers[file], entry.start, entry.shape, index, out)
         with self._lock:
             self._bytes_read += taken
@@ -112,6 +113,7 @@ class SafetensorsSource:
                 self.read(name, index, out)
             return
         ranges = [byte_range for name, index, _ in slices for byte_range in self.byte_ranges(name, index)]
+        # The caller (read coalescing) promises adjacency; one request then fills all arrays in order.
         assert all(a.file == b.file and a.stop == b.start for a, b in itertools.pairwise(ranges)), ranges
         reader.read_range(ranges[0].start, *(out.reshape(-1).view(np.uint8).data for _, _, out in slices))
         with self._lock:

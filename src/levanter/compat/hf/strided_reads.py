@@ -56,6 +56,7 @@ class BlockGrid:
 
     def offsets(self) -> np.ndarray:
         """The start of every block, ascending, in bytes from the start of the tensor."""
+        # Outer product of the axes, major axis first, so that the offsets ascend.
         starts = np.asarray([self.base], dtype=np.int64)
         for count, stride in zip(self.counts, self.strides, strict=True):
             starts = (starts[:, None] + np.arange(count, dtype=np.int64) * stride).reshape(-1)
@@ -64,14 +65,18 @@ class BlockGrid:
 
 def _canonical(shape: Sequence[int], index: Index) -> list[tuple[int, int, int]]:
     """Axes as (size, start, stop), merged where a selection is one range of the merged axis."""
+    # From the innermost axis outwards. `merged[-1]` is the axis built so far: its size and the selected range in it.
     merged: list[tuple[int, int, int]] = []
     for size, piece in zip(reversed(shape), reversed(index), strict=True):
         start, stop = piece.start, piece.stop
         if merged:
             inner_size, inner_start, inner_stop = merged[-1]
+            # The inner axis is selected completely: (this axis, inner axis) is one axis on which the selection is one
+            # range.
             if inner_start == 0 and inner_stop == inner_size:
                 merged[-1] = (size * inner_size, start * inner_size, stop * inner_size)
                 continue
+            # One index of this axis: the inner range, shifted by that many inner axes, is one range of the merged axis.
             if stop - start == 1:
                 offset = start * inner_size
                 merged[-1] = (size * inner_size, offset + inner_start, offset + inner_stop)
@@ -94,11 +99,14 @@ def block_grid(shape: Sequence[int], itemsize: int, index: Index, *, max_gap: in
     if any(stop <= start for _, start, stop in axes):
         return None
     strides = [itemsize] * len(axes)
+    # Row-major strides of the merged axes, in bytes.
     for i in range(len(axes) - 2, -1, -1):
         strides[i] = strides[i + 1] * axes[i + 1][0]
     counts = [stop - start for _, start, stop in axes]
     base = sum(start * stride for (_, start, _), stride in zip(axes, strides, strict=True))
 
+    # A block starts as the selected run of the innermost axis. It takes in the next outer axis while the gap between
+    # neighbouring runs is cheaper to read than to skip. `span` then covers all runs of that axis with their gaps.
     first_inner = len(axes) - 1
     span = counts[-1] * itemsize
     while first_inner > 0:
@@ -140,6 +148,7 @@ class GridRanges(Sequence[ByteRange]):
             raise IndexError(i)
         assert self.grid is not None
         offset = self.start + self.grid.base
+        # `i` in the mixed radix of `counts`, minor axis first.
         remaining = i % len(self)
         for count, stride in zip(reversed(self.grid.counts), reversed(self.grid.strides), strict=True):
             remaining, position = divmod(remaining, count)
@@ -179,6 +188,7 @@ def read_region(reader: ByteReader, start: int, shape: Sequence[int], index: Ind
     if not grid.contiguous:
         _through_gaps(reader, start, grid, out)
         return grid.nbytes
+    # The blocks, end to end, are exactly the bytes of `out`.
     target = out.reshape(-1).view(np.uint8).data
     if grid.blocks == 1:
         reader.read_into(start + grid.base, target)
@@ -190,6 +200,7 @@ def read_region(reader: ByteReader, start: int, shape: Sequence[int], index: Ind
 def _through_rows(reader: ByteReader, start: int, shape: Sequence[int], index: Index, out: np.ndarray) -> int:
     """Reads into an array with gaps of its own, some rows at a time."""
     row_bytes = math.prod(out.shape[1:]) * out.itemsize
+    # Each piece is contiguous, so the recursion takes the fast path; at most COPY_BUFFER_BYTES are held at a time.
     rows = max(1, COPY_BUFFER_BYTES // max(row_bytes, 1))
     first, taken = index[0], 0
     for at in range(0, out.shape[0], rows):
@@ -204,7 +215,9 @@ def _through_gaps(reader: ByteReader, start: int, grid: BlockGrid, out: np.ndarr
     """Reads blocks with unwanted bytes inside, at most about a buffer at a time, and copies the wanted ones."""
     target = out.reshape(grid.blocks, *grid.inner_counts)
     row_stride, rows = grid.inner_strides[0], grid.inner_counts[0]
+    # Bytes from the first to the last selected byte of one row: the last row of a block ends there, without a gap.
     row_span = grid.span - (rows - 1) * row_stride
+    # A view with the strides of the file on the buffer drops the gaps without a copy loop in Python.
     rows_at_once = max(1, min(rows, COPY_BUFFER_BYTES // row_stride))
     buffer = bytearray((rows_at_once - 1) * row_stride + max(row_span, row_stride if rows_at_once < rows else 0))
     view = memoryview(buffer)

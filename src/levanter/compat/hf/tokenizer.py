@@ -39,6 +39,7 @@ def byte_alphabet() -> dict[str, int]:
     Printable Latin-1 characters stand for themselves; the other bytes, in order, for the characters from U+0100 on.
     Source: `bytes_to_unicode` of the GPT-2 release (https://github.com/openai/gpt-2/blob/master/src/encoder.py).
     """
+    # Every byte needs a visible character, since the merges file separates tokens by spaces.
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     other = [byte for byte in range(256) if byte not in printable]
     pairs = [(chr(byte), byte) for byte in printable]
@@ -124,6 +125,7 @@ def byte_reader(definition: Mapping[str, Any]) -> Callable[[str], bytes]:
     ]
     if unknown := kinds - {"Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}:
         raise ValueError(f"tokens decoded by {', '.join(sorted(unknown))} cannot be counted in bytes")
+    # With byte fallback `<0x0A>` is one byte; without it, it is text that happens to look like that.
     falls_back = "ByteFallback" in kinds or bool(definition["model"].get("byte_fallback"))
 
     def of_text(token: str) -> bytes:
@@ -193,6 +195,7 @@ class FastTokenizer:
         if out:
             raise ConfigMismatchError(name, f"special token ids {', '.join(out)} are outside its {self.vocab_size} ids")
         self.chat_template = chat_template
+        # EOS first, then the ids of generation_config.json; ids beyond the vocabulary occur in published files.
         ends = (*(() if eos_id is None else (eos_id,)), *(i for i in end_ids if 0 <= i < self.vocab_size))
         self.end_ids = tuple(dict.fromkeys(ends))
 
@@ -305,6 +308,7 @@ class FastTokenizer:
 
 def _begins_with(definition: Mapping[str, Any], bos_id: int | None) -> bool:
     """Whether the post-processor of a tokenizer.json puts this token before a text."""
+    # Processors nest (`Sequence`); the list grows while it is walked.
     waiting: list[Any] = [definition.get("post_processor")]
     for step in waiting:
         if not isinstance(step, dict) or bos_id is None:
@@ -389,6 +393,7 @@ def _are_tokens(added: object) -> bool:
 def _roles(repository: Repository, definition: Mapping[str, Any]) -> dict[str, int | None]:
     """The ids of the special tokens, from the settings beside the definition."""
     ids = dict(definition["model"].get("vocab", {})) if isinstance(definition["model"].get("vocab"), dict) else {}
+    # Added tokens win: a vocabulary may hold the same text as an ordinary token.
     ids |= {token["content"]: token["id"] for token in definition.get("added_tokens") or ()}
     role_ids: dict[str, int | None] = {}
     for file in _SETTINGS:

@@ -72,6 +72,7 @@ class PeftConfig:
 
 def _by_pattern(patterns: Mapping[str, T], module: str, default: T) -> T:
     for pattern, value in patterns.items():
+        # peft matches a pattern against the end of the name, at a dot; the first match in file order wins.
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value
     return default
@@ -98,6 +99,7 @@ def read_peft_config(document: Mapping[str, Any], *, where: str) -> PeftConfig:
     ]
     if (bias := document.get("bias", "none")) != "none":
         refused.append(f"bias: {bias!r} is not implemented; biases that were trained cannot be read")
+    # These methods subtract the initial product from the base weights, so A and B fit only the altered base.
     initialization = document.get("init_lora_weights", True)
     if isinstance(initialization, str) and initialization.lower().startswith(_ALTERS_BASE):
         refused.append(

@@ -66,6 +66,7 @@ class PerExpertSource:
         self._source, self._views = source, views
         self._last: tuple[str, np.ndarray] = "", np.empty(0)
         self._renamed = {new_name: stored_name for stored_name, new_name in renamed.items()}
+        # Fused tensors are replaced by their views; renamed ones appear under the new name only.
         hidden = {view.source for view in views.values()} | renamed.keys()
         kept = {name: info for name, info in source.tensors.items() if name not in hidden}
         moved = {
@@ -122,6 +123,7 @@ def split_experts(
                 shapes = " and ".join(str(source.tensors[f"{name}{which}"].shape) for which in (A, B))
                 problems.append(f"{name.removeprefix(PREFIX)}: factors of {shapes} are of no parameter of its experts")
                 continue
+            # Rows of A are (expert, rank).
             rank = source.tensors[f"{name}{A}"].shape[0] // layer.experts
             alpha = config.module_alpha(f"{layer.fused}.{parameter}")
             for projection in (GATE, UP) if parameter == FUSED[GATE] else (DOWN,):
@@ -173,6 +175,7 @@ def fuse_experts(
     Raises:
         UnsupportedTargetError: gate and up are multiplied by different numbers; lists all.
     """
+    # Only factors of experts are fused; `targets` also has routers, which keep a pair of their own.
     expert_groups = [group for group in targets if is_expert_group(group)]
     paths = {rule.target for rule in peft_rules(expert_groups, rules).rules}
     factor_sources = peft_rules(expert_groups, rules).sources([leaf for leaf in factor_leaves if leaf.path in paths])
@@ -188,6 +191,8 @@ def fuse_experts(
         for names in filter(None, name_sets):
             fused_groups = [groups[name] for name in names]
             scales = {_scale(group, use_rslora) for group in fused_groups}
+            # Gate and up become one product: their A factors are stacked along the rank, and B is block-diagonal,
+            # so the fused rank is the sum. The blocks off the diagonal stay 0.
             rank = sum(group.rank for group in fused_groups)
             if len(scales) > 1:
                 problems.append(
@@ -236,6 +241,8 @@ def _fused_tensors(
         for projection, group in zip(names, groups, strict=True):
             stop, first = start + group.rank, outer if projection == UP else 0
             for expert, module in enumerate(layer.modules[projection]):
+                # A is [(expert, rank), in]: a contiguous run of rows per expert. B is [out, (rank, expert)]: each
+                # expert has every `experts`-th column, and up has the rows behind those of gate.
                 region = (
                     (slice(expert * rank + start, expert * rank + stop), slice(0, inner))
                     if which == A
@@ -266,6 +273,7 @@ class _FusedPiece(SourcePiece):
 
     def write(self, block: np.ndarray, tensor: np.ndarray, box: Box | None = None) -> None:
         """See `SourcePiece`."""
+        # The strided region is copied, filled as a matrix of its own, and copied back.
         factor = np.ascontiguousarray(tensor[self.place])
         super().write(block, factor, box)
         tensor[self.place] = factor
@@ -352,6 +360,7 @@ def _views(
     inner, outer = layer.sizes[projection]
     first = outer if projection == UP else 0
     regions = {
+        # The inverse of the layout in `_fused_tensors`; A is shared by gate and up.
         A: (slice(expert * rank, (expert + 1) * rank), slice(0, inner), (rank, inner)),
         B: (slice(first, first + outer), slice(expert, None, layer.experts), (outer, rank)),
     }

@@ -116,6 +116,7 @@ class MergedTensors:
         return merge
 
     def _round(self, before: np.ndarray, exact: np.ndarray, tensor: OutTensor) -> np.ndarray:
+        # `difference` first holds what rounding changed, then what the adapter adds: one float32 buffer for both.
         written = exact.astype(tensor.dtype)
         difference = written.astype(np.float32)
         unchanged = int(np.count_nonzero(difference == before))
@@ -139,6 +140,7 @@ class MergedTensors:
     def _product(self, module: str, group: TargetGroup) -> Callable[[Index], np.ndarray]:
         """s · B A, as far as a region of the module's matrix has it."""
         a, b = (self._read_finite(f"{PREFIX}{module}{which}") for which in (A, B))
+        # Scaled once here, not for every block of rows.
         b *= np.float32(self.adapter.config.scale(group.rank, group.alpha))
         if is_transposed(group):
             return lambda region: a.T[region[0]] @ b.T[:, region[1]]

@@ -62,6 +62,8 @@ def peft_rules(groups: Sequence[TargetGroup], rules: WeightRules, whole: Sequenc
         where = f"{PAIRS}.{group.path}"
         for member in group.members:
             assert member.rule is not None
+            # peft stores A as [rank, in] and B as [out, rank], whatever the order of the base matrix (GPT-2 has [in,
+            # out]).
             In, Out = member.rule.axes[::-1] if not is_transposed(group) else member.rule.axes
             if member is group.members[0]:
                 table.append(
@@ -113,6 +115,7 @@ def saved_names(chosen: Sequence[str], all_modules: Sequence[str]) -> tuple[str,
     saved = []
     for name in chosen:
         components = name.split(".")
+        # peft compares with `endswith`, without regard to dots: take the shortest tail that no other module ends with.
         tails = [".".join(components[-n:]) for n in range(1, len(components) + 1)]
         others = [other for other in all_modules if other not in chosen]
         saved.append(next((tail for tail in tails if not any(other.endswith(tail) for other in others)), name))

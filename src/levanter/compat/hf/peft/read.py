@@ -76,6 +76,7 @@ class PeftAdapter:
             for leaf in model_leaves
             if leaf.path in table and any(is_stored(name) for name in table[leaf.path].source_names(leaf))
         )
+        # A model without a leaf of the head ties the head to its embedding table.
         groups = {parameter_group(leaf) for leaf in model_leaves}
         if HEAD not in groups and not self.config.tied:
             tables = [leaf.path for leaf in model_leaves if leaf.path in paths and parameter_group(leaf) == EMBEDDING]
@@ -104,6 +105,7 @@ class PeftAdapter:
         """
         problems: list[str] = []
         adapted: list[TargetGroup] = []
+        # Spellings only: which names a factor may have in the file.
         rank_rules = peft_rules([group for group in groups if group.source is not None], rules)
         for group in groups:
             if group.source is None:

@@ -96,6 +96,7 @@ def plan_peft(
     modules = {module: group for group in plain for module in module_names(group)}
     known = [module for group in all_groups if group.source is not None for module in module_names(group)]
     counted = list(modules.values()) or list(targets)
+    # The most frequent values become `r` and `lora_alpha`; patterns list the exceptions only.
     rank, _ = Counter(group.rank for group in counted).most_common(1)[0]
     alpha, _ = Counter(group.alpha for group in counted).most_common(1)[0]
 
