@@ -1,8 +1,8 @@
 """`open_checkpoint`: a pretrained model as a value, before a byte of weights is read; and `load_tokenizer`.
 
 Whatever the reference names (folder, Hub id, URL, GGUF file, file in a package), the result is the same: our config,
-the tensors that a loader can read by slices, the tokenizer, and a line that says what it is. Everything that can be
-wrong is found here: config, index, headers, and that they speak of one model.
+the tensors that a loader can read by slices, the tokenizer, and a line that says what it is. All checks happen
+here: config, index, headers, and that they describe one model.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Which tokens of a conversation the assistant wrote, which are those that training counts.
+"""Computes which tokens of a conversation the assistant wrote; only these count in the loss.
 
 A template that marks them (`{% generation %}`) says so itself. Most stock templates do not; then it is *derived*. The
 assistant's turn i begins behind the rendering of everything before it with the generation prompt, which must be a

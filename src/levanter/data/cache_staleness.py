@@ -1,4 +1,4 @@
-"""Whether a token store still holds what its sources say, and its files what was written.
+"""Checks whether the sources of a token store changed since it was built, and whether its files are intact.
 
 A store remembers of each source its size, its *version* (the time of a file, the tag of an object) and, for files on a
 disk, a digest of its content. Where size and version are the same the content is taken to be; where the version differs

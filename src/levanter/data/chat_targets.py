@@ -1,4 +1,4 @@
-"""Conversations as ids with loss weights: what the assistant wrote counts, and must end where a model is to stop."""
+"""Encodes conversations as ids with loss weights; checks that every counted answer ends with a stop token."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Spans of long arrays in stored chunks, with the chunks that were read last in memory.
+"""Reads spans of chunked arrays through an LRU cache of chunks.
 
 A shuffled batch is thousands of short spans from everywhere. Asking the store for each of them costs more than the
 bytes do; so chunks are asked for whole, once, and kept in one array of slots, out of which NumPy takes all spans of a

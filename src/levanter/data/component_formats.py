@@ -1,4 +1,4 @@
-"""What a component is: its format, checked, with its template; its packing; where the store of its tokens lies.
+"""Resolves a component's format, chat template, packing and token store folder.
 
 Training and evaluation read the same formats and understand their keys in the same way.
 """

@@ -2,8 +2,7 @@
 
 A *component* is one named data set: a source (where) and a format (what), with tags. Components carry weights for
 training and are evaluated one by one. All keys of the block are listed here, those of training too, so that one file
-serves every entry point; a key that evaluation does not use is named in its notes (`evaluation.py`), never ignored in
-silence.
+serves every entry point; `eval_sets` names the keys that an evaluation does not use in its notes.
 """
 
 from collections.abc import Mapping, Sequence

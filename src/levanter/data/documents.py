@@ -1,4 +1,4 @@
-"""Documents: a component of the `data:` block resolved into places to read from, without reading.
+"""Resolves a component of the `data:` block into document sources, without reading a document.
 
 `component_documents` looks at names only: it expands patterns and checks that every file exists and that a reader knows
 its type. The result reads its documents when iterated, in the same order every time.

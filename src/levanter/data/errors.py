@@ -1,4 +1,4 @@
-"""What can be wrong with data, as a `ValueError` that names the file and the place in it."""
+"""Errors in data: `ValueError`s that name the file and the position in it."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What an evaluation reads: the `data:` block resolved into sets, before anything expensive happens.
+"""Resolves the `data:` block into evaluation sets, before anything expensive happens.
 
 `resolve_evaluation` looks at names only: it expands patterns, checks that every file exists and that a reader knows it,
 and collects everything that is wrong. An `EvaluationSet` of text then reads its documents when asked; records of other

@@ -1,4 +1,4 @@
-"""The loader: the batches of coming steps, made in a thread while the devices work on this one."""
+"""Prefetches training batches in a background thread."""
 
 import queue
 import threading

@@ -2,7 +2,7 @@
 
 The *identity* is everything that decides a store's ids: the tokenizer, what is put around documents, the format, the
 source files with their sizes. A store whose identity is not the configuration's is refused, with every difference.
-Beside it stands what tells whether those files have another text now (`freshness`).
+The manifest also records versions and digests, from which `cache_staleness` detects changed sources.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""Messages of a conversation as records have them, checked, and what a template may know beside them."""
+"""Validates the messages of a conversation record and its further template arguments."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a reference says of the pairs of a set, kept in a folder: two log-probabilities a pair, float32.
+"""Stores the reference model's log-probabilities of preference pairs: two float32 values per pair.
 
     <folder>/
         manifest.json        what they were made from

@@ -1,4 +1,4 @@
-"""Rows: the documents of one set as rows of equal length, any of which can be made when asked for.
+"""Lays the documents of a set into rows of equal length; any row can be computed on its own.
 
 Two ways to lay documents into rows of `positions` tokens:
 

@@ -1,7 +1,7 @@
 """Sources: where a component's records are.
 
-A source is configuration. `evaluation.py` resolves it, before any weight is read, into the files of one split;
-`readers.py` reads documents out of those.
+A source is configuration. `documents.py` resolves it into the files of one split before any weight is read;
+`readers.py` reads their documents.
 """
 
 from dataclasses import dataclass, field

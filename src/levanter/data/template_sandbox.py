@@ -1,4 +1,4 @@
-"""The sandbox that chat templates run in: a template is data, and must take neither the machine's memory nor its time.
+"""A Jinja sandbox for chat templates with limits on memory and time.
 
 Jinja's own sandbox keeps a template from Python's inside. It does not keep it from `"a" * 10**12`, from a list that
 doubles itself, or from loops in loops. Here every operation that makes something larger than its operands is looked at

@@ -1,4 +1,4 @@
-"""`Tokenizer`: what the rooms above need of a tokenizer, and nothing else.
+"""The `Tokenizer` protocol of evaluation, training and memorization.
 
 Evaluation and memorization see this protocol only; `compat/hf` implements it and `main` passes it in. Ids come without
 special tokens: whether a document begins with BOS or ends with EOS is decided by the data configuration, in one place.

@@ -1,7 +1,6 @@
 """Building training data: resolve, tokenize what is missing, lay documents into rows, mix.
 
-The order of things is chosen so that what is wrong is said early: names first, then token stores that were made from
-something else, and only then is anything tokenized.
+Cheap checks come first: names, then the identities of existing token stores; only then is text tokenized.
 """
 
 from collections.abc import Callable, Iterator, Sequence

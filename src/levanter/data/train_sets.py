@@ -1,4 +1,4 @@
-"""What training reads: the `data:` block resolved into sets with weights, before a document is read.
+"""Resolves the `data:` block into training sets with weights, before a document is read.
 
 `resolve_training` looks at names only, as `resolve_evaluation` does: which components have training data, where their
 files and token stores are, which weights hold from which step. Everything that is wrong is listed at once.

@@ -1,4 +1,4 @@
-"""What a GGUF file says of itself: metadata and where its tensors are, without touching a weight.
+"""Parses GGUF files: metadata and tensor positions, without reading a weight.
 
 The `gguf` library parses the file; what it found is copied into plain values and the file is let go, so nothing stays
 mapped. *Quantized* tensors are stored in blocks of 32 or 256 numbers along their last axis.

@@ -1,8 +1,7 @@
-"""`HFCheckpointConverter`: the door to Hugging Face files that scripts written for upstream know.
+"""`HFCheckpointConverter`: upstream's class for reading and writing Hugging Face checkpoints.
 
-It is a small face on what the project has: `open_checkpoint` finds files and reads the config, the planner decides
-where every parameter goes, the loader streams it there, `export` writes. New code uses those; this class keeps
-scripts running:
+It is a facade: `open_checkpoint` resolves files and reads the config, the planner places every parameter, the loader
+streams it into its shards, `export` writes. New code uses those; this class keeps upstream's scripts running:
 
     converter = HFCheckpointConverter.from_hf("org/model")
     with jax.set_mesh(mesh):
@@ -57,9 +56,9 @@ class HFCheckpointConverter:
 
     Args:
         LevConfigClass: our config class of the family; None takes what the files say.
-        reference_checkpoint: the files that are meant where a method is not given others.
+        reference_checkpoint: the checkpoint that methods use if they get no `ref`.
         HfConfigClass: upstream's; the model type in config.json decides here.
-        tokenizer: a tokenizer (ours, or a fast one of transformers), or where one is; None takes the checkpoint's own.
+        tokenizer: a tokenizer (ours, or a fast one of transformers), or a reference to one; None for the checkpoint's.
         feature_extractor: upstream's, for models of speech; refused.
         config_overrides: keys of config.json that replace the files'.
         trust_remote_code: upstream's; no code out of a repository is run here, whatever it is.
@@ -87,7 +86,7 @@ class HFCheckpointConverter:
 
     @staticmethod
     def from_hf(ref: Reference, trust_remote_code: bool = False) -> "HFCheckpointConverter":
-        """A converter for the family that the files at `ref` are of."""
+        """Creates a converter for the model family of the checkpoint `ref`."""
         config_class = type(read_config(hf_config(ref), where=ref).config)
         return HFCheckpointConverter(config_class, ref, trust_remote_code=trust_remote_code)
 

@@ -1,7 +1,7 @@
-"""What can be wrong with somebody else's checkpoint, each as a `ValueError` a user can act on.
+"""Errors for broken or unsupported checkpoints; all are `ValueError`s that name the file and suggest a fix.
 
-A check collects everything it finds and raises once: a checkpoint with three broken shards is one error with three
-lines. Nothing here is raised after a weight byte was read, except when a file changes or breaks during reading.
+A check collects all problems and raises once: a checkpoint with three broken shards gives one error with three lines.
+These errors are raised before any weight is read, unless a file changes or breaks during reading.
 """
 
 from collections.abc import Iterable
@@ -33,7 +33,7 @@ class MissingCheckpointFileError(CheckpointError):
 
 
 class UnreachableError(CheckpointError):
-    """A place that cannot be asked, and of which no local copy is kept."""
+    """The source of a checkpoint cannot be reached, and there is no local copy."""
 
 
 class CorruptFileError(CheckpointError):

@@ -1,9 +1,8 @@
 """A model of ours as a Hugging Face checkpoint: config.json, safetensors shards with their index, the tokenizer.
 
-Tensors go from device shards, or from the files of another checkpoint, into the file one at a time
-(`haliax_ext.saving`), so that a host needs memory for one of them. The folder may be one of this machine or a URL; in
-both nothing counts as an export before all of it is written (`export_place` says how). The files are read again after
-writing: header, names and shapes.
+Tensors are written one at a time, from device shards or from the files of another checkpoint (`haliax_ext.saving`), so
+a host needs memory for one tensor. The folder is local or a URL; it counts as an export only once it is complete
+(`export_dir`). After writing, headers, names and shapes are read back and compared.
 
 Format: https://github.com/huggingface/safetensors#format and the index files of transformers.
 """
@@ -50,7 +49,7 @@ class Shard:
 
     @property
     def header(self) -> bytes:
-        """What the file begins with, length included; data begins on a multiple of 8 bytes."""
+        """The first bytes of the file: header length and header, padded to 8 bytes."""
         document: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         at = 0
         # An int8 matrix is stored as several tensors; offsets count from the end of the header.
@@ -68,7 +67,7 @@ class Shard:
 
 
 def split_shards(tensors: Sequence[OutTensor], *, max_bytes: int = MAX_SHARD_BYTES) -> tuple[Shard, ...]:
-    """The files of an export: tensors in order, as many to a file as fit."""
+    """Splits the tensors of an export into files of at most `max_bytes`, in order."""
     groups: list[list[OutTensor]] = []
     nbytes = 0
     for tensor in tensors:
@@ -114,7 +113,7 @@ class ExportPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportExtras:
-    """What lies beside the weights.
+    """The files of an export other than the weights.
 
     Attributes:
         tokenizer: the tokenizer; None for none.
@@ -151,11 +150,11 @@ def export(
         folder: a path or URL that does not exist yet.
         vocab_size: ids that there are, where the model has more rows; default `config.vocab_size`.
         dtype: of the weights; None keeps the model's.
-        extras: what lies beside the weights; None for config.json alone.
+        extras: tokenizer and config overrides; None for config.json alone.
         max_shard_bytes: of one file.
         overwrite: whether an existing folder is replaced: on a disk atomically, once the new one is complete; at a URL,
             file by file.
-        progress: told (bytes written, bytes in all).
+        progress: called with (bytes written, bytes in total).
 
     Returns:
         The folder.
@@ -230,7 +229,7 @@ def refuse_existing(folder: str | Path) -> None:
 
 
 class StreamedTensors(Protocol):
-    """Tensors that are made on the host of the process that writes, some rows at a time."""
+    """Tensors that the writing process computes on its host, some rows at a time."""
 
     def rows(self, tensor: OutTensor) -> Iterator[np.ndarray]:
         """The rows of a tensor in order, in the dtype that is written."""
@@ -256,7 +255,7 @@ def write_export(
         plan: from `plan_export`.
         arrays: by leaf path; on devices, in memory, or in files that are read slice by slice. Or tensors by rows.
         folder, overwrite, progress: as `export` takes them.
-        extras: what lies beside the weights.
+        extras: tokenizer and config overrides.
     """
     # Gathers are collective: every process must take part in each of them, in the same order, or process 0 waits
     # forever.
@@ -289,7 +288,7 @@ def _write_weights(
     arrays: Arrays,
     progress: Callable[[int, int], None] | None,
 ) -> None:
-    """Brings the weights to process 0, which writes them."""
+    """Gathers the weights on process 0, which writes them."""
     total, done = plan.nbytes, 0
     for shard in plan.shards:
         for size in _write_shard(target, shard, arrays):
@@ -322,7 +321,7 @@ def _write_shard(target: ExportDir | None, shard: Shard, arrays: Arrays) -> Iter
 
 
 def _write_extras(target: ExportDir, plan: ExportPlan, extras: ExportExtras) -> Mapping[str, Any]:
-    """Writes what lies beside the weights, but for config.json, which it returns."""
+    """Writes tokenizer, generation config and index; returns the content of config.json."""
     dtypes = sorted({tensor.dtype.name for tensor in plan.tensors if not isinstance(tensor, Int8Tensor)})
     document = write_config(plan.config, vocab_size=plan.vocab_size, dtype=dtypes[0], spelling=extras.spelling)
     tokenizer, shards = extras.tokenizer, plan.shards

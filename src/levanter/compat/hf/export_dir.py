@@ -1,9 +1,9 @@
-"""Where an export is written: a folder on a disk, or at a URL; and what tells a complete one from a partial one.
+"""Export directories, local or at a URL, and how a complete export is told from a partial one.
 
 A folder on a disk is written as `<name>.incomplete` and renamed once it is complete, so a folder with the final name
 is complete. Object stores rename no folders. There a file `export.incomplete` says that an export is under way: it is
-written first and deleted last, behind `config.json`, without which nobody takes the folder for a checkpoint. What a
-killed export leaves behind has that file, and the next export to the place replaces it.
+written first and deleted last, after `config.json`, without which no reader takes the folder for a checkpoint. A killed
+export leaves that file, and the next export to the same URL replaces its files.
 """
 
 import contextlib
@@ -29,11 +29,11 @@ UPLOAD_BYTES = 32 << 20
 
 
 class ExportPathError(CheckpointError):
-    """The place of an export is taken."""
+    """The export directory exists already."""
 
 
 class ExportDir(Protocol):
-    """Where one export is written."""
+    """The directory of one export."""
 
     @property
     def lease(self) -> str:
@@ -46,19 +46,19 @@ class ExportDir(Protocol):
         ...
 
     def refuse_existing(self) -> None:
-        """Refuses a place where something is.
+        """Checks that the directory does not exist.
 
         Raises:
-            ExportPathError: something is.
+            ExportPathError: it does.
         """
         ...
 
     def recover(self) -> None:
-        """Finishes what an export that was killed while it replaced another one left undone."""
+        """Completes or undoes a replacement that a killed export left half done."""
         ...
 
     def begin(self) -> None:
-        """Makes room; what a killed export left behind goes."""
+        """Creates the directory; deletes what a killed export left."""
         ...
 
     def open(self, file: str) -> contextlib.AbstractContextManager[IO[bytes]]:
@@ -82,7 +82,7 @@ def export_dir(folder: str | Path) -> ExportDir:
 
 
 def is_complete(folder: str) -> bool:
-    """Whether a path or URL is an export, and not a part of one."""
+    """Whether a path or URL holds a complete export."""
     if not is_remote(folder):
         return bool(_names_in(local_path(folder)))
     names = _remote_names(folder)
@@ -245,5 +245,5 @@ class RemoteExportDir:
 
 
 def exists_error(name: str) -> ExportPathError:
-    """The error for a place where something is."""
+    """The error for an export directory that exists already."""
     return ExportPathError(name, "it exists already", suggestion="choose another folder, or allow it to be replaced")

@@ -1,4 +1,4 @@
-"""Exports with int8 weights: what stands in the file in the place of a matrix, and what says so in config.json.
+"""Exports with int8 weights: the tensors that replace a matrix, and the `quantization_config` that describes them.
 
 A matrix is quantized on the host when it is written, from the numbers that the model has and not from those of the
 export's dtype. So an export is what `quantize: int8` loads from the same model, bit for bit.
@@ -81,7 +81,7 @@ def quantize_tensors(
     rules: WeightRules,
     inputs: Mapping[str, tuple[str, ...]],
 ) -> tuple[OutTensor, ...]:
-    """The tensors of an export, those of projections to be written as int8.
+    """Converts the projections among an export's tensors to int8.
 
     Args:
         tensors: as they are written without.

@@ -1,7 +1,7 @@
-"""The header of a safetensors file, believed only after it was checked.
+"""Parses and validates the header of a safetensors file.
 
 A file is `u64 little-endian n`, `n` bytes of JSON, data. The JSON maps a tensor's name to dtype, shape and
-`[begin, end)` relative to the data. Everything a reader later relies on is proved here, before anything is allocated:
+`[begin, end)` relative to the data. Everything a reader relies on later is checked here, before memory is allocated:
 the header fits in the file, every tensor's range has the length its dtype and shape say, ranges tile the data without
 overlap or hole, and they end exactly where the file ends.
 

@@ -1,4 +1,4 @@
-"""The Hugging Face Hub as a repository: metadata at once, weights when they are read.
+"""The Hugging Face Hub as a `Repository`: metadata on opening, weights on first read.
 
 Opening asks the Hub for the commit and its file list, so that all files come from one commit. Small files and the
 headers of large ones are fetched alone; a weight file is downloaded into the Hub's cache when its first tensor is read.

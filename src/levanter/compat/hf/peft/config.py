@@ -1,4 +1,4 @@
-"""`adapter_config.json`: what it says of an adapter, and what it may ask for that nothing here does."""
+"""Reads and writes `adapter_config.json`; refuses options that are not implemented."""
 
 import math
 import re

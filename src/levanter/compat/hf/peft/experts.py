@@ -1,4 +1,4 @@
-"""Adapters of experts as newer versions write them, seen as older ones do: one pair of factors for each expert.
+"""LoRA factors of experts: converts between fused tensors (transformers 5) and one pair per expert (transformers 4).
 
 transformers 4 has a module for each matrix of each expert, transformers 5 one parameter for all experts' gate and up,
 and one for all that lead back. Format of the latter, seen in files of peft 0.21:

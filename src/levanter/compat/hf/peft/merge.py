@@ -1,7 +1,7 @@
-"""An adapter merged into the files of its base: W + s · B A, some rows of a tensor at a time, on the host.
+"""Merges a LoRA adapter into its base weights, W + s · B A, on the host, a block of rows at a time.
 
-The sum is made in float32 and rounded once, to the dtype that is written. How much of the adapter is lost by that is
-counted: a product that is smaller than half a step of the weight's dtype changes nothing at all.
+The sum is computed in float32 and rounded once, to the dtype of the file. The loss is measured: a product smaller than
+half a step of the weight's dtype changes nothing.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""What `peft` calls the factors of an adapter: rules, made from those of the weights that they are for."""
+"""Weight rules for the tensor names of `peft`, derived from the rules of the base weights."""
 
 import itertools
 import re
@@ -18,7 +18,7 @@ BASE = ".base_layer.weight"
 
 
 class UnsupportedTargetError(ValueError):
-    """A target has no place in the files of `peft`."""
+    """A LoRA target has no tensor name in the format of `peft`."""
 
 
 def module_names(group: TargetGroup) -> tuple[str, ...]:

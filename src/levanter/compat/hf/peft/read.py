@@ -1,4 +1,4 @@
-"""An adapter out of the files of `peft`: what it targets is read off its tensors, before any of them is read."""
+"""Reads `peft` adapters; their targets and ranks follow from tensor names and shapes alone."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

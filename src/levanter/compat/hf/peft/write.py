@@ -1,4 +1,4 @@
-"""An adapter as a folder that `peft` reads. It appears under its name once it is complete."""
+"""Writes an adapter as a folder that `peft` reads; the folder gets its final name once it is complete."""
 
 import json
 from collections import Counter
