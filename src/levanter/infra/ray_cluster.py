@@ -140,12 +140,12 @@ class RayCluster:
         hosts = self._accelerator.hosts // self._accelerator.slices
         while True:
             head = self._head(index, deadline)
-            members = self._nodes_of(head.node)
+            members = self._slice_nodes(head.node)
             joined = time.monotonic() + self._intact
             # None if the head's own host is gone again.
             while 0 < len(members) < hosts and time.monotonic() < min(joined, deadline):
                 self._sleep(1.0)
-                members = self._nodes_of(head.node)
+                members = self._slice_nodes(head.node)
             if len(members) == hosts:
                 rest = [self._host(index, node, self._chips()) for node in members if node["NodeID"] != head.node]
                 return [head, *rest]
@@ -208,7 +208,7 @@ class RayCluster:
         )
         return f"the cluster has {heads or 'no TPU slices'}"
 
-    def _nodes_of(self, node_id: str) -> list[dict[str, Any]]:
+    def _slice_nodes(self, node_id: str) -> list[dict[str, Any]]:
         """The hosts of a node's slice, by worker id."""
         alive = [node for node in self._ray.nodes() if node["Alive"]]
         head = next((node for node in alive if node["NodeID"] == node_id), None)

@@ -209,7 +209,7 @@ class TpuVmLauncher:
         )
         for number, step in enumerate(steps):
             for tries in range(1, self.patience.ssh_retries + 2):
-                failed = [called for called in self._each_node(step) if called.code != 0]
+                failed = [called for called in self._run_on_nodes(step) if called.code != 0]
                 if not failed:
                     break
                 if self._gone():
@@ -271,7 +271,7 @@ class TpuVmLauncher:
         Raises:
             LaunchError: a host could not be reached.
         """
-        called = self._each_node(lambda node: gcloud.ssh(self.pod, node, self._call(node, attempt, "start")))
+        called = self._run_on_nodes(lambda node: gcloud.ssh(self.pod, node, self._call(node, attempt, "start")))
         if failed := [one for one in called if one.code != 0]:
             raise LaunchError(f"{self.pod.name}: not started on every host:\n{failed[0].text.rstrip()}")
         self.console.say(f"started on {self.pod.accelerator.hosts} hosts; `logs` shows their output")
@@ -306,7 +306,7 @@ class TpuVmLauncher:
         reached = self.pod.hosts_per_slice == 1 and "ERROR: (gcloud" not in worker_output
         return {0: called.code if reached else _SSH_FAILED}
 
-    def _each_node(self, command: Callable[[str], Command]) -> list[Called]:
+    def _run_on_nodes(self, command: Callable[[str], Command]) -> list[Called]:
         return self._together([command(node) for node in self.pod.nodes])
 
     def _together(self, commands: Sequence[Command]) -> list[Called]:

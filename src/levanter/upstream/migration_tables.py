@@ -20,7 +20,7 @@ from levanter.upstream.unsupported.entry_points import ABSENT
 from levanter.upstream.unsupported.names import GONE_IN, GONE_MODULES
 
 _OF = {"z_loss_weight": "`train_lm`", "max_eval_length": "`eval_lm`", "drain_seconds": "`serve`"}
-"""A key of an entry point alone → the entry point; see `NotCarried.beside`."""
+"""A key of an entry point alone → the entry point; see `NotCarried.entry_point_keys`."""
 _PLACE = re.compile(r"(?P<begin><!-- table: (?P<name>[a-z-]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 
 
@@ -65,7 +65,7 @@ def not_carried() -> str:
     """Keys that configurations no longer have: those that refuse a run, and those without effect."""
     rows = []
     for row in NOT_CARRIED:
-        of = f" (of {' and '.join(_OF[name] for name in row.beside)})" if row.beside else ""
+        of = f" (of {' and '.join(_OF[name] for name in row.entry_point_keys)})" if row.entry_point_keys else ""
         rows.append((f"`{row.key}`{of}", "refused if set" if row.refused else "no effect", row.why))
     return _table(("key", "here", "what to do"), rows)
 

@@ -80,7 +80,7 @@ class _Mesh:
         self.draft, self.old = draft, old
         mesh = draft.block(MESH)
         self.mixed = mesh is not None and bool(mesh.entries)
-        self.told_params = mesh is not None and "param_mapping" in mesh
+        self.has_param_mapping = mesh is not None and "param_mapping" in mesh
         self.replicas = self._int("replica_dcn_axis_size", None if self.mixed else 1)
         # -1 replicas: every slice is a replica, so `data` does not span slices and needs no DCN axis.
         self.spans = self.replicas is not None and self.replicas != -1
@@ -160,12 +160,12 @@ class _Mesh:
 
     def _fsdp_axis(self) -> list[tuple[Keys, Any]]:
         absent = "fsdp_axis" not in self.old
-        if absent and self.mixed and (self.told_params or "parameter_axis_resources" not in self.old):
+        if absent and self.mixed and (self.has_param_mapping or "parameter_axis_resources" not in self.old):
             return []  # the mesh block says it, or its default does
         names = self._names("fsdp_axis", "embed")
         value = self.data[0] if len(self.data) == 1 else self.data
         rules = dict.fromkeys(names or (), value)
-        if not rules and not self.told_params and self._mapping("parameter_axis_resources"):
+        if not rules and not self.has_param_mapping and self._mapping("parameter_axis_resources"):
             return []  # those rules are the whole mapping
         return [((*MESH, "param_mapping"), rules)]
 

@@ -18,37 +18,39 @@ class NotCarried:
     """A key that is read and not carried.
 
     Attributes:
-        block: the mapping it stands in; "" for the document.
+        block: the mapping that contains it; "" for the document.
         name: the key.
-        why: the reason, or what there is instead.
-        refused: whether asking for it is an error; otherwise it has no effect, and that is said.
-        beside: keys of the entry points that had it, at the top: one of them is enough to tell.
+        why: the reason, or the replacement.
+        refused: whether a request for it is an error; otherwise the run logs that it has no effect.
+        entry_point_keys: top-level keys that identify the entry points with this key; one of them suffices.
     """
 
     block: str
     name: str
     why: str
     refused: bool = True
-    beside: tuple[str, ...] = ()
+    entry_point_keys: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
-        """The key with the block it stands in, dotted."""
+        """The dotted key."""
         return f"{self.block}.{self.name}".lstrip(".")
 
     @property
     def path(self) -> Keys:
-        """Where it stands in a document."""
+        """Its path in a document."""
         return (*filter(None, (self.block,)), self.name)
 
     @property
     def message(self) -> str:
-        """What is said where a run asks for it."""
+        """The message for a run that requests it."""
         return f"{self.key}: {self.why}" if self.refused else f"{self.key}: no effect; {self.why}"
 
-    def is_of(self, takes: Collection[str]) -> bool:
-        """Whether it was a key of the class that has the keys `takes`, and is not one again."""
-        return self.name not in takes and (not self.beside or any(name in takes for name in self.beside))
+    def applies_to(self, takes: Collection[str]) -> bool:
+        """Whether it is an unsupported key of the class with the top-level keys `takes`."""
+        return self.name not in takes and (
+            not self.entry_point_keys or any(name in takes for name in self.entry_point_keys)
+        )
 
 
 _HLO = "`levanter.main.plan … --keep_hlo FOLDER` writes the programs"
@@ -56,33 +58,33 @@ _LATER = "not supported yet; set it to false"
 _TRAIN, _EVAL, _SERVE = "z_loss_weight", "max_eval_length", "drain_seconds"
 
 NOT_CARRIED: tuple[NotCarried, ...] = (
-    NotCarried(block="", name="log_entropy", why=_LATER, beside=(_TRAIN, _EVAL)),
-    NotCarried(block="", name="log_top2_gap", why=_LATER, beside=(_EVAL,)),
-    NotCarried(block="", name="log_param_stats", why=_LATER, beside=(_EVAL,)),
+    NotCarried(block="", name="log_entropy", why=_LATER, entry_point_keys=(_TRAIN, _EVAL)),
+    NotCarried(block="", name="log_top2_gap", why=_LATER, entry_point_keys=(_EVAL,)),
+    NotCarried(block="", name="log_param_stats", why=_LATER, entry_point_keys=(_EVAL,)),
     NotCarried(
         block="",
         name="hf_upload",
         why="exports are written but not uploaded; leave it out and run `hf upload` on the folder",
-        beside=(_TRAIN,),
+        entry_point_keys=(_TRAIN,),
     ),
     NotCarried(
         block="",
         name="pad_tokenizer_to_match_model",
         why="not needed: a tokenizer may have fewer ids than the model's vocabulary; leave it out",
-        beside=(_TRAIN,),
+        entry_point_keys=(_TRAIN,),
     ),
     NotCarried(
         block="",
         name="quantize",
         why="training updates its weights, and 8-bit integers take no updates; leave it out, and quantize what was "
         "trained: eval_lm, viz_logprobs, eval_careless_lm, eval_sliding_lm, generate and sample_lm have this key",
-        beside=(_TRAIN,),
+        entry_point_keys=(_TRAIN,),
     ),
     NotCarried(
         block="",
         name="batch_timeout",
         why="nothing waits for other requests: a prompt is begun as soon as a row is free; leave it out",
-        beside=(_SERVE,),
+        entry_point_keys=(_SERVE,),
     ),
     NotCarried(
         block="trainer",
@@ -106,7 +108,7 @@ NOT_CARRIED: tuple[NotCarried, ...] = (
 def unsupported_rows(path: Keys, takes: Collection[str]) -> Mapping[str, NotCarried]:
     """The rows of the mapping at `path` by name, for a document whose class takes the keys `takes` at the top."""
     rows = (row for row in NOT_CARRIED if row.path[:-1] == path)
-    return {row.name: row for row in rows if path or row.is_of(takes)}
+    return {row.name: row for row in rows if path or row.applies_to(takes)}
 
 
 def asks(value: object) -> bool:

@@ -67,13 +67,13 @@ class BackgroundIterator:
         stopped: threading.Event | None = None,
     ):
         self._ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(max(max_capacity or 0, 0))
-        self._stopped, self._own = stopped or threading.Event(), threading.Event()
+        self._stopped, self._ended = stopped or threading.Event(), threading.Event()
         # The thread holds no reference to the iterator, so that dropping the last reference ends the thread.
-        arguments = (self._ready, (self._stopped, self._own), producer_fn)
+        arguments = (self._ready, (self._stopped, self._ended), producer_fn)
         threading.Thread(target=_make_items, args=arguments, name="make-items", daemon=True).start()
 
     def _over(self) -> bool:
-        return self._stopped.is_set() or self._own.is_set()
+        return self._stopped.is_set() or self._ended.is_set()
 
     def __iter__(self) -> "BackgroundIterator":
         return self
@@ -87,21 +87,21 @@ class BackgroundIterator:
                 continue
             if item is not _END:
                 return item
-            self._own.set()
+            self._ended.set()
             if error is not None:
                 raise error
         raise StopIteration
 
     def stop(self) -> None:
         """Stops it."""
-        self._own.set()
+        self._ended.set()
 
     def qsize(self) -> int:
         """How many are ready."""
         return self._ready.qsize()
 
     def __del__(self) -> None:
-        self._own.set()
+        self._ended.set()
 
 
 def _make_items(
@@ -188,13 +188,13 @@ def _placement(mesh: Mesh | None, resources: Resources | None) -> tuple[Mesh, Ax
 
 
 class DataLoader:
-    """The batches of a data set whose examples are asked for by number.
+    """The batches of a data set with random access to its examples.
 
     Args:
         data: the examples.
         batch_size: rows of a batch, a schedule of them, or their axis.
         batch_axis_name: what the axis of rows is called; `batch` by default.
-        max_buffered_batches: batches kept ready; 0 or less makes them when they are asked for.
+        max_buffered_batches: batches kept ready; 0 or less produces them on demand.
         mesh: the devices; those in scope by default.
         axis_resources: how axes lie on them; the mapping in scope by default.
         prefetch_size: upstream's; batches are made one at a time.
@@ -296,7 +296,7 @@ class IterableLoader:
         mesh: the devices.
         Batch: the axis of a batch's rows.
         axis_resources: how axes lie on the devices; the mapping in scope where the batches are asked for, by default.
-        max_capacity: batches kept ready; below 0 they are made when they are asked for.
+        max_capacity: batches kept ready; below 0 they are produced on demand.
     """
 
     def __init__(
@@ -329,7 +329,7 @@ class IterableLoader:
         examples = self.examples()
         while len(rows := list(islice(examples, self.Batch.size))) == self.Batch.size:
             yield place_examples(
-                rows[0], lambda asked, rows=rows: [rows[n] for n in asked], self.Batch, self.mesh, mapping
+                rows[0], lambda indices, rows=rows: [rows[n] for n in indices], self.Batch, self.mesh, mapping
             )
 
 

@@ -295,7 +295,7 @@ class Trainer:
     def add_hook(self, fn: Hook | None = None, *, every: int = 1) -> PyTree:
         """Calls `fn(info)` every `every` steps and after the last one; without `fn`, a decorator."""
         if fn is None:
-            return lambda given: self.add_hook(given, every=every)
+            return lambda hook: self.add_hook(hook, every=every)
         self.hooks.append((fn, every))
         return fn
 
@@ -503,7 +503,7 @@ class Trainer:
             assert self._plan is not None, "initial_state comes before a step"
             program = self._program(shapes, self._plan)
             run = jit_together(program, self._mesh)
-            self._steps[known] = lambda state, given: run(state, None, given)
+            self._steps[known] = lambda state, batch: run(state, None, batch)
         return self._steps[known]
 
     def _program(self, batch: PyTree, plan: StatePlan) -> PyTree:
