@@ -19,7 +19,7 @@ import yaml
 
 from levanter.commands.catalog import ENTRY_POINTS
 from levanter.commands.cli.errors import shell
-from levanter.commands.model.defaults import differing
+from levanter.commands.model.defaults import changed_defaults
 from levanter.config import ConfigError, read_text
 from levanter.config.errors import Problem
 from levanter.config.includes import read_documents
@@ -86,7 +86,7 @@ def migrate(path: str, entry_point: str | None = None) -> Migrated:
     plain = to_plain(translation.document)
     text = yaml.dump(plain, Dumper=PlainDumper, sort_keys=False, allow_unicode=True, width=110, default_flow_style=None)
     model = plain.get("model")
-    notes = [*differing(str(model.get("type")), model)] if isinstance(model, dict) else []
+    notes = [*changed_defaults(str(model.get("type")), model)] if isinstance(model, dict) else []
     old = document.at((*MODEL, "seq_len"))
     if old is not None and entry_point is None and ROW_LENGTH not in document:
         length = to_plain(old.node)

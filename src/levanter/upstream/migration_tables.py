@@ -6,7 +6,7 @@ Each stands in the document between `<!-- table: name -->` and `<!-- end -->`; `
 import re
 from collections.abc import Iterable, Mapping
 
-from levanter.commands.model.defaults import UPSTREAM, shown
+from levanter.commands.model.defaults import UPSTREAM, format_value
 from levanter.config import plain
 from levanter.config.upstream import TABLE
 from levanter.config.upstream.sft import SFT_KEYS
@@ -56,7 +56,8 @@ def defaults() -> str:
     for kind, keys in UPSTREAM.items():
         ours = plain(LmConfig.get_choice_class(kind)())
         rows += [
-            (f"`{kind}`", f"`{key}`", f"`{shown(theirs)}`", f"`{shown(ours[key])}`") for key, theirs in keys.items()
+            (f"`{kind}`", f"`{key}`", f"`{format_value(theirs)}`", f"`{format_value(ours[key])}`")
+            for key, theirs in keys.items()
         ]
     return _table(("model.type", "key", "upstream's default", "here"), rows)
 

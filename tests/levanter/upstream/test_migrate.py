@@ -9,7 +9,7 @@ import yaml
 from helpers.legacy_documents import FOLDER
 
 from levanter.commands.evaluate.config import EvalLmConfig
-from levanter.commands.model.unsupported import not_carried
+from levanter.commands.model.unsupported import unsupported_option_checks
 from levanter.commands.serve.config import ServeConfig
 from levanter.commands.train.config import TrainLmConfig
 from levanter.config import ConfigError, parse, read
@@ -95,7 +95,7 @@ def test_keys_that_are_not_carried_are_treated_as_the_page_says():
             "`serve`": (ServeConfig, {"hf_checkpoint": "x"}),
         }.get(entry_points, (TrainLmConfig, {}))
         loaded = read(config, overrides={**model, key: "true"})
-        found = [check for check in not_carried(loaded.config, loaded.written) if key in check.message]
+        found = [check for check in unsupported_option_checks(loaded.config, loaded.written) if key in check.message]
         expected = "error" if here == "refused if set" else "note"
         assert [check.status for check in found] == [expected], key
 

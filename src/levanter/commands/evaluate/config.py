@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from levanter.commands.model.naming import named_files, naming_problems
-from levanter.commands.model.representation import Quantize, TiedHead
+from levanter.commands.model.config import Quantize, TiedHead, hf_files, model_key_problems
 from levanter.config.plan_options import PlanOptions
 from levanter.config.validators import PathText, PositiveFloat, PositiveInt, Ranged, Seed
 from levanter.data.config import LmDataConfig
@@ -55,7 +54,7 @@ class EvalLmConfig(Ranged):
 
     def __post_init__(self):
         super().__post_init__()
-        problems = naming_problems(self, alias=self.initialize_from_hf, purpose="to evaluate")
+        problems = model_key_problems(self, alias=self.initialize_from_hf, purpose="to evaluate")
         if self.max_eval_length < 2:
             problems.append(f"max_eval_length must be at least 2 (a token and the next), got {self.max_eval_length}")
         if problems:
@@ -121,7 +120,7 @@ class VizLmConfig(Ranged):
     @property
     def evaluation(self) -> EvalLmConfig:
         """The evaluation whose results are shown."""
-        named = named_files(self)
+        named = hf_files(self)
         return EvalLmConfig(
             hf_checkpoint=named,
             checkpoint_path=None if named else self.checkpoint_path,

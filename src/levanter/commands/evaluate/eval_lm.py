@@ -29,9 +29,15 @@ from levanter.commands.cli.outputs import output_checks, write_or_show
 from levanter.commands.cli.runner import run_config
 from levanter.commands.evaluate.config import EvalLmConfig
 from levanter.commands.model.pretrained import ModelChoice, PretrainedModel, describe_pretrained, load_pretrained
-from levanter.commands.model.scoring_common import beyond_context, output_key, per_device, result_output, rows_asked
+from levanter.commands.model.scoring_common import (
+    configured_rows,
+    context_length_checks,
+    output_key,
+    per_device,
+    result_output,
+)
 from levanter.commands.model.source import ModelBlock
-from levanter.commands.model.unsupported import not_carried
+from levanter.commands.model.unsupported import unsupported_option_checks
 from levanter.commands.model.workloads import COUNTED_CHARACTERS, is_short, scoring_workload
 from levanter.config import ExplicitKeys
 from levanter.data import (
@@ -131,7 +137,7 @@ def describe(config: EvalLmConfig, target: Target, *, written: ExplicitKeys | No
     if "max_eval_length" not in written and config.max_eval_length > meant_for:
         chosen = replace(written, keys=written.keys | {"max_eval_length"})
         return describe(replace(config, max_eval_length=meant_for), target, written=chosen)
-    checks += [*pretrained.checks, *not_carried(config, written)]
+    checks += [*pretrained.checks, *unsupported_option_checks(config, written)]
     checks += _length_checks(config.max_eval_length, pretrained.config)
     rows, why = batch_rows(config, pretrained.resolved.batch_ways)
     checks.append(Check(name="batch", status="ok", message=f"{rows} rows of {config.max_eval_length} tokens: {why}"))
@@ -168,7 +174,9 @@ def _length_checks(length: int, model: LmConfig) -> list[Check]:
     """Refuses or notes rows that are longer than anything the model was trained on."""
     if length <= model.max_seq_len:
         return []
-    return beyond_context(model, f"max_eval_length: {length:,} tokens per row", name="rows", advice="max_eval_length:")
+    return context_length_checks(
+        model, f"max_eval_length: {length:,} tokens per row", name="rows", advice="max_eval_length:"
+    )
 
 
 def _find_data(config: EvalLmConfig) -> tuple[EvaluationData | None, list[Check]]:
@@ -191,7 +199,7 @@ def _count_batches(work: EvalWork) -> tuple[int | None, str, EvalSequences | Non
         rows = -(-(tokens - 1) // (config.max_eval_length - 1)) if tokens > 1 else 1
         batches = -(-rows // work.batch_rows)
         return batches if limit is None else min(batches, limit), f"{tokens:,} tokens (plan.assume_tokens)", None
-    if work.data is None or work.pretrained.found_tokenizer is None:
+    if work.data is None or work.pretrained.local_tokenizer is None:
         what = "the text" if work.data is None else "the tokenizer"
         return None, f"{what} is not available here; set plan.assume_tokens (--assume_tokens N)", None
     if not all(is_short(each) for each in work.data.sets):
@@ -203,7 +211,7 @@ def _count_batches(work: EvalWork) -> tuple[int | None, str, EvalSequences | Non
 
 def batch_rows(config: EvalLmConfig, ways: int) -> tuple[int, str]:
     """Rows of a global batch, and why."""
-    rows, why = rows_asked(config.trainer) or (DEFAULT_ROWS_PER_DEVICE, "the default")
+    rows, why = configured_rows(config.trainer) or (DEFAULT_ROWS_PER_DEVICE, "the default")
     return rows * ways, per_device(rows, why, ways)
 
 

@@ -29,8 +29,8 @@ from levanter.commands.cli.outputs import output_checks
 from levanter.commands.cli.runner import run_config
 from levanter.commands.export.config import ConvertLmConfig
 from levanter.commands.export.merging import Merge, Slices, find_merge
-from levanter.commands.model.saved_model import SavedModel, find_saved
-from levanter.commands.model.source import ModelBlock, find_origin, find_tokenizer, vocabulary
+from levanter.commands.model.saved_model import SavedModel, resolve_saved_source
+from levanter.commands.model.source import ModelBlock, find_tokenizer, resolve_source, vocabulary
 from levanter.compat.hf.export import ExportExtras, ExportPlan, plan_export, refuse_existing, write_export
 from levanter.compat.hf.export_dir import ExportPathError
 from levanter.compat.hf.export_int8 import Int8Tensor
@@ -72,9 +72,9 @@ def describe(config: ConvertLmConfig, target: Target, *, written: ExplicitKeys |
     written = ExplicitKeys.in_python(config) if written is None else written
     block = ModelBlock.of(config.model, written)
     if config.checkpoint_path is None:
-        origin = find_origin(config.hf_checkpoint, block)
+        origin = resolve_source(config.hf_checkpoint, block)
     else:
-        origin = find_saved(config.checkpoint_path, block)
+        origin = resolve_saved_source(config.checkpoint_path, block)
     model = origin.architecture
     saved = origin.checkpoint if isinstance(origin.checkpoint, SavedModel) else None
     checks = list(origin.checks)

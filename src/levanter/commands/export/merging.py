@@ -13,7 +13,7 @@ from haliax_ext.saving import Readable
 from haliax_ext.sources import Index, TensorSource
 from levanter.checkpoint import CheckpointMismatchError
 from levanter.commands.model.saved_adapters import SavedAdapters
-from levanter.commands.model.source import Origin
+from levanter.commands.model.source import ModelSource
 from levanter.compat.hf.errors import CheckpointError, MissingCheckpointFileError, UnreachableError
 from levanter.compat.hf.peft import PeftAdapter, UnsupportedTargetError, lazy_adapter, open_peft, plan_peft
 from levanter.compat.hf.peft.merge import MergedTensors, copied_tensors, stored_leaves
@@ -58,7 +58,7 @@ class Merge:
 
 
 def find_merge(
-    adapter_path: str | None, origin: Origin, model: LmConfig, Vocab: hax.Axis, module: PyTree, own: Sequence[Leaf]
+    adapter_path: str | None, origin: ModelSource, model: LmConfig, Vocab: hax.Axis, module: PyTree, own: Sequence[Leaf]
 ) -> tuple[Merge, list[Check]]:
     """What merging an adapter into a checkpoint means; reads headers only.
 
@@ -105,7 +105,7 @@ def find_merge(
 
 
 def _of_checkpoint(
-    origin: Origin, every: Sequence[TargetGroup], rules: WeightRules, module: PyTree
+    origin: ModelSource, every: Sequence[TargetGroup], rules: WeightRules, module: PyTree
 ) -> tuple[PeftAdapter, tuple[TargetGroup, ...], tuple[str, ...]]:
     """The adapter of one of our checkpoints, the modules that it changes, and what it has whole copies of."""
     saved = origin.adapters

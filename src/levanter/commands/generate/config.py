@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from levanter.commands.model.naming import naming_problems
-from levanter.commands.model.representation import Quantize, TiedHead
+from levanter.commands.model.config import Quantize, TiedHead, model_key_problems
 from levanter.config.plan_options import PlanOptions
 from levanter.config.validators import PathText, PositiveFloat, Ranged
 from levanter.inference.config import InferenceConfig
@@ -64,7 +63,7 @@ class GenerateConfig(Ranged):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        problems = naming_problems(self)
+        problems = model_key_problems(self)
         if self.interactive and (self.input_path or self.output_path):
             problems.append("interactive: asks at the terminal, so there is no input_path and no output_path")
         if problems:

@@ -12,9 +12,9 @@ from levanter.commands.generate.config import GenerateConfig
 from levanter.commands.generate.max_rows import planned_cache, served_model
 from levanter.commands.generate.templates import template_checks
 from levanter.commands.model.pretrained import ModelChoice, PretrainedModel, describe_pretrained
-from levanter.commands.model.scoring_common import beyond_context
+from levanter.commands.model.scoring_common import context_length_checks
 from levanter.commands.model.source import ModelBlock
-from levanter.commands.model.unsupported import not_carried
+from levanter.commands.model.unsupported import unsupported_option_checks
 from levanter.config import ExplicitKeys
 from levanter.inference.capacity import DecodeCost
 from levanter.inference.config import CHUNK, InferenceConfig
@@ -152,7 +152,7 @@ def _checks(
     assert isinstance(pretrained.config, DecoderConfig)
     # Which kernel attends within whole sequences says nothing of attention to a cache.
     checks = [check for check in pretrained.checks if check.name != "kernels"]
-    checks += [*not_carried(config, written), *_length_checks(cache.max_seq_len, pretrained.config)]
+    checks += [*unsupported_option_checks(config, written), *_length_checks(cache.max_seq_len, pretrained.config)]
     checks += [*_tile_notes(cache, target), *_slow_cache_notes(cache, target)]
     checks.append(Check(name="kernels", status="ok", message="attention to the cache: the plain formula"))
     checks.append(Check(name="cache", status="ok", message=str(cache)))
@@ -228,7 +228,7 @@ def _length_checks(length: int, model: DecoderConfig) -> list[Check]:
     if length <= model.max_seq_len:
         return []
     said = f"inference.max_seq_len: {length:,} positions"
-    return beyond_context(model, said, name="rows", advice="inference.max_seq_len:")
+    return context_length_checks(model, said, name="rows", advice="inference.max_seq_len:")
 
 
 def _tile_notes(cache: CachePlan, target: Target) -> list[Check]:

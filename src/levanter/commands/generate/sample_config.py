@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from levanter.commands.generate.config import GenerateConfig
 from levanter.commands.generate.upstream_engine_config import InferenceEngineConfig
-from levanter.commands.model.representation import Quantize, TiedHead
+from levanter.commands.model.config import Quantize, TiedHead
 from levanter.config import ExplicitKeys
 from levanter.config.plan_options import PlanOptions
 from levanter.config.validators import PathText, PositiveInt, Ranged

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-from levanter.commands.model.naming import named_files, named_saved, naming_problems
-from levanter.commands.model.representation import Quantize, TiedHead
+from levanter.commands.model.config import Quantize, TiedHead, hf_files, model_key_problems, saved_checkpoint
 from levanter.config.plan_options import PlanOptions
 from levanter.config.validators import PathText, PositiveFloat, PositiveInt, Ranged
 from levanter.eval.harness.config import HarnessConfig, HarnessTaskConfig, listed
@@ -68,7 +67,7 @@ class EvalHarnessConfig(Ranged):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        problems = naming_problems(self, purpose="to evaluate")
+        problems = model_key_problems(self, purpose="to evaluate")
         if self.tasks is not None and self.eval_harness.task_spec:
             problems.append("tasks and eval_harness.task_spec both name tasks; give one")
         elif not self.harness.task_spec:
@@ -99,9 +98,9 @@ class EvalHarnessConfig(Ranged):
     @property
     def files(self) -> str | None:
         """The Hugging Face files that are named, under either key."""
-        return named_files(self)
+        return hf_files(self)
 
     @property
     def saved(self) -> str | None:
         """The checkpoint of our own training that is named."""
-        return named_saved(self)
+        return saved_checkpoint(self)

@@ -14,19 +14,19 @@ from levanter.commands.generate.config import GenerateConfig
 from levanter.commands.generate.plan import GenerateWork
 from levanter.commands.harness.config import EvalHarnessConfig
 from levanter.commands.model.eval_prompts import (
+    batch_limits,
+    context_length,
     conversation_template,
-    question_encoder,
-    question_length,
+    query_encoder,
     reading_checks,
     rows_flops,
     rows_reach,
-    rows_room,
     sampling_checks,
 )
 from levanter.commands.model.pretrained import ModelChoice, PretrainedModel, describe_pretrained
-from levanter.commands.model.scoring_common import output_key, rows_asked
+from levanter.commands.model.scoring_common import configured_rows, output_key
 from levanter.commands.model.source import ModelBlock
-from levanter.commands.model.unsupported import not_carried
+from levanter.commands.model.unsupported import unsupported_option_checks
 from levanter.config import ExplicitKeys
 from levanter.data.chat import ChatTemplate
 from levanter.distributed.barrier import is_process_0
@@ -87,7 +87,7 @@ def describe(config: EvalHarnessConfig, target: Target, *, written: ExplicitKeys
     written = ExplicitKeys.in_python(config) if written is None else written
     tasks = discover_tasks(config.harness, config.folders)
     pretrained, texts = _pretrained(config, target, written), None
-    length, length_checks = question_length(config.harness.max_length, pretrained.config, LONGEST)
+    length, length_checks = context_length(config.harness.max_length, pretrained.config, LONGEST)
     if tasks.generates:
         generation = generating.describe(_generation(config, length), target, written=written)
         pretrained, texts = generation.work.pretrained, generation.work
@@ -95,22 +95,22 @@ def describe(config: EvalHarnessConfig, target: Target, *, written: ExplicitKeys
         notes, coresident, resident = generation.notes, dict(generation.coresident_bytes), generation.resident_bytes
         more, more_work = generation.computing, tuple(generation.workloads)
     else:
-        checks = [*pretrained.checks, *not_carried(config, written)]
+        checks = [*pretrained.checks, *unsupported_option_checks(config, written)]
         notes, coresident, resident, more, more_work = pretrained.notes, {}, None, (), ()
     shapes, position_checks = _shapes(config.trainer, target, pretrained, length)
-    tokenizer = pretrained.found_tokenizer
-    template, template_checks = conversation_template(tokenizer, asked=config.harness.apply_chat_template)
+    tokenizer = pretrained.local_tokenizer
+    template, template_checks = conversation_template(tokenizer, required=config.harness.apply_chat_template)
     checks += [*position_checks, tasks.check, *length_checks, *template_checks, *_against_checks(config, tasks)]
     checks += sampling_checks(logged=config.harness.sample_logging.logs)
     checks += output_checks(*output_key(config))
-    encoder, template_checks = question_encoder(tokenizer, length)
+    encoder, template_checks = query_encoder(tokenizer, length)
     checks += template_checks
 
     def cost(shape: RowShape) -> float:
         return rows_flops(pretrained.config, pretrained.Vocab.size, shape, "full")
 
     # A configured number of rows is kept; otherwise shapes are fitted to the requests.
-    limits = rows_room(pretrained.resolved, target.platform) if rows_asked(config.trainer) is None else None
+    limits = batch_limits(pretrained.resolved, target.platform) if configured_rows(config.trainer) is None else None
     request_count, problem = count_requests(tasks, config.harness, encoder, template, shapes, cost, limits)
     checks += [] if problem is None else [problem]
     shapes = shapes if request_count is None else request_count.shapes
@@ -213,7 +213,7 @@ def _shapes(
 
 def _tokens(trainer: TrainerConfig, target: Target, length: int) -> int:
     """Tokens of a batch on each of its shards."""
-    if (rows := rows_asked(trainer)) is not None:
+    if (rows := configured_rows(trainer)) is not None:
         return rows[0] * length
     return TOKENS_ON_CPU if target.platform == "cpu" else TOKENS
 

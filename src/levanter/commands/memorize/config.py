@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from levanter.commands.model.naming import naming_problems
-from levanter.commands.model.representation import Quantize, TiedHead
+from levanter.commands.model.config import Quantize, TiedHead, model_key_problems
 from levanter.config.plan_options import PlanOptions
 from levanter.config.validators import NonNegativeFloat, PathText, PositiveFloat, PositiveFraction, PositiveInt, Ranged
 from levanter.io import join
@@ -266,7 +265,7 @@ def _book(config: EvalCarelessLmConfig, key: str, title: str, path: str, folder:
 
 def model_problems(config: Any) -> list[str]:
     """What is wrong with a config's model and devices."""
-    return naming_problems(config, alias=config.initialize_from_hf)
+    return model_key_problems(config, alias=config.initialize_from_hf)
 
 
 def scheme_problems(names: Sequence[str]) -> list[str]:

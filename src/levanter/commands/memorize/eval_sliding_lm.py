@@ -18,8 +18,8 @@ from levanter.commands.memorize.plan import (
 )
 from levanter.commands.memorize.run import execute_jobs, finish, outputs
 from levanter.commands.memorize.sliding_config import EvalSlidingLmConfig
-from levanter.commands.model.saved_model import find_saved
-from levanter.commands.model.source import find_origin, find_tokenizer
+from levanter.commands.model.saved_model import resolve_saved_source
+from levanter.commands.model.source import find_tokenizer, resolve_source
 from levanter.config import ExplicitKeys
 from levanter.data import (
     DatasetComponent,
@@ -50,9 +50,9 @@ def describe(
     named = config.data.tokenizer if "data.tokenizer" in written else None
     model, _ = model_block(config, written)
     if config.checkpoint_path is not None:
-        origin = find_saved(config.checkpoint_path, model)
+        origin = resolve_saved_source(config.checkpoint_path, model)
     else:
-        origin = find_origin(config.reference, model, allow_pickle=config.allow_pickle)
+        origin = resolve_source(config.reference, model, allow_pickle=config.allow_pickle)
     tokenizer, _ = find_tokenizer(named, origin=origin, size=origin.architecture.vocab_size)
     checks: list[Check] = []
     jobs = []

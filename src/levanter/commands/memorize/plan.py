@@ -11,8 +11,8 @@ from typing import Any, Literal
 import numpy as np
 
 from levanter.commands.model.pretrained import ModelChoice, PretrainedModel, describe_pretrained
-from levanter.commands.model.source import ModelBlock, merged
-from levanter.commands.model.unsupported import not_carried
+from levanter.commands.model.source import ModelBlock, merge_architecture
+from levanter.commands.model.unsupported import unsupported_option_checks
 from levanter.compat.hf.errors import CheckpointError
 from levanter.compat.open import open_checkpoint
 from levanter.config import ExplicitKeys
@@ -137,7 +137,7 @@ def describe_jobs(
         positions=max(job.positions for job in jobs),
     )
     laws = sampling_laws(schemes)
-    all_checks = [*checks, *found, *pretrained.checks, *not_carried(config, written)]
+    all_checks = [*checks, *found, *pretrained.checks, *unsupported_option_checks(config, written)]
     shaped: list[tuple[BookJob, BatchShape, str]] = []
     names: dict[BatchShape, str] = {}
     for job in jobs:
@@ -205,7 +205,7 @@ def model_block(config: Any, written: ExplicitKeys) -> tuple[ModelBlock | None, 
     except CheckpointError:
         return block, []
     try:
-        merged(block, checkpoint.config, where=checkpoint.where)
+        merge_architecture(block, checkpoint.config, where=checkpoint.where)
     except CheckpointError as error:
         free = block.keys - set(family_for_config(type(checkpoint.config)).architecture_fields)
         model = replace(checkpoint.config, **{key: getattr(block.config, key) for key in sorted(free)})

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from levanter.commands.memorize.config import model_problems, scheme_problems
-from levanter.commands.model.representation import Quantize, TiedHead
+from levanter.commands.model.config import Quantize, TiedHead
 from levanter.config.plan_options import PlanOptions
 from levanter.config.validators import NonNegativeFloat, PathText, PositiveFloat, PositiveFraction, PositiveInt, Ranged
 from levanter.data.config import LmDataConfig

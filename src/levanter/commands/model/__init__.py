@@ -1,1 +1,1 @@
-"""The model of a run: where it comes from, how it is described, loaded and adapted."""
+"""The model of a run: its source, its description without memory, its loading and its adapters."""

@@ -1,7 +1,6 @@
-"""What a run tells its compiler: `trainer.compiler` and `trainer.compiler_options`, for its devices and its layout.
+"""Compiler options of a run: from `trainer.compiler` and `trainer.compiler_options`, its devices and its sharding.
 
-The same options go into the Programs that run and into those that are planned. Each of them, with its reason, is a
-line of the plan.
+The Programs that run and those that are planned have the same options. The plan lists each option with its reason.
 """
 
 from collections.abc import Iterable, Mapping
@@ -31,9 +30,9 @@ class CompilerChoice:
     """The compiler options of a run's Programs.
 
     Attributes:
-        default: of those that draw, load and save arrays.
-        working: of those that do the work, by its kind.
-        checks: a line for each option that is tuned or written, with its reason.
+        default: options of the Programs that initialize, load and save arrays.
+        working: options of the Programs that train, score or generate, by kind of work.
+        checks: a line for each option that is tuned or set by the user, with its reason.
     """
 
     default: Mapping[str, str]
@@ -47,61 +46,61 @@ def choose_compiler(
     """Chooses the options of a run.
 
     Args:
-        trainer: what the user wrote.
+        trainer: the user's compiler settings.
         target: the devices.
         resolved: mesh and mappings.
-        works: what the run does, of which its plan tells.
+        works: the kinds of work of the run, which its plan reports.
     """
     default = default_options(target.platform, target.kind)
-    layout = layout_of(resolved)
-    written, left_out = _written(trainer, target.platform)
+    layout = sharding_layout(resolved)
+    written, skipped = _written(trainer, target.platform)
     chosen: dict[Work, tuple[CompilerOption, ...]] = dict.fromkeys(_WORK, default)
     if trainer.compiler == "tuned":
         chosen = {work: tuned_options(target.platform, target.kind, work=work, layout=layout) for work in _WORK}
-    said = _tuned_notes(target, {work: chosen[work] for work in works}, default, written)
-    said += [f"{_WRITTEN}: {name}={value}{_unknown(name)}" for name, value in written.items()]
-    if left_out:
-        said.append(f"{_WRITTEN}: {', '.join(left_out)}: no options of {target.platform} programs, left out here")
+    messages = _tuned_notes(target, {work: chosen[work] for work in works}, default, written)
+    messages += [f"{_WRITTEN}: {name}={value}{_unknown(name)}" for name, value in written.items()]
+    if skipped:
+        messages.append(f"{_WRITTEN}: {', '.join(skipped)}: no options of {target.platform} programs, skipped")
     return CompilerChoice(
         default=as_values(default),
         working={work: {**as_values(options), **written} for work, options in chosen.items()},
-        checks=tuple(Check(name="compiler", status="note", message=line) for line in said),
+        checks=tuple(Check(name="compiler", status="note", message=line) for line in messages),
     )
 
 
-def layout_of(resolved: ResolvedMesh) -> Layout:
-    """How a run is laid out, as far as options depend on it.
+def sharding_layout(resolved: ResolvedMesh) -> Layout:
+    """Classifies how a run is sharded, as far as compiler options depend on it.
 
-    Under `fsdp` parameters are sharded over mesh axes that shard the batch or positions, and nothing over others: they
-    are gathered for use, and outside of attention nothing else is exchanged in a layer.
+    `fsdp`: parameters are sharded only over mesh axes that shard the batch or the positions. They are all-gathered for
+    use, and a layer has no other collectives outside attention.
     """
     mappings, sizes = resolved.mappings, resolved.spec.shape
     compute = mappings.compute
-    of_tokens = {*compute.mesh_axes(resolved.batch_axis), *compute.mesh_axes("position")}
-    of_batch = {axis for axis in of_tokens if sizes[axis] > 1}
-    said = (mappings.params, compute, mappings.residual, mappings.attention)
-    every = (*said, *(rules for _, rules in mappings.overrides))
-    others = {axis for mapping in every for axis in mapping.used_mesh_axes if sizes[axis] > 1} - of_batch
-    experts = {axis for mapping in every for axis in mapping.mesh_axes("expert") if sizes[axis] > 1}
-    if experts or not of_batch & mappings.params.used_mesh_axes:
+    token_axes = {*compute.mesh_axes(resolved.batch_axis), *compute.mesh_axes("position")}
+    data_axes = {axis for axis in token_axes if sizes[axis] > 1}
+    mappings_used = (mappings.params, compute, mappings.residual, mappings.attention)
+    all_mappings = (*mappings_used, *(rules for _, rules in mappings.overrides))
+    other_axes = {axis for mapping in all_mappings for axis in mapping.used_mesh_axes if sizes[axis] > 1} - data_axes
+    experts = {axis for mapping in all_mappings for axis in mapping.mesh_axes("expert") if sizes[axis] > 1}
+    if experts or not data_axes & mappings.params.used_mesh_axes:
         return "other"
-    return "fsdp_and_tensor" if others else "fsdp"
+    return "fsdp_and_tensor" if other_axes else "fsdp"
 
 
 def _written(trainer: TrainerConfig, platform: str) -> tuple[dict[str, str], list[str]]:
-    """The options as the user wrote them, as text; and the names of those that are another platform's."""
-    given = {name: _text(value, platform) for name, value in trainer.compiler_options.items()}
-    left_out = [name for name in given if platform_of_option(name) not in (None, platform)]
-    return {name: value for name, value in given.items() if name not in left_out}, left_out
+    """The user's options as strings, and the names of skipped options of another platform."""
+    options = {name: _text(value, platform) for name, value in trainer.compiler_options.items()}
+    skipped = [name for name in options if platform_of_option(name) not in (None, platform)]
+    return {name: value for name, value in options.items() if name not in skipped}, skipped
 
 
 def _text(value: bool | int | float | str, platform: str) -> str:
-    """A value as the compiler reads it: XLA's own options want `True`, those of TPUs `true`."""
+    """A value as the compiler reads it: XLA's own options expect `True`, TPU options `true`."""
     return str(value).lower() if isinstance(value, bool) and platform == "tpu" else str(value)
 
 
 def _unknown(name: str) -> str:
-    """What is said of an option that none of our own measurements knows."""
+    """The note on an option without a measurement of ours, with a suggestion for a misspelt name."""
     hint = "" if name in PUBLISHED or platform_of_option(name) != "tpu" else did_you_mean(name, PUBLISHED)
     return f" (as written{hint})"
 
@@ -112,7 +111,7 @@ def _tuned_notes(
     default: tuple[CompilerOption, ...],
     written: Mapping[str, str],
 ) -> list[str]:
-    """A line for each option that tuning adds; none where it has nothing for these Programs."""
+    """A line for each option that tuning adds to these Programs."""
     return [
         f"tuned for {_WORK[work]} on {target.kind}: {option}"
         for work, options in chosen.items()

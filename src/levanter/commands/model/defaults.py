@@ -1,8 +1,8 @@
-"""Keys of `model:` whose default is different here: the published model's value, not upstream's.
+"""Keys of `model:` whose default differs from upstream's: ours is the published model's value.
 
 Upstream's configs of these families inherit the defaults of another model (Gemma 2 and 3 have the sizes of Gemma 2B).
-A config that leaves such a key out gets a line with both values; an explicit key, or a checkpoint's config, is used as
-it is.
+A plan notes each such key that a config omits, with both values; an explicit key, or a checkpoint's config, gives no
+note.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -40,32 +40,32 @@ UPSTREAM: Mapping[str, Mapping[str, Any]] = {
 """`model.type` → key → upstream's default."""
 
 
-def differing(kind: str, said: Collection[str]) -> Iterator[str]:
-    """A line for each key that a `model:` block leaves out and whose default differs from upstream's.
+def changed_defaults(kind: str, keys: Collection[str]) -> Iterator[str]:
+    """A line for each key that a `model:` block omits and whose default differs from upstream's.
 
     Args:
-        kind: the block's `type`.
-        said: the keys that are in it.
+        kind: `type` of the block.
+        keys: the keys that the block sets.
     """
     if kind not in UPSTREAM:
         return
     ours = plain(LmConfig.get_choice_class(kind)())
     for key, theirs in UPSTREAM[kind].items():
-        if key not in said:
+        if key not in keys:
             yield (
-                f"model.{key} is left out: {shown(ours[key])} here ({kind} as published), {shown(theirs)} upstream; "
-                "set it to choose"
+                f"model.{key} is not set: {format_value(ours[key])} here ({kind} as published), "
+                f"{format_value(theirs)} upstream; set it to choose"
             )
 
 
-def default_notes(model: LmConfig, said: Collection[str]) -> list[Check]:
-    """`differing` for a config, as notes of a plan."""
+def default_notes(model: LmConfig, keys: Collection[str]) -> list[Check]:
+    """`changed_defaults` for a config, as notes of a plan."""
     kind = plain(model)["type"]
-    return [Check(name="model", status="note", message=line) for line in differing(kind, said)]
+    return [Check(name="model", status="note", message=line) for line in changed_defaults(kind, keys)]
 
 
-def shown(value: object) -> str:
-    """A value on one line; of a RoPE only the keys that upstream has too."""
+def format_value(value: object) -> str:
+    """Formats a value on one line; of a RoPE config only the keys that upstream also has."""
     if isinstance(value, Mapping):
         value = {key: value[key] for key in ("type", "theta", "factor")}
     text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=1000)

@@ -1,4 +1,4 @@
-"""What a plan reports about layers: unlike ones, which are compiled separately, and positions cut for their kernel."""
+"""Checks of a plan on layers: how many are compiled separately, and whether sharded positions suit the kernel."""
 
 from haliax_ext.errors import IndivisibleError
 from levanter.layers.attention.splash import LANES
@@ -8,44 +8,49 @@ from levanter.models.registry import LmConfig
 from levanter.runplan import Check
 
 MANY_BODIES = 24
-"""With more compiled layers than this, compilation takes minutes longer than necessary."""
+"""With more separately compiled layers than this, compilation takes minutes longer than necessary."""
 
 
 def layer_checks(model: LmConfig, resolved: ResolvedMesh, *, positions: int) -> tuple[Check, ...]:
-    """Those of `body_checks` and of `exchange_checks`."""
-    return (*body_checks(model), *exchange_checks(model, resolved, positions=positions))
+    """The checks of `body_checks` and of `splash_position_checks`."""
+    return (*body_checks(model), *splash_position_checks(model, resolved, positions=positions))
 
 
 def body_checks(model: LmConfig) -> tuple[Check, ...]:
-    """How many layers are compiled separately; empty if all are alike and scanned."""
+    """Reports how many layers are compiled separately; empty if all are alike and scanned."""
     if model.bodies == 1:
         return ()
     status = "note" if model.bodies > MANY_BODIES else "ok"
     return (Check(name="layers", status=status, message=f"{model.stacking}: {model.bodies} are compiled"),)
 
 
-def exchange_checks(model: LmConfig, resolved: ResolvedMesh, *, positions: int) -> tuple[Check, ...]:
-    """What the kernel for TPUs makes of positions that are cut; empty where they are not, or where it does not run.
+def splash_position_checks(model: LmConfig, resolved: ResolvedMesh, *, positions: int) -> tuple[Check, ...]:
+    """Checks sharded positions against the block size of the TPU kernel; empty if the kernel is not used.
 
     Args:
-        model: with the choices for its platform made.
+        model: the architecture, resolved for its platform.
         resolved: mesh and mappings.
         positions: tokens in a sequence.
 
     Raises:
-        IndivisibleError: in a ring, runs of consecutive positions that are no whole blocks.
+        IndivisibleError: in ring attention, a run of consecutive positions that is no multiple of a block.
     """
     ways, method = resolved.query_ways, resolved.method
     if method in (None, "heads") or ways == 1 or getattr(model, "attn_backend", None) != "splash":
         return ()
-    part = positions // ways
+    shard_length = positions // ways
     if method == "gather":
-        padded = -(-part // LANES) * LANES
-        text = f"a device has {part} positions of a sequence, and the kernel computes {padded}: its blocks "
-        return (Check(name="kernels", status="note", message=f"{text}are {LANES} at least"),) if part < LANES else ()
+        padded = -(-shard_length // LANES) * LANES
+        text = f"a device has {shard_length} positions of a sequence, and the kernel pads them to {padded}: its blocks "
+        return (
+            (Check(name="kernels", status="note", message=f"{text}are {LANES} at least"),)
+            if shard_length < LANES
+            else ()
+        )
     runs = num_runs(ways, "zigzag" if resolved.mappings.zigzag else "natural")
     if positions % (runs * LANES) == 0:
         return ()
+    # The nearest lengths below and above that are whole blocks on every run.
     unit, run = runs * LANES, positions // runs
     near = [n for n in (positions // unit * unit, -(-positions // unit) * unit) if n]
     raise IndivisibleError(

@@ -1,7 +1,7 @@
-"""From "which model, on which mesh" to everything a run needs: shared by the entry points that read weights.
+"""The pretrained model of a run: described from metadata, then loaded. Shared by all entry points that read weights.
 
-`describe_pretrained` finds the model (`origin`), resolves the mesh for its axes, plans every parameter's place and the
-bytes to read, and collects what is wrong and what is unavailable. `load_pretrained` then streams the weights.
+`describe_pretrained` resolves the model's source, resolves the mesh for its axes, plans the sharding of every parameter
+and the bytes to read, and collects errors and unavailable inputs as checks. `load_pretrained` streams the weights.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,35 +10,50 @@ from typing import Any
 
 import haliax as hax
 import jax
+from haliax import NamedArray
 from jax.sharding import Mesh
 
 from haliax_ext.abstract import Leaf, abstract, cast, leaves
 from haliax_ext.load_plan import LoadPlan
 from haliax_ext.loading import LoadedArrays
 from haliax_ext.planner import ShardingPlan, plan_sharding
-from haliax_ext.pytree import PyTree
-from haliax_ext.rules import WeightRules
+from haliax_ext.pytree import KeyPath, PyTree, path_string
+from haliax_ext.rules import WeightRule, WeightRules
 from haliax_ext.sources import TensorSource
 from levanter.commands.model.compiler import choose_compiler
-from levanter.commands.model.cpu_layout import matrices_first
+from levanter.commands.model.config import HasLoadKeys, Quantize, TiedHead
 from levanter.commands.model.layers import layer_checks
-from levanter.commands.model.naming import ReadsModel
-from levanter.commands.model.quantization import QuantizationError, QuantizedModel, quantization_check, quantized
-from levanter.commands.model.representation import Quantize, TiedHead
+from levanter.commands.model.quantization import (
+    QuantizationError,
+    QuantizedModel,
+    quantization_check,
+    quantize_projections,
+)
 from levanter.commands.model.saved_adapters import SavedAdapters
-from levanter.commands.model.saved_model import find_saved
+from levanter.commands.model.saved_model import resolve_saved_source
 from levanter.commands.model.sharding import (
     load_weights,
-    planned_activations,
-    planned_loading,
-    resolved_on,
+    plan_activation_sharding,
+    plan_weight_loading,
+    resolve_mesh,
     vocabulary_axis,
 )
-from levanter.commands.model.source import ModelBlock, OpenedModel, Origin, find_origin, find_tokenizer, vocabulary
-from levanter.commands.model.with_adapter import AdaptedModel, Adapter, WithAdapter, find_adapted
+from levanter.commands.model.source import (
+    ModelBlock,
+    ModelSource,
+    OpenedModel,
+    find_tokenizer,
+    resolve_source,
+    vocabulary,
+)
+from levanter.commands.model.with_adapter import AdaptedModel, Adapter, WithAdapter, bind_adapter
 from levanter.data import Tokenizer
 from levanter.hardware.compiler import Work
-from levanter.layers.quantized import contracted_first
+from levanter.layers.cpu_matvec import MatrixFirst
+from levanter.layers.embedding import Embedding
+from levanter.layers.linear import Linear
+from levanter.layers.quantized import EXPERT, contracted_first
+from levanter.layers.unstacked import LAYERS, LayerMatrices
 from levanter.mesh import ResolvedMesh
 from levanter.models.precision import Precision
 from levanter.models.registry import LmConfig
@@ -50,19 +65,19 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class ModelChoice:
-    """A config's choice of model.
+    """The model that a configuration names, and how it is read.
 
     Attributes:
         reference: Hugging Face files: a folder, a hub id, a URL, a .gguf file; None if none is named.
-        model: the architecture as configured; explicit keys must agree with the checkpoint.
-        tokenizer: a tokenizer other than the checkpoint's own; None for its own.
+        model: the `model:` block; its explicit keys must agree with the checkpoint.
+        tokenizer: a tokenizer that replaces the checkpoint's own; None for its own.
         trainer: mesh and precision.
         allow_pickle: accepts pickled weights (never needed for safetensors).
-        memory_gib: host memory for reading.
-        saved: a checkpoint of our own training runs, instead of `reference`.
-        quantize: in what projections are held, if not in the compute dtype.
-        tied_head: what a quantized model's head multiplies by where weights are tied.
-        adapter: an adapter of the model, as peft reads them; None for none.
+        memory_gib: host memory for read buffers.
+        saved: a checkpoint of `train_lm`, instead of `reference`.
+        quantize: representation of the projections, if not the compute dtype.
+        tied_head: matrix of a tied output head of a quantized model.
+        adapter: an adapter in peft's format; None for none.
     """
 
     reference: str | None
@@ -79,20 +94,20 @@ class ModelChoice:
     @classmethod
     def of(
         cls,
-        config: ReadsModel,
+        config: HasLoadKeys,
         *,
         files: str | None,
         saved: str | None,
         model: ModelBlock | None,
         tokenizer: str | None,
     ) -> "ModelChoice":
-        """The choice of a configuration.
+        """The choice that a configuration makes.
 
         Args:
             config: the configuration.
             files: the Hugging Face files that it names.
-            saved: the checkpoint of ours that it names.
-            model: its architecture.
+            saved: the checkpoint of `train_lm` that it names.
+            model: its `model:` block.
             tokenizer: its tokenizer.
         """
         return cls(
@@ -116,45 +131,46 @@ class ModelChoice:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BaseLeaves:
-    """A model without its adapter, as its files have it.
+    """A model without its adapter, as stored in its files.
 
     Attributes:
-        rules: where its leaves come from.
-        own: its leaves.
+        rules: the weight rules of its leaves.
+        leaves: its leaves.
     """
 
     rules: WeightRules
-    own: tuple[Leaf, ...]
+    leaves: tuple[Leaf, ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PretrainedModel:
-    """A pretrained model as this run will hold it.
+    """A pretrained model as this run will hold it in memory.
 
     Attributes:
-        choice: what the config asks for.
-        origin: where it comes from, as far as that is known here.
-        config: its architecture, with the choices for this platform made.
-        precision: the dtype policy; what is not quantized is loaded in its compute dtype, since nothing updates it.
-        found_tokenizer: its tokenizer; None if it is not available here.
+        choice: the model that the config names.
+        origin: its source, as far as it is known on this machine.
+        config: its architecture, resolved for this platform.
+        precision: the dtype policy; weights that are not quantized are loaded in its compute dtype, since no step
+            updates them.
+        local_tokenizer: its tokenizer; None if it is unavailable on this machine.
         Vocab: rows of its embedding.
         abstract: the module without memory.
         resolved: mesh and mappings.
-        sharding: where every parameter goes.
+        sharding: the sharding of every parameter.
         activations: the named activations under the compute mapping.
         load_plan: which bytes each host reads; None if `sharding` has errors.
         adapter: the adapter that is bound to it; None for none.
-        base: what an adapter of a checkpoint of ours is compared with; None for nothing.
-        compiler_options: XLA's, for the Programs that work with it.
-        checks: those made so far.
-        notes: decisions the user did not write.
+        base: the base model that saved adapters are compared with; None for no adapters.
+        compiler_options: XLA options of the Programs that use it.
+        checks: the checks so far.
+        notes: decisions that the user did not configure.
     """
 
     choice: ModelChoice
-    origin: Origin
+    origin: ModelSource
     config: LmConfig
     precision: Precision
-    found_tokenizer: Tokenizer | None
+    local_tokenizer: Tokenizer | None
     Vocab: hax.Axis
     abstract: Any
     resolved: ResolvedMesh
@@ -173,7 +189,7 @@ class PretrainedModel:
         positions: int,
         keys: Callable[[int, int], Mapping[str, int]] = lambda rows, _: {"trainer.per_device_eval_parallelism": rows},
     ) -> Searchable:
-        """What the layout search needs to know about a run with this model.
+        """The inputs of the layout search for a run with this model.
 
         Args:
             positions: tokens in a sequence.
@@ -182,7 +198,7 @@ class PretrainedModel:
         sizes = {axis.name: axis.size for axis in self.config.axes.values()}
         return Searchable(
             training=False,
-            parameters=tuple(each.leaf for each in self.sharding.leaves),
+            parameters=tuple(planned.leaf for planned in self.sharding.leaves),
             sizes={**sizes, "vocab": self.Vocab.size, "position": positions},
             tensor_axes=self.config.tensor_axes,
             layers=len(self.config.layers),
@@ -196,21 +212,21 @@ class PretrainedModel:
 
     @property
     def checkpoint(self) -> OpenedModel:
-        """The checkpoint, during a run: a plan without it does not pass `RunPlan.check`."""
+        """The checkpoint, during a run; `RunPlan.check` refuses a plan without it."""
         assert self.origin.checkpoint is not None, f"{self.origin.description}: RunPlan.check() comes before a run"
         return self.origin.checkpoint
 
     @property
     def source(self) -> TensorSource:
-        """The tensors of the checkpoint, and those of the adapter, during a run."""
+        """The tensors of the checkpoint and of the adapter, during a run."""
         base = self.checkpoint.source
         return base if self.adapter is None else WithAdapter(base, self.adapter.source)
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer, during a run: a plan without it does not pass `RunPlan.check`."""
-        assert self.found_tokenizer is not None, f"{self.origin.description}: RunPlan.check() comes before a run"
-        return self.found_tokenizer
+        """The tokenizer, during a run; `RunPlan.check` refuses a plan without it."""
+        assert self.local_tokenizer is not None, f"{self.origin.description}: RunPlan.check() comes before a run"
+        return self.local_tokenizer
 
 
 def describe_pretrained(
@@ -219,28 +235,29 @@ def describe_pretrained(
     """Describes the model of a run on `target`; reads metadata only.
 
     Args:
-        choice: which model, mesh and precision.
+        choice: the model, mesh and precision.
         target: the devices.
         batch: number of batch shards of the mesh → the global batch.
         positions: tokens per sequence.
-        work: what the run does with it.
+        work: the kind of work that the run does with the model.
 
     Raises:
-        ValueError: checkpoint or tokenizer are broken, the architecture is unknown, or the mesh cannot be resolved at
-            all. What is wrong with the sharding is in the plans; what is unavailable is a check.
+        ValueError: the checkpoint or the tokenizer is broken, the architecture is unknown, or the mesh cannot be
+            resolved. Sharding errors are in the plans; unavailable inputs are checks.
     """
     trainer = choice.trainer
     if choice.saved is not None:
-        origin = find_saved(choice.saved, choice.model)
+        origin = resolve_saved_source(choice.saved, choice.model)
     else:
-        origin = find_origin(choice.reference, choice.model, allow_pickle=choice.allow_pickle)
+        origin = resolve_source(choice.reference, choice.model, allow_pickle=choice.allow_pickle)
     precision = Precision.parse(trainer.mp)
     config = origin.architecture
     tokenizer, tokenizer_check = find_tokenizer(choice.tokenizer, origin=origin, size=config.vocab_size)
     names = (choice.tokenizer, config.tokenizer, origin.reference)
     vocab, how = vocabulary(config, tokenizer=tokenizer, names=names)
     sizes = {"vocab": vocab, "positions": positions}
-    resolved = resolved_on(target, trainer.mesh, config, **sizes, precision=precision, backward=False)
+    resolved = resolve_mesh(target, trainer.mesh, config, **sizes, precision=precision, backward=False)
+    # The attention backend and similar choices depend on the platform and on how queries are sharded.
     config, reasons = replace(config, vocab_size=vocab).for_platform(
         target.platform, compute_dtype=precision.compute, length=positions, sequence_shards=resolved.query_ways
     )
@@ -257,16 +274,17 @@ def describe_pretrained(
     Vocab = vocabulary_axis(vocab, resolved)
     module = cast(abstract(lambda: config.build(Vocab, key=jax.random.PRNGKey(0))), precision.compute)
     rules = origin.weight_rules(config, Vocab, leaves(module))
-    base = None if origin.adapters is None else BaseLeaves(rules=rules, own=tuple(leaves(module)))
+    base = None if origin.adapters is None else BaseLeaves(rules=rules, leaves=tuple(leaves(module)))
     int8, quantizing = _quantized(choice, origin, module, rules)
     if int8 is not None:
         module, rules = int8.module, int8.rules
     adapted, adapting = _adapted(choice, origin, module, rules, config, Vocab, precision)
     if adapted is not None:
         module, rules = adapted.module, adapted.rules
+    # Decoding on CPUs multiplies one row by each matrix, so the matrices are laid out for that.
     if work == "generate" and target.platform == "cpu":
         if resolved.spec.size == 1:
-            module, rules = matrices_first(module, rules)
+            module, rules = with_cpu_layout(module, rules)
         module = contracted_first(module)
     sharding = plan_sharding(
         leaves(module),
@@ -275,22 +293,23 @@ def describe_pretrained(
         hbm_bytes=trainer.mesh.hbm_bytes(target.hbm_bytes),
         on_conflict=trainer.mesh.on_conflict,
     )
-    activations = planned_activations(
+    activations = plan_activation_sharding(
         config, resolved, rows=batch(resolved.batch_ways), positions=positions, Vocab=Vocab, precision=precision
     )
     checks += [*quantizing, *adapting, *([] if int8 is None else [quantization_check(int8, sharding)])]
+    # A load plan needs the shards of every leaf, which a sharding plan with errors does not have.
     load_plan, adapter = None, None if adapted is None else adapted.adapter
     if not sharding.errors:
-        load_plan, found = planned_loading(
+        load_plan, load_checks = plan_weight_loading(
             origin, config, Vocab, sharding, target, memory_bytes=choice.memory_bytes, rules=rules, adapter=adapter
         )
-        checks += found
+        checks += load_checks
     return PretrainedModel(
         choice=choice,
         origin=origin,
         config=config,
         precision=precision,
-        found_tokenizer=tokenizer,
+        local_tokenizer=tokenizer,
         Vocab=Vocab,
         abstract=module,
         resolved=resolved,
@@ -307,7 +326,7 @@ def describe_pretrained(
 
 def _adapted(
     choice: ModelChoice,
-    origin: Origin,
+    origin: ModelSource,
     module: PyTree,
     rules: WeightRules,
     config: LmConfig,
@@ -315,41 +334,43 @@ def _adapted(
     precision: Precision,
 ) -> tuple[AdaptedModel | None, list[Check]]:
     if choice.adapter is None or origin.adapters is None:
-        found, checks = find_adapted(choice.adapter or origin.adapters, module, rules, config, Vocab, precision)
+        adapted, checks = bind_adapter(choice.adapter or origin.adapters, module, rules, config, Vocab, precision)
         if origin.adapters is not None and origin.adapters.config.base_dtype == "int8" and choice.quantize is None:
-            message = "the adapters were trained beside weights in int8; with quantize: int8 it is the same model"
+            message = "the adapters were trained on a base model in int8; set quantize: int8 for the same model"
             checks.append(Check(name="adapter", status="note", message=message))
-        return found, checks
+        return adapted, checks
     error = ValueError(
-        f"adapter_path: {choice.saved} contains adapters of its own, and a model takes those of one place; leave "
-        "adapter_path out, or give the model that they are of as hf_checkpoint"
+        f"adapter_path: {choice.saved} contains adapters, and a model can have only one set of them; remove "
+        "adapter_path, or set hf_checkpoint to their base model"
     )
     return None, [Check(name="adapter", status="error", message=str(error), error=error)]
 
 
 def _precision_check(precision: Precision, quantize: Quantize | None) -> Check:
     others = "weights" if quantize is None else f"projections are {quantize}; all other weights"
-    message = f"{precision}; {others} are loaded as {precision.compute.name}, in which they are used"
+    message = f"{precision}; {others} are loaded as {precision.compute.name}, the compute dtype"
     return Check(name="precision", status="ok", message=message)
 
 
 def _quantized(
-    choice: ModelChoice, origin: Origin, module: PyTree, rules: WeightRules
+    choice: ModelChoice, origin: ModelSource, module: PyTree, rules: WeightRules
 ) -> tuple[QuantizedModel | None, list[Check]]:
-    asked = choice.quantize is not None
+    requested = choice.quantize is not None
     try:
-        found = quantized(module, rules, asked=asked, tied_head=choice.tied_head, is_stored=origin.is_int8)
-        return found, []
+        model = quantize_projections(
+            module, rules, quantize_all=requested, tied_head=choice.tied_head, is_stored=origin.is_int8
+        )
+        return model, []
     except QuantizationError as error:
         return None, [Check(name="int8", status="error", message=str(error), error=error)]
 
 
 def load_pretrained(model: PretrainedModel, mesh: Mesh, *, show: bool) -> LoadedArrays:
     """Streams the weights into their final shards on `mesh`, with progress over all of them."""
-    assert model.load_plan is not None, "a plan with errors must not run: RunPlan.check() comes first"
+    assert model.load_plan is not None, "RunPlan.check() refuses a plan with errors before a run"
     if isinstance(model.adapter, SavedAdapters):
-        assert model.base is not None, "adapters of a checkpoint are compared with their base"
-        model.adapter.check_base(model.base.rules, model.base.own, model.checkpoint.source)
+        assert model.base is not None, "saved adapters need their base to be compared with"
+        model.adapter.check_base(model.base.rules, model.base.leaves, model.checkpoint.source)
     return load_weights(
         model.load_plan,
         model.sharding,
@@ -359,3 +380,53 @@ def load_pretrained(model: PretrainedModel, mesh: Mesh, *, show: bool) -> Loaded
         memory_bytes=model.choice.memory_bytes,
         allow_nonfinite=model.choice.trainer.allow_nonfinite,
     )
+
+
+def with_cpu_layout(module: PyTree, rules: WeightRules) -> tuple[PyTree, WeightRules]:
+    """Lays out the matrices of a model for decoding on one CPU: one array per layer, contracted axes first.
+
+    The new leaves are read directly from the checkpoint's tensors, so nothing is held twice. These keep their layout,
+    with contracted axes first: projections whose layers are one stacked tensor of the checkpoint (as in checkpoints of
+    training), weights that are no plain arrays (integers, adapters), and experts with their routers.
+
+    Args:
+        module: the model, abstract.
+        rules: the weight rules of its leaves.
+
+    Returns:
+        The model, and the weight rules of its new leaves.
+    """
+    table, rewritten = rules.by_target(), dict[str, tuple[WeightRule, ...]]()
+
+    def visit(keys: KeyPath, x: object) -> object:
+        if not isinstance(x, Linear | Embedding) or not isinstance(x.weight, NamedArray):
+            return x
+        target, weight = f"{path_string(keys)}.weight", x.weight
+        rule = table.get(target)
+        if rule is None or EXPERT in (axis.name for axis in weight.axes):
+            return x
+        Layers = next((axis for axis in weight.axes if axis.name == LAYERS), None)
+        if Layers is None:
+            rewritten[target] = (replace(rule, target=f"{target}.array"),)
+            return replace(x, weight=MatrixFirst(weight))
+        # One tensor of the checkpoint has all layers: it cannot be read in pieces of one layer each.
+        if LAYERS not in rule.stacked:
+            return x
+        rewritten[target] = tuple(_layer_rule(rule, n) for n in range(Layers.size))
+        matrix = _abstract_array(tuple(axis for axis in weight.axes if axis != Layers), weight)
+        return replace(x, weight=LayerMatrices((MatrixFirst(matrix),) * Layers.size))
+
+    converted = jax.tree_util.tree_map_with_path(visit, module, is_leaf=lambda x: isinstance(x, Linear | Embedding))
+    read_rules = tuple(new_rule for rule in rules.rules for new_rule in rewritten.get(rule.target, (rule,)))
+    return converted, replace(rules, rules=read_rules)
+
+
+def _layer_rule(rule: WeightRule, layer: int) -> WeightRule:
+    """The weight rule of one layer's matrix."""
+    target = f"{rule.target}.matrices.{layer}.array"
+    return replace(rule, target=target, source=rule.source_at(LAYERS, layer))
+
+
+def _abstract_array(axes: tuple[hax.Axis, ...], like: NamedArray) -> NamedArray:
+    array: Any = jax.ShapeDtypeStruct(tuple(axis.size for axis in axes), like.dtype)
+    return NamedArray(array, axes)

@@ -1,8 +1,8 @@
-"""The adapters in one of our checkpoints: which they are, and whether a model is the one that they were trained on.
+"""Adapters in a checkpoint of `train_lm`, and the check that a model is the base that they were trained on.
 
-A checkpoint of adapters names its base: where it came from, and a digest of each of its arrays. Before the base is
-loaded, its small arrays (norms, biases, whatever is up to `COMPARED_BYTES`) are read and compared with these; of
-another model of the same shape, they differ.
+A checkpoint of adapters records its base model: its source, and a digest of each of its arrays. Before the base is
+loaded, its small arrays (norms, biases, all up to `COMPARED_BYTES`) are read and their digests compared; another model
+of the same shape has different ones.
 """
 
 import json
@@ -24,13 +24,13 @@ from levanter.models.adapters.tree import Adapters
 from levanter.trainer.frozen_identity import FrozenPart, digest_on_host
 
 COMPARED_BYTES = 4 << 20
-"""Arrays of the base up to this size are compared with what a checkpoint says of them, before they are loaded."""
+"""Largest size in bytes of the base's arrays whose digests are compared before loading."""
 _SHOWN = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Saved:
-    """The key of a checkpoint's configuration that describes its adapters."""
+    """The key of a checkpoint's configuration that describes its adapters; parsed from metadata.json."""
 
     adapter: AdapterConfig
 
@@ -41,10 +41,10 @@ class SavedAdapters:
 
     Attributes:
         ref: the checkpoint.
-        part: what it says of the model that they are of.
-        config: how they were made.
-        source: their arrays, by their paths.
-        padded: axes that may be longer here than there.
+        part: the checkpoint's record of the base model.
+        config: the configuration of the adapters.
+        source: their arrays, by path.
+        padded: axes that may be longer in this run than in the checkpoint.
     """
 
     ref: CheckpointRef
@@ -55,7 +55,7 @@ class SavedAdapters:
 
     @property
     def where(self) -> str:
-        """How messages call it."""
+        """The name of the adapters in messages."""
         return self.ref.path
 
     @staticmethod
@@ -64,67 +64,67 @@ class SavedAdapters:
 
         Args:
             ref: the checkpoint.
-            part: what it says of its base.
-            prefix: of the paths of its arrays.
+            part: the checkpoint's record of the base model.
+            prefix: prefix of the paths of its arrays.
 
         Raises:
-            UnreadableCheckpointError: it does not say how they were made.
+            UnreadableCheckpointError: metadata.json has no valid configuration of them.
         """
-        said = ref.metadata.get("config")
-        block = said.get("adapter") if isinstance(said, Mapping) else None
+        run_config = ref.metadata.get("config")
+        block = run_config.get("adapter") if isinstance(run_config, Mapping) else None
         try:
-            found = parse_text(_Saved, json.dumps({"adapter": block}), source=f"{ref.path}/metadata.json").adapter
+            config = parse_text(_Saved, json.dumps({"adapter": block}), source=f"{ref.path}/metadata.json").adapter
         except ConfigError as error:
             raise UnreadableCheckpointError(
                 f"{ref.path}: metadata.json does not describe its adapters: {error}"
             ) from error
-        if not isinstance(found, LoraConfig):
-            raise UnreadableCheckpointError(f"{ref.path}: metadata.json does not say which adapters it has")
-        return SavedAdapters(ref=ref, part=part, config=found, source=CheckpointSource(ref, prefix=prefix))
+        if not isinstance(config, LoraConfig):
+            raise UnreadableCheckpointError(f"{ref.path}: metadata.json does not name a type of adapters")
+        return SavedAdapters(ref=ref, part=part, config=config, source=CheckpointSource(ref, prefix=prefix))
 
     def targets(self, groups: Sequence[TargetGroup]) -> tuple[TargetGroup, ...]:
-        """The groups of a model that it adapts, with their ranks.
+        """The projection groups of a model that the adapters adapt, with their ranks.
 
         Args:
-            groups: all of the model's.
+            groups: all projection groups of the model.
 
         Raises:
-            CheckpointMismatchError: they are not those of the checkpoint.
+            CheckpointMismatchError: the checkpoint has other groups or ranks.
         """
         try:
-            found = find_targets(groups, self.config)
+            target_groups = find_targets(groups, self.config)
         except AdapterError as error:
-            raise CheckpointMismatchError(f"{self.where}: its adapters do not go with the model:\n{error}") from error
-        here, there = {group.path: group.rank for group in found}, dict(self.part.adapters or {})
-        if here != there:
-            others = sorted(here.items() ^ there.items())
+            raise CheckpointMismatchError(f"{self.where}: its adapters do not match the model:\n{error}") from error
+        ranks, saved_ranks = {group.path: group.rank for group in target_groups}, dict(self.part.adapters or {})
+        if ranks != saved_ranks:
+            differing = sorted(ranks.items() ^ saved_ranks.items())
             raise CheckpointMismatchError(
-                f"{self.where}: its adapters are of other projections than the model has: {_some(others)}"
+                f"{self.where}: its adapters belong to other projections than the model has: {_abbreviated(differing)}"
             )
-        return found
+        return target_groups
 
     def tree(self, targets: Sequence[TargetGroup], whole: PyTree = None) -> Adapters:
-        """Its factors and whole copies, without memory.
+        """The factors and full copies, abstract.
 
         Args:
             targets: from `targets`.
-            whole: the part of the model, abstract, of which it has whole copies; None for nothing.
+            whole: the part of the model, abstract, that is trained as full copies; None for none.
         """
         return abstract(lambda part: Adapters.init(targets, self.config, key=jax.random.PRNGKey(0), whole=part), whole)
 
-    def check_base(self, rules: WeightRules, own: Sequence[Leaf], source: TensorSource) -> int:
-        """Compares the small arrays of a model with those that the adapters were trained on.
+    def check_base(self, rules: WeightRules, model_leaves: Sequence[Leaf], source: TensorSource) -> int:
+        """Compares the small arrays of a model with those of the base that the adapters were trained on.
 
         Args:
-            rules: where the model's leaves come from.
-            own: its leaves.
-            source: its tensors.
+            rules: the weight rules of the model's leaves.
+            model_leaves: the model's leaves.
+            source: the model's tensors.
 
         Returns:
-            How many arrays were compared.
+            The number of compared arrays.
 
         Raises:
-            CheckpointMismatchError: some differ; says which, and where both come from.
+            CheckpointMismatchError: some differ; names them and the sources of both models.
         """
         if self.part.dtype is None:
             return 0
@@ -132,30 +132,30 @@ class SavedAdapters:
         table = rules.by_target()
         small = [
             replace(leaf, dtype=dtype)
-            for leaf in own
+            for leaf in model_leaves
             if leaf.path in self.part.digests and leaf.path in table and _size(leaf) * dtype.itemsize <= COMPARED_BYTES
         ]
-        found = {leaf.path: digest_on_host(x) for leaf, x in _read(small, rules, source)}
-        if others := sorted(path for path, digest in found.items() if digest != self.part.digests[path]):
+        digests = {leaf.path: digest_on_host(x) for leaf, x in _read(small, rules, source)}
+        if differing := sorted(path for path, digest in digests.items() if digest != self.part.digests[path]):
             raise CheckpointMismatchError(
-                f"{self.where}: its adapters were trained on another model: {len(others)} of the {len(found)} arrays "
-                f"that were compared differ ({_some(others)}); the one that they were trained on came from "
+                f"{self.where}: its adapters were trained on another model: {len(differing)} of the {len(digests)} "
+                f"compared arrays differ ({_abbreviated(differing)}); the one that they were trained on came from "
                 f"{self.part.origin}"
             )
-        return len(found)
+        return len(digests)
 
 
-def _read(own: Sequence[Leaf], rules: WeightRules, source: TensorSource):
-    """Leaves in the memory of this host, one after another."""
-    for leaf in own:
-        whole = np.zeros(leaf.shape, leaf.dtype)
+def _read(leaves: Sequence[Leaf], rules: WeightRules, source: TensorSource):
+    """Reads whole leaves into host memory, one after another."""
+    for leaf in leaves:
+        array = np.zeros(leaf.shape, leaf.dtype)
         for name, (_, pieces) in rules.sources([leaf]).items():
-            held = next(other for other in rules.spellings(name) if other in source.tensors)
-            values = source.read(held, tuple(slice(0, size) for size in source.tensors[held].shape))
+            stored_name = next(other for other in rules.spellings(name) if other in source.tensors)
+            values = source.read(stored_name, tuple(slice(0, size) for size in source.tensors[stored_name].shape))
             for piece in pieces:
-                # Rounded as it is when it is loaded.
-                piece.read(values.astype(leaf.dtype), whole[tuple(slice(start, stop) for start, stop in piece.box)])
-        yield leaf, whole
+                # Rounded to the dtype of loading first, so that the digest is that of the loaded array.
+                piece.read(values.astype(leaf.dtype), array[tuple(slice(start, stop) for start, stop in piece.box)])
+        yield leaf, array
 
 
 def _size(leaf: Leaf) -> int:
@@ -168,6 +168,6 @@ def _dtype(name: str) -> np.dtype:
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
-def _some(found: Sequence[object]) -> str:
-    more = f", … {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return ", ".join(map(str, found[:_SHOWN])) + more
+def _abbreviated(items: Sequence[object]) -> str:
+    more = f", … {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return ", ".join(map(str, items[:_SHOWN])) + more

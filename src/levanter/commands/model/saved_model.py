@@ -1,8 +1,8 @@
-"""A model in one of our own checkpoints: what a training run writes about it, and how any other run reads it.
+"""The model in a checkpoint of `train_lm`: the metadata that training writes, and how other runs read it.
 
-Besides the arrays, a checkpoint records what they are: the architecture, the number of ids, the tokenizer. So
-`checkpoint_path` needs no `model:` block; if one is given, it must not contradict. The parameters are then read like
-those of any other checkpoint, by slices and straight into their shards; the optimizer state is not read.
+Besides the arrays, a checkpoint records the architecture, the vocabulary size and the tokenizer. So `checkpoint_path`
+needs no `model:` block; a block that is set must not contradict. The parameters are read like those of any other
+checkpoint, in slices and directly into their shards; the optimizer state is not read.
 """
 
 import json
@@ -25,11 +25,11 @@ from levanter.commands.model.saved_adapters import SavedAdapters
 from levanter.commands.model.source import (
     PASSTHROUGH,
     ModelBlock,
+    ModelSource,
     OpenedModel,
-    Origin,
-    find_origin,
-    from_block,
-    merged,
+    merge_architecture,
+    resolve_source,
+    source_from_block,
 )
 from levanter.compat.hf.tokenizer import check_vocabulary
 from levanter.compat.open import load_tokenizer
@@ -41,8 +41,8 @@ from levanter.trainer.frozen_identity import FrozenPart
 from levanter.trainer.state import MODEL
 
 PREFIX = f"{MODEL}."
-_ALSO = ("max_seq_len", "scan_layers")
-"""Fields that do not affect the arithmetic, but the leaves or what the model was trained for."""
+_EXTRA_FIELDS = ("max_seq_len", "scan_layers")
+"""Fields that do not change the arithmetic, but the leaves or the trained context length."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +54,13 @@ class _Saved:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SavedModel:
-    """The model of one of our checkpoints.
+    """The model of a checkpoint of `train_lm`.
 
     Attributes:
         ref: the checkpoint.
         config: its architecture, with `vocab_size`.
-        source: its parameters, by slices.
-        tokenizer_name: the tokenizer that it was trained with.
+        source: its parameters.
+        tokenizer_name: the tokenizer of its training data.
     """
 
     ref: CheckpointRef
@@ -70,7 +70,7 @@ class SavedModel:
 
     @property
     def description(self) -> str:
-        """What it is, in a line: place, family, step, storage, size."""
+        """One line: path, family, step, dtypes, size."""
         kind = type(self.config).get_choice_name(type(self.config))
         stored = " and ".join(sorted({info.dtype.name for info in self.source.tensors.values()}))
         size = sum(info.nbytes for info in self.source.tensors.values()) / 2**20
@@ -96,26 +96,26 @@ class _WithTokenizer(Protocol):
     def tokenizer_name(self) -> str | None: ...
 
 
-def _tokenizer(of: _WithTokenizer) -> Tokenizer:
-    """The tokenizer of the training data; token ids where there was none."""
-    assert of.config.vocab_size is not None
-    if of.tokenizer_name is None or of.tokenizer_name == PASSTHROUGH:
-        return PassthroughTokenizer(of.config.vocab_size)
-    found = load_tokenizer(of.tokenizer_name)
-    check_vocabulary(found, of.config.vocab_size, where=of.description)
-    return found
+def _tokenizer(model: _WithTokenizer) -> Tokenizer:
+    """The tokenizer of the training data; a passthrough of token ids if it had none."""
+    assert model.config.vocab_size is not None
+    if model.tokenizer_name is None or model.tokenizer_name == PASSTHROUGH:
+        return PassthroughTokenizer(model.config.vocab_size)
+    tokenizer = load_tokenizer(model.tokenizer_name)
+    check_vocabulary(tokenizer, model.config.vocab_size, where=model.description)
+    return tokenizer
 
 
 def model_metadata(model: LmConfig, *, tokenizer: str | None) -> dict[str, Any]:
-    """What a training run writes with its arrays, so that the model can be read without the run's configuration.
+    """The metadata that a training run writes, so that the model can be read without the run's configuration.
 
     Args:
         model: the architecture, with `vocab_size`.
-        tokenizer: of the training data.
+        tokenizer: tokenizer of the training data.
     """
     assert model.vocab_size is not None
     fields = plain(model)
-    names = (*family_for_config(type(model)).architecture_fields, *_ALSO)
+    names = (*family_for_config(type(model)).architecture_fields, *_EXTRA_FIELDS)
     return {
         "model": {"type": fields["type"], **{name: fields[name] for name in names if name in fields}},
         "tokenizer": tokenizer,
@@ -126,17 +126,15 @@ def open_saved(path: str) -> SavedModel:
     """The model of a checkpoint, or of the newest one in a folder of them.
 
     Raises:
-        MissingCheckpointError: there is none.
-        UnreadableCheckpointError: it is damaged, or does not describe a model.
+        MissingCheckpointError: there is no checkpoint.
+        UnreadableCheckpointError: the checkpoint is damaged or does not describe a model.
     """
     ref = checkpoint_at(path)
     if not any(name.startswith(PREFIX) for name in ref.leaves):
         raise UnreadableCheckpointError(f"{ref.path}: contains no model parameters (leaves {PREFIX}…)")
     part = FrozenPart.of(ref)
     if part is not None and part.adapters is not None:
-        raise UnreadableCheckpointError(
-            f"{ref.path}: contains adapters and no model; the model that they are of came from {part.origin}"
-        )
+        raise UnreadableCheckpointError(f"{ref.path}: contains only adapters; their base model came from {part.origin}")
     if part is not None:
         raise UnreadableCheckpointError(
             f"{ref.path}: contains only the trained part of the model ({', '.join(part.patterns)}); the "
@@ -153,7 +151,7 @@ def open_saved(path: str) -> SavedModel:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Base:
-    """The model that adapters are of, with the tokenizer of their training data."""
+    """The base model of adapters, with the tokenizer of their training data."""
 
     base: OpenedModel
     config: LmConfig
@@ -168,68 +166,70 @@ class _Base:
         return self.base.tokenizer() if self.tokenizer_name is None else _tokenizer(self)
 
 
-def _adapted(ref: CheckpointRef, part: FrozenPart, model: ModelBlock | None) -> Origin:
-    """The model that the adapters of a checkpoint are of, with them beside it."""
+def _resolve_adapter_source(ref: CheckpointRef, part: FrozenPart, model: ModelBlock | None) -> ModelSource:
+    """The base model of a checkpoint of adapters, together with the adapters."""
     adapters = SavedAdapters.of(ref, part, prefix=PREFIX)
     config, where = _architecture(ref), f"{ref.path}/metadata.json"
-    said = ref.metadata["config"]
-    reference, begun = _begun(said)
+    run_config = ref.metadata["config"]
+    reference, base_checkpoint = _base_checkpoint(run_config)
     if reference is not None:
-        origin = find_origin(reference, None)
-    elif begun is not None:
-        origin = find_saved(begun, None)
+        origin = resolve_source(reference, None)
+    elif base_checkpoint is not None:
+        origin = resolve_saved_source(base_checkpoint, None)
     else:
         raise UnreadableCheckpointError(
-            f"{ref.path}: contains adapters of a model that was made from the seed, which is in no checkpoint; train "
-            "them on one that is (hf_checkpoint, initialize_model_from_checkpoint_path)"
+            f"{ref.path}: contains adapters of a model that was initialized from a seed and is in no checkpoint; train "
+            "adapters on a checkpoint (hf_checkpoint, initialize_model_from_checkpoint_path)"
         )
-    keys = {*family_for_config(type(config)).architecture_fields, *_ALSO} & {each.name for each in fields(config)}
-    own = merged(ModelBlock(config=config, keys=frozenset(keys)), origin.architecture, where=where)
+    keys = {*family_for_config(type(config)).architecture_fields, *_EXTRA_FIELDS} & {
+        field.name for field in fields(config)
+    }
+    architecture = merge_architecture(ModelBlock(config=config, keys=frozenset(keys)), origin.architecture, where=where)
     description = f"{origin.description}, with the adapters of {ref.path} (step {ref.step})"
-    named = ref.metadata.get("tokenizer")
+    tokenizer_name = ref.metadata.get("tokenizer")
     opened = origin.checkpoint
     if opened is not None:
-        opened = _Base(base=opened, config=own, description=description, tokenizer_name=named)
+        opened = _Base(base=opened, config=architecture, description=description, tokenizer_name=tokenizer_name)
     return replace(
         origin,
-        reference=named or origin.reference,
+        reference=tokenizer_name or origin.reference,
         checkpoint=opened,
-        architecture=merged(model, own, where=where),
+        architecture=merge_architecture(model, architecture, where=where),
         description=description,
         checks=(*origin.checks, Check(name="model", status="ok", message=description)),
         adapters=replace(adapters, padded=("vocab",)),
     )
 
 
-def _begun(config: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """The Hugging Face files that a run began from, or its checkpoint of ours."""
-    named = config.get("hf_checkpoint") or config.get("initialize_from_hf")
-    if named is True:
+def _base_checkpoint(config: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """The Hugging Face files, or the checkpoint of `train_lm`, that a run was initialized from."""
+    reference = config.get("hf_checkpoint") or config.get("initialize_from_hf")
+    if reference is True:
         block = config.get("model")
-        named = block.get("reference_checkpoint") if isinstance(block, Mapping) else None
-    begun = config.get("initialize_model_from_checkpoint_path")
-    return (named if isinstance(named, str) else None), (begun if isinstance(begun, str) else None)
+        reference = block.get("reference_checkpoint") if isinstance(block, Mapping) else None
+    checkpoint = config.get("initialize_model_from_checkpoint_path")
+    return (reference if isinstance(reference, str) else None), (checkpoint if isinstance(checkpoint, str) else None)
 
 
 def _architecture(ref: CheckpointRef) -> LmConfig:
     block = ref.metadata.get("model")
     if not isinstance(block, Mapping):
         raise UnreadableCheckpointError(
-            f"{ref.path}: its metadata.json does not say which model it is; checkpoints of train_lm do (`model`)"
+            f"{ref.path}: its metadata.json has no key `model`, which checkpoints of train_lm have"
         )
     try:
-        found = parse_text(_Saved, json.dumps({"model": dict(block)}), source=f"{ref.path}/metadata.json").model
+        config = parse_text(_Saved, json.dumps({"model": dict(block)}), source=f"{ref.path}/metadata.json").model
     except ConfigError as error:
         raise UnreadableCheckpointError(
             f"{ref.path}: metadata.json does not describe one of our models: {error}"
         ) from error
-    if found.vocab_size is None:
+    if config.vocab_size is None:
         raise UnreadableCheckpointError(f"{ref.path}: metadata.json lacks model.vocab_size")
-    return found
+    return config
 
 
-def find_saved(path: str, model: ModelBlock | None, *, key: str = "checkpoint_path") -> Origin:
-    """What can be known here about the model of a checkpoint; see `find_origin`.
+def resolve_saved_source(path: str, model: ModelBlock | None, *, key: str = "checkpoint_path") -> ModelSource:
+    """Resolves the model of a checkpoint of `train_lm`; see `resolve_source`.
 
     Args:
         path: a checkpoint, or a folder of them.
@@ -237,27 +237,27 @@ def find_saved(path: str, model: ModelBlock | None, *, key: str = "checkpoint_pa
         key: the config key of the path.
 
     Raises:
-        UnreadableCheckpointError: it is damaged.
-        UnknownArchitectureError: it is absent, and there is no complete `model:` block.
+        UnreadableCheckpointError: the checkpoint is damaged.
+        UnknownArchitectureError: the checkpoint is absent, and there is no complete `model:` block.
         ConfigMismatchError: the block contradicts its architecture.
     """
     try:
         ref = checkpoint_at(path)
         part = FrozenPart.of(ref)
         if part is not None and part.adapters is not None:
-            return _adapted(ref, part, model)
-        found = open_saved(path)
+            return _resolve_adapter_source(ref, part, model)
+        saved = open_saved(path)
     except MissingCheckpointError as error:
-        return from_block(path, model, MissingCheckpointError(f"{key}: {error}"), rules=same_names, padded=True)
-    where = f"{found.ref.path}/metadata.json"
-    (stored, *_) = (info.dtype for info in found.source.tensors.values() if info.dtype.kind not in "iub")
-    return Origin(
-        reference=found.tokenizer_name,
-        checkpoint=found,
-        architecture=merged(model, found.config, where=where),
-        description=found.description,
+        return source_from_block(path, model, MissingCheckpointError(f"{key}: {error}"), rules=same_names, padded=True)
+    where = f"{saved.ref.path}/metadata.json"
+    (stored, *_) = (info.dtype for info in saved.source.tensors.values() if info.dtype.kind not in "iub")
+    return ModelSource(
+        reference=saved.tokenizer_name,
+        checkpoint=saved,
+        architecture=merge_architecture(model, saved.config, where=where),
+        description=saved.description,
         stored=np.dtype(stored),
-        checks=(Check(name="model", status="ok", message=found.description),),
+        checks=(Check(name="model", status="ok", message=saved.description),),
         rules=same_names,
         padded=True,
     )

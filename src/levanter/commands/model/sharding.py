@@ -1,7 +1,7 @@
-"""From an architecture on a resolved mesh to plans: activations, and the loading of weights.
+"""Mesh, activations and weight loading of a model: planning, and loading itself.
 
-Runs that train and runs that read a pretrained model share this; each plans the placement of parameters itself, since a
-training run holds more than parameters.
+Shared by runs that train and runs that read a pretrained model. Each plans the sharding of parameters itself, since a
+training run also holds optimizer state.
 """
 
 import logging
@@ -24,7 +24,7 @@ from haliax_ext.planner import ShardingPlan
 from haliax_ext.rules import WeightMismatchError, WeightRules
 from haliax_ext.sources import TensorSource
 from levanter.commands.cli.consistency import require_same_weights
-from levanter.commands.model.source import Origin
+from levanter.commands.model.source import ModelSource
 from levanter.commands.model.with_adapter import Adapter, WithAdapter
 from levanter.distributed.barrier import barrier
 from levanter.distributed.compile_barrier import jit_together
@@ -39,7 +39,7 @@ from levanter.plan.context_parallel_cost import context_parallel_cost
 from levanter.runplan import Check, Target
 
 
-def resolved_on(
+def resolve_mesh(
     target: Target,
     mesh: MeshConfig,
     model: LmConfig,
@@ -49,19 +49,19 @@ def resolved_on(
     precision: Precision,
     backward: bool,
 ) -> ResolvedMesh:
-    """The mesh and the mappings of a model on the devices of a run.
+    """Resolves the mesh and the mappings of a model on the devices of a run.
 
     Args:
         target: the devices.
-        mesh: what the user wrote.
+        mesh: the user's mesh configuration.
         model: the architecture.
-        vocab: ids that it tells apart.
+        vocab: vocabulary size.
         positions: tokens in a sequence.
-        precision: of the run.
-        backward: whether gradients are made.
+        precision: dtype policy of the run.
+        backward: whether gradients are computed.
 
     Raises:
-        ShardingError: everything that is wrong with sizes and names, together.
+        ShardingError: lists all problems of sizes and names.
     """
     itemsize = np.dtype(precision.compute).itemsize
     return resolve(
@@ -77,12 +77,12 @@ def resolved_on(
 def vocabulary_axis(vocab: int, resolved: ResolvedMesh) -> hax.Axis:
     """The rows of embedding and head, rounded up to a multiple of their shards under parameter and compute mapping."""
     mappings = resolved.mappings
-    cuts = [resolved.spec.ways(mapping.mesh_axes("vocab")) for mapping in (mappings.params, mappings.compute)]
-    unit = math.lcm(*cuts)
+    shards = [resolved.spec.ways(mapping.mesh_axes("vocab")) for mapping in (mappings.params, mappings.compute)]
+    unit = math.lcm(*shards)
     return hax.Axis("vocab", -(-vocab // unit) * unit)
 
 
-def planned_activations(
+def plan_activation_sharding(
     model: LmConfig,
     resolved: ResolvedMesh,
     *,
@@ -92,16 +92,16 @@ def planned_activations(
     precision: Precision,
     chunk: int | None = None,
 ) -> ShardingPlan:
-    """Where the named activations of a forward pass with chunked scoring go.
+    """Plans the sharding of the named activations of a forward pass with chunked scoring.
 
     Args:
         model: the architecture.
         resolved: mesh and mappings.
-        rows: sequences at once, over all devices.
+        rows: sequences per batch, over all devices.
         positions: tokens per sequence.
         Vocab: rows of the head.
         precision: the dtype policy.
-        chunk: positions scored at a time; scoring's own choice by default.
+        chunk: positions whose logits are computed at a time; default that of scoring.
     """
     batch, mapping = (resolved.batch_axis, rows), resolved.mappings.compute
     chunk = chunk or planned_chunk(model, batch=batch, vocab=Vocab.size, mapping=mapping, mesh=resolved.spec)
@@ -111,8 +111,8 @@ def planned_activations(
     return plan_activations(named, resolved.mappings, resolved.spec)
 
 
-def planned_loading(
-    origin: Origin,
+def plan_weight_loading(
+    origin: ModelSource,
     model: LmConfig,
     Vocab: hax.Axis,
     parameters: ShardingPlan,
@@ -122,22 +122,22 @@ def planned_loading(
     rules: WeightRules | None = None,
     adapter: Adapter | None = None,
 ) -> tuple[LoadPlan | None, list[Check]]:
-    """Which bytes of a checkpoint each host reads; an absent one is taken to hold what the rules expect.
+    """Plans which bytes of a checkpoint each host reads; an unavailable one is assumed to match the rules.
 
     Args:
-        origin: where the weights come from.
+        origin: the source of the weights.
         model: the architecture, with `vocab_size`.
         Vocab: rows of the embedding, which may be more.
-        parameters: where they go.
+        parameters: their sharding.
         target: the devices.
-        memory_bytes: host memory for reading; None for the default.
-        rules: where the leaves come from, if that is not what the origin says.
-        adapter: whose tensors are loaded too; None for none.
+        memory_bytes: host memory for read buffers; None for the default.
+        rules: the weight rules, if they are not those of the source.
+        adapter: an adapter whose tensors are also loaded; None for none.
 
     Returns:
         The plan, or None and a check that lists the weights that do not match.
     """
-    leaves = [each.leaf for each in parameters.leaves]
+    leaves = [planned.leaf for planned in parameters.leaves]
     rules = origin.weight_rules(model, Vocab, leaves) if rules is None else rules
     source = (
         ExpectedSource.of(rules, leaves, dtype=origin.stored) if origin.checkpoint is None else origin.checkpoint.source
@@ -154,11 +154,11 @@ def planned_loading(
 logger = logging.getLogger(__name__)
 
 SHOWN = 5
-"""Tensors that an error lists."""
+"""Number of tensors that an error lists."""
 
 
 class NonFiniteWeightsError(ValueError):
-    """Weights are NaN or infinite; the message says how many, and where the first of them are."""
+    """Weights are NaN or infinite; the message has their number and the first arrays."""
 
 
 def load_weights(
@@ -174,40 +174,43 @@ def load_weights(
     """Streams weights into their final shards, with progress over all of them.
 
     Args:
-        plan: which bytes each host reads.
-        parameters: where they go.
-        source: the checkpoint, compared between processes first.
+        plan: the bytes that each host reads.
+        parameters: the sharding of the weights.
+        source: the checkpoint, which is first compared between processes.
         mesh: the devices.
         show: whether progress is shown.
-        memory_bytes: host memory for reading; None for the default.
+        memory_bytes: host memory for read buffers; None for the default.
         allow_nonfinite: whether weights that are NaN or infinite only cause a warning.
 
     Raises:
-        NonFiniteWeightsError: there are some.
+        NonFiniteWeightsError: some weights are not finite.
     """
     require_same_weights(source)
     barrier("loading weights")
+    # A plan for one host has one entry, also where several processes read the same bytes.
     total = plan.bytes_by_host[jax.process_index() if plan.num_hosts > 1 else 0]
     with Progress("loading weights", total=total, unit="bytes", show=show) as progress:
 
-        def tell(at: LoadProgress) -> None:
+        def report_progress(at: LoadProgress) -> None:
             where = at.path if at.layer is None else f"{at.path}, layer {at.layer}"
             progress.advance_to(at.bytes_done, note=f"{where}; {at.network}" if at.network else where)
 
-        loaded = load(plan, parameters, source, mesh, memory_bytes=memory_bytes, jit=jit_together, progress=tell)
+        loaded = load(
+            plan, parameters, source, mesh, memory_bytes=memory_bytes, jit=jit_together, progress=report_progress
+        )
     if loaded.report.not_finite:
-        said = _said_of(loaded.report.not_finite)
+        message = _nonfinite_message(loaded.report.not_finite)
         if not allow_nonfinite:
             raise NonFiniteWeightsError(
-                f"{said}\n  → the checkpoint is damaged, or its training diverged; use another one, or a wider "
+                f"{message}\n  → the checkpoint is damaged, or its training diverged; use another one, or a wider "
                 "trainer.mp if they overflow, or set trainer.allow_nonfinite: true to continue with them"
             )
-        logger.warning("%s; continuing with them (trainer.allow_nonfinite)", said)
+        logger.warning("%s; continuing with them (trainer.allow_nonfinite)", message)
     return loaded
 
 
-def _said_of(found: Sequence[NotFinite]) -> str:
-    count, leaves = sum(each.count for each in found), len({each.path for each in found})
-    lines = "".join(f"\n  {each}" for each in found[:SHOWN])
-    more = f"\n  and {len(found) - SHOWN} more tensors" if len(found) > SHOWN else ""
-    return f"{count:,} weights in {leaves} arrays are not finite, the first of them in{lines}{more}"
+def _nonfinite_message(tensors: Sequence[NotFinite]) -> str:
+    count, leaves = sum(tensor.count for tensor in tensors), len({tensor.path for tensor in tensors})
+    lines = "".join(f"\n  {tensor}" for tensor in tensors[:SHOWN])
+    more = f"\n  and {len(tensors) - SHOWN} more tensors" if len(tensors) > SHOWN else ""
+    return f"{count:,} weights in {leaves} arrays are not finite; the first are in{lines}{more}"

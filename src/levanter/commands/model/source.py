@@ -1,8 +1,7 @@
-"""Where a model comes from, as far as is known here: a run needs the complete checkpoint, planning only its shapes.
+"""The source of a model: its checkpoint, its config.json alone, or a complete `model:` block, in this order.
 
-Sources, in this order: the checkpoint (config, index, headers); its config.json alone; a complete `model:` block. What
-is absent or unreachable becomes a check of status `unchecked`, with the error that a run raises. What exists and is
-broken is an error in both.
+A run needs the complete checkpoint, a plan only its shapes. An absent or unreachable file becomes a check of status
+`unchecked` with the error that a run raises; a file that exists and is broken is an error in both.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +28,7 @@ from levanter.runplan import Check
 
 PASSTHROUGH = "passthrough"
 DEFAULT_STORED = "bfloat16"
-"""The dtype that weights are assumed to be stored in if nothing says."""
+"""Assumed dtype of stored weights if the config has none."""
 _STORED = {"float32": "float32", "float": "float32", "float16": "float16", "half": "float16", "bfloat16": "bfloat16"}
 _SIZES = ("hidden_dim", "intermediate_dim", "num_layers", "num_heads", "num_kv_heads")
 
@@ -41,20 +40,20 @@ def _none(weight: str) -> bool:
 
 
 class UnknownArchitectureError(ValueError):
-    """Nothing that is readable here gives the model's architecture."""
+    """No file that is readable on this machine defines the model's architecture."""
 
 
 class OpenedModel(Protocol):
-    """An open checkpoint, whoever wrote it."""
+    """An open checkpoint of any format."""
 
     @property
     def source(self) -> TensorSource:
-        """The weights, by slices."""
+        """The weights."""
         ...
 
     @property
     def description(self) -> str:
-        """What it is, in a line."""
+        """One line that describes it."""
         ...
 
     def tokenizer(self) -> Tokenizer:
@@ -63,20 +62,20 @@ class OpenedModel(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Origin:
-    """A model's origin.
+class ModelSource:
+    """Where a model comes from, as far as it is known on this machine.
 
     Attributes:
-        reference: as the config names it; None if it names none.
-        checkpoint: the open checkpoint; None if it is not available here.
-        architecture: its config, with the user's choices of how to run it.
-        description: what it is, in a line.
-        stored: the dtype that weights are stored in, or assumed to be.
-        checks: those made so far.
-        is_int8: of a weight's name in the checkpoint, whether it is stored as 8-bit integers and scales.
-        rules: leaves → where they come from, if that is not the model family's table of Hugging Face names.
-        padded: whether the vocabulary's rows are rounded up to a multiple of their shards, as in training.
-        adapters: those of one of our checkpoints, which this is the base of; None for none.
+        reference: the name in the config; None if it names none.
+        checkpoint: the open checkpoint; None if it is unavailable on this machine.
+        architecture: its config, with the user's runtime settings.
+        description: one line that describes it.
+        stored: dtype of the stored weights, or the assumed one.
+        checks: the checks so far.
+        is_int8: weight name in the checkpoint → whether it is stored as 8-bit integers and scales.
+        rules: leaves → weight rules, if they are not the model family's table of Hugging Face names.
+        padded: whether vocabulary rows are rounded up to a multiple of their shards, as in training.
+        adapters: adapters of a checkpoint of `train_lm` whose base this is; None for none.
     """
 
     reference: str | None
@@ -92,18 +91,18 @@ class Origin:
 
     @property
     def has_int8(self) -> bool:
-        """Whether some weights are stored as 8-bit integers, as far as is known here."""
+        """Whether some weights are stored as 8-bit integers, as far as it is known on this machine."""
         if self.checkpoint is None:
             return self.is_int8 is not _none
         return any(self.is_int8(name) for name in self.checkpoint.source.tensors)
 
     def weight_rules(self, config: LmConfig, Vocab: hax.Axis, leaves: Sequence[Leaf]) -> WeightRules:
-        """Where each leaf of the model comes from.
+        """The weight rules of the model's leaves.
 
         Args:
             config: the architecture, with `vocab_size`.
-            Vocab: rows of the embedding, which may be more.
-            leaves: the model's.
+            Vocab: rows of the embedding, at least `vocab_size`.
+            leaves: leaves of the model.
         """
         if self.rules is None:
             return config.weight_rules(Vocab)
@@ -116,7 +115,7 @@ class ModelBlock:
 
     Attributes:
         config: the resolved block, defaults included.
-        keys: the keys written in it.
+        keys: the keys that the user set.
     """
 
     config: LmConfig
@@ -128,49 +127,53 @@ class ModelBlock:
         return None if config is None else cls(config=config, keys=written.below("model"))
 
 
-def find_origin(
+def resolve_source(
     reference: str | None,
     model: ModelBlock | None,
     *,
     allow_pickle: bool = False,
     block_is_whole: bool = False,
     block_yields: bool = False,
-) -> Origin:
-    """Finds out what can be known about a model here.
+) -> ModelSource:
+    """Resolves the source of a model from the files that are readable on this machine.
 
     Args:
         reference: Hugging Face files: a folder, a hub id, a URL, a .gguf file.
-        model: the architecture as the config has it; it must agree with the checkpoint.
+        model: the `model:` block, which must agree with the checkpoint.
         allow_pickle: accepts pickled weights (never needed for safetensors).
         block_is_whole: whether the defaults of `model` count as explicit.
-        block_yields: whether the checkpoint wins if `model` contradicts its architecture.
+        block_yields: whether the checkpoint takes precedence if `model` contradicts its architecture.
 
     Raises:
         CheckpointError: the checkpoint is broken or incomplete.
-        UnknownArchitectureError: neither a config.json nor a complete `model:` block.
+        UnknownArchitectureError: there is neither a config.json nor a complete `model:` block.
     """
     if not reference:
-        nothing = UnknownArchitectureError("no model is named; give hf_checkpoint")
-        return from_block(None, model, nothing, block_is_whole=block_is_whole)
+        nothing = UnknownArchitectureError("no model is named; set hf_checkpoint")
+        return source_from_block(None, model, nothing, block_is_whole=block_is_whole)
     try:
+        # Reads the config, the index and the headers, no weights.
         checkpoint = open_checkpoint(reference, allow_pickle=allow_pickle)
     except (UnreachableError, MissingCheckpointFileError) as error:
-        if _holds_weights(reference):
+        if _has_weight_files(reference):
             raise
-        return _without_weights(reference, model, error, block_is_whole)
+        return _source_without_weights(reference, model, error, block_is_whole)
     architecture, replaced = None, []
     if block_yields and model is not None:
-        architecture, replaced = yielding(model, checkpoint.config, where=checkpoint.where)
-    return Origin(
+        architecture, replaced = merge_with_checkpoint_priority(model, checkpoint.config, where=checkpoint.where)
+    return ModelSource(
         reference=reference,
         checkpoint=checkpoint,
         architecture=architecture
-        or merged(model, checkpoint.config, where=checkpoint.where, block_is_whole=block_is_whole),
+        or merge_architecture(model, checkpoint.config, where=checkpoint.where, block_is_whole=block_is_whole),
         description=checkpoint.description,
         stored=_stored(checkpoint.document),
         checks=(
             Check(name="model", status="ok", message=checkpoint.description),
-            *(Check(name="model", status="note", message=f"not reached: {each}") for each in checkpoint.passed_over),
+            *(
+                Check(name="model", status="note", message=f"not reached: {source}")
+                for source in checkpoint.passed_over
+            ),
             *(Check(name="model", status="note", message=str(finding)) for finding in checkpoint.findings),
             *replaced,
         ),
@@ -178,54 +181,58 @@ def find_origin(
     )
 
 
-def yielding(model: ModelBlock, own: LmConfig, *, where: str) -> tuple[LmConfig, list[Check]]:
-    """The checkpoint's architecture whatever the block says, with the block's choices of how to run it.
+def merge_with_checkpoint_priority(
+    model: ModelBlock, checkpoint_config: LmConfig, *, where: str
+) -> tuple[LmConfig, list[Check]]:
+    """The checkpoint's architecture, even if the block contradicts it, with the block's runtime settings.
 
     Returns:
         The config, and a note if the block contradicted it.
     """
     try:
-        return merged(model, own, where=where), []
+        return merge_architecture(model, checkpoint_config, where=where), []
     except CheckpointError as error:
-        free = model.keys - set(family_for_config(type(own)).architecture_fields)
-        # A block of another family has other fields.
-        shared = {field.name for field in fields(own)}
-        config = replace(own, **{key: getattr(model.config, key) for key in sorted(free & shared)})
-        message = f"the checkpoint's architecture is used, whatever the block says: {error}"
+        free = model.keys - set(family_for_config(type(checkpoint_config)).architecture_fields)
+        # A block of another family has fields that this one lacks.
+        shared = {field.name for field in fields(checkpoint_config)}
+        config = replace(checkpoint_config, **{key: getattr(model.config, key) for key in sorted(free & shared)})
+        message = f"the checkpoint's architecture is used instead of the block: {error}"
         return config, [Check(name="model block", status="note", message=message)]
 
 
-def merged(model: ModelBlock | None, own: LmConfig, *, where: str, block_is_whole: bool = False) -> LmConfig:
-    """The checkpoint's architecture with the user's choices of how to run it (backend, blocks, lengths).
+def merge_architecture(
+    model: ModelBlock | None, checkpoint_config: LmConfig, *, where: str, block_is_whole: bool = False
+) -> LmConfig:
+    """The checkpoint's architecture with the user's runtime settings (backend, blocks, lengths).
 
     Args:
-        model: the block; keys that are not written are taken from the checkpoint.
-        own: the checkpoint's.
+        model: the block; keys that the user did not set are taken from the checkpoint.
+        checkpoint_config: the checkpoint's architecture.
         where: the name of its config in messages.
-        block_is_whole: whether keys that are not written in the block count as well.
+        block_is_whole: whether the block's defaults count as explicit.
 
     Raises:
         ConfigMismatchError: the block contradicts the checkpoint's architecture.
     """
     if model is None:
-        return own
+        return checkpoint_config
     block = {key: value for key, value in plain(model.config).items() if key in model.keys or key == "type"}
     if block_is_whole:
-        check_model_block({**plain(model.config), **block}, own, where=where)
-        return replace(model.config, vocab_size=own.vocab_size)
-    check_model_block(block, own, where=where)
-    free = model.keys - set(family_for_config(type(own)).architecture_fields)
-    return replace(own, **{key: getattr(model.config, key) for key in sorted(free)})
+        check_model_block({**plain(model.config), **block}, checkpoint_config, where=where)
+        return replace(model.config, vocab_size=checkpoint_config.vocab_size)
+    check_model_block(block, checkpoint_config, where=where)
+    free = model.keys - set(family_for_config(type(checkpoint_config)).architecture_fields)
+    return replace(checkpoint_config, **{key: getattr(model.config, key) for key in sorted(free)})
 
 
-def _lacking(model: ModelBlock) -> list[str]:
-    """Sizes that the block leaves open. If a family's default is 0, the size follows from others (as in GPT-2)."""
+def _missing_sizes(model: ModelBlock) -> list[str]:
+    """Sizes that the block does not set. A size with default 0 is derived from others (as in GPT-2)."""
     defaults = {field.name: field.default for field in fields(model.config)}
     return [size for size in _SIZES if size not in model.keys and defaults.get(size, 0) != 0]
 
 
-def _holds_weights(reference: str) -> bool:
-    """Whether some weights exist: an incomplete checkpoint is broken, not absent."""
+def _has_weight_files(reference: str) -> bool:
+    """Whether some weight files exist: an incomplete checkpoint is an error, not an absent one."""
     try:
         files = locate_first(reference).repository.files
     except CheckpointError:
@@ -233,31 +240,33 @@ def _holds_weights(reference: str) -> bool:
     return any(file.endswith(".safetensors") for file in files)
 
 
-def _without_weights(reference: str, model: ModelBlock | None, error: CheckpointError, block_is_whole: bool) -> Origin:
+def _source_without_weights(
+    reference: str, model: ModelBlock | None, error: CheckpointError, block_is_whole: bool
+) -> ModelSource:
     try:
         document = hf_config(reference)
     except (UnreachableError, MissingCheckpointFileError):
-        return from_block(reference, model, error, block_is_whole=block_is_whole)
+        return source_from_block(reference, model, error, block_is_whole=block_is_whole)
     where = f"{reference}/config.json"
     document, int8 = int8_format(document, where=where)
     bridged = read_config(document, where=where)
     stored = _stored(document)
-    return Origin(
+    return ModelSource(
         reference=reference,
         checkpoint=None,
-        architecture=merged(model, bridged.config, where=where, block_is_whole=block_is_whole),
+        architecture=merge_architecture(model, bridged.config, where=where, block_is_whole=block_is_whole),
         description=f"{where} ({bridged.kind.model_type}, without its weights)",
         stored=stored,
         checks=(
             Check(name="model", status="ok", message=f"{where} ({bridged.kind.model_type})"),
             *(Check(name="model", status="note", message=str(finding)) for finding in bridged.findings),
-            _absent(error, stored),
+            _unavailable_check(error, stored),
         ),
         is_int8=_none if int8 is None else int8.covers,
     )
 
 
-def from_block(
+def source_from_block(
     reference: str | None,
     model: ModelBlock | None,
     error: ValueError,
@@ -265,21 +274,21 @@ def from_block(
     block_is_whole: bool = False,
     rules: Callable[..., WeightRules] | None = None,
     padded: bool = False,
-) -> Origin:
-    """A model of which only the `model:` block is available.
+) -> ModelSource:
+    """The source of a model of which only the `model:` block is available.
 
     Args:
-        reference: as the config names it.
+        reference: the name in the config.
         model: the block.
-        error: why there is no checkpoint; what a run raises.
-        block_is_whole, rules, padded: see `find_origin` and `Origin`.
+        error: why there is no checkpoint; a run raises it.
+        block_is_whole, rules, padded: see `resolve_source` and `ModelSource`.
 
     Raises:
         UnknownArchitectureError: the block is incomplete.
     """
-    lacking = [] if model is None or block_is_whole else _lacking(model)
-    if model is None or lacking:
-        block = "there is no model: block" if model is None else f"model: does not give {', '.join(lacking)}"
+    missing = [] if model is None or block_is_whole else _missing_sizes(model)
+    if model is None or missing:
+        block = "there is no model: block" if model is None else f"model: does not set {', '.join(missing)}"
         raise UnknownArchitectureError(
             f"{error}\nthe model's architecture is unknown without it: {block}\n"
             "  → to run it, make the checkpoint available; to plan it, a folder with its config.json or a complete "
@@ -287,7 +296,7 @@ def from_block(
         ) from error
     kind = type(model.config).get_choice_name(type(model.config))
     stored = np.dtype(_named(DEFAULT_STORED))
-    return Origin(
+    return ModelSource(
         reference=reference,
         checkpoint=None,
         architecture=model.config,
@@ -295,14 +304,14 @@ def from_block(
         stored=stored,
         checks=(
             Check(name="model", status="ok", message=f"{kind}, from the model: block"),
-            _absent(error, stored),
+            _unavailable_check(error, stored),
         ),
         rules=rules,
         padded=padded,
     )
 
 
-def _absent(error: ValueError, stored: np.dtype) -> Check:
+def _unavailable_check(error: ValueError, stored: np.dtype) -> Check:
     reason = str(error).splitlines()[0]
     return Check(
         name="weights",
@@ -324,13 +333,15 @@ def _named(name: str) -> Any:
     return ml_dtypes.bfloat16 if name == "bfloat16" else name
 
 
-def find_tokenizer(named: str | None, *, origin: Origin | None, size: int | None) -> tuple[Tokenizer | None, Check]:
-    """The tokenizer of a run, if it is available here.
+def find_tokenizer(
+    named: str | None, *, origin: ModelSource | None, size: int | None
+) -> tuple[Tokenizer | None, Check]:
+    """The tokenizer of a run, if it is available on this machine.
 
     Args:
-        named: the tokenizer; None for the checkpoint's own.
-        origin: the checkpoint.
-        size: ids that the model has embeddings for, if known.
+        named: the configured tokenizer; None for the checkpoint's own.
+        origin: the source of the model.
+        size: vocabulary size of the model, if known.
 
     Raises:
         CheckpointError: it exists but cannot be read, or has more ids than the model has embeddings.
@@ -338,31 +349,31 @@ def find_tokenizer(named: str | None, *, origin: Origin | None, size: int | None
     reference = named or (None if origin is None else origin.reference)
     try:
         if named == PASSTHROUGH and size is not None:
-            found: Tokenizer = PassthroughTokenizer(size)
+            tokenizer: Tokenizer = PassthroughTokenizer(size)
         elif named is None and origin is not None and origin.checkpoint is not None:
-            found = origin.checkpoint.tokenizer()
+            tokenizer = origin.checkpoint.tokenizer()
         elif reference is None or reference == PASSTHROUGH:
             raise MissingCheckpointFileError("tokenizer", "none is named, and there is no checkpoint to take it from")
         else:
-            found = load_tokenizer(reference)
+            tokenizer = load_tokenizer(reference)
             if size is not None:
-                check_vocabulary(found, size, where="model" if origin is None else origin.description)
+                check_vocabulary(tokenizer, size, where="model" if origin is None else origin.description)
     except (UnreachableError, MissingCheckpointFileError) as error:
         reason = str(error).splitlines()[0]
         return None, Check(name="tokenizer", status="unchecked", message=reason, error=error)
-    return found, Check(name="tokenizer", status="ok", message=f"{found.name}, {found.vocab_size} ids")
+    return tokenizer, Check(name="tokenizer", status="ok", message=f"{tokenizer.name}, {tokenizer.vocab_size} ids")
 
 
 def vocabulary(model: LmConfig, *, tokenizer: Tokenizer | None, names: tuple[str | None, ...]) -> tuple[int, str]:
-    """How many ids the model has, and how that is known.
+    """The vocabulary size of the model, and how it is known.
 
     Args:
         model: the architecture; its own size (config.json's, `model.vocab_size`) comes first.
-        tokenizer: the tokenizer, if it is available here.
-        names: of tokenizers and checkpoints whose size may be well known.
+        tokenizer: the tokenizer, if it is available on this machine.
+        names: names of tokenizers and checkpoints whose vocabulary size may be known.
 
     Raises:
-        ValueError: nothing gives it.
+        ValueError: no source defines it.
     """
     if model.vocab_size is not None:
         return model.vocab_size, "as configured"
@@ -373,6 +384,6 @@ def vocabulary(model: LmConfig, *, tokenizer: Tokenizer | None, names: tuple[str
             return size, f"the known size of {name}"
     tried = ", ".join(dict.fromkeys(filter(None, names))) or "none is named"
     raise ValueError(
-        "the vocabulary size is unknown: no config.json, no model.vocab_size, no tokenizer that can be read "
-        f"here, and none that is well known ({tried})\n  → set model.vocab_size"
+        "the vocabulary size is unknown: no config.json, no model.vocab_size, no readable tokenizer, "
+        f"and no tokenizer of known size ({tried})\n  → set model.vocab_size"
     )

@@ -1,8 +1,8 @@
-"""What a configuration asks for and nothing here implements: an error or a note of its plan, never ignored silently.
+"""Checks of unsupported options: each is an error or a note of the plan, never ignored silently.
 
-Two kinds. Keys of planned options exist in the configuration classes, and are refused here if they ask for something.
-Upstream's options that are not carried over are in no class (`levanter.config.upstream.unsupported` reads them); what
-was asked for with one is kept in `ExplicitKeys`.
+There are two kinds. Planned options are keys of the configuration classes and are refused here if they are set.
+Upstream's options that are not supported are in no class: `levanter.config.upstream.unsupported` reads them, and
+`ExplicitKeys` keeps their values.
 """
 
 from collections.abc import Mapping
@@ -19,11 +19,11 @@ REFUSED: Mapping[str, str] = {
     "merged_hf_upload": _UPLOAD,
     "labeled_eval": "evaluation by labels is not implemented yet; data.components with tags are evaluated one by one",
 }
-"""Key → why it is refused if it asks for something (is neither null, false nor `none`)."""
+"""Key → the reason of the refusal if it is set (neither null, false nor `none`)."""
 
 
-def not_carried(config: Any, written: ExplicitKeys) -> list[Check]:
-    """What a configuration asks for and does not get: errors, and notes on keys without effect."""
+def unsupported_option_checks(config: Any, written: ExplicitKeys) -> list[Check]:
+    """Errors for unsupported options that are set, and notes on keys without effect."""
     refused = [f"{key}: {why}" for key, why in REFUSED.items() if asks(_value(config, key))]
     refused += [row.message for row in written.not_carried if row.refused]
     checks = [Check(name="config", status="error", message=message, error=ValueError(message)) for message in refused]

@@ -26,7 +26,7 @@ from levanter.models.registry import LmConfig
 from levanter.runplan import Check
 
 Adapter = PeftAdapter | SavedAdapters
-"""The files of an adapter: what peft or `peft_save_path` wrote, or one of our checkpoints."""
+"""The files of an adapter: in peft's format, or a checkpoint of `train_lm`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,7 +35,7 @@ class AdaptedModel:
 
     Attributes:
         module: with the adapter bound, abstract.
-        rules: where its leaves come from: the base's files, and the adapter's.
+        rules: weight rules of its leaves, from the files of the base and of the adapter.
         adapter: the adapter's files.
     """
 
@@ -44,7 +44,7 @@ class AdaptedModel:
     adapter: Adapter
 
 
-def find_adapted(
+def bind_adapter(
     adapter: str | SavedAdapters | None,
     module: PyTree,
     rules: WeightRules,
@@ -52,101 +52,112 @@ def find_adapted(
     Vocab: hax.Axis,
     precision: Precision,
 ) -> tuple[AdaptedModel | None, list[Check]]:
-    """The model with an adapter; None, and why, where there is none or it cannot be bound.
+    """Binds an adapter to a model; returns None with checks if there is none or it does not match.
 
     Args:
-        adapter: the path of one as peft or `peft_save_path` wrote it; that of a checkpoint of ours; None for none.
-        module: the model, abstract; projections of it may be integers.
-        rules: where its leaves come from.
+        adapter: the path of an adapter in peft's format; the adapters of a checkpoint; None for none.
+        module: the model, abstract; its projections may be integers.
+        rules: the weight rules of its leaves.
         config: its architecture, with `vocab_size`.
         Vocab: rows of its embedding.
-        precision: in whose compute dtype the factors are loaded.
+        precision: the dtype policy; factors are loaded in its compute dtype.
     """
     if adapter is None:
         return None, []
-    named = config.weight_rules(Vocab)
+    family_rules = config.weight_rules(Vocab)
     try:
         if isinstance(adapter, SavedAdapters):
-            opened, targets = adapter, adapter.targets(target_groups(module, named))
-            part = _copied(module, adapter.part.whole, adapter.where)
+            opened, targets = adapter, adapter.targets(target_groups(module, family_rules))
+            part = _copied_part(module, adapter.part.whole, adapter.where)
             tree = cast(opened.tree(targets, part), precision.compute)
-            own = same_names(leaves(tree), padded=adapter.padded)
+            adapter_rules = same_names(leaves(tree), padded=adapter.padded)
         else:
-            every = target_groups(module, named)
-            opened = open_peft(adapter).per_expert(every)
+            groups = target_groups(module, family_rules)
+            opened = open_peft(adapter).per_expert(groups)
             plain = abstract(lambda: config.build(Vocab, key=jax.random.PRNGKey(0)))
-            part = _copied(module, opened.copied_paths(leaves(plain), named), opened.where)
-            targets = opened.targets(every, named, part)
+            part = _copied_part(module, opened.copied_paths(leaves(plain), family_rules), opened.where)
+            targets = opened.targets(groups, family_rules, part)
             tree = cast(opened.tree(targets, part), precision.compute)
-            own = peft_rules(targets, named, leaf_paths(part))
+            adapter_rules = peft_rules(targets, family_rules, leaf_paths(part))
     except (MissingCheckpointFileError, UnreachableError) as error:
         return None, [Check(name="adapter", status="unchecked", message=str(error), error=error)]
     except (CheckpointError, CheckpointMismatchError) as error:
         return None, [Check(name="adapter", status="error", message=str(error), error=error)]
     ranks = ", ".join(str(rank) for rank in sorted({group.rank for group in targets}))
-    copies = f", and {len(whole)} arrays whole" if (whole := leaf_paths(part)) else ""
-    message = f"{opened.where}: of {len(targets)} kinds of projections, rank {ranks}{copies}"
-    found = AdaptedModel(module=tree.bound_to(module), rules=_bound(rules, own, targets, tree), adapter=opened)
-    return found, [Check(name="adapter", status="ok", message=message)]
+    copies = f", with full copies of {len(whole)} arrays" if (whole := leaf_paths(part)) else ""
+    message = f"{opened.where}: adapts {len(targets)} kinds of projections, rank {ranks}{copies}"
+    adapted = AdaptedModel(
+        module=tree.bound_to(module), rules=_bound_rules(rules, adapter_rules, targets, tree), adapter=opened
+    )
+    return adapted, [Check(name="adapter", status="ok", message=message)]
 
 
-def _bound(rules: WeightRules, own: WeightRules, targets: Sequence[TargetGroup], tree: Adapters) -> WeightRules:
-    """Where the leaves of the bound model come from.
+def _bound_rules(
+    rules: WeightRules, adapter_rules: WeightRules, targets: Sequence[TargetGroup], tree: Adapters
+) -> WeightRules:
+    """The weight rules of the bound model.
 
     Args:
-        rules: where those of the base do.
-        own: where those of the factors do.
-        targets: what is adapted.
+        rules: weight rules of the base.
+        adapter_rules: weight rules of the factors.
+        targets: the adapted projections.
         tree: the factors.
     """
-    table = own.by_target()
+    table = adapter_rules.by_target()
     adapted = {f"{member.path}.weight" for group in targets for member in group.members}
     read = {rule.path for rule in rules.derived}
 
-    def moved(path: str) -> str:
-        """The path of a base's leaf in the bound model: of its matrix, or of a part of that."""
-        whole = next((each for each in adapted if path == each or path.startswith(f"{each}.")), None)
+    def bound_path(path: str) -> str:
+        """The path of a base leaf in the bound model, where an adapted matrix is one element deeper (`.base`)."""
+        whole = next((weight for weight in adapted if path == weight or path.startswith(f"{weight}.")), None)
         return path if whole is None else f"{whole}.base{path.removeprefix(whole)}"
 
-    # A copy is read in the place of what it is of.
+    # A full copy is read instead of the array that it copies.
     copies = {path: replace(table[copy_path(path)], target=path) for path in leaf_paths(tree.whole)}
     used = (copies.get(rule.target, rule) for rule in rules.rules)
-    # What is read to be derived from is no leaf.
-    base = (rule if rule.target in read else replace(rule, target=moved(rule.target)) for rule in used)
+    # The source of a load transform is no leaf of the model, so its path does not move.
+    base = (rule if rule.target in read else replace(rule, target=bound_path(rule.target)) for rule in used)
     derived = tuple(
-        replace(rule, targets=tuple(map(moved, rule.targets)), like=moved(rule.like), derive=_Moved(rule.derive, moved))
+        replace(
+            rule,
+            targets=tuple(map(bound_path, rule.targets)),
+            like=bound_path(rule.like),
+            derive=_WithBoundPaths(rule.derive, bound_path),
+        )
         for rule in rules.derived
     )
     of_factors = (replace(table[factor.adapter_path], target=factor.bound_path) for factor in factors(tree))
-    aliases = (*rules.aliases, *own.aliases)
-    unread = (_any(name) for rule in rules.rules if rule.target in copies for name in rules.spellings(rule.source))
-    ignored = (*rules.ignored, *own.ignored, *unread)
+    aliases = (*rules.aliases, *adapter_rules.aliases)
+    unread = (
+        _name_pattern(name) for rule in rules.rules if rule.target in copies for name in rules.spellings(rule.source)
+    )
+    ignored = (*rules.ignored, *adapter_rules.ignored, *unread)
     return replace(rules, rules=(*base, *of_factors), derived=derived, aliases=aliases, ignored=ignored)
 
 
-def _any(source: str) -> str:
-    """A pattern of the names of a rule's tensors."""
+def _name_pattern(source: str) -> str:
+    """A glob that matches the names of a rule's tensors."""
     return re.sub(r"\{[^{}]*\}", "*", source)
 
 
-def _copied(module: PyTree, whole: Sequence[str], where: str) -> PyTree:
-    """The part of a model of which there are whole copies.
+def _copied_part(module: PyTree, whole: Sequence[str], where: str) -> PyTree:
+    """The part of a model that an adapter has full copies of.
 
     Raises:
-        CheckpointError: some of it is held in integers.
+        CheckpointError: some of it is quantized.
     """
     if absent := set(whole) - {leaf.path for leaf in leaves(module)}:
         raise CheckpointError(
             where,
-            f"it has whole copies of {', '.join(sorted(absent))}, which would be 8-bit integers; leave quantize out, "
-            "or merge the adapter into its base before that is quantized",
+            f"it has full copies of {', '.join(sorted(absent))}, which would be 8-bit integers; remove quantize, "
+            "or merge the adapter into its base before quantizing",
         )
     return select_leaves(module, whole)
 
 
 @dataclass(frozen=True)
-class _Moved:
-    """What is derived, under the paths that it has in a bound model."""
+class _WithBoundPaths:
+    """A load transform whose results have the paths of the bound model."""
 
     derive: Callable[[NamedArray], Mapping[str, NamedArray]]
     path: Callable[[str], str]
@@ -159,8 +170,8 @@ class WithAdapter:
     """The tensors of a base and of its adapter, as one source.
 
     Args:
-        base: the base's.
-        adapter: the adapter's.
+        base: tensors of the base.
+        adapter: tensors of the adapter.
     """
 
     def __init__(self, base: TensorSource, adapter: TensorSource):
@@ -174,25 +185,25 @@ class WithAdapter:
 
     @property
     def remote(self) -> RemoteAccess | None:
-        """The base's files, where they are on another machine."""
+        """Remote access to the base's files, if they are on another machine."""
         return self._base.remote if isinstance(self._base, RemoteSource) else None
 
     def byte_ranges(self, name: str, index: Index) -> Sequence[ByteRange]:
         """See `TensorSource`."""
-        return self._of(name).byte_ranges(name, index)
+        return self._source(name).byte_ranges(name, index)
 
     def read(self, name: str, index: Index, out: np.ndarray | None = None) -> np.ndarray:
         """See `TensorSource`."""
-        return self._of(name).read(name, index, out)
+        return self._source(name).read(name, index, out)
 
     def read_adjacent(self, slices: Sequence[tuple[str, Index, np.ndarray]]) -> None:
-        """See `AdjacentSource`; what follows one another is in one file, and so of one of the two."""
-        source = self._of(slices[0][0])
+        """See `AdjacentSource`; adjacent slices are in one file and so belong to one of the two sources."""
+        source = self._source(slices[0][0])
         if isinstance(source, AdjacentSource):
             source.read_adjacent(slices)
             return
         for name, index, out in slices:
             source.read(name, index, out)
 
-    def _of(self, name: str) -> TensorSource:
+    def _source(self, name: str) -> TensorSource:
         return self._adapter if name in self._adapter.tensors else self._base

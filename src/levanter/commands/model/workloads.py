@@ -1,7 +1,7 @@
-"""How much work the Programs of a run do and how often they run: the factors of modelled times.
+"""FLOPs and run counts of the Programs of a run, from which the plan models its time.
 
-FLOPs are the model's (`levanter.models.flops`), over all devices; a Program that runs once per job and takes negligible
-time has no workload.
+FLOPs are the model's (`levanter.models.flops`), over all devices. A Program that runs once per job in negligible time
+has no workload.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,20 +17,22 @@ from levanter.runplan import RunPlan, Workload
 from levanter.trainer.batch_plan import BatchStage
 
 COUNTED_CHARACTERS = 1_000_000
-"""Texts up to this length are tokenized to plan how many batches are scored; longer ones only in a run."""
+"""Texts up to this length in characters are tokenized in a plan, to count batches; longer ones only in a run."""
 
 
-def is_short(each: EvaluationSet) -> bool:
+def is_short(evaluation_set: EvaluationSet) -> bool:
     """Whether a set's text is local and short enough for planning to tokenize it."""
-    left = COUNTED_CHARACTERS
-    for part in each.document_sources:
-        if isinstance(part, FileDocuments) and any(is_remote(path) or file_size(path) > left for path in part.paths):
+    remaining = COUNTED_CHARACTERS
+    for part in evaluation_set.document_sources:
+        if isinstance(part, FileDocuments) and any(
+            is_remote(path) or file_size(path) > remaining for path in part.paths
+        ):
             return False
-    if not each.is_text:
+    if not evaluation_set.is_text:
         return True
-    for document in each.documents():
-        left -= len(document.text)
-        if left < 0:
+    for document in evaluation_set.documents():
+        remaining -= len(document.text)
+        if remaining < 0:
             return False
     return True
 
@@ -42,16 +44,18 @@ def scoring_workload(
 
     Args:
         pretrained: the model.
-        rows: of a batch, over all devices.
+        rows: rows per batch, over all devices.
         positions: tokens in a row.
-        runs: how many batches the job has, if known.
-        reason: how that is known, or what would make it known.
-        program: the Program's name.
+        runs: number of batches of the job, if known.
+        reason: how the number is known, or what would determine it.
+        program: name of the Program.
     """
 
     def flops(attention: Literal["causal", "full"]) -> float:
-        each = pretrained.config.flops(vocab_size=pretrained.Vocab.size, context_length=positions, attention=attention)
-        return rows * positions * each.scoring
+        per_token = pretrained.config.flops(
+            vocab_size=pretrained.Vocab.size, context_length=positions, attention=attention
+        )
+        return rows * positions * per_token.scoring
 
     return Workload(
         program=program,
@@ -83,23 +87,24 @@ def training_workloads(
         batches: the stages of the batch size, by first step.
         vocab: ids of the head, without padding rows.
         positions: tokens per row.
-        steps: of the complete run.
+        steps: steps of the complete run.
         spared: FLOPs per token that the backward pass saves, such as gradients of frozen weights.
-        sequences: in a row of a batch.
-        scored_besides: forward passes beside the trained one, such as a reference's.
+        sequences: sequences per row of a batch.
+        scored_besides: additional forward passes, such as that of a reference model.
     """
     ends = (*(stage.start for stage in batches[1:]), steps)
     done = [max(0, min(end, steps) - stage.start) for stage, end in zip(batches, ends, strict=True)]
-    for own in distinct(batches):
-        alike = [n for n, stage in enumerate(batches) if _size(stage) == _size(own)]
-        tokens = own.plan.placed_rows * sequences * positions
+    for distinct in distinct_stages(batches):
+        # Stages of equal size run the same Program, so their steps are counted together.
+        alike = [n for n, stage in enumerate(batches) if _size(stage) == _size(distinct)]
+        tokens = distinct.plan.placed_rows * sequences * positions
 
         def flops(attention: Literal["causal", "full"], tokens: int = tokens) -> float:
-            each = model.flops(vocab_size=vocab, context_length=positions, attention=attention)
-            return tokens * (each.training - spared(each) + scored_besides * each.scoring)
+            per_token = model.flops(vocab_size=vocab, context_length=positions, attention=attention)
+            return tokens * (per_token.training - spared(per_token) + scored_besides * per_token.scoring)
 
         yield Workload(
-            program=program_name(own),
+            program=program_name(distinct),
             tokens=tokens,
             unit="tokens",
             items=tokens,
@@ -111,24 +116,24 @@ def training_workloads(
 
 
 WATCHED = "_watched"
-"""Suffix of a train step's name: the same step, with histograms."""
+"""Suffix of the name of a train step that also computes histograms."""
 
 
 def program_name(stage: BatchStage) -> str:
-    """The name of a stage's train step: `train_step`; for later stages with their first step."""
+    """The name of a stage's train step: `train_step`; later stages append their first step."""
     return "train_step" if stage.start == 0 else f"train_step_from_{stage.start}"
 
 
 def stage_program(plan: RunPlan, batches: tuple[BatchStage, ...], step: int, *, watched: bool = False) -> Program:
-    """The train step that a step runs; `watched` asks for the one with histograms, if there is one."""
+    """The Program of a step; with `watched`, the one with histograms, if there is one."""
     (*_, stage) = [stage for stage in batches if stage.start <= step]
-    own = program_name(next(each for each in distinct(batches) if _size(each) == _size(stage)))
-    there = {program.name for program in plan.programs}
-    return plan.program(own + WATCHED if watched and own + WATCHED in there else own)
+    name = program_name(next(other for other in distinct_stages(batches) if _size(other) == _size(stage)))
+    names = {program.name for program in plan.programs}
+    return plan.program(name + WATCHED if watched and name + WATCHED in names else name)
 
 
-def distinct(batches: tuple[BatchStage, ...]) -> Iterator[BatchStage]:
-    """The stages that need a Program of their own: one for each size."""
+def distinct_stages(batches: tuple[BatchStage, ...]) -> Iterator[BatchStage]:
+    """The stages with distinct batch sizes, each of which needs a Program."""
     seen = set()
     for stage in batches:
         if _size(stage) not in seen:
@@ -137,5 +142,5 @@ def distinct(batches: tuple[BatchStage, ...]) -> Iterator[BatchStage]:
 
 
 def _size(stage: BatchStage) -> tuple[int, int]:
-    """What two stages must share to be one Program."""
+    """The sizes that two stages must share to use one Program."""
     return stage.plan.placed_rows, stage.plan.accumulation

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, TypeAlias
 
 from levanter.commands.generate.config import GenerateConfig
-from levanter.commands.model.representation import Quantize, TiedHead
+from levanter.commands.model.config import Quantize, TiedHead
 from levanter.config.plan_options import PlanOptions
 from levanter.config.validators import PathText, PositiveFloat, PositiveInt, Range, Ranged
 from levanter.inference.config import Auto, InferenceConfig

@@ -9,8 +9,8 @@ from jax.sharding import Mesh
 
 from haliax_ext.abstract import abstract, leaves, map_arrays, with_arrays
 from haliax_ext.rules import WeightRules
-from levanter.commands.model.quantization import QuantizationError, quantized
-from levanter.commands.model.source import Origin
+from levanter.commands.model.quantization import QuantizationError, quantize_projections
+from levanter.commands.model.source import ModelSource
 from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.run_dirs import RunDirs
 from levanter.commands.train.work import TrainWork
@@ -122,7 +122,12 @@ def begun_adapters(work: TrainWork, mesh: Mesh) -> Adapters:
 
 
 def frozen_base(
-    config: TrainLmConfig, adapted: Adapted, origin: Origin | None, model: LmConfig, Vocab: hax.Axis, held: LmHeadModel
+    config: TrainLmConfig,
+    adapted: Adapted,
+    origin: ModelSource | None,
+    model: LmConfig,
+    Vocab: hax.Axis,
+    held: LmHeadModel,
 ) -> tuple[LmHeadModel, WeightRules | None]:
     """The model that adapters are of, abstract, and where its arrays come from; None for where its names say.
 
@@ -151,7 +156,7 @@ def frozen_base(
             "added; use peft_save_path"
         )
     rules = origin.weight_rules(model, Vocab, leaves(held))
-    found = quantized(held, rules, asked=asked, tied_head="share", is_stored=origin.is_int8)
+    found = quantize_projections(held, rules, quantize_all=asked, tied_head="share", is_stored=origin.is_int8)
     if found is not None and (integers := set(adapted.whole) - {leaf.path for leaf in leaves(found.module)}):
         raise QuantizationError(
             f"{KEY}.modules_to_save: {', '.join(sorted(integers))} would be held in 8-bit integers, of which there is "

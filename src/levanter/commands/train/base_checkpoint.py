@@ -3,14 +3,14 @@
 from dataclasses import replace
 
 from levanter.commands.model.quantization import QuantizationError
-from levanter.commands.model.source import ModelBlock, Origin, find_origin
+from levanter.commands.model.source import ModelBlock, ModelSource, resolve_source
 from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.context_extension import reach_checks, stage_of
 from levanter.config import ExplicitKeys
 from levanter.runplan import Check
 
 
-def beginning(config: TrainLmConfig, written: ExplicitKeys) -> Origin | None:
+def beginning(config: TrainLmConfig, written: ExplicitKeys) -> ModelSource | None:
     """The checkpoint, as far as it is reachable; None if weights are initialized."""
     if config.pretrained is None:
         return None
@@ -19,13 +19,13 @@ def beginning(config: TrainLmConfig, written: ExplicitKeys) -> Origin | None:
     if (stage := stage_of(config, written)) is not None:
         origin = stage.origin(config.pretrained)
     else:
-        origin = find_origin(config.pretrained, block, block_is_whole=not replaces, block_yields=replaces)
+        origin = resolve_source(config.pretrained, block, block_is_whole=not replaces, block_yields=replaces)
         origin = replace(origin, checks=(*origin.checks, *reach_checks(origin, config)))
     # Adapters leave the weights as they are.
     return origin if config.lora is not None else replace(origin, checks=(*origin.checks, *_integers(origin)))
 
 
-def _integers(origin: Origin) -> list[Check]:
+def _integers(origin: ModelSource) -> list[Check]:
     """Refuses weights that are integers."""
     if not origin.has_int8:
         return []
@@ -36,7 +36,7 @@ def _integers(origin: Origin) -> list[Check]:
     return [Check(name="weights", status="error", message=str(error), error=error)]
 
 
-def completed(config: TrainLmConfig, origin: Origin | None, written: ExplicitKeys) -> TrainLmConfig:
+def completed(config: TrainLmConfig, origin: ModelSource | None, written: ExplicitKeys) -> TrainLmConfig:
     """`config` with what it leaves to its checkpoint: the length of rows, and the tokenizer."""
     if origin is None or not config.takes_architecture:
         return config

@@ -8,7 +8,7 @@ such runs one after the other, each from the export of the one before; factors c
 import math
 from dataclasses import dataclass, replace
 
-from levanter.commands.model.source import ModelBlock, Origin, UnknownArchitectureError, find_origin
+from levanter.commands.model.source import ModelBlock, ModelSource, UnknownArchitectureError, resolve_source
 from levanter.commands.train.config import TrainLmConfig
 from levanter.config import ExplicitKeys
 from levanter.layers.rotary import DefaultRotaryConfig, RotaryConfig, YarnRotaryConfig
@@ -34,9 +34,9 @@ class ContextStage:
     rope: YarnRotaryConfig
     checks: tuple[Check, ...]
 
-    def origin(self, reference: str) -> Origin:
+    def origin(self, reference: str) -> ModelSource:
         """The checkpoint, with these rotary embeddings."""
-        found = find_origin(reference, self.block, block_is_whole=True)
+        found = resolve_source(reference, self.block, block_is_whole=True)
         return replace(found, architecture=_roped(found.architecture, self.rope), checks=(*found.checks, *self.checks))
 
 
@@ -50,7 +50,7 @@ def stage_of(config: TrainLmConfig, written: ExplicitKeys) -> ContextStage | Non
     if config.pretrained is None or config.takes_architecture or not isinstance(rope, YarnRotaryConfig):
         return None
     try:
-        own = find_origin(config.pretrained, None).architecture
+        own = resolve_source(config.pretrained, None).architecture
     except UnknownArchitectureError:
         return None
     before = getattr(own, "rope", None)
@@ -111,7 +111,7 @@ def trained_length(own: LmConfig) -> int:
     return getattr(rope, "original_max_position_embeddings", None) or own.max_seq_len
 
 
-def reach_checks(origin: Origin, config: TrainLmConfig) -> list[Check]:
+def reach_checks(origin: ModelSource, config: TrainLmConfig) -> list[Check]:
     """Says so where rows are longer than a checkpoint was trained on, and nothing stretches its positions."""
     own, length = getattr(origin.checkpoint, "config", None), config.positions
     rope = getattr(own, "rope", None)

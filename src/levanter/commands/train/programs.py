@@ -14,8 +14,8 @@ from haliax_ext.planner import ShardingPlan
 from haliax_ext.program import Program
 from haliax_ext.rules import WeightRules
 from levanter.commands.model.compiler import CompilerChoice
-from levanter.commands.model.sharding import planned_activations
-from levanter.commands.model.workloads import WATCHED, distinct, program_name
+from levanter.commands.model.sharding import plan_activation_sharding
+from levanter.commands.model.workloads import WATCHED, distinct_stages, program_name
 from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.dpo.evaluation import evaluate_pairs_program
 from levanter.commands.train.dpo.reference_logprobs import reference_program
@@ -146,7 +146,7 @@ class TrainedRun:
         Args:
             rows: of it, over all devices.
         """
-        return planned_activations(
+        return plan_activation_sharding(
             self.model,
             self.resolved,
             rows=rows * self.sequences,
@@ -182,9 +182,9 @@ def first_programs(run: TrainedRun) -> list[Program]:
 def step_programs(run: TrainedRun, batches: tuple[BatchStage, ...]) -> list[Program]:
     """One train step per batch size; if histograms are watched, a second one of each with them."""
     watch = Watch.of(run.config.trainer.watch)
-    steps = [_step(run, stage, None if watch is None else watch.cheap) for stage in distinct(batches)]
+    steps = [_step(run, stage, None if watch is None else watch.cheap) for stage in distinct_stages(batches)]
     if watch is not None and watch.histograms:
-        steps += [_step(run, stage, watch, WATCHED) for stage in distinct(batches)]
+        steps += [_step(run, stage, watch, WATCHED) for stage in distinct_stages(batches)]
     return steps
 
 

@@ -10,10 +10,10 @@ import optax
 
 from levanter.commands.model.compiler import CompilerChoice, choose_compiler
 from levanter.commands.model.defaults import default_notes
-from levanter.commands.model.layers import body_checks, exchange_checks
-from levanter.commands.model.sharding import resolved_on
-from levanter.commands.model.source import Origin, find_tokenizer, vocabulary
-from levanter.commands.model.unsupported import not_carried
+from levanter.commands.model.layers import body_checks, splash_position_checks
+from levanter.commands.model.sharding import resolve_mesh
+from levanter.commands.model.source import ModelSource, find_tokenizer, vocabulary
+from levanter.commands.model.unsupported import unsupported_option_checks
 from levanter.commands.train.base_checkpoint import beginning, completed
 from levanter.commands.train.checks import attempted, data_checks, refuse_all, refuse_kernels
 from levanter.commands.train.config import TrainLmConfig
@@ -52,7 +52,7 @@ class ResolvedTraining:
 
     config: TrainLmConfig
     written: ExplicitKeys
-    origin: Origin | None
+    origin: ModelSource | None
     model: LmConfig
     vocab: int
     precision: Precision
@@ -71,7 +71,7 @@ def settle(config: TrainLmConfig, target: Target, written: ExplicitKeys) -> Reso
     config = completed(config, origin, written)
     trainer = config.trainer
     precision = Precision.parse(trainer.mp)
-    checks = [*(() if origin is None else origin.checks), *not_carried(config, written)]
+    checks = [*(() if origin is None else origin.checks), *unsupported_option_checks(config, written)]
     checks += [] if config.takes_architecture else default_notes(config.model, written.below("model"))
     architecture = config.model if origin is None else origin.architecture
     kernels_at = len(checks)
@@ -94,7 +94,7 @@ def settle(config: TrainLmConfig, target: Target, written: ExplicitKeys) -> Reso
         target.platform, compute_dtype=precision.compute, length=config.positions, sequence_shards=resolved.query_ways
     )
     refuse_kernels(config.optimizer, model)
-    checks += exchange_checks(model, resolved, positions=config.positions)
+    checks += splash_position_checks(model, resolved, positions=config.positions)
     scores = validation is not None or config.eval_harness is not None
     works: tuple[Work, ...] = ("train", "score") if scores else ("train",)
     compiler = choose_compiler(trainer, target, resolved, works=works)
@@ -125,7 +125,7 @@ def _resolved(config: TrainLmConfig, model: LmConfig, vocab: int, target: Target
     """The mesh and the mappings."""
     precision = Precision.parse(config.trainer.mp)
     sizes = {"vocab": vocab, "positions": config.positions}
-    return resolved_on(target, config.trainer.mesh, model, **sizes, precision=precision, backward=True)
+    return resolve_mesh(target, config.trainer.mesh, model, **sizes, precision=precision, backward=True)
 
 
 def _batches(config: TrainLmConfig, resolved: ResolvedMesh) -> tuple[BatchStage, ...]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import haliax as hax
 
-from levanter.commands.model.source import Origin
+from levanter.commands.model.source import ModelSource
 from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.dpo.setup import Preferences
 from levanter.commands.train.lm.lm_eval_hook import TrainingHarness
@@ -62,7 +62,7 @@ class TrainWork:
     frozen_part: FrozenPart | None
     state_plan: StatePlan
     batches: tuple[BatchStage, ...]
-    origin: Origin | None
+    origin: ModelSource | None
     tokenizer: Tokenizer | None
     validation: EvaluationData | None
     pairs: Preferences | None = None

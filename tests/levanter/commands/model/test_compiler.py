@@ -6,7 +6,7 @@ import pytest
 from helpers.llama_shapes import model_axes
 from helpers.plan_cases import CASES
 
-from levanter.commands.model.compiler import choose_compiler, layout_of
+from levanter.commands.model.compiler import choose_compiler, sharding_layout
 from levanter.config import ConfigError, parse_text
 from levanter.hardware import GENERATIONS, compiler_options
 from levanter.hardware.compiler import as_values, tuned_options
@@ -52,7 +52,9 @@ def test_tuned_are_those_of_generation_and_work_each_with_its_reason(generation,
     default = compiler_options(generation.platform, generation.device_kind)
     assert found.default == default
     for work, options in found.working.items():
-        expected = tuned_options(generation.platform, generation.device_kind, work=work, layout=layout_of(resolved))
+        expected = tuned_options(
+            generation.platform, generation.device_kind, work=work, layout=sharding_layout(resolved)
+        )
         assert options == as_values(expected) and default.items() <= options.items()
         said = [line for line in lines(found) if WORDS[work] in line]
         added = [option for option in expected if option.name not in default]
@@ -66,14 +68,14 @@ def test_a_plan_tells_of_the_programs_that_it_has():
 
 
 def test_a_layout_is_what_parameters_are_sharded_over():
-    assert layout_of(FSDP) == "fsdp"
-    assert layout_of(REPLICATED) == layout_of(TENSOR) == "other"
-    assert layout_of(BESIDE) == "fsdp_and_tensor"
+    assert sharding_layout(FSDP) == "fsdp"
+    assert sharding_layout(REPLICATED) == sharding_layout(TENSOR) == "other"
+    assert sharding_layout(BESIDE) == "fsdp_and_tensor"
     # A mesh axis of one device shards nothing; over replicas parameters are replicated.
     for axes, devices in ((None, 1), ({"replica": 8, "data": 1}, 8)):
         config = MeshConfig() if axes is None else MeshConfig(axes=axes)
-        assert layout_of(resolve(config, MODEL, devices=devices)) == "other"
-    assert layout_of(resolve(MeshConfig(axes={"replica": 2, "data": 4}), MODEL, devices=8)) == "fsdp"
+        assert sharding_layout(resolve(config, MODEL, devices=devices)) == "other"
+    assert sharding_layout(resolve(MeshConfig(axes={"replica": 2, "data": 4}), MODEL, devices=8)) == "fsdp"
 
 
 def test_what_the_user_writes_is_for_steps_and_scoring_and_wins():

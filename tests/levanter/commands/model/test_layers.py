@@ -3,7 +3,7 @@
 import pytest
 
 from haliax_ext.errors import IndivisibleError
-from levanter.commands.model.layers import exchange_checks
+from levanter.commands.model.layers import splash_position_checks
 from levanter.mesh import MeshConfig, ModelAxes, resolve
 from levanter.models import LlamaConfig
 
@@ -20,7 +20,7 @@ def checked(exchange: str, positions: int, *, backend: str = "splash", order: st
         attention_mapping=exchange,
         position_order=order,
     )
-    return exchange_checks(model, resolve(mesh, axes, devices=8), positions=positions)
+    return splash_position_checks(model, resolve(mesh, axes, devices=8), positions=positions)
 
 
 def test_a_ring_of_runs_that_are_no_whole_blocks_is_refused():

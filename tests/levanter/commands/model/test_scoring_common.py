@@ -6,7 +6,7 @@ import pytest
 
 from levanter.commands.evaluate.needles.config import EvalNeedlesConfig
 from levanter.commands.harness.config import EvalHarnessConfig
-from levanter.commands.model.scoring_common import beyond_context, output_key, result_output, rows_asked
+from levanter.commands.model.scoring_common import configured_rows, context_length_checks, output_key, result_output
 from levanter.io import Output
 from levanter.models import Gpt2Config, LlamaConfig
 from levanter.trainer.config import TrainerConfig
@@ -15,14 +15,14 @@ pytestmark = pytest.mark.quick
 
 
 def test_the_first_key_that_says_so_counts():
-    assert rows_asked(TrainerConfig()) is None
-    assert rows_asked(TrainerConfig(per_device_parallelism=3)) == (3, "trainer.per_device_parallelism")
+    assert configured_rows(TrainerConfig()) is None
+    assert configured_rows(TrainerConfig(per_device_parallelism=3)) == (3, "trainer.per_device_parallelism")
     both = TrainerConfig(per_device_parallelism=3, per_device_eval_parallelism=5)
-    assert rows_asked(both) == (5, "trainer.per_device_eval_parallelism")
+    assert configured_rows(both) == (5, "trainer.per_device_eval_parallelism")
 
 
 def test_beyond_its_context_a_model_is_noted_or_refused():
-    (note,) = beyond_context(
+    (note,) = context_length_checks(
         LlamaConfig(max_seq_len=2048), "lengths: 4,096 tokens", name="x", advice="lengths: at most"
     )
     assert (note.name, note.status, note.error) == ("x", "note", None)
@@ -30,7 +30,7 @@ def test_beyond_its_context_a_model_is_noted_or_refused():
         note.message
         == "lengths: 4,096 tokens exceed the model's max_seq_len, 2,048; it was not trained on longer texts"
     )
-    (error,) = beyond_context(
+    (error,) = context_length_checks(
         Gpt2Config(max_seq_len=2048), "lengths: 4,096 tokens", name="x", advice="lengths: at most"
     )
     assert error.status == "error" and isinstance(error.error, ValueError)

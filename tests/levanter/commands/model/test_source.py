@@ -10,7 +10,13 @@ from helpers.hf_folder import tensors as tensors_as_transformers_writes_them
 from haliax_ext.abstract import abstract, cast, leaves
 from haliax_ext.abstract_source import ExpectedSource
 from levanter.commands.evaluate.eval_lm import EvalLmConfig
-from levanter.commands.model.source import ModelBlock, UnknownArchitectureError, find_origin, find_tokenizer, vocabulary
+from levanter.commands.model.source import (
+    ModelBlock,
+    UnknownArchitectureError,
+    find_tokenizer,
+    resolve_source,
+    vocabulary,
+)
 from levanter.compat.hf.errors import CheckpointError, ConfigMismatchError, MissingCheckpointFileError
 from levanter.compat.open import open_checkpoint
 from levanter.config import read
@@ -35,7 +41,7 @@ def config_only(tmp_path):
 
 
 def test_a_config_json_says_what_the_model_looks_like(config_only):
-    origin = find_origin(str(config_only), None)
+    origin = resolve_source(str(config_only), None)
     assert origin.checkpoint is None
     assert (origin.architecture.vocab_size, origin.stored.name) == (320, "bfloat16")
     (absent,) = [check for check in origin.checks if check.status == "unchecked"]
@@ -47,7 +53,7 @@ def test_what_is_expected_is_what_transformers_writes(config_only):
     import haliax as hax
     import jax
 
-    config = find_origin(str(config_only), None).architecture
+    config = resolve_source(str(config_only), None).architecture
     Vocab = hax.Axis("vocab", 320)
     module = cast(abstract(lambda: config.build(Vocab, key=jax.random.PRNGKey(0))), np.dtype("float32"))
     found = ExpectedSource.of(config.weight_rules(Vocab), leaves(module), dtype=np.dtype("float16"))
@@ -57,13 +63,13 @@ def test_what_is_expected_is_what_transformers_writes(config_only):
 
 
 def test_the_block_is_enough_where_it_is_complete():
-    origin = find_origin("nobody/nothing", block(BLOCK))
+    origin = resolve_source("nobody/nothing", block(BLOCK))
     assert origin.checkpoint is None and origin.architecture.num_layers == 2  # pyright: ignore
     with pytest.raises(UnknownArchitectureError, match="model: does not give num_heads, num_kv_heads") as caught:
-        find_origin("nobody/nothing", block("{type: llama, hidden_dim: 64, intermediate_dim: 8, num_layers: 2}"))
+        resolve_source("nobody/nothing", block("{type: llama, hidden_dim: 64, intermediate_dim: 8, num_layers: 2}"))
     assert "nobody/nothing" in str(caught.value)
     with pytest.raises(UnknownArchitectureError, match="there is no model: block"):
-        find_origin("nobody/nothing", None)
+        resolve_source("nobody/nothing", None)
 
 
 @pytest.mark.parametrize(
@@ -75,16 +81,16 @@ def test_the_block_is_enough_where_it_is_complete():
     ],
 )
 def test_sizes_that_follow_from_others_need_not_be_written(text, mlp, kv_heads):
-    architecture = find_origin("nobody/nothing", block(text)).architecture
+    architecture = resolve_source("nobody/nothing", block(text)).architecture
     assert (architecture.Mlp.size, architecture.KVHead.size) == (mlp, kv_heads)
     with pytest.raises(UnknownArchitectureError, match=r"model: does not give num_layers\n"):
-        find_origin("nobody/nothing", block(text.replace(", num_layers: 2", "")))
+        resolve_source("nobody/nothing", block(text.replace(", num_layers: 2", "")))
 
 
 def test_the_block_must_agree_with_config_json(config_only):
     with pytest.raises(ConfigMismatchError, match=r"model\.num_layers is 2.*|num_layers"):
-        find_origin(str(config_only), block(BLOCK.replace("num_layers: 2", "num_layers: 3")))
-    free = find_origin(str(config_only), block("{type: llama, max_seq_len: 16}"))
+        resolve_source(str(config_only), block(BLOCK.replace("num_layers: 2", "num_layers: 3")))
+    free = resolve_source(str(config_only), block("{type: llama, max_seq_len: 16}"))
     assert free.architecture.max_seq_len == 16
 
 
@@ -96,12 +102,12 @@ def test_a_checkpoint_with_a_hole_is_broken(tmp_path):
     (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00002.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     with pytest.raises(CheckpointError, match="model-00002-of-00002"):
-        find_origin(str(tmp_path), block(BLOCK))
+        resolve_source(str(tmp_path), block(BLOCK))
 
 
 def test_where_the_size_of_the_vocabulary_comes_from(config_only):
     model = block(BLOCK).config
-    origin = find_origin(str(config_only), None)
+    origin = resolve_source(str(config_only), None)
     assert vocabulary(origin.architecture, tokenizer=None, names=("gpt2",)) == (320, "as configured")
     given = block(BLOCK.replace("}", ", vocab_size: 99}")).config
     assert vocabulary(given, tokenizer=None, names=("gpt2",))[0] == 99
@@ -116,7 +122,7 @@ def test_where_the_size_of_the_vocabulary_comes_from(config_only):
 def test_a_tokenizer_without_its_weights(tmp_path):
     write_folder(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    origin = find_origin(str(tmp_path), None)
+    origin = resolve_source(str(tmp_path), None)
     tokenizer, check = find_tokenizer(None, origin=origin, size=origin.architecture.vocab_size)
     assert check.status == "ok" and tokenizer is not None
     with pytest.raises(ConfigMismatchError, match="have no embeddings"):

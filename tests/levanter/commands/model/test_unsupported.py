@@ -14,7 +14,7 @@ from helpers import hf_folder
 import levanter
 from levanter.commands.catalog import ENTRY_POINTS
 from levanter.commands.evaluate.eval_lm import EvalLmConfig
-from levanter.commands.model.unsupported import REFUSED, not_carried
+from levanter.commands.model.unsupported import REFUSED, unsupported_option_checks
 from levanter.commands.train.lm.train_lm import TrainLmConfig, describe
 from levanter.config import ConfigError, load, load_written, parse, parse_text, read
 from levanter.config.schema import choice_names, config_fields, is_choice, union_members
@@ -40,7 +40,7 @@ ASKED = {
 
 def told(cls: type, overrides: dict[str, Any]) -> list[Check]:
     loaded = read(cls, overrides=overrides)
-    return not_carried(loaded.config, loaded.written)
+    return unsupported_option_checks(loaded.config, loaded.written)
 
 
 WITHOUT_A_FIELD = {row.key: row for row in NOT_CARRIED}

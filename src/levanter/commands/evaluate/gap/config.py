@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from levanter.commands.model.naming import named_files
-from levanter.commands.model.representation import Quantize, TiedHead
+from levanter.commands.model.config import Quantize, TiedHead, hf_files
 from levanter.config.plan_options import PlanOptions
 from levanter.config.validators import PathText, PositiveFloat, PositiveInt, Ranged
 from levanter.data.config import DatasetComponentBase
@@ -53,7 +52,7 @@ class GapModelConfig(Ranged):
     @property
     def files(self) -> str | None:
         """The Hugging Face files that are named, under either key."""
-        return named_files(self)
+        return hf_files(self)
 
     @property
     def saved(self) -> str | None:

@@ -12,7 +12,7 @@ from levanter.commands.evaluate import eval_lm
 from levanter.commands.evaluate.config import EvalLmConfig
 from levanter.commands.evaluate.eval_lm import EvalWork
 from levanter.commands.evaluate.gap.config import GapModelConfig, PerplexityGapConfig
-from levanter.commands.model.unsupported import not_carried
+from levanter.commands.model.unsupported import unsupported_option_checks
 from levanter.config import ExplicitKeys
 from levanter.data import AbsentTextError, DataError, resolve_evaluation
 from levanter.data.config import DirectDatasetComponent, LmDataConfig
@@ -77,7 +77,7 @@ def describe(config: PerplexityGapConfig, target: Target, *, written: ExplicitKe
     if config.trainer.max_eval_batches is not None:
         message = "trainer.max_eval_batches: no effect; max_docs_per_dataset and max_doc_bytes say how much is read"
         checks.append(Check(name="config", status="note", message=message))
-    checks += [*not_carried(config, written), *output_checks("output_path", config.folder)]
+    checks += [*unsupported_option_checks(config, written), *output_checks("output_path", config.folder)]
     by_size = sorted(plans, key=lambda key: -plans[key].sharding.bytes_per_device)
     first, others = plans[by_size[0]], [plans[key] for key in by_size[1:]]
     for other in others:

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from levanter.commands.model.naming import named_files, named_saved, naming_problems
-from levanter.commands.model.representation import Quantize, TiedHead
+from levanter.commands.model.config import Quantize, TiedHead, hf_files, model_key_problems, saved_checkpoint
 from levanter.config.errors import did_you_mean
 from levanter.config.plan_options import PlanOptions
 from levanter.config.validators import PathText, PositiveFloat, PositiveInt, Ranged, Seed
@@ -69,7 +68,7 @@ class EvalNeedlesConfig(Ranged):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        problems = naming_problems(self, purpose="to evaluate")
+        problems = model_key_problems(self, purpose="to evaluate")
         for name in self.tasks:
             if name not in TASKS:
                 problems.append(f"tasks: {name!r} is none of {', '.join(TASKS)}{did_you_mean(name, TASKS)}")
@@ -105,9 +104,9 @@ class EvalNeedlesConfig(Ranged):
     @property
     def files(self) -> str | None:
         """The Hugging Face files that are named, under either key."""
-        return named_files(self)
+        return hf_files(self)
 
     @property
     def saved(self) -> str | None:
         """The checkpoint of our own training that is named."""
-        return named_saved(self)
+        return saved_checkpoint(self)

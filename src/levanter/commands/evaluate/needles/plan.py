@@ -9,10 +9,16 @@ from haliax_ext.program import Program
 from levanter.commands.cli.outputs import output_checks
 from levanter.commands.evaluate.needles.config import EvalNeedlesConfig
 from levanter.commands.model.pretrained import ModelChoice, PretrainedModel, describe_pretrained
-from levanter.commands.model.scoring_common import beyond_context, output_key, per_device, result_output, rows_asked
-from levanter.commands.model.sharding import planned_activations
+from levanter.commands.model.scoring_common import (
+    configured_rows,
+    context_length_checks,
+    output_key,
+    per_device,
+    result_output,
+)
+from levanter.commands.model.sharding import plan_activation_sharding
 from levanter.commands.model.source import ModelBlock
-from levanter.commands.model.unsupported import not_carried
+from levanter.commands.model.unsupported import unsupported_option_checks
 from levanter.commands.model.workloads import scoring_workload
 from levanter.config import ExplicitKeys
 from levanter.data import Tokenizer
@@ -84,7 +90,11 @@ def describe(config: EvalNeedlesConfig, target: Target, *, written: ExplicitKeys
     )
     ways = pretrained.resolved.batch_ways
     rows, why = _rows(config, ways)
-    checks = [*pretrained.checks, *not_carried(config, written), *_length_checks(asked.lengths, pretrained.config)]
+    checks = [
+        *pretrained.checks,
+        *unsupported_option_checks(config, written),
+        *_length_checks(asked.lengths, pretrained.config),
+    ]
     checks += _axis_checks(pretrained, asked.lengths[:-1], rows)
     message = f"{asked.count} of each length: {', '.join(asked.tasks)}; batches of {rows} ({why})"
     checks.append(Check(name="questions", status="ok", message=message))
@@ -137,7 +147,7 @@ def _program(pretrained: PretrainedModel, rows: int, length: int) -> Program:
 
 def _rows(config: EvalNeedlesConfig, ways: int) -> tuple[int, str]:
     """Rows of a batch, and why."""
-    if (asked := rows_asked(config.trainer)) is None:
+    if (asked := configured_rows(config.trainer)) is None:
         return ways, f"one per batch shard, of which there are {ways}"
     return asked[0] * ways, per_device(*asked, ways)
 
@@ -146,7 +156,7 @@ def _axis_checks(pretrained: PretrainedModel, lengths: tuple[int, ...], rows: in
     """What is wrong with texts of the shorter lengths on this mesh; the longest one is in the plan."""
     checks = []
     for length in lengths:
-        plan = planned_activations(
+        plan = plan_activation_sharding(
             pretrained.config,
             pretrained.resolved,
             rows=rows,
@@ -166,4 +176,4 @@ def _length_checks(lengths: tuple[int, ...], model: LmConfig) -> list[Check]:
     if not longer:
         return []
     message = ", ".join(f"{length:,}" for length in longer)
-    return beyond_context(model, f"lengths: {message} tokens", name="lengths", advice="lengths: at most")
+    return context_length_checks(model, f"lengths: {message} tokens", name="lengths", advice="lengths: at most")

@@ -15,9 +15,9 @@ from haliax_ext.planner import ShardingPlan, plan_sharding
 from haliax_ext.program import Program
 from haliax_ext.pytree import PyTree
 from levanter.commands.cli.outputs import output_checks
-from levanter.commands.model.saved_model import find_saved
-from levanter.commands.model.sharding import planned_loading
-from levanter.commands.model.source import ModelBlock, Origin, find_origin
+from levanter.commands.model.saved_model import resolve_saved_source
+from levanter.commands.model.sharding import plan_weight_loading
+from levanter.commands.model.source import ModelBlock, ModelSource, resolve_source
 from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.dpo.config import (
     AdapterBaseReferenceConfig,
@@ -63,7 +63,7 @@ class ReferenceModel:
         load: which bytes are read by whom; None where the plan has errors.
     """
 
-    origin: Origin
+    origin: ModelSource
     config: LmConfig
     module: LmHeadModel
     plan: ShardingPlan
@@ -194,7 +194,7 @@ def kind_of_reference(config: TrainDpoConfig) -> Kind:
 def find_preferences(
     config: TrainLmConfig,
     written: ExplicitKeys,
-    origin: Origin | None,
+    origin: ModelSource | None,
     *,
     vocab: tuple[Axis, int],
     precision: Precision,
@@ -249,7 +249,7 @@ def find_preferences(
     plan = plan_sharding(leaves(module), resolved.mappings, resolved.spec, hbm_bytes=hbm_bytes)
     load, problems = None, []
     if not plan.errors:
-        load, problems = planned_loading(theirs, model, Vocab, plan, target)
+        load, problems = plan_weight_loading(theirs, model, Vocab, plan, target)
     return replace(
         bare,
         model=ReferenceModel(
@@ -296,15 +296,15 @@ def _side_by_side(kind: Kind, nbytes: int) -> Check:
     return Check(name="reference", status="note", message="; ".join(said))
 
 
-def _origin(config: TrainDpoConfig, written: ExplicitKeys, policy: Origin | None) -> Origin:
+def _origin(config: TrainDpoConfig, written: ExplicitKeys, policy: ModelSource | None) -> ModelSource:
     path = config.reference_model
     assert path is not None
     block = ModelBlock.of(config.model, written)
     if not getattr(config.reference, "is_hf", True):
-        return find_saved(path, block if not config.takes_architecture else None, key="reference.model_path")
+        return resolve_saved_source(path, block if not config.takes_architecture else None, key="reference.model_path")
     if policy is not None and path == config.pretrained:
         return policy
-    return find_origin(path, block, block_is_whole=not config.takes_architecture, block_yields=True)
+    return resolve_source(path, block, block_is_whole=not config.takes_architecture, block_yields=True)
 
 
 def _renamed(checks: Iterable[Check]) -> list[Check]:

@@ -14,13 +14,13 @@ from jax.sharding import Mesh
 
 from haliax_ext.program import Program
 from levanter.commands.model.eval_prompts import (
+    batch_limits,
+    context_length,
     conversation_template,
-    question_encoder,
-    question_length,
+    query_encoder,
     reading_checks,
     rows_flops,
     rows_reach,
-    rows_room,
     sampling_checks,
 )
 from levanter.commands.train.config import TrainLmConfig
@@ -119,7 +119,7 @@ def find_harness(run: TrainedRun, tokenizer: Tokenizer | None, largest: BatchPla
             "--checkpoint_path …"
         )
         checks.append(Check(name="tasks", status="error", message=str(error), error=error))
-    length, found = question_length(config.max_length, run.model, run.config.positions)
+    length, found = context_length(config.max_length, run.model, run.config.positions)
     checks += found
     per_device = run.config.trainer.per_device_eval_parallelism
     rows = largest.per_device if per_device == -1 else per_device
@@ -127,15 +127,15 @@ def find_harness(run: TrainedRun, tokenizer: Tokenizer | None, largest: BatchPla
     checks += reading_checks(run.model, longest)
     shapes = row_shapes(longest, tokens=rows * length, ways=run.resolved.batch_ways, branches=branches)
 
-    encoder, found = question_encoder(tokenizer, length)
-    template, more = conversation_template(tokenizer, asked=config.apply_chat_template)
+    encoder, found = query_encoder(tokenizer, length)
+    template, more = conversation_template(tokenizer, required=config.apply_chat_template)
     checks += [*found, *more]
 
     def cost(shape: RowShape) -> float:
         return rows_flops(run.model, run.Vocab.size, shape, "full")
 
     # Who says how many rows there are has them, in any case.
-    room = rows_room(run.resolved, run.platform) if per_device == -1 else None
+    room = batch_limits(run.resolved, run.platform) if per_device == -1 else None
     counted, problem = count_requests(tasks, config, encoder, template, shapes, cost, room)
     checks += [] if problem is None else [problem]
     shapes = shapes if counted is None else counted.shapes

@@ -21,7 +21,7 @@ from haliax_ext.program import Program
 from haliax_ext.replica_slices import replica_slices_program
 from haliax_ext.saving import saving_programs
 from levanter.commands.cli.runner import run_config
-from levanter.commands.model.sharding import planned_loading, vocabulary_axis
+from levanter.commands.model.sharding import plan_weight_loading, vocabulary_axis
 from levanter.commands.model.workloads import training_workloads
 from levanter.commands.train.adapters import begun_with, found_adapters, frozen_base, planned_peft
 from levanter.commands.train.checks import place_checks
@@ -108,7 +108,7 @@ def describe(
     checks.append(Check(name="output head", status="note", message=str(run.head(largest.microbatch))))
     load = None
     if origin is not None and not state_plan.parameters.errors:
-        load, found = planned_loading(origin, model, Vocab, state_plan.loaded, target, rules=run.rules)
+        load, found = plan_weight_loading(origin, model, Vocab, state_plan.loaded, target, rules=run.rules)
         checks += found
     programs = [*first_programs(run), *step_programs(run, batches), *_scoring(settled, run, largest)]
     harness = find_harness(run, settled.tokenizer, largest)

@@ -1,0 +1,100 @@
+"""The model keys that several configurations have: which model, how it is read, and how its weights are represented.
+
+This module imports nothing that runs, so `--help` stays fast.
+"""
+
+from typing import Literal, Protocol
+
+from levanter.trainer.config import TrainerConfig
+
+Quantize = Literal["int8"]
+"""Representation of a model's projections, if it is not the compute dtype."""
+TiedHead = Literal["copy", "share"]
+"""Matrix of a tied output head: an int8 copy of the embedding table, or the table itself."""
+
+
+class HasModelKeys(Protocol):
+    """A configuration with the keys that name a model."""
+
+    @property
+    def hf_checkpoint(self) -> str | None:
+        """Hugging Face files."""
+
+    @property
+    def checkpoint_path(self) -> str | None:
+        """A checkpoint of `train_lm`."""
+
+    @property
+    def model(self) -> object:
+        """The architecture."""
+
+
+class HasCheckpointKeys(HasModelKeys, Protocol):
+    """A configuration whose `checkpoint_path` may also name Hugging Face files."""
+
+    @property
+    def checkpoint_is_hf(self) -> bool:
+        """Whether `checkpoint_path` names Hugging Face files."""
+        ...
+
+
+class HasLoadKeys(Protocol):
+    """A configuration with the keys of reading a model, independent of the keys that name it."""
+
+    @property
+    def trainer(self) -> TrainerConfig:
+        """Mesh and precision."""
+        ...
+
+    @property
+    def allow_pickle(self) -> bool:
+        """Accepts pickled weights."""
+        ...
+
+    @property
+    def load_memory_gib(self) -> float | None:
+        """Host memory for read buffers in GiB."""
+
+    @property
+    def quantize(self) -> Quantize | None:
+        """Representation of the projections."""
+
+    @property
+    def tied_head(self) -> TiedHead:
+        """Matrix of a tied output head of a quantized model."""
+        ...
+
+    @property
+    def adapter_path(self) -> str | None:
+        """An adapter to apply to the model."""
+
+
+def hf_files(config: HasCheckpointKeys) -> str | None:
+    """The Hugging Face files that the configuration names, under either key."""
+    return config.hf_checkpoint or (config.checkpoint_path if config.checkpoint_is_hf else None)
+
+
+def saved_checkpoint(config: HasCheckpointKeys) -> str | None:
+    """The checkpoint of `train_lm` that the configuration names."""
+    return None if config.checkpoint_is_hf else config.checkpoint_path
+
+
+def model_key_problems(config: HasModelKeys, *, alias: str | None = None, purpose: str = "") -> list[str]:
+    """Returns the problems of a configuration that names no model, or two.
+
+    Args:
+        config: the configuration.
+        alias: value of `initialize_from_hf`, an alias of `hf_checkpoint`, if the configuration has it.
+        purpose: the purpose in messages, such as `to evaluate`.
+    """
+    problems, files = [], config.hf_checkpoint or alias
+    if alias and files != alias:
+        problems.append("hf_checkpoint and initialize_from_hf name two models; set one")
+    if config.checkpoint_path and files:
+        problems.append("checkpoint_path and hf_checkpoint name two models; set one")
+    elif not (config.checkpoint_path or files or config.model is not None):
+        problems.append(
+            f"no model{purpose and f' {purpose}'}: set hf_checkpoint (a folder, a hub id, or a .gguf file) or "
+            "checkpoint_path (a checkpoint of train_lm)"
+        )
+    return problems
