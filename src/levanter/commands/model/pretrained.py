@@ -4,6 +4,7 @@
 and the bytes to read, and collects errors and unavailable inputs as checks. `load_pretrained` streams the weights.
 """
 
+import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -428,5 +429,5 @@ def _layer_rule(rule: WeightRule, layer: int) -> WeightRule:
 
 
 def _abstract_array(axes: tuple[hax.Axis, ...], like: NamedArray) -> NamedArray:
-    array: Any = jax.ShapeDtypeStruct(tuple(axis.size for axis in axes), like.dtype)
-    return NamedArray(array, axes)
+    array = jax.ShapeDtypeStruct(tuple(axis.size for axis in axes), like.dtype)
+    return NamedArray(typing.cast(jax.Array, array), axes)

@@ -118,7 +118,7 @@ def test_options_of_another_platform_are_left_out_and_named(platform, kind, pass
     assert all(options == passed for options in found.working.values())
     assert lines(found)[-1] == (
         f"trainer.compiler_options: {', '.join(name for name in written if name not in passed)}: "
-        f"no options of {platform} programs, left out here"
+        f"no options of {platform} programs, skipped"
     )
 
 

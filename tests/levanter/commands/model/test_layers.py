@@ -43,4 +43,4 @@ def test_what_the_kernel_can_have_is_not():
 def test_a_small_part_of_gathered_keys_is_noted():
     (note,) = checked("gather", 256)
     assert note.status == "note"
-    assert "a device has 64 positions of a sequence, and the kernel computes 128" in note.message
+    assert "a device has 64 positions of a sequence, and the kernel pads them to 128" in note.message

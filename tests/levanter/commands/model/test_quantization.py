@@ -147,7 +147,7 @@ def test_the_plan_says_the_bytes_and_the_compiler_agrees(folder_of):
     scales = sum(leaf.nbytes for leaf in own if leaf.path.endswith(".scale"))
     others = sum(leaf.nbytes for leaf in own) - q - scales
     table = 264 * 64 * 2
-    assert f"bytes: {q:,} of integers, {scales:,} of scales, {others:,} of the rest, of which {table:,} in" in said
+    assert f"bytes: {q:,} of integers, {scales:,} of scales, {others:,} of other leaves, of which {table:,} in" in said
     # Five layers of four heads, and the head beside the table that it is tied to.
     assert q == 5 * (2 * 64 * 8 * 16 + 2 * 64 * 4 * 16 + 3 * 64 * 96) + 264 * 64
     assert "load.derive.lm_head.weight" in {program.name for program in model.load_plan.programs}

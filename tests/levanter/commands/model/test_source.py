@@ -65,7 +65,7 @@ def test_what_is_expected_is_what_transformers_writes(config_only):
 def test_the_block_is_enough_where_it_is_complete():
     origin = resolve_source("nobody/nothing", block(BLOCK))
     assert origin.checkpoint is None and origin.architecture.num_layers == 2  # pyright: ignore
-    with pytest.raises(UnknownArchitectureError, match="model: does not give num_heads, num_kv_heads") as caught:
+    with pytest.raises(UnknownArchitectureError, match="model: does not set num_heads, num_kv_heads") as caught:
         resolve_source("nobody/nothing", block("{type: llama, hidden_dim: 64, intermediate_dim: 8, num_layers: 2}"))
     assert "nobody/nothing" in str(caught.value)
     with pytest.raises(UnknownArchitectureError, match="there is no model: block"):
@@ -83,7 +83,7 @@ def test_the_block_is_enough_where_it_is_complete():
 def test_sizes_that_follow_from_others_need_not_be_written(text, mlp, kv_heads):
     architecture = resolve_source("nobody/nothing", block(text)).architecture
     assert (architecture.Mlp.size, architecture.KVHead.size) == (mlp, kv_heads)
-    with pytest.raises(UnknownArchitectureError, match=r"model: does not give num_layers\n"):
+    with pytest.raises(UnknownArchitectureError, match=r"model: does not set num_layers\n"):
         resolve_source("nobody/nothing", block(text.replace(", num_layers: 2", "")))
 
 
