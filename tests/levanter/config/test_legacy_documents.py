@@ -333,8 +333,8 @@ def test_a_plan_says_what_it_takes_where_upstream_took_another_thing():
     plan = describe(parse_text(config_class("train_lm"), text + "trainer: {train_batch_size: 8}\n"), target)
     said = [line.strip() for line in plan.report().splitlines() if " is left out: " in line]
     assert len(said) == 2, plan.report()
-    assert "model.num_kv_heads is left out: 4 here (gemma2 as published), 1 upstream; set it to choose" in said[0]
-    assert "model.sliding_window is left out: 4096 here (gemma2 as published), null upstream" in said[1]
+    assert "model.num_kv_heads is not set: 4 here (gemma2 as published), 1 upstream; set it to choose" in said[0]
+    assert "model.sliding_window is not set: 4096 here (gemma2 as published), null upstream" in said[1]
 
 
 @pytest.mark.parametrize("one", june_2026()["meshes"], ids=lambda one: f"{one['devices']}-{one['slices']}")
