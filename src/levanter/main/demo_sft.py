@@ -28,7 +28,7 @@ from levanter.commands.generate.engine_setup import running
 from levanter.commands.generate.generate import describe as describe_texts
 from levanter.commands.generate.prompts import prompt_reader
 from levanter.commands.train.lm.train_lm import TrainLmConfig, train
-from levanter.commands.train.outcome import Trained
+from levanter.commands.train.work import Trained
 from levanter.eval.perplexity import EvalResult
 from levanter.inference.config import InferenceConfig
 from levanter.inference.engine import make_schedule

@@ -305,8 +305,8 @@ def finish(plan: RunPlan[GenerateWork], done: GenerateResult, session: Session) 
         print(f"{done.lines} answers{where}{kept}")
         print(f"{done.tokens:,} tokens in {done.seconds:.1f} s = {rate:,.1f} tokens/s, compilation included")
         for what, lines in (("no request", done.refused), ("not finished", done.failed)):
-            for number, said in list(lines.items())[:SHOWN]:
-                print(f"line {number} is {what}: {said}")
+            for number, message in list(lines.items())[:SHOWN]:
+                print(f"line {number} is {what}: {message}")
             if len(lines) > SHOWN:
                 print(f"and {len(lines) - SHOWN} more lines are {what}")
     return done.exit_code

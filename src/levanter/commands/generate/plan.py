@@ -1,22 +1,22 @@
 """What `generate` will do, before it does it: the model, its cache, and the Programs that fill and read it."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
+from haliax_ext.errors import gib
 from levanter.commands.cli.outputs import output_checks
 from levanter.commands.generate.config import GenerateConfig
-from levanter.commands.generate.max_rows import planned_cache, served_model
-from levanter.commands.generate.templates import template_checks
 from levanter.commands.model.pretrained import ModelChoice, PretrainedModel, describe_pretrained
 from levanter.commands.model.scoring_common import context_length_checks
 from levanter.commands.model.source import ModelBlock
 from levanter.commands.model.unsupported import unsupported_option_checks
 from levanter.config import ExplicitKeys
-from levanter.inference.capacity import DecodeCost
+from levanter.data.chat import is_template
+from levanter.inference.capacity import ASSUMED_TEMP_BYTES, MAX_CPU_ROWS, MAX_ROWS, DecodeCost, decode_cost
 from levanter.inference.config import CHUNK, InferenceConfig
 from levanter.inference.kv_cache import CachePlan, plan_cache
 from levanter.inference.programs import GenerationPrograms, ServedModel, generation_programs
@@ -105,12 +105,12 @@ def describe(config: GenerateConfig, target: Target, *, written: ExplicitKeys | 
             hbm_bytes=trainer.mesh.hbm_bytes(target.hbm_bytes),
         )
 
-    cache, why = planned_cache(cache_of, model, inference, pretrained, target, shards=ways)
+    cache, why = plan_slots(cache_of, model, inference, pretrained, target, shards=ways)
     programs = _programs(pretrained, cache, inference, target)
     checks = _checks(config, written, pretrained, cache, why, target)
     checks += _chunk_notes(inference, cache, target)
     parameters = pretrained.sharding.bytes_per_device
-    serving = served_model(
+    serving = plan_decode_cost(
         model,
         pretrained,
         cache,
@@ -134,7 +134,7 @@ def describe(config: GenerateConfig, target: Target, *, written: ExplicitKeys | 
         resident_bytes={"parameters": parameters, "cache": cache.bytes_per_device},
         coresident_bytes={
             programs.start.name: parameters,
-            **{each.name: cache.bytes_per_device for each in programs.score.values()},
+            **{planned.name: cache.bytes_per_device for planned in programs.score.values()},
         },
         searchable="layouts of generation are not searched yet",
     )
@@ -227,8 +227,8 @@ def _length_checks(length: int, model: DecoderConfig) -> list[Check]:
     """Refuses or notes rows that are longer than anything the model was trained on."""
     if length <= model.max_seq_len:
         return []
-    said = f"inference.max_seq_len: {length:,} positions"
-    return context_length_checks(model, said, name="rows", advice="inference.max_seq_len:")
+    message = f"inference.max_seq_len: {length:,} positions"
+    return context_length_checks(model, message, name="rows", advice="inference.max_seq_len:")
 
 
 def _tile_notes(cache: CachePlan, target: Target) -> list[Check]:
@@ -262,12 +262,12 @@ def _file_checks(config: GenerateConfig) -> list[Check]:
         return checks
     for key, path in (("input_path", config.input_path), ("output_path", config.output_path)):
         if path is None:
-            said = "a run needs it; a plan does not"
-            checks.append(Check(name=key, status="unchecked", message=said, error=ValueError(f"{key}: {said}")))
+            message = "a run needs it; a plan does not"
+            checks.append(Check(name=key, status="unchecked", message=message, error=ValueError(f"{key}: {message}")))
     if config.input_path is not None and not exists(config.input_path):
-        said = f"{config.input_path}: no such file"
-        error = ValueError(f"input_path: {said}")
-        checks.append(Check(name="input_path", status="unchecked", message=said, error=error))
+        message = f"{config.input_path}: no such file"
+        error = ValueError(f"input_path: {message}")
+        checks.append(Check(name="input_path", status="unchecked", message=message, error=error))
     if config.output_path is not None:
         checks += output_checks("output_path", config.output_path)
     for key, problem in _not_files(config):
@@ -326,4 +326,110 @@ def _workloads(pretrained: PretrainedModel, programs: GenerationPrograms) -> tup
             reason="how many depends on the prompts and on how long the texts get",
         )
         for name, rows, tokens in sizes
+    )
+
+
+def template_checks(template: str | None) -> Iterator[Check]:
+    """Looks for the file of a template."""
+    if template is not None and not is_template(template) and not exists(template):
+        error = ValueError(f"chat_template: {template}: no such file, and no Jinja either")
+        yield Check(name="chat_template", status="unchecked", message=str(error), error=error)
+
+
+HOST_SHARE = 2
+"""Of memory that a host's devices share with everything else there, rows take one part in so many."""
+
+
+def plan_slots(
+    make: Callable[[int], CachePlan],
+    model: DecoderConfig,
+    inference: InferenceConfig,
+    pretrained: PretrainedModel,
+    target: Target,
+    *,
+    shards: int,
+) -> tuple[CachePlan, str]:
+    """The cache of a run, and how its number of rows came about; nothing to say where the config has it.
+
+    Args:
+        make: rows → cache.
+        model: the architecture.
+        inference: the config.
+        pretrained: the model on its mesh.
+        target: the devices.
+        shards: of the rows.
+
+    Raises:
+        ValueError: the number is to be found, and nothing limits it.
+    """
+    if inference.max_rows != "auto":
+        return make(inference.max_rows), ""
+    least = make(shards)
+    configured = pretrained.choice.trainer.mesh.hbm_bytes(target.hbm_bytes)
+    limit = target.limit_bytes if configured is None else configured
+    if limit is None:
+        raise ValueError(
+            f"inference.max_rows: auto: the memory of a device of {target.name} is not known, so neither is "
+            f"how many rows it holds\n  → inference.max_rows: {max(8 // shards, 1) * shards}, or trainer.mesh.hbm_gib"
+        )
+    shared = configured is None and target.hbm_bytes is None
+    value = plan_decode_cost(model, pretrained, least, inference, decode={}, prefill={})
+    reserved = program_bytes(pretrained)
+    most = value.fitting(limit // (HOST_SHARE if shared else 1), pages_per_slot(least, inference), temp_bytes=reserved)
+    if inference.pages is not None:
+        most = min(most, inference.pages // shards // least.pages_of_row * shards)
+    taken = MAX_CPU_ROWS if target.platform == "cpu" else MAX_ROWS
+    rows = max(shards, min(most, taken // shards * shards))
+    why = f"{most:,} of {least.max_seq_len:,} positions fit {gib(limit)} a device"
+    why += ", of which the machine keeps half" if shared else ""
+    why += f", with {gib(reserved)} left for what Programs make"
+    if most > rows:
+        why += f"; {taken} are taken at most"
+        why += ", since on CPUs more of them make hardly more tokens a second" if target.platform == "cpu" else ""
+    return make(rows), f"inference.max_rows: auto is {rows}: {why}"
+
+
+def pages_per_slot(cache: CachePlan, inference: InferenceConfig) -> int:
+    """Positions that a row takes of a cache: whole pages, or one where its pages are counted by themselves."""
+    return cache.pages_of_row * cache.page_size if inference.pages is None else 1
+
+
+def program_bytes(pretrained: PretrainedModel) -> int:
+    """Bytes of a device that Programs take beside their inputs: activations of a prefill chunk and temporaries."""
+    return ASSUMED_TEMP_BYTES + sum(planned.bytes_per_device for planned in pretrained.activations.leaves)
+
+
+def plan_decode_cost(
+    model: DecoderConfig,
+    pretrained: PretrainedModel,
+    cache: CachePlan,
+    inference: InferenceConfig,
+    *,
+    decode: dict[int, str],
+    prefill: dict[str, tuple[int, int]],
+    chip_hour_price: float | None = None,
+) -> DecodeCost:
+    """What the run holds and moves.
+
+    Args:
+        model: the architecture.
+        pretrained: the model on its mesh.
+        cache: of its rows.
+        inference: the config.
+        decode, prefill: see `DecodeCost`.
+        chip_hour_price: dollars.
+    """
+    return decode_cost(
+        model,
+        pretrained.sharding,
+        cache,
+        vocab_size=pretrained.Vocab.size,
+        devices=pretrained.resolved.spec.size,
+        steps=inference.steps,
+        decode=decode,
+        prefill=prefill,
+        counts_tokens=inference.penalties,
+        automatic=inference.max_rows == "auto",
+        temp_bytes=program_bytes(pretrained),
+        chip_hour_price=chip_hour_price,
     )

@@ -182,8 +182,8 @@ def finish(plan: RunPlan[SampleWork], done: SampledTexts, session: Session) -> i
     session.tracker.log_summary({"tokens": done.tokens, "seconds": done.seconds, "tokens_per_second": rate})
     if session.show:
         print(f"{done.tokens:,} tokens in {done.seconds:.1f} s = {rate:,.1f} tokens/s, compilation included")
-        for said in done.failed:
-            print(f"not finished: {said}")
+        for message in done.failed:
+            print(f"not finished: {message}")
     return INTERNAL_ERROR if done.failed else OK
 
 

@@ -29,7 +29,7 @@ from levanter.trainer.adapter_state import Adapted
 from levanter.trainer.state import StatePlan, TrainState
 
 
-def found_adapters(config: TrainLmConfig, model: LmConfig, Vocab: hax.Axis, module: LmHeadModel) -> Adapted | None:
+def resolve_adapters(config: TrainLmConfig, model: LmConfig, Vocab: hax.Axis, module: LmHeadModel) -> Adapted | None:
     """The adapters that a run trains; None if it trains parameters of the model.
 
     Args:
@@ -50,7 +50,9 @@ def found_adapters(config: TrainLmConfig, model: LmConfig, Vocab: hax.Axis, modu
     return Adapted(targets=targets, config=config.lora, every=every, whole=whole)
 
 
-def begun_with(adapted: Adapted | None, model: LmConfig, Vocab: hax.Axis, module: LmHeadModel) -> PeftAdapter | None:
+def open_initial_adapters(
+    adapted: Adapted | None, model: LmConfig, Vocab: hax.Axis, module: LmHeadModel
+) -> PeftAdapter | None:
     """The adapters that a run begins with; reads headers only. None for fresh ones.
 
     Args:
@@ -63,19 +65,19 @@ def begun_with(adapted: Adapted | None, model: LmConfig, Vocab: hax.Axis, module
         CheckpointError: the folder is none, or of another model.
         AdapterError: it has other adapters than the run trains; lists all that differ.
     """
-    named = None if adapted is None else adapted.config.initialize_from
-    if adapted is None or named is None:
+    source = None if adapted is None else adapted.config.initialize_from
+    if adapted is None or source is None:
         return None
     key, config, rules = f"{KEY}.initialize_from", adapted.config, model.weight_rules(Vocab)
-    opened = open_peft(named).per_expert(adapted.every)
+    opened = open_peft(source).per_expert(adapted.every)
     # Unasked, peft writes the matrix of a head that has factors.
-    adapted_too = {f"{member.path}.weight" for group in adapted.targets for member in group.members}
-    found = opened.copied_paths(leaves(module), rules)
-    whole = tuple(path for path in found if path not in adapted_too)
-    theirs = {each.path: each for each in opened.targets(adapted.every, rules, select_leaves(module, found))}
+    adapted_weights = {f"{member.path}.weight" for group in adapted.targets for member in group.members}
+    copied_paths = opened.copied_paths(leaves(module), rules)
+    whole = tuple(path for path in copied_paths if path not in adapted_weights)
+    theirs = {each.path: each for each in opened.targets(adapted.every, rules, select_leaves(module, copied_paths))}
     ours = {each.path: each for each in adapted.targets}
 
-    def said(group: TargetGroup | None, scale: Callable[[int, float], float]) -> str:
+    def describe_group(group: TargetGroup | None, scale: Callable[[int, float], float]) -> str:
         if group is None:
             return "none"
         members = ", ".join(member.name for member in group.members)
@@ -83,19 +85,22 @@ def begun_with(adapted: Adapted | None, model: LmConfig, Vocab: hax.Axis, module
 
     problems = []
     for path in sorted(theirs.keys() | ours.keys()):
-        there, here = said(theirs.get(path), opened.config.scale), said(ours.get(path), config.scale)
-        if there != here:
-            problems.append(f"{path}: {there} in {opened.where}, {here} in this run")
+        theirs_text, ours_text = (
+            describe_group(theirs.get(path), opened.config.scale),
+            describe_group(ours.get(path), config.scale),
+        )
+        if theirs_text != ours_text:
+            problems.append(f"{path}: {theirs_text} in {opened.where}, {ours_text} in this run")
     for path in sorted(set(whole) ^ set(adapted.whole)):
-        there, here = ("whole" if path in each else "not whole" for each in (whole, adapted.whole))
-        problems.append(f"{path}: {there} in {opened.where}, {here} in this run (modules_to_save)")
+        theirs_text, ours_text = ("whole" if path in each else "not whole" for each in (whole, adapted.whole))
+        problems.append(f"{path}: {theirs_text} in {opened.where}, {ours_text} in this run (modules_to_save)")
     if problems:
         listed = "\n  ".join(problems)
         raise AdapterError(f"{key}: it has other adapters than the run trains; {len(problems)} differ:\n  {listed}")
     return opened
 
 
-def begun_adapters(work: TrainWork, mesh: Mesh) -> Adapters:
+def load_initial_adapters(work: TrainWork, mesh: Mesh) -> Adapters:
     """The adapters that a run begins with, in their shards.
 
     Raises:
@@ -110,15 +115,15 @@ def begun_adapters(work: TrainWork, mesh: Mesh) -> Adapters:
         state.whole,
         true_sizes={"vocab": work.model.vocab_size},
     )
-    found: dict[str, np.ndarray] = {}
-    map_arrays(lambda leaf, x: found.__setitem__(leaf.path, x) or x, read)
+    arrays: dict[str, np.ndarray] = {}
+    map_arrays(lambda leaf, x: arrays.__setitem__(leaf.path, x) or x, read)
 
-    def placed(path: str, x: np.ndarray) -> jax.Array:
+    def on_mesh(path: str, x: np.ndarray) -> jax.Array:
         sharding = work.state_plan.parameters.sharding(path, mesh)
         return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
     # The scale of the run's own, which is the same.
-    return with_arrays(state, {path: placed(path, x) for path, x in found.items()})
+    return with_arrays(state, {path: on_mesh(path, x) for path, x in arrays.items()})
 
 
 def frozen_base(
@@ -127,7 +132,7 @@ def frozen_base(
     origin: ModelSource | None,
     model: LmConfig,
     Vocab: hax.Axis,
-    held: LmHeadModel,
+    module: LmHeadModel,
 ) -> tuple[LmHeadModel, WeightRules | None]:
     """The model that adapters are of, abstract, and where its arrays come from; None for where its names say.
 
@@ -137,35 +142,35 @@ def frozen_base(
         origin: the checkpoint that it begins from; None for none.
         model: the architecture.
         Vocab: rows of its embedding.
-        held: the model, in the dtype that it is held in where it is not held in integers.
+        module: the model, in the dtype that it is held in where it is not held in integers.
 
     Raises:
         QuantizationError: it cannot be held in integers, or is stored in them and cannot be merged.
     """
-    asked = adapted.config.base_dtype == "int8"
+    int8 = adapted.config.base_dtype == "int8"
     if origin is None:
-        if asked:
+        if int8:
             raise QuantizationError(
                 f"{KEY}.base_dtype: int8 is made of a checkpoint's weights while they are read, and the run begins "
                 "from no Hugging Face checkpoint (hf_checkpoint, initialize_from_hf)"
             )
-        return held, None
+        return module, None
     if origin.has_int8 and config.merged_hf_save_path is not None:
         raise QuantizationError(
             f"merged_hf_save_path: the weights of {origin.reference} are 8-bit integers, to which nothing can be "
             "added; use peft_save_path"
         )
-    rules = origin.weight_rules(model, Vocab, leaves(held))
-    found = quantize_projections(held, rules, quantize_all=asked, tied_head="share", is_stored=origin.is_int8)
-    if found is not None and (integers := set(adapted.whole) - {leaf.path for leaf in leaves(found.module)}):
+    rules = origin.weight_rules(model, Vocab, leaves(module))
+    quantized = quantize_projections(module, rules, quantize_all=int8, tied_head="share", is_stored=origin.is_int8)
+    if quantized is not None and (integers := set(adapted.whole) - {leaf.path for leaf in leaves(quantized.module)}):
         raise QuantizationError(
             f"{KEY}.modules_to_save: {', '.join(sorted(integers))} would be held in 8-bit integers, of which there is "
             f"no whole copy to train; leave it out, or hold the base in another {KEY}.base_dtype"
         )
-    return (held, None) if found is None else (found.module, found.rules)
+    return (module, None) if quantized is None else (quantized.module, quantized.rules)
 
 
-def planned_peft(
+def plan_peft_export(
     config: TrainLmConfig, adapted: Adapted | None, model: LmConfig, Vocab: hax.Axis, plan: StatePlan
 ) -> PeftPlan | None:
     """What a run saves of its adapters, or gathers to merge it; None for nothing.
@@ -186,13 +191,13 @@ def planned_peft(
     )
 
 
-def save_adapters(work: TrainWork, state: TrainState, places: RunDirs, taken: int, *, show: bool) -> str:
+def save_adapters(work: TrainWork, state: TrainState, dirs: RunDirs, taken: int, *, show: bool) -> str:
     """Writes the adapters of a state as peft reads them, and merged into their base, as the run is asked to.
 
     Args:
         work: the run's.
         state: of which they are.
-        places: the run's folders.
+        dirs: the run's folders.
         taken: steps taken.
         show: whether this process prints.
 
@@ -203,13 +208,13 @@ def save_adapters(work: TrainWork, state: TrainState, places: RunDirs, taken: in
     arrays: dict[str, jax.Array] = {}
     map_arrays(lambda leaf, x: arrays.__setitem__(leaf.path, x) or x, state.eval_params)
     tokenizer = work.tokenizer if isinstance(work.tokenizer, FastTokenizer) else None
-    folder = places.export(taken)
+    folder = dirs.export(taken)
     barrier("exporting")
     if work.config.peft_save_path is not None:
-        beside = {} if tokenizer is None else tokenizer_documents(tokenizer)
-        write_peft(work.peft, arrays, folder, extra_files=beside, overwrite=True)
+        documents = {} if tokenizer is None else tokenizer_documents(tokenizer)
+        write_peft(work.peft, arrays, folder, extra_files=documents, overwrite=True)
     if work.config.merged_hf_save_path is not None:
-        merged = folder if places.merged is None else join(places.merged, f"step-{taken}")
+        merged = folder if dirs.merged is None else join(dirs.merged, f"step-{taken}")
         assert work.adapted is not None
         adapter = gather_adapter(work.peft, arrays, where=f"step {taken}").per_expert(work.adapted.every)
         _save_merged(work, adapter, merged, tokenizer, show=show)
@@ -229,16 +234,16 @@ def _save_merged(
     Vocab = hax.Axis("vocab", model.vocab_size)
     rules = model.weight_rules(Vocab)
     module = abstract(lambda: model.build(Vocab, key=jax.random.PRNGKey(0)))
-    own = stored_leaves(leaves(module), rules, source, work.origin.stored)
-    files = plan_export(own, model, Vocab, dtype=work.config.hf_save_dtype)
+    stored = stored_leaves(leaves(module), rules, source, work.origin.stored)
+    files = plan_export(stored, model, Vocab, dtype=work.config.hf_save_dtype)
     merged = MergedTensors(
         source=source,
         rules=rules,
         adapter=adapter,
         targets=work.adapted.targets,
-        copies=copied_tensors(own, rules, work.adapted.whole),
+        copies=copied_tensors(stored, rules, work.adapted.whole),
     )
-    beside = ExportExtras(tokenizer=tokenizer, eos_ids=tuple(work.config.hf_generation_eos_token_ids or ()))
-    write_export(files, merged, folder, extras=beside, overwrite=True)
+    extras = ExportExtras(tokenizer=tokenizer, eos_ids=tuple(work.config.hf_generation_eos_token_ids or ()))
+    write_export(files, merged, folder, extras=extras, overwrite=True)
     if show:
         print("\n".join(rounding_lines(tuple(merged.rounding.values()))), flush=True)

@@ -7,15 +7,14 @@ from typing import TypeVar
 from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.lm.train_lm import ENTRY_POINT as TRAINING
 from levanter.commands.train.lm.train_lm import describe as describe_training
-from levanter.commands.train.outcome import Trained
-from levanter.commands.train.work import TrainPlan, TrainWork
+from levanter.commands.train.work import Trained, TrainPlan, TrainWork
 from levanter.config import ExplicitKeys
 from levanter.runplan import EntryPoint, Target
 
 C = TypeVar("C")
 
 
-def by_other_keys(
+def aliased_entry_point(
     name: str, config: type[C], training: Callable[[C], TrainLmConfig]
 ) -> EntryPoint[C, TrainWork, Trained]:
     """The entry point of a command whose configuration says what to train in another way.
@@ -26,8 +25,8 @@ def by_other_keys(
         training: a configuration → the run of `train_lm` that it is.
     """
 
-    def described(run: TrainLmConfig, asked: C, target: Target, written: ExplicitKeys | None) -> TrainPlan:
-        written = ExplicitKeys.in_python(asked) if written is None else written
+    def described(run: TrainLmConfig, source: C, target: Target, written: ExplicitKeys | None) -> TrainPlan:
+        written = ExplicitKeys.in_python(source) if written is None else written
         return replace(describe_training(run, target, written=written), entry_point=name)
 
     def describe(config: C, target: Target, *, written: ExplicitKeys | None = None) -> TrainPlan:

@@ -15,7 +15,7 @@ from levanter.checkpoint.restore_specs import check_leaves, saved_leaf
 from levanter.commands.cli.outputs import output_checks
 from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.config_diff import ChangedRunError, judge
-from levanter.commands.train.run_dirs import RunDirs, find_resume, refuse_taken_exports
+from levanter.commands.train.run_dirs import RunDirs, find_resume, refuse_existing_exports
 from levanter.data import (
     FORMATS,
     AbsentTextError,
@@ -53,20 +53,20 @@ def data_checks(
     if not config.components:
         return []
     try:
-        found = resolve_training(config, formats=formats)
+        training = resolve_training(config, formats=formats)
     except AbsentTextError as error:
         return [Check(name="data", status="unchecked", message=str(error), error=error)]
     except DataError as error:
         return [Check(name="data", status="error", message=str(error), error=error)]
-    problems = [] if tokenizer is None else compare_stores(config, found.sets, tokenizer, vocab_size=vocab_size)
-    templates = [] if tokenizer is None or problems else template_lines(found.sets, tokenizer)
+    problems = [] if tokenizer is None else compare_stores(config, training.sets, tokenizer, vocab_size=vocab_size)
+    templates = [] if tokenizer is None or problems else template_lines(training.sets, tokenizer)
     return [
-        *(Check(name="data", status="ok", message=line) for line in (*found.describe(), *templates)),
+        *(Check(name="data", status="ok", message=line) for line in (*training.describe(), *templates)),
         *(Check(name="data", status="error", message=problem, error=DataError(problem)) for problem in problems),
     ]
 
 
-def place_checks(config: TrainLmConfig, model: LmConfig, plan: StatePlan, frozen: FrozenPart | None) -> list[Check]:
+def run_dir_checks(config: TrainLmConfig, model: LmConfig, plan: StatePlan, frozen: FrozenPart | None) -> list[Check]:
     """Whether a run may write its folders, and whether the checkpoint that it begins from matches what it trains.
 
     The contents of a run's own folder are only known if the run has a name (`trainer.id`, `$RUN_ID`).
@@ -89,53 +89,53 @@ def place_checks(config: TrainLmConfig, model: LmConfig, plan: StatePlan, frozen
     for key in ("peft_save_path", "merged_hf_save_path"):
         if (path := getattr(config, key)) is not None:
             checks += output_checks(key, path)
-    said: list[str] = []
-    for error in _checkpoint_problems(config, model, plan, frozen, said):
+    changes: list[str] = []
+    for error in _checkpoint_problems(config, model, plan, frozen, changes):
         # A checkpoint may be complete elsewhere; a configuration that contradicts it does so everywhere.
         status = "error" if isinstance(error, ChangedRunError) else "unchecked"
         checks.append(Check(name="checkpoint", status=status, message=str(error), error=error))
-    return [*checks, *(Check(name="resume", status="note", message=line) for line in said)]
+    return [*checks, *(Check(name="resume", status="note", message=line) for line in changes)]
 
 
 def _checkpoint_problems(
-    config: TrainLmConfig, model: LmConfig, plan: StatePlan, frozen: FrozenPart | None, said: list[str]
+    config: TrainLmConfig, model: LmConfig, plan: StatePlan, frozen: FrozenPart | None, changes: list[str]
 ) -> Iterator[ValueError]:
-    """What keeps the run from its checkpoint; permitted changes are added to `said`."""
-    named = config.trainer.id or os.environ.get("RUN_ID")
+    """What keeps the run from its checkpoint; permitted changes are added to `changes`."""
+    run_id = config.trainer.id or os.environ.get("RUN_ID")
     problems: list[ValueError] = []
     resumed = None
-    if named is not None:
-        places = RunDirs.of(config, named)
-        resumed = attempted(problems, lambda: find_resume(config, places))
-        attempted(problems, lambda: refuse_taken_exports(places, resumed))
+    if run_id is not None:
+        dirs = RunDirs.of(config, run_id)
+        resumed = attempted(problems, lambda: find_resume(config, dirs))
+        attempted(problems, lambda: refuse_existing_exports(dirs, resumed))
     if resumed is not None:
         attempted(problems, lambda: _check_resumed(resumed, model, plan, frozen))
-        said += attempted(problems, lambda: judge(resumed, config, model)) or ()
+        changes += attempted(problems, lambda: judge(resumed, config, model)) or ()
     elif not problems:
         begins = {
             config.initialize_from_checkpoint_path: (MODEL, OPTIMIZER),
             config.initialize_model_from_checkpoint_path: (MODEL,),
         }
-        for path, parts in begins.items():
+        for path, prefixes in begins.items():
             if path is not None:
-                attempted(problems, lambda path=path, parts=parts: _check_parts(config, model, plan, path, parts))
+                attempted(problems, lambda path=path, parts=prefixes: _check_parts(config, model, plan, path, prefixes))
     yield from problems
 
 
 def _check_resumed(ref: CheckpointRef, model: LmConfig, plan: StatePlan, frozen: FrozenPart | None) -> None:
     """Whether a run can resume from a checkpoint."""
     check_partition(ref, frozen)
-    check_leaves(ref, _wanted(model, [each.leaf for each in plan.whole.leaves]))
+    check_leaves(ref, _wanted(model, [planned.leaf for planned in plan.whole.leaves]))
 
 
 def _check_parts(
-    config: TrainLmConfig, model: LmConfig, plan: StatePlan, path: str, parts: Sequence[str]
+    config: TrainLmConfig, model: LmConfig, plan: StatePlan, path: str, groups: Sequence[str]
 ) -> CheckpointRef:
     """Whether some parts of a checkpoint match the run's."""
     ref = checkpoint_at(path)
-    prefixes = tuple(f"{part}." for part in parts)
-    others = (each.leaf for each in plan.whole.leaves if not each.leaf.path.startswith(f"{MODEL}."))
-    parameters = (replace(each.leaf, path=under_model(each.leaf.path)) for each in plan.loaded.leaves)
+    prefixes = tuple(f"{part}." for part in groups)
+    others = (planned.leaf for planned in plan.whole.leaves if not planned.leaf.path.startswith(f"{MODEL}."))
+    parameters = (replace(planned.leaf, path=under_model(planned.leaf.path)) for planned in plan.loaded.leaves)
     leaves = _wanted(model, [*parameters, *others])
     wanted = {path: leaf for path, leaf in leaves.items() if path.startswith(prefixes)}
     if config.trainer.allow_partial_checkpoint:

@@ -171,15 +171,15 @@ def judge(ref: CheckpointRef, config: TrainLmConfig, model: LmConfig) -> tuple[s
     """
     if not isinstance(ref.metadata.get("config"), Mapping):
         return ("the checkpoint does not record its configuration, so changes since then are unknown",)
-    found = changes(ref, config, model)
-    if not found.fixed:
-        return found.said
+    differences = changes(ref, config, model)
+    if not differences.fixed:
+        return differences.said
     if config.trainer.resume_with_changes:
-        return (*(f"{line} (trainer.resume_with_changes)" for line in found.fixed), *found.said)
+        return (*(f"{line} (trainer.resume_with_changes)" for line in differences.fixed), *differences.said)
     raise ChangedRunError(
         f"{ref.path}: this checkpoint was saved by a different run than the one that would resume from it; "
-        f"{len(found.fixed)} difference{'s' if len(found.fixed) > 1 else ''}:\n  "
-        + "\n  ".join(found.fixed)
+        f"{len(differences.fixed)} difference{'s' if len(differences.fixed) > 1 else ''}:\n  "
+        + "\n  ".join(differences.fixed)
         + "\n  → change them back, set another trainer.id to start a new run, or set trainer.resume_with_changes: true"
     )
 

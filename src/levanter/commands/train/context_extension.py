@@ -36,11 +36,13 @@ class ContextStage:
 
     def origin(self, reference: str) -> ModelSource:
         """The checkpoint, with these rotary embeddings."""
-        found = resolve_source(reference, self.block, block_is_whole=True)
-        return replace(found, architecture=_roped(found.architecture, self.rope), checks=(*found.checks, *self.checks))
+        source = resolve_source(reference, self.block, block_is_whole=True)
+        return replace(
+            source, architecture=_roped(source.architecture, self.rope), checks=(*source.checks, *self.checks)
+        )
 
 
-def stage_of(config: TrainLmConfig, written: ExplicitKeys) -> ContextStage | None:
+def resolve_context_stage(config: TrainLmConfig, written: ExplicitKeys) -> ContextStage | None:
     """The stretch that a run asks for; None where it asks for none, or where the checkpoint is not here.
 
     Raises:
@@ -50,13 +52,13 @@ def stage_of(config: TrainLmConfig, written: ExplicitKeys) -> ContextStage | Non
     if config.pretrained is None or config.takes_architecture or not isinstance(rope, YarnRotaryConfig):
         return None
     try:
-        own = resolve_source(config.pretrained, None).architecture
+        architecture = resolve_source(config.pretrained, None).architecture
     except UnknownArchitectureError:
         return None
-    before = getattr(own, "rope", None)
-    if type(own) is not type(config.model) or not isinstance(before, DefaultRotaryConfig | YarnRotaryConfig):
+    before = getattr(architecture, "rope", None)
+    if type(architecture) is not type(config.model) or not isinstance(before, DefaultRotaryConfig | YarnRotaryConfig):
         return None
-    original = trained_length(own)
+    original = trained_length(architecture)
     rope = replace(
         rope,
         theta=rope.theta if "model.rope.theta" in written else before.theta,
@@ -94,8 +96,8 @@ def stage_of(config: TrainLmConfig, written: ExplicitKeys) -> ContextStage | Non
     block = ModelBlock.of(config.model, written)
     assert block is not None
     reach = rope.factor * original
-    said = f"rotary embeddings are stretched by {rope.factor:g}, from {original:,} tokens to {reach:,.0f} (YaRN)"
-    checks = [Check(name="stage", status="ok", message=said)]
+    message = f"rotary embeddings are stretched by {rope.factor:g}, from {original:,} tokens to {reach:,.0f} (YaRN)"
+    checks = [Check(name="stage", status="ok", message=message)]
     if config.positions > reach:
         more = (
             f"rows of {config.positions:,} tokens are longer than these {reach:,.0f}; factor "
@@ -105,25 +107,29 @@ def stage_of(config: TrainLmConfig, written: ExplicitKeys) -> ContextStage | Non
     return ContextStage(block=replace(block, config=_roped(block.config, before)), rope=rope, checks=tuple(checks))
 
 
-def trained_length(own: LmConfig) -> int:
+def trained_length(architecture: LmConfig) -> int:
     """The context that a checkpoint was trained on before anything stretched it."""
-    rope = getattr(own, "rope", None)
-    return getattr(rope, "original_max_position_embeddings", None) or own.max_seq_len
+    rope = getattr(architecture, "rope", None)
+    return getattr(rope, "original_max_position_embeddings", None) or architecture.max_seq_len
 
 
-def reach_checks(origin: ModelSource, config: TrainLmConfig) -> list[Check]:
+def context_checks(origin: ModelSource, config: TrainLmConfig) -> list[Check]:
     """Says so where rows are longer than a checkpoint was trained on, and nothing stretches its positions."""
-    own, length = getattr(origin.checkpoint, "config", None), config.positions
-    rope = getattr(own, "rope", None)
-    if not isinstance(own, LmConfig) or not isinstance(rope, RotaryConfig) or length <= own.max_seq_len:
+    architecture, length = getattr(origin.checkpoint, "config", None), config.positions
+    rope = getattr(architecture, "rope", None)
+    if (
+        not isinstance(architecture, LmConfig)
+        or not isinstance(rope, RotaryConfig)
+        or length <= architecture.max_seq_len
+    ):
         return []
-    original = trained_length(own)
-    said = (
-        f"rows of {length:,} tokens are longer than the {own.max_seq_len:,} that the rotary embeddings of "
+    original = trained_length(architecture)
+    message = (
+        f"rows of {length:,} tokens are longer than the {architecture.max_seq_len:,} that the rotary embeddings of "
         f"{origin.reference} were trained on, and nothing stretches them: model.rope: {{type: yarn, factor: "
         f"{_factor(length, original):g}}} does"
     )
-    return [Check(name="context", status="note", message=said)]
+    return [Check(name="context", status="note", message=message)]
 
 
 def _factor(length: int, original: int) -> float:

@@ -40,14 +40,14 @@ def frozen_part(trainer: TrainerConfig, plan: StatePlan, *, begun_from: str | No
         adapters=adapters,
         origin=f"trainer.seed {trainer.seed}" if begun_from is None else begun_from,
         digests=dict.fromkeys(sorted(plan.frozen), ""),
-        dtype=_held(plan),
+        dtype=_frozen_dtype(plan),
         whole=whole,
     )
 
 
-def _held(plan: StatePlan) -> str | None:
+def _frozen_dtype(plan: StatePlan) -> str | None:
     """In what the frozen parameters are held; None where they are not all alike."""
-    leaves = (each.leaf for each in plan.parameters.leaves if each.leaf.path in plan.frozen)
+    leaves = (planned.leaf for planned in plan.parameters.leaves if planned.leaf.path in plan.frozen)
     # Integers, and their scales, are held as they are whatever the dtype is.
     dtypes = {leaf.dtype.name for leaf in leaves if not leaf.path.endswith((".weight.q", ".weight.scale"))}
     return dtypes.pop() if len(dtypes) == 1 else None
@@ -82,88 +82,88 @@ def spared_flops(
         names = [axis.name for axis in parameter.axes]
         is_head = parameter.role == "matrix" and "head" in parameter.roles
         if is_head or (parameter.role == "embedding" and tied and "vocab" in names):
-            found.append(head)
+            products.append(head)
         elif parameter.role == "matrix":
             size = 2.0 * math.prod(axis.size for axis in parameter.axes)
             routed = "expert" in names and len(set(names) - {"layers"}) > 2
-            found.append(size * min(chosen) / value.resolve_axis("expert").size if routed and chosen else size)
+            products.append(size * min(chosen) / value.resolve_axis("expert").size if routed and chosen else size)
 
     tied = bool(getattr(model, "tie_word_embeddings", False))
-    found: list[float] = []
+    products: list[float] = []
     map_parameters(product, frozen)
-    weights = sum(found) - _adapter_flops(trained, chosen)
+    weights = sum(products) - _adapter_flops(trained, chosen)
     if isinstance(trained, Adapters) and trained.whole is not None:
         # What is trained as a copy spares nothing.
-        found.clear()
+        products.clear()
         map_parameters(product, trained.whole)
-        weights -= sum(found)
+        weights -= sum(products)
     roles: list[tuple[str, ...]] = []
     map_parameters(lambda parameter, _: roles.append(parameter.roles), trained)
-    if all("head" in each for each in roles):
+    if all("head" in group for group in roles):
         return lambda flops: 2 * flops.scoring - head
     return lambda _: weights
 
 
 def _adapter_flops(trained: LmHeadModel, chosen: set[int]) -> float:
     """FLOPs per token of adapters in a step: a forward product and two in the backward pass; 0 where there are none."""
-    found: list[float] = []
+    products: list[float] = []
 
     def product(parameter: Parameter, value: hax.NamedArray) -> None:
         names = [axis.name for axis in parameter.axes]
         if RANK in names:
             size = 6.0 * math.prod(axis.size for axis in parameter.axes)
             routed = "expert" in names and chosen
-            found.append(size * min(chosen) / value.resolve_axis("expert").size if routed else size)
+            products.append(size * min(chosen) / value.resolve_axis("expert").size if routed else size)
 
     map_parameters(product, trained)
-    return sum(found)
+    return sum(products)
 
 
-def learned_by_head(model: LmConfig, trained: LmHeadModel) -> tuple[str, ...]:
+def head_gradient_inputs(model: LmConfig, trained: LmHeadModel) -> tuple[str, ...]:
     """What the head is differentiated by: itself (`head`), what it reads (`activations`), or both.
 
     Args:
         model: the architecture.
         trained: the model with its trained leaves, abstract; None in place of frozen ones.
     """
-    tied, found = bool(getattr(model, "tie_word_embeddings", False)), set[str]()
+    tied, inputs = bool(getattr(model, "tie_word_embeddings", False)), set[str]()
 
     def look(parameter: Parameter, value: hax.NamedArray) -> None:
         is_head = "head" in parameter.roles
         if is_head or (tied and parameter.role == "embedding" and "vocab" in [axis.name for axis in value.axes]):
-            found.add("head")
+            inputs.add("head")
         if not is_head:
-            found.add("activations")
+            inputs.add("activations")
 
     map_parameters(look, trained)
-    return tuple(sorted(found, reverse=True))
+    return tuple(sorted(inputs, reverse=True))
 
 
 def head_notes(plan: StatePlan) -> list[Check]:
     """What an adapter of the output head costs, where there is one."""
     pairs = {} if plan.adapters is None else plan.adapters.pairs
-    found = []
+    notes = []
     for group, pair in pairs.items():
-        own = [each for each in plan.parameters.leaves if each.leaf.path.startswith(f"{PAIRS}.{group}.")]
-        if not any("vocab" in each.leaf.names for each in own):
+        factors = [planned for planned in plan.parameters.leaves if planned.leaf.path.startswith(f"{PAIRS}.{group}.")]
+        if not any("vocab" in planned.leaf.names for planned in factors):
             continue
-        size = sum(math.prod(each.leaf.shape) for each in own)
-        held = sum(each.bytes_per_device for each in own)
-        inner, outer = (math.prod(each.leaf.shape) // pair.rank for each in own)
+        size = sum(math.prod(planned.leaf.shape) for planned in factors)
+        nbytes = sum(planned.bytes_per_device for planned in factors)
+        inner, outer = (math.prod(planned.leaf.shape) // pair.rank for planned in factors)
         message = (
             f"rank {pair.rank}: {6 * size:,} FLOPs a token in a step, {3 * size / (2 * inner * outer):.1%} of "
-            f"those of the head's own two products; its gradients are added up over the chunks in {held:,} bytes on a "
+            f"those of the head's own two products; its gradients are summed over the chunks in {nbytes:,} bytes on a "
             "device, and neither W + ΔW nor a gradient of W is ever made"
         )
-        found.append(Check(name="adapter of the head", status="note", message=message))
-    return found
+        notes.append(Check(name="adapter of the head", status="note", message=message))
+    return notes
 
 
 def partition_notes(plan: StatePlan) -> list[Check]:
     """How much of the model is trained, if not all of it."""
     if not plan.frozen:
         return []
-    sizes = {each.leaf.path: math.prod(each.leaf.shape) for each in plan.parameters.leaves}
+    sizes = {planned.leaf.path: math.prod(planned.leaf.shape) for planned in plan.parameters.leaves}
     trained = {path: size for path, size in sizes.items() if path not in plan.frozen}
     if plan.adapters is not None:
         base = sum(sizes.values()) - sum(trained.values())

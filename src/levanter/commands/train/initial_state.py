@@ -26,7 +26,7 @@ from levanter.checkpoint import (
     restore,
 )
 from levanter.commands.model.sharding import load_weights
-from levanter.commands.train.adapters import begun_adapters
+from levanter.commands.train.adapters import load_initial_adapters
 from levanter.commands.train.work import TrainPlan, TrainWork
 from levanter.distributed.compile_barrier import jit_together
 from levanter.models.base import LmHeadModel
@@ -39,7 +39,7 @@ from levanter.trainer.trainable import bind
 logger = logging.getLogger(__name__)
 
 
-def first_state(
+def initial_state(
     plan: TrainPlan, mesh: Mesh, resumed: CheckpointRef | None, *, show: bool
 ) -> tuple[TrainState, LmHeadModel | None]:
     """The state before the first step (of a checkpoint, of weights, or initialized from the seed), and the frozen part.
@@ -54,14 +54,14 @@ def first_state(
     if resumed is not None:
         check_partition(resumed, work.frozen_part)
         if work.frozen is None:
-            return restored(plan, mesh, resumed), None
+            return restore_state(plan, mesh, resumed), None
     key = jax.random.PRNGKey(config.trainer.seed)
     if work.adapted is not None:
         base = adapted_model(plan, mesh, key, show=show)
         if resumed is not None:
-            return restored(plan, mesh, resumed), base
+            return restore_state(plan, mesh, resumed), base
         if work.begun is not None:
-            return jit_together(plan.program(INIT), mesh)(key, begun_adapters(work, mesh)), base
+            return jit_together(plan.program(INIT), mesh)(key, load_initial_adapters(work, mesh)), base
         copied = work.adapted.copied(base)
         return jit_together(plan.program(INIT), mesh)(key, *(() if copied is None else (copied,))), base
     if config.pretrained is not None:
@@ -77,15 +77,15 @@ def first_state(
         frozen = with_arrays(work.frozen, loaded.arrays)
         if resumed is not None:
             del loaded
-            return restored(plan, mesh, resumed), frozen
+            return restore_state(plan, mesh, resumed), frozen
         trained = with_arrays(work.state.model, loaded.arrays)
         return jit_together(plan.program("init_optimizer"), mesh)(trained, key), frozen
     frozen = None if work.frozen is None else jit_together(plan.program("init_frozen"), mesh)(key)
     if resumed is not None:
         assert frozen is not None
-        frozen = frozen_begun_from(plan, mesh, frozen)
-        return restored(plan, mesh, resumed), frozen
-    return begun_from(plan, mesh, jit_together(plan.program("init_state"), mesh)(key), frozen)
+        frozen = initial_frozen_part(plan, mesh, frozen)
+        return restore_state(plan, mesh, resumed), frozen
+    return initialize_from_checkpoint(plan, mesh, jit_together(plan.program("init_state"), mesh)(key), frozen)
 
 
 def adapted_model(plan: TrainPlan, mesh: Mesh, key: jax.Array, *, show: bool) -> LmHeadModel:
@@ -97,7 +97,7 @@ def adapted_model(plan: TrainPlan, mesh: Mesh, key: jax.Array, *, show: bool) ->
     work: TrainWork = plan.work
     assert work.frozen is not None
     if work.config.pretrained is None:
-        return frozen_begun_from(plan, mesh, jit_together(plan.program(INIT_BASE), mesh)(key))
+        return initial_frozen_part(plan, mesh, jit_together(plan.program(INIT_BASE), mesh)(key))
     assert plan.load is not None and work.origin is not None and work.origin.checkpoint is not None
     loaded = load_weights(
         plan.load,
@@ -127,7 +127,7 @@ def checked_frozen(
     return part
 
 
-def restored(plan: TrainPlan, mesh: Mesh, ref: CheckpointRef) -> TrainState:
+def restore_state(plan: TrainPlan, mesh: Mesh, ref: CheckpointRef) -> TrainState:
     """The complete state of a checkpoint, on any mesh.
 
     Raises:
@@ -138,7 +138,7 @@ def restored(plan: TrainPlan, mesh: Mesh, ref: CheckpointRef) -> TrainState:
     return with_arrays(plan.work.state, restore(ref, wanted))
 
 
-def begun_from(
+def initialize_from_checkpoint(
     plan: TrainPlan, mesh: Mesh, fresh: TrainState, frozen: LmHeadModel | None
 ) -> tuple[TrainState, LmHeadModel | None]:
     """A fresh state and the frozen part, with what the configuration takes from a checkpoint.
@@ -156,33 +156,33 @@ def begun_from(
     config, whole = work.config, bind(fresh.model, frozen)
     if config.initialize_model_from_checkpoint_path is not None:
         ref = checkpoint_at(config.initialize_model_from_checkpoint_path)
-        trained, frozen = work.partition.split(_taken(plan, mesh, ref, whole, MODEL))
-        return replace(fresh, model=trained, average=_from_there(plan, mesh, ref, fresh, whole)), frozen
+        trained, frozen = work.partition.split(_restore_part(plan, mesh, ref, whole, MODEL))
+        return replace(fresh, model=trained, average=_initial_average(plan, mesh, ref, fresh, whole)), frozen
     if config.initialize_from_checkpoint_path is not None:
         ref = checkpoint_at(config.initialize_from_checkpoint_path)
         try:
-            trained, frozen = work.partition.split(_taken(plan, mesh, ref, whole, MODEL))
-            optimizer = _taken(plan, mesh, ref, fresh.optimizer, OPTIMIZER)
+            trained, frozen = work.partition.split(_restore_part(plan, mesh, ref, whole, MODEL))
+            optimizer = _restore_part(plan, mesh, ref, fresh.optimizer, OPTIMIZER)
         except CheckpointMismatchError as error:
             raise CheckpointMismatchError(
                 f"{error}\n  → use initialize_model_from_checkpoint_path to take only the parameters"
             ) from error
-        average = _from_there(plan, mesh, ref, fresh, whole)
-        rewound = _rewound(optimizer, fresh.optimizer)
+        average = _initial_average(plan, mesh, ref, fresh, whole)
+        rewound = _reset_schedule(optimizer, fresh.optimizer)
         return replace(fresh, model=trained, optimizer=rewound, average=average), frozen
     return fresh, frozen
 
 
-def _from_there(
+def _initial_average(
     plan: TrainPlan, mesh: Mesh, ref: CheckpointRef, fresh: TrainState, whole: LmHeadModel
 ) -> ParameterAverage | None:
     """The average of a run that begins with a checkpoint's parameters: a copy of these."""
     if fresh.average is None:
         return None
-    return replace(fresh.average, parameters=plan.work.partition.split(_taken(plan, mesh, ref, whole, MODEL))[0])
+    return replace(fresh.average, parameters=plan.work.partition.split(_restore_part(plan, mesh, ref, whole, MODEL))[0])
 
 
-def frozen_begun_from(plan: TrainPlan, mesh: Mesh, frozen: LmHeadModel) -> LmHeadModel:
+def initial_frozen_part(plan: TrainPlan, mesh: Mesh, frozen: LmHeadModel) -> LmHeadModel:
     """The frozen part as the run began with it: initialized from the seed, or from the checkpoint that it began from.
 
     Args:
@@ -194,16 +194,16 @@ def frozen_begun_from(plan: TrainPlan, mesh: Mesh, frozen: LmHeadModel) -> LmHea
     if begun is None:
         return frozen
     ref = checkpoint_at(begun)
-    return _taken(plan, mesh, replace(ref, leaves=_only(ref, frozen)), frozen, MODEL)
+    return _restore_part(plan, mesh, replace(ref, leaves=_frozen_leaves(ref, frozen)), frozen, MODEL)
 
 
-def _only(ref: CheckpointRef, frozen: LmHeadModel) -> dict[str, SavedLeaf]:
+def _frozen_leaves(ref: CheckpointRef, frozen: LmHeadModel) -> dict[str, SavedLeaf]:
     """The frozen arrays of a checkpoint."""
     wanted = {under_model(leaf.path) for leaf in leaves(frozen)}
     return {path: leaf for path, leaf in ref.leaves.items() if path in wanted}
 
 
-def _taken(plan: TrainPlan, mesh: Mesh, ref: CheckpointRef, fresh: Any, part: str) -> Any:
+def _restore_part(plan: TrainPlan, mesh: Mesh, ref: CheckpointRef, fresh: Any, part: str) -> Any:
     """A part of the state, or of the complete model, as it is in a checkpoint."""
     prefix = f"{part}."
     targets = _targets(plan, mesh)
@@ -214,13 +214,13 @@ def _taken(plan: TrainPlan, mesh: Mesh, ref: CheckpointRef, fresh: Any, part: st
         wanted = {path: target for path, target in wanted.items() if path in ref.leaves}
     others = {path for path in ref.leaves if not path.startswith(prefix)}
     part_of = replace(ref, leaves={path: leaf for path, leaf in ref.leaves.items() if path not in others})
-    found = {path.removeprefix(prefix): x for path, x in restore(part_of, wanted).items()}
+    restored_arrays = {path.removeprefix(prefix): x for path, x in restore(part_of, wanted).items()}
     logger.info("%s from the %s", "parameters" if part == MODEL else "optimizer state", ref)
-    own = {leaf.path: x for leaf, x in zip(leaves(fresh), jax.tree.leaves(fresh), strict=True)}
-    return with_arrays(fresh, {**own, **found})
+    initial = {leaf.path: x for leaf, x in zip(leaves(fresh), jax.tree.leaves(fresh), strict=True)}
+    return with_arrays(fresh, {**initial, **restored_arrays})
 
 
-def _rewound(optimizer: Any, fresh: Any) -> Any:
+def _reset_schedule(optimizer: Any, fresh: Any) -> Any:
     """The optimizer state with its schedule reset; the step count of Adam's averages stays."""
 
     def is_schedule(node: object) -> bool:

@@ -8,7 +8,7 @@ import os
 import platform
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from levanter.commands.train.attention_imbalance import Balance
+from levanter.commands.model.workloads import stage_program
 from levanter.commands.train.work import TrainPlan, TrainWork
 from levanter.config import plain
+from levanter.data import TrainRows
 from levanter.models.precision import Precision
+from levanter.plan.attention_blocks import batch_imbalance
 from levanter.runplan import Recorder, Session
 from levanter.trainer.metrics import Peak, StepSize, Track, peak_flops
 from levanter.trainer.nan_guard import Guard
@@ -31,6 +33,36 @@ from levanter.trainer.watchdog import Watchdog
 logger = logging.getLogger(__name__)
 
 PACKAGES = ("jax", "jaxlib", "libtpu", "optax", "equinox", "marin-haliax", "orbax-checkpoint", "numpy", "levanter")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionImbalance:
+    """Counts what the rows of this process have the busiest device visit; told of rows, asked by the step's number.
+
+    Attributes:
+        of_rows: segments of rows → busiest over mean; None where there is nothing to balance.
+        segments: whether rows hold several documents.
+    """
+
+    of_rows: Callable[[np.ndarray | None], float] | None
+    segments: bool
+    _found: dict[int, float] = field(default_factory=dict[int, float])
+
+    @classmethod
+    def of(cls, plan: TrainPlan) -> "AttentionImbalance":
+        """Of a run; pairs of answers are not looked at."""
+        batch = stage_program(plan, plan.work.batches, 0).input("batch").value
+        of_rows = batch_imbalance(plan) if plan.work.pairs is None else None
+        return cls(of_rows=of_rows, segments=getattr(batch, "segment_ids", None) is not None)
+
+    def __call__(self, step: int, rows: TrainRows) -> None:
+        """Looks at the rows of a step."""
+        if self.of_rows is not None:
+            self._found[step] = self.of_rows(rows.segment_ids if self.segments else None)
+
+    def numbers(self, step: int) -> Mapping[str, float]:
+        """What is logged of a step."""
+        return {"throughput/attention_imbalance": self._found.pop(step)} if step in self._found else {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +83,7 @@ class Instruments:
     watchdog: Watchdog
     profile: Profile | None
     tracker: Recorder
-    balance: Balance
+    balance: AttentionImbalance
 
     @contextmanager
     def running(self, first: int) -> Iterator[None]:
@@ -75,7 +107,7 @@ class Instruments:
         return self.watch is not None and self.watch.due(step)
 
 
-def instruments(
+def build_instruments(
     plan: TrainPlan,
     mesh: Mesh,
     session: Session,
@@ -97,15 +129,15 @@ def instruments(
     work: TrainWork = plan.work
     trainer = work.config.trainer
     folder = Path(trainer.log_dir) / session.run_id
-    watch, balance = Watch.of(trainer.watch), Balance.of(plan)
+    watch, balance = Watch.of(trainer.watch), AttentionImbalance.of(plan)
     return Instruments(
         track=Track(
             tracker=session.tracker,
             size_of=size_of,
             steps=steps,
             tokens=tokens,
-            peak=peak_of(plan, mesh),
-            devices=[each for each in mesh.devices.flat if each.process_index == jax.process_index()],
+            peak=device_peak(plan, mesh),
+            devices=[device for device in mesh.devices.flat if device.process_index == jax.process_index()],
             names={} if watch is None else watched_names(watch, work.state),
             skipped=0 if trainer.skip_nonfinite_steps or work.config.optimizer.outliers is not None else None,
             more=balance.numbers,
@@ -123,7 +155,7 @@ def watched_names(watch: Watch, state: Any) -> dict[str, tuple[str, ...]]:
     return watch.names(grads=state.model, params=state.model, updates=state.model, opt_state=state.optimizer)
 
 
-def peak_of(plan: TrainPlan, mesh: Mesh) -> Peak:
+def device_peak(plan: TrainPlan, mesh: Mesh) -> Peak:
     """The peak performance of a run's devices in its compute dtype."""
     kind, precision = plan.target.kind, _matmuls(plan.work.precision)
     return Peak(kind=kind, devices=mesh.devices.size, flops_per_device=peak_flops(kind, precision))
@@ -143,7 +175,7 @@ def _profile(plan: TrainPlan, folder: Path, tracker: Recorder) -> Profile:
     return Profile(config=plan.work.config.trainer.profiler, folder=folder / "profiler", done=done)
 
 
-def guard_of(plan: TrainPlan, last_checkpoint: Callable[[], str]) -> Guard:
+def build_nan_guard(plan: TrainPlan, last_checkpoint: Callable[[], str]) -> Guard:
     """What happens to the run if its losses or gradients are not finite."""
     trainer = plan.work.config.trainer
     return Guard(

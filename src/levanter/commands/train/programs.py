@@ -20,7 +20,7 @@ from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.dpo.evaluation import evaluate_pairs_program
 from levanter.commands.train.dpo.reference_logprobs import reference_program
 from levanter.commands.train.dpo.setup import Preferences
-from levanter.commands.train.frozen import learned_by_head
+from levanter.commands.train.frozen import head_gradient_inputs
 from levanter.commands.train.lm.evaluation import evaluate_program
 from levanter.mesh import ResolvedMesh
 from levanter.models.base import LmHeadModel
@@ -91,14 +91,14 @@ class TrainedRun:
     @property
     def resident(self) -> ShardingPlan:
         """Everything that stays on the devices."""
-        own = self.state_plan.resident
-        return own if self.pairs is None else self.pairs.beside(own)
+        plan = self.state_plan.resident
+        return plan if self.pairs is None else self.pairs.beside(plan)
 
     @property
     def resident_bytes(self) -> dict[str, int]:
         """Bytes on a device of what stays there, by kind."""
-        own = self.state_plan.bytes_by_group
-        return own if self.pairs is None else {**own, **self.pairs.resident_bytes}
+        nbytes = self.state_plan.bytes_by_group
+        return nbytes if self.pairs is None else {**nbytes, **self.pairs.resident_bytes}
 
     @property
     def second_load(self) -> LoadPlan | None:
@@ -137,7 +137,7 @@ class TrainedRun:
             platform=self.platform,
             requested_chunk=self.kind.chunk,
             in_loop=self.pairs is None and self.kind.gradient_in_loop,
-            learned=learned_by_head(self.model, self.state.model),
+            learned=head_gradient_inputs(self.model, self.state.model),
         )
 
     def activations(self, rows: int) -> ShardingPlan:
@@ -260,7 +260,7 @@ def pair_programs(run: TrainedRun, largest: BatchPlan) -> list[Program]:
     assert run.pairs is not None
     per_device = run.config.trainer.per_device_eval_parallelism
     rows = run.resolved.batch_ways * (largest.per_device if per_device == -1 else per_device)
-    how: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "rows": rows,
         "positions": run.config.positions,
         "chunk": run.head(rows).chunk,
@@ -268,9 +268,9 @@ def pair_programs(run: TrainedRun, largest: BatchPlan) -> list[Program]:
         "resolved": run.resolved,
         "compiler_options": run.compiler.working["score"],
     }
-    found = [evaluate_pairs_program(run.pairs, run.state.model, run.frozen, run.state_plan, **how)]
+    programs = [evaluate_pairs_program(run.pairs, run.state.model, run.frozen, run.state_plan, **settings)]
     if run.pairs.text is not None:
-        found.append(evaluation_program(run, largest))
+        programs.append(evaluation_program(run, largest))
     if run.pairs.stores is None:
-        return found
-    return [reference_program(run.pairs, *run.pairs.scored_once(run.frozen, run.state_plan), **how), *found]
+        return programs
+    return [reference_program(run.pairs, *run.pairs.scored_once(run.frozen, run.state_plan), **settings), *programs]

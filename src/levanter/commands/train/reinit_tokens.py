@@ -12,7 +12,7 @@ from levanter.trainer.trainable import Partition
 KEY = "reinit_tokens"
 
 
-def renewed_rows(
+def resolve_reinit_rows(
     config: TrainLmConfig,
     module: LmHeadModel,
     *,
@@ -51,11 +51,11 @@ def renewed_rows(
             )
     ids = list(range(len(tokens)))
     if tokenizer is not None:
-        found = [encoded.tolist() for encoded in tokenizer.encode_batch(list(tokens))]
-        none = [token for token, its in zip(tokens, found, strict=True) if len(its) != 1]
-        if none:
-            problems.append(f"{KEY}: {', '.join(map(repr, none))}: no single token of {tokenizer.name}")
-        ids = [its[0] for its in found if its]
+        encodings = [encoded.tolist() for encoded in tokenizer.encode_batch(list(tokens))]
+        multi_token = [token for token, its in zip(tokens, encodings, strict=True) if len(its) != 1]
+        if multi_token:
+            problems.append(f"{KEY}: {', '.join(map(repr, multi_token))}: no single token of {tokenizer.name}")
+        ids = [its[0] for its in encodings if its]
     if not chosen:
         problems.append(f"{KEY}: reinit_embeddings and reinit_lm_head leave nothing that would begin anew")
     if problems:

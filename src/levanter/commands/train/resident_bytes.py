@@ -40,7 +40,7 @@ def coresident_bytes(
     if plan.adapters is not None:
         # What has a copy is no part of the model that is computed with.
         copied = set(leaf_paths(plan.adapters.whole))
-        parameters -= sum(each.bytes_per_device for each in plan.loaded.leaves if each.leaf.path in copied)
+        parameters -= sum(leaf.bytes_per_device for leaf in plan.loaded.leaves if leaf.leaf.path in copied)
     known = {
         # Made first, and what is trained is made beside it.
         "init_state": frozen,
@@ -50,37 +50,39 @@ def coresident_bytes(
         DIGEST: resident - frozen,
         EVALUATE: resident - parameters,
     }
-    found = {program.name: known[program.name] for program in computing if program.name in known}
+    nbytes_by_program = {program.name: known[program.name] for program in computing if program.name in known}
     for program in computing:
-        if program.name == INIT and any(each.name == COPIED for each in program.inputs):
+        if program.name == INIT and any(leaf.name == COPIED for leaf in program.inputs):
             taken = program_residents(program, plan.parameters.mesh)
-            found[INIT] -= sum(each.nbytes for each in taken if each.path.startswith(f"{COPIED}."))
+            nbytes_by_program[INIT] -= sum(leaf.nbytes for leaf in taken if leaf.path.startswith(f"{COPIED}."))
     # The harness's Programs take what an evaluation takes.
-    found |= {each.name: resident - parameters for each in computing if each.name.startswith(PROGRAM_PREFIX)}
+    nbytes_by_program |= {
+        leaf.name: resident - parameters for leaf in computing if leaf.name.startswith(PROGRAM_PREFIX)
+    }
     second = 0
     if pairs is not None and pairs.model is not None and pairs.model.load is not None:
         load, stays = pairs.model.load, pairs.resident is not None
         second = pairs.model.plan.bytes_per_device if stays else 0
         # Loaded last, where it stays; else before anything.
         already = loading_coresident_bytes(load)
-        there = resident if stays else 0
-        grows = (name for name in found if name in (EVALUATE, DIGEST) or name.startswith(PROGRAM_PREFIX))
-        found |= {name: found[name] + second for name in grows}
-        found |= {program.name: there + already.get(program.name, 0) for program in load.programs}
+        state_bytes = resident if stays else 0
+        grows = (name for name in nbytes_by_program if name in (EVALUATE, DIGEST) or name.startswith(PROGRAM_PREFIX))
+        nbytes_by_program |= {name: nbytes_by_program[name] + second for name in grows}
+        nbytes_by_program |= {program.name: state_bytes + already.get(program.name, 0) for program in load.programs}
     for program in computing:
         if program.name == EVALUATE_PAIRS:
             unused = second if pairs is not None and pairs.evaluates_alone else 0
-            found[program.name] = resident - frozen - parameters_trained(plan) + unused
+            nbytes_by_program[program.name] = resident - frozen - trained_parameter_bytes(plan) + unused
         elif program.name == SCORE and pairs is not None and pairs.kind != "precomputed":
             # The base of adapters is a part of what is resident, a second model is beside it.
-            found[program.name] = resident - (frozen if pairs.kind == "adapter_base" else 0)
+            nbytes_by_program[program.name] = resident - (frozen if pairs.kind == "adapter_base" else 0)
     for program in saving:
-        taken = sum(each.nbytes for each in program_residents(program, plan.parameters.mesh))
-        found[program.name] = max(resident + second - taken, 0)
-    return {name: nbytes for name, nbytes in found.items() if nbytes}
+        taken = sum(leaf.nbytes for leaf in program_residents(program, plan.parameters.mesh))
+        nbytes_by_program[program.name] = max(resident + second - taken, 0)
+    return {name: nbytes for name, nbytes in nbytes_by_program.items() if nbytes}
 
 
-def parameters_trained(plan: StatePlan) -> int:
+def trained_parameter_bytes(plan: StatePlan) -> int:
     """Bytes on a device of the parameters that are trained."""
-    own = plan.parameters.leaves
-    return sum(each.bytes_per_device for each in own if each.leaf.path not in plan.frozen)
+    planned_leaves = plan.parameters.leaves
+    return sum(planned.bytes_per_device for planned in planned_leaves if planned.leaf.path not in plan.frozen)

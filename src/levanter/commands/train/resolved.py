@@ -11,13 +11,14 @@ import optax
 from levanter.commands.model.compiler import CompilerChoice, choose_compiler
 from levanter.commands.model.defaults import default_notes
 from levanter.commands.model.layers import body_checks, splash_position_checks
+from levanter.commands.model.quantization import QuantizationError
 from levanter.commands.model.sharding import resolve_mesh
-from levanter.commands.model.source import ModelSource, find_tokenizer, vocabulary
+from levanter.commands.model.source import ModelBlock, ModelSource, find_tokenizer, resolve_source, vocabulary
 from levanter.commands.model.unsupported import unsupported_option_checks
-from levanter.commands.train.base_checkpoint import beginning, completed
 from levanter.commands.train.checks import attempted, data_checks, refuse_all, refuse_kernels
 from levanter.commands.train.config import TrainLmConfig
-from levanter.commands.train.dpo.setup import formats_of
+from levanter.commands.train.context_extension import context_checks, resolve_context_stage
+from levanter.commands.train.dpo.setup import data_formats
 from levanter.commands.train.lm.evaluation import find_validation
 from levanter.config import ExplicitKeys
 from levanter.data import EvaluationData, Tokenizer
@@ -65,10 +66,10 @@ class ResolvedTraining:
     checks: tuple[Check, ...]
 
 
-def settle(config: TrainLmConfig, target: Target, written: ExplicitKeys) -> ResolvedTraining:
+def resolve_training_config(config: TrainLmConfig, target: Target, written: ExplicitKeys) -> ResolvedTraining:
     """Resolves model, vocabulary, data, mesh, batch and optimizer; raises all their problems together."""
-    origin = beginning(config, written)
-    config = completed(config, origin, written)
+    origin = resolve_base(config, written)
+    config = complete_config(config, origin, written)
     trainer = config.trainer
     precision = Precision.parse(trainer.mp)
     checks = [*(() if origin is None else origin.checks), *unsupported_option_checks(config, written)]
@@ -78,7 +79,7 @@ def settle(config: TrainLmConfig, target: Target, written: ExplicitKeys) -> Reso
     checks += body_checks(architecture)
     checks.append(Check(name="precision", status="ok", message=str(precision)))
     vocab, tokenizer, vocab_checks = _vocabulary(config, architecture)
-    formats = formats_of(config)
+    formats = data_formats(config)
     checks += data_checks(config.data, tokenizer, vocab_size=vocab, formats=formats)
     validation, validation_checks = find_validation(config.data, formats)
     known = {check.message for check in checks}
@@ -148,3 +149,40 @@ def _vocabulary(config: TrainLmConfig, model: LmConfig) -> tuple[int, Tokenizer 
     found, tokenizer = find_tokenizer(name, origin=None, size=model.vocab_size)
     size, how = vocabulary(model, tokenizer=found, names=(name, model.tokenizer))
     return size, found, (tokenizer, Check(name="vocabulary", status="ok", message=f"{size} ids, {how}"))
+
+
+def resolve_base(config: TrainLmConfig, written: ExplicitKeys) -> ModelSource | None:
+    """The checkpoint, as far as it is reachable; None if weights are initialized."""
+    if config.pretrained is None:
+        return None
+    replaces = config.takes_architecture
+    block = ModelBlock.of(config.model, written)
+    if (stage := resolve_context_stage(config, written)) is not None:
+        origin = stage.origin(config.pretrained)
+    else:
+        origin = resolve_source(config.pretrained, block, block_is_whole=not replaces, block_yields=replaces)
+        origin = replace(origin, checks=(*origin.checks, *context_checks(origin, config)))
+    # Adapters leave the weights as they are.
+    return origin if config.lora is not None else replace(origin, checks=(*origin.checks, *_integers(origin)))
+
+
+def _integers(origin: ModelSource) -> list[Check]:
+    """Refuses weights that are integers."""
+    if not origin.has_int8:
+        return []
+    error = QuantizationError(
+        f"{origin.reference}: its weights are 8-bit integers, which take no updates; train adapters of it "
+        "(adapter: {type: lora}), or begin from the checkpoint before it was quantized"
+    )
+    return [Check(name="weights", status="error", message=str(error), error=error)]
+
+
+def complete_config(config: TrainLmConfig, origin: ModelSource | None, written: ExplicitKeys) -> TrainLmConfig:
+    """`config` with what it leaves to its checkpoint: the length of rows, and the tokenizer."""
+    if origin is None or not config.takes_architecture:
+        return config
+    if config.train_seq_len is None:
+        config = replace(config, train_seq_len=origin.architecture.max_seq_len)
+    if config.hf_checkpoint is not None and "data.tokenizer" not in written:
+        config = replace(config, data=replace(config.data, tokenizer=config.hf_checkpoint))
+    return config

@@ -26,25 +26,24 @@ from levanter.commands.train.dpo.run import (
     first_loss_checked,
     loaded_reference,
     pair_evaluation,
-    said_before,
-    said_of_steps,
-    said_of_validation,
+    step_logprobs,
+    stored_logprobs,
+    validation_logprobs,
 )
-from levanter.commands.train.dpo.setup import formats_of
-from levanter.commands.train.initial_state import checked_frozen, first_state
+from levanter.commands.train.dpo.setup import data_formats
+from levanter.commands.train.initial_state import checked_frozen, initial_state
 from levanter.commands.train.lm.evaluation import PROGRAM, Evaluate, validation_rows
 from levanter.commands.train.lm.lm_eval_hook import AskHarness
-from levanter.commands.train.monitoring import guard_of, instruments
-from levanter.commands.train.outcome import Trained
+from levanter.commands.train.monitoring import build_instruments, build_nan_guard
 from levanter.commands.train.run_dirs import (
     RunDirs,
     check_exports_writable,
     find_resume,
-    held_places,
-    refuse_taken_exports,
+    lease_run_dirs,
+    refuse_existing_exports,
 )
-from levanter.commands.train.saving import PreparedRun, Saver, checkpointer_of, last_checkpoint
-from levanter.commands.train.work import TrainPlan, TrainWork
+from levanter.commands.train.saving import PreparedRun, Saver, build_checkpointer, last_checkpoint
+from levanter.commands.train.work import Trained, TrainPlan, TrainWork
 from levanter.data import BuildProgress, TrainingData, build_training
 from levanter.distributed.barrier import ONE_FOR_ALL_SECONDS, agreed_stop, process_0_first, require_same
 from levanter.distributed.compile_barrier import jit_together
@@ -68,25 +67,27 @@ def execute(plan: TrainPlan, mesh: Mesh | None, session: Session | None = None) 
     session = Session(run_id=plan.work.config.trainer.id or Session().run_id) if session is None else session
     if session.show:
         print(f"run {session.run_id}: trainer.id={session.run_id} resumes from its last checkpoint", flush=True)
-    places = RunDirs.of(plan.work.config, session.run_id)
+    dirs = RunDirs.of(plan.work.config, session.run_id)
     # Before anything is inspected: another run may still be writing.
-    with held_places(places, session.run_id) as leases:
-        return _train(plan, mesh, session, places, leases)
+    with lease_run_dirs(dirs, session.run_id) as leases:
+        return _train(plan, mesh, session, dirs, leases)
 
 
-def _train(plan: TrainPlan, mesh: Mesh, session: Session, places: RunDirs, leases: Sequence[Lease]) -> Trained:
+def _train(plan: TrainPlan, mesh: Mesh, session: Session, dirs: RunDirs, leases: Sequence[Lease]) -> Trained:
     """Trains in folders whose leases this run holds."""
-    prepared = _prepare(plan, session, places)
+    prepared = _prepare(plan, session, dirs)
     first, stop = prepared.first, prepared.stop
     # A run that is told to stop twice still saves first.
-    with checkpointer_of(plan, places, leases) as checkpointer, stop_signal() as stopping:
-        said = said_before(plan, mesh, prepared.data, show=session.show)
-        state, frozen = first_state(plan, mesh, prepared.resumed, show=session.show)
+    with build_checkpointer(plan, dirs, leases) as checkpointer, stop_signal() as stopping:
+        reference_logprobs = stored_logprobs(plan, mesh, prepared.data, show=session.show)
+        state, frozen = initial_state(plan, mesh, prepared.resumed, show=session.show)
         reference = loaded_reference(plan, mesh, show=session.show)
         part = checked_frozen(plan, mesh, frozen, prepared.resumed)
-        if not said:
-            said = said_of_validation(plan, mesh, prepared.data, frozen, reference, part, show=session.show)
-        keep = Saver(
+        if not reference_logprobs:
+            reference_logprobs = validation_logprobs(
+                plan, mesh, prepared.data, frozen, reference, part, show=session.show
+            )
+        saver = Saver(
             plan=plan,
             session=session,
             prepared=prepared,
@@ -95,11 +96,11 @@ def _train(plan: TrainPlan, mesh: Mesh, session: Session, places: RunDirs, lease
             frozen=frozen,
             part=part,
         )
-        keep.make_up_export(state)
-        evaluate = _evaluation(plan, mesh, prepared.data, session, frozen, reference, said, last=stop)
+        saver.make_up_export(state)
+        evaluate = _evaluation(plan, mesh, prepared.data, session, frozen, reference, reference_logprobs, last=stop)
         if prepared.first == 0 and evaluate is not None and getattr(plan.work.config, "run_initial_eval", False):
             evaluate(0, state)
-        observed = instruments(
+        observed = build_instruments(
             plan,
             mesh,
             session,
@@ -109,12 +110,12 @@ def _train(plan: TrainPlan, mesh: Mesh, session: Session, places: RunDirs, lease
         )
         # First, so that a profile ends before the hooks that pause the run after its last step.
         profile = [] if observed.profile is None else [observed.profile]
-        asking = _harness(plan, mesh, session, frozen, last=stop)
-        pauses: list[Pause] = [*profile, *keep.pauses, *(each for each in (evaluate, asking) if each is not None)]
+        harness = _harness(plan, mesh, session, frozen, last=stop)
+        pauses: list[Pause] = [*profile, *saver.pauses, *(pause for pause in (evaluate, harness) if pause is not None)]
         losses: deque[float] = deque(maxlen=1)
         began = time.monotonic()
-        left = prepared.tokens(max(stop, first)) - prepared.tokens(first)
-        with Progress("training", total=left, unit="tokens", show=session.show) as progress:
+        remaining = prepared.tokens(max(stop, first)) - prepared.tokens(first)
+        with Progress("training", total=remaining, unit="tokens", show=session.show) as progress:
             loop = Loop(
                 step_of=_steps(plan, mesh, (frozen,) if reference is None else (frozen, reference), observed.watched),
                 listeners=[
@@ -125,7 +126,7 @@ def _train(plan: TrainPlan, mesh: Mesh, session: Session, places: RunDirs, lease
                     *([] if plan.work.pairs is None else [first_loss_checked(plan.work.pairs, plan.work.precision)]),
                 ],
                 pauses=pauses,
-                guard=guard_of(plan, lambda: last_checkpoint(checkpointer, prepared.resumed)),
+                guard=build_nan_guard(plan, lambda: last_checkpoint(checkpointer, prepared.resumed)),
                 around_pauses=observed.watchdog.resting,
                 watched=observed.watched,
                 stopping=agreed_stop(stopping),
@@ -136,13 +137,13 @@ def _train(plan: TrainPlan, mesh: Mesh, session: Session, places: RunDirs, lease
                 mesh,
                 first=first,
                 stop=stop,
-                reference=said_of_steps(plan, prepared.data, said),
+                reference=step_logprobs(plan, prepared.data, reference_logprobs),
                 seen=observed.balance,
             )
             with closing(batches), observed.running(first):
                 ended = loop.run(state, batches, first=first)
         seconds = time.monotonic() - began
-        exported = keep.the_end(ended)
+        exported = saver.the_end(ended)
         return Trained(
             taken=ended.taken,
             stop=stop,
@@ -156,18 +157,18 @@ def _train(plan: TrainPlan, mesh: Mesh, session: Session, places: RunDirs, lease
         )
 
 
-def _prepare(plan: TrainPlan, session: Session, places: RunDirs) -> PreparedRun:
+def _prepare(plan: TrainPlan, session: Session, dirs: RunDirs) -> PreparedRun:
     """Checks folders and checkpoints, then the data; problems are reported before a weight is read."""
     work, config = plan.work, plan.work.config
-    resumed = find_resume(config, places)
+    resumed = find_resume(config, dirs)
     require_same(
         "the checkpoint to resume from",
         "none" if resumed is None else f"step {resumed.step} ({resumed.path})",
         advice="trainer.checkpointer.base_path must be storage that all hosts see",
     )
-    refuse_taken_exports(places, resumed)
+    refuse_existing_exports(dirs, resumed)
     if session.show:
-        check_exports_writable(places)
+        check_exports_writable(dirs)
     with process_0_first("preparing data", seconds=ONE_FOR_ALL_SECONDS):
         data = _data(work, show=session.show)
     require_same(
@@ -187,7 +188,7 @@ def _prepare(plan: TrainPlan, session: Session, places: RunDirs) -> PreparedRun:
         for line in judge(resumed, config, work.model):
             logger.warning("resume: %s", line)
         _compare_data(resumed, data)
-    return PreparedRun(places=places, resumed=resumed, data=data, stop=stop)
+    return PreparedRun(places=dirs, resumed=resumed, data=data, stop=stop)
 
 
 def last_step(config: TrainLmConfig, data: TrainingData) -> int:
@@ -216,7 +217,7 @@ def _data(work: TrainWork, *, show: bool) -> TrainingData:
             seed=config.trainer.seed if config.data_seed is None else config.data_seed,
             vocab_size=work.model.vocab_size,
             on_progress=tell,
-            formats=formats_of(config),
+            formats=data_formats(config),
             last_held_out=getattr(config, "validation_split_fraction", None) or 0.0,
         )
 
@@ -228,13 +229,13 @@ def _evaluation(
     session: Session,
     frozen: LmHeadModel | None,
     reference: LmHeadModel | None,
-    said: Mapping[str, np.ndarray],
+    reference_logprobs: Mapping[str, np.ndarray],
     *,
     last: int,
 ) -> Evaluate | EvaluatePairs | None:
     work: TrainWork = plan.work
     if work.pairs is not None:
-        return pair_evaluation(plan, work.pairs, mesh, data, session, frozen, reference, said, last=last)
+        return pair_evaluation(plan, work.pairs, mesh, data, session, frozen, reference, reference_logprobs, last=last)
     if work.validation is None:
         return None
     assert work.tokenizer is not None and work.model.vocab_size is not None
@@ -276,47 +277,47 @@ def _harness(
 
 def _compare_data(resumed: CheckpointRef, data: TrainingData) -> None:
     """Warns if the run continues elsewhere in the data than it stopped."""
-    there, here = resumed.metadata.get("rows_drawn"), data.schedule.first_draw(resumed.step)
-    if there != here:
+    saved_rows, rows = resumed.metadata.get("rows_drawn"), data.schedule.first_draw(resumed.step)
+    if saved_rows != rows:
         logger.warning(
             "the checkpoint of step %d was saved after %s rows of data; with this batch schedule the run continues "
             "after %d rows",
             resumed.step,
-            there,
-            here,
+            saved_rows,
+            rows,
         )
 
 
 def _steps(
-    plan: TrainPlan, mesh: Mesh, held: Sequence[LmHeadModel | None], watched: Callable[[int], bool]
+    plan: TrainPlan, mesh: Mesh, extra_inputs: Sequence[LmHeadModel | None], watched: Callable[[int], bool]
 ) -> Callable[[int], Step[Any]]:
     """The compiled step for every step, with the frozen part and what else it is given."""
     jitted: dict[str, Step[Any]] = {}
 
-    def made(program: Program) -> Step[Any]:
+    def jit_step(program: Program) -> Step[Any]:
         step = jit_together(program, mesh)
-        return lambda state, batch: step(state, *held, batch)
+        return lambda state, batch: step(state, *extra_inputs, batch)
 
-    def step_of(step: int) -> Step[Any]:
+    def select_step(step: int) -> Step[Any]:
         # An interrupt that a library swallowed on the way here still ends the run.
         raise_if_interrupted()
         program = stage_program(plan, plan.work.batches, step, watched=watched(step))
         if program.name not in jitted:
-            jitted[program.name] = made(program)
+            jitted[program.name] = jit_step(program)
         return jitted[program.name]
 
-    return step_of
+    return select_step
 
 
 def _sizes(plan: TrainPlan) -> Callable[[int], StepSize]:
     """The work of each step."""
-    flops = {each.program: (each.flops_full, each.flops_causal) for each in plan.workloads}
+    flops = {workload.program: (workload.flops_full, workload.flops_causal) for workload in plan.workloads}
 
-    def size_of(step: int) -> StepSize:
+    def step_size(step: int) -> StepSize:
         stage = [stage for stage in plan.work.batches if stage.start <= step][-1]
         name = stage_program(plan, plan.work.batches, step).name
         full, causal = flops[name]
         sequences = 1 if plan.work.pairs is None else 2
         return StepSize(rows=stage.plan.rows, tokens=sequences * stage.plan.tokens, flops=full, flops_causal=causal)
 
-    return size_of
+    return step_size

@@ -49,11 +49,13 @@ class RunDirs:
     @classmethod
     def of(cls, config: TrainLmConfig, run_id: str) -> "RunDirs":
         """The folders of a configuration."""
-        written = config.trainer.checkpointer
-        own = (run_id,) if written.append_run_id_to_base_path else ()
+        checkpointer = config.trainer.checkpointer
+        subfolder = (run_id,) if checkpointer.append_run_id_to_base_path else ()
         return cls(
-            checkpoints=join(written.base_path, *own),
-            temporary=None if written.temporary_base_path is None else join(written.temporary_base_path, *own),
+            checkpoints=join(checkpointer.base_path, *subfolder),
+            temporary=None
+            if checkpointer.temporary_base_path is None
+            else join(checkpointer.temporary_base_path, *subfolder),
             exports=None if config.exports is None else join(config.exports, run_id),
             merged=None if config.merged is None else join(config.merged, run_id),
         )
@@ -91,7 +93,7 @@ class RunDirs:
 
 
 @contextmanager
-def held_places(places: RunDirs, run_id: str) -> Iterator[tuple[Lease, ...]]:
+def lease_run_dirs(dirs: RunDirs, run_id: str) -> Iterator[tuple[Lease, ...]]:
     """Holds the leases of the checkpoint folders; process 0 takes them, the others wait for it.
 
     Exports have leases of their own, held while one is written.
@@ -101,19 +103,19 @@ def held_places(places: RunDirs, run_id: str) -> Iterator[tuple[Lease, ...]]:
         LeaseError: the folder is not writable.
     """
     with ExitStack() as stack:
-        held: list[Lease] = []
+        leases: list[Lease] = []
 
         def take() -> str:
-            for base in dict.fromkeys(places.bases):
+            for base in dict.fromkeys(dirs.bases):
                 advice = "give this run its own folder (trainer.id, trainer.checkpointer.base_path)"
-                held.append(stack.enter_context(leased(base, what=f"training run {run_id}", advice=advice)))
+                leases.append(stack.enter_context(leased(base, what=f"training run {run_id}", advice=advice)))
             return "held"
 
         process_group().follow("the lease of the checkpoints", take, seconds=LEASE_SECONDS)
-        yield tuple(held)
+        yield tuple(leases)
 
 
-def find_resume(config: TrainLmConfig, places: RunDirs) -> CheckpointRef | None:
+def find_resume(config: TrainLmConfig, dirs: RunDirs) -> CheckpointRef | None:
     """The checkpoint that the run resumes from; None if it begins.
 
     Its own comes first, then `trainer.load_checkpoint_path`, then `trainer.initialize_from`. With
@@ -124,30 +126,30 @@ def find_resume(config: TrainLmConfig, places: RunDirs) -> CheckpointRef | None:
         ValueError: a given path has none, or a checkpoint is damaged.
     """
     trainer = config.trainer
-    found = places.newest()
+    newest = dirs.newest()
     if trainer.load_checkpoint is False:
-        if found is not None:
+        if newest is not None:
             logger.warning(
                 "trainer.load_checkpoint is false: the run starts over, in a folder that has the %s; without this "
                 "key, the "
                 "next start resumes from the highest step in it",
-                found,
+                newest,
             )
-    elif found is not None:
-        return found
+    elif newest is not None:
+        return newest
     elif trainer.load_checkpoint_path is not None:
         return checkpoint_at(trainer.load_checkpoint_path)
     if trainer.initialize_from is not None:
         return checkpoint_at(trainer.initialize_from)
     if trainer.load_checkpoint:
         raise MissingResumeError(
-            f"trainer.load_checkpoint is true, but there is no complete checkpoint in {' or '.join(places.bases)}; "
+            f"trainer.load_checkpoint is true, but there is no complete checkpoint in {' or '.join(dirs.bases)}; "
             "set trainer.load_checkpoint_path, or the trainer.id of the run to resume"
         )
     return None
 
 
-def refuse_taken_exports(places: RunDirs, resumed: CheckpointRef | None) -> None:
+def refuse_existing_exports(dirs: RunDirs, resumed: CheckpointRef | None) -> None:
     """Checks where exports will go, before anything is computed.
 
     A run that resumes from a checkpoint of its own replaces what its earlier attempt exported. An export implies a
@@ -157,8 +159,8 @@ def refuse_taken_exports(places: RunDirs, resumed: CheckpointRef | None) -> None
         ExportPathError: a new run would write to a folder that exists.
         ValueError: no installed package handles the URL's scheme.
     """
-    begins = resumed is None or not places.own(resumed)
-    for folder in places.exported:
+    begins = resumed is None or not dirs.own(resumed)
+    for folder in dirs.exported:
         if begins and exports_in(folder):
             raise ExportPathError(
                 folder,
@@ -167,13 +169,13 @@ def refuse_taken_exports(places: RunDirs, resumed: CheckpointRef | None) -> None
             )
 
 
-def check_exports_writable(places: RunDirs) -> None:
+def check_exports_writable(dirs: RunDirs) -> None:
     """Writes and deletes a small file where exports will go, if that is elsewhere; one process does.
 
     Raises:
         ValueError: the folder is not writable.
     """
-    for folder in filter(is_remote, places.exported):
+    for folder in filter(is_remote, dirs.exported):
         try:
             filesystem(folder)
             check_writable(folder)
@@ -181,33 +183,33 @@ def check_exports_writable(places: RunDirs) -> None:
             raise ValueError(f"hf_save_path: {folder}: cannot be written ({error})") from error
 
 
-def places_written(config: TrainLmConfig, run_id: str) -> tuple[Output, ...]:
+def run_outputs(config: TrainLmConfig, run_id: str) -> tuple[Output, ...]:
     """Every folder that a run writes: for checkpoints (by all processes), exports, logs and profiles."""
-    places = RunDirs.of(config, run_id)
-    found = [
+    dirs = RunDirs.of(config, run_id)
+    outputs = [
         Output(key="trainer.log_dir", path=join(str(config.trainer.log_dir), run_id), kind="folder", everywhere=True),
-        Output(key="trainer.checkpointer.base_path", path=places.checkpoints, kind="folder", everywhere=True),
+        Output(key="trainer.checkpointer.base_path", path=dirs.checkpoints, kind="folder", everywhere=True),
     ]
-    if places.temporary is not None:
+    if dirs.temporary is not None:
         key = "trainer.checkpointer.temporary_base_path"
-        found.append(Output(key=key, path=places.temporary, kind="folder", everywhere=True))
-    if places.exports is not None:
+        outputs.append(Output(key=key, path=dirs.temporary, kind="folder", everywhere=True))
+    if dirs.exports is not None:
         key = next(key for key in EXPORT_KEYS if getattr(config, key) is not None)
-        found.append(Output(key=key, path=places.exports, kind="folder"))
-    if places.merged is not None:
-        found.append(Output(key="merged_hf_save_path", path=places.merged, kind="folder"))
-    return tuple(found)
+        outputs.append(Output(key=key, path=dirs.exports, kind="folder"))
+    if dirs.merged is not None:
+        outputs.append(Output(key="merged_hf_save_path", path=dirs.merged, kind="folder"))
+    return tuple(outputs)
 
 
 def interrupted_message(config: TrainLmConfig, run_id: str) -> str:
     """What an interrupted run can resume from, in a line."""
-    places = RunDirs.of(config, run_id)
+    dirs = RunDirs.of(config, run_id)
     try:
-        ref = places.newest()
+        ref = dirs.newest()
     except (OSError, ValueError) as error:
         return f"its checkpoints cannot be listed ({error})"
     if ref is None:
-        return f"no checkpoint was saved in {' or '.join(places.bases)}"
+        return f"no checkpoint was saved in {' or '.join(dirs.bases)}"
     return f"the last checkpoint is of step {ref.step} ({ref.path}); trainer.id={run_id} resumes from it"
 
 

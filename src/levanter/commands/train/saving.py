@@ -71,11 +71,11 @@ class Saver:
         self._work, self._show, self._frozen = plan.work, session.show, frozen
         self._prepared, self._checkpointer = prepared, checkpointer
         config = plan.work.config
-        parts = next((each for each in plan.saving if each.name == PROGRAM_NAME), None)
+        slicing = next((program for program in plan.saving if program.name == PROGRAM_NAME), None)
         self._save = SaveCheckpoint(
             checkpointer=checkpointer,
-            slice_replicas=None if parts is None else jit_together(parts, mesh),
-            sliced_paths=frozenset() if parts is None else frozenset(parts.input("arrays").value),
+            slice_replicas=None if slicing is None else jit_together(slicing, mesh),
+            sliced_paths=frozenset() if slicing is None else frozenset(slicing.input("arrays").value),
             metadata=lambda taken: {
                 "run_id": session.run_id,
                 "rows_drawn": prepared.data.schedule.first_draw(taken),
@@ -129,19 +129,19 @@ class Saver:
         return _export(self._work, model, self._prepared.places.export(taken), show=self._show)
 
 
-def checkpointer_of(plan: TrainPlan, places: RunDirs, leases: Sequence[Lease]) -> Checkpointer:
+def build_checkpointer(plan: TrainPlan, dirs: RunDirs, leases: Sequence[Lease]) -> Checkpointer:
     """What writes the run's checkpoints, as often as its configuration says, in folders whose leases it holds."""
     work: TrainWork = plan.work
     written, vocab = work.config.trainer.checkpointer, work.model.vocab_size
     assert vocab is not None
     return Checkpointer(
-        places.checkpoints,
+        dirs.checkpoints,
         keep=[(interval.every, interval.until) for interval in written.keep],
         save_interval_seconds=None if written.save_interval is None else written.save_interval.total_seconds(),
         keep_last_temporary=written.keep_last_temporary_checkpoints,
-        temporary_base=places.temporary,
+        temporary_base=dirs.temporary,
         delete_old_temporary=written.delete_old_temp_checkpoints,
-        used=used_shapes((each.leaf for each in work.state_plan.whole.leaves), {"vocab": vocab}),
+        used=used_shapes((planned.leaf for planned in work.state_plan.whole.leaves), {"vocab": vocab}),
         watch=checkpoint_watch(written.debug),
         leases=leases,
     )
@@ -161,7 +161,7 @@ def _export(work: TrainWork, model: LmHeadModel, folder: str, *, show: bool) -> 
     barrier("exporting")
     with Progress(f"exporting to {folder}", total=None, unit="bytes", show=show) as progress:
 
-        def tell(done: int, total: int) -> None:
+        def report_progress(done: int, total: int) -> None:
             progress.meter.total = total
             progress.advance_to(done)
 
@@ -172,7 +172,7 @@ def _export(work: TrainWork, model: LmHeadModel, folder: str, *, show: bool) -> 
             extras=ExportExtras(tokenizer=tokenizer, eos_ids=tuple(work.config.hf_generation_eos_token_ids or ())),
             dtype=work.config.hf_save_dtype,
             overwrite=True,
-            progress=tell,
+            progress=report_progress,
         )
     # Process 0 was still writing when the others had nothing left to send.
     barrier("exported", seconds=ONE_FOR_ALL_SECONDS)

@@ -1,15 +1,19 @@
 """What the plan of a training run carries besides its Programs."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import haliax as hax
 
+from levanter.checkpoint import CheckpointRef
 from levanter.commands.model.source import ModelSource
 from levanter.commands.train.config import TrainLmConfig
+from levanter.commands.train.dpo.evaluation import PairResult
 from levanter.commands.train.dpo.setup import Preferences
 from levanter.commands.train.lm.lm_eval_hook import TrainingHarness
 from levanter.compat.hf.peft import PeftAdapter, PeftPlan
 from levanter.data import EvaluationData, Tokenizer
+from levanter.eval.perplexity import EvalResult
 from levanter.mesh import ResolvedMesh
 from levanter.models.base import LmHeadModel
 from levanter.models.precision import Precision
@@ -18,6 +22,7 @@ from levanter.runplan import RunPlan
 from levanter.trainer.adapter_state import Adapted
 from levanter.trainer.batch_plan import BatchStage
 from levanter.trainer.frozen_identity import FrozenPart
+from levanter.trainer.hooks import Throughput
 from levanter.trainer.state import StatePlan, TrainState
 from levanter.trainer.trainable import Partition
 
@@ -71,3 +76,57 @@ class TrainWork:
 
 TrainPlan = RunPlan[TrainWork]
 """A training run, described."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """How a run ended.
+
+    Attributes:
+        taken: steps taken, earlier attempts included.
+        stop: steps that were to be taken.
+        preempted: whether it was told to stop before that.
+        loss: of its last step; None if no step was taken.
+        checkpoint: the last complete checkpoint.
+        exported: the Hugging Face export of the final state.
+        evaluation: the last evaluation.
+        throughput: average, without the first step.
+        seconds: from the first step to the last.
+    """
+
+    taken: int
+    stop: int
+    preempted: bool
+    loss: float | None
+    checkpoint: CheckpointRef | None
+    exported: str | None
+    evaluation: EvalResult | PairResult | None
+    throughput: Throughput
+    seconds: float
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Summary values for trackers."""
+        values = {"train/loss": self.loss, "throughput/tokens_per_second": self.throughput.tokens_per_second}
+        if self.evaluation is not None:
+            values.update(self.evaluation.metrics())
+        return {name: value for name, value in values.items() if value is not None}
+
+    def __str__(self) -> str:
+        rate = self.throughput.tokens_per_second
+        how = "stopped by a signal" if self.preempted else "done"
+        lines = [
+            f"{how} after {self.taken:,} of {self.stop:,} steps"
+            + ("" if self.loss is None else f", loss {self.loss:.4f}")
+            + ("" if rate is None else f", {rate:,.0f} tokens/s"),
+            "no checkpoint" if self.checkpoint is None else f"checkpoint: {self.checkpoint.path}",
+        ]
+        if self.evaluation is not None:
+            lines.append(
+                str(self.evaluation)
+                if isinstance(self.evaluation, PairResult)
+                else f"validation loss {self.evaluation.overall.micro.loss:.4f} nats per token"
+            )
+        if self.exported is not None:
+            lines.append(f"Hugging Face export: {self.exported}")
+        return "\n".join(lines)

@@ -2,8 +2,8 @@
 
 import pytest
 
+from levanter.commands.generate.plan import template_checks
 from levanter.commands.generate.prompts import template_text
-from levanter.commands.generate.templates import template_checks
 
 pytestmark = pytest.mark.quick
 

@@ -59,14 +59,16 @@ class BoundModels(eqx.Module):
         return self.frozen if self.reference is None else (self.frozen, self.reference)
 
 
-def held_plan(plan: StatePlan, reference: ShardingPlan | None) -> ShardingPlan:
+def evaluation_resident_plan(plan: StatePlan, reference: ShardingPlan | None) -> ShardingPlan:
     """Where the leaves of `BoundModels` lie."""
-    own = plan.parameters
-    trained = [each for each in own.leaves if each.leaf.path not in plan.frozen]
-    frozen = [each for each in own.leaves if each.leaf.path in plan.frozen]
-    parts = {TRAINED: trained, FROZEN: frozen, REFERENCE: () if reference is None else reference.leaves}
-    leaves = tuple(under(name, each) for name, some in parts.items() for each in some)
-    return ShardingPlan(mesh=own.mesh, mappings=own.mappings, leaves=leaves, findings=(), hbm_bytes=own.hbm_bytes)
+    parameters = plan.parameters
+    trained = [planned for planned in parameters.leaves if planned.leaf.path not in plan.frozen]
+    frozen = [planned for planned in parameters.leaves if planned.leaf.path in plan.frozen]
+    groups = {TRAINED: trained, FROZEN: frozen, REFERENCE: () if reference is None else reference.leaves}
+    leaves = tuple(under(name, planned) for name, some in groups.items() for planned in some)
+    return ShardingPlan(
+        mesh=parameters.mesh, mappings=parameters.mappings, leaves=leaves, findings=(), hbm_bytes=parameters.hbm_bytes
+    )
 
 
 def evaluate_pairs_program(
@@ -115,7 +117,11 @@ def evaluate_pairs_program(
         name=PROGRAM,
         function=evaluate,
         inputs=(
-            Input(name="held", value=value, placement=held_plan(plan, None if second is None else second.plan)),
+            Input(
+                name="held",
+                value=value,
+                placement=evaluation_resident_plan(plan, None if second is None else second.plan),
+            ),
             Input(name="tokens", value=batch.tokens, placement=resolved.mappings.compute),
             Input(name="targets", value=batch.targets, placement=resolved.mappings.compute),
         ),

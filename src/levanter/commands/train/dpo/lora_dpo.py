@@ -6,12 +6,12 @@ The run is that of `train_dpo` with `adapter: {type: lora, …}` and `reference:
 """
 
 from levanter.commands.cli.runner import run_config
-from levanter.commands.train.aliases import by_other_keys
+from levanter.commands.train.aliases import aliased_entry_point
 from levanter.commands.train.dpo.lora_config import LoraDpoConfig
 from levanter.config import ExplicitKeys
 
 NAME = "lora_dpo"
-ENTRY_POINT = by_other_keys(NAME, LoraDpoConfig, lambda config: config.training)
+ENTRY_POINT = aliased_entry_point(NAME, LoraDpoConfig, lambda config: config.training)
 describe = ENTRY_POINT.describe
 
 

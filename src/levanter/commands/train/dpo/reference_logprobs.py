@@ -113,7 +113,7 @@ class ReferenceRequest:
     template: str
 
 
-def stores_of(
+def reference_stores(
     wanted: Sequence[ReferenceRequest], root: str, *, reference: str, digest: str, precision: Precision
 ) -> list[ReferenceStore]:
     """Where the log-probabilities of each set are, whether they are there or not.
@@ -121,7 +121,7 @@ def stores_of(
     Raises:
         ReferenceStoreError: a folder has those of another reference, or of other pairs; lists all.
     """
-    found, problems = [], []
+    stores, problems = [], []
     for one in wanted:
         identity = {
             "reference": reference,
@@ -138,13 +138,13 @@ def stores_of(
             store.check()
         except DataError as error:
             problems.append(error)
-        found.append(store)
+        stores.append(store)
     if problems:
         raise problems[0] if len(problems) == 1 else type(problems[0])("\n".join(map(str, problems)))
-    return found
+    return stores
 
 
-def made(
+def build_stores(
     stores: Sequence[ReferenceStore],
     wanted: Sequence[ReferenceRequest],
     program: Program,
@@ -165,11 +165,11 @@ def made(
     missing = _missing(stores)
     if any(missing):
         model = reference()
-        total = sum(len(store.chunks[n]) for store, parts in zip(stores, missing, strict=True) for n in parts)
+        total = sum(len(store.chunks[n]) for store, chunks in zip(stores, missing, strict=True) for n in chunks)
         with Progress("scoring with the reference", total=total, unit="pairs", show=show) as progress:
-            for store, one, parts in zip(stores, wanted, missing, strict=True):
-                if parts:
-                    _build(store, one, parts, program, mesh, model, progress)
+            for store, one, chunks in zip(stores, wanted, missing, strict=True):
+                if chunks:
+                    _build(store, one, chunks, program, mesh, model, progress)
         del model
     else:
         folders = ", ".join(store.folder for store in stores)
@@ -180,9 +180,9 @@ def made(
 
 def _missing(stores: Sequence[ReferenceStore]) -> list[list[int]]:
     """The parts of each store that are to be made, the same on every process: process 0 looks."""
-    own = [store.missing() for store in stores] if is_process_0() else []
-    said = agreed("the missing log-probabilities", ";".join(",".join(map(str, parts)) for parts in own))
-    return [[int(n) for n in parts.split(",") if n] for parts in said.split(";")]
+    local = [store.missing() for store in stores] if is_process_0() else []
+    agreed_chunks = agreed("the missing log-probabilities", ";".join(",".join(map(str, chunks)) for chunks in local))
+    return [[int(n) for n in chunks.split(",") if n] for chunks in agreed_chunks.split(";")]
 
 
 def _build(

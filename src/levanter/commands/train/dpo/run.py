@@ -11,7 +11,12 @@ from jax.sharding import Mesh
 from haliax_ext.abstract import with_arrays
 from levanter.commands.model.sharding import load_weights
 from levanter.commands.train.dpo.evaluation import PROGRAM, EvaluatePairs, PairSet
-from levanter.commands.train.dpo.reference_logprobs import ReferenceRequest, digest_of_source, made, stores_of
+from levanter.commands.train.dpo.reference_logprobs import (
+    ReferenceRequest,
+    build_stores,
+    digest_of_source,
+    reference_stores,
+)
 from levanter.commands.train.dpo.setup import SCORE, Preferences, ReferenceModel
 from levanter.commands.train.lm.evaluation import PROGRAM as EVALUATE
 from levanter.commands.train.lm.evaluation import Evaluate
@@ -84,16 +89,16 @@ def first_loss_checked(pairs: Preferences, precision: Precision) -> Callable[[St
         wide = np.dtype(precision.compute).itemsize >= 4
         off = abs(report.loss - expected) / max(expected, 1.0)
         warned, refused = (TOLERANCE, MOST) if wide else (TOLERANCE_16, MOST_16)
-        said = f"the loss of the first step is {report.loss:.7f}; policy and reference are one model, which makes it"
+        message = f"the loss of the first step is {report.loss:.7f}; policy and reference are one model, which makes it"
         if off > refused:
             raise FirstLossError(
-                f"{said} {expected:.7f}: they do not compute the same\n"
+                f"{message} {expected:.7f}: they do not compute the same\n"
                 "  → is the reference the model that the run begins from, in every file of it?"
             )
         if off > warned:
-            logger.warning("%s %.7f, and rounding another one", said, expected)
+            logger.warning("%s %.7f, and rounding another one", message, expected)
         else:
-            logger.info("%s %.7f", said, expected)
+            logger.info("%s %.7f", message, expected)
 
     return check
 
@@ -175,7 +180,7 @@ def validation_pairs(plan: TrainPlan, data: TrainingData, said: Mapping[str, np.
     Args:
         plan: the run's.
         data: its training data.
-        said: what the reference says of sets, where that is stored; see `said_before`.
+        said: what the reference says of sets, where that is stored; see `stored_logprobs`.
     """
     work: TrainWork = plan.work
     assert work.tokenizer is not None
@@ -189,13 +194,13 @@ def validation_pairs(plan: TrainPlan, data: TrainingData, said: Mapping[str, np.
             told = said.get(f"{one.name}/{TRAIN}")
             stored = None if told is None else told[numbers]
             yield PairSet(name=name, rows=one.rows, numbers=numbers, reference=stored)
-    for one, rows in _own_rows(plan):
+    for one, rows in _process_rows(plan):
         yield PairSet(
             name=one.name, rows=rows, numbers=np.arange(len(rows)), reference=said.get(f"{one.name}/{VALIDATION}")
         )
 
 
-def _own_rows(plan: TrainPlan) -> Iterator[tuple[EvaluationSet, PairRows]]:
+def _process_rows(plan: TrainPlan) -> Iterator[tuple[EvaluationSet, PairRows]]:
     """The sets with validation data of their own, laid into rows."""
     work: TrainWork = plan.work
     assert work.tokenizer is not None
@@ -207,7 +212,7 @@ def _own_rows(plan: TrainPlan) -> Iterator[tuple[EvaluationSet, PairRows]]:
         yield one, rows
 
 
-def said_before(plan: TrainPlan, mesh: Mesh, data: TrainingData, *, show: bool) -> dict[str, np.ndarray]:
+def stored_logprobs(plan: TrainPlan, mesh: Mesh, data: TrainingData, *, show: bool) -> dict[str, np.ndarray]:
     """What a precomputed reference says of all pairs, float32 `[pairs, 2]` by set and split; nothing for other ones.
 
     The model is on the devices while it scores, and is gone when this returns.
@@ -218,12 +223,12 @@ def said_before(plan: TrainPlan, mesh: Mesh, data: TrainingData, *, show: bool) 
     second = work.pairs.model
     assert second is not None and second.origin.checkpoint is not None
     wanted = [_wanted(work, one.name, TRAIN, one.rows) for one in data.sets]
-    wanted += [_wanted(work, one.name, VALIDATION, rows) for one, rows in _own_rows(plan)]
+    wanted += [_wanted(work, one.name, VALIDATION, rows) for one, rows in _process_rows(plan)]
     digest = digest_of_source(second.origin.checkpoint.source)
-    return _said(plan, mesh, wanted, digest, lambda: _loaded(plan, second, mesh, show=show), show=show)
+    return _score_pairs(plan, mesh, wanted, digest, lambda: _loaded(plan, second, mesh, show=show), show=show)
 
 
-def said_of_validation(
+def validation_logprobs(
     plan: TrainPlan,
     mesh: Mesh,
     data: TrainingData,
@@ -238,7 +243,7 @@ def said_of_validation(
     if work.pairs is None or work.pairs.stores is None:
         return {}
     wanted = [_wanted(work, one.name, TRAIN, one.rows) for one in data.sets if one.held_out]
-    wanted += [_wanted(work, one.name, VALIDATION, rows) for one, rows in _own_rows(plan)]
+    wanted += [_wanted(work, one.name, VALIDATION, rows) for one, rows in _process_rows(plan)]
     if reference is not None:
         second = work.pairs.model
         assert second is not None and second.origin.checkpoint is not None
@@ -246,7 +251,7 @@ def said_of_validation(
     else:
         assert part is not None
         digest = hashlib.sha256(json.dumps(dict(part.digests), sort_keys=True).encode()).hexdigest()
-    return _said(plan, mesh, wanted, digest, lambda: frozen if reference is None else reference, show=show)
+    return _score_pairs(plan, mesh, wanted, digest, lambda: frozen if reference is None else reference, show=show)
 
 
 def _wanted(work: TrainWork, name: str, split: str, rows: Rows) -> ReferenceRequest:
@@ -254,7 +259,7 @@ def _wanted(work: TrainWork, name: str, split: str, rows: Rows) -> ReferenceRequ
     return ReferenceRequest(name=f"{name}/{split}", rows=rows, template=str(work.config.data.chat_template))
 
 
-def _said(
+def _score_pairs(
     plan: TrainPlan,
     mesh: Mesh,
     wanted: Sequence[ReferenceRequest],
@@ -266,22 +271,24 @@ def _said(
     work: TrainWork = plan.work
     assert work.pairs is not None and work.pairs.stores is not None
     named = work.pairs.config.reference_model or work.config.pretrained or "the base of the adapters"
-    stores = stores_of(wanted, work.pairs.stores, reference=named, digest=digest, precision=work.precision)
-    return made(stores, wanted, plan.program(SCORE), mesh, model, show=show)
+    stores = reference_stores(wanted, work.pairs.stores, reference=named, digest=digest, precision=work.precision)
+    return build_stores(stores, wanted, plan.program(SCORE), mesh, model, show=show)
 
 
-def said_of_steps(
-    plan: TrainPlan, data: TrainingData, said: Mapping[str, np.ndarray]
+def step_logprobs(
+    plan: TrainPlan, data: TrainingData, logprobs: Mapping[str, np.ndarray]
 ) -> Callable[[int, int, int], np.ndarray] | None:
     """What the reference says of rows of a step, where steps are given that; None where they are not."""
     work: TrainWork = plan.work
     if work.pairs is None or not work.pairs.objective.stored:
         return None
-    of_sets = [said[f"{one.name}/{TRAIN}"] for one in data.sets]
+    logprobs_by_set = [logprobs[f"{one.name}/{TRAIN}"] for one in data.sets]
 
-    def of_rows(step: int, start: int, stop: int) -> np.ndarray:
+    def row_logprobs(step: int, start: int, stop: int) -> np.ndarray:
         which, numbers = data.sources(step)
-        found = [of_sets[one][number] for one, number in zip(which[start:stop], numbers[start:stop], strict=True)]
-        return np.stack(found) if found else np.zeros((0, 2), np.float32)
+        values = [
+            logprobs_by_set[one][number] for one, number in zip(which[start:stop], numbers[start:stop], strict=True)
+        ]
+        return np.stack(values) if values else np.zeros((0, 2), np.float32)
 
-    return of_rows
+    return row_logprobs

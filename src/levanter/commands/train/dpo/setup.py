@@ -117,10 +117,12 @@ class Preferences:
         """The folder of what the reference says of pairs, where that is made once; None where it is not."""
         config = self.config
         if self.kind == "precomputed":
-            return root_of(getattr(config.reference, "cache_dir", None), config.data.cache_dir, "reference.cache_dir")
+            return cache_root(
+                getattr(config.reference, "cache_dir", None), config.data.cache_dir, "reference.cache_dir"
+            )
         if self.kind != "none" and config.reference_eval_cache.mode == "build_or_load":
             own = config.reference_eval_cache.cache_dir
-            return root_of(own, config.data.cache_dir, "reference_eval_cache.cache_dir")
+            return cache_root(own, config.data.cache_dir, "reference_eval_cache.cache_dir")
         return None
 
     @property
@@ -166,18 +168,18 @@ class Preferences:
         return {} if self.resident is None else {REFERENCE: self.resident.plan.bytes_per_device}
 
 
-def root_of(own: str | None, cache_dir: str | None, key: str) -> str:
+def cache_root(folder: str | None, cache_dir: str | None, key: str) -> str:
     """The folder of what references say.
 
     Raises:
         ReferenceModelError: none is named.
     """
-    if own is None and cache_dir is None:
+    if folder is None and cache_dir is None:
         raise ReferenceModelError(f"{key}: names no folder, and data.cache_dir is null; name one of them")
-    return join(str(cache_dir), STORES) if own is None else own
+    return join(str(cache_dir), STORES) if folder is None else folder
 
 
-def formats_of(config: TrainLmConfig) -> Formats:
+def data_formats(config: TrainLmConfig) -> Formats:
     """The formats of records that a run learns from."""
     return PAIRS if isinstance(config, TrainDpoConfig) else FORMATS
 
@@ -311,15 +313,19 @@ def _renamed(checks: Iterable[Check]) -> list[Check]:
     return [replace(check, name=f"reference {check.name}") for check in checks]
 
 
-def under(name: str, each: LeafPlan) -> LeafPlan:
+def under(name: str, planned: LeafPlan) -> LeafPlan:
     """A leaf's plan where its path has one more part in front."""
-    return replace(each, leaf=replace(each.leaf, path=f"{name}.{each.leaf.path}"))
+    return replace(planned, leaf=replace(planned.leaf, path=f"{name}.{planned.leaf.path}"))
 
 
 def under_reference(plan: ShardingPlan, reference: ShardingPlan | None) -> ShardingPlan:
     """A plan with a second model's leaves under `reference.`, and what is wrong with them."""
     if reference is None:
         return plan
-    moved = (under(REFERENCE, each) for each in reference.leaves)
-    found = (replace(each, path=f"{REFERENCE}.{each.path}") for each in reference.findings if each.error is not None)
+    moved = (under(REFERENCE, planned) for planned in reference.leaves)
+    found = (
+        replace(planned, path=f"{REFERENCE}.{planned.path}")
+        for planned in reference.findings
+        if planned.error is not None
+    )
     return replace(plan, leaves=(*plan.leaves, *moved), findings=(*plan.findings, *found))

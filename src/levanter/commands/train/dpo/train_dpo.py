@@ -6,12 +6,12 @@ The run is that of `train_lm`, with pairs in the place of text and `trainer.pref
 """
 
 from levanter.commands.cli.runner import run_config
-from levanter.commands.train.aliases import by_other_keys
+from levanter.commands.train.aliases import aliased_entry_point
 from levanter.commands.train.dpo.config import TrainDpoConfig
 from levanter.config import ExplicitKeys
 
 NAME = "train_dpo"
-ENTRY_POINT = by_other_keys(NAME, TrainDpoConfig, lambda config: config)
+ENTRY_POINT = aliased_entry_point(NAME, TrainDpoConfig, lambda config: config)
 describe = ENTRY_POINT.describe
 
 

@@ -60,7 +60,7 @@ def find_validation(config: LmDataConfig, formats: Formats = FORMATS) -> tuple[E
     if not config.components:
         return None, []
     try:
-        found = resolve_evaluation(config, in_training=True, formats=formats)
+        data = resolve_evaluation(config, in_training=True, formats=formats)
     except AbsentTextError as error:
         absent = EvaluationData(sets=(), notes=())
         return absent, [Check(name="validation", status="unchecked", message=str(error), error=error)]
@@ -71,11 +71,11 @@ def find_validation(config: LmDataConfig, formats: Formats = FORMATS) -> tuple[E
         for name, component in config.components.items()
         if isinstance(component, DatasetComponent) and component.source is None
     ]
-    if not found.sets and not config.num_validation_sequences:
+    if not data.sets and not config.num_validation_sequences:
         return None, notes
     held_out = [f"{name}: {count} rows held out" for name, count in (config.num_validation_sequences or {}).items()]
-    message = "; ".join([*map(str, found.sets), *held_out])
-    return found, [Check(name="validation", status="ok", message=message), *notes]
+    message = "; ".join([*map(str, data.sets), *held_out])
+    return data, [Check(name="validation", status="ok", message=message), *notes]
 
 
 def evaluate_program(
@@ -211,6 +211,8 @@ class Evaluate:
         self.tracker.log(self.result.metrics(self.prefix), step=max(taken - 1, 0))
         overall = self.result.overall.micro
         bits = overall.bits_per_byte
-        told = "" if np.isnan(bits) else f", {bits:.4f} bits per byte"
-        told += "" if overall.accuracy is None else f", {overall.accuracy:.1%} of the tokens were the likeliest"
-        logger.info("step %d: validation loss %.4f nats per token%s", taken, overall.loss, told)
+        progress_note = "" if np.isnan(bits) else f", {bits:.4f} bits per byte"
+        progress_note += (
+            "" if overall.accuracy is None else f", {overall.accuracy:.1%} of the tokens were the likeliest"
+        )
+        logger.info("step %d: validation loss %.4f nats per token%s", taken, overall.loss, progress_note)

@@ -135,8 +135,8 @@ def find_harness(run: TrainedRun, tokenizer: Tokenizer | None, largest: BatchPla
         return rows_flops(run.model, run.Vocab.size, shape, "full")
 
     # Who says how many rows there are has them, in any case.
-    room = batch_limits(run.resolved, run.platform) if per_device == -1 else None
-    counted, problem = count_requests(tasks, config, encoder, template, shapes, cost, room)
+    batch_shapes = batch_limits(run.resolved, run.platform) if per_device == -1 else None
+    counted, problem = count_requests(tasks, config, encoder, template, shapes, cost, batch_shapes)
     checks += [] if problem is None else [problem]
     shapes = shapes if counted is None else counted.shapes
 

@@ -23,14 +23,13 @@ from haliax_ext.saving import saving_programs
 from levanter.commands.cli.runner import run_config
 from levanter.commands.model.sharding import plan_weight_loading, vocabulary_axis
 from levanter.commands.model.workloads import training_workloads
-from levanter.commands.train.adapters import begun_with, found_adapters, frozen_base, planned_peft
-from levanter.commands.train.checks import place_checks
+from levanter.commands.train.adapters import frozen_base, open_initial_adapters, plan_peft_export, resolve_adapters
+from levanter.commands.train.checks import run_dir_checks
 from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.dpo.setup import find_preferences
 from levanter.commands.train.frozen import frozen_part, head_notes, partition_notes, spared_flops
 from levanter.commands.train.lm.lm_eval_hook import find_harness
 from levanter.commands.train.monitoring import run_facts
-from levanter.commands.train.outcome import Trained
 from levanter.commands.train.programs import (
     TrainedRun,
     evaluation_program,
@@ -38,12 +37,12 @@ from levanter.commands.train.programs import (
     pair_programs,
     step_programs,
 )
-from levanter.commands.train.reinit_tokens import renewed_rows
+from levanter.commands.train.reinit_tokens import resolve_reinit_rows
 from levanter.commands.train.resident_bytes import coresident_bytes
-from levanter.commands.train.resolved import ResolvedTraining, settle
+from levanter.commands.train.resolved import ResolvedTraining, resolve_training_config
 from levanter.commands.train.run import execute
-from levanter.commands.train.run_dirs import interrupted_message, places_written
-from levanter.commands.train.work import TrainPlan, TrainWork
+from levanter.commands.train.run_dirs import interrupted_message, run_outputs
+from levanter.commands.train.work import Trained, TrainPlan, TrainWork
 from levanter.compat.hf.export import plan_export
 from levanter.compat.hf.peft import PeftPlan
 from levanter.config import ExplicitKeys
@@ -86,7 +85,7 @@ def describe(
         ValueError: mesh, batch, schedule or precision cannot be resolved. What is wrong with the sharding is in the
             plan.
     """
-    settled = settle(config, target, ExplicitKeys.in_python(config) if written is None else written)
+    settled = resolve_training_config(config, target, ExplicitKeys.in_python(config) if written is None else written)
     config, origin, model, vocab = settled.config, settled.origin, settled.model, settled.vocab
     batches, resolved, checks = settled.batches, settled.resolved, list(settled.checks)
     trainer = config.trainer
@@ -117,8 +116,8 @@ def describe(
         programs += harness.programs.values()
     if run.pairs is not None:
         programs = run.pairs.in_order(programs)
-    checks += place_checks(config, model, state_plan, part)
-    peft = planned_peft(config, run.adapted, model, Vocab, state_plan)
+    checks += run_dir_checks(config, model, state_plan, part)
+    peft = plan_peft_export(config, run.adapted, model, Vocab, state_plan)
     saving = _saving(config, model, Vocab, state_plan, target, peft)
     return RunPlan(
         entry_point=NAME,
@@ -146,7 +145,7 @@ def describe(
             partition=run.partition,
             frozen=run.frozen,
             adapted=run.adapted,
-            begun=begun_with(run.adapted, model, Vocab, abstract(lambda: run.build(jax.random.PRNGKey(0)))),
+            begun=open_initial_adapters(run.adapted, model, Vocab, abstract(lambda: run.build(jax.random.PRNGKey(0)))),
             peft=peft,
             frozen_part=part,
             state_plan=state_plan,
@@ -179,9 +178,9 @@ def _trained(
 
     trainer, resolved = settled.config.trainer, settled.resolved
     partition = Partition.of(trainer.trainable, abstract(example))
-    adapted = found_adapters(settled.config, model, Vocab, abstract(example))
+    adapted = resolve_adapters(settled.config, model, Vocab, abstract(example))
     mappings, rules = resolved.mappings, None
-    renewed = renewed_rows(
+    renewed = resolve_reinit_rows(
         settled.config,
         abstract(example),
         tokenizer=settled.tokenizer,
@@ -329,7 +328,7 @@ ENTRY_POINT = EntryPoint(
     config=TrainLmConfig,
     describe=describe,
     execute=execute,
-    outputs=lambda plan, session: places_written(plan.work.config, session.run_id),
+    outputs=lambda plan, session: run_outputs(plan.work.config, session.run_id),
     finish=finish,
     facts=run_facts,
     interrupted_message=lambda plan, session: interrupted_message(plan.work.config, session.run_id),
