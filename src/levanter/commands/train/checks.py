@@ -118,7 +118,10 @@ def _checkpoint_problems(
         }
         for path, prefixes in begins.items():
             if path is not None:
-                attempted(problems, lambda path=path, parts=prefixes: _check_parts(config, model, plan, path, prefixes))
+                attempted(
+                    problems,
+                    lambda path=path, prefixes=prefixes: _check_parts(config, model, plan, path, prefixes),
+                )
     yield from problems
 
 
