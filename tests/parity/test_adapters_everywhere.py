@@ -287,4 +287,4 @@ def test_two_adapters_are_refused(made, tmp_path, capsys):
         "trainer": {**TRAINER, "mesh": MESH, "log_dir": str(tmp_path)},
     }
     assert run_entry_point(eval_lm.EvalLmConfig, eval_lm.main, write(tmp_path / "eval.yaml", document)) == 2
-    assert "contains adapters of its own, and a model takes those of one place" in capsys.readouterr().err
+    assert "contains adapters, and a model can have only one set of them" in capsys.readouterr().err

@@ -331,7 +331,7 @@ def test_a_plan_says_what_it_takes_where_upstream_took_another_thing():
     text = f"model: {{type: gemma2, {small}, num_layers: 2}}\ndata: {{tokenizer: passthrough, vocab_size: 64}}\n"
     target = Target(name="local", platform="cpu", kind="cpu", devices=8)
     plan = describe(parse_text(config_class("train_lm"), text + "trainer: {train_batch_size: 8}\n"), target)
-    said = [line.strip() for line in plan.report().splitlines() if " is left out: " in line]
+    said = [line.strip() for line in plan.report().splitlines() if " is not set: " in line]
     assert len(said) == 2, plan.report()
     assert "model.num_kv_heads is not set: 4 here (gemma2 as published), 1 upstream; set it to choose" in said[0]
     assert "model.sliding_window is not set: 4096 here (gemma2 as published), null upstream" in said[1]

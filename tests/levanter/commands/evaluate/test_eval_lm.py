@@ -117,7 +117,7 @@ def test_compiler_options_of_this_platform_are_used_and_others_left_out(tmp_path
     expected, _ = torch_loss(folder, texts, 48)
     assert json.loads((tmp_path / "out.json").read_text())["sets"]["docs"]["loss"] == pytest.approx(expected, abs=2e-4)
     shown = capsys.readouterr().out
-    assert "xla_tpu_scoped_vmem_limit_kib: no options of cpu programs, left out here" in shown
+    assert "xla_tpu_scoped_vmem_limit_kib: no options of cpu programs, skipped" in shown
     assert "trainer.compiler_options: xla_cpu_enable_fast_math=False" in shown
 
 

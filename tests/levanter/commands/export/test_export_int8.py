@@ -117,7 +117,7 @@ def test_it_is_read_back_bit_for_bit(quantize, saved, exported):
         kept = slice(0, IDS) if "lm_head" in path or "embeddings" in path else slice(None)
         assert mine[path][kept].tobytes() == theirs[path][kept].tobytes(), path
     said = [check.message for check in described.checks if check.name == "int8"]
-    assert len(said) == 1 and said[0].startswith("8 projections (8 read as they are stored); bytes: ")
+    assert len(said) == 1 and said[0].startswith("8 projections (8 stored as int8); bytes: ")
 
 
 def test_a_tied_head_is_the_table_and_is_made_int8_again(tokenizer, tmp_path, devices):

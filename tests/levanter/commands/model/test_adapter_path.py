@@ -52,7 +52,7 @@ def test_scores_are_those_of_merged_weights(phi3, mesh):
     assert np.abs(merged - before).max() > 0.1, "the adapter must matter for this to say anything"
     described = describe_folder(base, mesh=layout("phi3", mesh), positions=LENGTH, adapter=str(adapter))
     (line,) = [check.message for check in described.checks if check.name == "adapter"]
-    assert "of 2 kinds of projections, rank 4" in line
+    assert "2 kinds of projections, rank 4" in line
     _, found = score(described, TOKENS, SEGMENTS)
     np.testing.assert_allclose(found, merged, atol=2e-4, rtol=0)
     # A fused matrix' parts are read once each, and its factor A for each of them.
