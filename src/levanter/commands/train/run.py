@@ -79,14 +79,12 @@ def _train(plan: TrainPlan, mesh: Mesh, session: Session, dirs: RunDirs, leases:
     first, stop = prepared.first, prepared.stop
     # A run that is told to stop twice still saves first.
     with build_checkpointer(plan, dirs, leases) as checkpointer, stop_signal() as stopping:
-        reference_logprobs = stored_logprobs(plan, mesh, prepared.data, show=session.show)
+        logprobs = stored_logprobs(plan, mesh, prepared.data, show=session.show)
         state, frozen = initial_state(plan, mesh, prepared.resumed, show=session.show)
         reference = loaded_reference(plan, mesh, show=session.show)
         part = checked_frozen(plan, mesh, frozen, prepared.resumed)
-        if not reference_logprobs:
-            reference_logprobs = validation_logprobs(
-                plan, mesh, prepared.data, frozen, reference, part, show=session.show
-            )
+        if not logprobs:
+            logprobs = validation_logprobs(plan, mesh, prepared.data, frozen, reference, part, show=session.show)
         saver = Saver(
             plan=plan,
             session=session,
@@ -97,7 +95,7 @@ def _train(plan: TrainPlan, mesh: Mesh, session: Session, dirs: RunDirs, leases:
             part=part,
         )
         saver.make_up_export(state)
-        evaluate = _evaluation(plan, mesh, prepared.data, session, frozen, reference, reference_logprobs, last=stop)
+        evaluate = _evaluation(plan, mesh, prepared.data, session, frozen, reference, logprobs, last=stop)
         if prepared.first == 0 and evaluate is not None and getattr(plan.work.config, "run_initial_eval", False):
             evaluate(0, state)
         observed = build_instruments(
@@ -137,7 +135,7 @@ def _train(plan: TrainPlan, mesh: Mesh, session: Session, dirs: RunDirs, leases:
                 mesh,
                 first=first,
                 stop=stop,
-                reference=step_logprobs(plan, prepared.data, reference_logprobs),
+                reference=step_logprobs(plan, prepared.data, logprobs),
                 seen=observed.balance,
             )
             with closing(batches), observed.running(first):
