@@ -4,8 +4,8 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from levanter.plan.preflight.pipeline.pipeline import preflight
-from levanter.plan.preflight.pipeline.state import Question
+from levanter.plan.preflight.pipeline import preflight
+from levanter.plan.preflight.state import Question
 
 from levanter.commands.harness.config import EvalHarnessConfig
 from levanter.commands.harness.eval_harness import ENTRY_POINT
