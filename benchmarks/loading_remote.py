@@ -156,7 +156,7 @@ def planned_on(shape: Shape, source, devices):
     from haliax_ext.mapping import AxisMapping, Mappings
     from haliax_ext.meshspec import MeshSpec
     from haliax_ext.planner import plan_sharding
-    from levanter.models.gpt_neox import weights as neox_weights
+    from levanter.models.gpt_neox import family as neox_weights
     from levanter.models.gpt_neox.config import GptNeoxConfig
     from levanter.models.llama import weights as llama_weights
     from levanter.models.llama.config import LlamaConfig

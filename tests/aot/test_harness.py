@@ -4,8 +4,6 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from levanter.plan.preflight.pipeline import preflight
-from levanter.plan.preflight.state import Question
 
 from levanter.commands.harness.config import EvalHarnessConfig
 from levanter.commands.harness.eval_harness import ENTRY_POINT
@@ -13,6 +11,8 @@ from levanter.config import load_written
 from levanter.eval.harness import task_discovery
 from levanter.eval.harness.tasks import UnavailableTaskError
 from levanter.plan.aot import Compiled
+from levanter.plan.preflight.pipeline import preflight
+from levanter.plan.preflight.state import Question
 
 CONFIG = Path(__file__).parents[2] / "config" / "harness" / "llama3.1_8b.yaml"
 GIB = 1 << 30

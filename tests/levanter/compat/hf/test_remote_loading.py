@@ -27,9 +27,9 @@ from haliax_ext.read_scheduler import byte_ranges
 from levanter.compat.hf.index import open_weights
 from levanter.compat.hf.repository import RemoteFolder
 from levanter.io.ranges import RangeError, fetcher
-from levanter.models.gpt2 import weights as gpt2_weights
+from levanter.models.gpt2 import family as gpt2_weights
 from levanter.models.gpt2.config import Gpt2Config
-from levanter.models.gpt_neox import weights as neox_weights
+from levanter.models.gpt_neox import family as neox_weights
 from levanter.models.gpt_neox.config import GptNeoxConfig
 from levanter.models.llama import weights as llama_weights
 from levanter.models.llama.config import LlamaConfig
