@@ -6,10 +6,13 @@ A `MeshConfig` holds what the user wrote: sizes may be -1, mappings may use `hea
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from haliax_ext.abstract import Leaf
 from levanter.config.validators import PositiveFloat, PositiveOrAll, Ranged
+
+if TYPE_CHECKING:
+    # A configuration is read without importing Haliax and JAX.
+    from haliax_ext.abstract import Leaf
 
 Word = Literal["gather", "heads", "ring", "auto"]
 """Names that `attention_mapping` may have in place of a mapping; see `context_parallel`."""
@@ -116,7 +119,7 @@ class ModelAxes:
     @classmethod
     def of(
         cls,
-        leaves: Iterable[Leaf],
+        leaves: "Iterable[Leaf]",
         *,
         known: Collection[str] = (),
         aliases: Mapping[str, str] | None = None,
@@ -125,6 +128,7 @@ class ModelAxes:
         """The axes of a model's leaves, and of its activations by keyword.
 
         >>> import numpy as np
+        >>> from haliax_ext.abstract import Leaf
         >>> ModelAxes.of([Leaf("w", (("embed", 8), ("mlp", 32)), np.dtype("f4"))], position=16).sizes
         {'embed': 8, 'mlp': 32, 'position': 16}
         """

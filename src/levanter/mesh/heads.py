@@ -315,8 +315,9 @@ def model_sizes(
         mapped: the logical axes that go to it; `heads` stands for `kv_head` and `q_heads_per_group`.
         mesh_axis: its name, for the remarks.
 
-    >>> [verdict.ok for verdict in model_sizes({"kv_head": 8, "q_heads_per_group": 16, "mlp": 64}, [8, 12, 16])]
-    [True, False, True]
+    Examples:
+        >>> [verdict.ok for verdict in model_sizes({"kv_head": 8, "q_heads_per_group": 16, "mlp": 64}, [8, 12, 16])]
+        [True, False, True]
     """
     mapped = tuple(mapped)
     plain = [(name, sizes[name]) for name in mapped if name in sizes]

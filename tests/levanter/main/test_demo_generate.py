@@ -24,7 +24,7 @@ def test_the_demo():
     )
     assert done.returncode == 0, done.stderr[-3000:]
     said = done.stdout
-    assert "runs: start_rows" in said, "the plan comes first"
+    assert "programs: start_rows" in said, "the plan comes first"
     assert [said.count(f"> {question}\n") for question in QUESTIONS] == [2] * 3
     assert said.count("\ngreedy: ") == 6 and said.count("\nsampled: ") == 3
     assert "Paris" in said.partition("=== the same as int8")[0]

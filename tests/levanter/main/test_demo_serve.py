@@ -21,7 +21,7 @@ def test_the_demo():
     )
     assert done.returncode == 0, done.stderr[-3000:]
     said = done.stdout
-    assert said.index("runs: start_rows") < said.index("ready: http://127.0.0.1:"), "the plan comes first"
+    assert said.index("programs: start_rows") < said.index("ready: http://127.0.0.1:"), "the plan comes first"
     assert "Paris" in said.partition("=== curl")[2].partition("=== the openai package")[0]
     assert "levanter_requests_total 2\n" in said and "levanter_compiles_after_ready_total 0\n" in said
     assert said.endswith("the server ended with exit code 0\n")

@@ -86,7 +86,7 @@ def runnable_modules() -> set[str]:
     for path in MAIN.glob("*.py"):
         calls = {node.func.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
                  and isinstance(node.func, ast.Name)}  # fmt: skip
-        if {"run_entry_point", "run", "enter"} & calls or path.stem == "plan":
+        if {"run_entry_point", "run", "run_command"} & calls or path.stem == "plan":
             found.add(path.stem)
     return found
 

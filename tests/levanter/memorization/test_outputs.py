@@ -84,7 +84,7 @@ def test_other_names(tmp_path):
 def test_private_texts_stay_out(tmp_path):
     write_outputs(str(tmp_path), book_of_bytes(TEXT), with_text=False, threshold=0.01)
     page = (tmp_path / "report.html").read_text()
-    assert "private" not in page and "nobody" not in page and "The text is left out" in page
+    assert "private" not in page and "nobody" not in page and "This report does not contain the text" in page
 
 
 def test_extremes_are_drawn(tmp_path):

@@ -105,7 +105,7 @@ def test_numbers_equal_torch_whatever_the_batch(tmp_path, folder, texts, capsys)
     )
     shown = capsys.readouterr().out
     assert "loading 11 arrays (11 direct)" in shown
-    assert "runs: score" in shown
+    assert "programs: score" in shown
     tracked = (tmp_path / "tracker" / "metrics.jsonl").read_text()
     assert '"eval/loss"' in tracked
 

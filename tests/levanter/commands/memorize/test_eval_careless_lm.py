@@ -205,7 +205,7 @@ def test_several_books_are_one_load_and_each_is_its_own(tmp_path, inputs, capsys
     path = config_file(tmp_path, inputs, txt_path=None, book_title=None, books=books, trainer__tracker=tracker)
     assert run(path) == 0
     shown = capsys.readouterr()
-    assert caplog.text.count("loading weights: done") == 1 and "runs: score → score_2" in shown.out
+    assert caplog.text.count("loading weights: done") == 1 and "programs: score → score_2" in shown.out
     one, two = (BookResult.read(str(tmp_path / "out" / name)) for name in ("one_book", "two"))
     assert (one.title, two.title, two.suffix_tokens) == ("One Book", "The Second", 10)
     logged = [json.loads(line) for line in (tmp_path / "tracker" / "metrics.jsonl").read_text().splitlines()]
