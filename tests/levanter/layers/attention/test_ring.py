@@ -189,7 +189,7 @@ def test_blocks_divide_a_run(run, requested, head_size, wide, block):
 
 def test_a_run_that_no_block_divides():
     with pytest.raises(
-        ValueError, match="runs of 96 consecutive positions are no multiple of 128; use longer sequences"
+        ValueError, match="runs of 96 consecutive positions are not a multiple of 128; use longer sequences"
     ):
         run_blocks(96, None, head_size=128, wide=False)
 
@@ -199,8 +199,8 @@ REFUSED = {
         AttentionMask.of_array(hax.ones((Axis("position", 16), Axis("key_position", 16)), dtype=bool)),
         "arrays",
     ),
-    "an offset": (AttentionMask.causal(offset=3), "positions or segments of their own"),
-    "another zigzag": (AttentionMask.causal().in_zigzag(2), "zigzag order over 2 parts, and the ring has 4 devices"),
+    "an offset": (AttentionMask.causal(offset=3), "explicit positions or key segments"),
+    "another zigzag": (AttentionMask.causal().in_zigzag(2), "zigzag order over 2 shards, and the ring has 4 devices"),
     "a window ahead": (AttentionMask(sliding_window=5), "a window without causality"),
 }
 

@@ -25,7 +25,7 @@ from levanter.plan.report import render, to_html
 from levanter.plan.target_from_name import pod_target
 from levanter.runplan import Target
 
-PROGRAMS = Path(__file__).parents[2] / "aot" / "described_programs.py"
+PROGRAMS = Path(__file__).parents[3] / "aot" / "described_programs.py"
 GIB = 1 << 30
 CPU8 = Target(name="local", platform="cpu", kind="cpu", devices=8)
 MODEL = {"type": "llama", "hidden_dim": 512, "intermediate_dim": 1024, "num_layers": 4, "num_heads": 8,

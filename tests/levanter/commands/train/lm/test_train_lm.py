@@ -17,7 +17,7 @@ from levanter.plan.target_from_name import pod_target
 from levanter.runplan import RunRefused, Target
 from levanter.trainer.batch_plan import BatchError
 
-CONFIGS = Path(__file__).parents[4] / "config/train"
+CONFIGS = Path(__file__).parents[5] / "config/train"
 GIB = 1 << 30
 
 

@@ -126,7 +126,7 @@ def changed(adapter, where, **config):
         ({"lora_bias": True}, "lora_bias: True"),
         ({"layer_replication": [[0, 2]]}, r"layer_replication: \[\[0, 2\]\]"),
         ({"trainable_token_indices": [1]}, r"trainable_token_indices: \[1\]"),
-        ({"init_lora_weights": "pissa_niter_16"}, "changed the weights of the base too"),
+        ({"init_lora_weights": "pissa_niter_16"}, "changed the base weights"),
         ({"r": 0}, "r must be a positive integer, got 0"),
         ({"lora_alpha": "much"}, "lora_alpha must be a finite number other than 0, got 'much'"),
         ({"rank_pattern": {"[": 2}}, "rank_pattern: '\\[' is not a regular expression"),
