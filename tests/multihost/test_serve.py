@@ -101,7 +101,7 @@ def test_a_killed_process_is_named_and_whoever_waits_is_told(inputs, tmp_path):
         next(streamed)
         run.kill(1)
         *_, last = streamed
-        assert re.search("is missing|has stopped", last["error"]["message"])
+        assert re.search("is missing|failed", last["error"]["message"])
         ended = run.wait()
         where = address.removeprefix("http://").split(":")
         with socket.socket() as probe:

@@ -140,10 +140,10 @@ import sys
 from pathlib import Path
 from levanter.plan import aot
 from levanter.plan import compile_pool
-workers.LOCK_FILE = Path(sys.argv[2])
+compile_pool.LOCK_FILE = Path(sys.argv[2])
 def event(e):
     if e["event"] == "compiling":
-        workers.LOCK_FILE.touch()
+        compile_pool.LOCK_FILE.touch()
         print("compiling", flush=True)
 try:
     aot.compile_programs(sys.argv[1] + ":sleeps", {}, target="local", on_event=event)

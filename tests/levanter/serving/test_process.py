@@ -43,7 +43,7 @@ def test_told_twice_it_exits_with_130(process):
     with begun(url, max_tokens=16_000) as answer:
         assert next(answer.iter_lines()).startswith("data: ")
         found.send_signal(signal.SIGTERM)
-        while not any("ending: requests that are there have 300 s" in line for line in lines):
+        while not any("shutting down: running requests have 300 s" in line for line in lines):
             assert found.poll() is None, lines
             time.sleep(0.02)
         found.send_signal(signal.SIGTERM)

@@ -105,8 +105,8 @@ def test_a_port_that_is_taken_is_known_before_a_weight_is_read(tmp_path, capsys,
 @pytest.mark.parametrize(
     ("keys", "match"),
     [
-        ({"host": "0.0.0.0"}, r"host: 0\.0\.0\.0 is reached from other machines[^→]*→ api_key"),
-        ({"host": "example.org"}, "reached from other machines"),
+        ({"host": "0.0.0.0"}, r"host: 0\.0\.0\.0 accepts requests of other machines[^→]*→ api_key"),
+        ({"host": "example.org"}, "accepts requests of other machines"),
         ({"port": 70_000}, r"port: must be .*65535"),
         ({"port": -1}, "port: must not be negative"),
         ({"drain_seconds": 0.0}, "drain_seconds: must be"),
