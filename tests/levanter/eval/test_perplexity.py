@@ -35,7 +35,7 @@ TAGS = {"wiki": ("web/clean", "wiki"), "books": ("web/raw", "long", "books"), "c
 
 def sequences_of(max_length):
     sets = [
-        EvaluationSet(name=name, tags=TAGS[name], parts=(InlineDocuments(texts=tuple(texts), origin=name),))
+        EvaluationSet(name=name, tags=TAGS[name], document_sources=(InlineDocuments(texts=tuple(texts), origin=name),))
         for name, texts in GROUPS.items()
     ]
     return build_sequences(sets, SmallTokenizer(), max_length=max_length)

@@ -149,7 +149,7 @@ def test_flops_follow_from_the_tables_that_our_kernels_are_given(block, window, 
         queries=seq,
         keys=seq,
         offset=0,
-        parts=1,
+        num_shards=1,
         settings=Settings(blocks=blocks),
     )
     info = {"fwd": made.fwd_mask_info, "dq": made.dq_mask_info, "dkv": made.dkv_mask_info}[name]
