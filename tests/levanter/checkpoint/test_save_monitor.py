@@ -12,7 +12,8 @@ from levanter.checkpoint.save_monitor import log
 
 
 def test_a_save_tells_how_long_it_takes_where_it_is_and_what_it_allocated(devices, tmp_path, caplog, monkeypatch):
-    watch = SaveWatch(interval=0.05, stacks_after=0.1, frames=4, top=3)
+    # Long enough that the save has reached its own thread, whose stack is looked for below.
+    watch = SaveWatch(interval=0.05, stacks_after=3.0, frames=4, top=3)
     kept = []
 
     def said_of(*words):
