@@ -96,16 +96,13 @@ def _fit_kinds(
             return RowShape(length=length, slots=slots, rows=rows, branches=branches or 0)
 
         @functools.cache
-        def padded_rows(length: int, count: int, tokens: int = tokens) -> int:
-            rows = rows_per_batch(limits.num_shards * max(1, tokens // length), [count], limits)
+        def padded_rows(length: int, count: int, max_lengths: int = tokens) -> int:
+            rows = rows_per_batch(limits.num_shards * max(1, max_lengths // length), [count], limits)
             return -(-count // rows) * rows
 
         weights = sorted(weight for table in pieces for weight, *_ in table)
         longest = max(shape.length for shape in kind_shapes)
-        initial_lengths = best_lengths(weights, max_lengths, padded_rows)
-        if len(kind_shapes) <= max_lengths:
-            # The given lengths are a candidate too, unless those of the other kind leave too few.
-            initial_lengths = [[shape.length for shape in kind_shapes], *initial_lengths]
+        initial_lengths = [[shape.length for shape in kind_shapes], *best_lengths(weights, max_lengths, padded_rows)]
         length_choices = [
             sorted({_round_up(length, limits.multiple, longest) for length in candidate_lengths})
             for candidate_lengths in initial_lengths
