@@ -60,7 +60,7 @@ def model(tmp_path_factory, devices):
 @pytest.fixture
 def held(model) -> Iterator[Held]:
     with listening(model) as server:
-        found, engine = Held(server, model.plan.report()), server.service._worker._engine
+        found, engine = Held(server, model.plan.report()), server.service._engine_thread._engine
         own = engine.step
 
         def step():

@@ -26,6 +26,7 @@ CONDITIONAL = ("gs", "gcs", "s3", "s3a", "memory")
 """Protocols whose server makes `pipe_file(mode="create")` atomic (`memory://` has a single process)."""
 SETTLE_SECONDS = 1.0
 """Seconds between the write and the check of an emulated exclusive create."""
+_CREATE_ATTEMPTS = 100
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 
 
@@ -117,27 +118,36 @@ class _Local:
             return os.fstat(file.fileno()).st_mtime_ns
 
     def create(self, number: int, content: bytes) -> bool:
-        target, temporary = self._at(claim_name(number)), self._at(f".{secrets.token_hex(8)}.tmp")
-        while True:
+        for attempt in range(_CREATE_ATTEMPTS):
             self._created_folders = self._created_folders or _missing(self.folder)
-            os.makedirs(self.folder, exist_ok=True)
-            # Another process that releases its lease may remove the empty folder at this moment; then start over.
-            with contextlib.suppress(FileNotFoundError):
-                with open(temporary, "xb") as file:
-                    file.write(content)
-                try:
-                    # A hard link fails if the target exists, and readers never see a partial file, unlike with
-                    # `open(…, "x")`.
-                    os.link(temporary, target)
-                except FileExistsError:
-                    return False
-                except OSError as error:
-                    if error.errno not in _NO_LINKS:
-                        raise
-                    return self._create_exclusively(target, content)
-                finally:
-                    os.unlink(temporary)
-                return True
+            # Another process that releases its lease removes its empty folders, and may do so while `makedirs` creates
+            # them here or before the file is in them; then start over. A file system that never creates a folder
+            # reports the same error.
+            try:
+                os.makedirs(self.folder, exist_ok=True)
+                return self._link(self._at(claim_name(number)), content)
+            except FileNotFoundError:
+                if attempt == _CREATE_ATTEMPTS - 1:
+                    raise
+        raise AssertionError("unreachable")
+
+    def _link(self, target: str, content: bytes) -> bool:
+        temporary = self._at(f".{secrets.token_hex(8)}.tmp")
+        with open(temporary, "xb") as file:
+            file.write(content)
+        try:
+            # A hard link fails if the target exists, and readers never see a partial file, unlike with
+            # `open(…, "x")`.
+            os.link(temporary, target)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            return self._create_exclusively(target, content)
+        finally:
+            os.unlink(temporary)
+        return True
 
     def _create_exclusively(self, target: str, content: bytes) -> bool:
         """For file systems without hard links: a reader may see the file before its content."""

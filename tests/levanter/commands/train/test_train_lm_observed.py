@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from levanter.checkpoint import find_checkpoints
-from levanter.commands.train import monitoring as train_instruments
+from levanter.commands.train import monitoring
 from levanter.commands.train.lm.train_lm import TrainLmConfig, describe, main, train
 from levanter.config import load
 from levanter.plan.attention_blocks import SequenceLayout
@@ -52,7 +52,7 @@ def seen(tmp_path_factory):
     folder = tmp_path_factory.mktemp("seen")
     with pytest.MonkeyPatch.context() as patch:
         made_up = Peak(kind="made up", devices=8, flops_per_device=1e9)
-        patch.setattr(train_instruments, "peak_of", lambda plan, mesh: made_up)
+        patch.setattr(monitoring, "device_peak", lambda plan, mesh: made_up)
         assert main(config_of(folder)) == OK
     lines = [json.loads(line) for line in (folder / "numbers/metrics.jsonl").read_text().splitlines()]
     return folder, lines

@@ -300,13 +300,20 @@ def test_not_everything_is_asked_for_twice_when_everything_is_slow(monkeypatch):
     # Whatever this machine is busy with: a range of an unhurried server takes 1.7 s.
     monkeypatch.setattr(fetcher.Durations, "slow_seconds", lambda durations, nbytes: 0.5)
     slow = Fault(rate=30_000.0)
-    made = RangeFetcher(most=8, delays=())
+    made, hedges = RangeFetcher(most=8, delays=()), []
+    begin_second = fetcher.HedgedRequest.begin_second
+
+    def begin_and_count(race: fetcher.HedgedRequest, now: float):
+        second = begin_second(race, now)
+        hedges.append(sum(race.second is not None for race in made._races))
+        return second
+
+    monkeypatch.setattr(fetcher.HedgedRequest, "begin_second", begin_and_count)
     with ObjectStore({NAME: CONTENT}, fault=lambda r: slow if r.start >= 20 * PART else None) as store:
         assert read_all(store, made) == CONTENT
     allowed = fetcher.HEDGES * PART + fetcher.HEDGED_SHARE * len(CONTENT)
     assert made.tally.hedged and made.tally.extra_bytes <= allowed, made.tally
-    # The store notices a moment later that a request was given up.
-    assert store.most <= 8 + 2 * fetcher.HEDGES
+    assert max(hedges) <= fetcher.HEDGES
 
 
 def test_how_many_are_under_way_is_bounded(unhurried):
