@@ -123,6 +123,7 @@ def choose_backend(
         raise ValueError(f"model.attn_backend cudnn: {no_cudnn}; leave attn_backend out, or use reference or blockwise")
     if requested == "jax_native" and unsupported:
         raise ValueError(f"model.attn_backend jax_native: {unsupported}; leave attn_backend out, or use blockwise")
+    # `splash` and `nvte` depend on platform and dtype and are decided further below.
     if requested == "blockwise":
         return blockwise(reason="as configured")
     if requested in BACKENDS and requested != "splash":
@@ -133,6 +134,7 @@ def choose_backend(
         return blockwise(reason="upstream's jax_flash is an online softmax over blocks of keys")
     if requested == "nvte" and not no_cudnn:
         return make(name="cudnn", reason="Transformer Engine is not a dependency; JAX calls the same cuDNN kernel")
+    # Why a kernel that was requested, or would be the default, is not used: it precedes the reason of its replacement.
     prefix = ""
     if requested == "nvte":
         prefix = f"nvte means cuDNN's kernel, but {no_cudnn}; "
@@ -146,6 +148,7 @@ def choose_backend(
     splash = functools.partial(BackendChoice, name="splash", block_size=blocks.block)
     if not no_splash and requested == "splash":
         return splash(reason=f"as configured; {_splash_reason(shard_length, blocks)}")
+    # Without a request: the kernel where it runs, then the reference while its scores are small, then blockwise.
     if not no_splash and length >= MIN_SPLASH_KEYS:
         return splash(reason=f"{prefix}{_splash_reason(shard_length, blocks)}")
     if length > MAX_MATERIALIZED_KEYS:
@@ -168,6 +171,7 @@ def named_backend(requested: str | None, *, block_size: int | None = None) -> Ba
         requested: a name in `BACKENDS` or `UPSTREAM_NAMES`, or None.
         block_size: see `BackendChoice`.
     """
+    # `default` and `nvte` remain: they mean different backends on different platforms.
     name = {"vanilla": "reference", "jax_flash": "blockwise"}.get(requested or "", requested)
     if name not in BACKENDS:
         return None
@@ -233,10 +237,12 @@ def attend(
 
     If the mapping in scope shards the keys as well, ring attention runs.
     """
+    # A ring takes precedence over the backend's own path: no device has all keys.
     name = choice.name
     if ways_in_scope("key_position") > 1:
         ring_step = _ring_step(choice, soft_cap)
         return ring_attention(q, k, v, mask, softmax_scale=softmax_scale, ring_step=ring_step, sinks=sinks)
+    # The choice was made from the config, before the mask was known; a mask that the kernel cannot apply is met here.
     if name == "splash" and (obstacle := splash_mask_obstacle(mask, keys=k.axis_size("key_position"))):
         name = "blockwise"
         logger.warning("attention: blockwise instead of splash: %s", obstacle)
@@ -249,6 +255,7 @@ def attend(
         run = functools.partial(blockwise_attention, block_size=choice.block_size or DEFAULT_BLOCK)
     if run is not None:
         return run(q, k, v, mask, softmax_scale=softmax_scale, soft_cap=soft_cap, sinks=sinks)
+    # `choose_backend` refuses this too, but a backend may also be set directly on a layer's spec.
     if lacking := _unsupported_by_jax(soft_cap, sinks is not None):
         raise ValueError(f"attention by {name}: {lacking}")
     implementation = "cudnn" if name == "cudnn" else "xla"
@@ -296,6 +303,7 @@ def jax_native_attention(
         array = x.rearrange((*leading, *axes)).array
         return array.reshape(-1, *array.shape[len(leading) :])
 
+    # `[rows, position, kv_head · group, head_size]`, key/value head first, as JAX's function pairs them.
     queries = plain(q, Pos, KVHead, Group, HeadSize)
     queries = queries.reshape(*queries.shape[:2], KVHead.size * Group.size, HeadSize.size)
     by_index = mask.is_by_index(Pos, KeyPos) and mask.query_segments is None and mask.explicit_mask is None

@@ -35,6 +35,7 @@ def blockwise_attention(
     """
     Pos, KeyPos = q.resolve_axis("position"), k.resolve_axis("key_position")
     Block = KeyPos.resize(min(block_size, KeyPos.size))
+    # All blocks have one size, because one scan runs over them: the last one is padded.
     Blocks = Axis("key_blocks", -(-KeyPos.size // Block.size))
     padding = Blocks.size * Block.size - KeyPos.size
 
@@ -46,8 +47,10 @@ def blockwise_attention(
 
     positions, segments = mask.positions_of_keys(KeyPos), mask.segments_of_keys(Pos, KeyPos)
     of_keys, of_values = (None, None) if scales is None else scales
+    # The arguments of `step` for each block, in its order; None holds no array, so the scan passes it on as None.
     blocks = (
         cut(positions),
+        # True for the keys that exist: padding makes it False, since `hax.pad` fills with zeros.
         cut(hax.ones(KeyPos, dtype=bool)),
         cut(k),
         cut(v),
@@ -93,6 +96,7 @@ class SoftmaxState(eqx.Module):
     def start(q: NamedArray, sinks: NamedArray | None) -> "SoftmaxState":
         """The state before the first key."""
         rows = tuple(axis for axis in q.axes if axis.name != "head_size")
+        # HIDDEN instead of −inf: −inf − (−inf) is NaN in the rescaling of a row that has seen no key yet.
         top, total = hax.full(rows, HIDDEN, dtype=jnp.float32), hax.zeros(rows, dtype=jnp.float32)
         if sinks is not None:
             # A sink is a first key whose value is zero: it sets `top` and `total`, and adds nothing to `mixed`.
@@ -138,9 +142,12 @@ class SoftmaxState(eqx.Module):
         shrink = hax.exp(self.top - top)
         mixing = scaled_by(weights, scales, 1).astype(v.dtype)
         values = hax.dot(mixing, v, axis=Block, preferred_element_type=jnp.float32)
+        # `total` sums the weights before the value scales: those belong to the values, not to the denominator.
         mixed = self.mixed * shrink + values.rearrange(self.mixed.axes)
         return SoftmaxState(top=top, total=self.total * shrink + hax.sum(weights, Block), mixed=mixed)
 
     def normalized(self, dtype: DTypeLike) -> NamedArray:
         """The attention output, `mixed / total`; zeros for a query that saw no key."""
+        # `total` is 0 only where no key was visible; `mixed` is 0 there too, so the smallest normal number gives 0, not
+        # NaN.
         return (self.mixed / hax.maximum(self.total, float(jnp.finfo(jnp.float32).tiny))).astype(dtype)

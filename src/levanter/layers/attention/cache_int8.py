@@ -28,9 +28,11 @@ def int8_vectors(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     exact = x.astype(jnp.float32)
     scale = (jnp.max(jnp.abs(exact), axis=-1) * STEP).astype(SCALE_DTYPE)
     # Divide by the rounded scale, because attention multiplies by the rounded scale.
-    by = scale.astype(jnp.float32)
-    by = jnp.where(by < SMALLEST_SCALE, 0.0, by)
+    rounded = scale.astype(jnp.float32)
+    # The reciprocal of a subnormal scale may overflow to infinity, and TPUs flush subnormals to zero.
+    rounded = jnp.where(rounded < SMALLEST_SCALE, 0.0, rounded)
     # Multiply by the reciprocal explicitly: compilers rewrite some divisions that way, so results would differ.
-    inverse = jnp.where(by > 0, 1 / jnp.where(by > 0, by, 1.0), 0.0)
+    inverse = jnp.where(rounded > 0, 1 / jnp.where(rounded > 0, rounded, 1.0), 0.0)
+    # A guard: with a bfloat16 scale the largest element is at most 127.25 steps, which rounds to 127.
     q = jnp.clip(jnp.round(exact * inverse[..., None]), -LARGEST, LARGEST)
-    return q.astype(jnp.int8), by.astype(SCALE_DTYPE)
+    return q.astype(jnp.int8), rounded.astype(SCALE_DTYPE)

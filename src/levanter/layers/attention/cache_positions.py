@@ -67,6 +67,7 @@ class NewPositions(eqx.Module):
             Pos: the axis of the call's tokens.
             tables, reach, block, lone_queries, flat: see `NewPositions`.
         """
+        # `[batch, position]`: the tokens of a row come first, the entries behind them are invalid.
         index = hax.arange(Pos).broadcast_axis(first.axes).rearrange((*first.axes, Pos))
         valid = index < count
         assert isinstance(valid, NamedArray)
@@ -88,6 +89,7 @@ class NewPositions(eqx.Module):
             scales: the scales of int8 keys and values of that stack.
         """
         cache_arrays = {"pages": pages} if scales is None else {"pages": pages, "scales": scales}
+        # The rows have one axis, whatever its name; its mapping says where their pages are.
         (Batch,) = (axis for axis in self.positions.axes if axis.name != "position")
         at = (Batch.name, "position")
         inputs = {**cache_arrays, "positions": self.positions.rearrange(at), "valid": self.valid.rearrange(at)}
@@ -99,8 +101,10 @@ class NewPositions(eqx.Module):
         arrays = {name: x.array for name, x in inputs.items()}
         index_axes = ("kv", *at, "kv_head", "index")
         if jax.sharding.get_abstract_mesh().empty:
+            # Without a mesh the only device holds all pages.
             indices = compute_indices(arrays)
         else:
+            # Tables number the pages of a shard, so each device computes the indices into its own shard.
             mapping = with_pages(Batch.name)
             specs = {name: mapping.spec(names) for name, names in axes.items()}
             out = dict.fromkeys(cache_arrays, mapping.spec(index_axes))
@@ -144,6 +148,7 @@ def _cache_indices(
         out-of-range slot, which the scatter drops.
     """
     positions, valid, tables = arrays["positions"], arrays["valid"], arrays.get("tables")
+    # Inside `shard_map`: sizes of this device's shard.
     size = dict(zip(axes["pages"], arrays["pages"].shape, strict=True))
     slots = size["slot"]
     # Position p of a row is slot p mod slots of the row's page number p div slots.
@@ -151,8 +156,11 @@ def _cache_indices(
         number = jnp.arange(positions.shape[0])[:, None]
         valid = valid & (positions < slots)
     else:
+        # A position beyond the table is clipped to its last page; the next line makes it invalid.
         number = jnp.take_along_axis(tables, positions // slots, axis=1, mode="clip")
         valid = valid & (positions < slots * tables.shape[1])
+    # Each entry broadcasts over `[kv, batch, position, kv_head]`; slot number `slots` is out of range, so it is
+    # dropped.
     at = {
         "kv": jnp.arange(2)[:, None, None, None],
         "page": number[None, :, :, None],
@@ -197,6 +205,7 @@ def scatter_into_cache(
         near = jnp.unravel_index(indices[..., 0], array.shape[:-2])
         far = (indices[..., n] for n in range(1, count))
         return array.at[(*near, *far)].set(values.astype(array.dtype), mode="drop")
+    # The components of an index address the first axes of the view; the rest, `head_size`, is the update.
     dims = tuple(range(count))
     numbers = jax.lax.ScatterDimensionNumbers(
         update_window_dims=tuple(range(indices.ndim - 1, values.ndim)),
@@ -225,11 +234,14 @@ def update_scales_slice(
         valid: `[1, position]`.
     """
     count, slots = positions.shape[1], scales.shape[-1]
+    # Consecutive positions fill consecutive slots, so the first one places all of them.
     first = positions[0, 0]
     # A slice that would exceed the page starts earlier than the first position; its values are shifted back to match.
     start = jnp.clip(first, 0, slots - count)
     new = jnp.transpose(values[:, 0], (2, 0, 1)).astype(scales.dtype)
+    # Padding in front and slicing from `count + start − first` shifts the values by `first − start` slots.
     new = jax.lax.dynamic_slice_in_dim(jnp.pad(new, ((0, 0), (0, 0), (count, 0))), count + start - first, count, axis=2)
+    # The number of the new position that a slot of the slice receives; negative before the first one.
     index = jnp.arange(count) + start - first
     written = (index >= 0) & (index < jnp.sum(valid))
     at = (layer, 0, 0, tables[0, 0], start)

@@ -80,6 +80,7 @@ class AttentionSpec:
     def matmul_parameters(self) -> int:
         """Weights that multiply each token."""
         kv = self.KVHead.size * self.HeadSize.size
+        # Query and output projections have embed × heads weights, key and value projections embed × kv_heads each.
         return 2 * self.Embed.size * kv * (self.QHeadsPerGroup.size + 1)
 
     @property
@@ -159,6 +160,8 @@ class GroupedQueryAttention(eqx.Module):
         def norm(together: tuple[Axis, ...]) -> Norm | None:
             if spec.norm is None:
                 return None
+            # A norm per head has weights over `head_size` alone; one over all heads of a token has weights over the
+            # heads as well (Olmo 2).
             return spec.norm.init(spec.HeadSize if spec.normed == "head" else together)
 
         return GroupedQueryAttention(
@@ -191,6 +194,7 @@ class GroupedQueryAttention(eqx.Module):
         """
         spec, mask = self.spec, context.mask
         if spec.window is not None:
+            # The caller's mask may have a window too; the conjunction keeps the narrower one.
             mask = mask & AttentionMask(sliding_window=spec.window)
 
         def projected(name: str) -> NamedArray:
@@ -208,11 +212,13 @@ class GroupedQueryAttention(eqx.Module):
                     # Constrain here: otherwise XLA reshards the input and both rotated halves instead of their sum.
                     q, k = hax.auto_sharded(q), hax.auto_sharded(k)
         q, k, v = saved(q, "query"), saved(k, "key"), saved(v, "value")
+        # Families whose checkpoints need it (GPT-2 with `reorder_and_upcast_attn`) attend in float32 throughout.
         dtype = jnp.dtype(jnp.float32) if spec.upcast else q.dtype
         scale = 1 / math.sqrt(spec.HeadSize.size) if spec.softmax_scale is None else spec.softmax_scale
         options = {"softmax_scale": scale, "soft_cap": spec.soft_cap, "sinks": self.sinks}
         if state is not None:
             assert context.new is not None, "a cache without the positions of the new tokens"
+            # New keys stay over `position`: they become keys of all positions once they are in the cache.
             with jax.named_scope("attention"):
                 mixed, state = attend_cached(q, k, v, state, context.new, mask=mask, dtype=dtype, **options)
             with jax.named_scope("o_proj"):
@@ -220,12 +226,15 @@ class GroupedQueryAttention(eqx.Module):
         choice = spec.backend or default_backend(k.axis_size("position"), block_size=spec.block_size)
         attend_gathers_keys = accepts_sharded_keys(choice, mask, keys=k.axis_size("position"))
 
+        # `key_position` has a mapping of its own. Where it is not sharded, the constraint after the renaming gathers
+        # the keys.
         def as_keys(y: NamedArray) -> NamedArray:
             if attend_gathers_keys:  # Sharded like the queries; `attend` gathers.
                 return shard_attention(y).rename({"position": "key_position"})
             return shard_attention(y.rename({"position": "key_position"}))
 
         k, v = as_keys(k), as_keys(v)
+        # After that constraint: an upcast before it would double the bytes that it moves.
         q, k, v = (y.astype(dtype) for y in (q, k, v))
         with jax.named_scope("attention"):
             with inside_attention():
@@ -236,5 +245,6 @@ class GroupedQueryAttention(eqx.Module):
             mixed = hax.auto_sharded(mixed.astype(x.dtype))
             # Kernels and rings have named their output already, together with the log-sum-exp.
             mixed = mixed if named else saved(mixed, "attention")
+        # The projection contracts the head axes; where these are sharded, the sum over devices happens here.
         with jax.named_scope("o_proj"):
             return saved(self.o_proj(mixed), "attention_output"), state

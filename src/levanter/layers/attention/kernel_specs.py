@@ -32,6 +32,7 @@ class AxisShards:
 
     def mesh_axes(self, axis: Axis) -> tuple[str, ...]:
         """The mesh axes that shard an axis, major first."""
+        # A mapping may name mesh axes that the mesh in scope lacks; without a mesh all of them.
         return tuple(a for a in self.mapping.mesh_axes(axis.name) if a in self.mesh)
 
     def num_shards(self, axis: Axis) -> int:
@@ -44,6 +45,7 @@ class AxisShards:
         Raises:
             IndivisibleError: an axis size is not a multiple of its number of shards.
         """
+        # `shard_map` would refuse this as well, but by the numbers of dimensions instead of the names of the axes.
         for axis in axes:
             if axis.size % self.num_shards(axis):
                 shape = named_shape((a.name, a.size) for a in axes)

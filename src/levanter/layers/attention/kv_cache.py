@@ -109,11 +109,13 @@ def attend_cached(
     Returns:
         The attention output over the axes of `q`, and the state after this layer.
     """
+    # A row is one sequence in order of position: segments and explicit masks have no meaning in a cache.
     assert mask.explicit_mask is None and mask.query_segments is None and not mask.moves_queries, mask
     (Batch,) = (a for a in q.axes if a.name not in ("position", "kv_head", "q_heads_per_group", "head_size"))
     of_key = (Batch.name, "position", "kv_head", "head_size")
     of_query = (*of_key[:3], "q_heads_per_group", "head_size")
     at = (Batch.name, "position")
+    # The caller of several layers computes the indices once; a single layer computes its own.
     new = new if new.cache_indices else new.with_cache_indices(state.pages, state.scales)
     optional_inputs = {
         "q": q.rearrange(of_query),

@@ -74,18 +74,24 @@ class CachedAttention:
     def __call__(self, layer: jax.Array, arrays: Mapping[str, jax.Array]) -> tuple[jax.Array, Mapping[str, jax.Array]]:
         inputs = {name: hax.named(array, self.axes[name]) for name, array in arrays.items()}
         q = inputs["q"]
+        # `[batch, position, kv_head, kv, head_size]`.
         vectors = jnp.stack([inputs["k"].array, inputs["v"].array], axis=3)
         # A NaN in a query, key or value reaches the row's activations, by which the caller detects a lost row.
         too_large = _too_large(vectors, arrays["pages"].dtype)
         vectors = vectors if too_large is None else jnp.where(too_large, jnp.nan, vectors)
+        # Written before they are read: a new position attends, through the cache, to its own key and to the new keys
+        # before it.
         cache = self._write({name: arrays[name] for name in CACHE_ARRAYS if name in arrays}, layer, vectors, inputs)
         # Inside shard_map the arrays are local shards: an empty mapping keeps Haliax from constraining them.
         with compute_mapping(AxisMapping()):
             inputs |= self._pad_lone_queries(inputs)
+            # A block that holds the whole capacity would be a loop of one iteration.
             whole = self.block is None or self._block_length(inputs) >= _capacity(inputs)
             mixed = (self._attend_all if whole else self._attend_by_blocks)(cache, layer, inputs)
+        # The slice drops the queries that `_pad_lone_queries` added.
         output = mixed.rearrange(inputs["q"].axes).array.astype(q.dtype)[:, :, :, : arrays["q"].shape[3]]
         if too_large is not None:
+            # One value lost spoils the position for all heads: over `kv_head`, `kv` and `head_size`.
             overflowed = jnp.any(too_large, axis=(2, 3, 4))[:, :, None, None, None]
             output = jnp.where(overflowed, jnp.nan, output)
         return output, cache
@@ -112,6 +118,7 @@ class CachedAttention:
             q.astype(self.dtype),
             keys.astype(self.dtype),
             values.astype(self.dtype),
+            # Keys are read in order of position from 0 on, so the index of a key is its position.
             self.mask.with_positions(query_positions=inputs["positions"]),
             softmax_scale=self.softmax_scale,
             soft_cap=self.soft_cap,
@@ -162,6 +169,8 @@ class CachedAttention:
         last_positions = jnp.where(valid.array, positions.array, 0)
         stop_block = jnp.minimum(jnp.max(last_positions), capacity - 1) // length + 1
         window = self.mask.sliding_window
+        # Without a window every query sees position 0, since 2³⁰ exceeds any capacity. Entries that are no tokens do
+        # not lower the minimum: they count as the capacity.
         seen = jnp.where(valid.array, positions.array - (window or 1 << 30) + 1, capacity)
         first_block = jnp.clip(jnp.min(seen), 0, capacity - 1) // length
         mixed = jax.lax.fori_loop(first_block, stop_block, block, SoftmaxState.start(q, inputs.get("sinks")))
@@ -172,6 +181,7 @@ class CachedAttention:
         assert self.block is not None
         if "tables" not in inputs or inputs["tables"].axis_size("table") == 1:
             return self.block
+        # A block is found by the numbers of its pages, so it consists of whole ones.
         slots = inputs["pages"].axis_size("slot")
         return max(1, self.block // slots) * slots
 
@@ -194,7 +204,8 @@ class CachedAttention:
             names = self.axes[name]
             size = dict(zip(names, array.shape, strict=True))
             if tables is None:
-                # Row r is page r: one slice of the array, without a gather.
+                # Row r is page r: one slice of the array, without a gather. `reach` is static, so the compiled program
+                # reads that many slots and no more.
                 reach = min(self.reach or size["slot"], size["slot"])
                 size |= {"layers": 1, "kv": 1, "page": Batch.size, "slot": reach}
                 start: dict[str, jax.Array | int] = {"layers": layer, "kv": which}
@@ -216,20 +227,22 @@ class CachedAttention:
                     part = _read_single_pages(array, names, tables.array[:, 0], position_range, layers=layer, kv=which)
                 else:
                     if position_range is None:
+                        # Only as many pages as hold `reach` positions are read.
                         page_numbers = tables.array[:, : -(-(self.reach or slots * tables.array.shape[1]) // slots)]
                     else:
                         page_numbers = jax.lax.dynamic_slice_in_dim(
                             tables.array, position_range.first // slots, position_range.length // slots, axis=1
                         )
-                    # Gather whole pages, [batch, table, kv_head, slot, …]; `clip` since unused table entries are never
-                    # seen.
+                    # Gather whole pages, [batch, table, kv_head, slot, …]. Unused table entries are masked by position,
+                    # so `clip` may read any page for them.
                     part = (
                         array.at[_index(names, layers=layer, page=page_numbers, kv=which)]
                         .get(mode="clip")
                         .swapaxes(1, 2)
                     )
+                # [batch, kv_head, table, slot, …]: pages in table order and their slots join into `key_position`.
                 part = part.reshape(Batch.size, KVHead.size, -1, *part.shape[4:])
-                features = (Axis("head_size", axis_name) for axis_name in part.shape[3:])
+                features = (Axis("head_size", width) for width in part.shape[3:])
                 arrays[name] = hax.named(part, (Batch, KVHead, Axis("key_position", part.shape[2]), *features))
         return arrays["pages"], arrays.get("scales")
 
@@ -240,6 +253,7 @@ class CachedAttention:
         # One scatter update per vector along `head_size`: with heads and `kv` inside the update window, a compiled step
         # on v5e had temporaries of one and a half caches.
         vectors = jnp.moveaxis(vectors, 3, 0)
+        # `attend_cached` says why values that are not finite are stored as 0.
         new = {"pages": jnp.where(jnp.isfinite(vectors), vectors, 0)}
         if "scales" in cache:
             new["pages"], new["scales"] = int8_vectors(new["pages"])
@@ -270,6 +284,7 @@ def _capacity(inputs: Mapping[str, NamedArray]) -> int:
 
 def _too_large(vectors: jax.Array, dtype: DTypeLike) -> jax.Array | None:
     """Which values overflow in a cache of a narrower range (float16); None if the range is as wide."""
+    # Int8 caches scale each vector to its own range, so nothing overflows.
     floating = jnp.issubdtype(dtype, jnp.floating)
     if not floating or jnp.finfo(dtype).maxexp >= jnp.finfo(vectors.dtype).maxexp:
         return None
@@ -292,6 +307,7 @@ def _read_single_pages(
         # Pages and scales have the remaining axes in this order.
         return part.reshape([size[name] for name in axes])
 
+    # The slice of one row stays a slice; `vmap` turns those of several rows into a gather.
     slices = read_page(pages[0])[None] if len(pages) == 1 else jax.vmap(read_page)(pages)
     return slices[:, :, None]
 

@@ -30,7 +30,8 @@ def merged(one: PartialAttention, other: PartialAttention) -> PartialAttention:
     longer than the products.
     """
     (a, of_a), (b, of_b) = one, other
-    # share = exp(of_b) / (exp(of_a) + exp(of_b)), the weight of b.
+    # share = exp(of_b) / (exp(of_a) + exp(of_b)), the weight of b, as a sigmoid, which cannot overflow. Of two empty
+    # sets the means are zero, so the share does not matter; HIDDEN + log 2 rounds to HIDDEN.
     share = jax.nn.sigmoid(of_b - of_a)[..., None]
     a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     # logaddexp without its case for infinities: both are finite, since a query without keys has `HIDDEN`.
@@ -40,5 +41,6 @@ def merged(one: PartialAttention, other: PartialAttention) -> PartialAttention:
 def with_sinks(seen: PartialAttention, sinks: jax.Array) -> PartialAttention:
     """Adds one more key, with value zero, whose score is the sink (broadcast over the log-sum-exp)."""
     mean, total = seen
+    # The values of the sink are zero, so the mean shrinks by the share of the other keys, exp(total − both).
     both = jnp.logaddexp(total, jnp.broadcast_to(sinks.astype(jnp.float32), total.shape))
     return mean * jnp.exp(total - both)[..., None], both

@@ -50,6 +50,8 @@ class AttentionMask(eqx.Module):
     zigzag: int = eqx.field(static=True, default=1)
 
     def __check_init__(self):
+        # In zigzag order the number of shards determines every position; a second source of positions would contradict
+        # it.
         if self.zigzag > 1 and (self.explicit_mask is not None or self.moves_queries or self.key_positions is not None):
             raise ValueError("a mask in zigzag order is a rule by index: no array, no offset, no explicit positions")
         if self.sliding_window is not None and self.sliding_window < 1:
@@ -113,9 +115,12 @@ class AttentionMask(eqx.Module):
         return self & AttentionMask(query_positions=query_positions, key_positions=key_positions)
 
     def __and__(self, other: "AttentionMask") -> "AttentionMask":
+        # Two windows have a conjunction, the narrower one. Two segmentations or two sets of positions have none in this
+        # representation, so they are refused.
         windows = [w for w in (self.sliding_window, other.sliding_window) if w is not None]
         assert self.query_segments is None or other.query_segments is None, "both masks have segments"
         assert not (self.moves_queries and other.moves_queries), "both masks have query positions"
+        # Segments of queries, keys and trunks are numbered together: all three come from the same mask.
         segmented = other if self.query_segments is None else self
         return AttentionMask(
             query_segments=segmented.query_segments,
@@ -126,6 +131,7 @@ class AttentionMask(eqx.Module):
             key_positions=_one(self.key_positions, other.key_positions, "key positions"),
             is_causal=self.is_causal or other.is_causal,
             sliding_window=min(windows, default=None),
+            # At most one of the two offsets is nonzero (asserted above), and 1 is natural order.
             offset=self.offset or other.offset,
             zigzag=max(self.zigzag, other.zigzag),
         )
@@ -153,6 +159,7 @@ class AttentionMask(eqx.Module):
             Pos.size == KeyPos.size
             and not self.moves_queries
             and self.key_positions is None
+            # Segments of keys are given only where the keys are other tokens than the queries.
             and self.key_segments is None
             and self.zigzag == 1
         )
@@ -213,12 +220,14 @@ class AttentionMask(eqx.Module):
         """
         rule = explicit
         if self.compares_positions:
+            # Both over `[…, position, key_position]`; the distance is positive for keys before the query.
             queries, keys = _over_both(queries, keys)
             distance = queries - keys
             if self.is_causal:
                 rule = _and(rule, hax.named(distance.array >= 0, distance.axes))
             if self.sliding_window is not None:
                 rule = _and(rule, hax.named(distance.array < self.sliding_window, distance.axes))
+        # Equal ids, not ordered ones: segments may be numbered arbitrarily, and `-1` for padding sees only padding.
         if self.query_segments is not None:
             assert key_segments is not None
             query_segments, aligned_key_segments = _over_both(self.query_segments, key_segments)
@@ -227,6 +236,7 @@ class AttentionMask(eqx.Module):
             if self.query_trunks is not None:
                 trunks, aligned_key_segments = _over_both(self.query_trunks, key_segments)
                 # A key is visible if it is in the query's segment or in its trunk.
+                # Trunks share the numbering of segments, so the same key ids are compared a second time.
                 of_trunk = trunks == aligned_key_segments
                 assert isinstance(of_trunk, NamedArray)
                 same = hax.logical_or(same, of_trunk)
@@ -239,11 +249,13 @@ def _positions_along(positions: NamedArray, Along: Axis) -> NamedArray:
     """Positions along an axis; a position without the axis is that of the first of consecutive entries."""
     if Along.name in [axis.name for axis in positions.axes]:
         return positions
+    # The new axis goes last, where backends expect positions; `arange` counts from the first entry's position.
     return positions.broadcast_axis(Along).rearrange((..., Along)) + hax.arange(Along)
 
 
 def _over_both(queries: NamedArray, keys: NamedArray) -> tuple[NamedArray, NamedArray]:
     """`queries` over the union of both sets of axes, with those of the keys last; `keys` ordered to broadcast to it."""
+    # Haliax broadcasts only if one array has all axes of the other, and here each has one that the other lacks.
     missing = tuple(axis for axis in keys.axes if axis.name not in [mine.name for mine in queries.axes])
     whole = queries.broadcast_axis(missing).rearrange((..., *missing))
     return whole, keys.rearrange(tuple(axis for axis in whole.axes if axis in keys.axes))

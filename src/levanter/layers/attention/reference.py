@@ -45,6 +45,8 @@ def reference_attention(
     axes = q.axes
     # Heads before positions, the order of a batched product's result: otherwise XLA for CPUs transposes it back.
     q = q.rearrange((*(axis for axis in axes if axis.name not in (Pos.name, "head_size")), Pos, "head_size"))
+    # Float32 `[…, kv_head, q_heads_per_group, position, key_position]`. Int8 keys arrive cast to the dtype of `q`;
+    # their scales multiply the scores.
     scores = scaled_by(hax.dot(q, k, axis="head_size", preferred_element_type=jnp.float32), scales, 0)
     scores = soft_capped(scores * softmax_scale, soft_cap)
     visible = mask.materialize(Pos, KeyPos)
@@ -73,7 +75,6 @@ def few_query_attention(
 
     The weights of a softmax have a common divisor, and a product is linear: `(Σ eᵢ vᵢ) / Σ eᵢ` equals
     `Σ (eᵢ / Σ eⱼ) vᵢ`. The division then takes `head_size` numbers per query instead of one per key, and the TPU
-    compiler
     fuses the exponentials into the product with the values: a decode step saves one pass over all weights.
 
     The exponentials, at most 1, are rounded to the inputs' dtype; their products with the values are summed in float32.
@@ -93,11 +94,13 @@ def few_query_attention(
     visible = mask.materialize(Pos, KeyPos)
     if visible is not None:
         scores = hax.where(visible, scores, HIDDEN)
+    # Text generation is not differentiated, so the maximum takes no `stop_gradient` as in `_softmax`.
     top = hax.max(scores, KeyPos)
     sink_scores = None if sinks is None else sinks.astype(jnp.float32).broadcast_to(top.axes).rearrange(top.axes)
     top = top if sink_scores is None else hax.maximum(top, sink_scores)
     exponentials = hax.exp(scores - top)
     total = hax.sum(exponentials, KeyPos)
+    # As in `_softmax`, a sink adds to the denominator only.
     total = total if sink_scores is None else total + hax.exp(sink_scores - top)
     # Unnormalized weights: their common divisor `total` is applied to the mixed values below.
     weights = scaled_by(exponentials, scales, 1).astype(v.dtype)
@@ -118,6 +121,8 @@ def soft_capped(x: NamedArray, bound: float | None) -> NamedArray:
 def _softmax(scores: NamedArray, KeyPos: hax.Axis, sinks: NamedArray | None) -> NamedArray:
     top = hax.max(scores, KeyPos)
     if sinks is None:
+        # Any constant subtracted from all scores gives the same softmax, so the true gradient through `top` is zero;
+        # `stop_gradient` saves the backward pass of the maximum.
         exponentials = hax.exp(scores - jax.lax.stop_gradient(top))
         return exponentials / hax.sum(exponentials, KeyPos)
     # The sink enters the maximum and the denominator; its value is zero, so it has no weight of its own.

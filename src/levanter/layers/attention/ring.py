@@ -108,6 +108,7 @@ class DeviceRing:
 
     def next(self, x: T) -> T:
         """Sends a tree of arrays to the next device and receives that of the previous one."""
+        # Over several mesh axes, ranks count in row-major order of `axes`, as shards of a PartitionSpec do.
         axes = self.axes[0] if len(self.axes) == 1 else self.axes
         return jax.lax.ppermute(x, axes, [(i, (i + 1) % self.size) for i in range(self.size)])
 
@@ -152,6 +153,8 @@ def ring_attention(
     ring = _ring(mask, Pos, KeyPos, cut, ring_step)
     KVHead, Group, Size = (q.resolve_axis(name) for name in ("kv_head", "q_heads_per_group", "head_size"))
     leading = tuple(a for a in q.axes if a not in (Pos, KVHead, Group, Size))
+    # Scaled here once, in float32; a ring_step multiplies no scores. As with the splash kernel, 16-bit queries are
+    # rounded once more.
     scaled = (q.astype(jnp.float32) * softmax_scale).astype(q.dtype)
     named = {
         "q": scaled.rearrange((*leading, KVHead, Group, Pos, Size)),
@@ -160,6 +163,7 @@ def ring_attention(
     }
     if mask.query_segments is not None:
         ids = mask.query_segments.astype(jnp.int32)
+        # One row of ids for each row of queries, so that both are sharded and flattened alike.
         named["segments"] = ids.broadcast_to((*leading, Pos)).rearrange((*leading, Pos))
     if sinks is not None:
         named["sinks"] = sinks.astype(jnp.float32).rearrange((KVHead, Group))
@@ -168,6 +172,7 @@ def ring_attention(
     def local(*shards: jax.Array) -> jax.Array:
         arrays = dict(zip(named, shards, strict=True))
         rows = math.prod(arrays["q"].shape[: len(leading)])
+        # Everything but the sinks has the row axes in front, which become one: a ring_step takes `[rows, …]`.
         flat = {name: x if name == "sinks" else x.reshape(rows, *x.shape[len(leading) :]) for name, x in arrays.items()}
         out: jax.Array = _attend(ring, flat["q"], flat["k"], flat["v"], flat.get("segments"), flat.get("sinks"))
         return out.reshape(arrays["q"].shape)
@@ -180,6 +185,7 @@ def ring_attention(
 
 
 def _ring(mask: AttentionMask, Pos: Axis, KeyPos: Axis, cut: AxisShards, ring_step: RingStep) -> DeviceRing:
+    # A mesh axis of one device has no neighbour to send to.
     axes = tuple(axis for axis in cut.mesh_axes(KeyPos) if cut.mesh[axis] > 1)
     if axes != tuple(axis for axis in cut.mesh_axes(Pos) if cut.mesh[axis] > 1):
         raise ShardingError(
@@ -238,8 +244,10 @@ def _rotate_forward(
         return next_keys, next_segments, lse_merge.merged(seen, hop_state)
 
     start = ((k, v), segments, lse_merge.no_keys(q.shape))
+    # The permutation of the last hop returns the keys to their device; its result is not used.
     _, _, seen = jax.lax.fori_loop(0, ring.size, hop, start)
     if sinks is not None:
+        # A sink counts once per query, not once per hop, so it is added to the merged result.
         seen = lse_merge.with_sinks(seen, sinks[None, :, :, None])
     return seen[0].astype(v.dtype), seen[1]
 
@@ -261,14 +269,18 @@ def _backward(ring: DeviceRing, residuals: tuple, of_out: jax.Array):
     of_q, of_k, of_v = rotate(ring, (q, k, v), (delta, total, of_out), segments)
     of_sinks = None
     if sinks is not None:
-        # The weight of a sink is exp(sink − lse), and its value is zero: ∂sink = −weight · delta.
+        # The weight of a sink is exp(sink − lse), and its value is zero: ∂sink = −weight · delta, added up over rows
+        # and positions.
         of_sinks = -jnp.sum(jnp.exp(sinks[None, :, :, None] - total) * delta, axis=(0, 3))
+    # JAX represents the gradient of integers by an array of dtype float0.
     of_ids = None if segments is None else np.zeros(segments.shape, jax.dtypes.float0)
     return of_q.astype(q.dtype), of_k.astype(k.dtype), of_v.astype(v.dtype), of_ids, of_sinks
 
 
 def queries_are_fewer(q: jax.Array, k: jax.Array) -> bool:
     """Whether queries, output gradients and query gradients are fewer bytes than keys, values and their gradients."""
+    # Two 16-bit arrays and a float32 gradient per query element, against a pair of each for keys and values; the
+    # log-sum-exp and delta are smaller by the factor `head_size`.
     return q.size * (2 * q.dtype.itemsize + 4) < 2 * k.size * (k.dtype.itemsize + 4)
 
 
@@ -289,6 +301,8 @@ def _rotate_keys_backward(ring: DeviceRing, inputs: Triple, residuals: Triple, s
 
     def hop(n: jax.Array, carry: tuple) -> tuple:
         keys, key_segments, key_gradients, of_q = carry
+        # The permutation takes the gradients as they are, without waiting for this hop's products; what arrives belongs
+        # to the present keys and receives their part of the gradient below.
         next_keys, next_segments, (of_k, of_v) = ring.next((keys, key_segments, key_gradients))
         begins = ring.begins((rank - n) % ring.size, length)
         ids = None if segments is None or key_segments is None else (segments, key_segments)
@@ -310,6 +324,7 @@ def _rotate_queries_backward(ring: DeviceRing, inputs: Triple, residuals: Triple
     def hop(n: jax.Array, carry: tuple) -> tuple:
         queries, query_segments, of_q, of_k, of_v = carry
         next_queries, next_segments, (next_query_gradient,) = ring.next((queries, query_segments, of_q))
+        # After n hops this device holds the queries of rank − n; its keys stay.
         begins = ring.begins((rank - n) % ring.size, length)
         ids = None if segments is None or query_segments is None else (query_segments, segments)
         dq, dk, dv = ring.ring_step.backward(
@@ -325,6 +340,7 @@ def _rotate_queries_backward(ring: DeviceRing, inputs: Triple, residuals: Triple
         jnp.zeros(v.shape, jnp.float32),
     )
     _, _, (of_q,), of_k, of_v = jax.lax.fori_loop(0, ring.size, hop, start)
+    # As above, the query gradients lag one hop behind.
     return ring.next(of_q), of_k, of_v
 
 

@@ -40,6 +40,7 @@ class ReferenceRingStep:
             (k, v), visible = of_block
             return lse_merge.merged(seen, self._forward(q, k, v, visible)), None
 
+        # Each block contributes a partial attention; the state of the scan is their merge so far.
         keys, visible = self._blocks((k, v), _visible(visible_keys, q, k, begins, segments))
         seen, _ = jax.lax.scan(step, lse_merge.no_keys(q.shape), (keys, visible))
         return seen
@@ -61,7 +62,9 @@ class ReferenceRingStep:
             return of_q + dq, (dk, dv)
 
         keys, visible = self._blocks((k, v), _visible(visible_keys, q, k, begins, segments))
+        # The scan sums the query gradients over the blocks and stacks the key and value gradients of each.
         of_q, of_keys = jax.lax.scan(step, jnp.zeros(q.shape, jnp.float32), (keys, visible))
+        # `[blocks, rows, kv_head, block, head_size]`: move the blocks next to the positions of a block and join them.
         of_k, of_v = (jnp.moveaxis(x, 0, 2).reshape(k.shape) for x in of_keys)
         return of_q, of_k, of_v
 
@@ -71,6 +74,7 @@ class ReferenceRingStep:
         # Without a visible key top is HIDDEN and exp is 1, hence the mask; the result is then 0 with lse HIDDEN.
         weights = jnp.where(visible, jnp.exp(scores - top), 0.0)
         total = jnp.sum(weights, axis=-1, keepdims=True)
+        # The smallest normal number keeps the division and the logarithm finite in rows where `total` is 0.
         tiny = float(jnp.finfo(jnp.float32).tiny)
         mixed = jnp.einsum("bhgqk,bhkd->bhgqd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
         seen = jnp.where(total > 0, top + jnp.log(jnp.maximum(total, tiny)), HIDDEN)
@@ -93,6 +97,7 @@ class ReferenceRingStep:
         if self.soft_cap is not None:
             # d/dx [c · tanh(x / c)] = 1 − tanh²(x / c), and `scores` are already capped.
             of_scores = of_scores * (1 - jnp.square(scores / self.soft_cap))
+        # Rounded to the inputs' dtype as operands of the products, which accumulate in float32.
         narrow, weights = of_scores.astype(q.dtype), weights.astype(of_out.dtype)
         of_q = jnp.einsum("bhgqk,bhkd->bhgqd", narrow, k, preferred_element_type=jnp.float32)
         of_k = jnp.einsum("bhgqk,bhgqd->bhkd", narrow, q, preferred_element_type=jnp.float32)
@@ -107,6 +112,7 @@ class ReferenceRingStep:
         """Keys and their visibility, split into blocks along a new first axis."""
         length = keys[0].shape[2]
         block_limit = min(self.block or length, length)
+        # The largest divisor of the number of keys within the limit: a scan needs blocks of equal length.
         block = next(size for size in range(block_limit, 0, -1) if length % size == 0)
 
         def cut(x: jax.Array, axis: int) -> jax.Array:
@@ -127,6 +133,7 @@ def _visible(
         visible &= distance >= 0
     if visible_keys.window is not None:
         visible &= distance < visible_keys.window
+    # `[rows, kv_head, group, position, key_position]` with one entry on the first three axes; segments differ by row.
     visible = visible[None, None, None]
     if segments is None:
         return visible
@@ -136,5 +143,6 @@ def _visible(
 
 
 def _positions(begins: jax.Array, length: int) -> jax.Array:
+    # The runs of a device are adjacent in its shard: position of run r, entry i is `begins[r] + i`.
     run = length // begins.shape[0]
     return (begins[:, None] + jnp.arange(run, dtype=jnp.int32)[None]).reshape(length)

@@ -46,6 +46,7 @@ def obstacle() -> str | None:
     """Why the kernel of the installed JAX cannot run in a ring; None if it can."""
     for name, takes in BACKWARD.items():
         kernel = getattr(pallas, name, None)
+        # As sets: whether the order has changed as well is left to the test that pins the positional arguments.
         if kernel is None or set(inspect.signature(kernel).parameters) != set(takes.split()):
             has = "has no" if kernel is None else "has another"
             return f"JAX {jax.__version__} {has} {pallas.__name__}.{name}, which splash in a ring calls"
@@ -81,6 +82,7 @@ class SplashRingStep:
         """See `RingStep`."""
         settings = self._settings(q, visible_keys)
         tables, rule, ids = _tables(visible_keys, q.shape[-2], begins, segments, settings.blocks)
+        # With residuals the kernel returns the log-sum-exp and has no gradient; the ring defines its own (`backward`).
         kernel = settings.kernel(tables, rule, residuals=True)
         # A sink of score HIDDEN: the only key of a query that sees none in this hop, with value zero; otherwise its
         # weight is zero.
@@ -89,6 +91,7 @@ class SplashRingStep:
         def of_row(row: dict[str, jax.Array]) -> lse_merge.PartialAttention:
             q = row["q"]
             outputs = kernel(q.reshape(-1, *q.shape[2:]), row["k"], row["v"], segment_ids=_ids(row), sinks=hidden)
+            # `[query heads, position, head_size]` and `[query heads, position]`, with the heads of a group adjacent.
             out, (total,) = cast(tuple[jax.Array, tuple[jax.Array]], outputs)
             return out.reshape(q.shape), total.reshape(q.shape[:-1])
 
@@ -98,6 +101,7 @@ class SplashRingStep:
         self,
         visible_keys: VisibleKeys,
         inputs: tuple[jax.Array, jax.Array, jax.Array],
+        # `kernel` takes one sequence: map over the rows of the device.
         residuals: tuple[jax.Array, jax.Array, jax.Array],
         begins: Arrays,
         segments: Arrays | None,
@@ -123,6 +127,7 @@ class SplashRingStep:
             # The kernel has one axis of query heads: flatten [kv_head, group].
             mine = {name: row[name].reshape(-1, *row[name].shape[2:]) for name in queries}
             arrays = (mine["q"], row["k"], row["v"], _ids(row), None, mine["total"], mine["of_out"], mine["delta"])
+            # The dkv kernel returns dq only where it is fused; otherwise dq is None here and comes from its own kernel.
             dq, dk, dv = getattr(pallas, OF_KEYS)(
                 *arrays,
                 bq=sizes.block_q_dkv,
@@ -137,6 +142,7 @@ class SplashRingStep:
                 dq = of_queries(*arrays, bq=sizes.block_q_dq, bkv=sizes.block_kv_dq, mask_info=tables[1], **shared)
             return dq.reshape(row["q"].shape), dk, dv
 
+        # The gradients of the hops are added up in float32, whatever the inputs are.
         dq, dk, dv = (x.astype(jnp.float32) for x in jax.vmap(of_row)({**queries, "k": k, "v": v, **ids}))
         return dq, dk, dv
 
@@ -158,6 +164,7 @@ def _tables(
         of_queries, of_keys = segments
         tables = tables_at(rule, marks[None], length, blocks, segments=(of_queries, of_keys))
         ids = {"query_segments": of_queries, "key_segments": of_keys}
+    # The kernel passes `q_sequence` to its mask function as the first argument, which here are marks, not positions.
     forward, to_queries, to_keys = (table._replace(q_sequence=marks) for table in tables)
     return (forward, to_queries, to_keys), rule, ids
 
@@ -182,6 +189,7 @@ def marks_by_index(visible_keys: VisibleKeys, length: int, begins: Arrays) -> tu
     if visible_keys.runs == 1:
         # One run: the distance of positions equals that of indices after a shift by the first key's position.
         return Rule(visible_keys.is_causal, visible_keys.window), queries - key_begins[0]
+    # Two runs without causality have no window either (`ring_obstacle`): nothing is masked, and the marks are not read.
     if not visible_keys.is_causal:
         return Rule(is_causal=False, window=None), queries
 
@@ -189,6 +197,7 @@ def marks_by_index(visible_keys: VisibleKeys, length: int, begins: Arrays) -> tu
         """How many keys of the hop are before a position: those of each run, added up."""
         return jnp.clip(position[:, None] - key_begins[None], 0, run).sum(axis=-1, dtype=jnp.int32)
 
+    # Causality includes the query's own position, hence the keys before the position after it.
     stop = before(queries + 1)
     if visible_keys.window is None:
         return Rule(is_causal=True, window=None), stop - 1
@@ -197,6 +206,8 @@ def marks_by_index(visible_keys: VisibleKeys, length: int, begins: Arrays) -> tu
             f"splash in a ring: with a window and in zigzag order a device has at most {MAX_MARKED_KEYS} positions, "
             f"not {length}; use position_order: natural, or more devices in the ring"
         )
+    # A window of w positions starts at `query − w + 1`; the number of keys before that is the index of the first
+    # visible one.
     return LimitRule(), LimitRule.of(before(queries + 1 - visible_keys.window), stop)
 
 
@@ -212,6 +223,8 @@ def run_blocks(run: int, requested: int | None, *, head_size: int, wide: bool) -
     Raises:
         ValueError: no legal block size divides the run.
     """
+    # Nothing is padded in a ring, so a block must divide the run. Float32 heads beyond 128 exceed the VMEM with blocks
+    # above 512 (`splash_blocks`).
     legal = [size for size in BLOCKS if run % size == 0 and (size <= 512 or not wide or head_size <= 128)]
     if not legal:
         raise ValueError(
@@ -219,6 +232,7 @@ def run_blocks(run: int, requested: int | None, *, head_size: int, wide: bool) -
             f"sequences or fewer devices in the ring, attention_mapping: gather, or model.attn_backend: blockwise"
         )
     block = max([size for size in legal if size <= (requested or run)], default=legal[0])
+    # As in `splash_blocks`: blocks above 512 are computed in halves, and in float32 the dq kernel takes half blocks.
     half = block // 2 if block > 512 else block
     return SplashBlocks(block=block, compute=half, dq=half if wide else block, padded=run)
 

@@ -72,12 +72,14 @@ def splash_blocks(
     legal = tuple(block for block in BLOCKS if block <= 512 or not is_wide or head_size <= 128)
 
     def at_least(size: int) -> int:
+        # The kernel needs whole blocks: a request is rounded up, but not beyond what the sequence fills.
         return next((block for block in legal if block >= size), legal[-1])
 
     def cost(block: int) -> float:
         count = -(-length // block)
         return count * (count + 1) / 2 * (block**2 + VISIT)
 
+    # A requested block larger than the sequence would only add padding.
     block = min(at_least(requested), at_least(length)) if requested else min(legal, key=cost)
     half = block // 2 if block > 512 else block
     return SplashBlocks(block=block, compute=half, dq=half if is_wide else block, padded=-(-length // block) * block)
@@ -225,7 +227,8 @@ def splash_mask_obstacle(mask: AttentionMask, *, keys: int) -> str | None:
         return "the kernel takes masks by rule (causal, window, segments), not explicit arrays"
     if mask.query_trunks is not None:
         return "in the kernel a query sees its own segment only, not that of a trunk as well"
-    # A mark is 32 bits wide; causality with a window needs two limits of 16 bits each.
+    # A mark is 32 bits wide; causality with a window needs two limits of 16 bits each. Where only the first key's
+    # position is given, it is subtracted from the queries instead (`_padded_positions`), which needs no limits.
     has_key_positions = mask.key_positions is not None and "key_position" in [
         axis.name for axis in mask.key_positions.axes
     ]
@@ -244,6 +247,7 @@ def _padded_positions(
 ) -> dict[str, NamedArray]:
     """Positions of queries and keys per row, padded to whole blocks; none for keys that are consecutive."""
     queries, keys = mask.positions_of_queries(Pos), mask.key_positions
+    # The axes of the rows; positions may differ between them.
     *others, _ = of_rows(queries, Pos).axes
     # Consecutive keys: only the distance matters, so subtract the first key's position from the queries.
     if keys is not None and KeyPos.name not in [axis.name for axis in keys.axes]:
@@ -279,6 +283,7 @@ def _shard_mapped(
         return attend(*args[: len(before)], arrays, rows=rows)
 
     if not mesh.empty:
+        # Sharding of the arguments is by name: an axis that the mapping does not shard is replicated.
         specs = {name: cut.spec(x.axes) for name, x in named.items()}
         in_specs = (*before_specs, *specs.values())
         local = jax.shard_map(local, in_specs=in_specs, out_specs=specs["q"], check_vma=False)
@@ -300,6 +305,7 @@ def _at_indices(kernel: pallas.SplashAttentionKernel, arrays: dict[str, jax.Arra
 
 def _at_positions(arrays: dict[str, jax.Array], *, rule: Rule, settings: Settings, rows: int) -> jax.Array:
     """Attention where positions are arrays: sorts the keys, computes marks per row and block tables for all rows."""
+    # All row axes become one, because `vmap` below maps one.
     leading = arrays["q"].shape[:rows]
     flat = {name: x if name == "sinks" else x.reshape(-1, *x.shape[rows:]) for name, x in arrays.items()}
     queries, keys = flat.pop("query_positions"), flat.pop("key_positions", None)
@@ -309,6 +315,7 @@ def _at_positions(arrays: dict[str, jax.Array], *, rule: Rule, settings: Setting
         flat |= {name: _ordered(flat[name], order, axis) for name, axis in (("k", -2), ("v", -2))}
         if "key_segments" in flat:
             flat["key_segments"] = _ordered(flat["key_segments"], order, -1)
+    # One table serves all rows, so it is computed outside of `vmap`; each row's marks then mask within the blocks.
     tables = tables_at(by_marks, marks, flat["k"].shape[-2], settings.blocks)
 
     def of_row(row: dict[str, jax.Array]) -> jax.Array:
@@ -334,6 +341,7 @@ def _attend_row(kernel: pallas.SplashAttentionKernel, arrays: dict[str, jax.Arra
     `arrays` may hold sinks and segments as well. The kernel has one axis of query heads and computes the key/value head
     of each by division, which matches the flattening here.
     """
+    # The kernel's own `q_sequence` and tables carry the mask; here only segments and sinks remain.
     q, sinks = arrays["q"], arrays.get("sinks")
     segments = None
     if "query_segments" in arrays:
@@ -368,6 +376,7 @@ def gather_keys(axes: tuple[str, ...], zigzag: int, length: int) -> Callable[[At
         # transpose instead of a reduce-scatter.
         shards = jax.lax.all_gather(x, axes, axis_index_groups=groups)
         along = x.ndim - 2
+        # `[n, …, positions of a shard, head_size]`: the shards are adjacent again once n stands before the positions.
         return jnp.moveaxis(shards, 0, along).reshape(*x.shape[:along], -1, x.shape[-1])
 
     def full_keys(x: jax.Array) -> jax.Array:
@@ -379,12 +388,14 @@ def gather_keys(axes: tuple[str, ...], zigzag: int, length: int) -> Callable[[At
             whole = jnp.concatenate((all_gather(early), all_gather(late, backwards)), axis=along)
         else:
             whole = all_gather(x)
+        # The padding to whole blocks comes last: the shards on the wire have none.
         return jnp.pad(whole, [(0, length - whole.shape[along] if axis == along else 0) for axis in range(x.ndim)])
 
     def with_keys(attend: Attend) -> Attend:
         def attend_to_all(*args: object, rows: int) -> jax.Array:
             *kernel, last = args
             arrays = cast(dict[str, jax.Array], last)
+            # Positions and segments of keys are mapped by `key_position`, which is not sharded here: they arrive whole.
             return attend(*kernel, arrays | {name: full_keys(arrays[name]) for name in ("k", "v")}, rows=rows)
 
         return attend_to_all

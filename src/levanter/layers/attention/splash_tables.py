@@ -53,6 +53,7 @@ class Rule:
     def __call__(self, queries: Numbers, keys: Numbers | int) -> Numbers:
         distance = queries - keys
         if self.window is None:
+            # `distance == distance` is True everywhere, in the shape of the inputs, for NumPy and JAX arrays alike.
             return distance >= 0 if self.is_causal else distance == distance
         near = distance < self.window
         return near & (distance >= 0) if self.is_causal else near
@@ -64,6 +65,8 @@ class Rule:
 
     def may_show(self, smallest: Numbers, largest: Numbers, first: Numbers, last: Numbers) -> Numbers:
         """Whether queries with marks from `smallest` to `largest` may see one of the keys from `first` to `last`."""
+        # Causality: the query with the largest mark sees furthest ahead. Window: the one with the smallest mark sees
+        # furthest back. Exact for consecutive positions; for others a block without a visible entry may be visited.
         reached = largest >= first if self.is_causal else largest == largest
         return reached if self.window is None else reached & (smallest - last < self.window)
 
@@ -89,6 +92,7 @@ class LimitRule:
     @staticmethod
     def of(first: jax.Array, stop: jax.Array) -> jax.Array:
         """Packs two limits into int32 marks."""
+        # An end above 32,767 sets the sign bit of the mark; `stop` undoes that.
         return jnp.left_shift(stop.astype(jnp.int32), 16) | first.astype(jnp.int32)
 
 
@@ -120,6 +124,7 @@ class Settings:
             block_q_dkv=blocks.block,
             block_kv_dkv=blocks.block,
             block_kv_dkv_compute=blocks.compute,
+            # The fused backward kernel returns the query gradients as well, so there is no dq kernel to give blocks to.
             block_q_dq=None if self.fused else blocks.dq,
             block_kv_dq=None if self.fused else blocks.dq,
             use_fused_bwd_kernel=self.fused,
@@ -190,6 +195,7 @@ class RuleMask(Mask):
 def every_shard_sees_a_key(rule: Rule, *, queries: int, keys: int, offset: int, num_shards: int) -> bool:
     """Whether each shard of the queries sees a key; the kernel's static tables do not support a shard without any."""
     size = queries // num_shards
+    # The position of the first query of each shard; keys have the positions from 0 to `keys` − 1.
     firsts = offset + np.arange(num_shards) * size
     return bool(np.all(rule.may_show(firsts, firsts + size - 1, np.asarray(0), np.asarray(keys - 1))))
 
@@ -212,6 +218,8 @@ def static_kernel(
     """
     mask, blocks = MultiHeadMask([RuleMask(rule, queries, keys, offset)]), settings.blocks
     shape = (blocks.block, blocks.block)
+    # `process_mask` lists the key blocks that each query block visits; `process_mask_dkv` the query blocks that each
+    # key block visits. The mask function is that of the rule in all three.
     forward, function = pallas_info.process_mask(mask, shape, q_seq_shards=num_shards)
     of_queries, _ = pallas_info.process_mask(mask, (blocks.dq, blocks.dq), q_seq_shards=num_shards)
     of_keys, _ = pallas_info.process_mask_dkv(mask, shape, q_seq_shards=num_shards)
@@ -227,8 +235,11 @@ def rule_by_marks(rule: Rule, *, reordered: bool) -> Rule | LimitRule:
     """
     if not reordered:
         return rule
+    # A mark is the index of the last visible key: causality over indices in sorted order.
     if rule.window is None:
         return Rule(is_causal=True, window=None)
+    # A window without causality: a mark is the index of the first visible key, and `mark − key < 1` shows all keys from
+    # there on.
     return LimitRule() if rule.is_causal else Rule(is_causal=False, window=1)
 
 
@@ -245,6 +256,7 @@ def query_marks(rule: Rule, queries: jax.Array, keys: jax.Array | None) -> tuple
     """
     if keys is None:
         return queries, None
+    # A permutation of keys and values leaves attention unchanged, and sorting makes the visible keys a range.
     order = jnp.argsort(keys)
     ordered = keys[order]
     # In sorted order, a query sees keys [first, stop): `stop` keys have positions up to the query's (causality), and
@@ -277,8 +289,11 @@ def tables_at(
     def meet(size: int) -> jax.Array:
         """`[rows, query blocks, key blocks]`: whether the ranges of their segment ids overlap."""
         assert segments is not None
+        # `[rows, blocks, size]`; the minimum and maximum of a block bound its ids.
         query_segments, key_segments = (ids.reshape(ids.shape[0], -1, size) for ids in segments)
         lowest, highest = query_segments.min(-1)[..., None], query_segments.max(-1)[..., None]
+        # The ranges may overlap without a common id. The block is then visited in vain: the kernel compares the ids
+        # themselves.
         return (lowest <= key_segments.max(-1)[:, None]) & (highest >= key_segments.min(-1)[:, None])
 
     def visited(size: int) -> jax.Array:
@@ -287,19 +302,24 @@ def tables_at(
         first = jnp.arange(0, keys, size, dtype=jnp.int32)[None, None]
         last = first + (size - 1)
         if isinstance(rule, LimitRule):
+            # The union of the ranges of a block's queries.
             begin, stop = rule.first(of_blocks).min(-1), rule.stop(of_blocks).max(-1)
             seen = (begin[..., None] <= last) & (stop[..., None] > first)
         else:
             smallest, largest = of_blocks.min(-1)[..., None], of_blocks.max(-1)[..., None]
             seen = rule.may_show(smallest, largest, first, last)
         if segments is not None:
+            # Per row, before `any` combines the rows: a block needs one row that admits it by both rules.
             seen = seen & meet(size)
         return jnp.any(seen, axis=0)[None].astype(jnp.int32)
 
     def table(size: int, axis: int) -> pallas_info.MaskInfo:
+        # A visited block counts as partly masked (1): these bounds cannot prove that a block needs no mask (2).
         # The index of the block to load; skipped blocks load block 0 again.
         seen = visited(size)
         index = jax.lax.broadcasted_iota(jnp.int32, seen.shape, axis)
         return pallas_info.MaskInfo(seen * index, None, seen, None, None, is_dynamic_mask=True)
 
+    # The forward and dq kernels load key blocks (axis 2) for a query block, the dkv kernel query blocks (axis 1) for a
+    # key block.
     return table(blocks.block, 2), table(blocks.dq, 2), table(blocks.block, 1)

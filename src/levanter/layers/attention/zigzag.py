@@ -32,10 +32,12 @@ def zigzag(x: NamedArray, num_shards: int, name: str = "position") -> NamedArray
     if num_shards == 1:
         return x
     Along, before, after = _axis_sizes(x, name, num_shards)
+    # `[…, 2n, run length, …]`, where run i holds consecutive positions.
     runs = x.array.reshape(*before, 2 * num_shards, Along.size // (2 * num_shards), *after)
     # Pair run i with run 2n − 1 − i: the second half of the runs, reversed.
     early, late = jnp.split(runs, 2, axis=len(before))
     both = jnp.stack((early, jnp.flip(late, axis=len(before))), axis=len(before) + 1)
+    # `[…, n, 2, run length, …]`: device i has the pair (run i, run 2n − 1 − i), and its shard is contiguous.
     return hax.named(both.reshape(x.array.shape), x.axes)
 
 
@@ -50,6 +52,7 @@ def natural(x: NamedArray, num_shards: int, name: str = "position") -> NamedArra
 def natural_array(x: jax.Array, num_shards: int, axis: int) -> jax.Array:
     """`natural` for an array without axis names, with 2 · `num_shards` runs of equal length along the axis."""
     before, length, after = x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]
+    # `[…, device, early or late run, run length, …]`; late runs are in descending order over the devices.
     runs = x.reshape(*before, num_shards, 2, length // (2 * num_shards), *after)
     early, late = (jnp.squeeze(half, axis=axis + 1) for half in jnp.split(runs, 2, axis=axis + 1))
     return jnp.concatenate((early, jnp.flip(late, axis=axis)), axis=axis).reshape(x.shape)
