@@ -1,8 +1,8 @@
-"""What a run that generates text holds of a device and moves through it, by arithmetic: rows that fit, and floors.
+"""Memory and roofline of text generation, by arithmetic: how many rows fit a device, and the least time of a call.
 
-A *floor* is a time that no program can beat: every weight that multiplies a token is read once a step, every position
-of the cache that a query sees is read once, and the products are done at the chip's peak. Which of them is the longest
-is what *binds*. Bytes are those of the shards, as the plan places them; a TPU's tiles may pad what is small.
+The roofline of a decode step: every weight that multiplies a token is read once, every cache position that a query sees
+is read once, and the products run at the chip's peak. The longest of these times *binds*. Bytes are those of the shards
+that the plan places; the tiles of a TPU may pad small arrays.
 """
 
 import math
@@ -18,33 +18,33 @@ from levanter.models.decoder.config import DecoderConfig
 from levanter.models.param_groups import EMBEDDING, HEAD, parameter_group
 
 CONTEXTS: Mapping[str, int] = {"2K": 2048, "8K": 8192, "32K": 32_768, "128K": 131_072}
-"""Lengths of rows of which a plan says how many fit."""
+"""Lengths of rows for which a plan shows how many rows fit."""
 LOADS = (1, 8, 32)
-"""Running rows of which a plan says how fast they are, beside all of them."""
+"""Numbers of running rows for which a plan shows the speed, besides all rows."""
 ASSUMED_TEMP_BYTES = 256 << 20
-"""What Programs are taken to make beside their inputs where no compiler was asked: more than any decode step has
+"""Assumed bytes of temporaries of a Program that was not compiled: more than any decode step has
 (tests/aot/test_generation.py)."""
 MAX_ROWS = 256
-"""Rows that `max_rows: auto` takes at most."""
+"""Largest number of rows that `max_rows: auto` chooses."""
 MAX_CPU_ROWS = 32
-"""The same on CPUs, where products bind from a few rows on: more rows give hardly more tokens a second, and each
-of them gets its tokens later (docs/log/2026-11.md, 2026-11-22)."""
+"""The same on CPUs, where products bind from a few rows on: more rows hardly give more tokens per second, and each
+row gets its tokens later (docs/log/2026-11.md, 2026-11-22)."""
 SCALE_BYTES = 2
-"""Bytes of the scale of an int8 key or value."""
+"""Bytes of the scale of an int8 key or value vector (bfloat16)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightBytes:
-    """Bytes of the parameters on a device.
+    """Bytes of a model's parameters on one device.
 
     Attributes:
-        integers: of int8 projections.
-        scales: theirs.
-        table: embeddings of which a step looks up rows, and multiplies by none.
+        integers: int8 projections.
+        scales: scales of the int8 projections.
+        table: embeddings that are only looked up: a step multiplies nothing by them.
         others: all other parameters.
         width: bytes of an element of a projection.
-        experts: of all of those, what belongs to experts.
-        replicated: of all of those, what every device has whole.
+        experts: the part of all of these that belongs to experts.
+        replicated: the part of all of these that is replicated on every device.
     """
 
     integers: int = 0
@@ -57,19 +57,21 @@ class WeightBytes:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """All parameters."""
         return self.integers + self.scales + self.table + self.others
 
     @staticmethod
     def of(sharding: ShardingPlan) -> "WeightBytes":
-        """Those of a model."""
+        """The bytes of a model with this sharding."""
         kinds: dict[str, int] = dict.fromkeys(("integers", "scales", "table", "others"), 0)
-        # With an own head the embedding is only looked up; a tied embedding is also multiplied by, as the head.
+        # With a head of its own the embedding is only looked up; a tied embedding is the head too, and is read as a
+        # whole.
         has_head = any(parameter_group(leaf_plan.leaf) == HEAD for leaf_plan in sharding.leaves)
         for leaf_plan in sharding.leaves:
             kinds[_kind(leaf_plan, has_head=has_head)] += leaf_plan.bytes_per_device
         return WeightBytes(
             **kinds,
+            # Vectors (norms, biases, scales) may have another dtype than the matrices.
             width=max((x.leaf.dtype.itemsize for x in sharding.leaves if len(x.leaf.axes) > 1), default=1),
             experts=sum(x.bytes_per_device for x in sharding.leaves if "expert" in x.leaf.names),
             replicated=sum(x.bytes_per_device for x in sharding.leaves if x.bytes_per_device == x.leaf.nbytes),
@@ -87,7 +89,7 @@ def _kind(plan: LeafPlan, *, has_head: bool) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """The least seconds of a call on every device, by what takes them.
+    """The least seconds of a call on every device, by cause.
 
     Attributes:
         weights: reading parameters.
@@ -103,13 +105,13 @@ class Roofline:
 
     @property
     def seconds(self) -> float:
-        """The longest: weights and cache come over the same wires."""
+        """The longest of them; weights and cache count together."""
         # Weights and cache share the memory bandwidth and add up; products and communication may overlap with both.
         return max(self.weights + self.cache, self.flops, self.links)
 
     @property
     def binds(self) -> str:
-        """What that is: `weights`, `cache`, `FLOPs` or `links`."""
+        """The cause of the longest: `weights`, `cache`, `FLOPs` or `links`."""
         if self.weights + self.cache >= max(self.flops, self.links):
             return "weights" if self.weights >= self.cache else "cache"
         return "FLOPs" if self.flops >= self.links else "links"
@@ -117,37 +119,36 @@ class Roofline:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeCost:
-    """A model, its rows and its calls.
+    """A model, its rows and its calls: the numbers from which memory and rooflines are computed.
 
     Attributes:
-        devices: of the mesh.
-        rows: that run at once, over all devices.
+        devices: devices of the mesh.
+        rows: rows that run at once, over all devices.
         context: positions that a row may have.
-        shards: of the rows.
-        dtype: of keys and values.
+        shards: shards of the rows.
+        dtype: dtype of keys and values.
         automatic: whether the number of rows follows from memory.
-        temp_bytes: bytes that are taken for what Programs make where no compiler was asked.
+        temp_bytes: bytes that are assumed for temporaries of Programs that were not compiled.
         page: positions in a page.
         pages: over all shards.
-        cache_bytes: what the cache takes of a device.
-        state_bytes: what a row takes of a device beside its keys and values.
-        steps: tokens of a row in a call.
-        decode: by rows that may run, the Program that gives them their next tokens.
-        prefill: by Program, the rows and the tokens of a call for prompts.
+        cache_bytes: bytes of the cache on a device.
+        state_bytes: bytes of a row on a device besides its keys and values.
+        steps: maximum tokens of a row in a decode call.
+        decode: number of rows → name of the decode Program for up to that many.
+        prefill: name of each prefill Program → its rows and its tokens per row.
         weights: bytes of the parameters on a device.
-        kv_heads: of a layer.
-        kv_ways: over how many devices they are sharded.
-        repeated: how many devices hold the same keys and values.
-        query_groups: query heads of each of them.
-        head_size: of a key.
+        kv_heads: key and value heads of a layer.
+        kv_ways: number of devices over which they are sharded.
+        repeated: number of devices that hold the same keys and values.
+        query_groups: query heads of each key head.
+        head_size: features of a key.
         embed: features of the residual stream.
-        compute_bytes: of an element in the compute dtype.
-        windows: how many layers see so many positions (None: all before them).
-        weight_flops: of a token, in products with weights, over all devices.
-        attention_features: over how many features a token's attention sums, over all layers of one window.
-        expert_count: experts of a layer, and how many a token goes to; None where there are none.
-        vocab_ways: over how many devices the vocabulary is sharded.
-        chip_hour_price: of a chip; None where nobody said.
+        compute_bytes: bytes of an element in the compute dtype.
+        windows: pairs of a sliding window in positions (None: all earlier positions) and the number of layers with it.
+        weight_flops: FLOPs of a token in products with weights, over all devices.
+        attention_features: pairs of a window and the features over which a token's attention sums in all its layers.
+        expert_count: experts of a layer, and experts of a token; None for a model without experts.
+        chip_hour_price: price of a chip per hour; None if it is not configured.
     """
 
     devices: int
@@ -179,41 +180,42 @@ class DecodeCost:
     chip_hour_price: float | None = None
 
     def bytes_of_row(self, context: int, dtype: str | None = None, *, seen: bool = False) -> int:
-        """What a row's keys and values take of a device.
+        """The bytes of a row's keys and values on a device.
 
         Args:
             context: positions in it.
             dtype: of keys and values; the run's own by default.
-            seen: only those that a query at its end sees.
+            seen: counts only positions that a query at the end of the row sees, as a sliding window hides the others.
         """
         bytes_per_position = position_bytes(self.kv_heads // self.kv_ways, self.head_size, dtype or self.dtype)
+        # The cache keeps all positions of a layer with a window too, so the window bounds only what is read.
         positions = sum(
             count * (min(context, window or context) if seen else context) for window, count in self.windows
         )
         return bytes_per_position * positions
 
     def fitting(self, limit: int, context: int, dtype: str | None = None, *, temp_bytes: int = 0) -> int:
-        """How many rows of a length fit on the devices, each of them as long as it may get.
+        """How many rows of a length fit on the devices.
 
         Args:
-            limit: bytes of a device.
+            limit: memory of a device in bytes.
             context: positions in a row.
             dtype: of keys and values; the run's own by default.
-            temp_bytes: bytes of a device that Programs take beside their inputs.
+            temp_bytes: bytes of a device for the temporaries of the Programs.
         """
         # What the weights and the Programs' temporaries leave is divided among the rows of a shard.
         free = limit - self.weights.total - temp_bytes
         return max(0, free // (self.bytes_of_row(context, dtype) + self.state_bytes)) * self.shards
 
     def laid_out(self, *, shards: int, kv_ways: int, group: int, dtype: str | None = None) -> "DecodeCost":
-        """The same model on other axes of as many devices or more: what it holds, by arithmetic.
+        """The same model with other shardings, on the same number of devices or more.
 
         Parameters that are sharded stay sharded, over all devices that share the rows of a shard.
 
         Args:
-            shards: of the rows.
-            kv_ways: over how many devices heads of keys and values are sharded.
-            group: over how many more the query heads of each are.
+            shards: shards of the rows.
+            kv_ways: number of devices over which heads of keys and values are sharded.
+            group: number of devices over which the query heads of each of them are sharded further.
             dtype: of keys and values; the run's own by default.
         """
         weights, before, now = self.weights, self.devices // self.shards, kv_ways * group
@@ -233,26 +235,27 @@ class DecodeCost:
         )
 
     def repeated_weights(self, *, kv_ways: int, group: int) -> int:
-        """Bytes of a device in projections to keys and values that are there since these are not sharded over a group.
+        """Bytes of key and value projections on a device that are there because `group` does not shard them.
 
         Args:
-            kv_ways: over how many devices heads of keys and values are sharded.
-            group: over how many more the query heads of each are.
+            kv_ways: number of devices over which heads of keys and values are sharded.
+            group: number of devices over which the query heads of each of them are sharded further.
         """
         width = 1 if self.weights.integers else self.weights.width
         layers = sum(count for _, count in self.windows)
+        # Two projections a layer, of `[embed, kv_head, head_size]`: each device of a group has the same part of them.
         whole = 2 * layers * self.embed * self.kv_heads * self.head_size * width
         return whole // kv_ways - whole // (kv_ways * group)
 
     def decode_floor(self, rows: int, context: int, *, bandwidth: float, peak: float, links: float = 0.0) -> Roofline:
-        """The floor of one token for every row.
+        """The roofline of one token for every row.
 
         Args:
-            rows: that run, over all devices.
+            rows: rows that run, over all devices.
             context: positions before the token.
-            bandwidth: bytes/s of a device's memory.
-            peak: its FLOP/s.
-            links: seconds that links are busy.
+            bandwidth: memory bandwidth of a device in bytes/s.
+            peak: peak of a device in FLOP/s.
+            links: seconds of communication.
         """
         # The fullest shard determines the time.
         here = -(-rows // self.shards)
@@ -264,20 +267,22 @@ class DecodeCost:
         )
 
     def prefill_floor(self, rows: int, tokens: int, *, bandwidth: float, peak: float, links: float = 0.0) -> Roofline:
-        """The floor of a call for the first parts of prompts.
+        """The roofline of a prefill call for the first parts of prompts.
 
         Args:
             rows: prompts, over all devices.
-            tokens: of each.
+            tokens: tokens of each.
             bandwidth, peak, links: see `decode_floor`.
         """
+        # The first part of a prompt attends to nothing before it: token t sees t positions, (tokens + 1) / 2 on
+        # average.
         flops = rows * tokens * (self.weight_flops + self._attention_flops((tokens + 1) / 2))
         return Roofline(
             weights=self._read(rows * tokens) / bandwidth, cache=0.0, flops=flops / self.devices / peak, links=links
         )
 
     def calls_of_prompt(self, tokens: int) -> tuple[str, ...]:
-        """The calls for a prompt that comes alone, in order; cut as `Schedule.bucket_for` cuts it."""
+        """The prefill Programs of one prompt, in order, cut as `Schedule.bucket_for` cuts it."""
         # The same rule as `Schedule.bucket_for`, for the Programs by name.
         names = {size: name for name, (_, size) in self.prefill.items()}
         calls = []
@@ -290,15 +295,16 @@ class DecodeCost:
         return tuple(calls)
 
     def decoding(self, rows: int) -> str:
-        """The Program that gives so many running rows their next tokens."""
+        """The decode Program for this number of running rows."""
         return self.decode[min((most for most in self.decode if most >= rows), default=max(self.decode))]
 
     def compute_bound_rows(self, *, bandwidth: float, peak: float) -> int:
         """Rows from which products take longer than reading the weights for them."""
+        # With this many tokens practically every expert is read.
         return math.ceil(self._read(MAX_ROWS * 8) / bandwidth * peak * self.devices / self.weight_flops)
 
     def _read(self, tokens: int) -> float:
-        """Bytes of parameters that a call reads; of experts those that its tokens go to, if they go anywhere alike."""
+        """Bytes of parameters that a call reads; of experts the expected part, if tokens choose them uniformly."""
         # A table is looked up, not read as a whole.
         whole = self.weights.total - self.weights.table
         if self.expert_count is None:
@@ -313,19 +319,20 @@ class DecodeCost:
 
 
 def position_bytes(kv_heads: int, head_size: int, dtype: str) -> int:
-    """What keys and values of a position take in one layer.
+    """The bytes of a position's keys and values in one layer.
 
     Args:
-        kv_heads: on a device.
-        head_size: of each.
-        dtype: in which they are kept; int8 has a scale for each key and each value.
+        kv_heads: heads on a device.
+        head_size: features of each head.
+        dtype: dtype of the cache; int8 has a scale for each key and each value.
     """
+    # NumPy alone has no bfloat16; float16 has the same size.
     width = 1 if dtype == "int8" else np.dtype(dtype if dtype != "bfloat16" else "float16").itemsize
     return 2 * kv_heads * (head_size * width + (SCALE_BYTES if dtype == "int8" else 0))
 
 
 def window_counts(config: DecoderConfig) -> tuple[tuple[int | None, int], ...]:
-    """How many layers of a model see so many positions."""
+    """Pairs of a window (None for all positions) and the number of layers with it."""
     counts: dict[int | None, int] = {}
     for layer in range(config.num_layers):
         window = config.window(layer)
@@ -334,7 +341,7 @@ def window_counts(config: DecoderConfig) -> tuple[tuple[int | None, int], ...]:
 
 
 def attention_features(config: DecoderConfig) -> tuple[tuple[int | None, float], ...]:
-    """Over how many features attention sums, by the positions that are seen."""
+    """Pairs of a window and the features over which attention sums, over all layers with it."""
     features: dict[int | None, float] = {}
     for group in config.attention_groups:
         features[group.window] = features.get(group.window, 0.0) + group.features
@@ -356,17 +363,18 @@ def decode_cost(
     temp_bytes: int = ASSUMED_TEMP_BYTES,
     chip_hour_price: float | None = None,
 ) -> DecodeCost:
-    """The value for a described run.
+    """The `DecodeCost` of a planned run.
 
     Args:
         config: the architecture.
-        sharding: where its parameters lie.
-        cache: where keys and values lie.
+        sharding: the shardings of its parameters.
+        cache: the plan of the cache.
         vocab_size: entries of the head.
         devices, steps, decode, prefill, automatic, temp_bytes, chip_hour_price: see `DecodeCost`.
         counts_tokens: whether each row counts its tokens.
     """
     compute, mesh = cache.mappings.compute, sharding.mesh
+    # `flops.weights` does not depend on the context; attention is counted by `attention_features`.
     flops = config.flops(vocab_size=vocab_size, context_length=1, attention="full")
     vocab_ways = mesh.ways(compute.mesh_axes("vocab"))
     return DecodeCost(
@@ -380,6 +388,8 @@ def decode_cost(
         page=cache.page_size,
         pages=cache.pages,
         cache_bytes=cache.bytes_per_device,
+        # An int32 count for each id. The state is replicated over the batch shards, so a device has the counts of all
+        # shards.
         state_bytes=4 * vocab_size // vocab_ways * cache.shards if counts_tokens else 0,
         steps=steps,
         decode=decode,

@@ -83,16 +83,18 @@ class InferenceConfig(Ranged):
             rows: of a shard.
             platform: of the devices.
         """
+        # A configured size is taken as it is, whatever the platform.
         if self.prefill_chunk != "auto":
             return self.prefill_chunk
         if platform != "cpu" or rows == 1:
             return CHUNK
+        # The largest power of two that is at most twice the number of rows.
         return min(CHUNK, max(LEAST_CHUNK, 1 << ((2 * rows).bit_length() - 1)))
 
     def prefill_calls(self, rows: int, max_seq_len: int, *, platform: str) -> tuple[tuple[int, int], ...]:
         """The prefill calls: prompts of a shard and tokens of each, the longest last.
 
-        Shorter chunks are of more prompts, so that no call has more tokens than the longest.
+        Calls of shorter chunks take more prompts, so that no call has more tokens than the longest.
 
         Args:
             rows: of a shard.
@@ -103,6 +105,7 @@ class InferenceConfig(Ranged):
         chunk, sizes = self.chunk(rows, platform=platform), SHORT_PARTS
         longest = min(chunk, max_seq_len)
         if self.prefill_chunk == "auto" and chunk < CHUNK:
+            # On CPUs chunks are short already: the shorter calls are a half and a quarter of them.
             sizes = tuple(size for size in (longest // 2, longest // 4) if size >= LEAST_PART)
         # XLA on TPU copies the whole cache for a call that writes to several rows by tables: with 44 rows of 70B on
         # v5e-8 the temporaries were 6.98 GiB, and 15 MiB with one row.

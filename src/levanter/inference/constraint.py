@@ -1,8 +1,8 @@
-"""Texts that conform to something: JSON, a JSON schema, a regular expression, a grammar; as masks of the next token.
+"""Constrained text (JSON, a JSON schema, a regular expression, a grammar), as masks of the next token.
 
-llguidance follows a text through a grammar and says which tokens may come next, a bit for each. It is an extra
-(`pip install 'levanter[constraint]'`), and this is the only file that knows it. A mask is made on the host for each
-token, so a constrained row is decoded one token a call.
+llguidance follows a text through a grammar and returns which tokens may come next, a bit for each. It is an optional
+dependency (`pip install 'levanter[constraint]'`) that only this file imports. A mask is made on the host for each
+token, so a constrained row gets one token per decode call.
 """
 
 import json
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 
 class ConstraintError(ValueError):
-    """A constraint that cannot be used: it is not what it says, it is too large, or llguidance is not installed."""
+    """A constraint that cannot be used: it is invalid or too large, or llguidance is not installed."""
 
 
 class Constraints:
-    """What one model's texts can be made to conform to.
+    """Makes constraints for the texts of one model.
 
     Args:
-        definition: the tokenizer's, as `tokenizer.json` has it.
-        vocab_size: ids of the model.
-        ends: ids that end a text; allowed where the text is complete.
+        definition: the content of `tokenizer.json`.
+        vocab_size: number of ids of the model.
+        ends: ids that end a text; they are allowed where the text is complete.
     """
 
     def __init__(self, definition: Mapping[str, Any], *, vocab_size: int, ends: Sequence[int]):
@@ -37,25 +37,27 @@ class Constraints:
 
     @property
     def words(self) -> int:
-        """Words of a mask."""
+        """Number of 32-bit words of a mask."""
         return -(-self.vocab_size // MASK_BITS)
 
     @cached_property
     def _tokenizer(self) -> "LLTokenizer":
-        """The vocabulary as llguidance has it; takes about a second for 50,000 ids."""
+        """The vocabulary for llguidance; making it takes about a second for 50,000 ids."""
         llguidance = _llguidance()
         if not self._ends:
-            raise ConstraintError("a text cannot be made to conform: the model has no end of text")
+            raise ConstraintError("a text cannot be constrained: the model has no end-of-text token")
         try:
+            # The vocabulary of the model may be larger than that of the tokenizer: masks have a bit for each id of the
+            # model.
             return llguidance.LLTokenizer(json.dumps(self._definition), n_vocab=self.vocab_size, eos_token=self._ends)
         except (ValueError, TypeError) as error:
             raise ConstraintError(f"llguidance cannot read this tokenizer ({_one_line(str(error))})") from error
 
     def start(self, spec: ConstraintSpec) -> "Constraint":
-        """A new text that has to conform to something.
+        """Starts a text that has to meet a constraint.
 
         Raises:
-            ConstraintError: says what is wrong with the schema, the expression or the grammar.
+            ConstraintError: names the error in the schema, the expression or the grammar.
         """
         matcher = _llguidance().LLMatcher
         try:
@@ -77,21 +79,21 @@ class Constraints:
 
 
 class Constraint:
-    """One text on its way through a grammar; made by `Constraints.start`."""
+    """The state of one text in its grammar; made by `Constraints.start`."""
 
     def __init__(self, matcher: "LLMatcher", spec: ConstraintSpec, words: int):
         self._matcher, self.spec, self._words = matcher, spec, words
 
     @property
     def complete(self) -> bool:
-        """Whether the text conforms as it is."""
+        """Whether the text conforms as it is, so that it may end here."""
         return self._matcher.is_accepting()
 
     def mask(self) -> np.ndarray:
         """The ids that may come next, uint32 `[words]`, a bit each, lowest first.
 
         Raises:
-            ConstraintError: no text conforms, or finding out takes too much.
+            ConstraintError: no continuation conforms, or a limit of llguidance is exceeded.
         """
         # The mask of llguidance may be longer (padded) or shorter than the model's vocabulary.
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.dtype("<u4")).astype(np.uint32)
@@ -101,12 +103,13 @@ class Constraint:
         return mask
 
     def accept(self, id: int) -> None:
-        """Follows the text one token on.
+        """Advances the text by one token.
 
         Raises:
             ConstraintError: the token was not allowed.
         """
         if not self._matcher.consume_token(id):
+            # A limit of llguidance has its own message; otherwise the token itself is at fault.
             self._check()
             raise ConstraintError(f"{self.spec.kind}: token {id} is not allowed here")
 

@@ -45,6 +45,7 @@ class StopStrings:
         match = min(
             ((at + len(stop), at, stop) for stop in self._stops if (at := self._pending.find(stop)) >= 0), default=None
         )
+        # Text after the stop string is dropped: it was sampled before the end was known.
         if match is not None:
             _, at, stop = match
             ready, self._pending = self._pending[:at], ""
@@ -123,6 +124,7 @@ class ChoiceText:
             return self._end("stop", id)
         text = self._stream.push(id)
         if self._count <= self._min_tokens:
+            # `min_tokens` is not reached: the text goes out at once, and a later stop string cannot begin in it.
             ready, stop = text, None
         else:
             ready, stop = self._stops.push(text)
@@ -130,6 +132,7 @@ class ChoiceText:
             self._reason = "stop"
             return TextPiece(text=ready, reason="stop", matched=stop)
         if self._count >= self._limit:
+            # The text ends here, so an incomplete character or a possible stop string is not kept back any longer.
             last = self._end("length", None)
             return TextPiece(text=ready + last.text, reason=last.reason, matched=last.matched)
         return TextPiece(text=ready)
@@ -140,6 +143,7 @@ class ChoiceText:
 
     def _end(self, reason: FinishReason, matched: int | None) -> TextPiece:
         """The end of the text, with what was kept back: an incomplete character, or a possible stop string."""
+        # The rest of an incomplete character may still complete a stop string.
         ready, stop = self._stops.push(self._stream.finish())
         if stop is not None:
             self._reason = "stop"

@@ -76,11 +76,14 @@ class DeviceRunner:
     def __init__(self, programs: GenerationPrograms, mesh: Mesh, model: PyTree, *, jit: Jit = Program.jit):
         self._programs = programs
         self._mesh, self._model, self._jit = mesh, model, jit
+        # A call takes place for every token: the model, with hundreds of leaves, is flattened once instead of in each
+        # call.
         self._flat_model = Flat.of(model)
         # A single CPU reads host arrays in place, so inputs need not be copied to a device.
-
         self._on_host = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
         self._calls: dict[str, Callable[..., PyTree]] = {}
+        # By Program: masks that allow every id. `_before` holds, by Program and input, the last host value and its copy
+        # on the devices; `_params`, by number of rows, the last sampling parameters and their arrays.
         self._open: dict[str, Flat] = {}
         self._before: dict[tuple[str, str], tuple[np.ndarray | Mapping[str, np.ndarray], Flat]] = {}
         self._params: dict[int, tuple[list[SlotSampling | None], dict[str, np.ndarray]]] = {}
@@ -113,12 +116,14 @@ class DeviceRunner:
             The sampled tokens over the lanes of the call; only those of prompts that ended are meaningful.
         """
         rows, length = bucket
+        # The order is that of `values` below; the Program finds its inputs by name.
         names = ("first", "count", "row", "fresh", "ends", "remaining", "prompt")
         inputs: dict[str, np.ndarray] = {name: np.zeros(rows, np.int32) for name in names}
         # Unused lanes point past the last row, where the Program's updates are dropped.
         inputs["row"][:] = self.programs.cache.rows
         inputs["tokens"] = np.zeros((rows, length), np.int32)
         inputs["tables"] = np.zeros((rows, tables.shape[1]), np.int32)
+        # Sampling parameters are kept by slot; the prefill call wants them by lane, its own batch axis.
         of_lane: list[SlotSampling | None] = [None] * rows
         for chunk in chunks:
             slot_sampling = of_lane[chunk.lane] = sampling[chunk.slot]
@@ -136,6 +141,7 @@ class DeviceRunner:
             )
             for name, value in zip(names, values, strict=True):
                 inputs[name][chunk.lane] = value
+        # Masks too arrive by slot and leave by lane.
         lane_masks = {chunk.lane: masks[chunk.slot] for chunk in chunks if chunk.slot in masks} if masks else {}
         return self._step(self.programs.prefill[bucket], inputs, self._of_rows(of_lane), lane_masks)
 
@@ -155,6 +161,7 @@ class DeviceRunner:
         Returns:
             The sampled tokens over all rows, with a leading axis `step`.
         """
+        # 0: the row keeps its state, because it is empty, still being prefilled, or not planned in this step.
         inputs: dict[str, np.ndarray] = {"tables": tables, "going": np.zeros(len(sampling), np.int32)}
         inputs["going"][[row.slot for row in rows]] = 1
         # 2: one token only, because the mask holds for one.
@@ -164,6 +171,7 @@ class DeviceRunner:
     def _of_rows(self, sampling: Sequence[SlotSampling | None]) -> dict[str, np.ndarray]:
         """`host_params` of rows; only the entries that changed since the last call of the same size are computed."""
         before = self._params.get(len(sampling))
+        # The engine passes the same object for a sequence in every step, so identity tells what changed.
         if before is None or any(a is not b for a, b in zip(before[0], sampling, strict=True)):
             before = self._params[len(sampling)] = (list(sampling), host_params(sampling, before=before))
         return before[1]
@@ -172,6 +180,7 @@ class DeviceRunner:
         self, program: Program, inputs: Mapping[str, np.ndarray], params: Mapping[str, np.ndarray], masks: Masks
     ) -> SampledArrays:
         named: dict[str, np.ndarray | Mapping[str, np.ndarray]] = {"params": params, **inputs}
+        # The first three inputs of a Program are the model, the cache and the state, which are passed below.
         values = [
             self._masks(program, one, masks) if one.name == "masks" else self._placed(program, one, named[one.name])
             for one in program.inputs[3:]
@@ -180,6 +189,7 @@ class DeviceRunner:
         # The cache and the state were donated: the old ones must not be used again.
         self._cache, self._state, drawn = outputs.part("0"), outputs.part("1"), outputs.part("2").arrays
         if not self._on_host:
+            # Starts the transfer now, behind the computation; `fetch` waits for it when the results are due.
             for array in drawn.values():
                 array.copy_to_host_async()
         return drawn
@@ -191,6 +201,7 @@ class DeviceRunner:
         """
         if self._on_host:
             return Flat(dict(value) if isinstance(value, Mapping) else {"": value})
+        # Programs of different sizes have inputs of the same name: one copy is kept for each.
         key = (program.name, wanted.name)
         before = self._before.get(key)
         if before is None or not _same(before[0], value):
@@ -199,6 +210,7 @@ class DeviceRunner:
 
     def _masks(self, program: Program, wanted: Input, masks: Masks) -> Flat:
         """The masks of a call's rows. The masks of a call without constraints are large and stay on the devices."""
+        # A call with constraints needs new masks each time: they depend on the last token of each text.
         if masks or program.name not in self._open:
             placed = Flat.of(place(wanted, expand_masks(wanted.value.array.shape, masks), self._mesh))
             if masks:
@@ -207,6 +219,7 @@ class DeviceRunner:
         return self._open[program.name]
 
     def _call(self, program: Program, *values: PyTree) -> PyTree:
+        # Compiled at the first call of a Program; later calls with other requests reuse it, as shapes do not change.
         if program.name not in self._calls:
             self._calls[program.name] = self._jit(program, self._mesh)
         return self._calls[program.name](*values)
@@ -214,6 +227,7 @@ class DeviceRunner:
 
 def _same(a: np.ndarray | Mapping[str, np.ndarray], b: np.ndarray | Mapping[str, np.ndarray]) -> bool:
     if isinstance(a, Mapping) and isinstance(b, Mapping):
+        # `_of_rows` returns the same mapping if no row changed, so the arrays are rarely compared.
         return a is b or all(np.array_equal(a[name], b[name]) for name in b)
     return np.array_equal(a, b)  # pyright: ignore[reportArgumentType]
 
@@ -224,6 +238,7 @@ def expand_masks(shape: tuple[int, ...], masks: Masks) -> np.ndarray:
     for n, mask in masks.items():
         # Masks are bits in little-endian words, the first id lowest.
         bits = np.unpackbits(mask.astype("<u4").view(np.uint8), bitorder="little", count=min(32 * len(mask), shape[1]))
+        # A mask may be shorter than the vocabulary: that of a constraint that failed is a single word.
         every[n] = False
         every[n, : len(bits)] = bits
     return every
@@ -261,6 +276,7 @@ def make_schedule(
         max_queued_tokens: limit on tokens of prompts that wait.
     """
     cache = programs.cache
+    # The schedule plans within shards: it takes the pages of one shard, and the rows of all.
     return Schedule(
         rows=cache.rows,
         pages=cache.pages // cache.shards,
@@ -342,9 +358,11 @@ class Engine:
         """
         source, waits = iter(requests), None
         while True:
+            # A full batch of waiting choices is enough to refill every row: more would only hold prompts in memory.
             while len(self._state.queue) < self.schedule.rows and (waits := waits or next(source, None)) is not None:
                 try:
                     self.offer(waits)
+                # Nothing is lost: the request stays in `waits` and is offered again after the step.
                 except QueueFullError:
                     break
                 waits = None
@@ -369,20 +387,25 @@ class Engine:
         plan = self.schedule.step(self._state)
         self._state = plan.after
         self.computed_tokens += sum(len(chunk.tokens) for chunk in plan.prefill)
+        # The first chunk of a sequence starts behind the pages that it shares.
         self.shared_tokens += sum(chunk.start for chunk in plan.prefill if chunk.fresh)
         # Dispatch first: the devices get the next calls before this thread waits for results.
         if calls := self._dispatch(plan):
             self._calls.append(calls)
+        # The mask of the next call depends on the token of this one, so that call cannot be dispatched before it is
+        # read.
         constrained = any(row is not None and row.request.constraint for row in plan.after.rows)
         # With nothing to dispatch, or with a constraint, results are read at once.
         while self._calls and (len(self._calls) > self.max_inflight or plan.empty or constrained):
             for call in self._calls.popleft():
                 yield from self._read(call)
+            # One step is enough: the tokens that it brings may make the next plan nonempty.
             if plan.empty:
                 break
 
     def cancel(self, of: ChoiceId) -> None:
         """Ends a choice; its further tokens are dropped."""
+        # A call in flight may still bring tokens of it; `_tokens` drops them, as the state no longer knows the choice.
         self._conforming.pop(of, None)
         self._lost.pop(of, None)
         self._state = self.schedule.ended(self._state, of)
@@ -395,6 +418,7 @@ class Engine:
             drawn = self.device.decode(plan.decode, plan.tables, sampling, masks)
             calls.append(_InflightCall(rows=plan.decode, drawn=drawn))
         if plan.bucket is not None:
+            # Only the last chunk of a prompt samples a token, so only its row needs a mask.
             masks = self._masks([(chunk.id, chunk.slot) for chunk in plan.prefill if chunk.ends], plan)
             drawn = self.device.prefill(plan.bucket, plan.prefill, plan.tables, sampling, masks)
             calls.append(_InflightCall(chunks=plan.prefill, drawn=drawn))
@@ -402,6 +426,7 @@ class Engine:
 
     def _slot_sampling(self, plan: StepPlan) -> list[SlotSampling | None]:
         """How each row is sampled: the same object in every step, so that the runner compares identities."""
+        # Rebuilt from the running rows, so that entries of ended choices do not accumulate.
         known, self._sampled = self._sampled, {}
         samplings: list[SlotSampling | None] = []
         for row in plan.after.rows:
@@ -422,6 +447,8 @@ class Engine:
                 continue
             assert self.constraints is not None, f"{of} has a constraint, and the engine has no `constraints`"
             try:
+                # A matcher starts at the first sampled token. A preempted choice keeps it, as it has read its tokens
+                # already.
                 if of not in self._conforming:
                     self._conforming[of] = self.constraints.start(row.request.constraint)
                 masks[slot] = self._conforming[of].mask()
@@ -436,6 +463,7 @@ class Engine:
         drawn = fetch(call.drawn)
         for chunk in call.chunks:
             at = (chunk.lane,)
+            # Chunks in the middle of a prompt sample nothing, but behind a NaN in one of them the text means nothing.
             if not drawn.finite[at]:
                 yield from self._lose(chunk.id)
             elif chunk.ends:
@@ -444,15 +472,18 @@ class Engine:
                 self._state = self._state.read_part(chunk.id, chunk.start + len(chunk.tokens))
         active: list[list[bool]] = drawn.active.tolist() if call.rows else []
         for row in call.rows:
+            # A row that ended within the call was inactive in its later steps: these indices hold nothing of it.
             indices = [(step, row.slot) for step, rows in enumerate(active) if rows[row.slot]]
             yield from self._tokens(row.id, drawn, indices)
 
     def _tokens(self, of: ChoiceId, drawn: HostSamples, indices: list[tuple[int, ...]]) -> Iterator[Event]:
+        # The choice was cancelled while the call was in flight.
         row = self._state.find(of)
         if row is None:
             return
         good = [at for at in indices if drawn.ok[at]]
         ids = tuple(int(drawn.tokens[at]) for at in good)
+        # All tokens of the call are recorded before the first event: the caller may cancel at any `yield`.
         self._state = self._state.read(of, ids)
         request, generated = row.request, len(row.generated)
         count = request.params.logprobs
@@ -476,8 +507,10 @@ class Engine:
             else:
                 top = zip(drawn.top_ids[at][:count].tolist(), drawn.top_logprobs[at][:count].tolist(), strict=True)
                 yield Token(of=of, id=id_, logprob=float(drawn.logprobs[at]), top=tuple(top))
+            # A stop id wins over the limit if both hold at this token.
             if is_end or generated >= row.limit:
                 yield Finished(of=of, reason="stop" if is_end else "length", matched=id_ if is_end else None)
+            # Ended above, or cancelled by the caller while it handled the event.
             if self._state.find(of) is None:
                 return
         # A row that was active and could not sample has failed.

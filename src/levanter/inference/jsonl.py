@@ -28,21 +28,21 @@ from levanter.inference.prompts import CONSTRAINT_FIELDS, PromptRequest, parse_c
 from levanter.inference.requests import ParamsError, parse_params
 
 LINE_BYTES = 32 * MIB
-"""Of a request."""
+"""Size limit of a line."""
 ID_CHARACTERS = 256
-"""Of an id."""
+"""Largest length of an id."""
 _PROMPTS = ("prompt", "tokens", "messages")
 _NON_PARAMS = frozenset({"id", *_PROMPTS, *CONSTRAINT_FIELDS})
 
 
 @dataclass(frozen=True, kw_only=True)
 class InvalidLine:
-    """A line that is no request.
+    """A line that is not a valid request.
 
     Attributes:
         line: its number in the file, from 1.
-        id: its own, if it has a usable one.
-        error: everything that is wrong with it.
+        id: its id, if that is valid.
+        error: all of its problems.
     """
 
     line: int
@@ -53,11 +53,11 @@ class InvalidLine:
 def request_lines(
     file: IO[bytes], *, defaults: Mapping[str, object] | None = None
 ) -> Iterator[PromptRequest | InvalidLine]:
-    """The requests of a file, in order; lines of spaces are no lines.
+    """The requests of a file, in order; blank lines are skipped, and count in the line numbers.
 
     Args:
-        file: open for reading.
-        defaults: parameters that a line does not name, as JSON values.
+        file: the file, open for reading.
+        defaults: values of parameters that a line does not name, as JSON values.
     """
     seen: dict[str, int] = {}
     for number, line in _lines(file):
@@ -66,6 +66,7 @@ def request_lines(
         elif line.strip():
             line_request = _read(number, line, defaults or {})
             if line_request.id is not None and (first := seen.setdefault(line_request.id, number)) != number:
+                # The output identifies responses by id, so the second line with an id is refused, and not the first.
                 line_request = InvalidLine(
                     line=number, id=line_request.id, error=f"id: {line_request.id!r} is also that of line {first}"
                 )
@@ -73,14 +74,16 @@ def request_lines(
 
 
 def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes | str]]:
-    """The lines by number; in the place of one that is too long what is wrong with it."""
+    """The lines by number; a message in place of a line that is too long."""
     number = 0
+    # One byte more than the limit: a longer line is recognized without reading all of it into memory.
     while line := file.readline(LINE_BYTES + 1):
         number += 1
         if len(line) <= LINE_BYTES:
             yield number, line
             continue
         while line and not line.endswith(b"\n"):
+            # Skips the rest of the line.
             line = file.readline(MIB)
         yield number, f"more than {shown_bytes(LINE_BYTES)}, the limit for a line"
 
@@ -100,6 +103,7 @@ def _read(number: int, line: bytes, defaults: Mapping[str, object]) -> PromptReq
     except ParamsError as error:
         problems += error.problems
     if problems or params is None:
+        # Several checks may report the same problem; it is listed once.
         return InvalidLine(line=number, id=id, error="\n".join(dict.fromkeys(problems)))
     return PromptRequest(
         line=number,

@@ -68,6 +68,7 @@ class CachePlan:
     @cached_property
     def bytes_of_row(self) -> int:
         """What a row of full length takes of each device that holds it."""
+        # A device holds pages // shards pages, and bytes_per_device are those of all of them.
         return self.bytes_per_device * self.shards // self.pages * self.pages_of_row
 
     def __str__(self) -> str:
@@ -123,6 +124,7 @@ def plan_cache(
     over = mappings.compute.mesh_axes(batch_axis)
     compute = mappings.compute.merged({"batch": over or None, "page": over or None})
     shards = mesh.ways(over)
+    # A fixed cache is a paged one whose pages are as long as a row, so that each row needs one.
     slots = max_seq_len if allocation == "fixed" else page_size
     # Pages of a row at full length, rounded up.
     of_row = -(-max_seq_len // slots)
@@ -131,8 +133,10 @@ def plan_cache(
         f"{what} {count} is not a multiple of the {shards} shards of the batch; the nearest above is "
         f"{-(-count // shards) * shards}"
         for what, count in (("max_rows", rows), ("pages", wanted))
+        # With a fixed cache the number of pages is that of rows: one message is enough.
         if count % shards and (what == "max_rows" or allocation == "paged")
     ]
+    # A row cannot use pages of other shards, so each shard alone must hold the longest row.
     if not problems and wanted // shards < of_row:
         problems.append(
             f"pages {wanted}: a row of {max_seq_len} positions has {of_row} pages of {slots}, and each of {shards} "
@@ -142,6 +146,8 @@ def plan_cache(
         raise ValueError("\n".join(problems))
     # Shapes only: no memory is allocated.
     cache = abstract(lambda: KvCache.zeros(config, pages=wanted, slots=slots, dtype=dtype))
+    # The cache is placed by the compute mapping, like the keys that are written into it, not like parameters; overrides
+    # of the run name leaves of the model.
     sharding = plan_sharding(leaves(cache), replace(mappings, params=compute, overrides=()), mesh, hbm_bytes=hbm_bytes)
     return CachePlan(
         rows=rows,
@@ -153,5 +159,6 @@ def plan_cache(
         abstract=cache,
         mappings=replace(mappings, compute=compute),
         sharding=sharding,
+        # Query heads of one group share a key: sharding them over more devices copies the key to each.
         repeated=mesh.ways(compute.mesh_axes("q_heads_per_group")),
     )

@@ -32,7 +32,10 @@ _NO_CHOICE = ChoiceId("", 0)
 
 @dataclass(eq=False)
 class _ChangeTracker:
-    """Tables and sampling parameters as of the last message, so that a message has only what changed."""
+    """Tables and sampling parameters as of the last message, so that a message contains only changes.
+
+    The leader and each follower have one. All apply the same messages in order, so they always agree.
+    """
 
     tables: np.ndarray | None = None
     sampling: list[SlotSampling | None] = field(default_factory=list)
@@ -42,6 +45,7 @@ class _ChangeTracker:
         before = [None] * len(sampling) if not self.sampling else self.sampling
         # Identity is compared first: the engine passes the same object as long as a row has the same sequence.
         changed = [n for n, one in enumerate(sampling) if one is not before[n] and one != before[n]]
+        # Rows of the page table that differ from the last call.
         moved = range(len(tables)) if self.tables is None else np.flatnonzero((tables != self.tables).any(axis=1))
         self.tables, self.sampling = tables.copy(), list(sampling)
         return {
@@ -51,13 +55,14 @@ class _ChangeTracker:
         }
 
     def taken(self, message: Mapping[str, Any]) -> tuple[np.ndarray, list[SlotSampling | None]]:
-        """Tables and sampling parameters of a call: those of the last one with the changes of a message."""
+        """Tables and sampling parameters of a call: those of the last call with the changes of a message."""
         tables = np.zeros(message["shape"], np.int32) if self.tables is None else self.tables.copy()
         sampling = list(self.sampling) or [None] * len(tables)
         for n, row in message["tables"].items():
             tables[int(n)] = row
         for n, one in message["sampling"].items():
             sampling[int(n)] = _decode_sampling(one)
+        # Copies: the arrays of an earlier call may still be in use by it.
         self.tables, self.sampling = tables, sampling
         return tables, sampling
 
@@ -90,7 +95,7 @@ class LeaderRunner:
     """The runner of process 0: broadcasts each call before it dispatches it.
 
     Args:
-        rows: its own.
+        rows: the runner of this process's devices.
         send: sends a message to the other processes.
         scorer: scores prompts, where that is asked for.
     """
@@ -113,7 +118,9 @@ class LeaderRunner:
         masks: Masks | None = None,
     ) -> SampledArrays:
         """See `DeviceRunner.prefill`."""
+        # The order is that of `_decode_chunk`.
         chunk_fields = [[p.slot, p.lane, p.start, list(p.tokens), p.fresh, p.ends, p.remaining] for p in chunks]
+        # Sent before the call: a Program with collectives runs only when all processes have dispatched it.
         self._tell("prefill", tables, sampling, masks, bucket=list(bucket), chunks=chunk_fields)
         return self._rows.prefill(bucket, chunks, tables, sampling, masks)
 
@@ -154,12 +161,12 @@ def run_follower(rows: Runner, heard: ReceiveFrame, scorer: ScorePromptFn | None
     """Dispatches the calls of process 0 until it ends.
 
     Args:
-        rows: this process's part of them.
-        heard: what process 0 tells.
-        scorer: scores prompts, where that is asked for.
+        rows: the runner of this process's devices.
+        heard: receives the messages of process 0.
+        scorer: scores prompts; None if no request may have its prompt scored.
 
     Returns:
-        How many calls there were.
+        The number of calls.
     """
     changes, count = _ChangeTracker(), 0
     flying: deque[SampledArrays] = deque()
@@ -167,6 +174,7 @@ def run_follower(rows: Runner, heard: ReceiveFrame, scorer: ScorePromptFn | None
         count += 1
         if message["call"] == "score":
             assert scorer is not None
+            # The scores are returned to process 0 only; this process takes part in the computation.
             scorer(message["tokens"], message["top"])
             continue
         tables, sampling = changes.taken(message)
@@ -182,6 +190,7 @@ def run_follower(rows: Runner, heard: ReceiveFrame, scorer: ScorePromptFn | None
         # Bounds the calls in flight. The results themselves are used by process 0 only.
         if len(flying) > MAX_INFLIGHT:
             jax.block_until_ready(flying.popleft())
+    # The process must not leave, and its devices with it, while a call is running.
     jax.block_until_ready(list(flying))
     return count
 

@@ -25,24 +25,24 @@ from levanter.io.resumable import remove
 logger = logging.getLogger(__name__)
 
 PART_LINES = 256
-"""Answers in a part, at most."""
+"""Maximum number of responses in a part."""
 PART_SECONDS = 15.0
-"""How long an answer waits for others before it is stored, at most."""
+"""Maximum seconds for which a response waits for others before it is stored."""
 LOGPROB_DIGITS = 5
-"""Behind the point: the last bits of a float32 depend on which rows were computed together."""
+"""Decimals of log-probabilities: the last bits of a float32 depend on which rows were computed together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What became of one choice.
+    """A finished choice.
 
     Attributes:
-        of: which.
+        of: the choice.
         text: its text.
         tokens: its ids, one that ended it included.
         reason: `stop` or `length`.
-        logprobs: of its tokens; None if nobody asked.
-        top: the likeliest tokens at each, as pairs of id and log-probability.
+        logprobs: log-probabilities of its tokens; None if they were not requested.
+        top: the likeliest tokens at the position of each, as pairs of id and log-probability.
     """
 
     of: ChoiceId
@@ -55,11 +55,11 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Echo:
-    """The prompt as part of its answer.
+    """The prompt as part of its response.
 
     Attributes:
         text: its text.
-        scores: how likely its tokens were; None if nobody asked.
+        scores: log-probabilities of its tokens; None if they were not requested.
     """
 
     text: str
@@ -67,7 +67,7 @@ class Echo:
 
 
 def answer_line(request: Request, choices: Sequence[Choice], *, echo: Echo | None = None) -> bytes:
-    """The answer to a request, with its prompt if that is to be part of it."""
+    """The line of a response, with the prompt if `echo` is given."""
     return _line(
         {
             "id": request.id,
@@ -82,6 +82,7 @@ def answer_line(request: Request, choices: Sequence[Choice], *, echo: Echo | Non
 def _echo_json(request: Request, echo: Echo) -> dict[str, Json]:
     fields: dict[str, Json] = {"prompt": echo.text, "prompt_ids": list(request.tokens)}
     if echo.scores is not None:
+        # Nothing predicts the first token, so its entry is null.
         fields["prompt_logprobs"] = [None, *(round(one, LOGPROB_DIGITS) for one in echo.scores.logprobs)]
         if request.params.logprobs:
             fields["prompt_top_logprobs"] = [None, *(_pairs(one) for one in echo.scores.top)]
@@ -107,8 +108,8 @@ def _choice_json(choice: Choice) -> dict[str, Json]:
 
 
 def error_line(broken: InvalidLine) -> bytes:
-    """The answer to a line that is no request, or to a request that failed."""
-    # The error may quote what no text has.
+    """The response to an invalid line, or to a request that failed."""
+    # The error may quote half of a surrogate pair, which UTF-8 cannot encode.
     error = broken.error.encode("utf-8", "backslashreplace").decode()
     return _line({"id": broken.id, "line": broken.line, "error": error})
 
@@ -118,12 +119,12 @@ def _line(value: Mapping[str, Json]) -> bytes:
 
 
 class OutputWriter:
-    """The answers of one run on their way into its output.
+    """Collects the responses of one run, and writes them to its output.
 
     Args:
-        path: of the output, local or a URL.
-        identity: everything that the answers depend on, as JSON.
-        lease: of the folder of parts, in a process that is not alone.
+        path: path of the output, local or a URL.
+        identity: everything that the responses depend on, as JSON.
+        lease: the lease on the folder of parts, if other processes may write there; None otherwise.
     """
 
     def __init__(self, path: str, identity: Mapping[str, Json], *, lease: Lease | None = None):
@@ -137,6 +138,7 @@ class OutputWriter:
             advice="name another output, or remove the folder",
             lease=lease,
         )
+        # `_waiting` holds responses behind a gap, by request; `_ready` those that follow the stored ones without a gap.
         self._waiting: dict[int, bytes] = {}
         self._ready: list[bytes] = []
         self._stored = self._taken = 0
@@ -144,22 +146,22 @@ class OutputWriter:
 
     @property
     def folder(self) -> str:
-        """Where the parts are."""
+        """The folder of the parts."""
         return self._folder.path
 
     @property
     def done(self) -> int:
-        """How many answers have come, from the first one on without a gap."""
+        """Number of responses, from the first one on without a gap."""
         return self._taken
 
     def begin(self) -> int:
-        """Finds what earlier runs have stored.
+        """Finds the responses that earlier runs have stored.
 
         Returns:
-            How many requests, from the first one on, have their answers.
+            The number of requests, from the first one on, that have responses.
 
         Raises:
-            OtherRunError: they are another run's, or the output is there already.
+            OtherRunError: the parts belong to another run, or the output exists already.
         """
         self._folder.check_lease()
         if not self._folder.has_begun(f"{self.folder} has answers of"):
@@ -167,17 +169,18 @@ class OutputWriter:
                 raise OtherRunError(f"{self.path} is there already; remove it, or name another output")
             self._folder.begin()
         self._stored = self._taken = sum(len(part) for part in self._stored_parts())
+        # Parts behind a damaged one are written again, and their old numbers may not match the new ones.
         for first, path in self._folder.numbered().items():
-            if first >= self._stored:  # behind a damaged one
+            if first >= self._stored:
                 remove(path)
         return self._taken
 
     def add(self, index: int, line: bytes) -> None:
-        """Takes the answer to a request.
+        """Adds the response to a request.
 
         Args:
-            index: of the request, from 0; each once.
-            line: its answer.
+            index: index of the request, from 0; each may be added once.
+            line: its response.
         """
         assert index >= self._taken and index not in self._waiting, f"request {index} is answered twice"
         assert line.endswith(b"\n") and line.count(b"\n") == 1
@@ -189,12 +192,14 @@ class OutputWriter:
             self.store()
 
     def store(self) -> None:
-        """Stores what is ready: it survives whatever happens to this process."""
+        """Stores the responses that are ready as a part, which survives the end of this process."""
         if not self._ready:
             return
         self._folder.check_lease()
+        # The head lets a reader recognize a part that was cut or belongs to another position.
         body = b"".join(self._ready)
         head = {"first": self._stored, "lines": len(self._ready), "crc32": zlib.crc32(body)}
+        # The counters change only after the part is complete: if writing fails, a later call writes the same lines.
         with atomic_write(self._folder.at(self._stored)) as file:
             file.write(json.dumps(head).encode() + b"\n" + body)
         self._stored += len(self._ready)
@@ -202,15 +207,15 @@ class OutputWriter:
         self._since = time.monotonic()
 
     def finish(self) -> int:
-        """Makes the output of the parts, and removes them.
+        """Joins the parts to the output, and removes them.
 
         Returns:
-            How many answers it has.
+            The number of responses in the output.
         """
         assert not self._waiting, f"request {self._taken} has no answer"
         self.store()
         self._folder.check_lease()
-        # A run that was killed while it wrote the output has left what it had.
+        # A run that was killed while it wrote the output has left a temporary file.
         parent, slash, name = self.path.rpartition("/")
         remove_stale_temporaries(parent or slash or ".", of=name)
         count = 0
@@ -219,11 +224,12 @@ class OutputWriter:
                 file.write(b"".join(part))
                 count += len(part)
         assert count == self._taken, f"{count} answers are stored, {self._taken} came"
+        # After the output is complete: a run that is killed in between finds the parts, and joins them again.
         self._folder.remove()
         return count
 
     def _stored_parts(self) -> Iterable[list[bytes]]:
-        """The stored parts, up to the first that is missing or damaged."""
+        """The lines of each stored part, up to the first part that is missing or damaged."""
         paths, first = self._folder.numbered(), 0
         while first in paths:
             part = _read_part(paths[first], first)

@@ -1,18 +1,14 @@
-"""The Programs of generating text: an empty cache, prompts into it, one more token for every row.
+"""`GenerationPrograms`: the Programs that generate text. They start the cache, prefill, decode and score prompts.
 
-`prefill_RxT` takes up to T tokens of the prompts of R rows, in any part of them; `decode_R` gives each running row its
-next tokens. The cache and the state of the rows are donated and updated in place; tables, lengths and what a request
-asks for are small host arrays that come with every call, so that no request is ever a reason to compile.
+`prefill_RxT` computes up to T prompt tokens of each of R rows, at any position of the prompts; `decode_R` samples the
+next tokens of the running rows. The cache and the state of the rows are donated and updated in place. Tables, lengths
+and sampling parameters are small host arrays that are passed with every call, so no request ever compiles a Program.
 
-The cache is sharded; the state of the rows, a few integers each, is on every device.
+The cache is sharded; the state of the rows, a few integers each, is replicated on every device.
 
-How likely a prompt is, token by token: what `echo` shows beside its text.
-
-`score_RxT` reads whole prompts, padded to T tokens, as scoring does everywhere else: by the model without a cache. Each
-token's log-probability and the likeliest tokens in its place are of one array of logits, so that the likeliest one of
-greedy text has exactly the largest.
-
-The Programs of a run that generates text, as one value.
+`score_RxT` computes the log-probabilities of a prompt, which `echo` returns with its text. It runs the model without a
+cache over whole prompts, padded to T tokens. The log-probability of a token and the likeliest tokens at its position
+come from one array of logits, so the likeliest token of a greedy text has exactly the largest log-probability.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +38,7 @@ from levanter.models.lm_head.chunks import head_logits
 
 T = TypeVar("T")
 SUBLANES = 8
-"""Rows of a TPU's tile: so many queries take as long as two."""
+"""Rows of a TPU tile: a product with 8 queries takes as long as one with 2."""
 
 
 class SampledSlots(eqx.Module):
@@ -50,9 +46,9 @@ class SampledSlots(eqx.Module):
 
     Attributes:
         sampled: what was sampled.
-        active: boolean, whether the row was running, so that this is about it.
-        finite: boolean, whether all activations of its tokens were. Of a part of a prompt too: what comes of the parts
-            behind it means nothing then.
+        active: boolean, whether the row was running; the other fields of a row that was not mean nothing.
+        finite: boolean, whether all activations of the row's tokens were finite. If those of a part of a prompt were
+            not, the results of all later parts mean nothing.
     """
 
     sampled: Sampled
@@ -62,18 +58,17 @@ class SampledSlots(eqx.Module):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ServedModel:
-    """A model as Programs take it.
+    """The model that the Programs run, and how they are compiled.
 
     Attributes:
-        abstract: the module without memory.
-        sharding: where its parameters lie.
-        counts_tokens: whether rows count their tokens, which penalties go by.
+        abstract: the module with shapes instead of arrays.
+        sharding: the shardings of its parameters.
+        counts_tokens: whether rows count their tokens, which penalties need.
         matmul_precision: see `Program`.
         compiler_options: see `Program`.
         cache_block: see `NewPositions.block`.
-        matrix_unit: whether they are for TPUs: a decode step joins others to a single row or query of a product, which
-            a TPU otherwise multiplies without the unit that it has for matrices, in three times as long; and see
-            `NewPositions.flat`.
+        matrix_unit: whether the Programs are for TPUs: a decode step then pads a product of a single row or query,
+            which a TPU would compute without its matrix unit, in three times as long; see also `NewPositions.flat`.
     """
 
     abstract: DecoderLmHeadModel
@@ -86,7 +81,7 @@ class ServedModel:
 
 
 def start_program(model: ServedModel, cache: CachePlan) -> Program:
-    """Makes an empty cache and rows that nobody uses."""
+    """Makes an empty cache, and a state in which every row is unused."""
 
     def start() -> tuple[KvCache, SlotState]:
         return _map_named(lambda x: hax.zeros(x.axes, dtype=x.dtype), cache.abstract), _empty_state(model, cache)
@@ -95,7 +90,7 @@ def start_program(model: ServedModel, cache: CachePlan) -> Program:
 
 
 def prefill_program(model: ServedModel, cache: CachePlan, *, rows: int, tokens: int) -> Program:
-    """Takes parts of prompts, and samples the first token of those that end with it.
+    """Computes parts of prompts, and samples the first token of each prompt that ends in this call.
 
     Its inputs: the model, the cache, the state, the sampling parameters of the rows and their masks (see
     `decode_program`); `tokens [batch, position]`, ids; `first` and `count [batch]`, the position of the first of them
@@ -112,6 +107,8 @@ def prefill_program(model: ServedModel, cache: CachePlan, *, rows: int, tokens: 
     Batch, Pos = Axis("batch", rows), Axis("position", tokens)
 
     def prefill(net, cache_, state, params, masks, ids, first, count, tables, row, fresh, ends, remaining, prompt):
+        # Keys and values are written at positions first … first + count - 1 of each row; the rest of the lane is
+        # padding.
         at = NewPositions.consecutive(first, count, Pos, tables=tables, block=model.cache_block, flat=model.matrix_unit)
         activations, cache_ = advance(net, ids, cache_, at, length=cache.max_seq_len)
         # Padding after the end of a chunk may be anything: it must not end the row.
@@ -121,13 +118,16 @@ def prefill_program(model: ServedModel, cache: CachePlan, *, rows: int, tokens: 
         last = hax.sum(hax.where(is_last, activations, 0), Pos)
         # The same in every chunk; the state keeps it from the first token on.
         noise = noise_keys(params.seed, params.choice)
+        # Counted before sampling: the penalties of the first token cover the whole prompt.
         state = state.counted(row, ids, starts=first, lengths=count, prompts=prompt, fresh=fresh != 0)
+        # The position of the sampled token, if the prompt ends here.
         behind = first + count
         counts = state.taken(row).counts
         sampled = _sample_tokens(net, last, params, noise, behind, counts, finite, masks)
         # A row index past the end drops the update: the prompt of that row continues in the next call.
         to = hax.where(ends != 0, row, cache.rows)
         state = state.begun(to, sampled, params, noise=noise, position=behind, remaining=remaining)
+        # Every lane samples, whether its prompt ends or not: the shapes must not depend on the requests.
         return cache_, state, SampledSlots(sampled=sampled, active=ends != 0, finite=finite)
 
     numbers = {
@@ -151,20 +151,20 @@ def prefill_program(model: ServedModel, cache: CachePlan, *, rows: int, tokens: 
 
 
 def decode_program(model: ServedModel, cache: CachePlan, *, steps: int) -> Program:
-    """Samples the next `steps` tokens of rows that have not ended, and ends rows by their stop ids and limits.
+    """Samples up to `steps` tokens of each running row, and ends rows by their stop ids and limits.
 
     Its inputs: the model, the cache, the state, the parameters of all rows; `masks [batch, vocab]`, boolean, which ids
-    a row may sample, all of them where nobody asks for anything; `tables [batch, table]`, their pages; `going [batch]`,
-    which rows it is about: the others stay what they are, and rows with 2 get one token, because their masks are for
-    that one only. What it draws has an axis `step` in front.
+    a row may sample, all of them without a constraint; `tables [batch, table]`, their pages; `going [batch]`, which
+    rows decode: 0 leaves a row as it is, 1 gives it up to `steps` tokens, 2 one token, because its mask holds for one
+    only. The results have a leading axis `step`.
 
     Args:
         model: the model.
         cache: the cache.
-        steps: tokens a row gets in a call, at most.
+        steps: maximum number of tokens of a row in a call.
     """
     Batch, Step = Axis("batch", cache.rows), Axis("step", steps)
-    # The next token of each row, and behind that of a single row one that is not there.
+    # One position per row. On TPUs a single row gets a second, invalid one, so that products have two rows.
     Pos = Axis("position", 2 if model.matrix_unit and cache.rows_of_shard == 1 else 1)
     lone = SUBLANES if model.matrix_unit else 1
     how = {"block": model.cache_block, "lone_queries": lone, "flat": model.matrix_unit}
@@ -233,10 +233,11 @@ def _sample_tokens(
     finite: NamedArray,
     masks: NamedArray,
 ) -> Sampled:
-    """Tokens behind activations `[batch, embed]`, or the first of `[batch, position, embed]`; none where those are not
-    finite."""
+    """Samples from activations `[batch, embed]`, or the first of `[batch, position, embed]`; `ok` only if finite."""
     config = net.config
     logits = head_logits(activations, net.head, vocab_size=config.vocab_size, soft_cap=config.logit_soft_cap)
+    # The decode Program passes its padding position through the head too, and drops it only here: a product with a
+    # single row would miss the TPU's matrix unit.
     logits = logits["position", 0] if "position" in [axis.name for axis in logits.axes] else logits
     sampled = sample(logits, params, noise, position, counts=counts, mask=masks)
     return eqx.tree_at(lambda s: s.ok, sampled, sampled.ok & finite)
@@ -251,12 +252,12 @@ def _empty_state(model: ServedModel, cache: CachePlan) -> SlotState:
 
 
 def _state_mapping(cache: CachePlan) -> AxisMapping:
-    """The state is whole everywhere, but for what has an entry for each id."""
+    """The state is replicated, except for counts, which are sharded over the vocabulary like logits."""
     return AxisMapping({"vocab": cache.mappings.compute.mesh_axes("vocab") or None})
 
 
 def _slot_inputs(Batch: Axis, model: ServedModel, cache: CachePlan) -> tuple[Input, Input]:
-    """The parameters of rows, and the masks of ids that they may sample, which lie as logits do."""
+    """The sampling parameters of rows, and their masks, which are sharded like logits."""
     Vocab = model.abstract.Vocab
     masks = NamedArray(jax.ShapeDtypeStruct((Batch.size, Vocab.size), np.dtype(np.bool_)), (Batch, Vocab))  # pyright: ignore
     return (
@@ -266,7 +267,7 @@ def _slot_inputs(Batch: Axis, model: ServedModel, cache: CachePlan) -> tuple[Inp
 
 
 def _integer_inputs(shapes: Mapping[str, tuple[Axis, ...]]) -> tuple[Input, ...]:
-    """Small host arrays, which every device gets whole."""
+    """Small integer arrays of the host, replicated on every device."""
     return tuple(
         Input(
             name=name,
@@ -284,6 +285,7 @@ def _program(
     name: str, function: Callable[..., PyTree], inputs: tuple[Input, ...], cache: CachePlan, model: ServedModel
 ) -> Program:
     """A Program of the model, the cache and the state with some more inputs; it returns cache, state and results."""
+    # Only `start_rows` has no inputs: it makes the cache and the state that the other Programs take.
     state_inputs: tuple[Input, ...] = ()
     if inputs:
         state = eqx.filter_eval_shape(_empty_state, model, cache)
@@ -307,15 +309,15 @@ def _program(
 
 
 CHUNK = 16
-"""Positions of a prompt whose logits exist at a time."""
+"""Positions of a prompt whose logits are in memory at the same time."""
 
 
 class ScoredPositions(eqx.Module):
-    """What each position says of the token behind it.
+    """The scores of the token after each position.
 
     Attributes:
         logprobs: float32 `[batch, position]`.
-        top_ids: int32 `[batch, position, top]`, the likeliest tokens there, the likeliest first.
+        top_ids: int32 `[batch, position, top]`, the likeliest tokens after it, the likeliest first.
         top_logprobs: float32 `[batch, position, top]`.
     """
 
@@ -329,8 +331,8 @@ class PromptScores:
     """A prompt's log-probabilities.
 
     Attributes:
-        logprobs: of each token but the first, given those before it.
-        top: ids and log-probabilities of the likeliest tokens in the place of each.
+        logprobs: log-probability of each token but the first, given the tokens before it.
+        top: ids and log-probabilities of the likeliest tokens at the position of each.
     """
 
     logprobs: tuple[float, ...]
@@ -338,7 +340,7 @@ class PromptScores:
 
 
 def score_program(model: ServedModel, cache: CachePlan, *, tokens: int) -> Program:
-    """Scores a prompt of each shard of the batch.
+    """Scores one prompt in each shard of the batch.
 
     Its inputs: the model; `tokens [batch, position]`, ids; `targets [batch, position]`, the ids behind them.
 
@@ -352,14 +354,18 @@ def score_program(model: ServedModel, cache: CachePlan, *, tokens: int) -> Progr
     Chunks, Chunk = Axis("chunks", -(-tokens // size)), Axis("position", size)
 
     def cut(x: NamedArray) -> NamedArray:
+        # `[batch, position, …]` to `[batch, chunks, position of a chunk, …]`.
         padded = hax.pad(x, {Pos: (0, Chunks.size * size - tokens)})
         return padded.unflatten_axis("position", (Chunks, Chunk))
 
     def score(net, ids: NamedArray, targets: NamedArray) -> ScoredPositions:
         activations, config = net(ids).activations, net.config
+        # Logits of a long prompt over the whole vocabulary would not fit, so the head runs chunk by chunk. Its weights
+        # are placed once, before the scan.
         head = hax.auto_sharded(net.head)
 
         def some(_: None, x: NamedArray, target: NamedArray) -> tuple[None, ScoredPositions]:
+            # The head and `top_tokens` take `[batch, embed]`: every position of a chunk is a row.
             flat = x.flatten_axes(("batch", "position"), "batch")
             logits = head_logits(flat, head, vocab_size=config.vocab_size, soft_cap=config.logit_soft_cap)
             return None, _score_positions(logits, target.flatten_axes(("batch", "position"), "batch"), (Batch, Chunk))
@@ -367,6 +373,7 @@ def score_program(model: ServedModel, cache: CachePlan, *, tokens: int) -> Progr
         _, scores = hax.scan(some, Chunks)(None, cut(activations), cut(targets))
 
         def joined(x: NamedArray) -> NamedArray:
+            # The scan stacks chunks first; positions that pad the last chunk are cut off.
             whole = Axis("position", Chunks.size * size)
             others = tuple(axis for axis in x.axes if axis.name not in ("chunks", "batch", "position"))
             flat = x.rearrange(("batch", "chunks", "position", *(a.name for a in others)))
@@ -401,6 +408,7 @@ def _score_positions(logits: NamedArray, targets: NamedArray, axes: tuple[Axis, 
     most = hax.max(logits, Vocab)
     normalizer = hax.log(hax.sum(hax.exp(logits - most), Vocab)) + most
     ids = hax.arange(Vocab, dtype=jnp.int32).broadcast_to(logits.axes)
+    # A sum with one nonzero term: it needs no gather over a sharded vocabulary.
     of_target = hax.sum(hax.where(ids == targets, logits, 0.0), Vocab)
     Candidates = Top.resize(min(Top.size, Vocab.size))
     values, top_ids = top_tokens(logits, Candidates)
@@ -411,14 +419,14 @@ def _score_positions(logits: NamedArray, targets: NamedArray, axes: tuple[Axis, 
 
 
 ScorePromptFn = Callable[[Sequence[int], int], PromptScores]
-"""The scores of a prompt's tokens, and how many of the likeliest ones are wanted in the place of each."""
+"""Scores the tokens of a prompt; the second argument is the number of likeliest tokens to return at each."""
 
 
 class PromptScorer:
-    """Scores prompts, one at a time.
+    """Scores prompts, one per call.
 
     Args:
-        programs: by the tokens that they take.
+        programs: Programs by the number of tokens that they take.
         mesh: the devices.
         model: the model on them.
         jit: makes a Program callable.
@@ -429,11 +437,11 @@ class PromptScorer:
         self._calls: dict[int, Callable[..., PyTree]] = {}
 
     def __call__(self, tokens: Sequence[int], top: int) -> PromptScores:
-        """The scores of a prompt, whose tokens fit the longest Program.
+        """The scores of a prompt that is at most as long as the longest Program.
 
         Args:
             tokens: its ids.
-            top: how many of the likeliest tokens are wanted in the place of each.
+            top: number of likeliest tokens to return at the position of each.
         """
         # The shortest Program that takes the prompt; the rest of it is padding.
         size = min(size_ for size_ in self._programs if size_ >= len(tokens))
@@ -447,7 +455,8 @@ class PromptScorer:
         named = {"tokens": ids, "targets": targets}
         values = [place(one, named[one.name], self._mesh) for one in program.inputs[1:]]
         outputs = self._calls[size](self._model, *values)
-        # The first token has no score.
+        # Position i scores token i + 1: the first token has no score, and the result at the last position means
+        # nothing.
         count = len(tokens) - 1
         logprobs, top_ids, top_logprobs = (
             np.asarray(x.array.addressable_data(0))[0, :count]
@@ -466,11 +475,11 @@ class GenerationPrograms:
 
     Attributes:
         cache: the cache that they share.
-        start: makes it, and the state of the rows.
-        prefill: takes parts of prompts, by (rows, tokens).
-        decode: gives rows their next tokens.
-        steps: how many, at most.
-        score: scores prompts, by the tokens that it takes; none where nobody may ask for that.
+        start: makes the cache and the state of the rows.
+        prefill: Programs that compute parts of prompts, by (rows, tokens).
+        decode: samples the next tokens of rows.
+        steps: maximum number of tokens of a row in a decode call.
+        score: Programs that score prompts, by tokens; empty without `inference.prompt_logprobs`.
     """
 
     cache: CachePlan
@@ -482,7 +491,7 @@ class GenerationPrograms:
 
     @property
     def all(self) -> tuple[Program, ...]:
-        """In the order in which they are first called."""
+        """All Programs, in the order in which they are first called."""
         return (self.start, *self.prefill.values(), self.decode, *self.score.values())
 
 
@@ -499,10 +508,11 @@ def generation_programs(
     Args:
         model: the model.
         cache: the cache.
-        prefill: of each call for prompts how many it takes of each shard, and tokens of each.
-        steps: tokens that a row gets in a call, at most.
-        score: tokens of prompts that are scored, of each call.
+        prefill: for each prefill call the number of prompts per shard, and tokens of each.
+        steps: maximum number of tokens of a row in a decode call.
+        score: tokens of each Program that scores prompts.
     """
+    # By tokens, then rows: the order in which the Programs are listed and compiled.
     buckets = sorted({(rows * cache.shards, tokens) for rows, tokens in prefill}, key=lambda bucket: bucket[::-1])
     return GenerationPrograms(
         cache=cache,

@@ -1,12 +1,12 @@
-"""What a request asks its text to conform to, in the words of several interfaces, as one `ConstraintSpec`.
+"""`PromptReader`: from texts, token ids and conversations to engine requests.
 
-`json_object`, `json_schema`, `regex` and `grammar` are ours; `response_format` is OpenAI's. All are checked for what
-they are made of here; whether a schema or a grammar means anything, says whoever follows it (`inference.constraint`).
-
-`PromptReader`: lines as requests to the engine. Text and conversations become ids; what cannot be answered is said.
-
-What a tokenizer's files say besides its vocabulary is used here: its chat template, every id that ends a text, and its
+Texts and conversations are tokenized. A request that the model or the cache cannot serve is refused with a list of its
+problems. Besides the vocabulary, the tokenizer's files define the chat template, every id that ends a text, and the
 special tokens, which a stop string may name.
+
+`parse_constraint` reads the constraint of a request as a `ConstraintSpec`. `json_object`, `json_schema`, `regex` and
+`grammar` are fields of this project, `response_format` is OpenAI's. Only their types are checked here;
+`inference.constraint` reports an invalid schema, expression or grammar.
 """
 
 import hashlib
@@ -27,17 +27,18 @@ from levanter.inference.scheduler import Schedule
 CONSTRAINT_KINDS: tuple[ConstraintKind, ...] = ("json_object", "json_schema", "regex", "grammar")
 RESPONSE_FORMAT = "response_format"
 CONSTRAINT_FIELDS = (*CONSTRAINT_KINDS, RESPONSE_FORMAT)
-"""The fields of a request that this is about."""
+"""The fields of a request that constrain its text."""
 _TYPES = ("text", "json_object", "json_schema")
 
 
 def parse_constraint(value: Mapping[str, object], problems: list[str]) -> ConstraintSpec | None:
-    """What the fields of a request ask for; None for nothing.
+    """The constraint in the fields of a request; None if they have none.
 
     Args:
         value: the request's fields.
-        problems: what is wrong with them is added here.
+        problems: problems of the fields are added to this list.
     """
+    # Clients send null or false for a field that they do not use.
     kinds: list[str] = [kind for kind in CONSTRAINT_FIELDS if value.get(kind) not in (None, False)]
     if len(kinds) > 1:
         problems.append(f"{' and '.join(kinds)}: a text can conform to one of them")
@@ -86,8 +87,8 @@ def _response_format(wanted: object, problems: list[str]) -> ConstraintSpec | No
 
 
 _SCHEMA_OPTIONS: Mapping[str, type] = {"name": str, "description": str, "strict": bool}
-"""What OpenAI's `json_schema` has beside the schema. Every schema is followed to the letter, so `strict` says nothing
-new."""
+"""The fields of OpenAI's `json_schema` besides the schema. A text always conforms to its schema, so `strict` has no
+effect."""
 _SCHEMA_FIELDS = frozenset({"schema", *_SCHEMA_OPTIONS})
 
 
@@ -104,16 +105,16 @@ def _schema_constraint(wanted: object, where: str, problems: list[str]) -> Const
 
 @dataclass(frozen=True, kw_only=True)
 class PromptRequest:
-    """A line that is a request, as it is written.
+    """A request before its prompt is tokenized.
 
     Attributes:
         line: its number in the file, from 1.
-        id: its own, or that number.
-        prompt: a text or ids; None where there are messages.
+        id: its id, or the number of its line.
+        prompt: a text or ids; None if there are messages.
         messages: a conversation.
-        template: what the chat template knows beside it, such as `tools`.
-        params: how it is sampled.
-        constraint: what its text conforms to.
+        template: further variables of the chat template, such as `tools`.
+        params: sampling parameters.
+        constraint: a constraint of the text, or None.
     """
 
     line: int
@@ -135,19 +136,19 @@ def engine_request(
     seed: int,
     special_tokens: Mapping[str, int] | None = None,
 ) -> Request:
-    """A line as a request to the engine.
+    """Tokenizes a request and checks it for one model.
 
     Args:
-        prompt: the line.
-        encode: from a text to its ids, with what a text begins with (BOS).
-        chat: from a conversation to its ids, which have their own beginning; None for a model without a template.
-        vocab_size: ids of the model.
-        model_ends: the model's own ends of text.
-        seed: of the run; a request without one gets its own, from this and its id.
-        special_tokens: ids of the tokens that no text is made of, which a stop string may name.
+        prompt: the request.
+        encode: tokenizes a text, with BOS if texts begin with it.
+        chat: tokenizes a conversation; the template writes its beginning. None for a model without a template.
+        vocab_size: number of ids of the model.
+        model_ends: ids of the model that end a text.
+        seed: seed of the run; a request without a seed gets one that is derived from this and its id.
+        special_tokens: ids of the special tokens, by text, which a stop string may name.
 
     Raises:
-        ValueError: lists what is wrong with it for this model.
+        ValueError: lists the problems of the request for this model.
     """
     problems: list[str] = []
     if prompt.prompt is None:
@@ -186,24 +187,25 @@ def engine_request(
 
 
 def _constraint_conflicts(params: SamplingParams) -> list[str]:
-    """What cannot be prompt of a text that conforms to something: where it ends, says what it conforms to."""
+    """Parameters that contradict a constraint, which determines where a text may end."""
     problems = []
     if params.ignore_eos:
-        problems.append("ignore_eos: a text that conforms to something ends where it is complete")
+        problems.append("ignore_eos: a constrained text ends where it is complete")
     if params.min_tokens:
-        problems.append("min_tokens: a text that conforms to something may be complete before that")
+        problems.append("min_tokens: a constrained text may be complete before that")
     return problems
 
 
 def derive_seed(seed: int, id: str) -> int:
-    """The seed of a request that names none: the same in every run of the same file, whatever was done before."""
-    # 63 bits: a seed is a nonnegative int64.
+    """The seed of a request without one: the same in every run of the same file, including a resumed one."""
+    # 63 bits, because a seed is a nonnegative int64. A hash of the id, so that the seed does not depend on other
+    # requests.
     digest = hashlib.blake2b(f"{seed} {id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def end_of_text_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Every id that ends a text, as far as the tokenizer's files and those beside it say."""
+    """Every id that ends a text, according to the tokenizer's files and the model's files beside them."""
     if isinstance(tokenizer, FastTokenizer):
         return tokenizer.end_ids
     return () if tokenizer.eos_id is None else (tokenizer.eos_id,)
@@ -211,16 +213,16 @@ def end_of_text_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptRules:
-    """How a run reads what it is prompt.
+    """How a run reads its prompts.
 
     Attributes:
-        vocab_size: ids of the model.
-        seed: of the run; a request without one gets its own, from this and its id.
-        sampling: how texts are sampled where a request does not say.
-        chat_template: makes a text of a conversation, instead of the tokenizer's own; None for that.
-        enforce_bos: whether a prompt that is a text begins with BOS, where the tokenizer has one.
+        vocab_size: number of ids of the model.
+        seed: seed of the run; a request without a seed gets one that is derived from this and its id.
+        sampling: default sampling parameters.
+        chat_template: a chat template; None for the tokenizer's own.
+        enforce_bos: whether a prompt that is a text begins with BOS, if the tokenizer has one.
         prompt_logprobs: whether there are Programs that score prompts.
-        penalties: whether rows count their tokens.
+        penalties: whether rows count their tokens, which penalties need.
     """
 
     vocab_size: int
@@ -233,12 +235,12 @@ class PromptRules:
 
 
 class PromptReader:
-    """Makes requests of lines, for one model and one set of rows.
+    """Makes engine requests, for one model and one cache.
 
     Args:
-        tokenizer: the model's.
-        schedule: what there is room for.
-        rules: the run's.
+        tokenizer: the tokenizer of the model.
+        schedule: the schedule of the engine, which knows the sizes of the cache.
+        rules: the rules of the run.
     """
 
     def __init__(self, tokenizer: Tokenizer, schedule: Schedule, rules: PromptRules):
@@ -252,30 +254,31 @@ class PromptReader:
 
     @property
     def defaults(self) -> SamplingParams:
-        """How texts are sampled where a request does not say."""
+        """The default sampling parameters."""
         return self.rules.sampling
 
     @cached_property
     def template(self) -> ChatTemplate | None:
-        """The template for conversations; None where there is none."""
+        """The chat template; None if the model has none."""
         text = self.rules.chat_template
         files = self.tokenizer if isinstance(self.tokenizer, FastTokenizer) else None
         text = text if text is not None else None if files is None else files.chat_template
         if text is None:
             return None
+        # Templates insert these tokens as text.
         ids = (self.tokenizer.bos_id, self.tokenizer.eos_id)
         bos, eos = ("" if i is None or files is None else files.token(i) or "" for i in ids)
         return ChatTemplate(text=text, bos_token=bos, eos_token=eos)
 
     def request(self, prompt: PromptRequest, *, shorten: bool = False) -> Request:
-        """A line as a request.
+        """Makes an engine request.
 
         Args:
-            prompt: the line.
-            shorten: whether it gets as many tokens as there is room for, where it asks for more.
+            prompt: the request before tokenization.
+            shorten: whether `max_tokens` is lowered to the rest of the context, instead of refusing the request.
 
         Raises:
-            ValueError: lists what is wrong with it for this model and these rows.
+            ValueError: lists the problems of the request for this model and this cache.
         """
         request = engine_request(
             prompt,
@@ -297,6 +300,7 @@ class PromptReader:
             assert self.constraints is not None
             # Started here only to report errors of the constraint; the engine starts its own.
             self.constraints.start(request.constraint)
+        # A request for no tokens is only scored: it needs no pages of the cache, but has to fit a Program that scores.
         if request.params.max_tokens != 0:
             self.schedule.check(request)
         elif len(request.tokens) > self.schedule.context:
@@ -319,28 +323,28 @@ class PromptReader:
         """The ids of a text.
 
         Raises:
-            ValueError: it is no text.
+            ValueError: the string is not valid Unicode text.
         """
         if (at := lone_surrogate(text)) is not None:
             raise ValueError(f"character {at} is half of a surrogate pair, or was not UTF-8: no text has that")
         return self.tokenizer.encode_batch([text])[0].tolist()
 
     def encode_with_bos(self, text: str) -> list[int]:
-        """The ids of a text behind BOS, where the tokenizer has one."""
+        """The ids of a text, after BOS if the tokenizer has one."""
         begin = self.tokenizer.bos_id
         return [*(() if begin is None else (begin,)), *self.encode(text)]
 
     def conversation(
         self, messages: Sequence[Mapping[str, object]], more: Mapping[str, object] | None = None
     ) -> list[int]:
-        """The ids of a conversation as the template writes it, up to where the answer begins.
+        """The ids of a conversation as the template writes it, up to the beginning of the assistant's message.
 
         Args:
             messages: the conversation.
-            more: what the template may know besides: `tools`.
+            more: further variables of the template, such as `tools`.
 
         Raises:
-            ValueError: the template refuses it, or there is none.
+            ValueError: the template refuses the conversation, or there is no template.
         """
         if self.template is None:
             raise ValueError("messages: this model has no chat template; write the text as `prompt`")

@@ -27,15 +27,16 @@ from levanter.config.validators import (
 MAX_TOP_LOGPROBS = 20
 """Largest value of `logprobs`: the most likely tokens that are returned for each token."""
 MAX_BIASES = 300
-"""Ids that `logit_bias` may name; OpenAI's limit."""
+"""Largest number of ids in `logit_bias`; OpenAI's limit."""
 MAX_STOP_IDS = 64
 """Ids that end a choice, the model's own end of text included."""
 LEAST_TEMPERATURE = 1e-6
-"""Below it noise is smaller than the rounding of logits, and a quotient by it may overflow."""
+"""Smallest temperature other than 0: below it noise is smaller than the rounding of logits, and division by it may
+overflow."""
 MAX_STOPS = 64
-"""Stop strings of a request."""
+"""Largest number of stop strings of a request."""
 MAX_STOP_CHARACTERS = 1024
-"""Length of a stop string. Text that may be its beginning is kept back, so a long one delays a stream."""
+"""Largest length of a stop string. Text that may be its beginning is kept back, so a long one delays a stream."""
 
 Temperature: TypeAlias = Annotated[float, Range(0, 100)]
 TopK: TypeAlias = Annotated[int, Range(0, LARGEST_INT32, also=(-1,))]
@@ -121,6 +122,8 @@ class SamplingParams(Ranged):
         try:
             super().__post_init__()
         except ValueError as error:
+            # Ranges and relations are both checked before an error is raised, so that a client learns of all problems
+            # at once.
             problems += str(error).splitlines()
         problems += self._relations()
         if problems:
@@ -149,16 +152,16 @@ class SamplingParams(Ranged):
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken."""
+        """Whether each token is the likeliest one."""
         return self.temperature == 0
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether a penalty asks how often each token was there."""
+        """Whether a penalty needs to know how often each token occurred."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
     def check_ids(self, vocab_size: int) -> None:
-        """Compares the ids that are named with a model's.
+        """Checks that the named ids exist in a model.
 
         Raises:
             ParamsError: some are not among its `vocab_size` ids.
@@ -177,12 +180,12 @@ class SamplingParams(Ranged):
 def parse_params(fields: Mapping[str, object], *, ignore: Set[str] = frozenset()) -> SamplingParams:
     """The parameters in the fields of a JSON object.
 
-    `null` stands for the default, a single stop string for a list of one, and keys of `logit_bias` are ids in quotes,
-    as JSON wants them.
+    `null` stands for the default, a single stop string for a list of one, and keys of `logit_bias` are ids as strings,
+    as JSON requires.
 
     Args:
         fields: name → JSON value.
-        ignore: names of fields that may be there and are somebody else's.
+        ignore: names of fields that are not parameters and are skipped.
 
     Raises:
         ParamsError: lists every field that is unknown, refused, of another type or out of range.
@@ -215,17 +218,18 @@ def parse_params(fields: Mapping[str, object], *, ignore: Set[str] = frozenset()
 
 
 def params_to_json(params: SamplingParams) -> dict[str, object]:
-    """Parameters as the fields of a JSON object: what `parse_params` reads."""
+    """Parameters as the fields of a JSON object, which `parse_params` reads."""
     values: dict[str, object] = asdict(params)
     values["logit_bias"] = {str(id): bias for id, bias in params.logit_bias.items()}
     return values
 
 
 def _is_neutral(name: str, value: object, fields: Mapping[str, object]) -> bool:
-    """Whether a refused parameter has the value that clients send without meaning anything by it."""
+    """Whether a refused parameter has a value that changes nothing, which some clients always send."""
     if value is None or value is False:
         return True
     if name == "best_of":
+        # Choosing the best n of n is no choice. `True == 1` in Python, so booleans are excluded.
         return value == (fields.get("n") or 1) and not isinstance(value, bool)
     if name == "suffix":
         return value == ""
@@ -240,14 +244,15 @@ def merge_stop_ids(
     Args:
         params: of the request.
         model_ends: the model's own ends of text.
-        special_tokens: ids of the tokens that no text is made of: a stop string that is one of them ends a row there.
+        special_tokens: ids of the special tokens, by text: a stop string that is one of them ends a row at its id,
+            because special tokens have no text in which it could be found.
 
     Raises:
         ValueError: there are more than a row has room for.
     """
-    # `dict.fromkeys` removes duplicates and keeps the order.
     ends = () if params.ignore_eos else tuple(model_ends)
     named = [special_tokens[stop] for stop in params.stop if stop in special_tokens] if special_tokens else []
+    # `dict.fromkeys` removes duplicates and keeps the order.
     ids = tuple(dict.fromkeys((*ends, *params.stop_token_ids, *named)))
     if len(ids) > MAX_STOP_IDS:
         raise ValueError(
@@ -258,7 +263,7 @@ def merge_stop_ids(
 
 
 class _UnreadableError(ValueError):
-    """A JSON value of the wrong type: where in it, and what was expected."""
+    """A JSON value of the wrong type; the message begins with the position in the value."""
 
 
 def _number(value: object) -> float:
@@ -271,6 +276,7 @@ def _number(value: object) -> float:
 
 
 def _integer(value: object) -> int:
+    # JSON does not distinguish 1 from 1.0, and some clients write every number with a point.
     whole = isinstance(value, float) and math.isfinite(value) and value == int(value) and abs(value) <= 2**53
     if isinstance(value, bool) or not (isinstance(value, int) or whole):
         raise _UnreadableError(f": expected a whole number, got {_format_value(value)}")
@@ -325,7 +331,7 @@ def _biases(value: object) -> Mapping[int, float]:
 
 
 def _format_value(value: object) -> str:
-    """A value in a message, cut where it is long."""
+    """A value in a message, shortened if it is long."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}…"
 
@@ -343,14 +349,14 @@ _READERS: Mapping[str, Callable[[object], object]] = {
 
 
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled"]
-"""Why a choice ended well: an end of text or a stop string, `max_tokens` or the context, or its client left."""
+"""Why a choice ended without an error: a stop id or stop string, `max_tokens` or the context, or cancellation."""
 MASK_BITS = 32
-"""Ids in a word of a mask of ids that may come next."""
+"""Bits of a word of a mask, one per id."""
 ConstraintKind: TypeAlias = Literal["json_object", "json_schema", "regex", "grammar"]
 
 
 class ChoiceId(NamedTuple):
-    """Which choice of which request."""
+    """A choice of a request: the request's id and the choice's index."""
 
     request: str
     choice: int
@@ -380,8 +386,8 @@ class Request:
         id: unique among the requests of a run.
         tokens: the prompt, at least one token.
         params: sampling parameters of its choices.
-        seed: seed of their noise: that of `params`, or a random one.
-        stop_ids: the ids that end a choice, the model's own included; see `params.stop_ids_of`.
+        seed: seed of their noise: that of `params`, or a derived or random one.
+        stop_ids: the ids that end a choice, the model's own included; see `merge_stop_ids`.
         constraint: a constraint of the text, or None.
     """
 
@@ -404,8 +410,8 @@ class Token:
     Attributes:
         of: the choice.
         id: the token.
-        logprob: of the model's own distribution; None if nobody asked.
-        top: ids and log-probabilities of the likeliest tokens, the likeliest first, as many as asked for.
+        logprob: log-probability in the model's own distribution; None if it was not requested.
+        top: ids and log-probabilities of the likeliest tokens, the likeliest first, as many as requested.
     """
 
     of: ChoiceId
@@ -420,8 +426,8 @@ class Finished:
 
     Attributes:
         of: the choice.
-        reason: why.
-        matched: the stop string or the id that ended it, where one did.
+        reason: why it ended.
+        matched: the stop string or the id that ended it; None if neither did.
     """
 
     of: ChoiceId
@@ -431,11 +437,11 @@ class Finished:
 
 @dataclass(frozen=True, kw_only=True)
 class Failed:
-    """A choice cannot go on, and no other is concerned.
+    """A choice failed; other choices are not affected.
 
     Attributes:
         of: the choice.
-        error: what happened, for whoever asked.
+        error: the error message for the client.
     """
 
     of: ChoiceId

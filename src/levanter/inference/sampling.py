@@ -1,24 +1,21 @@
-"""`SlotParams`: the sampling parameters of all rows as arrays, so that no request ever compiles anything.
+"""Sampling: from the logits of each row to its next token, with log-probabilities of the model's own distribution.
 
-They are made on the host (`host_params`) and passed with every call: a few hundred numbers a row. What a request does
-not use has the value that changes nothing.
+`SlotParams` holds the sampling parameters of all rows as arrays, so a new request compiles nothing. They are made on
+the host (`host_params`) and passed with every call: a few hundred numbers a row. A parameter that a request does not
+use has the value that changes nothing.
 
-The likeliest tokens of each row and their ids, where the vocabulary may be sharded.
-
-Each shard of the vocabulary finds its own; only those are gathered and compared. This is written per device, because
-the partitioner gathers the whole operand of a top-k over batch and vocabulary alike. Of equal logits the lowest ids
-come first, on every mesh.
-
-Sampling: from the logits of each row to its next token, with log-probabilities of the model's own distribution.
-
-Every parameter is an array over rows (`SlotParams`), so a new request compiles nothing. Which tokens may be sampled is
-decided by a threshold on logits, found bit by bit: float32 numbers in order are integers in order, so 32 masked sums
-give the largest threshold above which there is still enough (top-k: enough tokens; top-p: enough probability). That is
-exact, needs no sort, and of a sharded vocabulary each device adds up its own part. What equals the threshold stays.
+A threshold on logits decides which tokens may be sampled. It is found bit by bit: float32 numbers are ordered like
+integers, so 32 masked sums give the largest threshold above which there is still enough (top-k: enough tokens; top-p:
+enough probability). That is exact and needs no sort, and each device sums its own shard of the vocabulary. Tokens equal
+to the threshold stay.
 
 The token is the maximum of log-probability plus Gumbel noise, which is a draw from the distribution. The noise of an id
 depends on the row's seed and choice, the position and the id, and on nothing else: not on the batch, the mesh, or the
 rows that pad the vocabulary.
+
+`top_tokens` finds the likeliest tokens of each row. Each shard of the vocabulary finds its own, and only those are
+gathered and compared. This is written per device, because the partitioner gathers the whole operand of a top-k. Of
+equal logits the lowest ids come first, on every mesh.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,11 +40,11 @@ Word = Axis("seed_word", 2)
 Stop = Axis("stop_id", MAX_STOP_IDS)
 Bias = Axis("biased_id", MAX_BIASES)
 NO_ID = -1
-"""Fills up lists of ids."""
+"""Padding of lists of ids."""
 
 
 class SlotParams(eqx.Module):
-    """What sampling reads of each row; see `SamplingParams` for what the first seven mean.
+    """The sampling parameters of each row; `SamplingParams` defines the first seven.
 
     Attributes:
         temperature, top_p, min_p, presence, frequency, repetition: float32 `[batch]`.
@@ -107,7 +104,7 @@ _FIELDS: Mapping[str, tuple[type, float, tuple[Axis, ...]]] = {
     "biases": (np.float32, 0.0, (Bias,)),
     "top_logprobs": (np.int32, -1, ()),
 }
-"""Of each array: its type, the value of a row that nobody uses, and its axes beside `batch`."""
+"""For each array: its dtype, its value in an unused row, and its axes after `batch`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,12 +131,12 @@ def host_params(
     *,
     before: tuple[Sequence[SlotSampling | None], Mapping[str, np.ndarray]] | None = None,
 ) -> dict[str, np.ndarray]:
-    """The arrays of `SlotParams` by name, for rows in the order of `batch`; None where nobody is.
+    """The arrays of `SlotParams` by name, for rows in the order of `batch`; None for an unused row.
 
     Args:
         rows: how each is sampled.
-        before: as many others and what this gave for them: only those that are others now are gone through again. The
-            arrays are new ones all the same, since a call may still be reading those.
+        before: the same number of rows of an earlier call, and its result: only rows that changed are computed again.
+            The arrays are copied all the same, since a call in flight may still read the earlier ones.
     """
     if before is None:
         known: Sequence[SlotSampling | None] = [None] * len(rows)
@@ -153,6 +150,8 @@ def host_params(
         if row is old:
             continue
         if old is not None:
+            # The new sequence may have fewer stop ids or biases than the old one: the rest of the lists must be padding
+            # again.
             for name, (_, value, _) in _FIELDS.items():
                 arrays[name][n] = value
         if row is not None:
@@ -208,12 +207,14 @@ def _sharded(array: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
             return values, ids
         # From indices within the shard to ids of the vocabulary.
         ids = ids + jax.lax.axis_index(over).astype(jnp.int32) * np.int32(part.shape[-1])
+        # `[batch, k · shards]`, in the order of the shards, so in the order of ids; `top_k` prefers the first of equal
+        # values.
         values, ids = (jax.lax.all_gather(array, over, axis=1, tiled=True) for array in (values, ids))
         best, indices = jax.lax.top_k(values, k)
         return best, jnp.take_along_axis(ids, indices, axis=1)
 
     out = PartitionSpec(spec[0], None)
-    # What is the same on every device of `over` after the gather, the checker cannot see.
+    # After the gather the results are equal on all devices of `over`, which the checker cannot prove.
     return jax.shard_map(of_shard, in_specs=spec, out_specs=(out, out), check_vma=False)(array)
 
 
@@ -223,7 +224,7 @@ def _largest(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     They lie in the k blocks with the largest maxima (see `suffix_scores.largest`). The blocks are taken in the order of
     their indices, so that equal values keep that order.
     """
-    # Top-k over everything sorts everything. With few blocks there is nothing to gain.
+    # `top_k` sorts its whole operand, so the blocks narrow it down first. With few blocks that gains nothing.
     count = -(-x.shape[-1] // BLOCK)
     if count < 2 * k:
         return jax.lax.top_k(x, k)
@@ -253,8 +254,8 @@ class Sampled(eqx.Module):
     Attributes:
         tokens: int32 `[batch]`.
         logprobs: float32 `[batch]`, of the model's own distribution.
-        top_ids: int32 `[batch, top]`, the likeliest tokens, the likeliest first; 0 where nobody asks for them.
-        top_logprobs: float32 `[batch, top]`, theirs; 0 where nobody asks for them.
+        top_ids: int32 `[batch, top]`, the likeliest tokens, the likeliest first; 0 if no row wants them.
+        top_logprobs: float32 `[batch, top]`, their log-probabilities; 0 in rows that do not want them.
         ok: boolean `[batch]`; false where there is no token to sample: the logits are no numbers, or all are forbidden.
     """
 
@@ -281,8 +282,8 @@ def sample(
         params: of each row.
         noise: uint32 `[batch, seed_word]`, see `noise_keys`.
         position: int32 `[batch]`, where in its sequence the token will be.
-        counts: int32 `[batch, vocab]`, which tokens were there (`IN_PROMPT`, `GENERATED`); None where no row has a
-            penalty.
+        counts: int32 `[batch, vocab]`, how often each token occurred (`IN_PROMPT`, `GENERATED`); None if penalties are
+            not configured.
         mask: boolean `[batch, vocab]`, which ids may be sampled; None for all.
     """
     Vocab = logits.resolve_axis("vocab")
@@ -299,7 +300,8 @@ def sample(
     scores = _scores(changed - best, params, noise, position)
     ids = hax.arange(Vocab, dtype=jnp.int32).broadcast_to(logits.axes)
     is_best = scores == hax.max(scores, Vocab)
-    # The lowest id of the best: a minimum, of which each device has its own first; argmax would be one of pairs.
+    # The lowest of the best ids, as a minimum: devices reduce their shards first and exchange one number a row, where
+    # an argmax would reduce pairs of value and index.
     tokens = hax.min(hax.where(is_best, ids, Vocab.size - 1), Vocab)
     tokens = hax.where(ok, tokens, 0)
     # A sum with one nonzero term selects an entry of a sharded axis without a gather.
@@ -325,7 +327,7 @@ def adjust_logits(
 ) -> NamedArray:
     """The logits that are sampled from, before the temperature; see `sample` for the arguments.
 
-    In this order: biases, penalties, and what is forbidden (ends of text before `min_tokens`, and the mask).
+    In this order: biases, penalties, and forbidden ids (stop ids before `min_tokens`, and the mask).
     """
     biased = params.biased_ids.array >= 0
     logits = _where_any(biased, lambda x: _add_biases(x, params), logits)
@@ -366,8 +368,8 @@ def gumbel_noise(noise: NamedArray, position: NamedArray, Vocab: Axis) -> NamedA
         return jax.random.bits(jax.random.fold_in(_key(noise), position), (Vocab.size,), jnp.uint32)
 
     (Batch,) = position.axes
-    # Bits of an id that do not depend on how many ids there are, whatever the process has configured.
-    # The noise must be the same on every mesh, or a seed would not reproduce a text.
+    # With this generator the bits of an id do not depend on how many ids there are, or on how the process configured
+    # JAX. The noise must be the same on every mesh, or a seed would not reproduce a text.
     with jax.threefry_partitionable(True):
         bits = jax.vmap(of_row)(noise.rearrange((Batch, Word)).array, position.array)
     # The middle of each interval of width 2⁻³²: never 0. The minimum keeps the largest ones below 1.
@@ -381,7 +383,7 @@ def _key(data: jax.Array) -> jax.Array:
 
 
 def _scores(distance: NamedArray, params: SlotParams, noise: NamedArray, position: NamedArray) -> NamedArray:
-    """What the maximum of is taken: the logits' distance to the largest one, and noise where a row is sampled."""
+    """The scores whose maximum is the next token: logits minus the largest one, plus noise in rows that are sampled."""
     Vocab = distance.resolve_axis("vocab")
     sampled = params.temperature > 0
 
@@ -392,6 +394,7 @@ def _scores(distance: NamedArray, params: SlotParams, noise: NamedArray, positio
         drawn = hax.where(allowed_tokens(x, params), drawn, -jnp.inf)
         return hax.where(sampled, drawn, distance).rearrange(distance.axes)
 
+    # A batch of greedy rows alone draws no noise.
     return _where_any(sampled.array, with_noise, distance)
 
 
@@ -410,17 +413,20 @@ def allowed_tokens(x: NamedArray, params: SlotParams) -> NamedArray:
     everything = hax.zeros(has_k.axes, dtype=jnp.uint32)
 
     def by_count(_: NamedArray) -> NamedArray:
-        # A row without top-k has room for all.
+        # A row without top-k may sample all tokens.
         k = hax.where(has_k & (params.top_k < Vocab.size), params.top_k, Vocab.size)
         return _threshold(keys, lambda mask: hax.sum(mask.astype(jnp.int32), Vocab) >= k)
 
+    # A threshold of 0 admits every token: all keys are unsigned.
     of_k = _where_any(has_k.array, by_count, everything)
     stays = keys >= of_k
 
     def by_probability(least: NamedArray) -> NamedArray:
         remaining = hax.where(stays, weights, 0.0)
-        # The likeliest weighs 1; a share that rounds to 0 would be reached by nothing at all.
+        # The sum is at least 1, the weight of the likeliest token. Every threshold would satisfy a share that rounds to
+        # 0, up to one that no token reaches.
         share = hax.maximum(params.top_p * hax.sum(remaining, Vocab), 1e-30)
+        # No threshold reaches infinity, so rows without top-p get 0, and keep the threshold of top-k.
         enough = hax.where(has_p, share, jnp.inf)
         threshold = _threshold(keys, lambda mask: hax.sum(hax.where(mask, remaining, 0.0), Vocab) >= enough)
         return cast(NamedArray, hax.maximum(least, threshold))
@@ -452,7 +458,7 @@ def _ordered_bits(x: NamedArray) -> NamedArray:
 
 
 def _where_any(condition: jax.Array, change: Callable[[NamedArray], NamedArray], x: NamedArray) -> NamedArray:
-    """`change(x)` if the condition holds anywhere, else `x`: what no row asks for costs nothing."""
+    """`change(x)` if the condition holds anywhere, else `x`: a parameter that no row uses costs nothing."""
     return jax.lax.cond(jnp.any(condition), lambda x: change(x).rearrange(x.axes), lambda x: x, x)
 
 
@@ -467,7 +473,7 @@ def _hide_stop_ids(logits: NamedArray, params: SlotParams, early: NamedArray) ->
 
 
 def _scatter(logits: NamedArray, ids: NamedArray, change: Callable) -> NamedArray:
-    """Changes the logits of the ids of each row; negative ones are none."""
+    """Changes the logits at the ids of each row; negative ids are padding."""
     (Batch, _), Vocab = ids.axes, logits.resolve_axis("vocab")
     array = logits.rearrange((Batch, Vocab)).array
     rows = jnp.arange(Batch.size)[:, None]
@@ -479,6 +485,7 @@ def _scatter(logits: NamedArray, ids: NamedArray, change: Callable) -> NamedArra
 def _penalize(logits: NamedArray, params: SlotParams, counts: NamedArray) -> NamedArray:
     # The lowest bit of a count marks the prompt; the penalties of OpenAI's interface count generated tokens only.
     generated = hax.named(counts.array >> 1, counts.axes)
+    # Repetition: of prompt and generated tokens alike. Multiplying negative logits makes these tokens less likely too.
     logits = hax.where(
         counts > 0, hax.where(logits > 0, logits / params.repetition, logits * params.repetition), logits
     )
@@ -487,7 +494,7 @@ def _penalize(logits: NamedArray, params: SlotParams, counts: NamedArray) -> Nam
 
 
 def _top(logits: NamedArray, params: SlotParams) -> tuple[NamedArray, NamedArray]:
-    """Ids and logits of the likeliest tokens, if anybody asks for them."""
+    """Ids and logits of the likeliest tokens, if any row wants them."""
     Vocab = logits.resolve_axis("vocab")
     (Batch,) = (axis for axis in logits.axes if axis != Vocab)
     Candidates = Top.resize(min(Top.size, Vocab.size))

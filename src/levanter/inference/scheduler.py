@@ -71,7 +71,7 @@ class Schedule:
         assert self.buckets and all(rows % self.shards == 0 and tokens > 0 for rows, tokens in self.buckets)
         assert min(self.rows, self.pages, self.page_size, self.context, self.steps) > 0
         assert not self.fixed or self.pages // self.rows_per_shard >= self.row_pages, (
-            "a place has fewer pages than a row needs"
+            "a row has fewer pages than its longest sequence needs"
         )
 
     @property
@@ -101,6 +101,7 @@ class Schedule:
         Raises:
             RefusedError: names the numbers that exceed each other.
         """
+        # Checked against an empty shard: whatever else runs, preemption can free all of it for the oldest sequence.
         prompt, new = len(request.tokens), request.new_tokens(self.context)
         if not prompt:
             raise RefusedError("the prompt is empty; a text needs at least one token to begin with")
@@ -126,6 +127,7 @@ class Schedule:
         """
         self.check(request)
         waiting, new = state.queued_tokens, len(request.tokens) * request.params.n
+        # An empty queue takes a request of any size; otherwise one longer than the limit could never be accepted.
         if waiting and waiting + new > self.max_queued_tokens:
             raise QueueFullError(
                 f"{waiting} tokens wait, {new} more would be over the {self.max_queued_tokens} of the queue"
@@ -148,6 +150,7 @@ class Schedule:
         if row is None:
             return state
         if row.slot is None:
+            # A waiting sequence has neither a row nor pages to release.
             return replace_fields(state, queue=tuple(other for other in state.queue if other.id != id))
         work = _Work(self, state)
         work.vacate(row)
@@ -156,15 +159,19 @@ class Schedule:
     def step(self, state: SchedulerState) -> StepPlan:
         """Plans the next calls; `state` is not changed."""
         work = _Work(self, state)
+        # Running sequences get their pages first. A step that had to preempt admits nobody: a new sequence would take
+        # the pages that were just freed.
         preempted = work.preempt()
         if not preempted:
             work.admit()
-        # A sequence whose prompt ends in this step decodes from the next one on.
+        # A sequence whose prompt ends in this step gets its first token there, and decodes from the next step on.
+        # Decode is planned before prefill: `prefill` marks prompts as written, and `decode` would take them for
+        # computed.
         decode = work.decode()
         bucket, prefill = work.prefill()
         work.name_pages()
         tables = self._tables(work.rows)
-        # The device is told once which rows have ended.
+        # Each released row is reported by one plan only.
         released, work.released = tuple(work.released), []
         return StepPlan(
             released=released,
@@ -182,6 +189,7 @@ class Schedule:
         The shortest that takes them all, unless half of it or more would be padding and there is a shorter one; for
         more tokens than any call takes, the longest.
         """
+        # Sizes are compared only with the length of the prompt, never with what else waits: see the module docstring.
         sizes = {size: (rows, size) for rows, size in sorted(self.buckets)}
         below = [size for size in sizes if size <= tokens]
         above = [size for size in sizes if size >= tokens]
@@ -197,6 +205,7 @@ class Schedule:
         tables = np.full((self.rows, self.row_pages), self.fill, np.int32)
         for slot, row in enumerate(rows):
             if row is not None:
+                # A row of tables has room for a sequence of full context.
                 # Tables number the pages within a shard. Writes to `fill`, past the last page, are dropped.
                 pages = row.pages[: self.row_pages]
                 tables[slot, : len(pages)] = pages
@@ -212,6 +221,7 @@ class _Work:
         self.rows = list(state.rows)
         self.released = list(state.released)
         self._base = state
+        # Copies of the pools that this step changes; the base state keeps the old ones, so a plan can be thrown away.
         self._pools: dict[int, PagePool] = {}
 
     def state(self) -> SchedulerState:
@@ -250,6 +260,8 @@ class _Work:
         assert row.slot is not None
         if not self.schedule.fixed:
             pool = self.pool(self.shard_for_slot(row.slot))
+            # Named before they are released: full pages become idle with known content, and a later prompt may reuse
+            # them.
             self._name(row, pool)
             pool.release(row.pages)
         self.rows[row.slot] = None
@@ -262,6 +274,7 @@ class _Work:
         """
         preempted = []
         for row in self.running():
+            # `running` is a list from before the loop: an earlier iteration may have preempted this sequence.
             if row.slot is None or self.rows[row.slot] is not row or not self._decodes(row):
                 continue
             slot, shard = row.slot, self.shard_for_slot(row.slot)
@@ -269,6 +282,8 @@ class _Work:
             # Negative with a fixed cache, whose rows own all pages that they may need.
             missing = wanted - len(row.pages)
             while missing > 0 and self.look(shard).available < missing and self.rows[slot] is not None:
+                # Only sequences of the same shard have pages that help. The loop ends when enough are free, or when
+                # this sequence was itself the youngest and gave up its row.
                 youngest = max(
                     (
                         other
@@ -286,6 +301,8 @@ class _Work:
     def _preempt(self, row: SequenceState) -> None:
         self.vacate(row)
         # `due` stays: the calls in flight still bring tokens, and it is not admitted before they are read.
+        # What it wrote is given up. Its tokens (`generated`) stay, and are prefilled with the prompt when it runs
+        # again.
         waits = replace_fields(
             row, slot=None, target=0, written=0, shared=0, pages=(), sound=0, named=0, preempted=True
         )
@@ -304,14 +321,17 @@ class _Work:
         waiting = []
         for n, row in enumerate(self.queue):
             if row.due:
-                # It was preempted, and its last tokens have not been read yet.
+                # It was preempted, and its last tokens, which it is prefilled with, have not been read yet. Those
+                # behind it wait too, to keep the order of arrival.
                 waiting += self.queue[n:]
                 break
             names = self._shareable_names(row)
+            # The prompt is computed once: the other choices of a request wait until its pages can be shared.
             if self._sibling_prefills(row, names):
                 waiting.append(row)
                 continue
             shard = self._shard_for(row, names)
+            # The first that does not fit blocks the rest: smaller ones behind it must not starve it.
             if shard is None:
                 waiting += self.queue[n:]
                 break
@@ -326,6 +346,7 @@ class _Work:
         if not schedule.share_prefixes or schedule.fixed or params.repetition_penalty != 1 or params.echo:
             return ()
         # At least one token is computed, because its activations give the next token.
+        # Pages are shared as a whole, so this leaves the last page to be computed if the tokens fill it exactly.
         tokens = row.tokens[: row.known - 1]
         if params.counts_tokens:
             # Tokens that it generated before it was preempted are counted by being prefilled again.
@@ -334,6 +355,7 @@ class _Work:
 
     def _sibling_prefills(self, row: SequenceState, names: Sequence[bytes]) -> bool:
         """Whether another choice of the request computes pages that this one could share."""
+        # `named` of the other counts its published pages: wait while it can still publish one that this choice needs.
         return any(
             other is not None
             and other.id.request == row.id.request
@@ -347,6 +369,7 @@ class _Work:
         for shard in range(self.schedule.shards):
             slots = range(shard * self.schedule.rows_per_shard, (shard + 1) * self.schedule.rows_per_shard)
             others = sum(self.rows[slot] is not None for slot in slots)
+            # No row of this shard is free.
             if others == len(slots):
                 continue
             pool = self.look(shard)
@@ -366,8 +389,10 @@ class _Work:
     def _place(self, row: SequenceState, names: tuple[bytes, ...], shard: int) -> None:
         schedule = self.schedule
         first = shard * schedule.rows_per_shard
+        # `_shard_for` chose a shard with a free row.
         slot = next(n for n in range(first, first + schedule.rows_per_shard) if self.rows[n] is None)
         if schedule.fixed:
+            # Page numbers are local to the shard: the k-th row of a shard owns the k-th equal share of its pages.
             pages_per_slot = schedule.pages // schedule.rows_per_shard
             pages: tuple[int, ...] = tuple(
                 range((slot - first) * pages_per_slot, (slot - first) * pages_per_slot + schedule.row_pages)
@@ -376,12 +401,14 @@ class _Work:
         else:
             pool = self.pool(shard)
             shared = cached_pages(pool, names)
+            # Shared pages are marked as used first: `take` may drop idle pages, and these may be idle.
             pool.share(shared)
             pages = shared + pool.take(schedule.pages_for(row.known) - len(shared))
         self.put(
             replace_fields(
                 row,
                 slot=slot,
+                # All known tokens are prefilled; the shared prefix counts as written, finite and published.
                 target=row.known,
                 written=len(shared) * schedule.page_size,
                 shared=len(shared) * schedule.page_size,
@@ -400,6 +427,7 @@ class _Work:
                 continue
             tokens = self._tokens(row)
             planned.append(DecodeSlot(id=row.id, slot=row.slot, start=row.written, tokens=tokens))
+            # The plan assumes that every token is sampled. If the row ends earlier, `SchedulerState.read` gets fewer.
             self.put(replace_fields(row, written=row.written + tokens, due=(*row.due, tokens)))
         return tuple(sorted(planned, key=lambda planned_slot: planned_slot.slot))
 
@@ -424,11 +452,14 @@ class _Work:
                 lane=lane,
                 start=row.written,
                 tokens=row.tokens[row.written : end],
+                # Only the first chunk starts where the shared prefix ends; the device then resets the counts of the
+                # row.
                 fresh=row.written == row.shared,
                 ends=ends,
                 remaining=row.unplanned,
             )
             chunks.append(chunk)
+            # A chunk that ends the prompt samples one token; the others bring none, so nothing is due for them.
             self.put(replace_fields(row, written=end, due=(*row.due, 1) if ends else row.due))
         return bucket, tuple(chunks)
 
@@ -439,6 +470,7 @@ class _Work:
         used = [0] * self.schedule.shards
         for row in waiting:
             shard = self.shard_for_slot(row.slot or 0)
+            # Lanes are sharded like the rows: a sequence can only use a lane of the shard that has its pages.
             if used[shard] < lanes_per_shard:
                 lanes[shard * lanes_per_shard + used[shard]] = row
                 used[shard] += 1
@@ -457,6 +489,7 @@ class _Work:
         full = row.sound // self.schedule.page_size
         if not self.schedule.share_prefixes or full <= row.named:
             return row
+        # Hashes that are known already are reused; only those of new full pages are computed.
         names = page_hashes(row.tokens[: full * self.schedule.page_size], self.schedule.page_size, row.names[:full])
         for page, name in zip(row.pages[row.named : full], names[row.named : full], strict=True):
             pool.name(page, name)

@@ -34,9 +34,11 @@ class PagePool:
 
     def __init__(self, size: int):
         self.size = size
+        # A stack: the lowest page number is taken first.
         self._free = list(range(size - 1, -1, -1))
         self._holders: dict[int, int] = {}
         self._idle: dict[int, None] = {}  # the least recently used first
+        # Inverse of each other: a content is known in one page only, even if several pages hold it.
         self._page_of: dict[bytes, int] = {}
         self._name_of: dict[int, bytes] = {}
 
@@ -80,6 +82,7 @@ class PagePool:
             raise OutOfPagesError(f"{count} pages wanted, {self.available} of {self.size} available")
         pages = []
         for _ in range(count):
+            # Pages without known content first: an idle page may still save a later prompt its prefill.
             page = self._free.pop() if self._free else self._forget(next(iter(self._idle)))
             self._holders[page] = 1
             pages.append(page)
@@ -87,6 +90,7 @@ class PagePool:
 
     def _forget(self, page: int) -> int:
         del self._idle[page]
+        # The page gets other content, so no later prompt may find it by its old one.
         del self._page_of[self._name_of.pop(page)]
         return page
 
@@ -94,6 +98,7 @@ class PagePool:
         """Adds a sequence to pages with known content."""
         for page in pages:
             assert page in self._name_of, f"page {page} is shared, and its content is not known"
+            # An idle page is in use again; one in use gets another holder.
             self._idle.pop(page, None)
             self._holders[page] = self._holders.get(page, 0) + 1
 
@@ -105,6 +110,7 @@ class PagePool:
         """
         for page in reversed(pages):
             self._holders[page] -= 1
+            # Another sequence shares the page.
             if self._holders[page]:
                 continue
             del self._holders[page]
@@ -116,6 +122,7 @@ class PagePool:
     def name(self, page: int, name: bytes) -> None:
         """Records the content of a page in use; without effect if another page has the same content."""
         assert self._holders.get(page), f"page {page} gets a name and is not in use"
+        # A page without a name is freed at once when it is released; the content stays findable in the other page.
         if name not in self._page_of and page not in self._name_of:
             self._page_of[name] = page
             self._name_of[page] = name
@@ -155,6 +162,7 @@ def page_hashes(tokens: Sequence[int], page_size: int, known: Sequence[bytes] = 
     """
     names = list(known)
     for page in range(len(names), len(tokens) // page_size):
+        # 8 bytes a token, so that different token lists never have the same bytes.
         content = array("q", tokens[page * page_size : (page + 1) * page_size]).tobytes()
         before = names[-1] if names else b""
         names.append(hashlib.blake2b(before + content, digest_size=NAME_BYTES).digest())
@@ -166,6 +174,7 @@ def cached_pages(pool: PagePool, names: Sequence[bytes]) -> tuple[int, ...]:
     pages = []
     for name in names:
         page = pool.find(name)
+        # Pages behind a missing one are of no use: their keys and values depend on all positions before them.
         if page is None:
             break
         pages.append(page)
@@ -181,6 +190,7 @@ def replace_fields(value: V, **fields: object) -> V:
     A step changes each sequence a few times, and all streams wait for a step.
     """
     assert fields.keys() <= value.__dict__.keys(), f"{type(value).__name__} has none of {sorted(fields)}"
+    # Writes `__dict__` directly, as a frozen dataclass refuses `setattr`; so no `__post_init__` runs either.
     copy = object.__new__(type(value))
     copy.__dict__.update(value.__dict__)
     copy.__dict__.update(fields)
@@ -238,6 +248,7 @@ class SequenceState:
     @property
     def unplanned(self) -> int:
         """Number of tokens that may be planned in addition to those that are."""
+        # Tokens in flight count as if all of them came; a row that ends early is removed when its call is read.
         return self.limit - len(self.generated) - sum(self.due)
 
     def sound_with(self, positions: int) -> int:
@@ -246,6 +257,7 @@ class SequenceState:
         A preempted sequence that runs again may still receive results of calls from before. They hold for its tokens,
         as far as these are planned again.
         """
+        # `written` restarts at the shared prefix when the sequence is admitted again.
         return max(self.sound, min(positions, self.written))
 
     @property
@@ -284,6 +296,7 @@ class SchedulerState:
 
     def find(self, id: ChoiceId) -> SequenceState | None:
         """The sequence of a choice; None if it neither waits nor runs."""
+        # Running sequences first: they are few, and most events are about them.
         for row in self.rows:
             if row is not None and row.id == id:
                 return row
@@ -308,8 +321,10 @@ class SchedulerState:
         row = self.find(id)
         if row is None:
             return self
+        # Calls are read in the order in which they were planned, so this is the first entry of `due`.
         assert row.due and len(tokens) <= row.due[0], f"{id}: {len(tokens)} tokens, {row.due} due"
         generated, sound = row.generated + tokens, row.sound
+        # A preempted sequence has no pages of which anything could be known.
         if tokens and row.slot is not None:
             # The key and value of a token are written by the call that samples the next one.
             sound = row.sound_with(len(row.request.tokens) + len(generated) - 1)

@@ -1,9 +1,9 @@
-"""`SlotState`: what the device knows of every running sequence between two calls.
+"""`SlotState`: the state of every running sequence on the devices, between two calls.
 
-Rows come and go by array updates: a prefill writes the rows it has finished (`begun`), a decode step moves all of them
-on (`advanced`), and the host releases rows by a mask. No request ever compiles anything.
+Array updates start and end rows: a prefill call writes the rows whose prompts end in it (`begun`), a decode step
+advances all of them (`advanced`), and a mask releases rows. So no request compiles anything.
 
-A row's *last token* has been chosen but not been read by the model: its key and value are written by the next step, at
+The *last token* of a row was sampled but not yet read by the model: the next step writes its key and value, at
 `position`.
 """
 
@@ -23,11 +23,12 @@ class SlotState(eqx.Module):
 
     Attributes:
         last_token: int32 `[batch]`, the token that is read next.
-        position: int32 `[batch]`, its place in the row's sequence.
+        position: int32 `[batch]`, its position in the row's sequence.
         remaining: int32 `[batch]`, how many tokens may still be sampled.
-        done: boolean `[batch]`; a row that is done, or empty, samples nothing.
+        done: boolean `[batch]`; a row that is done, or unused, samples nothing.
         noise: uint32 `[batch, seed_word]`, the key of the row's noise.
-        counts: int32 `[batch, vocab]`, which tokens were there; None where penalties are not configured.
+        counts: int32 `[batch, vocab]`, how often each token occurred (`sampling.IN_PROMPT`, `sampling.GENERATED`); None
+            if penalties are not configured.
     """
 
     last_token: NamedArray
@@ -39,12 +40,13 @@ class SlotState(eqx.Module):
 
     @staticmethod
     def empty(Batch: Axis, Vocab: Axis | None = None) -> "SlotState":
-        """Rows that nobody uses.
+        """The state of unused rows.
 
         Args:
-            Batch: how many there are.
+            Batch: the axis of rows.
             Vocab: the vocabulary, if tokens are counted for penalties.
         """
+        # Every row starts as done, so the other values have no effect before a prefill call writes them.
         numbers = hax.zeros(Batch, dtype=jnp.int32)
         return SlotState(
             last_token=numbers,
@@ -61,10 +63,11 @@ class SlotState(eqx.Module):
         return self.done.resolve_axis("batch")
 
     def taken(self, rows: NamedArray) -> "SlotState":
-        """Some of the rows as a state of their own.
+        """The state of some of the rows.
 
         Args:
-            rows: int32, indices over a `batch` axis of its own; one behind the last row gives an arbitrary one.
+            rows: int32, indices over the `batch` axis of the call; an index past the last row gives an arbitrary row,
+                marked as done.
         """
         (Part,) = rows.axes
         # An index past the end reads an arbitrary row, which is marked as done below.
@@ -78,11 +81,12 @@ class SlotState(eqx.Module):
         return eqx.tree_at(lambda s: s.done, state, state.done | ~inside)
 
     def replaced(self, rows: NamedArray, part: "SlotState") -> "SlotState":
-        """The state with some of its rows from another one.
+        """The state with some of its rows replaced.
 
         Args:
-            rows: int32, indices over `part`'s `batch`, each once; one behind the last row drops what is there.
-            part: what `taken(rows)` became.
+            rows: int32, indices over the `batch` of `part`, each at most once; an index past the last row drops the
+                entry.
+            part: the new rows, such as a changed `taken(rows)`.
         """
         indices = self._scatter_indices(rows)
 
@@ -105,13 +109,13 @@ class SlotState(eqx.Module):
         """The state after the end of some rows' prompts, with their first tokens.
 
         Args:
-            rows: int32 over the `batch` of the prefill: where in the state each of its rows goes. One behind the last
-                row is for prompts that are not at their end, and for lanes that nobody uses.
+            rows: int32 over the `batch` of the prefill call: the row of the state for each of its lanes. An index past
+                the last row stands for prompts that do not end in this call, and for unused lanes.
             sampled: the first tokens.
-            params: of the rows that were prefilled.
-            noise: the keys of their noise, see `sampling.row_noise`.
-            position: int32, where in its sequence each first token is.
-            remaining: int32, how many tokens each may have, this first one included.
+            params: sampling parameters of the lanes.
+            noise: the keys of their noise, see `sampling.noise_keys`.
+            position: int32, the position of each first token in its sequence.
+            remaining: int32, how many tokens each row may have, this first one included.
         """
         (Part,) = rows.axes
         fresh = SlotState(
@@ -128,7 +132,8 @@ class SlotState(eqx.Module):
     def advanced(self, sampled: Sampled, params: SlotParams) -> "SlotState":
         """The state after one more token of every row that is not done.
 
-        A row is done when it samples one of its stop ids, has no tokens remaining, or has nothing that it could sample.
+        A row is done when it samples one of its stop ids, has no tokens remaining, or has no token that it could
+        sample.
         """
         # Rows that are done keep their state: their lanes of the call compute, and nothing is recorded.
         running = ~self.done
@@ -164,16 +169,16 @@ class SlotState(eqx.Module):
         prompts: NamedArray,
         fresh: NamedArray,
     ) -> "SlotState":
-        """The state with the tokens of a prefill counted; the state itself where tokens are not counted.
+        """The state with the tokens of a prefill call counted; itself if penalties are not configured.
 
         Args:
-            rows: int32 over the `batch` of the prefill, where in the state each of its rows is.
+            rows: int32 over the `batch` of the prefill call, the row of the state for each lane.
             tokens: int32 `[batch, position]`.
-            starts: int32, the place of each row's first token in its sequence.
-            lengths: int32, how many tokens each row has.
-            prompts: int32, the length of the request's prompt. What comes behind it was generated before the row had to
-                give way to others.
-            fresh: whether this is a row's first part: nothing is counted yet.
+            starts: int32, the position of each lane's first token in its sequence.
+            lengths: int32, number of tokens of each lane.
+            prompts: int32, the length of the request's prompt. Later tokens were generated before the sequence was
+                preempted.
+            fresh: whether this is the first chunk of a sequence: nothing is counted yet.
         """
         if self.counts is None:
             return self
@@ -186,6 +191,8 @@ class SlotState(eqx.Module):
         ids = tokens.rearrange((Part, Pos)).array
         lanes = jnp.arange(Part.size)[:, None]
 
+        # Indices `[batch, position]` into counts; tokens outside the mask get an id past the end, which the update
+        # drops.
         def where(mask: NamedArray) -> tuple:
             return lanes, jnp.where(mask.rearrange((Part, Pos)).array, ids, Vocab.size)
 

@@ -145,7 +145,7 @@ def test_tokenizers_and_models_that_cannot_be_constrained(constraints):
     spec = ConstraintSpec(kind="regex", text="a")
     with pytest.raises(ConstraintError, match="llguidance cannot read this tokenizer"):
         Constraints({"model": {}}, vocab_size=3, ends=[1]).start(spec)
-    with pytest.raises(ConstraintError, match="the model has no end of text"):
+    with pytest.raises(ConstraintError, match="no end-of-text token"):
         Constraints(TOKENIZER.definition, vocab_size=PADDED, ends=[]).start(spec)
 
 
