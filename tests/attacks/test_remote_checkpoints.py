@@ -152,7 +152,7 @@ ROWS = [
         command="eval_lm",
         words=evaluated(opening(Fault(ignore_range=True))),
         code=BAD,
-        says=("model.safetensors: the server sends all", "it knows no ranges", "copy the files to a local disk"),
+        says=("model.safetensors: the server sends all", "does not support ranges", "copy the files to a local disk"),
     ),
     Attack(
         name="compressed",

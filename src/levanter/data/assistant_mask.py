@@ -1,9 +1,9 @@
 """Computes which tokens of a conversation the assistant wrote; only these count in the loss.
 
-A template that marks them (`{% generation %}`) says so itself. Most stock templates do not; then it is *derived*. The
-assistant's turn i begins behind the rendering of everything before it with the generation prompt, which must be a
-prefix of the whole text, and ends where the rendering up to and with turn i stops agreeing with it, as token ids:
-characters agree for too long (`<|end` and `<|user` begin alike). Where that is not behind the turn's content, the
+A template that marks them (`{% generation %}`) defines them itself. Most stock templates do not; then they are
+*derived*. The assistant's turn i begins behind the rendering of everything before it with the generation prompt, which
+must be a prefix of the whole text, and ends where the rendering up to and with turn i stops agreeing with it, as token
+ids: characters agree for too long (`<|end` and `<|user` begin alike). Where that is not behind the turn's content, the
 template writes history in another way than a last turn (it drops what the model thought, say): what an inference would
 show the model is then not a prefix of anything, and the conversation is refused with the ways out. This is checked on
 every conversation, since whether it holds depends on what is in it.
@@ -46,11 +46,11 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Masked:
-    """A conversation as ids, and what of it counts.
+    """A conversation as ids, and which of them count in the loss.
 
     Attributes:
         ids: int32 `[tokens]`.
-        spans: what the assistant wrote, in order; nothing else counts.
+        spans: the spans that count, in order.
     """
 
     ids: np.ndarray
@@ -67,7 +67,7 @@ class Masked:
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedTemplate:
-    """A template and a tokenizer, ready to say which tokens of conversations count.
+    """A template and a tokenizer, which together determine the tokens that count.
 
     Attributes:
         template: messages to text.
@@ -78,7 +78,7 @@ class MaskedTemplate:
     tokenizer: Tokenizer
 
     def everything(self, messages: Sequence[Any], more: Mapping[str, Any], origin: str) -> Masked:
-        """A conversation all of which counts.
+        """Encodes a conversation of which every token counts.
 
         Raises:
             DataError: the template refuses it.
@@ -88,22 +88,25 @@ class MaskedTemplate:
         return Masked(ids=ids, spans=(Span(0, len(ids)),))
 
     def assistant(self, messages: Sequence[Any], more: Mapping[str, Any], origin: str, *, since: int = 0) -> Masked:
-        """A conversation of which the assistant's tokens count.
+        """Encodes a conversation of which only the assistant's tokens count.
 
         Args:
             messages: the conversation, each message with its role.
-            more: what the template may know besides.
-            origin: where it is from, for messages.
+            more: further variables of the template.
+            origin: the file and position of the record, for messages.
             since: the first message that may count.
 
         Raises:
-            DataError: the template refuses it, or what counts can neither be read off the template nor derived.
+            DataError: the template refuses it, or the template neither marks the assistant's tokens nor lets them be
+                derived.
         """
         turns = [number for number, message in enumerate(messages) if message.get("role") == ASSISTANT]
         turns = [number for number in turns if number >= since]
         text, marked = self.template.render(messages, more, origin)
         ids, offsets = self.tokenizer.encode_with_offsets(text)
         if self.template.marks_generation:
+            # Messages before `since` may have marked spans too. The rendering up to the first counted turn contains
+            # exactly these, so they are dropped by their number.
             if since and turns:
                 _, before = self.template.render(messages[: turns[0]], more, origin)
                 marked = marked[len(before) :]
@@ -117,6 +120,7 @@ class MaskedTemplate:
     ) -> Span:
         """One of the assistant's turns in the rendering of all messages."""
         where = f"{origin}: message {turn + 1} of {len(messages)} (assistant)"
+        # The rendering with the generation prompt is what a model would be given to write this turn.
         prompt, _ = self.template.render(messages[:turn], {**more, "add_generation_prompt": True}, where)
         if not conversation.text.startswith(prompt):
             ways = OPTIONS_HINT if turn < len(messages) - 1 else MARK_HINT
@@ -125,7 +129,9 @@ class MaskedTemplate:
                 f"of the conversation's; {_describe_difference(prompt, conversation.text)}; {ways}"
             )
         if turn == len(messages) - 1:
+            # The last turn reaches to the end of the text: nothing follows that could rewrite it.
             span = _tokens(conversation.offsets, len(prompt), len(conversation.text))
+            # A template that writes nothing for this turn gives an empty span at the end, in which nothing counts.
             return Span(len(conversation.ids), len(conversation.ids)) if span is None else span
         prefix, _ = self.template.render(messages[: turn + 1], more, where)
         ids, _ = self.tokenizer.encode_with_offsets(prefix)
@@ -139,6 +145,8 @@ class MaskedTemplate:
         )
         span = _tokens(conversation.offsets[:stop], len(prompt), _reach(conversation.offsets, stop))
         if span is None or not ended:
+            # Where the two renderings part before the content ends, the template has rewritten the turn, and no prefix
+            # exists.
             raise DataError(
                 f"{where}: what counts cannot be derived: the template writes this turn in another way once more "
                 f"messages follow; {_describe_difference(prefix, conversation.text)}; {OPTIONS_HINT}"
@@ -148,17 +156,21 @@ class MaskedTemplate:
     def _content_end(
         self, messages: Sequence[Any], turn: int, more: Mapping[str, Any], rendered: str, where: str
     ) -> int | None:
-        """Where the content of a turn ends in the rendering that ends with it; None where that cannot be told."""
+        """Where the content of a turn ends in the rendering that ends with it; None if that cannot be determined."""
         content = messages[turn].get("content")
         if not isinstance(content, str) or not content.strip():
             return None
+        # The content's own trailing blanks are removed, because templates often strip them; the mark then follows the
+        # last visible character.
         marked = {**messages[turn], "content": content.rstrip() + _CONTENT_END}
         text, _ = self.template.render([*messages[:turn], marked], more, where)
         end = text.find(_CONTENT_END)
+        # The mark may itself change the rendering (a template may measure or split the content): then the position
+        # means nothing.
         return end if end >= 0 and text[:end] == rendered[:end] else None
 
     def _only_ends(self, ids: np.ndarray) -> bool:
-        """Whether there is nothing but blanks and tokens that stand for no text."""
+        """Whether all of these ids are blanks or tokens without text."""
         lengths = self.tokenizer.byte_lengths()
         return all(lengths[i] == 0 or not self.tokenizer.decode([i]).strip() for i in ids.tolist())
 
@@ -181,19 +193,19 @@ def _tokens(offsets: np.ndarray, start: int, stop: int) -> Span | None:
 
 
 def _common_prefix(ids: np.ndarray, others: np.ndarray) -> int:
-    """How many ids two texts begin with in common."""
+    """The length of the common prefix of two sequences of ids."""
     count = min(len(ids), len(others))
     differ = np.flatnonzero(ids[:count] != others[:count])
     return int(differ[0]) if len(differ) else count
 
 
 def _reach(offsets: np.ndarray, tokens: int) -> int:
-    """The characters that so many tokens cover."""
+    """The number of characters that the first `tokens` tokens cover."""
     return int(offsets[tokens - 1, 1]) if tokens else 0
 
 
 def _describe_difference(one: str, other: str) -> str:
-    """Where two texts part, with what each goes on with."""
+    """Describes where two texts first differ, with an excerpt of each."""
     at = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     before = one[max(0, at - _SHOWN) : at]
     return (

@@ -18,13 +18,13 @@ MAX_LISTED = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Freshness:
-    """What was found out about a store's sources.
+    """The result of comparing a store with its sources.
 
     Attributes:
-        problems: a line for each source whose content is another.
-        unverified: sources of which the store kept nothing to compare.
+        problems: a line for each source whose content has changed.
+        unverified: sources for which the store has neither a version nor a digest.
         read: sources whose content was read and is the same.
-        identity: the store's, with the versions of today.
+        identity: the store's identity, with the current versions of the sources.
     """
 
     problems: tuple[str, ...]
@@ -34,7 +34,7 @@ class Freshness:
 
 
 def compare_sources(manifest: Manifest, wanted: StoreIdentity, *, thorough: bool) -> Freshness:
-    """Compares the sources of a store with those that are there now; names and sizes are compared by `compare`.
+    """Compares the sources of a store with the current ones; `manifest.compare` compares names and sizes.
 
     Args:
         manifest: the store's.
@@ -49,6 +49,7 @@ def compare_sources(manifest: Manifest, wanted: StoreIdentity, *, thorough: bool
     for source in manifest.identity.sources:
         current, digest = now.get(source.name), digests.get(source.name)
         sources.append(source if current is None else replace(source, version=current.version))
+        # A missing source and another size or digest are differences of identity, which `manifest.compare` reports.
         if current is None or source.digest is not None or current.size != source.size:
             continue
         same = source.version is not None and source.version == current.version
@@ -57,10 +58,15 @@ def compare_sources(manifest: Manifest, wanted: StoreIdentity, *, thorough: bool
             continue
         if digest is not None:
             read += 1
+            # `thorough` is for edits that kept size and time, so a digest remembered by size and time must not answer
+            # it.
             if file_digest(source.name, remembered=not thorough) != digest:
                 problems.append(f"source {source.name}: the text has changed, with the same {source.size:,} bytes")
+        # Digests are written with a finished shard, so a store that is still being built has none to compare.
         elif source.version is None or is_unbuilt(manifest):
             unverified += 1
+        # No digest and another version: without a reading at the time there is nothing to decide by, so it counts as
+        # changed.
         elif not same:
             problems.append(f"source {source.name}: was {source.version}, is {current.version}")
     more = [f"… and {len(problems) - MAX_LISTED} more sources"] if len(problems) > MAX_LISTED else []
@@ -73,7 +79,7 @@ def compare_sources(manifest: Manifest, wanted: StoreIdentity, *, thorough: bool
 
 
 def refuse_stale(folder: str, manifest: Manifest, wanted: StoreIdentity) -> Freshness:
-    """Refuses a store whose sources have another text since it was built, as far as their versions tell.
+    """Refuses a store whose sources changed since it was built, as far as their versions show.
 
     Raises:
         StoreError: listing them.
@@ -94,12 +100,12 @@ def stale_message(folder: str, problems: Sequence[str]) -> str:
 
 
 def is_unbuilt(manifest: Manifest) -> bool:
-    """Whether a store is only begun: what it keeps of its sources is not all there yet."""
+    """Whether a store is unfinished; its digests of sources are then incomplete."""
     return manifest.shards is None
 
 
 def source_digests(manifest: Manifest) -> dict[str, str]:
-    """The digests of content that a finished store kept, by the source's name."""
+    """The content digests in a finished store's manifest, by source name."""
     digests: dict[str, str] = {}
     for numbers, mark in zip(manifest.identity.shards, manifest.shards or (), strict=False):
         for number, digest in zip(numbers, mark.source_digests, strict=False):
@@ -109,7 +115,7 @@ def source_digests(manifest: Manifest) -> dict[str, str]:
 
 
 def digest_sources(sources: Sequence[SourceFile]) -> tuple[str | None, ...]:
-    """Digests of the content of files on a disk; None for what has no file, and for what a store's tag stands for."""
+    """Content digests of files on a disk; None for sources without a file, and for remote ones, which have tags."""
 
     def has_other_identity(source: SourceFile) -> bool:
         return source.digest is not None or source.version is None or is_remote(source.name)
@@ -118,7 +124,7 @@ def digest_sources(sources: Sequence[SourceFile]) -> tuple[str | None, ...]:
 
 
 def changed_files(folder: str, manifest: Manifest) -> tuple[list[str], int]:
-    """Files of a store whose content is not what was written, in lines; and how many have no digest to compare."""
+    """A line for each file of a store that differs from what was written, and the number of files without a digest."""
     problems, unknown = [], 0
     for number, mark in enumerate(manifest.shards or ()):
         for file, size in mark.files.items():

@@ -24,15 +24,16 @@ from levanter.io.paths import open_read
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 _MARKS = re.compile(f"[{_BEGIN}{_END}]")
 NO_TEXT = re.compile("[\ud800-\udfff\ufdd0-\ufdef]")
-"""Characters that no text has: halves of pairs, and the noncharacters that are marks here."""
+"""Characters that no text has: surrogates, and the noncharacters that serve as marks here."""
 
 
 class _Generation(Extension):
-    """`{% generation %}`: marks what is inside."""
+    """`{% generation %}`: marks the text that its body renders."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own attribute
 
     def parse(self, parser: Parser) -> nodes.Node:
+        # A call block passes its body to `_mark` as the function `caller`.
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
@@ -48,7 +49,7 @@ class ChatTemplate:
 
     Attributes:
         text: the template.
-        bos_token, eos_token: what it knows under these names.
+        bos_token, eos_token: the values of the variables of these names.
         where: its key in the configuration, for messages.
     """
 
@@ -59,27 +60,29 @@ class ChatTemplate:
 
     @property
     def marks_generation(self) -> bool:
-        """Whether it says what the assistant wrote."""
+        """Whether the template marks what the assistant wrote."""
         return re.search(r"{%-?\s*generation\s*-?%}", self.text) is not None
 
     @cached_property
     def _template(self) -> Template:
+        # `loopcontrols` (`break`, `continue`) is enabled in transformers too, and some templates use it.
         environment = Sandbox(extensions=[_Generation, "jinja2.ext.loopcontrols"])
         try:
             return environment.from_string(self.text)
+        # Jinja compiles to Python, whose parser has limits of its own on nesting.
         except (RecursionError, MemoryError, SyntaxError):
             raise DataError(f"{self.where}: not a template that can be run: it is nested too deep") from None
         except TemplateError as error:
             raise DataError(f"{self.where}: not a Jinja template ({error})") from error
 
     def check(self) -> None:
-        """Raises a `DataError` if it is no template."""
+        """Raises a `DataError` if the text is not a valid template."""
         assert self._template is not None
 
     def render(
         self, messages: Sequence[Any], more: Mapping[str, Any], origin: str
     ) -> tuple[str, list[tuple[int, int]]]:
-        """A conversation as text, and the spans of characters that the assistant wrote.
+        """Renders a conversation; returns the text and the character spans that the template marks as the assistant's.
 
         Raises:
             DataError: the template refuses the messages.
@@ -87,7 +90,10 @@ class ChatTemplate:
         known = {"bos_token": self.bos_token, "eos_token": self.eos_token, "add_generation_prompt": False}
         try:
             template = self._template
+            # `messages` last: a record's further arguments must not replace the conversation.
             marked = run(lambda: template.render(**{**known, **more, "messages": messages}))
+        # A template is foreign code: besides its own refusals it may fail with any of these on a message of unexpected
+        # shape.
         except (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
             where = _error_line(error)
             raise DataError(f"{origin}: the chat template refuses these messages{where} ({error})") from error
@@ -97,6 +103,7 @@ class ChatTemplate:
         spans, place, opened = [], 0, None
         for piece, mark in zip(pieces, [*marks, ""], strict=True):
             place += len(piece)
+            # A begin mark without its end (a template that stops within the block) gives no span.
             if mark == _BEGIN:
                 opened = place
             elif mark == _END and opened is not None:
@@ -106,16 +113,16 @@ class ChatTemplate:
 
 
 def is_template(text: str) -> bool:
-    """Whether a text is a template itself: no path has a tag of Jinja, or several lines."""
+    """Whether a text is a template rather than a path: paths contain no Jinja tag and no line break."""
     return "{{" in text or "{%" in text or "\n" in text
 
 
 def template_text(template: str | None) -> str | None:
-    """A chat template, written down or in a file.
+    """The text of a chat template that is given as text or as the path of a file.
 
     Raises:
         ValueError: the file is not UTF-8, or is larger than any template.
-        MissingFileError: it is not there.
+        MissingFileError: the file does not exist.
     """
     if template is None or is_template(template):
         return template
@@ -127,9 +134,10 @@ def template_text(template: str | None) -> str | None:
 
 
 def _error_line(error: BaseException) -> str:
-    """The line of the template where it failed, where that is known: Jinja puts it into the traceback."""
+    """The line of the template that failed, if it is known: Jinja puts it into the traceback."""
     line, at = None, error.__traceback__
     while at is not None:
+        # The innermost frame of the template, so keep the last match.
         if at.tb_frame.f_code.co_filename == "<template>":
             line = at.tb_lineno
         at = at.tb_next

@@ -14,14 +14,14 @@ from levanter.data.store_write import Encoded
 from levanter.data.tokenizer import TemplateTokenizer, Tokenizer
 
 NOTHING = Encoded(np.zeros(0, np.int32), np.zeros(0, np.float32))
-"""A conversation in which nothing can count, since the assistant says nothing."""
+"""A conversation in which nothing can count, because the assistant says nothing."""
 ENCLOSE_HINT = "enclose the end of the turn in {% generation %} too"
 REWRITTEN_TURN = "the template ends this turn in another way once more messages follow"
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerEncoder:
-    """Makes ids and weights of conversations.
+    """Encodes conversations as ids with loss weights.
 
     Attributes:
         template: messages to text.
@@ -34,7 +34,7 @@ class AnswerEncoder:
     allow_unstopped: bool = False
 
     def everything(self, messages: Sequence[Any], more: Mapping[str, Any], origin: str) -> Encoded:
-        """A conversation all of which counts.
+        """Encodes a conversation of which every token counts.
 
         Raises:
             DataError: the template refuses it.
@@ -44,19 +44,20 @@ class AnswerEncoder:
     def counted(
         self, messages: Sequence[Mapping[str, Any]], more: Mapping[str, Any], origin: str, *, since: int = 0
     ) -> Encoded:
-        """A conversation of which the assistant's tokens count; `NOTHING` where it says nothing.
+        """Encodes a conversation of which the assistant's tokens count; `NOTHING` if the assistant says nothing.
 
         Args:
             messages: the conversation.
-            more: what the template may know besides.
-            origin: where it is from, for messages.
+            more: further variables of the template.
+            origin: the file and position of the record, for messages.
             since: the first message of which something may count.
 
         Raises:
-            DataError: the template refuses it, or it cannot be told what counts, or nothing does, or an answer has no
+            DataError: the template refuses it; what counts cannot be derived; nothing counts; or an answer has no end.
                 end.
         """
         masked = self._masked.assistant(messages, more, origin, since=since)
+        # The first token counts for nothing: no position precedes it, from which it could be predicted.
         if not masked.counted[1:].any():
             answers = [
                 m for m in messages[since:] if m["role"] == ASSISTANT and (m.get("content") or m.get("tool_calls"))
@@ -68,6 +69,8 @@ class AnswerEncoder:
                 "the template's {% generation %}"
             )
         if not self.allow_unstopped:
+            # A template's own spans may be parts of one answer (a thought, then the text), so only the last must end
+            # it. Derived spans are whole turns, each of which must.
             spans = masked.spans[-1:] if self.template.marks_generation else masked.spans
             for number, span in enumerate(spans, start=1):
                 ways = (
@@ -80,6 +83,8 @@ class AnswerEncoder:
 
     def _weighted(self, masked: Masked, origin: str) -> Encoded:
         ids, bos = masked.ids, self.tokenizer.bos_id
+        # Encoding adds no special tokens, so both were in the text: the template wrote one twice, or a record's content
+        # has one.
         if bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos:
             raise DataError(
                 f"{origin}: begins with {self.tokenizer.decode([bos])} (id {bos}) twice: nothing but the template and "
@@ -91,10 +96,12 @@ class AnswerEncoder:
         return Encoded(ids, weights)
 
     def _check_end(self, masked: Masked, first: int, stop: int, origin: str, ways: str) -> None:
-        """Refuses an answer that does not end in a token by which a model stops: it would learn to go on and on."""
+        """Refuses an answer that does not end in a stop token: the model would not learn to stop."""
         for i in masked.ids[first:stop][::-1].tolist():
             if i in self._ends:
                 return
+            # Blanks behind the end token are usual (`<|im_end|>` and a line break); any other text means that the turn
+            # goes on.
             if self.tokenizer.decode([i]).strip():
                 break
         tail = self.tokenizer.decode(masked.ids[max(first, stop - 8) : stop])

@@ -1,8 +1,8 @@
 """Reads spans of chunked arrays through an LRU cache of chunks.
 
-A shuffled batch is thousands of short spans from everywhere. Asking the store for each of them costs more than the
-bytes do; so chunks are asked for whole, once, and kept in one array of slots, out of which NumPy takes all spans of a
-batch at once. The slot whose chunk was used longest ago is given to the next.
+A shuffled batch is thousands of short spans from all over the store. A read of each span costs more than its bytes do;
+so whole chunks are read once and cached in one array of slots, from which NumPy gathers all spans of a batch at once.
+The least recently used slot is evicted first.
 """
 
 import threading
@@ -18,7 +18,7 @@ LONG_SPAN = 512
 
 
 def span_indices(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """int64: every place within the spans, one span after the other."""
+    """int64: the indices of all elements of the spans, span after span."""
     counts = np.asarray(counts, np.int64)
     ends = np.cumsum(counts)
     # One `arange` over all spans, shifted within each span from its place in the output to its place in the array.
@@ -26,13 +26,13 @@ def span_indices(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 class Chunks:
-    """Some arrays end to end, readable by spans. Threads may share it; they take turns.
+    """Arrays end to end, read by spans. Several threads may share one; a lock serializes them.
 
     Args:
         arrays: TensorStore arrays with one axis, of the same dtype and chunk size.
-        dtype: theirs.
-        cache_bytes: of chunks that are kept.
-        damaged: the error for a part of an array that cannot be read: (array, start, stop, reason).
+        dtype: the dtype of the arrays.
+        cache_bytes: the size of the cache of decoded chunks.
+        damaged: makes the error for a part of an array that cannot be read, from (array, start, stop, reason).
     """
 
     def __init__(
@@ -47,8 +47,11 @@ class Chunks:
         sizes = np.array([array.shape[0] for array in arrays], np.int64)
         self._chunk = int(max((array.chunk_layout.read_chunk.shape[0] for array in arrays), default=1))
         chunks = -(-sizes // self._chunk)
+        # Positions count through all arrays, and so do chunk numbers: array i has positions `_starts[i]` to `_starts[i
+        # + 1]`, and a chunk never spans two arrays.
         self._starts = np.concatenate([[0], np.cumsum(sizes)])
         self._first_chunks = np.concatenate([[0], np.cumsum(chunks)])
+        # At least `LEAST_SLOTS`, whatever the cache size: one call needs several chunks at once.
         self._slots = max(min(cache_bytes // (self._chunk * self._dtype.itemsize), int(chunks.sum())), LEAST_SLOTS)
         self._lock, self._clock = threading.Lock(), 0
 
@@ -69,12 +72,13 @@ class Chunks:
 
     @cached_property
     def _values(self) -> np.ndarray:
-        """`[slots × chunk]`; the system gives memory for what is written."""
+        """`[slots × chunk]`; the system allocates memory only for the parts that are written."""
         return np.empty(self._slots * self._chunk, self._dtype)
 
     def read(self, begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """The values of some spans, one after the other."""
+        """Reads spans, given by first element and length, and returns their values end to end."""
         begins, counts = np.asarray(begins, np.int64), np.asarray(counts, np.int64)
+        # Empty spans would have no piece, and their begin may lie behind the last element.
         begins, counts = begins[counts > 0], counts[counts > 0]
         assert not len(begins) or (begins.min() >= 0 and (begins + counts).max() <= self._starts[-1])
         values = np.empty(int(counts.sum()), self._dtype)
@@ -83,6 +87,7 @@ class Chunks:
             # All pieces at once, where there is room for their chunks.
             step = len(chunks) if len(np.unique(chunks)) <= self._slots else self._slots
             at = 0
+            # In the other case at most `_slots` pieces at a time, which need at most as many chunks.
             for start in range(0, len(chunks), max(step, 1)):
                 part = slice(start, start + step)
                 size = int(counts[part].sum())
@@ -93,6 +98,7 @@ class Chunks:
     def _copy(self, begins: np.ndarray, counts: np.ndarray, out: np.ndarray) -> None:
         """Copies spans of the slots: short ones all at once, long ones one by one."""
         if len(out) < LONG_SPAN * len(counts):
+            # `clip` only avoids the buffered copy that NumPy makes with `raise`; all indices are in range.
             np.take(self._values, span_indices(begins, counts), out=out, mode="clip")
             return
         at = 0
@@ -101,7 +107,7 @@ class Chunks:
             at += count
 
     def _pieces(self, begins: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Spans cut where arrays and chunks end: the chunk of each piece, its place there, its length."""
+        """Cuts spans at the ends of arrays and chunks; returns each piece's chunk, offset in the chunk, and length."""
         ends = begins + counts
         # First cut at the borders of arrays, then at those of chunks; `span` and `piece` map a piece to what it is cut
         # from.
@@ -110,6 +116,7 @@ class Chunks:
         array, span = span_indices(first, number), np.repeat(np.arange(len(begins)), number)
         starts = np.maximum(begins[span], self._starts[array]) - self._starts[array]
         stops = np.minimum(ends[span], self._starts[array + 1]) - self._starts[array]
+        # Empty arrays (shards without a document) give empty pieces.
         array, starts, stops = (x[stops > starts] for x in (array, starts, stops))
         first = starts // self._chunk
         number = (stops - 1) // self._chunk - first + 1
@@ -119,7 +126,7 @@ class Chunks:
         return self._first_chunks[array[piece]] + inside, starts - cut, stops - starts
 
     def _chunk_starts(self, chunks: np.ndarray) -> np.ndarray:
-        """Where each of these chunks begins in the slots; those that are not there are read."""
+        """Where each of these chunks begins in the slots; reads those that are not cached."""
         self._clock += 1
         unique = np.unique(chunks)
         slots = self._chunk_slots[unique]
@@ -128,10 +135,12 @@ class Chunks:
         missing = unique[slots < 0]
         if len(missing):
             self._fetch(missing)
+        # A chunk's last slot may be partly filled, because the last chunk of an array is short; no piece reaches there.
         return self._chunk_slots[chunks].astype(np.int64) * self._chunk
 
     def _fetch(self, chunks: np.ndarray) -> None:
         # The least recently used slots. All reads are started before the first one is awaited.
+        # `argpartition` puts the smallest use times first, in no order among them, which suffices.
         free = np.argpartition(self._used, len(chunks) - 1)[: len(chunks)]
         assert (self._used[free] < self._clock).all(), "more chunks are needed at once than there are slots"
         arrays = np.searchsorted(self._first_chunks, chunks, side="right") - 1
@@ -146,6 +155,7 @@ class Chunks:
             except (ValueError, OSError) as error:
                 raise self._damaged(number, start, stop, error) from error
             before = self._slot_chunks[slot]
+            # Only a chunk that was read replaces another one: an error above leaves the maps consistent.
             if before >= 0:
                 self._chunk_slots[before] = -1
             self._values[slot * self._chunk : slot * self._chunk + len(read)] = read

@@ -1,6 +1,6 @@
 """Resolves a component's format, chat template, packing and token store folder.
 
-Training and evaluation read the same formats and understand their keys in the same way.
+Training and evaluation read the same formats and interpret their keys in the same way.
 """
 
 from collections.abc import Iterator
@@ -34,24 +34,25 @@ FORMATS: Formats = (
     SupervisedLmDatasetFormat,
     PrebuiltLmDatasetFormat,
 )
-"""What a language model is trained and evaluated on."""
+"""The formats that training and evaluation of language models read."""
 
 PAIRS: Formats = (PreferenceChatLmDatasetFormat,)
-"""What preferences are read from."""
+"""The formats that training on preferences reads."""
 
 
 def with_template(component: DatasetComponentBase, template: str | None) -> DatasetComponentBase:
-    """The component with the text of its chat format's template; `data.chat_template` where it has none of its own.
+    """The component with the text of its chat format's template; `data.chat_template` if it has none of its own.
 
-    Where there is neither, the tokenizer's is taken, once there is a tokenizer.
+    If neither is set, the tokenizer's template is used later, when the tokenizer is loaded.
 
     Raises:
-        MissingFileError: the file of a template is not there.
-        DataError: it is no text.
+        MissingFileError: the file of a template does not exist.
+        DataError: the file is not text.
     """
     if isinstance(component, ConcatDatasetComponent):
         children = {name: with_template(child, template) for name, child in component.children.items()}
         return replace(component, children=children)
+    # Upstream allows the format on the component and on its source; whichever holds the chat format gets the text.
     source = getattr(component, "source", None)
     for holder in (component, source):
         format = getattr(holder, "format", None)
@@ -63,7 +64,7 @@ def with_template(component: DatasetComponentBase, template: str | None) -> Data
 
 
 def has_chats(config: LmDataConfig) -> bool:
-    """Whether some component holds conversations, whether its files are here or not."""
+    """Whether some component holds conversations, by the configuration alone."""
     waiting = list(config.components.values())
     while waiting:
         component = waiting.pop()
@@ -89,11 +90,12 @@ def _read_template(template: str | None) -> str | None:
 def format_and_pack(
     where: str, component: DatasetComponentBase, formats: Formats = FORMATS
 ) -> tuple[LmDatasetFormatBase, bool | int | str | None]:
-    """A component's format, one of `formats`, and how its documents are packed. All children of one have one format."""
+    """A component's format, one of `formats`, and how its documents are packed. All children must agree."""
     if isinstance(component, DatasetComponent):
         format = component_format(where, component, formats)
         raise_problems([f"{where}.format.{problem}" for problem in _format_problems(format)])
         pack = component.pack if component.pack is not None else getattr(format, "pack", None)
+        # `bool` is a subclass of `int`, and `pack: true` is not a number of documents.
         if isinstance(pack, int) and not isinstance(pack, bool) and pack < 1:
             raise DataError(f"{where}.pack: documents per row must be at least 1, got {pack}")
         return format, pack
@@ -103,6 +105,7 @@ def format_and_pack(
         ]
         if not child_formats:
             raise DataError(f"{where}.children: is empty")
+        # One component has one token store, whose identity has one format.
         if any(child_format != child_formats[0] for child_format in child_formats):
             raise DataError(f"{where}.children: have different formats or packing; make them separate components")
         cached_children = [name for name, child in component.children.items() if child.cache_dir is not None]
@@ -119,10 +122,12 @@ def format_and_pack(
 
 
 def _format_problems(format: LmDatasetFormatBase) -> Iterator[str]:
-    """What cannot be done with a format's keys."""
+    """Problems of a format's keys."""
     if isinstance(format, ChatLmDatasetFormat):
         if format.single_turn:
             yield "single_turn: true is for prepared prompts (eval_sliding_lm); whole conversations are read here"
+        # A template that does not parse is reported here, before any text is tokenized. BOS and EOS matter only when it
+        # runs.
         if format.chat_template is not None:
             try:
                 ChatTemplate(text=format.chat_template, bos_token="", eos_token="").check()
@@ -146,10 +151,10 @@ def _format_problems(format: LmDatasetFormatBase) -> Iterator[str]:
 
 
 def store_folder(config: LmDataConfig, name: str, component: DatasetComponentBase, split: str) -> str | None:
-    """The folder of a component's token store for a split; None where it keeps none.
+    """The folder of a component's token store for a split; None if it has none.
 
-    Texts of the configuration and of Python itself are small, and keep one only where they are told to: the first by a
-    `cache_dir` of their own, the second also by one that is written in `data:`.
+    Texts of the configuration and of Python itself are small, and have a store only if it is configured: the first by a
+    `cache_dir` of their own, the second also by an explicit `data.cache_dir`.
     """
     source = getattr(component, "source", None)
     cache_dir = getattr(component, "cache_dir", None) or getattr(source, "cache_dir", None)
@@ -159,6 +164,7 @@ def store_folder(config: LmDataConfig, name: str, component: DatasetComponentBas
     if cache_dir is None and (config.cache_dir is None or small):
         return None
     folder = cache_dir if cache_dir is not None else join(str(config.cache_dir), name)
+    # `flat_cache` is upstream's layout of a cache that holds a single split.
     return folder if getattr(component, "flat_cache", False) else join(folder, split)
 
 

@@ -1,8 +1,8 @@
 """`LmDataConfig`: the `data:` block.
 
-A *component* is one named data set: a source (where) and a format (what), with tags. Components carry weights for
-training and are evaluated one by one. All keys of the block are listed here, those of training too, so that one file
-serves every entry point; `eval_sets` names the keys that an evaluation does not use in its notes.
+A *component* is one named data set: a source (which files) and a format (which keys of a record), with tags. Components
+carry weights for training and are evaluated one by one. All keys of the block are listed here, those of training too,
+so that one file serves every entry point; `eval_sets` names the keys that an evaluation does not use in its notes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from levanter.data.sources import DatasetSourceBase
 from levanter.io.names import name_problem
 
 TrainWeights = dict[str, NonNegativeFloat] | list[tuple[Count, dict[str, NonNegativeFloat]]] | None
-"""The weight of each component in training, or a list of (first step, weights); None if there is no training."""
+"""The weight of each component in training, or a list of (first step, weights); None for equal weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +144,7 @@ def _weight_problems(weights: TrainWeights, components: Mapping[str, object]) ->
     stages: Sequence[dict[str, float]]
     if weights is None:
         return []
+    # Each unknown name once, even if several stages have it.
     stages = [weights] if isinstance(weights, dict) else [stage for _, stage in weights]
     problems = []
     for name in dict.fromkeys(name for stage in stages for name in stage):

@@ -1,8 +1,8 @@
-"""Records of conversations → token ids and what counts of each (`format: {type: chat}`).
+"""Records of conversations → token ids with loss weights (`format: {type: chat}`).
 
-The template decides about every token, BOS and the ends of turns included; nothing is put around what it writes. What
-would teach nothing, or the wrong thing, is refused: roles that nobody knows (a template skips them), contents that are
-no text, two BOS at the beginning, answers without an end.
+The template decides about every token, BOS and the ends of turns included; nothing is added to what it renders. Records
+that would teach nothing, or something wrong, are refused: unknown roles (a template skips them), contents that are no
+text, two BOS at the beginning, answers without an end.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from levanter.data.tokenizer import TemplateTokenizer, Tokenizer
 
 
 def chat_template(format: ChatLmDatasetFormat | PreferenceChatLmDatasetFormat, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template of a set: its own, or else the tokenizer's.
+    """The template of a set: its own, else the tokenizer's.
 
     Raises:
         DataError: there is none.
@@ -38,6 +38,7 @@ def chat_template(format: ChatLmDatasetFormat | PreferenceChatLmDatasetFormat, t
             f"chat_template: is missing, and the tokenizer {tokenizer.name} has none; give one here or as "
             "data.chat_template: Jinja, or the path of a file with it"
         )
+    # Templates write the tokens as text, so the ids are decoded once here.
     bos, eos = ("" if i is None else tokenizer.decode([i]) for i in (tokenizer.bos_id, tokenizer.eos_id))
     template = ChatTemplate(text=text, bos_token=bos, eos_token=eos, where=where)
     template.check()
@@ -45,7 +46,7 @@ def chat_template(format: ChatLmDatasetFormat | PreferenceChatLmDatasetFormat, t
 
 
 def format_identity(format: ChatLmDatasetFormat, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What decides a set's ids and weights, for the manifest of its token store.
+    """Everything that a set's ids and weights depend on, for the manifest of its token store.
 
     Raises:
         DataError: there is no template.
@@ -56,14 +57,16 @@ def format_identity(format: ChatLmDatasetFormat, tokenizer: Tokenizer) -> dict[s
         "system_prompt": format.system_prompt,
         "chat_template_kwargs": format.chat_template_kwargs,
         "roles": dict(format.roles or {}),
+        # The template's hash instead of its text: a store of another template has other ids.
         "chat_template": f"sha256 {hashlib.sha256(template.text.encode()).hexdigest()}",
         "counted": _rule(format, template),
         "allow_unstopped": format.allow_unstopped,
     }
 
 
+# The texts below are recorded in manifests and compared; rewording one would refuse every existing store.
 def _rule(format: ChatLmDatasetFormat, template: ChatTemplate) -> str:
-    """What counts of a conversation, in words."""
+    """The rule that decides which tokens of a conversation count, in words."""
     if not format.mask_user_turns:
         return "every token"
     how = "tokens of the template's generation spans" if template.marks_generation else "derived: agreement of ids"
@@ -71,7 +74,7 @@ def _rule(format: ChatLmDatasetFormat, template: ChatTemplate) -> str:
 
 
 def describe_chat(format: ChatLmDatasetFormat, tokenizer: Tokenizer) -> str:
-    """Which template a set has, and how what counts is found, in a line.
+    """Describes in a line a set's template and the rule for the tokens that count.
 
     Raises:
         DataError: there is no template.
@@ -86,16 +89,17 @@ def describe_chat(format: ChatLmDatasetFormat, tokenizer: Tokenizer) -> str:
     else:
         how = "the assistant's tokens count, derived (the template does not mark them)"
     which = {"all": "", "last": "; of the last turn only", "split": "; each answer a conversation of its own"}
+    # A template with the current date gives other ids tomorrow, which the user should know before a store is built.
     dated = "; it may write the date of the day on which it is rendered" if "strftime_now" in template.text else ""
     return f"{whose} (sha256 {digest[:12]}…{dated}); {how}{which[format.turns]}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatEncoder:
-    """Conversations.
+    """Encodes records of conversations.
 
     Attributes:
-        format: their keys.
+        format: the keys of a record.
         template: messages to text.
         tokenizer: text to ids, special tokens in the text included.
     """
@@ -105,7 +109,7 @@ class ChatEncoder:
     tokenizer: Tokenizer
 
     def chars(self, record: tuple[Any, str]) -> int:
-        """The characters of all messages' contents; at least 1, so that an empty conversation is looked at."""
+        """The characters of all messages' contents; at least 1, because records with 0 are skipped unchecked."""
         value, origin = record
         messages = record_value(value, self.format.messages_field, list, origin)
         return 1 + sum(len(str(message.get("content"))) for message in messages if isinstance(message, dict))
@@ -113,10 +117,10 @@ class ChatEncoder:
     def encode(self, records: Sequence[tuple[Any, str]]) -> list[Encoded]:
         """The ids and weights of each conversation, or of each part of it with `turns: split`.
 
-        One in which nothing can count, since the assistant says nothing, has no ids.
+        A conversation in which the assistant says nothing has no ids, because nothing in it could count.
 
         Raises:
-            DataError: messages that are none, that the template refuses, or of which it cannot be told what counts.
+            DataError: invalid messages; the template refuses them; or what counts cannot be derived.
         """
         return [encoded for value, origin in records for encoded in self._encoded(value, origin)]
 
@@ -128,12 +132,16 @@ class ChatEncoder:
             return
         turns = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
         if not turns:
+            # An empty document is left out of the store and counted as skipped.
             yield NOTHING
         elif self.format.turns == "split":
+            # Each answer with only the messages before it: templates may render an earlier turn otherwise than the last
+            # one.
             for turn in turns:
                 part = f"{origin}, up to message {turn + 1}"
                 yield self._answers.counted(messages[: turn + 1], more, part, since=turn)
         else:
+            # The whole conversation once; with `turns: last` earlier answers are context without weight.
             yield self._answers.counted(messages, more, origin, since=turns[-1] if self.format.turns == "last" else 0)
 
     @cached_property

@@ -23,7 +23,7 @@ from levanter.io.paths import MissingFileError, expand, is_remote
 
 @dataclass(frozen=True, kw_only=True)
 class FileDocuments:
-    """The documents of files, in the order of the files; records of formats other than text are read by others."""
+    """The documents of files, in the order of the files; iterates over text only, not over records of other formats."""
 
     paths: tuple[str, ...]
     format: LmDatasetFormatBase
@@ -61,10 +61,14 @@ class PythonTopics:
 
     def __iter__(self) -> Iterator[Document]:
         topics: Mapping[str, str] = pydoc_data.topics.topics
+        # Characters are counted over all topics, before the division, so both splits see the same beginning of the
+        # text.
         remaining = self.max_chars
         for number, name in enumerate(sorted(topics)):
             text = topics[name][:remaining]
             remaining = None if remaining is None else remaining - len(text)
+            # The last topic of every group of `hold_out_every`, sorted by name: independent of Python's dictionary
+            # order.
             held_out = number % self.hold_out_every == self.hold_out_every - 1
             if text and held_out == (self.split == "validation"):
                 yield Document(text, f"pydoc_data.topics[{name!r}]")
@@ -105,16 +109,16 @@ Formats = tuple[type[LmDatasetFormatBase], ...]
 def component_documents(
     where: str, component: DatasetComponentBase, split: str | None, *, formats: Formats
 ) -> tuple[Documents, ...]:
-    """Where a component's documents of a split are; nothing where it has no such split.
+    """The sources of a component's documents in a split; empty if it has no such split.
 
     Args:
         where: the component's key, for messages.
         component: what to resolve.
         split: `train` or `validation`; None for the component's own.
-        formats: what the caller can read.
+        formats: the formats that the caller can read.
 
     Raises:
-        MissingFileError: files are absent or out of reach.
+        MissingFileError: files do not exist or cannot be reached.
         DataError: anything else is wrong: an unknown ending, a format or source that cannot be read.
     """
     if isinstance(component, ConcatDatasetComponent):
@@ -152,6 +156,8 @@ def _source_documents(where: str, component: DatasetComponent, split: str, forma
     except MissingFileError as error:
         raise MissingFileError("\n".join(f"{key}: {line}" for line in str(error).splitlines())) from error
     except (ValueError, OSError) as error:
+        # A local failure is a mistake in the configuration. A remote one may be temporary, and `plan` may go on without
+        # the text.
         if not any(map(is_remote, patterns)):
             raise DataError(f"{key}: {error}") from error
         # Out of reach: no network, no permission, or no package for this kind of URL.
@@ -159,6 +165,7 @@ def _source_documents(where: str, component: DatasetComponent, split: str, forma
     unreadable = []
     for path in paths:
         try:
+            # By the name alone. All files are checked, so that one message lists every file of an unknown kind.
             file_kind(path)
         except DataError as error:
             unreadable.append(f"{key}: {error}")
@@ -173,7 +180,7 @@ def _python_documents(source: PythonDocsSource, split: str) -> tuple[Documents, 
 
 
 def _hub_patterns(where: str, source: HfDatasetSource, split: str) -> tuple[str, list[str]]:
-    """The key to name in messages, and the Parquet files that the Hub keeps of every data set."""
+    """The configuration key for messages, and the pattern of the Parquet files that the Hub makes of every data set."""
     if source.revision is not None:
         raise DataError(
             f"{where}.source: the Hub has Parquet files for the newest revision of a data set only; for another "
@@ -181,7 +188,10 @@ def _hub_patterns(where: str, source: HfDatasetSource, split: str) -> tuple[str,
             f"`type: url` with {split}_urls: [hf://datasets/{source.id}@{source.revision}/PATH/*.parquet]"
         )
     if source.splits is not None and split not in source.splits:
+        # Not an error: the user has listed the splits that exist.
         return "", []
+    # The Hub converts every data set to Parquet on this branch, one folder per configuration and split, whatever the
+    # original format is.
     folder = f"hf://datasets/{source.id}@refs/convert/parquet/{source.name or 'default'}/{split}"
     return f"{where}.source", [f"{folder}/*.parquet"]
 
@@ -194,6 +204,8 @@ def component_format(where: str, component: DatasetComponent, formats: Formats) 
     """
     default = TextLmDatasetFormat()
     source_format: LmDatasetFormatBase = getattr(component.source, "format", default)
+    # A format equal to the default counts as unset: after parsing, a default and an explicit `type: text` look the
+    # same.
     format = component.format if component.format != default else source_format
     if default not in (component.format, source_format) and component.format != source_format:
         raise DataError(f"{where}: format is {component.format}, but source.format is {source_format}; keep one")

@@ -1,10 +1,10 @@
-"""Encoders: a record of some format → token ids, and the weight each place has in the loss.
+"""Encoders: a record of some format → token ids, and the weight of each position in the loss.
 
-A weight belongs to the place *from* which a token is predicted, as everywhere in training: `weights[t]` counts the
+A weight belongs to the position *from* which a token is predicted, as everywhere in training: `weights[t]` counts the
 prediction of `ids[t + 1]`. Plain text has no weights: every token behind a document's first counts. Records of the
-other formats are JSON values (or rows of Parquet) with the place they came from:
+other formats are JSON values (or rows of Parquet) with their origin (file and position):
 
-- `prebuilt`: ids as they are, with weights as they are where the record has them.
+- `prebuilt`: ids as they are, and weights as they are if the record has them.
 - `supervised`: BOS, input, target, EOS. With `mask_inputs` only what predicts the target and EOS counts.
 - `chat`: in `conversations`.
 """
@@ -25,12 +25,12 @@ from levanter.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class TextEncoder:
-    """Plain documents: BOS, text, EOS.
+    """Encodes plain documents: BOS, text, EOS.
 
     Attributes:
         tokenizer: text to ids.
-        bos, eos: ids put before and behind each document; None for none.
-        vocab_size: the model's ids.
+        bos, eos: the ids added before and after each document; None for none.
+        vocab_size: the number of ids.
     """
 
     tokenizer: Tokenizer
@@ -52,6 +52,7 @@ class TextEncoder:
         after = np.array([] if self.eos is None else [self.eos], np.int32)
         documents = []
         for record, ids in zip(records, self.tokenizer.encode_batch([r.text for r in records]), strict=True):
+            # The ids of the text only: BOS and EOS are the tokenizer's own and in its vocabulary.
             check_ids(ids, record.origin, self.tokenizer, self.vocab_size)
             documents.append(Encoded(np.concatenate([before, np.asarray(ids, np.int32), after])))
         return documents
@@ -74,11 +75,11 @@ Record = tuple[Any, str]
 
 @dataclass(frozen=True, kw_only=True)
 class PrebuiltEncoder:
-    """Records that hold ids.
+    """Encodes records that already hold ids.
 
     Attributes:
-        format: their keys.
-        vocab_size: ids there are.
+        format: the keys of a record.
+        vocab_size: the number of ids.
     """
 
     format: PrebuiltLmDatasetFormat
@@ -93,12 +94,13 @@ class PrebuiltEncoder:
         """The ids and weights of each record.
 
         Raises:
-            DataError: ids that are no numbers or outside the vocabulary; weights of another length.
+            DataError: ids that are not whole numbers or are outside the vocabulary; weights of another length.
         """
         return [self._encoded(value, origin) for value, origin in records]
 
     def _encoded(self, value: object, origin: str) -> Encoded:
         key, weights_key = self.format.input_ids_key, self.format.loss_weights_key
+        # int64 first: an id beyond int32 must be reported, not wrapped around into the vocabulary.
         ids = _numbers(record_value(value, key, list, origin), np.int64, key, origin)
         check_ids(ids, origin, None, self.vocab_size)
         weights = np.ones(len(ids), np.float32)
@@ -114,11 +116,11 @@ class PrebuiltEncoder:
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedEncoder:
-    """Records of an input and its target.
+    """Encodes records of an input and its target.
 
     Attributes:
-        format: their keys.
-        tokenizer: text to ids; input and target each for itself.
+        format: the keys of a record.
+        tokenizer: text to ids; input and target are tokenized separately.
         bos, eos: as in `TextEncoder`.
     """
 
@@ -135,9 +137,10 @@ class SupervisedEncoder:
         """The ids and weights of each record.
 
         Raises:
-            DataError: a key is missing or no text.
+            DataError: a key is missing or is not text.
         """
         texts = [text for record in records for text in self._texts(*record)]
+        # Input and target alternate in one batch, so that the tokenizer's threads share all of the work.
         pieces = self.tokenizer.encode_batch(texts)
         return [self._encoded(pieces[i], pieces[i + 1]) for i in range(0, len(pieces), 2)]
 
@@ -148,6 +151,8 @@ class SupervisedEncoder:
 
     def _encoded(self, prompt: np.ndarray, target: np.ndarray) -> Encoded:
         between = self.format.separate_with
+        # `separate_with` is text, which joins the input before it is tokenized, or an id, which follows the input's
+        # ids.
         before = [] if self.bos is None else [self.bos]
         middle = [between] if isinstance(between, int) else []
         after = [] if self.eos is None else [self.eos]
@@ -162,6 +167,8 @@ class SupervisedEncoder:
 
 def _numbers(values: list, dtype: type[np.generic], key: str, origin: str) -> np.ndarray:
     array = np.asarray(values) if values else np.zeros(0, dtype)
+    # Ids must be integers; weights may be integers, floats or booleans. A nested list has more axes, and a list with
+    # text has kind `U`.
     wanted = "iu" if np.issubdtype(dtype, np.integer) else "iufb"
     if array.ndim != 1 or array.dtype.kind not in wanted:
         raise DataError(f"{origin}: {key!r} must be a list of {'whole ' if wanted == 'iu' else ''}numbers")

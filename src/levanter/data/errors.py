@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 
 class DataError(ValueError):
-    """Data that cannot be used as configured: which file, where in it, what was expected."""
+    """Data that cannot be used as configured: the message has the file, the position, and what was expected."""
 
 
 class ManyDataErrors(DataError):
-    """Everything that is wrong, listed together."""
+    """Several problems, numbered in one message."""
 
     def __init__(self, problems: Sequence[str]):
         self.problems = tuple(problems)
@@ -17,16 +17,18 @@ class ManyDataErrors(DataError):
 
 
 class AbsentTextError(ManyDataErrors):
-    """Nothing is wrong with the configuration of the data, but files are absent or out of reach from here."""
+    """The configuration of the data is valid, but files do not exist or cannot be reached from here."""
 
     def __init__(self, problems: Sequence[str]):
         super().__init__(problems)
+        # A single problem needs no number and no heading; the type stays, because planning handles absent files
+        # differently.
         if len(problems) == 1:
             self.args = (problems[0],)
 
 
 def raise_problems(problems: Sequence[str]) -> None:
-    """Raises nothing, the one problem, or all of them together."""
+    """Raises a `DataError` for one problem, `ManyDataErrors` for several; returns if there is none."""
     if len(problems) == 1:
         raise DataError(problems[0])
     if problems:

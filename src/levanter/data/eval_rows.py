@@ -1,8 +1,8 @@
-"""The rows that an evaluation scores, of sets of any format.
+"""Builds the rows that an evaluation scores, for sets of any format.
 
-Text is laid end to end, so that every token behind a document's first is scored once (`sequences`). What has weights
-(conversations, pairs of input and target, prebuilt ids) is laid into rows as training lays it: whole records, packed or
-padded as `pack` says, of which the tokens that count in training are scored.
+Text is concatenated, so that every token after a document's first is scored once (`eval_sequences`). Formats with loss
+weights (conversations, pairs of input and target, prebuilt ids) get the same rows as in training: whole records, packed
+or padded as `pack` says, of which the tokens that count in training are scored.
 
 An evaluation set that is given as rows keeps these rows: a document is complete within one (or cut where training cuts
 it), and a token is scored where its loss weight is above 0. Every scored token counts as one.
@@ -59,12 +59,12 @@ def held_out_sequences(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowSet:
-    """A set that is given as rows.
+    """A set given as rows.
 
     Attributes:
         name, tags: as in the `EvaluationSet`.
         rows: all of them.
-        chars: characters they were made from; 0 where that is not known.
+        chars: characters they were made from; 0 if unknown.
     """
 
     name: str
@@ -92,6 +92,7 @@ def row_sequences(
     for one in sets:
         real = one.rows.segment_ids >= 0
         # A document begins where the row or the segment changes; padding is one more, of which nothing is scored.
+        # −2 is no segment, so every row begins a document, even if the row before ends with the same segment number.
         segment = np.concatenate([np.full((len(real), 1), -2), one.rows.segment_ids], axis=1)
         begins = np.diff(segment, axis=1) != 0
         spans.append(
@@ -108,6 +109,7 @@ def row_sequences(
                 stride=positions,
             )
         )
+        # Lengths of documents over all tokens of the set, padding runs included, so that they add up to the stream.
         lengths.append(np.diff(np.append(np.flatnonzero(begins), real.size)))
         start, first_row = start + real.size, first_row + len(real)
     if not spans:
@@ -127,6 +129,7 @@ def row_sequences(
 def _counted(rows: TrainRows) -> np.ndarray:
     """Whether each token counts where it is predicted; a weight is that of predicting *from* a place."""
     counted = np.zeros(rows.tokens.shape, bool)
+    # `loss_weights[t]` belongs to the prediction of token t + 1, so the mask moves by one.
     counted[:, 1:] = rows.loss_weights[:, :-1] > 0
     return counted & (rows.segment_ids >= 0)
 
@@ -137,6 +140,7 @@ def concatenate_sequences(first: EvalSequences | None, second: EvalSequences | N
         return first or second
     assert first.max_length == second.max_length and first.separate_documents == second.separate_documents
     tokens, rows = len(first.stream), first.row_count
+    # The second stream is appended to the first, so its positions and row numbers grow by the first one's sizes.
     moved = tuple(
         replace(span, start=span.start + tokens, stop=span.stop + tokens, first_row=span.first_row + rows)
         for span in second.sets
@@ -157,6 +161,7 @@ def _concatenate_marks(first: EvalSequences, second: EvalSequences, name: str) -
     if all(mark is None for mark in marks):
         return None
     streams = (first.stream, second.stream)
+    # A missing mark means that every token counts (or is real).
     return np.concatenate([np.ones(len(s), bool) if m is None else m for m, s in zip(marks, streams, strict=True)])
 
 
@@ -210,6 +215,7 @@ def evaluation_rows(
             continue
         sequences = concatenate_sequences(flush_text(), _records(config, one, tokenizer, max_length, vocab_size))
         assert sequences is not None
+        # Characters of the sets before; the tokenizer reports only its own.
         done = sum(span.chars for span in sequences.sets)
         report(0)
     sequences = flush_text()
@@ -252,6 +258,7 @@ def _stored_text(
         return None
     if tokens.largest_id >= vocab_size:
         raise DataError(vocabulary_error(as_training_set(one), tokens.largest_id, vocab_size))
+    # The whole set at once: evaluation needs all of it in memory anyway.
     ids, _ = tokens.read(np.array([0]), tokens.starts[-1:])
     shards = tokens.manifest.shards or ()
     return TokenizedText(
@@ -311,10 +318,12 @@ def _records(
     records = as_training_set(one)
     tokens: Tokens | None = _open_store(config, one, tokenizer)
     if tokens is None:
+        # Records without a store are tokenized in memory: an evaluation builds no store.
         (tokens,) = build_tokens(config, [records], tokenizer)
     limit = tokenizer.vocab_size if vocab_size is None else vocab_size
     raise_problems(list(token_problems([records], [tokens], limit)))
     rows = plan_rows(config, records, tokens, max_length)
+    # Only warn about rows that differ from what the user would expect: truncated or omitted records.
     if isinstance(rows, PackedRows) and (rows.kept or rows.dropped):
         if rows.cut or rows.dropped or rows.uncounted:
             logger.warning("%s: %s", one.name, rows.describe())

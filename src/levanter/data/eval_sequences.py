@@ -9,10 +9,10 @@ The documents of a set are tokenized (with BOS and EOS as configured) and laid e
 
 The log-probability at position t of a row belongs to the row's token t+1, so a row of L tokens scores up to L−1, and
 the shared token is context in the later row and scored in the earlier one. *Segment ids* number the documents of a row:
-no token sees another document. What a row does not show is that a document split at a row border continues without the
-context on the other side: longer rows, better numbers. Sets do not share rows; a set's last row is padded, and masked.
+no token sees another document. A document that is split at a row border continues without the context of the earlier
+row, so longer rows give better numbers. Sets do not share rows; a set's last row is padded, and masked.
 
-Rows are arithmetic on the stream: any row, and any batch, is made when asked for, the same on every process.
+Rows are arithmetic on the stream: any row, and any batch, is computed on demand, and is the same on every process.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,12 +29,12 @@ from levanter.data.tokenizer import Tokenizer
 
 PADDING_SEGMENT = -1
 CHUNK_CHARS = 1_000_000
-"""Characters handed to the tokenizer at once, which keeps progress smooth and memory flat."""
+"""Characters handed to the tokenizer at once, which bounds the memory and makes progress regular."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SetSpan:
-    """Where a set lies in the stream and among the rows.
+    """The part of the stream and of the rows that belongs to a set.
 
     Attributes:
         name, tags: as in the `EvaluationSet`.
@@ -43,8 +43,8 @@ class SetSpan:
         first_row, rows: its rows.
         skipped: empty documents, which are left out.
         chars: characters read.
-        stride: tokens from one row's beginning to the next one's; None for one less than a row has, so that neighbours
-            share one. Rows that are given as rows share none.
+        stride: tokens from one row's beginning to the next one's; None for `max_length − 1`, so that neighbours share
+            one token. Sets given as rows have a stride of `max_length`: their rows share none.
     """
 
     name: str
@@ -93,7 +93,7 @@ class EvalRows:
 
     @property
     def inputs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What a Program that scores them takes beside the model: tokens, targets, segments."""
+        """The inputs of a scoring Program other than the model: tokens, targets, segment ids."""
         return self.tokens, self.targets, self.segment_ids
 
 
@@ -109,7 +109,7 @@ class EvalSequences:
         byte_lengths: int32 `[vocab]`.
         separate_documents: whether documents get segments of their own.
         counts: bool `[tokens]`, whether a token is scored where it is predicted; None for all.
-        real: bool `[tokens]`, false where a row that is given as a row is padded; None where none is.
+        real: bool `[tokens]`, false for the padding of sets given as rows; None if there is no padding in the stream.
     """
 
     max_length: int
@@ -143,10 +143,12 @@ class EvalSequences:
     def set_indices(self, rows: np.ndarray) -> np.ndarray:
         """The index of the set that each row belongs to."""
         first_rows = np.array([span.first_row for span in self.sets], np.int64)
+        # `side="right"`: a row that begins a set belongs to that set, not to the one before.
         return np.searchsorted(first_rows, rows, side="right") - 1
 
     def stream_indices(self, rows: np.ndarray) -> np.ndarray:
         """int64 `[rows, position]`: where in the stream each position of these rows is, beyond its end where padded."""
+        # A padding row (−1) has no set; it is computed like row 0 and masked by the caller.
         set_index = self.set_indices(np.maximum(rows, 0))
         first_row = np.array([span.first_row for span in self.sets], np.int64)[set_index]
         start = np.array([span.start for span in self.sets], np.int64)[set_index]
@@ -163,7 +165,9 @@ class EvalSequences:
         set_index = self.set_indices(np.maximum(rows, 0))
         stop = np.array([span.stop for span in self.sets], np.int64)[set_index]
         stream_indices = self.stream_indices(rows)
+        # A position behind the set's end would read the next set's tokens, so it is padding.
         real = (stream_indices < stop[:, None]) & (rows >= 0)[:, None]
+        # Padded positions still need a valid index for the gathers below; their values are masked.
         stream_indices = np.clip(stream_indices, 0, len(self.stream) - 1)
         if self.real is not None:
             real &= self.real[stream_indices]
@@ -177,6 +181,7 @@ class EvalSequences:
         segments = document - document[:, :1] if self.separate_documents else np.zeros_like(document)
         segment_ids = np.where(real, segments, PADDING_SEGMENT).astype(np.int32)
         target_bytes = np.zeros(tokens.shape, np.int64)
+        # Byte lengths belong to the predicted token, so they move with the targets by one position.
         target_bytes[:, :-1] = self.byte_lengths[tokens[:, 1:]]
         return EvalRows(
             rows=rows,
@@ -216,6 +221,7 @@ class EvalBatches:
     def __getitem__(self, step: int) -> EvalRows:
         if not 0 <= step < len(self):
             raise IndexError(step)
+        # −1 fills up the last batch: all batches have one shape, so the Program is compiled once.
         rows = np.full(self.batch_size, -1, np.int64)
         chosen = self.rows[step * self.batch_size : (step + 1) * self.batch_size]
         rows[: len(chosen)] = chosen
@@ -263,12 +269,12 @@ def build_sequences(
         separate_documents: whether a token sees only its own document (`block_cross_document_attention`). Which tokens
             are scored does not depend on it.
         vocab_size: the model's vocabulary; ids beyond it are an error.
-        on_progress: told the characters tokenized so far.
-        stored: a set's text where it is tokenized already.
+        on_progress: called with the number of characters tokenized so far.
+        stored: returns a set's text if it is tokenized already, else None.
 
     Raises:
         DataError: a set without a token to score; an id outside the vocabulary; and whatever is wrong in a file.
-        MissingFileError: a file is gone.
+        MissingFileError: a file no longer exists.
     """
     if max_length < 2:
         raise ValueError(f"max_eval_length must be at least 2 (a token and the next), got {max_length}")
@@ -296,6 +302,8 @@ def build_sequences(
         if tokens - documents < 1:
             what = "no text" if documents == 0 else "no document with at least two tokens"
             raise DataError(f"data set {one.name!r} is empty: {what} in {'; '.join(map(str, one.document_sources))}")
+        # ⌈(tokens − 1) / (max_length − 1)⌉: each row scores max_length − 1 tokens, and the set's first one is not
+        # scored.
         rows = -(-(tokens - 1) // (max_length - 1))
         spans.append(
             SetSpan(
@@ -311,6 +319,8 @@ def build_sequences(
             )
         )
         pieces.append(text.ids)
+        # An empty document would begin at the same place as the next one and break the search for a position's
+        # document.
         lengths.append(text.lengths[text.lengths > 0])
         start += tokens
         first_row += rows
@@ -345,6 +355,8 @@ def _tokenize(
         nonlocal waiting_chars, chars
         for document, ids in zip(waiting, tokenizer.encode_batch([d.text for d in waiting]), strict=True):
             ids = np.concatenate([before, np.asarray(ids, np.int32), after])
+            # Checked here rather than on the device, where an id outside the vocabulary reads an arbitrary row of the
+            # embedding.
             outside = ids[(ids < 0) | (ids >= limit)]
             if len(outside):
                 raise DataError(

@@ -2,9 +2,9 @@
 
 `resolve_evaluation` looks at names only: it expands patterns, checks that every file exists and that a reader knows it,
 and collects everything that is wrong. An `EvaluationSet` of text then reads its documents when asked; records of other
-formats are read and laid into rows as in training (`evaluation_rows`). Evaluation tokenizes as it reads, or
-reads a token store that `cache_dataset` has built. What only orders or weighs training data has no effect on it, and
-the keys of the configuration for which that is so are listed in `notes`.
+formats are read and laid into rows as in training (`evaluation_rows`). Evaluation tokenizes the text itself, or reads a
+token store that `cache_dataset` has built. Keys that only order or weigh training data have no effect, and `notes`
+lists those that are set.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,10 +37,10 @@ class EvaluationSet:
     Attributes:
         name: the component's name.
         tags: the names under which its numbers are aggregated; its own name is the last of them.
-        document_sources: where its documents are, in order.
-        format: what a record is; with the template, where there is one.
+        document_sources: the sources of its documents, in order.
+        format: the format of a record, including the chat template if there is one.
         pack: how records are laid into rows, where they are not text.
-        folder: where the store of its tokens lies if `cache_dataset` has built one; None where there can be none.
+        folder: the folder of its token store if `cache_dataset` has built one; None if it cannot have one.
     """
 
     name: str
@@ -82,7 +82,7 @@ def resolve_evaluation(
         split: `train` to evaluate on training data, `validation`, or None for each component's own `split`.
         in_training: whether this is the evaluation of a training run, which has the sequences that are held out
             (`data.num_validation_sequences`), uses the keys of training, and may do without any validation set.
-        formats: of records that are scored.
+        formats: the formats of records that can be scored.
 
     Raises:
         DataError: with everything that is wrong at once: missing files with the nearest names, patterns without a
@@ -100,6 +100,7 @@ def resolve_evaluation(
             documents = component_documents(where, component, split, formats=formats)
             format, pack = _format_and_pack(where, component, formats) if documents else (TextLmDatasetFormat(), None)
         except (DataError, MissingFileError) as error:
+            # Absent files are collected apart: planning works without them, while a run needs them.
             problem_list = absent if isinstance(error, MissingFileError) else problems
             error_problems = error.problems if isinstance(error, ManyDataErrors) else [str(error)]
             problem_list += [text if text.startswith(where) else f"{where}: {text}" for text in error_problems]
@@ -122,6 +123,7 @@ def resolve_evaluation(
             "data.num_validation_sequences: these sequences are held out when training data is prepared, which an "
             "evaluation does not do; give the component validation_urls"
         )
+    # No set is an error only if nothing else explains it; a training run may go without evaluation.
     if not sets and not problems and not absent and not in_training:
         problems.append(_nothing_to_evaluate(without, split))
     if absent and not problems:
@@ -161,6 +163,7 @@ def component_tags(name: str, component: DatasetComponentBase) -> tuple[str, ...
     """The names under which a component's numbers are aggregated; its own name is the last of them."""
     source: DatasetSourceBase | None = getattr(component, "source", None)
     tags = getattr(component, "tags", None) or getattr(source, "tags", None) or []
+    # `dict.fromkeys` removes repeated tags and keeps their order.
     return (*(tag for tag in dict.fromkeys(tags) if tag != name), name)
 
 
@@ -183,6 +186,7 @@ def _store(
     config: LmDataConfig, name: str, component: DatasetComponentBase, split: str | None, documents: Sequence[Documents]
 ) -> str | None:
     """Where the tokens of a set may lie: one folder holds one split, of files of one format."""
+    # Children may read different text keys; a store records one format, so it could not describe them.
     formats = {part.format for part in documents if isinstance(part, FileDocuments)}
     if getattr(component, "flat_cache", False) or len(formats) > 1:
         return None
@@ -190,7 +194,7 @@ def _store(
 
 
 def _unused_keys(config: LmDataConfig, sets: Sequence[EvaluationSet]) -> list[str]:
-    """A note for the keys that are set and that evaluation has no use for."""
+    """Notes about keys that are set and that evaluation does not use."""
     notes = []
     cache = [f"data.{key}" for key in _CACHE_KEYS if is_set(config, key)]
     cache += [

@@ -1,7 +1,7 @@
-"""Formats: what a record of a source holds, and which of its keys.
+"""Formats: what a record of a source contains, and under which keys.
 
-A *source* says where the records are, a *format* what is in one. `TextLmDatasetFormat` is the one that plain
-evaluation reads; the others are accepted in a configuration and refused, by name, where they are first needed.
+A *source* says where the records are, a *format* what is in one. `TextLmDatasetFormat` is the one for plain text; an
+entry point that does not read a format refuses it by name.
 """
 
 from dataclasses import dataclass
@@ -44,17 +44,18 @@ class ChatLmDatasetFormat(LmDatasetFormatBase):
 
     Attributes:
         messages_field: the key of a record that holds its messages.
-        single_turn: for prepared prompts (`eval_sliding_lm`) alone.
-        chat_template: Jinja, or the path of a file with it; `data.chat_template` where absent, else the tokenizer's.
+        single_turn: only for prepared prompts (`eval_sliding_lm`).
+        chat_template: Jinja, or the path of a file with it; if absent, `data.chat_template`, else the tokenizer's
+            template.
         system_prompt: the key of a record that holds a system message.
-        chat_template_kwargs: the key of a record that holds what the template may know besides.
-        pack: how conversations are laid into rows; several to a row by default.
+        chat_template_kwargs: the key of a record that holds further variables of the template.
+        pack: how conversations are packed into rows; several to a row by default.
         mask_user_turns: whether only the assistant's tokens count.
         turns: which of the assistant's turns count: `all`, the `last`, or, with `split`, each in a conversation of its
             own that ends with it.
-        roles: what a template calls the roles of messages that it does not know (`{gpt: assistant}`).
-        overlength: of a conversation that is longer than a row: keep its beginning (`left`) or its end (`right`), leave
-            it out (`drop`), or refuse it (`raise`).
+        roles: the template's names of roles that it does not know (`{gpt: assistant}`).
+        overlength: what to do with a conversation longer than a row: keep its beginning (`left`) or its end (`right`),
+            leave it out (`drop`), or refuse it (`raise`).
         allow_unstopped: whether what counts of an answer may end without a token that a model stops at.
     """
 
@@ -67,6 +68,7 @@ class ChatLmDatasetFormat(LmDatasetFormatBase):
     mask_user_turns: bool = True
     turns: Literal["all", "last", "split"] = "all"
     roles: dict[str, str] | None = None
+    # The default keeps the beginning: the end of a conversation means little without its first messages.
     overlength: Literal["left", "right", "drop", "raise"] = "left"
     allow_unstopped: bool = False
 
@@ -103,10 +105,10 @@ class PreferenceChatLmDatasetFormat(LmDatasetFormatBase):
         chat_template, system_prompt, chat_template_kwargs: as of `chat`.
         pack: whether several pairs share a row; not implemented.
         mask_user_turns: whether only the assistant's tokens count.
-        count: of which of the assistant's turns tokens count: those behind the prompt that both have in common
-            (`completion`), or `all`.
-        slice_strategy: of a pair with a text longer than a row: keep the beginning of both (`left`) or the end
-            (`right`), leave it out (`drop`), or refuse it (`raise`).
+        count: the assistant's turns whose tokens count: those behind the common prompt of both (`completion`), or
+            `all`.
+        slice_strategy: what to do with a pair that has a text longer than a row: keep the beginning of both (`left`) or
+            the end (`right`), leave it out (`drop`), or refuse it (`raise`).
     """
 
     chosen_field: str = "chosen"
@@ -117,6 +119,7 @@ class PreferenceChatLmDatasetFormat(LmDatasetFormatBase):
     pack: bool = False
     mask_user_turns: bool = True
     count: Literal["completion", "all"] = "completion"
+    # The default refuses: a truncated text changes what the two probabilities say about each other.
     slice_strategy: Literal["left", "right", "raise", "drop"] = "raise"
 
 

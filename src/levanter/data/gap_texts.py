@@ -1,4 +1,4 @@
-"""The texts on which models are compared byte by byte: the first documents of each set, cut to so many bytes.
+"""The texts on which models are compared byte by byte: the first documents of each set, truncated to a number of bytes.
 
 A pair of input and target is one text, of which only the bytes of the target count.
 """
@@ -16,15 +16,15 @@ from levanter.data.record_values import record_value
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedText:
-    """A document as it is compared.
+    """A document on which models are compared.
 
     Attributes:
         name: of its set.
         tags: those under which the set's numbers are aggregated, its own name last.
         shard: the file that it is in.
         row: its number in that file, from 0.
-        text: what models see.
-        begin: the byte from which on it counts.
+        text: the text that models score.
+        begin: the first byte that counts.
     """
 
     name: str
@@ -43,11 +43,11 @@ def read_compared_texts(
     Args:
         sets: what to read: texts, or pairs of input and target.
         max_documents: of each set; None for all.
-        max_bytes: of a document, cut at a character; None for all.
+        max_bytes: of a document, truncated at a character boundary; None for all.
 
     Raises:
         DataError: a set of another format, or without a document that counts; whatever is wrong in a file.
-        MissingFileError: a file is gone.
+        MissingFileError: a file no longer exists.
     """
     texts = []
     for one in sets:
@@ -56,6 +56,7 @@ def read_compared_texts(
             if max_documents is not None and len(texts) - before >= max_documents:
                 break
             text = document.text if max_bytes is None else cut(document.text, max_bytes)
+            # Truncation may leave nothing of the target, and then nothing of the text counts.
             if len(text.encode()) > document.begin:
                 texts.append(ComparedText(**{**vars(document), "text": text}))
         if len(texts) == before:
@@ -64,8 +65,9 @@ def read_compared_texts(
 
 
 def cut(text: str, max_bytes: int) -> str:
-    """As many whole characters of the beginning as fit into so many bytes."""
+    """The longest prefix of whole characters that has at most `max_bytes` UTF-8 bytes."""
     content = text.encode()
+    # `ignore` drops the incomplete character at the end, the only invalid one.
     return text if len(content) <= max_bytes else content[:max_bytes].decode(errors="ignore")
 
 
@@ -90,6 +92,7 @@ def _file_texts(name: str, path: str, format: LmDatasetFormatBase) -> Iterator[t
             f"data set {name!r}: texts and pairs of input and target (`text`, `supervised`) are compared byte by byte; "
             f"`{format_name(format)}` is not"
         )
+    # Models with different tokenizers are compared on bytes, and an id has none.
     if isinstance(format.separate_with, int):
         raise DataError(f"data set {name!r}: format.separate_with: a token's id has no text; name the text itself")
     for record, origin in read_records(path):

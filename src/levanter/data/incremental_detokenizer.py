@@ -1,8 +1,8 @@
-"""`WindowStream`: text from ids that come one at a time, by decoding a short window of them again and again.
+"""`WindowStream`: text from ids that come one at a time, by decoding a short window of them repeatedly.
 
-A decoder cannot be asked for one token at a time: a character may be cut into several tokens, and the first token of a
-text may lose a space that it has elsewhere. So the window begins a piece before what is new, and what is new is what
-the text of the window has more than before.
+Single tokens cannot be decoded on their own: a character may be cut into several tokens, and the first token of a text
+may lose a space that it has elsewhere. So the window begins with ids that were given before, and the new text is what
+the text of the window has in addition.
 
 Text is given only when no later id can change it. The replacement character at the end of a text may be the first bytes
 of a character. Where a vocabulary has tokens for single bytes, a run of them is text as a whole or not at all (that is
@@ -13,7 +13,7 @@ how `tokenizers` decodes: one wrong byte makes all of the run replacement charac
 from collections.abc import Callable, Collection, Sequence
 
 REPLACEMENT = "\ufffd"
-"""Stands for bytes that are no character, or not yet."""
+"""What decoders write for bytes that are not (yet) a character."""
 
 
 class WindowStream:
@@ -36,34 +36,41 @@ class WindowStream:
         self._skipped, self._byte_ids = skipped, byte_ids
         self._window: list[int] = []
         self._context = 0
-        """How many ids of the window were there when it began: they only give context."""
+        """The number of ids at the beginning of the window whose text was given before: they only give context."""
         self._emitted = ""
-        """The text of the window that has been given."""
+        """The part of the window's text that has been given."""
 
     def push(self, id: int) -> str:
         """The text that one more id completes; nothing where a later one may still change it."""
+        # Special tokens have no text, and within a window they would change how their neighbours are decoded.
         if id in self._skipped:
             return ""
         self._window.append(id)
+        # A byte is kept until an id that is no byte follows: only then is the run's text final.
         if id in self._byte_ids:
             return ""
         text = self._decode(self._window)
         # A replacement character at the end may still become a character when the next bytes come.
         settled = text.removesuffix(REPLACEMENT)
+        # No new text, or the decoder has rewritten text that was given (which cannot be taken back): wait for more ids.
         if len(settled) <= len(self._emitted) or not settled.startswith(self._emitted):
             return ""
         new = settled[len(self._emitted) :]
         self._emitted = settled
         if settled == text:
             # A clean end: the next window begins with what has just been given.
+            # The window stays short: it holds the ids of this step and those of the step before, however long the text
+            # is.
             self._window = self._window[self._context :]
             self._context = len(self._window)
             self._emitted = self._decode(self._window)
         return new
 
     def finish(self) -> str:
-        """The rest of the text: there are no more ids."""
+        """The rest of the text: call it after the last id."""
         text = self._decode(self._window)
+        # At the end of the text an incomplete character stays a replacement character, as when all ids are decoded
+        # together.
         rest = text[len(self._emitted) :] if text.startswith(self._emitted) else ""
         self._window, self._context, self._emitted = [], 0, ""
         return rest

@@ -17,17 +17,17 @@ def batches(
     rows: Callable[[int], tuple[int, int]] | None = None,
     ahead: int = 2,
 ) -> Generator[tuple[int, TrainRows], None, None]:
-    """The batches of steps `first` to `stop`, each with its step; the next `ahead` are made in the background.
+    """The batches of steps `first` to `stop`, each with its step; a background thread prepares the next `ahead`.
 
     Args:
         data: the rows.
-        first: the first step, of a run that begins or resumes.
+        first: the first step, 0, or the step at which a run resumes.
         stop: the step behind the last.
-        rows: step → the rows of its global batch to make, first and behind the last; all of them by default.
-        ahead: batches kept ready.
+        rows: step → the range (start, stop) of rows of its global batch to make; all by default.
+        ahead: the number of batches prepared in advance.
 
     Raises:
-        DataError: where the batch is asked for whose making failed.
+        DataError: raised at the step whose batch could not be made, not before.
     """
     ready: queue.Queue[tuple[int, TrainRows] | BaseException] = queue.Queue(maxsize=max(ahead, 1))
     stopped = threading.Event()
@@ -45,9 +45,11 @@ def batches(
             for step in range(first, stop):
                 if not put((step, data.rows(step) if rows is None else data.rows(step, *rows(step)))):
                     return
+        # The queue keeps the order, so the consumer gets all earlier batches before the error.
         except BaseException as error:  # noqa: BLE001 - it is raised again where the batch is asked for
             put(error)
 
+    # One thread, because batches must come in order.
     thread = threading.Thread(target=make, name="make-batches", daemon=True)
     thread.start()
     try:
@@ -58,4 +60,5 @@ def batches(
             yield item
     finally:
         stopped.set()
+        # Also when the consumer abandons the generator: no thread may read files that the caller closes next.
         thread.join()

@@ -1,8 +1,8 @@
-"""Manifests: what a token store was made from, and what is in it.
+"""Manifests: what a token store was built from, and what it contains.
 
-The *identity* is everything that decides a store's ids: the tokenizer, what is put around documents, the format, the
-source files with their sizes. A store whose identity is not the configuration's is refused, with every difference.
-The manifest also records versions and digests, from which `cache_staleness` detects changed sources.
+The *identity* is everything that a store's ids depend on: the tokenizer, BOS and EOS around documents, the format, the
+source files with their sizes. A store whose identity is not the configuration's is refused, with every difference. The
+manifest also records versions and digests, from which `cache_staleness` detects changed sources.
 """
 
 import itertools
@@ -27,13 +27,13 @@ class StoreError(DataError):
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFile:
-    """One thing that a store is made from.
+    """A source of a store: a file, or a text without a file.
 
     Attributes:
-        name: its path, or what else names it.
+        name: its path, or a description.
         size: its bytes as stored.
         digest: hex SHA-256 of the text, for sources that have no file.
-        version: of a file, what storage says of it (`io.versions`); not compared, a copy has another time.
+        version: of a file (`io.file_identity`); not compared, because a copy has another time.
     """
 
     name: str
@@ -44,17 +44,17 @@ class SourceFile:
 
 @dataclass(frozen=True, kw_only=True)
 class StoreIdentity:
-    """What a store is made from; two stores of one identity hold the same ids.
+    """Everything that a store's ids depend on; two stores of one identity hold the same ids.
 
     Attributes:
         tokenizer: its hash.
         tokenizer_name: where it came from; not compared.
         vocab_size: number of ids.
-        bos, eos: the ids put before and behind each document; None for none.
+        bos, eos: the ids added before and after each document; None for none.
         format: the format's name and keys.
         weighted: whether ids carry loss weights.
         sources: the files, in order.
-        groups: shards at most.
+        groups: the maximum number of shards.
     """
 
     tokenizer: str
@@ -69,7 +69,7 @@ class StoreIdentity:
 
     @property
     def shards(self) -> tuple[tuple[int, ...], ...]:
-        """Which sources each shard holds."""
+        """The indices of the sources of each shard."""
         count = min(len(self.sources), self.groups)
         # Consecutive sources, in groups whose sizes differ by at most one.
         cuts = [len(self.sources) * i // count for i in range(count + 1)]
@@ -83,17 +83,17 @@ class StoreIdentity:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardMark:
-    """What one finished shard holds.
+    """The content of a finished shard.
 
     Attributes:
         documents: documents of at least one token.
         tokens: their ids.
         chars: characters read.
         skipped: empty documents, which are left out.
-        largest_id: the largest id; −1 where there is none.
+        largest_id: the largest id; −1 if it is empty.
         files: bytes of each file of the shard.
         digests: hex SHA-256 of those on a disk.
-        source_digests: hex SHA-256 of the content of each source, in order; None where there is none.
+        source_digests: hex SHA-256 of the content of each source, in order; None for sources without a digest.
     """
 
     documents: int
@@ -133,6 +133,7 @@ class Manifest:
         shards = None if self.shards is None else [asdict(shard) for shard in self.shards]
         value = {
             "version": VERSION,
+            # These three are for readers of the file; `read_manifest` derives them from `shards`.
             "finished": self.shards is not None,
             "documents": self.documents,
             "tokens": self.tokens,
@@ -151,7 +152,7 @@ def read_json(path: str) -> Any:
     """The JSON value in a file of a store.
 
     Raises:
-        StoreError: it is no JSON.
+        StoreError: it is not JSON.
     """
     with open_read(path) as file:
         content = read_bounded(file, JSON_BYTES, where=path)
@@ -162,7 +163,7 @@ def read_json(path: str) -> Any:
 
 
 def read_manifest(folder: str) -> Manifest | None:
-    """The manifest of a store; None where there is no store.
+    """The manifest of a store; None if there is no store.
 
     Raises:
         StoreError: it is damaged, or of another version.
@@ -185,28 +186,29 @@ def read_manifest(folder: str) -> Manifest | None:
 
 
 def is_empty(folder: str, manifest: Manifest) -> bool:
-    """Whether a store has nothing but what it was to be made from: its first records were refused, say.
+    """Whether a store has no finished shard, for instance because its first records were refused.
 
-    Who then changes what the refusal advised to change begins it anew.
+    Such a store may be built again with another identity, after the user has changed what was refused.
     """
     numbers = range(len(manifest.identity.shards))
     return manifest.shards is None and not any(exists(join(shard_folder(folder, n), SHARD_MARK)) for n in numbers)
 
 
 def compare(folder: str, stored: StoreIdentity, wanted: StoreIdentity, *, sources: bool) -> None:
-    """Raises unless a store is what the configuration asks for.
+    """Raises unless a store has the identity of the configuration.
 
     Args:
         folder: the store.
-        stored: what it was made from.
-        wanted: what the configuration says.
-        sources: whether the files are known here and compared.
+        stored: the store's identity.
+        wanted: the configuration's identity.
+        sources: whether to compare the sources; false if the files are not available here.
 
     Raises:
         StoreError: with every difference.
     """
     differences = []
     if stored.tokenizer != wanted.tokenizer:
+        # Only the hash decides; the names help the user to see which tokenizer it was.
         differences.append(
             f"tokenizer: built with {stored.tokenizer_name} ({stored.vocab_size} ids, hash {stored.tokenizer[:12]}), "
             f"configured {wanted.tokenizer_name} ({wanted.vocab_size} ids, hash {wanted.tokenizer[:12]})"
@@ -218,6 +220,8 @@ def compare(folder: str, stored: StoreIdentity, wanted: StoreIdentity, *, source
     ]
     if sources:
         differences += _source_differences(stored.sources, wanted.sources)
+        # The division into shards alone changes no id, but a store can only be continued with the division it was begun
+        # with.
         if not differences and stored.groups != wanted.groups:
             differences.append(f"num_shard_groups: built with {stored.groups}, configured {wanted.groups}")
     if differences:
@@ -239,6 +243,7 @@ def _source_differences(stored: Sequence[SourceFile], wanted: Sequence[SourceFil
             differences.append(f"source {name}: had {old.size:,} bytes, has {new.size:,}")
         elif old.digest != new.digest:
             differences.append(f"source {name}: the text has changed")
+    # Order matters: documents are numbered, and so shuffled, in the order of the files.
     if not differences and [s.name for s in stored] != [s.name for s in wanted]:
         differences.append("sources: the same files in a different order")
     return differences[:8] + ([f"… and {len(differences) - 8} more sources"] if len(differences) > 8 else [])

@@ -9,7 +9,7 @@ from levanter.data.chat import NO_TEXT
 from levanter.data.errors import DataError, raise_problems
 
 ROLES = ("system", "developer", "user", ASSISTANT, "tool", "function", "ipython", "environment")
-"""The roles that templates know. Others are named in `format.roles`."""
+"""The roles that templates know. `format.roles` maps others to them."""
 _TOOLS = "tools"
 _RESERVED = {
     "chat_template": "a template for one record is not read; give format.chat_template",
@@ -23,23 +23,24 @@ _RESERVED = {
 def checked_messages(
     messages: Sequence[Any], record: Mapping[str, Any], origin: str, *, system: str | None, roles: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """Messages with the record's system message in front, and with roles as templates call them.
+    """Validates messages; adds the record's system message in front, and renames roles for the template.
 
     Args:
-        messages: as they are in the record.
+        messages: the record's messages.
         record: the record.
-        origin: where it is from, for messages.
+        origin: the file and position of the record, for messages.
         system: the key of a record that holds a system message; None for none.
-        roles: what a template calls roles that it does not know.
+        roles: the template's names of roles that it does not know.
 
     Raises:
-        DataError: lists all that is no message.
+        DataError: lists every invalid message.
     """
     if system is not None and record.get(system):
+        # The system message may be a text or a whole message; its role is `system` in either case.
         prompt = record[system]
         messages = [{**(prompt if isinstance(prompt, Mapping) else {"content": prompt}), "role": "system"}, *messages]
     raise_problems([f"{origin}: {problem}" for problem in _problems(messages, roles)])
-    # Parquet fills in what some messages have and others do not.
+    # Parquet has null where a message lacks a key that others have; templates test whether a key is defined.
     return [
         {key: field for key, field in message.items() if field is not None or key == "content"}
         | {"role": roles.get(message["role"], message["role"])}
@@ -64,26 +65,27 @@ def _problems(messages: Sequence[Any], named: Mapping[str, str]) -> Iterator[str
         if isinstance(content, str) and (match := NO_TEXT.search(content)) is not None:
             at = match.start()
             yield f"message {number}: its content has U+{ord(match.group()):04X} at {at}: no text has that"
+        # A message that only calls tools has no content. Content that is a list of parts (images) is refused below.
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             problem = "missing" if content is None else f"{type(content).__name__}, and only text is read"
             yield f"message {number}: its content is {problem}"
 
 
 def template_arguments(record: Mapping[str, Any], key: str | None, origin: str) -> dict[str, Any]:
-    """What the template may know of a record besides its messages: `tools`, and what is under a key.
+    """The variables of the template other than the messages: `tools`, and the object under a key of the record.
 
     Args:
         record: the record.
         key: its key; None for none.
-        origin: where the record is from, for messages.
+        origin: the file and position of the record, for messages.
 
     Raises:
-        DataError: it is no mapping, or says what is ours to say.
+        DataError: the value is not an object, or it sets a reserved variable.
     """
     arguments = (record.get(key) if key is not None else None) or {}
     if not isinstance(arguments, Mapping):
         raise DataError(f"{origin}: {key!r} is {type(arguments).__name__}, expected an object")
     raise_problems([f"{origin}: {key}.{name}: {why}" for name, why in _RESERVED.items() if name in arguments])
     tools = {_TOOLS: record[_TOOLS]} if record.get(_TOOLS) else {}
-    # Whether an answer is to follow is not the record's to say; upstream leaves it out, too.
+    # The encoder itself sets whether the text ends with a generation prompt; upstream drops the key, too.
     return {**tools, **{name: argument for name, argument in arguments.items() if name != "add_generation_prompt"}}

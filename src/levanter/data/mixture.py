@@ -1,4 +1,4 @@
-"""Mixtures: which set the next row comes from, as arithmetic.
+"""Mixtures: computes which set each row of a run comes from.
 
 Training *draws* rows one after the other; draw `g` is a place in the whole run, over all steps. `Mixture.at(g)` answers
 which set it comes from, and which *turn* of the set it is: its 0th, 1st, … row in this run. Both are computed from `g`
@@ -49,11 +49,13 @@ class MixtureStage:
     @cached_property
     def _counts(self) -> np.ndarray:
         """int64 `[PERIOD, sets]`: rows of each set in each block of a period."""
+        # Every block gets the whole part of its share; `rest` counts the blocks of a period that get one row more.
         whole, rest = np.divmod(self.shares, PERIOD)
         counts = np.tile(whole, (PERIOD, 1))
         # The ones left over, set by set, dealt round the blocks like cards: no set gets two in one block (each has
         # fewer than PERIOD), and every block gets equally many.
         sets = np.repeat(np.arange(len(rest)), rest)
+        # A keyed order of the blocks, so that the extra rows of a set are spread over the period.
         order = Feistel(PERIOD, subkey(self.key, "rest"))(np.arange(PERIOD))
         counts[order[np.arange(len(sets)) % PERIOD], sets] += 1
         assert (counts.sum(axis=1) == self.block).all()
@@ -66,11 +68,14 @@ class MixtureStage:
 
     def turns_before_block(self, number: int) -> np.ndarray:
         """int64 `[sets]`: how often each set is drawn in the stage before block `number`."""
+        # Whole periods have exactly `shares` rows of each set, so only the begun period is looked up.
         periods, rest = divmod(number, PERIOD)
         return periods * self.shares + self._before[rest]
 
     def block_sets(self, number: int) -> np.ndarray:
         """int32 `[block]`: the set of each draw of block `number`."""
+        # The block's rows sorted by set, then permuted with the block's own key: any block is computed without the
+        # others.
         sets = np.repeat(np.arange(len(self.shares), dtype=np.int32), self._counts[number % PERIOD])
         return sets[Feistel(self.block, subkey(self.key, "block", number))(np.arange(self.block))]
 
@@ -86,7 +91,7 @@ class MixtureStage:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Mixture:
-    """Sets drawn from with weights.
+    """A weighted mixture of sets, in stages.
 
     Attributes:
         names: the sets.
@@ -119,6 +124,7 @@ class Mixture:
         turns = np.empty(draws.shape, np.int64)
         starts = np.array([stage.start for stage in self.stages], np.int64)
         stage_numbers = np.searchsorted(starts, draws, side="right") - 1
+        # Draws of a batch are consecutive, so they lie in one or two blocks, which are computed once.
         for i in np.unique(stage_numbers):
             stage = self.stages[i]
             here = np.flatnonzero(stage_numbers == i)
@@ -139,6 +145,7 @@ class Mixture:
     def _block(self):
         """`(stage, block) → sets, turns` of its draws; the last few are kept."""
 
+        # Large enough for one batch, which may span a few blocks; consecutive batches mostly share a block.
         @lru_cache(maxsize=8)
         def block(i: int, number: int) -> tuple[np.ndarray, np.ndarray]:
             sets = self.stages[i].block_sets(number)
@@ -146,6 +153,8 @@ class Mixture:
             base = self._stage_turns[i] + self.stages[i].turns_before_block(number)
             for one in np.unique(sets):
                 here = sets == one
+                # Draws of one set within the block are numbered in their order, after all draws of the set before the
+                # block.
                 turns[here] = base[one] + np.arange(np.count_nonzero(here))
             return sets, turns
 
@@ -160,6 +169,7 @@ class Mixture:
         """
         if strategy == "restart":
             return None
+        # A set whose weight is always 0 never ends, and must not keep `all_exhausted` from ending.
         ends = [self._draw_behind(i, size) for i, size in enumerate(sizes) if self._is_drawn(i)]
         known = [end for end in ends if end is not None]
         if strategy == "first_exhausted":
@@ -173,6 +183,8 @@ class Mixture:
         """The draw behind the `turns`-th turn of a set; None where it never comes (its last stage has weight 0)."""
         high = 1
         last = self.stages[-1]
+        # Weight 0 from the last stage on: the number of draws stays below `turns` forever, and the search would not
+        # end.
         if last.shares[which] == 0 and self.turns_before(last.start)[which] < turns:
             return None
         # `turns_before` is monotonic: double an upper bound, then bisect.
@@ -209,6 +221,7 @@ def round_weights(weights: Mapping[str, float], names: Sequence[str], *, block: 
     exact = values / values.sum() * total
     # Largest-remainder method: floors first, then one more for the largest fractions until the sum is exact.
     shares = np.floor(exact).astype(np.int64)
+    # A stable sort, so that equal remainders are rounded up in the order of the sets, on every machine.
     largest = np.argsort(-(exact - shares), kind="stable")
     shares[largest[: total - shares.sum()]] += 1
     undrawn = [name for name, weight, share in zip(names, values, shares, strict=True) if weight > 0 and share == 0]

@@ -1,12 +1,11 @@
-"""Packing: whole documents laid into rows, planned once from their lengths.
+"""Packing: plans which whole documents share a row, from their lengths.
 
 Best fit, longest first, on the histogram of lengths instead of on the documents (after Krell et al., "Efficient
 Sequence Packing without Cross-contamination", 2021): documents of one length are alike, so rows are made by *pattern*
-(`(3000, 900, 190)` × 17 rows), and the work depends on the row's length, not on how many documents there are. Which
-document fills which place is then dealt out in the documents' order.
+(`(3000, 900, 190)` × 17 rows), and the cost depends on the row's length, not on the number of documents. The documents
+of each length are then assigned to the patterns in their order.
 
-The plan says for each row which pieces it holds: a pure function of the lengths, the same on every process, addressable
-by row.
+The plan lists the pieces of each row: a pure function of the lengths, the same on every process, addressable by row.
 """
 
 from dataclasses import dataclass
@@ -40,12 +39,13 @@ def pack(lengths: np.ndarray, *, positions: int, most: int | None = None) -> Pac
     Args:
         lengths: int64 `[pieces]`, each within 1 and `positions`.
         positions: tokens in a row.
-        most: pieces in a row at most; None for as many as fit.
+        most: the maximum number of pieces in a row; None for as many as fit.
     """
     lengths = np.asarray(lengths, np.int64)
     assert len(lengths) == 0 or (lengths.min() >= 1 and lengths.max() <= positions), (lengths, positions)
     assert most is None or most >= 1, most
     histogram = np.bincount(lengths, minlength=positions + 1)
+    # Pieces sorted by length; `next_piece[l]` is the place in this order of the next unused piece of length l.
     by_length = np.argsort(lengths, kind="stable")
     next_piece = np.concatenate([[0], np.cumsum(histogram)[:-1]])
     counts, pieces = [], []
@@ -70,6 +70,7 @@ def _patterns(histogram: np.ndarray, positions: int, most: int | None) -> list[t
     open_rows: dict[int, list[tuple[tuple[int, ...], int]]] = {}
     spaces = 0
     full: list[tuple[tuple[int, ...], int]] = []
+    # Longest first: short pieces then fill the gaps that long ones leave.
     for length in range(positions, 0, -1):
         remaining = int(histogram[length])
         while remaining:
@@ -78,6 +79,8 @@ def _patterns(histogram: np.ndarray, positions: int, most: int | None) -> list[t
             if fitting:
                 space = length + (fitting & -fitting).bit_length() - 1
                 pattern, rows = open_rows[space].pop()
+                # A pattern may stand for more rows than there are pieces left of this length; the other rows stay open
+                # without one.
                 row_count = min(rows, remaining)
                 if row_count < rows:
                     open_rows[space].append((pattern, rows - row_count))
@@ -93,11 +96,14 @@ def _patterns(histogram: np.ndarray, positions: int, most: int | None) -> list[t
                     positions - (count - 1) * length,
                 )
                 remaining -= row_count * (count - 1)
+            # One piece per row is placed in this step; for new rows the pieces before it were counted above.
             remaining -= row_count
             pattern, space = (*pattern, length), space - length
+            # A row with the maximum number of pieces is closed even if it has space.
             if space == 0 or len(pattern) == most:
                 full.append((pattern, row_count))
             else:
                 open_rows.setdefault(space, []).append((pattern, row_count))
                 spaces |= 1 << space
+    # Rows with space left are complete too: no shorter pieces remain.
     return full + [entry for space in sorted(open_rows) for entry in open_rows[space]]

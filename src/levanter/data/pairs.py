@@ -1,12 +1,12 @@
-"""Pairs as rows: a row is two texts side by side, the preferred one and the other, each from a place of its own.
+"""Pairs as rows: a row has two texts side by side, the preferred one and the rejected one, each in its own half.
 
-A token store holds a pair as two documents, one behind the other: document 2n is the chosen text of pair n, document
-2n + 1 the rejected one. A *row* has room for both, `2 × positions` tokens: the first half is the chosen text, the
-second the rejected one, each padded behind its end. So whatever mixes, shuffles, divides and holds out rows does it
-with pairs.
+A token store holds a pair as two documents, one behind the other: document 2n is the chosen text of pair n, document 2n
++ 1 the rejected one. A *row* has room for both, `2 × positions` tokens: the first half is the chosen text, the second
+the rejected one, each padded behind its end. So the code that mixes, shuffles, divides and holds out rows works for
+pairs.
 
-A pair is left out, or cut, as a whole: of a text without its end, or of one whose answer is gone, the probability says
-nothing about the other.
+Both texts of a pair are left out or cut together: the probability of a text without its end, or without its answer,
+cannot be compared with the probability of the other.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ CHOSEN, REJECTED = 0, 1
 SIDES = ("chosen", "rejected")
 Slice = Literal["left", "right", "raise", "drop"]
 MOST_ALIKE = 0.05
-"""The share of pairs that may be one text twice."""
+"""The share of pairs whose two texts may be equal."""
 _READ_AT_ONCE = 1 << 22
 
 
@@ -34,10 +34,10 @@ class PairRows:
 
     Attributes:
         tokens: the texts, two documents a pair.
-        half: tokens that a text may have.
+        half: the maximum number of tokens of a text.
         begins: int64 `[pairs, 2]`: where each text that is used begins.
         lengths: int64 `[pairs, 2]`: its tokens.
-        alike: pairs that are one text twice.
+        alike: pairs whose two texts are equal.
         cut: pairs of which a text is longer than that, and is cut.
         dropped: pairs left out for that reason.
         uncounted: pairs left out since nothing that counts is left of a text.
@@ -103,12 +103,12 @@ def pair_rows(tokens: Tokens, *, half: int, slices: Slice) -> PairRows:
 
     Args:
         tokens: the texts, two documents a pair.
-        half: tokens that a text may have.
-        slices: what becomes of a pair with a longer one: the beginning of each is kept (`left`), or the end (`right`),
-            the pair is left out (`drop`), or refused (`raise`).
+        half: the maximum number of tokens of a text.
+        slices: what to do with a pair that has a longer text: the beginning of each is kept (`left`), or the end
+            (`right`), the pair is left out (`drop`), or refused (`raise`).
 
     Raises:
-        DataError: there are such pairs and they are refused; too many pairs are one text twice; nothing is left.
+        DataError: such pairs are refused; the texts of too many pairs are equal; nothing is left.
     """
     assert len(tokens.starts) % 2 == 1, "a pair is two documents"
     begins, lengths = tokens.starts[:-1].reshape(-1, 2), np.diff(tokens.starts).reshape(-1, 2)
@@ -118,6 +118,7 @@ def pair_rows(tokens: Tokens, *, half: int, slices: Slice) -> PairRows:
             f"{alike:,} of {len(begins):,} pairs ({alike / len(begins):.1%}) have one text as chosen and as rejected, "
             f"which teaches nothing; more than {MOST_ALIKE:.0%} are refused: are chosen_field and rejected_field right?"
         )
+    # bool `[pairs]`: one text that is too long makes the pair too long.
     long = np.any(lengths > half, axis=1).reshape(-1)
     if slices == "raise" and long.any():
         raise DataError(
@@ -125,11 +126,13 @@ def pair_rows(tokens: Tokens, *, half: int, slices: Slice) -> PairRows:
             f"has {int(lengths.max()):,}), and slice_strategy: raise refuses them; a longer train_seq_len, or "
             "slice_strategy: left, right or drop"
         )
+    # `left` keeps the beginnings, which is what `begins` already says.
     cut = np.minimum(lengths, half)
     if slices == "right":
         begins = begins + (lengths - cut)
     leave = long.copy() if slices == "drop" else np.zeros(len(long), bool)
     if slices in ("left", "right"):
+        # Only truncated pairs are read: of the others, building the store has checked that something counts.
         leave[long] = [not _counts(tokens, begins[n], cut[n]) for n in np.flatnonzero(long)]
     if leave.all():
         raise DataError(
@@ -161,12 +164,13 @@ def pair_targets(rows: TrainRows) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _alike(tokens: Tokens, begins: np.ndarray, lengths: np.ndarray) -> Iterator[np.ndarray]:
-    """Of the pairs whose texts are equally long, whether they are one text; some at a time."""
+    """For the pairs whose texts are equally long, whether they are equal: bool arrays, some pairs at a time."""
     same = np.flatnonzero(lengths[:, 0] == lengths[:, 1])
     if not len(same):
         return
     # Groups of pairs of about _READ_AT_ONCE tokens.
     ends = np.cumsum(lengths[same, 0])
+    # Cut after every `_READ_AT_ONCE` tokens, so that the memory is bounded whatever the number of pairs.
     for some in np.split(same, np.searchsorted(ends, np.arange(_READ_AT_ONCE, ends[-1], _READ_AT_ONCE)) + 1):
         if not len(some):
             continue
@@ -177,10 +181,11 @@ def _alike(tokens: Tokens, begins: np.ndarray, lengths: np.ndarray) -> Iterator[
 
 
 def _counts(tokens: Tokens, begins: np.ndarray, lengths: np.ndarray) -> bool:
-    """Whether something counts of both texts of a pair."""
+    """Whether each of the two texts of a pair has a position that counts."""
     for begin, length in zip(begins, lengths, strict=True):
         _, weights = tokens.read(np.array([begin]), np.array([length]))
         assert weights is not None
+        # The last position of a text predicts nothing.
         if not (weights[:-1] > 0).any():
             return False
     return True

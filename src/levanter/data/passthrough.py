@@ -1,7 +1,7 @@
-"""`PassthroughTokenizer`: texts that already are token ids, written as decimal numbers between spaces.
+"""`PassthroughTokenizer`: texts that already are token ids, written as decimal numbers separated by spaces.
 
 `data.tokenizer: passthrough` with `data.vocab_size`. The numbers stand for no text, so there are no bits per byte, and
-nothing is put before or behind a document.
+no BOS or EOS is added to a document.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ class PassthroughTokenizer:
         self.vocab_size = vocab_size
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The int32 ids that each text spells out."""
+        """The int32 ids that each text lists."""
         return [self._ids(text) for text in texts]
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
@@ -44,7 +44,7 @@ class PassthroughTokenizer:
         return self._ids(text), spans
 
     def byte_lengths(self) -> np.ndarray:
-        """Zeros: what bytes an id stands for is not known here."""
+        """Zeros: the bytes that an id stands for are not known."""
         return np.zeros(self.vocab_size, np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -52,7 +52,7 @@ class PassthroughTokenizer:
         return " ".join(str(int(i)) for i in ids)
 
     def stream(self) -> TextStream:
-        """A new text of numbers."""
+        """A stream of numbers, as text."""
         return WindowStream(self.decode)
 
     @property
@@ -62,6 +62,8 @@ class PassthroughTokenizer:
 
     def _ids(self, text: str) -> np.ndarray:
         try:
+            # int64, so that a number beyond int32 is reported below instead of wrapping around; NumPy parses the
+            # digits.
             ids = np.array(text.split(), np.int64)
         except ValueError as error:
             raise DataError(

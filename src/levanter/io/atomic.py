@@ -23,7 +23,7 @@ from levanter.io.write_errors import NO_SPACE, OutputError, output_error, output
 _DESCRIPTOR = re.compile(r"(?:/dev/fd|/proc/(?:self|thread-self)/fd)/(\d+)")
 _LEFT_BEHIND = re.compile(r"\.(.*)\.\d+-[0-9a-f]{8}\.tmp")
 _LINKS = 40
-"""As many as Linux follows."""
+"""The most symbolic links of one path that Linux follows."""
 
 
 @contextlib.contextmanager
@@ -42,6 +42,8 @@ def atomic_write(path: str, *, needed: int | None = None) -> Iterator[IO[bytes]]
     Raises:
         OutputError: the path cannot be written: no permission, no space, a disk or a socket.
     """
+    # Decide by the file itself before anything is opened: opening a FIFO or truncating a device has effects that cannot
+    # be undone.
     kind = None if is_remote(path) else special_kind(path)
     writer = _remote(path) if is_remote(path) else _local(path) if kind is None else _into(path, kind)
     try:
@@ -57,7 +59,7 @@ def atomic_write(path: str, *, needed: int | None = None) -> Iterator[IO[bytes]]
 
 
 def special_kind(path: str) -> str | None:
-    """What a local path is, if it is neither a file, nor a folder, nor nothing; standard output may be a file too."""
+    """The kind of a local path that is no ordinary file or folder; None for these and for absent paths."""
     name = os.path.abspath(local_path(path))
     try:
         mode = os.stat(name).st_mode
@@ -75,8 +77,10 @@ def special_kind(path: str) -> str | None:
 
 
 def _process_descriptor(name: str) -> int | None:
-    """The number of an open file of this process that a name, or one that it links to, stands for: `/dev/stdout`."""
+    """The descriptor of this process that a name (`/dev/stdout`), or one that it links to, stands for."""
     for _ in range(_LINKS):
+        # `/dev/stdout` links to `/proc/self/fd/1`, whose own link names the file behind it. Stop before that last link:
+        # a rename over that file would not reach the open descriptor.
         match = _DESCRIPTOR.fullmatch(name.replace(f"/proc/{os.getpid()}/", "/proc/self/"))
         if match is not None:
             return int(match[1])
@@ -87,7 +91,7 @@ def _process_descriptor(name: str) -> int | None:
 
 
 def check_special(path: str, kind: str) -> None:
-    """Refuses what must not be written into; opens nothing, since whoever reads a pipe would see it end.
+    """Refuses files that must not be written to; opens nothing, because the reader of a pipe would see it end.
 
     Raises:
         OutputError: a disk or a socket, or no permission.
@@ -108,6 +112,7 @@ def _into(path: str, kind: str) -> Iterator[IO[bytes]]:
             # Flush, so that the output keeps the order of the program.
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
+            # A duplicate, so that closing it below leaves the process its standard output.
             descriptor = os.dup(inherited)
         else:
             # Opening a FIFO without a reader would block; with O_NONBLOCK it fails with ENXIO.
@@ -124,26 +129,27 @@ def _into(path: str, kind: str) -> Iterator[IO[bytes]]:
 
 
 def temporary_name(path: str) -> str:
-    """A name beside a path, that nothing has."""
+    """A new, hidden name in the folder of a path."""
     folder, slash, name = path.rpartition("/")
     return f"{folder}{slash}.{_short(name)}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
 
 
 def _short(name: str) -> str:
-    """As many bytes as a name may have beside others: the whole of a long one would be too long."""
+    """The first 200 bytes of a name: file systems allow 255, and the suffix needs some of them."""
     return name.encode()[:200].decode(errors="ignore")
 
 
 def remove_stale_temporaries(folder: str, *, of: str | None = None) -> None:
-    """Removes what writers that were killed left in a folder, which nobody else may be writing in.
+    """Removes the temporary files of writers that were killed; no other process may be writing to the folder.
 
     Args:
         folder: local or a URL; may be missing.
-        of: the name of the file that they were to write; None for any.
+        of: only temporary files of this file name; None for all.
     """
     fs, path = filesystem(folder)
     if not fs.exists(path):
         return
+    # fsspec caches listings, and the writers that were killed were other processes.
     fs.invalidate_cache(path)
     for name in fs.ls(path, detail=False):
         if (match := _LEFT_BEHIND.fullmatch(base_name(name))) and (of is None or match[1] == _short(of)):
@@ -158,9 +164,11 @@ def _local(destination: str) -> Iterator[IO[bytes]]:
         os.makedirs(folder, exist_ok=True)
         temporary = temporary_name(path)
         # In the same folder, because a rename is atomic only within one file system.
+        # Exclusive creation: the random suffix must not meet a file that exists.
         file = open(temporary, "xb")  # noqa: SIM115 — closed below
     try:
         with file:
+            # Before the content, so that a file that was private is never readable by others.
             _keep_mode(path, file)
             yield file
             with output_errors(destination, "written"):
@@ -169,6 +177,7 @@ def _local(destination: str) -> Iterator[IO[bytes]]:
                 os.fsync(file.fileno())
         with output_errors(destination, "written"):
             os.replace(temporary, path)
+    # `BaseException`, so that Ctrl-C leaves no temporary file either.
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
@@ -212,6 +221,8 @@ def _remote(path: str) -> Iterator[IO[bytes]]:
     try:
         yield file
         with output_errors(path, "written"):
+            # Closing completes the upload; many stores show the object only then. Stores without a rename copy it to
+            # its name, which is atomic there too.
             file.close()
             fs.mv(temporary, name)
     except BaseException:
@@ -222,6 +233,7 @@ def _remote(path: str) -> Iterator[IO[bytes]]:
 def _abandon(fs: AbstractFileSystem, file: AbstractBufferedFile, temporary: str) -> None:
     """Drops an upload, and the temporary object where it exists already."""
     with contextlib.suppress(OSError, NotImplementedError):
+        # Aborts a multipart upload: its parts would otherwise be stored, and paid for, without an object.
         file.discard()
     with contextlib.suppress(OSError):
         fs.rm(temporary)

@@ -96,6 +96,7 @@ class Lease:
 
     def beat(self) -> None:
         """Renews the lease; the keeper thread calls it for every lease of the process."""
+        # The error is for the writer, whose next `check` raises it; here it would end the keeper thread.
         with self._lock, contextlib.suppress(LeaseLostError):
             if not self._released and self._lost is None:
                 self._confirm()
@@ -105,6 +106,8 @@ class Lease:
         with self._lock:
             if self._released:
                 return
+            # Set it before the files are removed: a `beat` that waits for the lock must not write them again
+            # afterwards.
             self._released = True
             _keeper.forget(self)
             with contextlib.suppress(OSError):
@@ -122,6 +125,8 @@ class Lease:
             if claim is not None and claim.number == self._number and Holder.read(claim.content) is None:
                 # A process that takes over creates a new claim and never modifies this one: the storage damaged it.
                 logger.warning("%s: the files of its lease are damaged; rewriting them", self.place)
+                # The claim is created again below under the same number; a process that took over meanwhile has a
+                # higher one.
                 self._files.remove(self._number, self._holder.id)
                 claim = None
             elif claim is None and _clock() - self._confirmed < self._times.stale:
@@ -139,6 +144,7 @@ class Lease:
                 raise self._lost
             # The count is the content of the beat on remote storage, so that it changes with every renewal.
             self._beats += 1
+            # The beat comes last: written before the checks, it could renew a claim that another process has replaced.
             self._files.touch(self._number, self._holder.id, self._beats)
         except LeaseError:
             raise
@@ -150,6 +156,7 @@ class Lease:
                 f"{self.place}: whether this process may still write there cannot be found out "
                 f"({error.strerror or error}); the last answer is {_clock() - self._confirmed:.0f} s old"
             ) from error
+        # By the clock of this process only: the limits above compare its own times.
         self._confirmed = _clock()
 
     def _taken_over(self, claim: Claim | None) -> LeaseLostError:
@@ -179,6 +186,7 @@ class _Keeper:
                 atexit.register(release_all)
                 self._at_exit = True
             if self._thread is None:
+                # A daemon thread: it must not keep a process alive whose main thread has ended.
                 self._thread = threading.Thread(target=self._run, daemon=True, name="leases")
                 self._thread.start()
         self._changed.set()
@@ -199,12 +207,14 @@ class _Keeper:
             self._changed.clear()
             with self._lock:
                 if not self._leases:
+                    # Under the lock: `add` sees that no thread runs and starts another one.
                     self._thread = None
                     return
                 # One thread renews all leases, so it follows the shortest interval.
                 pause = min(lease._times.beat for lease in self._leases)
             if self._changed.wait(pause):
                 continue
+            # A copy of the list: `beat` talks to the storage, and `add` and `forget` must not wait for that.
             for lease in self.active():
                 lease.beat()
 
@@ -242,6 +252,7 @@ def leased(
         LeaseTakenError: another process holds the lease, and `wait` is false.
         LeaseError: the lease cannot be written there.
     """
+    # A body that is killed runs no `finally`; its claim stays, and the next process recognizes it as stale.
     lease = take_lease(place, what=what, advice=advice, folder=folder, wait=wait, times=times)
     try:
         yield lease
@@ -282,10 +293,12 @@ class _Taking:
     def run(self) -> Lease:
         while True:
             claim = self._files.newest()
+            # An empty reason: nobody holds the lease. None: it may still be held, so read again after a pause.
             why = "" if claim is None else self._why_stale(claim)
             if why is None:
                 time.sleep(min(1.0, self._times.beat / 4))
                 continue
+            # Numbers only grow, so that a process which was suspended for hours finds a higher claim than its own.
             number = 1 if claim is None else claim.number + 1
             if not self._files.create(number, self._holder.content()):
                 continue  # another process created this claim first; judge that claim in the next round
@@ -298,6 +311,7 @@ class _Taking:
             lease = Lease(self._place, self._files, number, self._holder, self._times)
             self._files.touch(number, self._holder.id, 0)
             lease._confirmed = _clock()
+            # From here on the keeper renews the lease, and the process releases it when it exits.
             _keeper.add(lease)
             return lease
 
@@ -308,6 +322,7 @@ class _Taking:
             LeaseTakenError: its holder is alive, and `wait` is false.
         """
         holder = Holder.read(claim.content)
+        # The kernel knows whether a process of this machine runs, so neither waiting nor a clock is needed.
         if holder is not None and holder.gone():
             return "that process is gone"
         alive = holder is not None and holder.surely_alive()
@@ -323,6 +338,7 @@ class _Taking:
                 return f"no sign of life for {age:,.0f} s"
         if alive and not self._wait:
             raise LeaseTakenError(self._refusal(holder))
+        # Observed by our own clock: the claim and its beat did not change for `stale` seconds.
         if not alive and _clock() - self._since >= self._times.stale:
             return f"no sign of life for {self._times.stale:g} s"
         self._tell(holder, alive=alive)

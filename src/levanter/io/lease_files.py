@@ -105,10 +105,15 @@ class _Local:
             number = _newest_in(names)
             if not number:
                 return None
+            # Usually one file. A holder that lost a race for the number leaves none: only the creator of a claim writes
+            # a beat.
             beats = sorted(name for name in names if name.startswith(f"{number:06d}.") and name.endswith(".beat"))
             with contextlib.suppress(FileNotFoundError):  # the claim was released since the listing; list again
                 with open(self._at(claim_name(number)), "rb") as file:
+                    # Bounded: anybody with access to the folder may have put a large file there.
                     content = file.read(1 << 16)
+                # The text is only compared with an earlier one, so any format does that changes with the time of a
+                # beat.
                 signs = [f"{name} {self._modified(name)}" for name in beats]
                 return Claim(number, content, " ".join(signs))
 
@@ -119,6 +124,7 @@ class _Local:
 
     def create(self, number: int, content: bytes) -> bool:
         for attempt in range(_CREATE_ATTEMPTS):
+            # Recorded before the first attempt, so that `remove` deletes only the folders that this process created.
             self._created_folders = self._created_folders or _missing(self.folder)
             # Another process that releases its lease removes its empty folders, and may do so while `makedirs` creates
             # them here or before the file is in them; then start over. A file system that never creates a folder
@@ -162,6 +168,7 @@ class _Local:
         del count
         path = self._at(beat_name(number, holder))
         try:
+            # Only the time changes: `utime` without a time sets it by the clock of the storage (of the server, on NFS).
             os.utime(path)
         except FileNotFoundError:
             os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o644))
@@ -183,6 +190,7 @@ class _Local:
         for name in seen:
             with contextlib.suppress(FileNotFoundError):
                 times.append(self._modified(name))
+        # A beat later than the probe means that the clock of the storage cannot be trusted; then the age is unknown.
         return (now - max(times)) / 1e9 if times and max(times) <= now else None
 
     def keep_only(self, number: int) -> None:
@@ -242,8 +250,11 @@ class _Remote:
             number = _newest_in(names)
             if not number:
                 return None
+            # The claim may be released between the listing and the read; then list again.
             content = self._read(claim_name(number))
             if content is not None:
+                # A remote beat is a counter, because not every store reports a time, or one that is finer than a
+                # second.
                 beats = sorted(name for name in names if name.startswith(f"{number:06d}.") and name.endswith(".beat"))
                 signs = [f"{name} {self._read(name)!r}" for name in beats]
                 return Claim(number, content, " ".join(signs))
@@ -274,6 +285,7 @@ class _Remote:
         probe = self._at(f".{secrets.token_hex(8)}.tmp")
         try:
             self._fs.pipe_file(probe, b"0")
+            # As on a disk, a new file shows the clock of the storage.
             now = self._modified(probe)
         finally:
             with contextlib.suppress(OSError):

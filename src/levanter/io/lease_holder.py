@@ -54,6 +54,7 @@ class Holder:
         """The holder that a claim names; None where it is damaged."""
         try:
             fields = json.loads(content)
+            # The content is untrusted: types are checked, because `pid` goes to `kill` and the texts to a terminal.
             pid, texts = fields["pid"], {name: fields[name] for name in _TEXTS}
             if not isinstance(pid, int) or not all(isinstance(text, str) for text in texts.values()):
                 return None
@@ -67,6 +68,7 @@ class Holder:
 
     def gone(self) -> bool:
         """Whether the process has certainly ended: it ran on this machine and runs no longer."""
+        # A process of another machine, or of another container, is not visible here: nothing is known about it.
         return self.machine == _machine() and not _alive(self.pid, self.started)
 
     def surely_alive(self) -> bool:
@@ -100,6 +102,8 @@ def _started(pid: int) -> str | None:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             # The second field is the command in parentheses and may contain spaces and parentheses itself.
             fields = file.read().rpartition(")")[2].split()
+        # Counted from behind the command: field 0 is the state (Z zombie, X dead), field 19 the start time
+        # (`starttime`, field 22 in proc(5)).
         return None if fields[0] in "ZX" else fields[19]
     except (OSError, IndexError):
         return None
@@ -109,12 +113,14 @@ def _alive(pid: int, started: str) -> bool:
     if pid <= 0:
         return False  # `kill` takes these numbers for process groups
     try:
+        # Signal 0 is not delivered; the call only checks that the process exists.
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
     # The process exists and belongs to another user.
     except PermissionError:
         pass
+    # A process number is reused after a while; the start time tells whether it is still the same process.
     return not started or _started(pid) == started
 
 

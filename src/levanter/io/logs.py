@@ -21,6 +21,7 @@ class _StderrHandler(logging.StreamHandler):
 
     @stream.setter
     def stream(self, value: object) -> None:
+        # `StreamHandler.setStream` assigns here; the stream is always the current `sys.stderr`.
         del value
 
 
@@ -35,6 +36,7 @@ def setup_logging(level: int | str = logging.INFO, *, process_index: int = 0, pr
         process_count: the number of processes; with more than one, each line names its process.
     """
     root = logging.getLogger()
+    # Only our own handler, by its name: pytest, absl and notebooks have handlers of theirs on the root logger.
     for handler in list(root.handlers):
         if handler.get_name() == HANDLER_NAME:
             root.removeHandler(handler)
@@ -45,6 +47,8 @@ def setup_logging(level: int | str = logging.INFO, *, process_index: int = 0, pr
     handler.setFormatter(logging.Formatter(f"%(asctime)s{where} %(levelname).1s %(name)s: %(message)s", "%H:%M:%S"))
     handler.setLevel(level if process_index == 0 else max(logging.WARNING, _number(level)))
     root.addHandler(handler)
+    # The root level is the lower bound for every handler; process 1 and up filter in the handler, so that handlers of
+    # others still see the records.
     root.setLevel(level)
     for name in QUIET:
         logging.getLogger(name).setLevel(max(logging.WARNING, _number(level)))

@@ -19,12 +19,14 @@ def name_problem(name: str, *, max_components: int = 1) -> str | None:
     if max_components and len(components) > max_components:
         return f"{name!r} must have at most {max_components} parts"
     for part in components:
+        # An empty component comes from a leading, trailing or doubled slash; `..` would leave the folder.
         if part in ("", ".", ".."):
             return f"{name!r} leads out of its folder, or nowhere: {part!r} is not a name"
         if part != part.strip() or "\\" in part or not part.isprintable():
             return (
                 f"{name!r} has a backslash, a control character or an outer blank, which names of folders must not have"
             )
+        # Names from the command line may contain surrogates (bytes that are not UTF-8), which strict UTF-8 refuses.
         if len(part.encode(errors="surrogatepass")) > LONGEST:
             return f"{part[:20]!r}… is longer than {LONGEST} bytes"
     return None

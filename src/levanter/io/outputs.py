@@ -1,7 +1,7 @@
-"""`Output`: a place that a run will write, named before it begins, and tried before there is much to lose.
+"""`Output`: a file or folder that a run will write, declared in advance and tested before the run's work begins.
 
-A run lists its outputs; `probe` makes the folders and writes and deletes a small file in each. What is wrong with any
-of them is said together, under the keys that name them.
+A run lists its outputs; `probe` creates the folders and writes and deletes a small file in each. The problems of all
+outputs are reported in one error, each with its configuration key.
 """
 
 import errno
@@ -19,15 +19,15 @@ from levanter.io.write_errors import OutputError, free_bytes, nearest_folder, ou
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """A place that a run writes.
+    """A file or folder that a run writes.
 
     Attributes:
         key: what the configuration or the command line calls it.
         path: a local path or a URL.
-        kind: a `file`; a `folder` that files are put into; a `new folder`, which appears under its name when it is
-            whole, and beside which the parts of it are gathered.
+        kind: a `file`; a `folder` that files are added to; a `new folder`, which is written next to its final name and
+            renamed when it is complete.
         nbytes: bytes that will be written there at least, where that is known.
-        everywhere: whether every process writes there, and not process 0 alone.
+        everywhere: whether every process writes there, not only process 0.
     """
 
     key: str
@@ -38,7 +38,7 @@ class Output:
 
 
 def probe(outputs: Iterable[Output]) -> None:
-    """Makes the folders of outputs and writes a small file in each of them, which goes again.
+    """Creates the folders of outputs, and writes and removes a small file in each of them.
 
     Raises:
         OutputError: naming every output that cannot be written.
@@ -48,6 +48,7 @@ def probe(outputs: Iterable[Output]) -> None:
     for output in outputs:
         try:
             folder = _folder(output)
+            # Several outputs often share a folder; one test of it suffices, but each has its own size.
             if folder is not None and folder not in tried:
                 _try(output, folder)
                 tried.add(folder)
@@ -59,9 +60,10 @@ def probe(outputs: Iterable[Output]) -> None:
 
 
 def _folder(output: Output) -> str | None:
-    """The folder that something is put into; None where the output is a pipe or a terminal."""
+    """The folder in which a file or folder will be created; None where the output is a pipe or a terminal."""
     path = output.path
     if is_remote(path):
+        # A `new folder` is assembled in its parent folder, so that one must be writable.
         return path if output.kind == "folder" else path.rstrip("/").rpartition("/")[0]
     at = os.path.abspath(local_path(path))
     kind = special_kind(path)
@@ -72,6 +74,7 @@ def _folder(output: Output) -> str | None:
         if path.endswith("/") or os.path.isdir(at):
             raise output_error(path, IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR)))
         _no_circle(path, at)
+        # `atomic_write` replaces the file that a link leads to, so its folder is the one to test.
         return os.path.dirname(os.path.realpath(at))
     _no_circle(path, at)
     if kind is not None or (os.path.exists(at) and not stat.S_ISDIR(os.stat(at).st_mode)):
@@ -80,6 +83,7 @@ def _folder(output: Output) -> str | None:
 
 
 def _no_circle(path: str, at: str) -> None:
+    # `realpath` resolves links completely, except where they lead in a circle.
     if os.path.islink(os.path.realpath(at)):
         raise output_error(path, OSError(errno.ELOOP, os.strerror(errno.ELOOP)))
 
@@ -97,6 +101,7 @@ def _try(output: Output, folder: str) -> None:
 
 
 def _check_space(output: Output) -> None:
+    # `free_bytes` looks at the folder of a file, so a folder is represented by a file in it.
     free = free_bytes(join(output.path, "x") if output.kind == "folder" else output.path)
     if output.nbytes is not None and free is not None and free < output.nbytes:
         raise OutputError(

@@ -1,4 +1,4 @@
-"""Which levanter this is: the version that a build stamped into its metadata."""
+"""The version of this installation of levanter, as recorded in its metadata when it was built."""
 
 import importlib.metadata
 import json
@@ -10,13 +10,14 @@ UNKNOWN = "unknown"
 def version() -> str:
     """`2.0.0.dev0+g9230e7812` as built; the release alone where sources are used in place.
 
-    An editable installation was stamped when it was made, and its sources have gone on since: its commit would be
-    somebody else's.
+    The metadata of an editable installation names the commit at which it was installed, which may be older than its
+    sources; so the commit is omitted.
     """
     try:
         distribution = importlib.metadata.distribution("levanter")
     except importlib.metadata.PackageNotFoundError:
         return UNKNOWN
+    # `direct_url.json` (PEP 610) is there for installations from a folder or a repository, not from an index.
     origin = json.loads(distribution.read_text("direct_url.json") or "{}")
     in_place = origin.get("dir_info", {}).get("editable", False)
     return distribution.version.partition("+")[0] if in_place else distribution.version

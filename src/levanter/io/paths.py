@@ -21,6 +21,7 @@ from fsspec import AbstractFileSystem
 
 from levanter.base.input_limits import PATTERN_CHARACTERS, PATTERN_DEPTH, PATTERN_FILES, OutOfBoundsError, capped
 
+# Also matches chained URLs of fsspec (`simplecache::gs://…`).
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]*)(?:::|://)")
 _INNERMOST_BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"^(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?$")
@@ -30,7 +31,7 @@ _PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "s3a": "s3fs", "http":
 
 
 class MissingFileError(FileNotFoundError, ValueError):
-    """A path names no file, or a pattern matches none: bad input, with what was found near it."""
+    """A path names no file, or a pattern matches none: bad input; the message lists the nearest names."""
 
 
 class UnreadableFileError(OSError, ValueError):
@@ -62,12 +63,12 @@ def join(base: str, *names: str) -> str:
 
 
 def base_name(path: str) -> str:
-    """The last part of a path."""
+    """The last component of a path."""
     return path.rstrip("/").rsplit("/", 1)[-1]
 
 
 def filesystem(path: str) -> tuple[Any, str]:
-    """The fsspec file system of a path, and the path as that file system spells it.
+    """The fsspec file system of a path, and the path without the protocol.
 
     Raises:
         ValueError: no installed package knows the URL's scheme.
@@ -111,17 +112,18 @@ def file_size(path: str) -> int:
 
 
 def check_writable(folder: str) -> None:
-    """Writes and deletes a small file, so that a folder that cannot be written is known before there is much to write.
+    """Writes and deletes a small file; a folder that cannot be written is so reported before the work begins.
 
     Raises:
-        OSError: it cannot.
+        OSError: the folder cannot be written.
     """
+    # A random name: several processes may test the same folder at once.
     fs, name = filesystem(join(folder, f".probe-{secrets.token_hex(4)}"))
     fs.makedirs(name.rpartition("/")[0], exist_ok=True)
     try:
         fs.pipe_file(name, b"levanter" * (PROBE_BYTES // 8))
     except BaseException:
-        # A disk that is full has room for a name.
+        # A full disk may have created the file without its content.
         with contextlib.suppress(Exception):
             fs.rm_file(name)
         raise
@@ -147,8 +149,8 @@ def open_read(path: str) -> IO[bytes]:
 def expand(patterns: str | Iterable[str]) -> list[str]:
     """The files that patterns name: braces expanded in order, wildcards matched and sorted by name.
 
-    A path that exists as it is written is taken literally, whatever signs are in it. Local results stay local paths,
-    remote ones URLs.
+    A path that exists as it is written is taken literally, whatever characters it contains. Local results stay local
+    paths, remote ones URLs.
 
     Raises:
         MissingFileError: listing every path that does not exist and every pattern without a match.
@@ -170,7 +172,7 @@ def expand_braces(pattern: str) -> Iterator[str]:
     """Expands `{1..128}`, `{001..128}`, `{0..8..2}` and `{a,b}`, inner braces first, in the order of a shell.
 
     Raises:
-        ValueError: a brace without its partner, a step of zero.
+        ValueError: an unbalanced brace, a step of zero.
     """
     if len(pattern) > PATTERN_CHARACTERS:
         problem = f"{len(pattern):,} characters; a path has {PATTERN_CHARACTERS:,} at most"
@@ -195,7 +197,9 @@ def expand_braces(pattern: str) -> Iterator[str]:
             break
         stop = _closing(pattern, start)
         groups.append([pattern[position:start]])
+        # One more than the limit suffices to detect that it is exceeded; `{1..10000000000}` must not fill the memory.
         groups.append(list(itertools.islice(_alternatives(pattern[start + 1 : stop], pattern), PATTERN_FILES + 1)))
+        # The product of the groups so far, so that nested and adjacent braces are limited together.
         if math.prod(map(len, groups)) > PATTERN_FILES:
             problem = f"names more than {PATTERN_FILES:,} files, the limit for a pattern"
             raise OutOfBoundsError(f"{pattern}: {problem}")
@@ -229,12 +233,14 @@ def _names_in(fs: AbstractFileSystem, folder: str) -> list[str] | None:
 
 def _match(path: str) -> list[str]:
     fs, name = filesystem(path)
+    # A literal match comes first: file names may contain `[` or `?`.
     if fs.isfile(name):
         return [path]
     if not _WILDCARD.search(path):
         raise missing_file(path)
     if not is_remote(path):
         matches = sorted(entry for entry in fs.glob(name) if fs.isfile(entry))
+        # fsspec globs absolute paths; results are returned in the form in which the pattern was given.
         relative = not os.path.isabs(local_path(path))
         matches = [os.path.relpath(entry) if relative else entry for entry in matches]
     else:
@@ -269,12 +275,14 @@ def _alternatives(body: str, pattern: str) -> Iterator[str]:
     counted = _RANGE.match(body)
     if counted:
         first, last, step = counted.group(1), counted.group(2), counted.group(3)
+        # As in bash, a leading zero in either bound pads all numbers to the longer bound, its sign included.
         padded = any(len(n.lstrip("-")) > 1 and n.lstrip("-").startswith("0") for n in (first, last))
         width = max(len(first), len(last)) if padded else 0
         start, stop = int(first), int(last)
         stride = abs(int(step)) if step is not None else 1
         if stride == 0:
             raise ValueError(f"{pattern}: {{{body}}} has a step of zero")
+        # As in bash, a range may descend, and the sign of the step does not matter.
         direction = 1 if stop >= start else -1
         for number in range(start, stop + direction, direction * stride):
             yield f"{number:0{width}d}"

@@ -29,7 +29,7 @@ class Meter:
     """Counts, and knows rate and time left.
 
     Attributes:
-        total: how many units there are in the whole job; None where nobody knows.
+        total: how many units there are in the whole job; None if unknown.
         unit: their name in the plural; `bytes` are shown with binary prefixes.
         clock: seconds, monotonic.
     """
@@ -53,6 +53,8 @@ class Meter:
         if now - self._samples[-1][0] >= 0.1:
             self._samples.append((now, self.done))
         while len(self._samples) > 2 and now - self._samples[1][0] >= RATE_WINDOW:
+            # Keeps one sample that is older than the window, so that the rate spans at least `RATE_WINDOW` once there
+            # is that much history.
             self._samples.popleft()
 
     @property
@@ -62,12 +64,13 @@ class Meter:
 
     @property
     def average_rate(self) -> float:
-        """Units a second since the start."""
+        """Units per second since the start."""
         return self.done / self.elapsed if self.elapsed > 0 else 0.0
 
     @property
     def rate(self) -> float:
-        """Units a second lately."""
+        """Units per second over the last `RATE_WINDOW` seconds."""
+        # Up to now rather than to the last sample: while nothing arrives, the rate falls.
         then, done = self._samples[0]
         seconds = self.clock() - then
         return (self.done - done) / seconds if seconds > 0 else 0.0
@@ -105,19 +108,19 @@ class Meter:
 
 
 class Progress:
-    """Shows how far a job is; a context manager.
+    """Shows the progress of a job; a context manager.
 
-    `advance` and `advance_to` may be called from any thread and as often as one likes.
+    `advance` and `advance_to` may be called from any thread and at any rate.
 
     Args:
         description: what is being done (`loading`, `evaluating`).
-        total: how many units there are over the whole job; None where nobody knows.
+        total: how many units there are over the whole job; None if unknown.
         unit: their name in the plural (`bytes`, `tokens`).
         show: whether this process shows anything (one process of a job does).
         interval: seconds between lines in the log.
-        lazy: whether nothing is shown before the first unit, and nothing at all where there is none.
-        stream: where the bar goes; standard error where absent.
-        bar: whether to draw a bar; where absent, if the stream is a terminal.
+        lazy: whether to show nothing before the first unit; a job without units then shows nothing at all.
+        stream: where the bar goes; standard error if absent.
+        bar: whether to draw a bar; if absent, whether the stream is a terminal.
         clock: seconds, monotonic.
     """
 
@@ -166,6 +169,7 @@ class Progress:
         self._stop.set()
         if self._thread is None:
             return
+        # Wait for the thread before the last line, so that it cannot draw over it.
         self._thread.join()
         if self._bar is not None:
             self._bar.show(self.meter, self._note)
@@ -176,7 +180,8 @@ class Progress:
             logger.info("%s: stopped at %s", self.description, self.meter.counts())
 
     def advance(self, amount: float, *, note: str | None = None) -> None:
-        """Counts `amount` more units. `note` is what is being worked on now."""
+        """Counts `amount` more units. `note` names the item that is being processed."""
+        # Outside the lock, which `tick` takes as well.
         self._begin_once()
         with self._lock:
             self._update(self.meter.done + amount, note)
@@ -189,12 +194,13 @@ class Progress:
 
     def _begin_once(self) -> None:
         with self._lock:
+            # Swapped under the lock, so that of several threads only one starts the bar.
             lazy, self._lazy = self._lazy, False
         if lazy:
             self._begin()
 
     def tick(self) -> None:
-        """Draws the bar, or writes a line to the log if the interval is over."""
+        """Draws the bar, or writes a line to the log if the interval has passed."""
         with self._lock:
             if self._bar is not None:
                 self._bar.show(self.meter, self._note)
@@ -212,6 +218,7 @@ class Progress:
             self._note = note
 
     def _beat(self) -> None:
+        # A bar is redrawn five times a second. The log is looked at every second, so that a line is at most that late.
         while not self._stop.wait(0.2 if self._bar is not None else min(1.0, self._interval)):
             self.tick()
 
@@ -226,6 +233,7 @@ class _Bar:
             TextColumn("{task.fields[status]}"),
             TextColumn("[dim]{task.fields[note]}"),
         )
+        # Without rich's own refresh thread: `Progress` has one, and two would draw at the same time.
         self._progress = RichProgress(*columns, console=Console(file=stream), auto_refresh=False)
         self._task = self._progress.add_task(description, total=None, status="", note="")
 

@@ -86,7 +86,9 @@ class PartFolder:
         Raises:
             OtherRunError: they differ.
         """
+        # A file that is no JSON object differs in every key, and the message then lists them all.
         stored_fields = stored if isinstance(stored, Mapping) else {}
+        # Through JSON, so that tuples and lists, and int and str keys, compare as they are stored.
         ours = json.loads(json.dumps(dict(self.identity)))
         keys = sorted(key for key in {*stored_fields, *ours} if stored_fields.get(key) != ours.get(key))
         if keys:
@@ -121,6 +123,7 @@ class PartFolder:
         fs.invalidate_cache()
         names = {base_name(entry) for entry in fs.ls(folder, detail=False)}
         numbers = sorted(int(match[1]) for name in names if (match := _PART.fullmatch(name)))
+        # A part with another number of digits or ending is not this run's; it is ignored.
         return {number: self.at(number) for number in numbers if self._name(number) in names}
 
     def remove(self) -> None:
@@ -191,6 +194,7 @@ class ResumableResults(abc.ABC):
             OtherRunError: another run has finished or begun here; lists the differences.
         """
         parts, path = self.parts, join(self.folder, self.marker)
+        # The marker is written after all parts, so it decides even if the removal of the parts was interrupted.
         if exists(path):
             identity = self.finished_identity(parts.read_json(path))
             parts.require_same(identity, f"{self.key}{self.folder} holds the results of")
@@ -201,6 +205,7 @@ class ResumableResults(abc.ABC):
     def begin(self) -> None:
         """Records the identity, and removes temporary files of interrupted writers."""
         self.check_lease()
+        # The temporary file of a marker is in the folder itself, those of parts in the subfolder.
         remove_stale_temporaries(self.folder)
         self.parts.begin()
 

@@ -1,7 +1,7 @@
-"""What is printed where it cannot be shown: no reader (`… | head`), no stream (`2>&-`), a terminal of few signs.
+"""Standard streams that cannot show output: no reader (`… | head`), no stream (`2>&-`), a limited encoding.
 
-A process prepares its standard streams once (`prepare_streams`). While it does work that must not be lost, a terminal
-that goes away, or a pipe whose reader does, is no reason to end (`printing_may_fail`).
+A process prepares its standard streams once (`prepare_streams`). While it does work that must not be lost, the loss of
+its terminal, or of the reader of its pipe, does not end it (`printing_may_fail`).
 """
 
 import codecs
@@ -19,7 +19,7 @@ from typing import IO, Any
 logger = logging.getLogger(__name__)
 
 READABLE = "levanter.readable"
-"""The name of the error handler of encodings that prints what is near a sign that a terminal lacks."""
+"""The name of the error handler of encodings that replaces characters which the terminal's encoding lacks."""
 _NEAR = {
     **dict.fromkeys("–—−─━═┄┅┈┉╌╍╴╶", "-"),
     **dict.fromkeys("│┃║┆┇┊┋╎╏", "|"),
@@ -29,16 +29,16 @@ _NEAR = {
 
 
 def prepare_streams() -> None:
-    """Has printing work whatever the process was started with.
+    """Makes printing work in whatever state the process got its standard streams.
 
-    A stream that is closed is replaced by nothing: the next file that is opened would get its number, and what C++
-    libraries print would go into it. Signs that the encoding lacks are printed as what is near them.
+    A closed stream is replaced by `/dev/null`: otherwise the next file that is opened would get its number, and output
+    of C++ libraries would go into it. Characters that the encoding lacks are replaced by similar ones.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            # The lowest number that is free, which is this one.
+            # `open` returns the lowest free descriptor. All lower ones are open, so that is this one.
             os.open(os.devnull, os.O_RDWR)
     codecs.register_error(READABLE, _readable)
     for name in ("stdout", "stderr"):
@@ -51,7 +51,8 @@ def prepare_streams() -> None:
 
 
 def for_errors() -> IO[str]:
-    """Where errors are told: standard error, or standard output where the process was started without one."""
+    """The stream for errors: standard error, or standard output if the process was started without one."""
+    # `sys.__stderr__` is the stream at the start: `prepare_streams` has put `/dev/null` in the place of a missing one.
     return sys.stdout if sys.__stderr__ is None and sys.__stdout__ is not None else sys.stderr
 
 
@@ -61,7 +62,7 @@ def _readable(error: UnicodeError) -> tuple[str, int]:
 
 
 def _near(sign: str) -> str:
-    """What is printed for a sign, in ASCII."""
+    """The ASCII text that replaces a character."""
     if sign in _NEAR:
         return _NEAR[sign]
     if 0x2500 <= ord(sign) < 0x25A0:  # corners of tables, and bars
@@ -72,9 +73,9 @@ def _near(sign: str) -> str:
 
 @contextmanager
 def printing_may_fail() -> Iterator[None]:
-    """Goes on where what is printed cannot be: the terminal has gone, the pipe's reader, the room on the disk.
+    """Ignores failures of printing in the block: the terminal or the pipe's reader is gone, or the disk is full.
 
-    It is said once, on the other stream, and what is printed afterwards goes nowhere.
+    The first failure is logged once; later output to that stream is dropped.
     """
     before = sys.stdout, sys.stderr
     ours: tuple[Any, Any] = (_Patient(sys.stdout, "standard output"), _Patient(sys.stderr, "standard error"))
@@ -84,13 +85,13 @@ def printing_may_fail() -> Iterator[None]:
     finally:
         for stream in ours:
             stream.flush()
-        # Somebody in between may have put another one in its place.
+        # Code in the block may have replaced the stream; then its replacement stays.
         sys.stdout = before[0] if sys.stdout is ours[0] else sys.stdout
         sys.stderr = before[1] if sys.stderr is ours[1] else sys.stderr
 
 
 class _Patient:
-    """A stream that is written to as long as that works."""
+    """A stream that drops all output after its first failure."""
 
     def __init__(self, stream: IO[str], name: str):
         self._stream, self._name, self._lost = stream, name, False
@@ -112,6 +113,7 @@ class _Patient:
     def _give_up(self, error: OSError) -> None:
         self._lost = True
         with contextlib.suppress(OSError):
+            # The buffer may still hold text that Python flushes at exit; it then goes to `/dev/null`.
             _silence(self._stream)
         logger.warning(
             "%s accepts no more output (%s); the run continues without it", self._name, error.strerror or error
@@ -122,12 +124,12 @@ class _Patient:
 
 
 def output_is_lost(error: BaseException | None = None) -> bool:
-    """Writes out what is still held back; whether some of what was printed is not read by anybody.
+    """Flushes the standard streams; returns whether some of the output was lost.
 
-    What is printed afterwards, Python's own last flush too, then goes nowhere instead of failing.
+    Later output, including Python's own flush at exit, is then dropped instead of raising an error.
 
     Args:
-        error: what printing ended with, if it did: the stream that it was raised by may hold nothing back any more.
+        error: the error that ended printing, if any: the stream that raised it may have an empty buffer by now.
     """
     lost = False
     for stream in (sys.stdout, sys.stderr):
@@ -139,7 +141,7 @@ def output_is_lost(error: BaseException | None = None) -> bool:
         except BrokenPipeError:
             gone = True
         except OSError as failed:
-            # No room where it is redirected to, or a terminal that has gone.
+            # A full disk behind a redirection, or a closed terminal.
             gone = True
             name = "standard output" if stream is sys.stdout else "standard error"
             _silence(stream)
@@ -157,10 +159,12 @@ def _has_no_reader(stream: IO[str]) -> bool:
         return False  # a stream in memory
     poll = select.poll()
     poll.register(number, select.POLLOUT)
+    # The write end of a pipe reports POLLERR once its read end is closed, without a byte written.
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _silence(stream: IO[str]) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
+    # The descriptor, not only the Python object, so that C++ libraries and Python's flush at exit do not fail either.
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

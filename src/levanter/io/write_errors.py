@@ -1,4 +1,4 @@
-"""What went wrong with writing, said with the path, what was being done, and what to do about it."""
+"""Errors of writing: the path, the operation, the reason of the system, and advice."""
 
 import errno
 import os
@@ -13,7 +13,7 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 class OutputError(OSError, ValueError):
-    """Something cannot be written; the message says where, why, and what to do.
+    """A file or folder cannot be written; the message has the path, the reason and advice.
 
     Attributes:
         errno: of the system's error, where there was one.
@@ -21,15 +21,15 @@ class OutputError(OSError, ValueError):
 
 
 def output_error(path: str, error: OSError, *, doing: str = "written", needed: int | None = None) -> OutputError:
-    """The error for a user, of an error of the system.
+    """Converts an error of the system into one for the user.
 
     Args:
-        path: the file or folder, as the user knows it.
-        error: what the system said.
-        doing: what it cannot be.
-        needed: bytes that the whole of it takes, as far as that is known.
+        path: the file or folder, as the user named it.
+        error: the error of the system.
+        doing: the operation that failed, as a participle (`written`).
+        needed: the bytes of the whole file or folder; None if unknown.
     """
-    # Making a folder where a file is says that something "exists".
+    # `makedirs` reports a file in the place of a folder as EEXIST, "File exists", which does not name the problem.
     reason = os.strerror(errno.ENOTDIR) if error.errno == errno.EEXIST else error.strerror or str(error)
     translated = OutputError(
         f"{path}: cannot be {doing} ({reason or type(error).__name__}){advice(path, error, needed)}"
@@ -40,7 +40,7 @@ def output_error(path: str, error: OSError, *, doing: str = "written", needed: i
 
 @contextmanager
 def output_errors(path: str, doing: str) -> Iterator[None]:
-    """Errors of the system in the block are told as errors of writing `path`.
+    """Converts errors of the system in the block into errors of writing `path`.
 
     Raises:
         OutputError: instead of any other `OSError`.
@@ -54,14 +54,15 @@ def output_errors(path: str, doing: str) -> Iterator[None]:
 
 
 def advice(path: str, error: OSError, needed: int | None) -> str:
-    """What to do about an error of the system: text that follows the error's, or nothing.
+    """Advice about an error of the system, to be appended to its message; empty if there is none.
 
     Args:
-        path: what was to be written.
-        error: what the system said.
-        needed: bytes that all of it takes, where that is known.
+        path: the file or folder to be written.
+        error: the error of the system.
+        needed: the bytes of the whole file or folder; None if unknown.
     """
     takes = "" if needed is None else f"; it takes {amount(needed, 'bytes')}"
+    # EDQUOT too: the disk has room, but this user's quota is used up.
     if error.errno in NO_SPACE:
         free = free_bytes(path)
         free_text = "" if free is None else f", where {amount(free, 'bytes')} are free"
@@ -89,13 +90,14 @@ def _in_the_way(path: str) -> str:
     at = os.path.abspath(local_path(path))
     if os.path.isdir(at):
         return f"{at} is a folder, and a file is to be written; name a file in it"
+    # Upwards to the first path that exists: that file is in the place of a folder.
     while at != os.path.dirname(at) and not os.path.lexists(at):
         at = os.path.dirname(at)
     return f"{at} is a file, not a folder; name another place"
 
 
 def nearest_folder(path: str) -> str:
-    """The folder that a local file lies in, or the first above it that there is; URLs stay what they are."""
+    """The nearest existing folder above a local path; URLs are returned unchanged."""
     if is_remote(path):
         return path
     at = os.path.dirname(os.path.abspath(local_path(path)))
@@ -105,7 +107,7 @@ def nearest_folder(path: str) -> str:
 
 
 def free_bytes(path: str) -> int | None:
-    """Bytes that are free where a local path lies; None for URLs and where the system does not say."""
+    """Free bytes on the disk of a local path; None for URLs and where the system reports none."""
     if is_remote(path):
         return None
     try:

@@ -1,6 +1,6 @@
-"""Ranges of files on other machines: web servers and object stores, many requests side by side.
+"""Ranges of files on other machines: web servers and object stores, with many concurrent requests.
 
-`remote_file` is one file, `RangeFetcher` reads ranges of several, `Connections` is what they share.
+`remote_file` is one file, `RangeFetcher` reads ranges of several, `Connections` is the pool that they share.
 """
 
 from levanter.io.ranges.connections import Connections as Connections

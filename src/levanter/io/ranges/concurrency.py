@@ -87,6 +87,7 @@ class AdaptiveConcurrency:
             # The network may have become faster since, so the limit is tested again every `PROBE_SECONDS`.
             if now >= self._probe_at:
                 self._rising, self._best = True, (rate, self.limit)
+                # The current rate becomes the reference, so the search goes up only if the next doubling pays.
                 self._grow(now)
         elif rate >= GAIN * best:
             self._best = rate, self.limit
@@ -108,6 +109,7 @@ class AdaptiveConcurrency:
         """Lowers the limit after a refusal for overload; refusals within one window count once."""
         if now - self._slowed_at < WINDOW_SECONDS:
             return
+        # Busy servers refuse single requests; only a larger share means that there are too many connections.
         self._refusals += 1
         if self._refusals <= REFUSALS:
             return
@@ -130,6 +132,7 @@ class Durations:
 
     def add(self, seconds: float, nbytes: int, silence: float | None = None) -> None:
         """Records a request: its seconds, its bytes, and the longest time in which no byte arrived."""
+        # Latency counts as bytes, so that one number per byte describes small and large requests alike.
         self._seconds_per_byte.append(seconds / (LATENCY_BYTES + nbytes))
         if silence is not None:
             self._silences.append(silence)
@@ -149,6 +152,7 @@ class Durations:
 
 
 def _usual(durations: deque[float]) -> float:
+    # At most 256 samples, so sorting them each time is cheap.
     return sorted(durations)[int(SLOW_QUANTILE * len(durations))]
 
 
@@ -198,9 +202,11 @@ class ConcurrencyLimit:
 
     def _wait(self, stop: threading.Event, *, again: bool) -> None:
         self.waiting += 1
+        # Counts the interrupted requests that wait, because the loop below lets the others wait for them.
         self._ahead += again
         try:
             while not stop.is_set() and (self._free_slots <= 0 or (self._ahead and not again)):
+                # Both conditions release the same lock, so the test of the loop is made under it again.
                 (self._next if again else self._others).wait()
         finally:
             self.waiting -= 1
@@ -211,5 +217,6 @@ class ConcurrencyLimit:
         return self.pace.limit - self.under_way
 
     def _call(self) -> None:
+        # While interrupted requests wait, waking others would be in vain: they would wait again.
         if self._free_slots > 0:
             (self._next if self._ahead else self._others).notify(self._free_slots)

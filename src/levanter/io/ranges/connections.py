@@ -59,10 +59,10 @@ class Connections:
         return ssl.create_default_context()
 
     def get(self, url: str, headers: Headers, attempt: Attempt) -> "HttpAnswer":
-        """Asks for a URL; the answer's body has not been received.
+        """Sends a GET request; returns when the header of the answer has arrived, before the body.
 
         Raises:
-            TransientError: there is no connection, or it ended before an answer.
+            TransientError: no connection was made, or it ended before an answer.
             GivenUpError: the attempt was given up.
         """
         split_url = urlsplit(url)
@@ -76,23 +76,26 @@ class Connections:
         return self._ask(self._connect(split_url), split_url, headers, attempt)
 
     def give_back(self, connection: http.client.HTTPConnection, url: str) -> None:
-        """Keeps a connection whose last answer was received to its end."""
+        """Returns a connection to the pool; the last answer must have been received completely."""
         split_url = urlsplit(url)
         with self._lock:
             self._idle.setdefault((split_url.scheme, split_url.netloc), []).append(connection)
 
     def close(self) -> None:
-        """Closes what is idle."""
+        """Closes the idle connections."""
         _close_idle(self._idle, self._lock)
 
     def _take(self, split_url: SplitResult) -> http.client.HTTPConnection | None:
         with self._lock:
             kept = self._idle.get((split_url.scheme, split_url.netloc))
+            # The most recently used one: the server is least likely to have closed it.
             return kept.pop() if kept else None
 
     def _connect(self, split_url: SplitResult) -> http.client.HTTPConnection:
         host, port = split_url.hostname or "", split_url.port
         proxy = getproxies().get(split_url.scheme)
+        # The proxies of the environment (`HTTPS_PROXY`, `NO_PROXY`), as `urllib` reads them; `http.client` ignores
+        # them.
         through = urlsplit(proxy) if proxy and not proxy_bypass(host) else None
         where, at = (through.hostname or "", through.port) if through else (host, port)
         if split_url.scheme == "https":
@@ -112,13 +115,17 @@ class Connections:
         if split_url.scheme == "http" and connection.host != split_url.hostname:
             # A proxy needs the absolute URL.
             target = f"http://{split_url.netloc.rpartition('@')[2]}{target}"
+        # `identity`: ranges of a compressed body could not be placed.
         sent = {"User-Agent": AGENT, "Accept-Encoding": "identity", **_authorization(split_url), **headers}
         try:
             attempt.check()
             if connection.sock is None:
                 connection.connect()
             assert connection.sock is not None, "connected"
+            # The connection was made with the shorter `CONNECT_SECONDS`; from here on a pause of the server is
+            # tolerated longer.
             connection.sock.settimeout(self._stall_seconds)
+            # Registered after `connect`: before it, there is no socket that another thread could shut down.
             attempt.stops_by(lambda: _cut(connection.sock))
             attempt.streams = True
             if split_url.scheme == "http" and connection.host != split_url.hostname:
@@ -234,6 +241,7 @@ class HttpAnswer:
                     at += got
                     self.attempt.received += got
             if sock is not None:
+                # The connection goes back to the pool, and `http.client` reads the next header in small pieces.
                 _wake_at(sock, 1)
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise _broken(self.connection, self.attempt, error) from error
@@ -252,14 +260,18 @@ class HttpAnswer:
 
     def _some(self, sock: socket.socket | None, into: memoryview, limit: int) -> int:
         """Receives some bytes; directly from the socket, unless the body is chunked."""
+        # The body of a chunked answer has chunk sizes in it, so only `http.client` can read it.
         if sock is None:
             return self.response.readinto(into)
+        # The TLS layer may hold bytes that are no longer in the socket buffer; waiting for all of them would wait for
+        # bytes that never come.
         _wake_at(sock, min(limit, SLICE_BYTES) - AHEAD_BYTES)
         got = sock.recv_into(into)
         self._arrived(got)
         return got
 
     def _arrived(self, nbytes: int) -> None:
+        # `http.client` does not see the bytes that were received past it, so its count is kept by hand: `end` reads it.
         if self.response.length is not None:
             self.response.length -= nbytes
 
@@ -277,6 +289,8 @@ class HttpAnswer:
 
     def end(self, connections: Connections, url: str) -> None:
         """Returns the connection to the pool if the body was received completely; closes it otherwise."""
+        # An answer that was received in part has bytes of its body on the connection, which would start the next
+        # answer.
         done = self.response.isclosed() or self.response.length == 0
         keep = done and not self.response.will_close
         self.attempt.is_over()

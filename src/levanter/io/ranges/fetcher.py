@@ -148,6 +148,7 @@ class RangeFetcher:
         # Outside the lock: the cancelled threads take it to record their end.
         for request in requests:
             request.attempt.give_up()
+        # Wakes the requests that wait for a slot; they see that `stop` is set.
         for lane in (self._small, self._large):
             lane.stopped()
 
@@ -155,6 +156,7 @@ class RangeFetcher:
         """Ends an interrupt."""
         with self._lock:
             if self._stop.is_set():
+                # A new event rather than `clear`: requests of before the interrupt hold the old one and still end.
                 self._stop = threading.Event()
 
     def ask(self, action: Callable[[], R], *, what: str, delays: Iterable[float] = QUICK_DELAYS) -> R:
@@ -184,6 +186,7 @@ class RangeFetcher:
         if len(wanted) == 1:
             self.fetch(file, *wanted[0])
             return
+        # Waiting in order is enough: all run at once, and the first failure in this order is the one that is raised.
         for future in [self._pool.submit(self.fetch, file, *part) for part in wanted]:
             future.result()
 
@@ -205,11 +208,13 @@ class RangeFetcher:
         race = HedgedRequest(file, start, into)
         with self._lock:
             self._races.add(race)
+            # The event of now: a `resume` between two tries must not revive this range.
             stop = self._stop
         try:
             self._run(race, stop)
         finally:
             with self._lock:
+                # Under the lock, so that a second request which finishes now finds `over` and drops its bytes.
                 race.over = True
                 self._races.discard(race)
                 second = race.second
@@ -222,10 +227,13 @@ class RangeFetcher:
         waits, reasons, began = list(self._delays), Counter[str](), self._clock()
         again = False
         while True:
+            # `kept` grows by what this try writes, even if it fails.
             before = race.kept
             try:
                 self._once(race, stop, again=again)
             except GivenUpError:
+                # The first request was cancelled: by the second one, which won or met a replaced file, or by
+                # `interrupt`.
                 if race.replaced is not None:
                     raise race.replaced from None
                 if race.won is None:
@@ -257,6 +265,7 @@ class RangeFetcher:
 
     def _once(self, race: HedgedRequest, stop: threading.Event, *, again: bool) -> None:
         attempt, rest = Attempt(), race.rest
+        # A try continues where the earlier ones stopped, so nothing that arrived is requested again.
         start, size = race.start + race.kept, sum(map(len, rest))
         lane = self._small if size <= SMALL_BYTES else self._large
         with lane.slot(stop, again=again):
@@ -293,7 +302,9 @@ class RangeFetcher:
         at, content = race.won
         if done:
             race.won = None
+            # The counter was raised when the second request finished; the first one has everything, so take that back.
             self._counts.update(hedges_won=-1, extra_bytes=len(content))
+        # Both requests received the bytes from `at` to `kept`.
         else:
             self._counts.update(extra_bytes=race.kept - at)
 
@@ -341,10 +352,12 @@ class RangeFetcher:
 
     def _is_slow(self, race: HedgedRequest, now: float, silent: float) -> bool:
         assert race.first is not None, "under way"
+        # Sampled on every round, also for requests that cannot be hedged: their silences feed `Durations`.
         silence = race.first.look(now)
         if race.second is not None or not race.file.can_be_cut_short:
             return False
         seconds = now - race.first.began
+        # A library that delivers all bytes at the end is always silent, so only its total time counts.
         return (race.first.attempt.streams and silence > silent) or seconds > self._durations.slow_seconds(race.nbytes)
 
     def _is_lost(self, race: HedgedRequest, now: float, silent: float) -> bool:
@@ -364,6 +377,7 @@ class RangeFetcher:
     def _may_hedge(self, race: HedgedRequest) -> bool:
         """Whether the bytes received twice stay within their share, even if every hedged range arrives twice."""
         allowed = HEDGES * PART_BYTES + HEDGED_SHARE * self._counts["wanted_bytes"]
+        # Bytes that running second requests may still duplicate, in the worst case.
         at_stake = sum(other.missing for other in self._races if other.second is not None)
         return self._counts["extra_bytes"] + at_stake + race.missing <= allowed
 
@@ -377,6 +391,7 @@ class RangeFetcher:
             # once: the range is wrong however the first request ends.
             with self._lock:
                 self._counts["extra_bytes"] += attempt.received
+                # Frees the hedge's place: the watcher may start another one for this range.
                 race.second = None
                 first = None
                 if isinstance(error, ReplacedError) and not race.over:
@@ -395,6 +410,7 @@ class RangeFetcher:
                 self._counts["hedges_won"] += 1
                 if first is None:
                     self._counts["extra_bytes"] += race.kept - at
+        # Outside the lock: `give_up` shuts a socket down.
         if not lost and first is not None:
             first.attempt.give_up()
         race.changed.set()

@@ -1,4 +1,4 @@
-"""A file behind a client library: whatever fsspec knows and is no web address."""
+"""A file that is read through a client library: any URL that fsspec supports and that is not of a web server."""
 
 import asyncio
 import concurrent.futures
@@ -30,23 +30,25 @@ _FAILURES = (
 """What libraries raise when a request failed, beside `OSError`."""
 R = TypeVar("R")
 ANSWER_SECONDS = 300.0
-"""An answer to one range that takes longer is taken for none."""
+"""Seconds after which a request for one range counts as failed."""
 
 
 def transient_errors() -> tuple[type[BaseException], ...]:
-    """What a network can throw without meaning it, of the libraries that are loaded."""
+    """The error types of network failures that may pass, of the client libraries that are imported."""
     errors: list[type[BaseException]] = [OSError, TimeoutError]
     for module, name in _FAILURES:
+        # Looks only at libraries that are imported already: what is not loaded cannot have raised, and imports cost
+        # seconds.
         if module in sys.modules:
             errors.append(getattr(sys.modules[module], name))
     return tuple(errors)
 
 
 class Library(Protocol):
-    """What is used of an fsspec file system."""
+    """The methods of an fsspec file system that are used here."""
 
     def info(self, path: str) -> Mapping[str, object]:
-        """What is known of a file."""
+        """The metadata of a file."""
         ...
 
     def cat_file(self, path: str, start: int, end: int) -> bytes:
@@ -55,7 +57,7 @@ class Library(Protocol):
 
 
 class AsyncLibrary(Protocol):
-    """What is used, beside, of one that works asynchronously."""
+    """The members that are used of an asynchronous file system in addition."""
 
     loop: asyncio.AbstractEventLoop
 
@@ -63,13 +65,13 @@ class AsyncLibrary(Protocol):
 
 
 class LibraryFile:
-    """A file of an fsspec file system; a library that works asynchronously can be cut short.
+    """A file of an fsspec file system; requests of an asynchronous library can be cancelled.
 
     Attributes:
-        name: how messages call it.
-        filesystem: of fsspec.
-        path: as the file system spells it.
-        can_be_cut_short: whether an attempt that is given up ends at once.
+        name: the file's name in messages.
+        filesystem: the fsspec file system.
+        path: the path without the protocol.
+        can_be_cut_short: whether a cancelled attempt ends at once.
     """
 
     def __init__(self, filesystem: Library, path: str, name: str):
@@ -79,23 +81,24 @@ class LibraryFile:
         self._identity: FileIdentity | None = None
 
     def describe(self) -> FileIdentity:
-        """What the library knows of the file.
+        """The file's size and version by the library's metadata.
 
         Raises:
-            FileNotFoundError: it is not there.
-            RangeError: it is refused, or of unknown size.
-            TransientError: perhaps it can be asked again.
+            FileNotFoundError: it does not exist.
+            RangeError: access is refused, or the size is unknown.
+            TransientError: a later attempt may succeed.
         """
         self._identity = self._described()
         return self._identity
 
     def check_unchanged(self) -> None:
-        """Asks again which file it is, since the library's answers to ranges do not say.
+        """Reads size and version again, because the library returns ranges without them.
 
         Raises:
-            ReplacedError: it is another one than `describe` told.
-            TransientError: perhaps it can be asked again.
+            ReplacedError: the version differs from the one of `describe`.
+            TransientError: a later attempt may succeed.
         """
+        # fsspec caches metadata, which would show the file as it was.
         invalidate = getattr(self.filesystem, "invalidate_cache", None)
         if invalidate is not None:
             invalidate()
@@ -115,8 +118,8 @@ class LibraryFile:
 
         Raises:
             TransientError: another attempt may succeed.
-            GivenUpError: the attempt was given up.
-            RangeError: it is refused.
+            GivenUpError: the attempt was cancelled.
+            RangeError: access is refused.
         """
         size = sum(map(len, into))
         stop = start + size
@@ -125,6 +128,7 @@ class LibraryFile:
             content = self._call(lambda: self._cut_short(start, stop, attempt))
         else:
             content = self._call(lambda: self.filesystem.cat_file(self.path, start=start, end=stop))
+        # A library may return fewer bytes without an error, for instance where the file has become shorter.
         if len(content) != size:
             raise TransientError(f"it answered with {len(content):,} of {size:,} bytes")
         spread(content, into)
@@ -133,6 +137,7 @@ class LibraryFile:
 
     def _cut_short(self, start: int, stop: int, attempt: Attempt) -> bytes:
         library = cast(AsyncLibrary, self.filesystem)
+        # The coroutine itself, not `cat_file`: only a future can be cancelled from another thread.
         content = library._cat_file(self.path, start=start, end=stop)
         future = asyncio.run_coroutine_threadsafe(content, library.loop)
         attempt.stops_by(future.cancel)
@@ -141,6 +146,7 @@ class LibraryFile:
         except concurrent.futures.CancelledError:
             raise GivenUpError from None
         except TimeoutError:
+            # The timeout is ours: the coroutine still runs in the library's loop.
             future.cancel()
             raise
 
@@ -156,6 +162,7 @@ class LibraryFile:
     def _call(self, action: Callable[[], R]) -> R:
         try:
             return action()
+        # Before `OSError` below, of which the first and the last are subclasses: another attempt would not help.
         except (FileNotFoundError, GivenUpError, RangeError):
             raise
         except PermissionError as error:
@@ -167,5 +174,6 @@ class LibraryFile:
 
 
 def _is_overload(error: BaseException) -> bool:
+    # Libraries agree on no error type for overload, so its text is searched.
     text = f"{getattr(error, 'code', '')} {error}".lower()
     return any(word in text for word in ("429", "503", "slow down", "slowdown", "rate limit", "too many requests"))

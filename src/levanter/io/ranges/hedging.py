@@ -66,6 +66,7 @@ class HedgedRequest:
 
     def begin_second(self, now: float) -> Underway:
         """Records the start of a second request."""
+        # Created by the watcher thread before the request runs, so that the count of hedges is exact under its lock.
         self.second = Underway(Attempt(), now)
         self.second_requests += 1
         return self.second
@@ -75,6 +76,7 @@ class HedgedRequest:
         assert self.first is not None, "begun"
         ended, self.first = self.first, None
         ended.look(now)
+        # What arrived before a failure stays in the destination; the next request starts behind it.
         self.kept += ended.attempt.received
         return ended
 

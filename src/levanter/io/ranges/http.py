@@ -1,7 +1,7 @@
-"""A file of a web server, or of a store that can be asked like one, by range requests.
+"""A file of a web server, or of an object store with an HTTP interface, read by range requests.
 
-Every answer is held against what was asked: status, range, length, encoding, and whether it is of the same version of
-the file as the first one. Redirections are followed once and remembered until they are refused.
+Every answer is compared with the request: status, range, length, encoding, and whether it has the same version of the
+file as the first answer. Redirections are followed once and remembered until the target refuses a request.
 """
 
 import re
@@ -27,31 +27,31 @@ _RANGE = re.compile(r"bytes (?:(\d{1,19})-(\d{1,19})|\*)/(\d{1,19}|\*)")
 
 
 class Address(Protocol):
-    """Where a file is, and what a request has to bring along."""
+    """The URL of a file and the headers that a request needs."""
 
     def __call__(self, *, renewed: bool) -> tuple[str, Mapping[str, str]]:
-        """URL and headers; `renewed` where the last ones were refused."""
+        """URL and headers; `renewed` is true if the last ones were refused."""
         ...
 
 
 @dataclass(frozen=True)
 class FixedAddress:
-    """A URL that is asked as it is."""
+    """A URL that is used as it is."""
 
     url: str
 
     def __call__(self, *, renewed: bool) -> tuple[str, Mapping[str, str]]:
-        """The URL, without headers; there is no other to renew it with."""
+        """The URL, without headers; it cannot be renewed."""
         del renewed
         return self.url, {}
 
 
 class HttpFile:
-    """A file that a web server has.
+    """A file on a web server.
 
     Attributes:
-        name: how messages call it.
-        can_be_cut_short: always: its connection is cut.
+        name: the file's name in messages.
+        can_be_cut_short: always true: a cancelled request shuts its connection down.
     """
 
     can_be_cut_short = True
@@ -64,13 +64,14 @@ class HttpFile:
         self._identity: FileIdentity | None = None
 
     def describe(self) -> FileIdentity:
-        """Asks for the first byte, which tells size and version.
+        """Requests the first byte; the header of the answer has the size and the version.
 
         Raises:
-            FileNotFoundError: it is not there.
-            RangeError: it is refused, or not given by ranges.
-            TransientError: perhaps it can be asked again.
+            FileNotFoundError: it does not exist.
+            RangeError: the server refuses it, or does not support ranges.
+            TransientError: a later attempt may succeed.
         """
+        # GET rather than HEAD: signed URLs are valid for one method, and some servers answer HEAD without a length.
         answer, url = self._request({"Range": "bytes=0-0"}, Attempt())
         try:
             self._refuse(answer, "it")
@@ -84,16 +85,17 @@ class HttpFile:
         return description
 
     def exists(self) -> bool:
-        """Whether it is there; one that a server refuses to show is not, as stores answer for what they do not have.
+        """Whether it exists; status 403 counts as no, because stores answer so for objects that do not exist.
 
         Raises:
-            RangeError: the server wants to know who asks.
-            TransientError: perhaps it can be asked again.
+            RangeError: the server requires credentials.
+            TransientError: a later attempt may succeed.
         """
         answer, url = self._request({"Range": "bytes=0-0"}, Attempt())
         try:
             if answer.status in (403, 404, 410):
                 return False
+            # Status 416 answers a range of an empty file, which exists.
             if answer.status != 416:
                 self._refuse(answer, "it")
             return True
@@ -101,12 +103,12 @@ class HttpFile:
             answer.end(self._connections, url)
 
     def whole(self, limit: int) -> bytes:
-        """All of a small file: at most `limit` bytes, and one more where it is larger.
+        """The content of a small file: at most `limit` bytes, plus one if it is larger.
 
         Raises:
-            FileNotFoundError: it is not there.
-            RangeError: it is refused.
-            TransientError: perhaps it can be asked again.
+            FileNotFoundError: it does not exist.
+            RangeError: the server refuses it.
+            TransientError: a later attempt may succeed.
         """
         answer, url = self._request({}, Attempt())
         try:
@@ -120,11 +122,12 @@ class HttpFile:
 
         Raises:
             TransientError: another attempt may succeed.
-            GivenUpError: the attempt was given up.
-            ReplacedError: the file is another one by now.
+            GivenUpError: the attempt was cancelled.
+            ReplacedError: the file was replaced since `describe`.
             RangeError: no attempt will succeed.
         """
         stop = start + sum(map(len, into))
+        # HTTP ranges include their last byte.
         answer, url = self._request({"Range": f"bytes={start}-{stop - 1}"}, attempt)
         try:
             self._refuse(answer, f"bytes {start:,} to {stop:,}")
@@ -134,10 +137,13 @@ class HttpFile:
             answer.end(self._connections, url)
 
     def _request(self, headers: Mapping[str, str], attempt: Attempt) -> tuple[HttpAnswer, str]:
+        # The lock protects the pair only. Two threads may resolve at the same time; both answers are valid.
         with self._lock:
             resolved = self._resolved
         url, brought = resolved or self._address(renewed=False)
         answer, url = self._followed(url, brought, headers, attempt)
+        # A fixed address cannot be renewed, so only its redirection is resolved again; other addresses are signed
+        # again.
         if (answer.status in (400, 401, 403) and not isinstance(self._address, FixedAddress)) or (
             answer.status in (401, 403, 404, 410) and resolved is not None
         ):
@@ -156,6 +162,7 @@ class HttpFile:
             to = answer.header("Location")
             if answer.status not in (301, 302, 303, 307, 308) or to is None:
                 return answer, url
+            # The body of a redirection is not read, so the connection cannot be used again.
             answer.close()
             before, url = url, urljoin(url, to)
             if urlsplit(url).scheme not in ("http", "https"):
@@ -191,6 +198,7 @@ class HttpFile:
         if status == 416 and self._identity is not None:
             raise ReplacedError(f"{self.name}: {what} are not in it any more ({answer.status_text})\n{_STILL}")
         if status == 416:
+            # X
             return  # every range of an empty file is unsatisfiable
         if status in (401, 403):
             raise RangeError(
@@ -208,11 +216,12 @@ class HttpFile:
                 size = int(match[3])
         elif answer.length == 0:
             size = 0
+        # Status 200 with a length: the server ignored the range.
         elif is_digits(answer.header("Content-Length")):
             raise RangeError(
                 f"{self.name}: the server sends all {int(answer.header('Content-Length') or 0):,} bytes where one is "
-                "asked for: it knows no ranges\n  → copy the files to a local disk, or serve them with a server that "
-                "answers for ranges (status 206)"
+                "requested: it does not support ranges\n  → copy the files to a local disk, or to a server that "
+                "answers range requests (status 206)"
             )
         if size is None:
             raise RangeError(

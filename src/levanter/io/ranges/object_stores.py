@@ -1,8 +1,8 @@
-"""Object stores as web servers: where the bytes of `gs://` and `s3://` files are, and with which credentials.
+"""Object stores as web servers: the URLs and credentials with which `gs://` and `s3://` files are read over HTTP.
 
-The store's own client library (gcsfs, s3fs) finds files and signs; the bytes themselves come over connections of ours,
-straight into their place. A store that does not answer a request that was signed so is asked through its library
-(`library`), which costs more processor time and no correctness.
+The store's own client library (gcsfs, s3fs) finds files and signs; the bytes themselves are received over our own
+connections, directly into the destination. A store that does not accept such requests is read through its library
+(`LibraryFile`), which takes more CPU time but is equally correct.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from levanter.io.ranges.http import FixedAddress, HttpFile
 from levanter.io.ranges.request import Attempt, FileIdentity, Pieces, RangeError, RangeSource, TransientError
 
 SIGNED_SECONDS = 6 * 3600
-"""How long a signed URL is valid; it is made anew where it is refused."""
+"""Seconds for which a signed URL is valid; a URL that is refused is signed again."""
 
 
 class _GoogleCredentials(Protocol):
@@ -39,24 +39,26 @@ class GoogleAddress:
 
     def __init__(self, fs: Library, path: str):
         self._fs, self._path = cast(_GoogleLibrary, fs), path
+        # With the generation in the URL, Google serves this version of the object or none, even if it is replaced
+        # meanwhile.
         self._generation = fs.info(path).get("generation")
 
     def __call__(self, *, renewed: bool) -> tuple[str, Mapping[str, str]]:
-        """URL and headers; a token that ran out is renewed by the library."""
+        """URL and headers; the library renews an expired token."""
         if renewed:
             self._fs.credentials.maybe_refresh()
         return self._fs.url(self._path, generation=self._generation), self._fs._get_headers(None)
 
 
 class SignedAddress:
-    """An `s3://` file, by a URL that s3fs signs."""
+    """An `s3://` file, read from a URL that s3fs signs."""
 
     def __init__(self, fs: Library, path: str):
         self._fs, self._path = cast(_SigningLibrary, fs), path
         self._url: str | None = None
 
     def __call__(self, *, renewed: bool) -> tuple[str, Mapping[str, str]]:
-        """The URL, signed anew where the last one was refused."""
+        """The URL, signed again if the last one was refused."""
         if self._url is None or renewed:
             self._url = str(self._fs.sign(self._path, expiration=SIGNED_SECONDS))
         return self._url, {}
@@ -66,10 +68,10 @@ _ADDRESSES = {"gs": GoogleAddress, "gcs": GoogleAddress, "s3": SignedAddress, "s
 
 
 class StoreFile:
-    """A file of an object store: asked like a web server where it answers so, else through its library.
+    """A file of an object store: read over HTTP where the store accepts that, else through its library.
 
     Attributes:
-        name: how messages call it.
+        name: the file's name in messages.
     """
 
     def __init__(self, name: str, fs: Library, path: str, scheme: str, connections: Connections):
@@ -81,26 +83,29 @@ class StoreFile:
 
     @property
     def can_be_cut_short(self) -> bool:
-        """Whether an attempt that is given up ends at once."""
+        """Whether a cancelled attempt ends at once."""
         return self._chosen.can_be_cut_short
 
     @property
     def why_by_library(self) -> str:
-        """Why the library reads it; empty where our own connections do."""
+        """Why the library reads the file; empty if our own connections do."""
         return self._why
 
     def describe(self) -> FileIdentity:
-        """Which file it is; chooses how it is read."""
+        """The file's size and version; also chooses whether HTTP or the library reads it."""
         description = self._library.describe()
         try:
             address = _ADDRESSES[self._scheme](self._library.filesystem, self._library.path)
             direct = HttpFile(self.name, address, self._connections)
             direct_description = direct.describe()
+            # The URL may lead to another object than the library's path (a proxy, a custom endpoint); the sizes must
+            # agree.
             if direct_description.size != description.size:
                 raise RangeError(
                     f"{self.name}: {description.size:,} bytes by its library, {direct_description.size:,} by its URL"
                 )
         except Exception as error:
+            # Overload says nothing about whether HTTP works here; the caller waits and describes the file again.
             if isinstance(error, TransientError) and error.overloaded:
                 raise
             self._chosen, self._why = self._library, f"{type(error).__name__}: {error}"
@@ -113,13 +118,13 @@ class StoreFile:
         self._chosen.fetch(start, into, attempt)
 
     def check_unchanged(self) -> None:
-        """Asks again which file it is where answers to ranges did not say; see `LibraryFile`."""
+        """Reads the version again if the library read the ranges; see `LibraryFile`."""
         if self._chosen is self._library:
             self._library.check_unchanged()
 
 
 def remote_file(url: str, connections: Connections) -> HttpFile | StoreFile | LibraryFile:
-    """The file that a URL names, on another machine.
+    """The remote file of a URL.
 
     Raises:
         ValueError: no installed package knows the URL's scheme.

@@ -76,6 +76,7 @@ class Attempt:
         """Cancels the attempt: the thread that runs it raises `GivenUpError` soon."""
         with self._lock:
             self._given_up = True
+            # X
             # Under the lock, so that `is_over` cannot run in between: a connection that went back to the pool may serve
             # another request by then and must not be shut down.
             if self._stop is not None:
@@ -111,12 +112,12 @@ class Attempt:
 
 @dataclass(frozen=True, kw_only=True)
 class FileIdentity:
-    """What tells a file from another one of its name.
+    """The version of a file, to detect that it was replaced under the same name.
 
     Attributes:
         size: its bytes.
-        tag: what the server calls this version of it (an ETag, a generation); None where it does not say.
-        modified: when it was last written, as the server spells it; None where it does not say.
+        tag: what the server calls this version of it (an ETag, a generation); None if it reports none.
+        modified: when it was last written, in the server's format; None if it reports none.
     """
 
     size: int
@@ -124,36 +125,37 @@ class FileIdentity:
     modified: str | None = None
 
     def differs(self, other: "FileIdentity") -> str | None:
-        """How another answer shows that the file is a different one; None where nothing shows it."""
+        """How another answer shows that the file is a different one; None if nothing does."""
         if self.size != other.size:
             return f"it had {self.size:,} bytes and has {other.size:,} now"
         if self.tag and other.tag and self.tag != other.tag:
             return f"its version was {self.tag} and is {other.tag} now"
+        # Times count only where tags cannot be compared: a tag is the more exact version.
         if not (self.tag and other.tag) and self.modified and other.modified and self.modified != other.modified:
             return f"it was written {self.modified} and is dated {other.modified} now"
         return None
 
 
 class RangeSource(Protocol):
-    """A file of another machine that answers for ranges."""
+    """A file on another machine that can be read by ranges."""
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """The name of the file in messages."""
         ...
 
     @property
     def can_be_cut_short(self) -> bool:
-        """Whether an attempt that is given up ends at once."""
+        """Whether a cancelled attempt ends at once."""
         ...
 
     def describe(self) -> FileIdentity:
-        """Which file it is, from now on: one that is another is not read.
+        """The file's size and version; from now on `fetch` refuses any other version.
 
         Raises:
-            FileNotFoundError: it is not there.
+            FileNotFoundError: it does not exist.
             RangeError: it cannot be read by ranges.
-            TransientError: perhaps it can be asked again.
+            TransientError: a later attempt may succeed.
         """
         ...
 
@@ -162,8 +164,8 @@ class RangeSource(Protocol):
 
         Raises:
             TransientError: another attempt may succeed.
-            GivenUpError: the attempt was given up.
-            ReplacedError: the file is another one by now.
+            GivenUpError: the attempt was cancelled.
+            ReplacedError: the file was replaced since `describe`.
             RangeError: no attempt will succeed.
         """
         ...
