@@ -38,6 +38,7 @@ class ExpectedSource:
         for leaf in rules.read_leaves(leaves):
             rule = table[leaf.path]
             shape = rule.source_shape(leaf)
+            # One dtype is assumed for all weights; integers and booleans keep their own.
             stored = leaf.dtype if leaf.dtype.kind in "iub" else dtype
             nbytes = int(np.prod(shape, dtype=np.int64)) * stored.itemsize
             for name in rule.source_names(leaf):

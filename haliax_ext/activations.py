@@ -47,6 +47,7 @@ def plan_activations(activations: Iterable[Activation], mappings: Mappings, mesh
     attention_mappings = {"residual": mappings.residual_stream, "attention": mappings.inside_attention}
     has_attention = bool(mappings.attention or mappings.attention.unmapped)
     for activation in activations:
+        # Without an attention mapping these arrays are constrained by the compute mapping.
         if activation.mapping == "attention" and not has_attention:
             continue
         mapping = attention_mappings.get(activation.mapping, mappings.compute)

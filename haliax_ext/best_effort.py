@@ -67,6 +67,7 @@ def explain_best_effort(
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     large = nbytes >= large_bytes and bool(shape)
     order = [name for name in _preference(spec, large) if spec.shape[name] > 1]
+    # An empty array costs nothing wherever it is.
     assigned = _assign(tuple(spec.shape[name] for name in order), shape) if nbytes else (None,) * len(order)
 
     cuts: list[list[str]] = [[] for _ in shape]
@@ -75,6 +76,7 @@ def explain_best_effort(
             cuts[at].append(name)
     share = nbytes // spec.ways(tuple(name for axes in cuts for name in axes))
     replicated = [name for name, size in spec.axes if size > 1 and not any(name in axes for axes in cuts)]
+    # `share` is what one device holds: a large array in large pieces is accepted if nothing is repeated.
     if large and share >= large_bytes and replicated:
         raise _refusal(shape, np.dtype(dtype), nbytes, share, replicated, spec, large_bytes)
     entries = [None if not axes else axes[0] if len(axes) == 1 else tuple(axes) for axes in cuts]
@@ -118,6 +120,7 @@ def _mesh_of_primes(devices: Sequence[Device]) -> Mesh:
 
 def _preference(spec: MeshSpec, large: bool) -> list[str]:
     """Mesh axes in the order in which they choose a dimension; small arrays leave out what may cross DCN."""
+    # Axes of a mesh made from bare devices have no role; they count as data axes.
     data = [name for name in spec.names if name in DATA_AXES or name.startswith(DEVICES)]
     model = [name for name in spec.names if name in MODEL_AXES]
     rest = [name for name in spec.names if name not in (*data, *model)]
@@ -131,6 +134,7 @@ def _assign(sizes: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int | None,
     unsharded rather than sharded, and later dimensions; then the second mesh axis, and so on.
     """
 
+    # Exhaustive search over (mesh axis, dimension): meshes have few axes, and equal remainders are solved once.
     @functools.cache
     def best(n: int, remaining: tuple[int, ...]) -> tuple[int, tuple[int | None, ...]]:
         if n == len(sizes):
@@ -139,6 +143,7 @@ def _assign(sizes: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int | None,
         # In order of preference; a later choice must be better, not equal.
         whole_first = sorted(range(len(shape)), key=lambda d: (remaining[d] != shape[d], -d))
         for d in (*(d for d in whole_first if remaining[d] % sizes[n] == 0), None):
+            # A dimension that was sharded can be sharded again, by what is left of its size.
             after = remaining if d is None else (*remaining[:d], remaining[d] // sizes[n], *remaining[d + 1 :])
             pieces, rest = best(n + 1, after)
             pieces *= 1 if d is None else sizes[n]
@@ -178,6 +183,7 @@ def _refusal(
     large_bytes: int,
 ) -> ReplicationError:
     dimension = max(range(len(shape)), key=lambda d: shape[d])
+    # Padded to a multiple of all devices, the largest dimension always divides, and grows by the least share.
     padded = -(-shape[dimension] // spec.size) * spec.size
     pad = f"pad dimension {dimension} from {shape[dimension]} to {padded}, " if padded != shape[dimension] else ""
     return ReplicationError(

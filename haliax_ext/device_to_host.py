@@ -29,6 +29,7 @@ from haliax_ext.reshard import TRANSIENT_LIMIT, Cuts, all_gather, even_piece, ps
 
 MeshSizes = tuple[tuple[str, int], ...]
 """Mesh axes, major first, with their sizes."""
+# A TPU's tile: 128 lanes, and as many sublanes as 32 bytes of an element type fill.
 _LANES, _SUBLANE_BYTES = 128, 32
 
 
@@ -87,7 +88,7 @@ class HostGather:
 
     @property
     def transient_bytes(self) -> int:
-        """The most on a device beside the array while a piece is taken."""
+        """The most bytes on a device beside the array while a piece is read."""
         return _piece_bytes(self, self.part)
 
 
@@ -124,11 +125,14 @@ def plan_host_gather(
     for (begin, end), size, axes in zip(box, shape, cuts, strict=True):
         ways = math.prod(n for name, n in sizes if name in axes)
         shard = size // ways
+        # Numbers of the first and the last shard that the box touches along this axis.
         first, last = begin // shard, (end - 1) // shard
         within = first == last
+        # With one shard there is no owner: every device along the other mesh axes holds the axis whole.
         owned.append(within and ways > 1)
         owners.append(first if within else 0)
         starts.append(begin - first * shard if within else 0)
+        # A box over several shards takes all of each shard; what lies outside the box is dropped on the host.
         local.append(end - begin if within else shard)
     gather = _choose_pieces(
         shape, np.dtype(dtype), cuts, sizes, tuple(owned), tuple(local), gathered=gathered, limit=limit
@@ -158,15 +162,18 @@ def _choose_pieces(
         return _piece_bytes(uncut, (*part[:axis], size, *part[axis + 1 :]))
 
     for axis, size in enumerate(local):
+        # It fits: inner axes stay whole, so that a piece is one contiguous range.
         if takes(axis, size) <= limit:
             break
         # Less than a tile saves nothing.
         least = takes(axis, 1)
         allowed = max(limit, least)
+        # Bisection for the longest part along this axis that the limit allows; `low` always fits.
         low, high = 1, size + 1
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if takes(axis, middle) <= allowed else (low, middle)
+        # Pieces of equal length share one Program.
         part[axis] = even_piece(size, 1, low)
     return HostGather(
         shape=shape, dtype=dtype, cuts=cuts, sizes=sizes, owned=owned, local=local, part=tuple(part), gathered=gathered
@@ -176,13 +183,16 @@ def _choose_pieces(
 def _piece_bytes(gather: HostGather, part: tuple[int, ...]) -> int:
     """Bytes on a device that a piece takes beside the array, with the padding of a TPU's tiles.
 
-    What a device gives, beside a copy in the order that is sent; what it receives, as integers in the order in which it
-    comes and in the result's, and as what it is. (So many copies the TPU compiler makes of it.)
+    The sum of: the part that the device gives and a copy of it in the order of sending; what it receives, once as
+    integers in the order of arrival, once in the result's order, once in the array's dtype. The TPU compiler makes
+    that many copies.
     """
     sent = _padded(part, gather.dtype.itemsize)
     if not gather.gathered:
+        # What the device cuts out, and the copy of it that is sent to the host.
         return 2 * sent
     ways = (1 if one else n for n, one in zip(gather.ways, gather.owned, strict=True))
+    # Only axes without an owner grow when the parts of all shards are gathered.
     received = _padded(tuple(n * way for n, way in zip(part, ways, strict=True)), gather.dtype.itemsize)
     # Integers of four bytes are what is added.
     added = 3 * _padded(part, 4) if any(gather.owned) else 0
@@ -190,6 +200,7 @@ def _piece_bytes(gather: HostGather, part: tuple[int, ...]) -> int:
 
 
 def _padded(shape: tuple[int, ...], itemsize: int) -> int:
+    # Scalars and vectors occupy a whole tile too: shapes are extended to at least two axes.
     *outer, second, minor = (1, 1, *shape)
     sublanes = max(_SUBLANE_BYTES // itemsize, 1)
     tiled = -(-second // sublanes) * sublanes * -(-minor // _LANES) * _LANES
@@ -226,7 +237,7 @@ def contribute(array: jax.Array, box: Box, *, jit: Jit = Program.jit, limit: int
         array, box, jit, limit: as `gather_to_host` takes them.
     """
     for *_, piece in _gathered_pieces(array, box, jit, limit, None):
-        # A piece must be gone before the next one comes.
+        # At most one piece may be on a device at a time: the limit counts one.
         piece.block_until_ready()
 
 
@@ -251,6 +262,7 @@ def _gathered_pieces(
     for behind, part in gather.pieces():
         begin = tuple(start + at for start, at in zip(starts, behind, strict=True))
         where = np.asarray([begin, owners], np.int32)
+        # The default binds this piece's value: the callback must not see the loop's next one.
         at = jax.make_array_from_callback(where.shape, NamedSharding(mesh, PartitionSpec()), lambda _, x=where: x)
         yield gather, begin, part, owners, jit(gather.program(part), mesh)(array, at)
 
@@ -263,16 +275,20 @@ def _piece_boxes(
     owners: tuple[int, ...],
     box: Box,
 ) -> Iterator[tuple[Box, np.ndarray]]:
-    """What of the box is in the result of one Program."""
+    """The parts of the box that are in the result of one Program."""
     written: set[Box] = set()
+    # The result is replicated: any local device has all of it.
     if gather.gathered:
         whole = np.asarray(piece.addressable_data(0))
         for shards, block in _blocks(gather, part, owners):
             yield from _new_box(gather, begin, part, shards, box, lambda block=block: whole[block], written)
         return
     for device_shard in piece.addressable_shards:
+        # The parts of all shards lie one behind another in the result, `n` elements each: an index gives the shard's
+        # number.
         shards = tuple((s.start or 0) // n for s, n in zip(device_shard.index, part, strict=True))
         spans = tuple((shard, shard + 1) for shard in shards)
+        # Along an owned axis every device cut something out, but only the owner's elements belong to the box.
         if all(not one or at == owner for one, at, owner in zip(gather.owned, shards, owners, strict=True)):
             yield from _new_box(
                 gather, begin, part, spans, box, lambda shard=device_shard: np.asarray(shard.data), written
@@ -291,9 +307,11 @@ def _blocks(
     for n, ways, shard, one, owner in zip(part, gather.ways, gather.shard, gather.owned, owners, strict=True):
         if one:
             choices.append([((owner, owner + 1), slice(0, n))])
+        # Whole shards that follow one another are contiguous in the array.
         elif n == shard:
             choices.append([((0, ways), slice(0, n * ways))])
         else:
+            # Parts of shards are not: between two of them lies the rest of a shard.
             choices.append([((way, way + 1), slice(way * n, (way + 1) * n)) for way in range(ways)])
     for chosen in itertools.product(*choices):
         yield tuple(shards for shards, _ in chosen), tuple(block for _, block in chosen)
@@ -308,12 +326,13 @@ def _new_box(
     values: Callable[[], np.ndarray],
     written: set[Box],
 ) -> Iterator[tuple[Box, np.ndarray]]:
-    """What of a block is in the box, unless another device gave it."""
+    """The part of a block that is in the box, unless another device gave it already."""
     block_box = tuple(
         (first * shard + at, (last - 1) * shard + at + n)
         for (first, last), shard, at, n in zip(shards, gather.shard, begin, part, strict=True)
     )
     common = intersect(block_box, box)
+    # Replicas hold the same elements; the first one is enough.
     if common is None or common in written:
         return
     written.add(common)
@@ -346,7 +365,7 @@ _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
 def _as_bits(x: jax.Array) -> jax.Array:
-    """The elements as integers: a compiler may send halves as other floats, which changes numbers that are none."""
+    """The elements as integers: a compiler may convert 16-bit floats to send them, which changes the bits of NaNs."""
     bits = _BITS[x.dtype.itemsize]
     return x.astype(bits) if x.dtype == np.bool_ else jax.lax.bitcast_convert_type(x, bits)
 
@@ -356,7 +375,8 @@ def _from_bits(x: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 def _broadcast_bits(x: jax.Array, mine: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """The integers of the device whose `mine` holds, on all devices along `axes`."""
+    """The integers of the device whose `mine` is true, on all devices along `axes`."""
+    # All other devices add zeros, so the sum is the owner's bits exactly.
     bits = x.astype(np.uint32)
     wide = jax.lax.select(mine, bits, jax.lax.full_like(bits, 0))
     return psum(wide, axes).astype(x.dtype)
@@ -381,6 +401,7 @@ def _program(
             return x
         x = _as_bits(x)
         for n, axes in enumerate(cuts):
+            # Owned axes first: the broadcast moves one part, where a gather before it would move all of them.
             if axes and owned[n]:
                 x = _broadcast_bits(x, jax.lax.axis_index(axes) == where[1, n], axes)
         for n, axes in enumerate(cuts):
@@ -390,9 +411,11 @@ def _program(
 
     def take(array: jax.Array, where: jax.Array) -> jax.Array:
         to = PartitionSpec() if gathered else spec
+        # `check_vma` is off: JAX does not infer that gathered values are the same on all devices.
         return jax.shard_map(local, in_specs=(spec, PartitionSpec()), out_specs=to, check_vma=False)(array, where)
 
     lies = AxisMapping({f"_{n}": axes for n, axes in enumerate(cuts) if axes})
+    # The name states everything that distinguishes the jit, since two Programs of a run must not share a name.
     at = "".join(f".{n}-{'-'.join(axes)}{'.one' * owned[n]}" for n, axes in enumerate(cuts) if axes)
     kind = "gather" if gathered else "cut"
     return Program(

@@ -53,6 +53,7 @@ class ManyShardingErrors(ShardingError):
 def raise_all(errors: Iterable[ShardingError]) -> None:
     """Raises nothing, the one error, or a `ManyShardingErrors` that lists them all."""
     collected = tuple(errors)
+    # One error keeps its own type, which callers test for.
     if len(collected) == 1:
         raise collected[0]
     if collected:
@@ -91,6 +92,7 @@ def nearest(word: str, known: Iterable[str]) -> list[str]:
     >>> nearest("embd", ["embed", "mlp", "vocab"])
     ['embed']
     """
+    # Sorted, so that equal distances give the same suggestion in every process.
     if len(word) > LONGEST_WORD:
         return []
     return get_close_matches(word, sorted(set(known)), n=3, cutoff=0.5)

@@ -51,6 +51,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     0
     """
     nbytes = math.prod(shape) * dtype.itemsize
+    # NumPy aligns to 16 bytes only: more is allocated, and the array begins at the first aligned byte of it.
     raw = np.empty(nbytes + ALIGNMENT, dtype=np.uint8)
     offset = -raw.ctypes.data % ALIGNMENT
     return raw[offset : offset + nbytes].view(dtype).reshape(shape)
@@ -95,6 +96,7 @@ class BufferPool:
     @contextmanager
     def borrow(self, dtype: np.dtype, shape: tuple[int, ...]) -> Generator[np.ndarray]:
         """A buffer as an uninitialized array, for as long as the context is open."""
+        # Small reads are frequent (norms, biases); waiting for a shared buffer would cost more than the read.
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes <= self.nbytes // SMALL:
             yield self._thread_memory(nbytes).view(dtype).reshape(shape)
@@ -102,6 +104,7 @@ class BufferPool:
         buffer = self._free.get()
         try:
             # A read may be larger than planned for (one row of a very wide tensor); the buffer then stays that large.
+            # A buffer is allocated by the first thread that needs it, so unused ones cost nothing.
             if buffer is None or buffer.nbytes < nbytes:
                 buffer = aligned_empty((max(nbytes, self.nbytes),), np.dtype(np.uint8))
             yield buffer[:nbytes].view(dtype).reshape(shape)
@@ -150,6 +153,7 @@ class Readers:
             cores = threads or min(16, max(2, os.cpu_count() or 2))
             return cls(threads=cores, read_bytes=read_bytes or READ_BYTES, buffers=cores)
         many = threads or remote.reads_at_once
+        # Where memory is short, reads become smaller before there are fewer buffers.
         affordable = budget // BUFFER_SHARE // BUFFERS
         size = read_bytes or min(remote.read_bytes, max(affordable, LEAST_READ_BYTES))
         fewest = min(BUFFERS, budget // MAX_BUFFER_SHARE // size)
@@ -222,6 +226,7 @@ class HostReader:
         Raises:
             Exception: what a read raised, one of these or a later one: those waited for may take long.
         """
+        # The timeout lets the caller report progress; the first exception ends the wait early.
         done, pending = wait(futures, timeout=seconds, return_when=FIRST_EXCEPTION)
         for future in done:
             future.result()
@@ -233,6 +238,7 @@ class HostReader:
         try:
             self._read_slices(slices)
         except BaseException as error:
+            # The first failure is kept: later ones are usually its consequences, such as an interrupted source.
             self._failure = self._failure or error
             raise
 
@@ -257,6 +263,7 @@ class HostReader:
                     for requests, out in zip(slices, outs, strict=True)
                 ]
             )
+            # Where several leaves share rows, each takes its columns of the slice.
             for requests, out, view in zip(slices, outs, block_views, strict=True):
                 box = slice_box(requests)
                 for request in requests:
@@ -280,6 +287,7 @@ class HostReader:
                     assert block.memory is not None
                     copy.scatter(values, block.memory)
         bad = _not_finite(values, load, request.tensor)
+        # Threads deliver concurrently; the counters are shared.
         with self._lock:
             if bad is not None:
                 key = (load.path, request.tensor)

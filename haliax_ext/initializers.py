@@ -57,6 +57,7 @@ class Normal:
     std: float
 
     def __call__(self, leaf: Leaf, key: jax.Array) -> hax.NamedArray:
+        # Drawn in float32 and then cast, so that a bfloat16 leaf is the rounded float32 one.
         values = hax.random.normal(key, haliax_axes(leaf), dtype=jnp.float32) * np.float32(self.std)
         return values.astype(leaf.dtype)
 
@@ -80,6 +81,7 @@ class InitialRule:
 
     def array(self, leaf: Leaf) -> hax.NamedArray:
         """The values of `leaf`; call it inside `jit`."""
+        # CRC-32 is the same in every process and Python version, unlike `hash`.
         key = jax.random.fold_in(jax.random.key(self.seed), np.uint32(zlib.crc32(leaf.path.encode())))
         values = self.values(leaf, key)
         named = tuple((axis.name, axis.size) for axis in values.axes)

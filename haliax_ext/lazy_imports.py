@@ -31,6 +31,7 @@ def export_on_demand(package: str) -> None:
         if name not in (offers := lazy_names(package)):
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(import_module(offers[name]), name)
+        # From now on the name is a plain attribute, and `__getattr__` is not called for it again.
         vars(module)[name] = value
         return value
 
@@ -53,6 +54,7 @@ class _LazyPackage(ModuleType):
 @cache
 def lazy_names(package: str) -> dict[str, str]:
     """The names that a module offers on demand → the module that each is imported from."""
+    # The source is parsed, not imported: importing would load what this module exists to avoid.
     spec = find_spec(package)
     assert spec is not None and isinstance(spec.loader, InspectLoader), f"{package} has no source"
     source = spec.loader.get_source(package) or ""

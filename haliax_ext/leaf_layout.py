@@ -93,9 +93,11 @@ def runs(box: Box, sizes: Sequence[int]) -> tuple[np.ndarray, int]:
     starts, length, whole = np.zeros(1, dtype=np.int64), 1, True
     stride = 1
     for (start, stop), size in zip(reversed(box), reversed(sizes), strict=True):
+        # As long as the axes inside are covered completely, this axis only makes the one range longer.
         if whole:
             starts, length = starts + start * stride, (stop - start) * length
             whole = stop - start == size
+        # From the first partial axis outward, each index repeats the ranges at a distance of `stride`.
         else:
             starts = (np.arange(start, stop, dtype=np.int64)[:, None] * stride + starts[None, :]).reshape(-1)
         stride *= size
@@ -120,10 +122,13 @@ def digit_boxes(start: int, stop: int, sizes: Sequence[int]) -> list[Box]:
     if len(sizes) == 1:
         return [((start, stop),)]
     inner = math.prod(sizes[1:])
+    # `first` and `last` are the leading digits of the two ends, `head` and `tail` what remains of them below.
     first, last = start // inner, stop // inner
     head, tail = start - first * inner, stop - last * inner
     if first == last:
         return [((first, first + 1), *rest) for rest in digit_boxes(head, tail, sizes[1:])]
+    # The rest of a first block that is entered in the middle, the blocks that are covered whole, and the beginning of
+    # the last one.
     boxes: list[Box] = []
     if head:
         boxes += [((first, first + 1), *rest) for rest in digit_boxes(head, inner, sizes[1:])]
@@ -150,6 +155,7 @@ def cut_digits(box: Box, limit: int) -> Iterator[Box]:
         return
     start, stop = box[axis]
     inner = box_size(box[axis + 1 :])
+    # As many whole rows as fit the limit; a single row that is larger is cut further inside.
     step = max(limit // inner, 1)
     for at in range(start, stop, step):
         piece = (*box[:axis], (at, min(at + step, stop)), *box[axis + 1 :])
@@ -165,6 +171,7 @@ def merge_spans(starts: np.ndarray, stops: np.ndarray, gap: int = 0) -> list[Spa
     [(0, 20)]
     """
     order = np.argsort(starts, kind="stable")
+    # A range may contain later ones: running maxima of the ends keep it from ending too early.
     starts, stops = starts[order], np.maximum.accumulate(stops[order])
     breaks = np.flatnonzero(starts[1:] > stops[:-1] + gap)
     firsts = starts[np.concatenate([[0], breaks + 1])]
@@ -194,6 +201,7 @@ class BlockCopy:
         return box_size(self.pick)
 
     def _of_buffer(self, buffer: np.ndarray) -> np.ndarray:
+        # The ellipsis makes indexing return a view also where there is no axis to index.
         return buffer.reshape(self.digits)[(*to_slices(self.pick), ...)].transpose(self.order)
 
     def scatter(self, buffer: np.ndarray, block: np.ndarray) -> None:
@@ -206,8 +214,10 @@ class BlockCopy:
 
     def in_place(self, block: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | None:
         """The memory of `block` as the read's buffer itself, where it lies there in the same order; else `None`."""
+        # A read that is larger than what the block takes of it has elements that the block has no memory for.
         if box_shape(self.pick) != self.digits:
             return None
+        # argsort of a permutation is its inverse: the block's axes in the order of the file.
         view = block[(*self.place, ...)].transpose(np.argsort(self.order))
         return view.reshape(shape) if view.flags.c_contiguous else None
 
@@ -256,6 +266,7 @@ class LeafLayout:
     @cached_property
     def group_sizes(self) -> tuple[tuple[int, ...], ...]:
         """Sizes of the digits of each source axis."""
+        # A piece of a wider digit counts with the size of the whole digit: strides are the source's.
         named = zip((name for name, _ in self.axes), self.extents, strict=True)
         wide = [self.wider[name][1] if name in self.wider else size for name, size in named]
         return tuple(tuple(wide[p] for p in positions) for positions in self.group_positions)
@@ -316,6 +327,8 @@ class LeafLayout:
         pick: list[Span] = []
         axis_of: list[int] = []
         for positions, group in zip(self.group_positions, digits, strict=True):
+            # Positions within the read for `pick`, and within the block for `place`; both spans are in digits of the
+            # source.
             for position, (start, stop) in zip(positions, group, strict=True):
                 begin, end = (at + self._firsts[position] for at in box[position])
                 low, high = max(start, begin), min(stop, end)
@@ -325,6 +338,7 @@ class LeafLayout:
                 pick.append((low - start, high - start))
                 axis_of.append(position)
                 place[position] = slice(low - begin, high - begin)
+        # Digits come in the order of the source; sorting them by the leaf's axis gives the transposition.
         order = tuple(sorted(range(len(axis_of)), key=axis_of.__getitem__))
         return BlockCopy(digits=tuple(flat), pick=tuple(pick), order=order, place=tuple(place))
 
@@ -332,7 +346,7 @@ class LeafLayout:
         """Spans of each source axis whose product holds what (clipped) boxes need of one source tensor.
 
         Gaps of up to `gap_bytes` in the row-major file order are read through, where what lies inside them is whole.
-        What lies between the pieces of wider digits is other leaves', who read it themselves: no such gap is.
+        Gaps between pieces of wider digits are not: other leaves own those elements and read them.
 
         Args:
             boxes: at least one; their stacked axes are not looked at.
@@ -345,6 +359,8 @@ class LeafLayout:
             starts = np.concatenate([s for s, _ in pieces])
             stops = np.concatenate([s + length for s, length in pieces])
             spans.append(merge_spans(starts, stops))
+        # `step` is the number of file bytes from one index of this axis to the next. A gap along an axis is contiguous
+        # in the file only if every axis inside it is read whole.
         step, inside_whole = itemsize, True
         for axis in reversed(range(len(spans))):
             size = self.part_shape[axis]
@@ -353,6 +369,8 @@ class LeafLayout:
                 pieces = any(name in self.wider for name in self.groups[axis])
                 gap = 0 if pieces else gap_bytes
                 merged = merge_spans(array[:, 0], array[:, 1], gap // step)
+                # Between the last span of one row and the first of the next lies `around`; with several rows outside,
+                # reading entire rows joins them to one range.
                 around = merged[0][0] + size - merged[-1][1]
                 several_outside = any(sum(b - a for a, b in outer) > 1 for outer in spans[:axis])
                 if len(merged) == 1 and several_outside and around * step <= gap:

@@ -157,6 +157,7 @@ def plan_steps(loads: Sequence[LeafLoad]) -> tuple[LoadStep, ...]:
             steps.append(LoadStep(loads=tuple(together)))
             together.clear()
 
+    # Leaves that are read alike form one group, which takes the place of its first member in the order.
     kin: dict[Hashable, list[LeafLoad]] = {}
     for load in loads:
         kin.setdefault(load.read_alike, []).append(load)
@@ -165,6 +166,7 @@ def plan_steps(loads: Sequence[LeafLoad]) -> tuple[LoadStep, ...]:
         if load.reshard is None:
             if same[0] is load:
                 steps.append(LoadStep(loads=tuple(same)))
+        # Pieces alternate between the leaves that share tensors: what is adjacent in the file is read at one time.
         elif load.reshard.cut is not None:
             if same[0] is load:
                 steps += [LoadStep(loads=(leaf,), piece=piece) for piece in load.pieces for leaf in same]
@@ -243,6 +245,7 @@ class LoadPlan:
     @property
     def transient_device_bytes(self) -> int:
         """The most that loading needs on a device beyond the arrays."""
+        # Steps run one after another, so their transients do not add up; the leaves of one step do.
         steps = (sum(load.transient_device_bytes for load in step.loads) for step in self.steps)
         return max(self.initial_transient_bytes, *steps, 0)
 
@@ -261,6 +264,7 @@ class LoadPlan:
     @property
     def initial_transient_bytes(self) -> int:
         """Bytes on a device, beyond the leaves of `initial`, while they are initialized: random bits and float32."""
+        # Four bytes of random bits and four of float32 for each element, before the cast to the leaf's dtype.
         return sum(8 * math.prod(self.sharding.by_path[init.path].shard_shape) for init in self.initial)
 
     def local_bytes(self, host: int) -> int:
@@ -278,6 +282,7 @@ class LoadPlan:
         if self.initial:
             programs[self.initialize_program.name] = self.initialize_program
         for step in self.steps:
+            # `setdefault`: steps that are resharded alike share a Program, which is listed once.
             for program in self.step_programs(step):
                 programs.setdefault(program.name, program)
         if self.num_hosts > 1:
@@ -320,6 +325,7 @@ class LoadPlan:
             if name not in programs:
                 programs[name] = whole_program(name, reshards, self.sharding)
             return (programs[name],)
+        # Pieces of one length share a Program; only a shorter last piece needs another.
         begin, put = f"{self.name}.begin.{path}", f"{self.name}.exchange.{path}.{piece[1] - piece[0]}"
         if begin not in programs:
             programs[begin] = begin_program(begin, reshards[0], self.sharding)

@@ -110,6 +110,7 @@ def resident_bytes() -> int | None:
         return None
     for line in status.read_text().splitlines():
         if line.startswith("VmRSS:"):
+            # The kernel states kB, which are KiB.
             return int(line.split()[1]) * 1024
     return None
 
@@ -136,6 +137,7 @@ class MemoryWatch:
 
     def __exit__(self, *_: object) -> None:
         self._done.set()
+        # One more sample at the end: a load shorter than the interval would otherwise have none.
         if self._thread.is_alive():
             self._thread.join()
         self._look()

@@ -58,6 +58,7 @@ def plan_loading(
     plan.check()
     mesh = plan.mesh
     of_device = np.zeros(mesh.size, dtype=np.int64) if hosts is None else np.asarray(hosts).reshape(-1)
+    # Hosts index arrays later on, so gaps in their numbers would be hosts that read nothing.
     if len(of_device) != mesh.size or set(of_device.tolist()) != set(range(int(of_device.max()) + 1)):
         raise ValueError(
             f"hosts names {sorted(set(of_device.tolist()))} for {len(of_device)} devices; mesh {mesh} has {mesh.size}, "
@@ -76,12 +77,14 @@ def plan_loading(
     loads: list[LeafLoad] = []
     for match in matches:
         rule = derived.get(match.leaf.path)
+        # A leaf that is read and not kept has no plan of its own: it is sharded like the result that the rule names.
         leaf_plan = plan.by_path[match.leaf.path if rule is None else rule.like]
         load = _direct(match, leaf_plan, source, of_device, mesh, dtype)
         if rule is not None:
             load = _with_transform(
                 load, LoadTransform(rule=rule, results=tuple(plan.by_path[path] for path in rule.targets))
             )
+        # A leaf whose source has no axes (a scalar) cannot be cut into slabs; it is read directly by every host.
         if load.direct_amplification > DIRECT_AMPLIFICATION and load.layout.part_shape:
             load = _resharded(load, leaf_plan, of_device, mesh, limit)
         elif rule is not None:
@@ -89,6 +92,7 @@ def plan_loading(
         loads.append(load)
     total = sum(load.source_bytes for load in loads)
     # The worst first, until the job as a whole reads little enough.
+    # The key is minus the bytes read in excess.
     for number in sorted(range(len(loads)), key=lambda n: loads[n].source_bytes - sum(loads[n].bytes_by_host)):
         if sum(sum(load.bytes_by_host) for load in loads) <= JOB_AMPLIFICATION * total:
             break
@@ -151,6 +155,7 @@ def _direct(
         spec=leaf_plan.spec,
         reshard=None,
         bytes_by_host=(),
+        # Padding of the leaf beyond the source is in no file.
         source_bytes=round(math.prod(match.layout.extents) * per_element),
         direct_amplification=1.0,
         amplification=1.0,
@@ -179,6 +184,7 @@ def _with_reshard(load: LeafLoad, leaf_plan: LeafPlan, mesh: MeshSpec, limit: in
         mesh,
         order=[position for positions in layout.group_positions for position in positions],
         stacked=layout.stack_positions,
+        # Piece and function together hold 2.5 times a piece, hence two fifths of the limit for the piece.
         limit=limit if derived is None else 2 * limit // 5,
         along=None if derived is None else derived.along(load.leaf),
         still=still,
@@ -234,6 +240,7 @@ def _host_bytes(load: LeafLoad, hosts: np.ndarray, mesh: MeshSpec) -> tuple[tupl
                 # All slabs of a piece are in memory at once; of a leaf that is read directly, one plan's blocks.
                 together = sum(filled) if load.reshard is not None else max(filled, default=0)
                 known[key] = (sum(plan.elements for plan in plans), together)
+            # All pieces of the group read as much as the first one.
             elements[host] += known[key][0] * len(pieces)
             largest = max(largest, known[key][1] * load.leaf.dtype.itemsize)
     return tuple(round(count * load.bytes_per_element) for count in elements.tolist()), largest

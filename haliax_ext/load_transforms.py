@@ -95,6 +95,7 @@ class LoadTransform:
             ways: how many shards it has.
         """
         leaf = reshard.leaf
+        # What part of the leaf is in a piece: results are allocated for a piece in that proportion.
         share = 1.0 if reshard.cut is None else reshard.piece * reshard.shards / leaf.shape[reshard.cut]
         results = sum(r.leaf.dtype.itemsize * math.prod(r.shard_shape) for r in self.results)
         return math.ceil(share * (WORKING_BYTES * math.prod(leaf.shape) / ways + results))
@@ -140,6 +141,7 @@ def derive_piece_program(
     ) -> Mapping[str, hax.NamedArray]:
         updated: dict[str, hax.NamedArray] = {}
         for path, part in _derive_results(derived, reshard_slabs(reshard, piece, slab)).items():
+            # The piece is sharded as the leaf is, so its results are already where their elements of the whole belong.
             whole = so_far[path]
             axis = [a.name for a in whole.axes].index(along)
             updated[path] = hax.NamedArray(reshard.put(whole.array, part.array, axis, start), whole.axes)
@@ -163,6 +165,7 @@ def derive_piece_program(
 def _derive_results(derived: LoadTransform, x: hax.NamedArray) -> dict[str, hax.NamedArray]:
     """What the function gives, in the order, with the axes and in the dtypes of the results."""
     arrays = derived.rule.derive(x)
+    # The function may return axes in another order, which is corrected, but not another dtype.
     for result in derived.results:
         array = arrays[result.leaf.path]
         assert array.dtype == result.leaf.dtype, f"{result.leaf.path}: {array.dtype} for {result.leaf}"

@@ -101,6 +101,7 @@ def load(
     host = _this_host(load_plan, mesh)
     budget = default_memory_bytes(load_plan.local_bytes(host)) if memory_bytes is None else memory_bytes
     remote = remote_access(source)
+    # A load that was interrupted before leaves the source interrupted.
     if remote is not None:
         remote.resume()
     readers = Readers.of(remote, budget, threads=threads, read_bytes=read_bytes)
@@ -109,7 +110,10 @@ def load(
         job = _Job(
             plan=load_plan, mesh=mesh, host=host, reader=reader, remote=remote, jit=jit, progress=progress, began=began
         )
+        # The readers' buffers come out of the same budget as the blocks.
         arrays = job.run(budget - readers.held_bytes, ahead=readers.ahead_bytes)
+        # Inside the reader's context: a checkpoint that changed while it was read fails the load before arrays are
+        # returned.
         if remote is not None:
             remote.settle()
         bytes_read, not_finite = reader.bytes_done, reader.not_finite
@@ -158,6 +162,7 @@ def _seconds_by_host(plan: LoadPlan, mesh: Mesh, seconds: float, jit: Jit) -> tu
     if plan.num_hosts == 1:
         return (seconds,)
     program = seconds_program(plan.sharding.mesh)
+    # Every device holds its host's seconds; the Program is a collective, so all hosts run it.
     by_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     value = jax.make_array_from_callback((mesh.size,), by_device, lambda _: np.full(1, seconds, np.float32))
     gathered = jit(program, mesh)(hax.NamedArray(value, (hax.Axis("device", mesh.size),)))
@@ -192,6 +197,7 @@ class _Job:
         self._arriving: dict[str, Mapping[str, hax.NamedArray]] = {}
 
     def run(self, budget: int, *, ahead: int) -> dict[str, jax.Array]:
+        # Programs run in the same order on all hosts: initialization first, then the steps.
         if self._plan.initial:
             initial = self._jit(self._plan.initialize_program, self._mesh)()
             self._arrays |= {path: named.array for path, named in initial.items()}
@@ -203,6 +209,7 @@ class _Job:
 
     def _finish(self, batch: ReadBatch) -> None:
         """Waits for a batch and hands its blocks to the devices."""
+        # Waiting in short intervals lets this thread report progress between them.
         while not self._reader.wait(batch.futures, PROGRESS_SECONDS):
             self._report_if_due()
         self._report_if_due()
@@ -222,16 +229,19 @@ class _Job:
                     shards[position] = jax.device_put(block.memory, self._devices[position])
                 # The devices have copied the memory, or adopted it (CPU): in either case it is no longer ours.
                 block.memory = None
+        # Only now the transfers are complete, and the host memory of the next batch may be allocated.
         jax.block_until_ready(list(shards.values()))
         return shards
 
     def _assemble(self, shape: tuple[int, ...], spec: PartitionSpec, shards: dict[int, jax.Array]) -> jax.Array:
+        # The order of this host's devices in the mesh, as JAX expects of the arrays it assembles.
         in_order = [shards[position] for position in range(len(self._devices))]
         return jax.make_array_from_single_device_arrays(shape, NamedSharding(self._mesh, spec), in_order)
 
     def _assemble_batch(self, batch: ReadBatch) -> None:
         for plan in batch.plans:
             self._shards.setdefault(plan.load.path, {}).update(self._put([plan]))
+        # The blocks of a leaf may come in several batches; its array is assembled with the last.
         if not batch.completes:
             return
         for load in (load for step in batch.steps for load in step.loads):
@@ -258,6 +268,7 @@ class _Job:
             outputs = self._jit(whole, self._mesh)(*slabs)
             paths = {declared.name: load.path for declared, load in zip(whole.inputs, step.loads, strict=True)}
         else:
+            # The leaf is allocated when its first piece arrives and donated from piece to piece.
             begin, put = programs
             path = step.loads[0].path
             so_far = self._arriving.pop(path, None) or self._jit(begin, self._mesh)()

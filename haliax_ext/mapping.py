@@ -62,12 +62,14 @@ class AxisMapping(Mapping[str, MeshAxes]):
         return len(self._entries)
 
     def __hash__(self) -> int:
+        # Equal mappings may list their rules in another order, and must have one hash.
         rules = sorted((k, v if isinstance(v, tuple) else (v,)) for k, v in self._entries.items())
         return hash((tuple(rules), self.unmapped))
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, AxisMapping):
             return self._entries == other._entries and self.unmapped == other.unmapped
+        # A plain mapping cannot say that a name is unmapped.
         plain = isinstance(other, Mapping) and not self.unmapped
         return plain and self._entries == dict(cast("Mapping[object, object]", other))
 
@@ -91,6 +93,7 @@ class AxisMapping(Mapping[str, MeshAxes]):
         """
         over = AxisMapping(other)
         merged = {**self._entries, **over}
+        # A name that `other` unmaps has no rule in the result, and is not unmapped there either.
         return AxisMapping({name: axes for name, axes in merged.items() if name not in over.unmapped})
 
     def mesh_axes(self, name: str) -> tuple[str, ...]:
@@ -116,7 +119,7 @@ class AxisMapping(Mapping[str, MeshAxes]):
         return PartitionSpec(*(self._entries.get(name) for name in axis_names))
 
     def check(self, *, known: Collection[str], used: Collection[str], mesh: MeshSpec, where: str) -> list[str]:
-        """Refuses names nobody knows; returns a note for each known name that this model does not use.
+        """Refuses unknown axis names; returns a note for each known name that this model does not use.
 
         Args:
             known: every logical axis name of the glossary.
@@ -252,9 +255,11 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     regex = ""
     for segment in pattern.split("."):
         if segment == "**":
+            # Zero or more segments, each with its dot: the path is matched with a dot behind it.
             regex += r"(?:[^.]+\.)*"
         else:
             regex += re.escape(segment).replace(r"\*", r"[^.]*") + r"\."
+    # Whatever lies below the last segment matches too.
     return re.compile(regex + r"(?:[^.]+\.)*")
 
 
@@ -278,12 +283,14 @@ _zigzag: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("zigza
 @contextlib.contextmanager
 def mappings_in_scope(mappings: Mappings) -> Generator[None]:
     """Puts the compute mapping in Haliax's scope and the other ones in ours, for tracing."""
+    # A mapping that only unmaps axes counts: the attention mapping is then `compute` without those axes.
     has_attention = bool(mappings.attention or mappings.attention.unmapped)
     residual, params = _residual.set(mappings.residual_stream), _params.set(mappings.params)
     attention, zigzag = (
         _attention.set(mappings.inside_attention if has_attention else None),
         _zigzag.set(mappings.zigzag),
     )
+    # Reset by token, so that nested scopes restore what they replaced.
     try:
         with compute_mapping(mappings.compute):
             yield
@@ -301,35 +308,37 @@ def shard_residual(x: hax.NamedArray) -> hax.NamedArray:
 
 
 def into_residual(x: hax.NamedArray) -> hax.NamedArray:
-    """What is about to be added to the residual stream, laid out as the computation has it, and then as the stream has.
+    """Constrains a branch that will be added to the residual stream, first as the computation and then as the stream.
 
-    Where both cut an axis, the stream into more pieces (positions over `context`, and over `context` and `model`), the
-    compiler goes from sums that are still in parts to these pieces by way of whole positions: it gathers over `context`
-    what is multiplied, and reduces all of the product over `model`. By way of the computation's pieces it scatters the
-    sums. Anywhere else this is the identity.
+    The two constraints matter where both shard an axis and the stream shards it further (positions over `context` in
+    the computation, over `context` and `model` in the stream). With the stream's constraint alone the compiler goes
+    from partial sums to the stream's shards through whole positions: it gathers the operands over `context` and reduces
+    the entire product over `model`. With the computation's constraint in between it scatters the sums. In every other
+    case this is the identity.
     """
     return shard_residual(hax.auto_sharded(x)) if _refined(x) else x
 
 
 def out_of_residual(x: hax.NamedArray) -> hax.NamedArray:
-    """What was read from the residual stream: `into_residual` backward, which is what its gradients need."""
+    """Constrains what was read from the residual stream: `into_residual` reversed, which is what its gradients need."""
     return hax.auto_sharded(shard_residual(x)) if _refined(x) else x
 
 
 def _refined(x: hax.NamedArray) -> bool:
-    """Whether the residual stream cuts an axis of `x` into more pieces than the computation, which cuts it, too."""
+    """Whether the computation shards an axis of `x` and the residual stream shards that axis further."""
     residual, compute = _residual.get(), compute_mapping_in_scope()
     if residual is None:
         return False
     for axis in x.axes:
         inside, between = compute.mesh_axes(axis.name), residual.mesh_axes(axis.name)
+        # Exactly the case of `into_residual`: the stream adds mesh axes behind those that the computation uses.
         if inside and len(between) > len(inside) and between[: len(inside)] == inside:
             return True
     return False
 
 
 def shard_attention(x: hax.NamedArray) -> hax.NamedArray:
-    """Constrains queries, keys or values; by the compute mapping where no mapping is for the inside of attention."""
+    """Constrains queries, keys or values by the attention mapping; by the compute mapping where there is none."""
     mapping, mesh = _attention.get(), mesh_in_scope()
     if mapping is None or mesh is None:
         return hax.auto_sharded(x)
@@ -338,14 +347,14 @@ def shard_attention(x: hax.NamedArray) -> hax.NamedArray:
 
 @contextlib.contextmanager
 def inside_attention() -> Generator[None]:
-    """While positions look at each other, the mapping for that is the one in scope."""
+    """Puts the attention mapping in Haliax's scope, where there is one."""
     mapping = _attention.get()
     with contextlib.nullcontext() if mapping is None else compute_mapping(mapping):
         yield
 
 
 def in_one_mapping() -> bool:
-    """Whether no mapping of its own is for the inside of attention."""
+    """Whether attention has no mapping of its own."""
     return _attention.get() is None
 
 
@@ -353,14 +362,15 @@ def zigzag_parts(axis_name: str) -> int:
     """Over how many parts the entries of an axis lie in zigzag order; 1 where they lie in their own."""
     if axis_name not in _zigzag.get():
         return 1
+    # The order is defined by the cuts inside attention, which its own mapping decides.
     with inside_attention():
         return ways_in_scope(axis_name)
 
 
 def shard_like_parameter(x: hax.NamedArray) -> hax.NamedArray:
-    """Constrains what has a parameter's axes to lie as one does; the identity where no mapping is in scope.
+    """Constrains an array with a parameter's axes by the parameter mapping; the identity where no mapping is in scope.
 
-    Rules for single paths are not looked at, and a mesh axis that two axes want goes to the first.
+    Overrides by path do not apply, and a mesh axis that two axes are mapped to shards the first of them.
     """
     mapping = _params.get()
     if mapping is None:
@@ -368,6 +378,7 @@ def shard_like_parameter(x: hax.NamedArray) -> hax.NamedArray:
     taken: set[str] = set()
     free: dict[str, tuple[str, ...]] = {}
     for axis in x.axes:
+        # A mesh axis can shard an array only once: the first axis of the array keeps it.
         free[axis.name] = tuple(m for m in mapping.mesh_axes(axis.name) if m not in taken)
         taken |= set(free[axis.name])
     return hax.shard(x, AxisMapping(free))
@@ -376,8 +387,8 @@ def shard_like_parameter(x: hax.NamedArray) -> hax.NamedArray:
 def shard_as_computed(x: hax.NamedArray) -> hax.NamedArray:
     """Constrains an array by the mapping in scope, also where that leaves it whole on every device.
 
-    `haliax.auto_sharded` leaves out constraints that cut nothing: then an array that lies cut stays so, and what reads
-    it in a loop gathers it each time.
+    `haliax.auto_sharded` omits constraints that shard nothing: a sharded array then stays sharded, and a loop that
+    reads it gathers it in every step.
     """
     mapping, mesh = mapping_in_scope(), mesh_in_scope()
     if mapping is None or mesh is None:
@@ -411,6 +422,7 @@ def compute_mapping_in_scope() -> AxisMapping:
 
 def ways_in_scope(axis_name: str) -> int:
     """Into how many parts the mapping and the mesh in scope cut an activation's axis; 1 where there is none."""
+    # The abstract mesh is in scope while tracing and under `jax.set_mesh` alike.
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return 1

@@ -152,9 +152,11 @@ class MeshSpec:
             factors = " × ".join(str(size) for _, size in self.axes)
             raise MeshError(f"mesh {self} needs {factors} = {self.size} devices, but {len(devices)} were given")
         axis_types = (AxisType.Auto,) * len(self.axes)
+        # Each mesh axis is entirely inside a granule or entirely across granules: one of its two factors is 1.
         ici = tuple(1 if name in self.dcn else size for name, size in self.axes)
         dcn = tuple(size if name in self.dcn else 1 for name, size in self.axes)
         if self.num_granules > 1:
+            # JAX's own errors name neither the mesh nor the granules, so both conditions are checked first.
             counts = granules(devices, self.granule)
             if len(counts) != self.num_granules:
                 sizes = ", ".join(map(str, sorted(set(counts.values()))))
@@ -168,6 +170,7 @@ class MeshSpec:
             array = mesh_utils.create_hybrid_device_mesh(
                 ici, dcn, devices, process_is_granule=by_process, allow_split_physical_axes=True
             )
+        # `create_device_mesh` is for several devices; one device fits any mesh of size 1.
         elif self.size == 1:
             array = np.asarray(devices, dtype=object).reshape(ici)
         else:
@@ -182,6 +185,7 @@ def granules(devices: Sequence[Device], kind: Literal["slice", "process"]) -> Ma
         if kind == "process":
             index = device.process_index
         else:
+            # `slice_index` is absent on CPU and GPU, and None on a TPU of one slice.
             index = getattr(device, "slice_index", None) or 0
         counts[index] = counts.get(index, 0) + 1
     return counts

@@ -83,14 +83,17 @@ def all_finite(values: np.ndarray, loaded: np.dtype) -> bool:
     bound = _bound(values.dtype, np.dtype(loaded))
     if bound is None or not values.size:
         return True
+    # As signed integers, negative numbers are negative and cannot reach the bound: this is the test of positive
+    # numbers. As unsigned integers, negative numbers are above all positive ones: this is the test of negative numbers.
     return bool(values.view(bound.signed).max() < bound.positive and values.view(bound.unsigned).max() < bound.negative)
 
 
 def not_finite(values: np.ndarray, loaded: np.dtype, *, path: str, tensor: str) -> NotFinite:
-    """What of some numbers is not finite, counted; for those that `all_finite` denies."""
+    """Counts the numbers that are not finite; call it where `all_finite` is false."""
     bound = _bound(values.dtype, np.dtype(loaded))
     assert bound is not None, "numbers that are not floating-point are finite"
     nan, infinite = np.isnan(values), np.isinf(values)
+    # In float64 the comparison with the bound is exact for every narrower format.
     beyond = np.abs(values.astype(np.float64)) >= bound.magnitude
     return NotFinite(
         path=path,
@@ -107,6 +110,7 @@ def _bound(stored: np.dtype, loaded: np.dtype) -> _Bound | None:
         return None
     signed, unsigned = np.dtype(f"i{stored.itemsize}"), np.dtype(f"u{stored.itemsize}")
     magnitude = math.inf
+    # Casting integers, or to a dtype without a range of its own, adds no bound: only infinities and NaNs count.
     if _is_floating(loaded):
         limits = ml_dtypes.finfo(loaded)
         largest = float(limits.max)
@@ -115,6 +119,7 @@ def _bound(stored: np.dtype, loaded: np.dtype) -> _Bound | None:
             magnitude = largest + math.ldexp(0.5, math.floor(math.log2(largest)) - int(limits.nmant))
     # Formats without infinity have NaN there.
     bits = int(np.asarray([magnitude]).astype(stored).view(unsigned)[0])
+    # The sign bit: as an unsigned integer, a negative number is its magnitude's bits plus this.
     sign = 1 << (8 * stored.itemsize - 1)
     return _Bound(signed=signed, unsigned=unsigned, positive=bits, negative=bits | sign, magnitude=magnitude)
 

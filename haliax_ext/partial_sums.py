@@ -31,6 +31,7 @@ class ShardAxis:
         pairs: list[tuple[Axis, Axis]] = []
         for axis in axes:
             ways = ways_in_scope(axis.name)
+            # An axis whose shards would not be even stays as it is: the compiler then places the reduction.
             if ways > 1 and axis.size % ways == 0:
                 pairs.append((axis, Axis(f"{axis.name}_shards", ways)))
         return ShardAxis(tuple(pairs))
@@ -56,6 +57,7 @@ class ShardAxis:
     def mapped(self) -> Generator[None]:
         """The compute mapping with the shards in the place of the axes."""
         mapping = compute_mapping_in_scope()
+        # The axis of shards takes over the mesh axes; what remains of the axis is local to a device.
         rules = {shards.name: mapping.mesh_axes(axis.name) for axis, shards in self.pairs}
         with compute_mapping(mapping.merged({**{axis.name: None for axis, _ in self.pairs}, **rules})):
             yield

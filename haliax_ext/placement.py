@@ -169,12 +169,14 @@ def place(
         if size % ways:
             findings.append(_indivisible(leaf, named, name, size, axes, mesh, role))
         entries.append(None if not axes else axes[0] if len(axes) == 1 else axes)
+        # Rounded up, so that a plan with an indivisible axis still states a size; the finding above stops the run.
         shard_shape.append(-(-size // ways))
         if axes:
             reasons.append(f"{name} → {'×'.join(axes)} ({size}/{ways})")
     reason = ", ".join(reasons) or ("none of its axes is mapped" if leaf.axes else "a scalar")
     if overrides:
         reason += f" by overrides[{', '.join(repr(pattern) for pattern in overrides)}]"
+    # Trailing None entries mean nothing; without them equal shardings compare equal.
     while entries and entries[-1] is None:
         entries.pop()
     plan = LeafPlan(

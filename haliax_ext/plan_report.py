@@ -26,7 +26,7 @@ def plan_report(plan: ShardingPlan, *, groups: Groups | None = None, largest: in
     Args:
         plan: what to show.
         groups: how to group the arrays; by default the module that holds them.
-        largest: how many of the arrays that are largest arrays on a device to list again.
+        largest: how many of the arrays that take most bytes on a device are listed again.
     """
     sections = [_heading(plan), _table(plan, groups), _total(plan), _largest(plan, largest), *_findings(plan)]
     return "\n\n".join(section for section in sections if section)
@@ -123,9 +123,11 @@ def _rows(plans: Iterable[LeafPlan]) -> list[_Row]:
     plans = tuple(plans)
 
     def folded(plan: LeafPlan) -> str:
+        # `layers.3.mlp` and `layers.17.mlp` become one row, `layers.*.mlp`.
         return re.sub(r"\.\d+(?=\.)", ".*", plan.leaf.path)
 
     alike = {(folded(plan), plan.leaf.axes, plan.leaf.dtype, plan.spec) for plan in plans}
+    # Layers are folded only if all of them have the same axes, dtype and sharding; otherwise each has a row of its own.
     kinds = Counter(path for path, *_ in alike)
     counts = Counter(folded(plan) for plan in plans)
     rows: dict[str, _Row] = {}
@@ -180,6 +182,7 @@ def _table(plan: ShardingPlan, groups: Groups | None) -> str:
         lines.append(f"{_clip(title, 92):<92}{gib(sum(row.bytes_per_device for row in rows)):>18}")
         for row in rows:
             name = row.path.removeprefix(title + ".") if groups is None else row.path
+            # The count is of layers with the same path apart from their number.
             if row.count > 1:
                 name += f" ({row.count} of them)"
             name = f"{_clip(name, 68)} {row.plan.leaf.dtype.name}"
@@ -236,6 +239,7 @@ def _findings(plan: ShardingPlan) -> list[str]:
 
 
 def _clip(text: str, width: int) -> str:
+    # The end of a path says more than its beginning.
     return text if len(text) <= width else "…" + text[-(width - 1) :]
 
 

@@ -67,6 +67,7 @@ class ShardingPlan:
     @property
     def replicated_bytes(self) -> int:
         """Bytes on each device that a plan over all mesh axes would not need."""
+        # Rounded up leaf by leaf: a leaf with fewer elements than devices still takes one.
         return self.bytes_per_device - sum(-(-plan.leaf.nbytes // self.mesh.size) for plan in self.leaves)
 
     @property
@@ -75,6 +76,7 @@ class ShardingPlan:
         mistakes: dict[tuple[str, str], list[Finding]] = {}
         for n, finding in enumerate(self.findings):
             if finding.error is not None:
+                # A finding without a cause is a mistake of its own; its number keeps it apart.
                 mistakes.setdefault((finding.kind, finding.cause or f"its own {n}"), []).append(finding)
         return tuple(_folded(findings) for findings in mistakes.values())
 
@@ -142,6 +144,7 @@ def _folded(findings: Sequence[Finding]) -> ShardingError:
     if not others:
         return error
     named = ", ".join(others[:3]) + (", …" if len(others) > 3 else "")
+    # One mistake in a mapping shows in every layer: the message names three of the arrays and counts the rest.
     likewise = f"; likewise in {len(others)} more array{'s' if len(others) > 1 else ''}: {named}"
     return type(error)(error.problem + likewise, path=error.path, suggestion=error.suggestion)
 

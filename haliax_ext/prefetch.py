@@ -50,6 +50,7 @@ def place(declared: Input, values: np.ndarray | Mapping[str, np.ndarray], mesh: 
     def placed(leaf: Leaf, _: Array) -> jax.Array:
         here = values[leaf.path] if isinstance(values, Mapping) else values
 
+        # JAX calls this for local devices only, with the global index of each one's part.
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
             begin, end, _ = index[0].indices(leaf.shape[0])
@@ -87,9 +88,11 @@ def results(
     for name, arrays in batches:
         inputs = [place(declared, array, mesh) for declared, array in zip(program.inputs[1:], arrays, strict=True)]
         outputs = run(first, *inputs)
+        # Copies start as soon as outputs are ready, while the next batches still compute.
         for array in jax.tree.leaves(outputs):
             array.copy_to_host_async()
         waiting.append((name, outputs))
+        # Fetching blocks, so it happens only when enough batches are in flight to keep the devices busy.
         if len(waiting) > behind:
             yield _fetched(*waiting.popleft())
     while waiting:
@@ -98,6 +101,7 @@ def results(
 
 def _fetched(name: K, outputs: PyTree) -> tuple[K, Any]:
     def local(array: jax.Array) -> np.ndarray:
+        # Outputs are replicated: any local device has all of it.
         return np.asarray(array.addressable_data(0))
 
     return name, cast("Callable[..., Any]", jax.tree.map)(local, outputs)

@@ -43,9 +43,9 @@ Jit = Callable[["Program", Mesh], Callable[..., Any]]
 
 @dataclass(frozen=True, eq=False)
 class Flat:
-    """A value of which only the arrays are of interest: whoever calls a Program often goes through what he passes once.
+    """A value reduced to its arrays by path, so that a caller in a loop flattens its arguments only once.
 
-    A jitted Program takes one in the place of any input, and gives one where all of its inputs are (and it has some).
+    A jitted Program takes one in the place of any input, and returns one where all of its inputs are (and it has some).
 
     Attributes:
         arrays: every array of the value, by path.
@@ -55,17 +55,17 @@ class Flat:
 
     @staticmethod
     def of(value: PyTree) -> "Flat":
-        """A value gone through."""
+        """The arrays of a value."""
         return Flat(_arrays(value))
 
     def part(self, name: str) -> "Flat":
-        """What is below a name."""
+        """The arrays whose path begins with a name, which is removed from their paths."""
         below = name + "."
         return Flat({path.removeprefix(below): x for path, x in self.arrays.items() if path.startswith(below)})
 
     @functools.cached_property
     def shapes(self) -> "_Shapes":
-        """Of its arrays: a model has hundreds, and asking each for its shape takes longer than comparing them all."""
+        """Shapes and dtypes by path, cached: reading them from hundreds of arrays takes longer than comparing them."""
         return _shapes(self.arrays)
 
 
@@ -126,9 +126,11 @@ class Program:
             mesh: of real devices, of a compile-only topology, or abstract.
             platform: what to lower for on an abstract mesh; a mesh of devices knows its own.
         """
+        # Keep this path the same as `jit`: what is planned must be what runs.
         compiled = self._on(mesh)
         with self._scope(mesh):
             traced = compiled.jitted.trace(*[_arrays(i.value) for i in self.inputs])
+            # A mesh of devices states its platform; on an abstract mesh the caller must name it.
             return traced.lower() if isinstance(mesh, Mesh) else traced.lower(lowering_platforms=(platform,))
 
     def jit(self, mesh: Mesh) -> Callable[..., Any]:
@@ -145,6 +147,7 @@ class Program:
             )
             with self._scope(mesh), translation:
                 outputs = compiled.jitted(*arrays)
+            # `Flat` goes out only where `Flat` came in for every input, so that a loop can pass outputs on as inputs.
             flat = values and all(isinstance(value, Flat) for value in values)
             return Flat(outputs) if flat else compiled.rebuild(outputs)
 
@@ -160,6 +163,7 @@ class Program:
         with self._scope(mesh), translate_option_errors(self.name, self.compiler_options):
             # JAX finds this executable again when the jit is called with arrays of these shardings.
             executable = compiled.jitted.lower(*arrays).compile()
+        # Only after compilation succeeded: a failed `prepare` must be tried again.
         compiled.prepared = True
         stated = executable.memory_analysis()
         compiled.memory = None if stated is None else memory_figures(cast(MemoryStats, stated))
@@ -173,10 +177,12 @@ class Program:
         return self._on(mesh).memory
 
     def _checked(self, values: tuple[PyTree, ...]) -> list[dict[str, Array]]:
-        """The arrays of what is passed, which are those that were planned for."""
+        """The arrays of the passed values, checked against the shapes and dtypes that were planned."""
         assert len(values) == len(self.inputs), f"{self.name} takes {len(self.inputs)} inputs, got {len(values)}"
         passed = [_arrays(value) for value in values]
         for declared, planned, value, arrays in zip(self.inputs, self._planned, values, passed, strict=True):
+            # Without this check, jit would silently compile a second executable, one that no plan knows, for other
+            # shapes.
             have = value.shapes if isinstance(value, Flat) else _shapes(arrays)
             _assert_same_arrays(self.name, declared.name, planned, have)
         return passed
@@ -197,6 +203,7 @@ class Program:
 
     @functools.cached_property
     def _compiled(self) -> "dict[AnyMesh, _Compiled]":
+        # One jit for each mesh. Programs compare by identity (`eq=False`), so the table belongs to this object.
         return {}
 
     def _on(self, mesh: AnyMesh) -> "_Compiled":
@@ -211,8 +218,10 @@ class Program:
             values = [_fill(template, leaves) for template, leaves in zip(templates, arrays, strict=True)]
             return _arrays(self.function(*values))
 
+        # The function's name is the module's name in compiler messages, dumps and profiles.
         flat_function.__name__ = flat_function.__qualname__ = self.name
         with self._scope(mesh):
+            # The function may read the mapping and the mesh in scope, so its result's shapes depend on them.
             out = eval_shape(self.function, *templates)
         in_shardings = tuple(_shardings(i.value, i.placement, mesh) for i in self.inputs)
         placement = self.mappings.compute if self.out_placement is None else self.out_placement
@@ -220,8 +229,9 @@ class Program:
             flat_function,
             in_shardings=in_shardings,
             out_shardings=_shardings(out, placement, mesh),
+            # Each input is one argument (a dictionary by path), so it is donated as a whole or not at all.
             donate_argnums=tuple(n for n, i in enumerate(self.inputs) if i.name in self.donate),
-            # They go into whatever is lowered from the jit: `.lower(mesh).compile()` needs none of its own.
+            # The jit passes them to everything that is lowered from it: `.lower(mesh).compile()` needs none itself.
             compiler_options=dict(self.compiler_options) or None,
         )
         return _Compiled(jitted=cast(_Jitted, jitted), template=out)
@@ -272,6 +282,7 @@ def partition_spec(leaf: Leaf, placement: AxisMapping | Mappings | ShardingPlan)
 
 
 def _shardings(tree: PyTree, placement: Placement, mesh: AnyMesh) -> dict[str, NamedSharding] | None:
+    # JAX then takes the sharding from the arrays that are passed.
     if placement is None:
         return None
     return {
@@ -399,9 +410,11 @@ class NamedJit:
         compute = AxisMapping() if in_scope is None else in_scope
         arrays, static = split_arrays((*args, *kwargs.values()))
         shapes = jax.tree.map(_abstract, arrays)
+        # Static leaves are part of the key: other values of them may trace to another program.
         key = (compute, tuple(kwargs), *_hashable(shapes), *_hashable(static))
         if key not in self._programs:
             names = [f"arg{n}" for n in range(len(args))] + list(kwargs)
+            # With no mapping in scope there is no rule to place arguments by: they stay where they are.
             placement = self._in if in_scope is not None or self._in is not None else None
             self._programs[key] = Program(
                 name=getattr(self._fn, "__name__", "named_jit"),
@@ -419,6 +432,7 @@ class NamedJit:
     def _donated(self, names: list[str]) -> tuple[str, ...]:
         if not self._donate:
             return ()
+        # Trailing arguments without a flag are not donated, as in Haliax.
         flags = (True,) * len(names) if self._donate is True else self._donate
         return tuple(name for name, flag in zip(names, flags, strict=False) if flag)
 

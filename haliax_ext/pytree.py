@@ -46,6 +46,7 @@ def path_string(keys: KeyPath) -> str:
     """A JAX key path as dotted attribute names."""
     names: list[str] = []
     for key in keys:
+        # JAX's keys: attributes have a `name`, dictionary entries a `key`, list elements an `idx`.
         for attribute in ("name", "key", "idx"):
             if hasattr(key, attribute):
                 names.append(str(getattr(key, attribute)))

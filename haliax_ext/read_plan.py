@@ -105,6 +105,7 @@ class ReadPlan:
     def requests(self, read_bytes: int = CHUNK_BYTES) -> Iterator["ReadRequest"]:
         """The requests, each of about `read_bytes` at most, in the order of the source tensors."""
         layout = self.load.layout
+        # In elements of the source: `cut_digits` limits a box by these.
         chunk = max(read_bytes // self.load.source_dtype.itemsize, 1)
         for group in self.groups:
             per_axis: list[list[tuple[Box, ...]]] = []
@@ -199,10 +200,12 @@ def plan_reads(load: LeafLoad, blocks: Sequence[Block], *, gap_bytes: int | None
     layout = load.layout
     clusters: dict[Box, list[Block]] = {}
     for block in blocks:
+        # A cluster: blocks that share the stacked indices and the spans of the outermost source axis.
         outer = tuple(block.box[p] for p in (*layout.stack_positions, *(layout.group_positions or ((),))[0]))
         clusters.setdefault(outer, []).append(block)
     everything = list(blocks)
     divisions: list[list[list[Block]]] = []
+    # On small leaves the divisions coincide, and each is costed once.
     for division in ([[block] for block in everything], list(clusters.values()), [everything]):
         if division not in divisions:
             divisions.append(division)
@@ -218,6 +221,7 @@ def plan_reads(load: LeafLoad, blocks: Sequence[Block], *, gap_bytes: int | None
         ]
         candidates.append((sum(plan.elements for plan in plans), plans))
     best = min(elements for elements, _ in candidates)
+    # Divisions are ordered from small plans to large, so the first that is good enough needs the least memory at once.
     return tuple(next(plans for elements, plans in candidates if elements <= best * 1.01))
 
 
@@ -233,6 +237,7 @@ def _source_groups(
         # The usual case, without visiting every stacked index for every block.
         stacks[tuple(clipped)] = list(layout.stack_indices(next(iter(clipped.values()))))
     else:
+        # Blocks differ in their stacked spans: for each source tensor, which blocks need it.
         needed: dict[Stack, list[Block]] = {}
         for block, box in clipped.items():
             for stack in layout.stack_indices(box):
@@ -286,6 +291,7 @@ def _slices(requests: Iterable[ReadRequest]) -> list[Slice]:
         columns.sort(key=lambda request: request.box[-1])
         run = [columns[0]]
         for request in columns[1:]:
+            # Columns that do not touch end the slice: none of these leaves needs what lies between.
             if request.box[-1][0] != run[-1].box[-1][1]:
                 slices.append(tuple(run))
                 run = []
@@ -309,6 +315,7 @@ def _adjacent_slices(slices: Iterable[Slice], source: TensorSource, read_bytes: 
     run_bytes = 0
     for file, start, stop, requests in placed:
         nbytes = slice_bytes(requests)
+        # A read ends where the file's next range does not touch it, where a slice has several ranges, or at its size.
         if run and (end != (file, start) or stop is None or run_bytes + nbytes > read_bytes):
             yield tuple(run)
             run, run_bytes = [], 0

@@ -66,6 +66,7 @@ def read_batches(plan: LoadPlan, devices: np.ndarray, *, together: bool) -> Iter
     for steps in _sharing_tensors(plan.steps) if together else ((step,) for step in plan.steps):
         for batch in _batches(plan, steps, devices):
             is_small = together and batch.completes and not batch.is_resharded and batch.nbytes <= SMALL_BYTES
+            # Batches are delivered in the order of the steps: a large one first flushes the small ones before it.
             if small and not (is_small and sum(other.nbytes for other in small) + batch.nbytes <= SMALL_BYTES):
                 yield _joined(small)
                 small = []
@@ -82,6 +83,7 @@ def _sharing_tensors(steps: Iterable[LoadStep]) -> Iterator[tuple[LoadStep, ...]
 
     def key(step: LoadStep) -> Hashable:
         (first, *others) = step.loads
+        # `id` is unique, so a step that shares nothing groups with no other.
         return id(step) if first.reshard is None or others else (first.sources, step.piece)
 
     return (tuple(group) for _, group in itertools.groupby(steps, key))
@@ -102,6 +104,7 @@ def _batches(plan: LoadPlan, steps: tuple[LoadStep, ...], devices: np.ndarray) -
         return
     # Leaves that share source tensors: the same blocks of each of them are adjacent there.
     parallel = list(zip(*by_load, strict=True))
+    # The n-th plan of every leaf, read at one time; the steps are complete with the last.
     for n, plans in enumerate(parallel, 1):
         yield ReadBatch(steps=steps, plans=list(plans), completes=n == len(parallel))
 
@@ -137,6 +140,7 @@ def read_all(
         is_begun = False
         for slices in reader.requests(batch.plans, remaining):
             filled = filled_bytes(slices)
+            # Finishing the oldest batch is the only way to free memory, and it is also what must come next.
             while waiting and in_flight + filled > _limit(waiting[0], budget, ahead):
                 oldest = waiting.popleft()
                 finish(oldest)
@@ -148,6 +152,7 @@ def read_all(
             batch.futures.append(reader.submit(slices))
             batch.held_bytes += filled
             in_flight += filled
+        # Nothing to read (blocks of padding only): the blocks still have to exist, filled with zeros.
         if not is_begun:
             _begin(batch, reader)
         waiting.append(batch)
@@ -157,6 +162,7 @@ def read_all(
 
 
 def _limit(oldest: ReadBatch, budget: int, ahead: int) -> int:
+    # An oldest batch beyond the budget still leaves `ahead` bytes for the next one, so that the network is not idle.
     return budget if oldest.held_bytes <= budget else oldest.held_bytes + ahead
 
 

@@ -49,6 +49,7 @@ def replica_slices_program(plan: ShardingPlan, *, min_bytes: int = MIN_SLICE_BYT
     return Program(
         name=PROGRAM_NAME,
         function=_identity,
+        # The function does nothing: the outputs' shardings alone make every device keep a part of what it holds.
         inputs=(Input(name="arrays", value=value, placement=plan),),
         out_placement=slices,
     )

@@ -28,6 +28,7 @@ def replication_findings(
     plans: Sequence[LeafPlan], mappings: Mappings, mesh: MeshSpec, hbm_bytes: int | None
 ) -> list[Finding]:
     """One finding for each leaf that is large enough and is replicated over a mesh axis."""
+    # Mesh axes that shard at least one parameter; replication over any other one is data parallelism.
     cutting = {axis for plan in plans for axes in plan.mesh_axes for axis in axes}
     threshold = REPORT_BYTES if hbm_bytes is None else REPORT_SHARE * hbm_bytes
     return [
@@ -46,6 +47,7 @@ def _judge(
     hbm_bytes: int | None,
 ) -> Finding:
     path, share = plan.leaf.path, plan.bytes_per_device
+    # The share that a device would have if these mesh axes sharded the leaf, rounded up, is not wasted.
     wasted = share - -(-share // mesh.ways(plan.replicated_over))
     over = " × ".join(f"{axis} {mesh.shape[axis]}" for axis in plan.replicated_over)
     message = (
@@ -54,6 +56,7 @@ def _judge(
     )
     excuses = {axis: _excuse(plan, axis, mappings, cutting) for axis in plan.replicated_over}
     faults = [axis for axis, excuse in excuses.items() if excuse is None]
+    # An error needs all three: no excuse, a known memory size, and a large share of it.
     if not faults or hbm_bytes is None or share <= ERROR_SHARE * hbm_bytes:
         if hbm_bytes is None:
             unexcused = "not checked, because the memory of a device is unknown"
@@ -97,6 +100,7 @@ def _way_out(
         return all(f.severity != "error" for f in place(other.leaf, mapping, mesh)[1])
 
     accept = f'or accept it: allow_replicated: ["{path}"]'
+    # A rule is suggested for the whole mapping only if it breaks no other parameter.
     alone = None
     for rules in _rules(plan, faults, mesh):
         if not legal(plan, rules):
@@ -115,6 +119,7 @@ def _rules(plan: LeafPlan, faults: Sequence[str], mesh: MeshSpec) -> Iterator[di
     """
     pairs = zip(plan.leaf.axes, plan.mesh_axes, strict=True)
     axes = {name: (size, cut) for (name, size), cut in pairs if name != "layers" and not name.startswith("_")}
+    # Axes that are not sharded yet come first: the suggestion then changes no existing rule.
     for name in sorted(axes, key=lambda n: len(axes[n][1])):
         size, cut = axes[name]
         if size % mesh.ways((*cut, *faults)) == 0:

@@ -108,19 +108,23 @@ class Reshard:
 
     def slab_boxes(self, piece: Span) -> np.ndarray:
         """The boxes `[devices, axes, 2]` of the leaf that a piece's slabs hold."""
+        # The boxes in a piece's own coordinates come first; along the cut axis they are then moved to where the leaf
+        # has them.
         boxes = shard_boxes(self.slab_shape(piece), self.read_mapping.spec(self.leaf.names), self.mesh)
         if self.cut is not None:
+            # A piece holds the same span of every shard. What belongs to shard `k` therefore lies `k` times the rest of
+            # a shard further on in the leaf than in the piece.
             between = self.leaf.shape[self.cut] // self.shards - (piece[1] - piece[0])
             number = boxes[:, self.cut, :1] // (piece[1] - piece[0]) if self.shards > 1 else 0
             boxes[:, self.cut] += piece[0] + number * between
         return boxes
 
     def put(self, whole: jax.Array, part: jax.Array, axis: int, start: jax.Array) -> jax.Array:
-        """An array with what comes of a piece in its place.
+        """Writes the result of a piece into its place in an array.
 
         Args:
-            whole: over the cut axis, sharded along it as the leaf is.
-            part: of the piece.
+            whole: the array over the whole cut axis, sharded along it as the leaf is.
+            part: the result of the piece.
             axis: position of the cut axis in both.
             start: where the piece begins.
         """
@@ -128,6 +132,8 @@ class Reshard:
         def by_shard(x: jax.Array) -> jax.Array:
             return x.reshape(*x.shape[:axis], self.shards, -1, *x.shape[axis + 1 :])
 
+        # An axis of size shards × n is viewed as [shards, n]: one update then writes the part at the same offset of
+        # every shard, and no element changes its device.
         if self.shards == 1:
             return jax.lax.dynamic_update_slice_in_dim(whole, part, start, axis=axis)
         updated = jax.lax.dynamic_update_slice_in_dim(by_shard(whole), by_shard(part), start, axis=axis + 1)
@@ -165,9 +171,9 @@ def abstract_array(axes: tuple[hax.Axis, ...], dtype: np.dtype) -> hax.NamedArra
 def choose_read(names: Sequence[str], shape: Sequence[int], final: Cuts, order: Sequence[int], mesh: MeshSpec) -> Cuts:
     """Chooses the mesh axes that shard each axis of the slabs: all of them, on the outermost file axes that divide.
 
-    On each axis stand first the mesh axes that shard it in the end too, then those that shard nothing in the end, then
-    those that will shard another axis, so that the reshard can take them off one by one. An entry may be left out by
-    divisibility; then all mesh axes go to one axis, which is padded.
+    Each axis is sharded first by the mesh axes that also shard it in the end, then by those that shard nothing in the
+    end, then by those that will shard another axis, so that the reshard can take them off one by one. Where a mesh axis
+    divides none of the axes, all mesh axes go to one axis, which is padded.
 
     Args:
         names: the leaf's axes.
@@ -186,6 +192,7 @@ def choose_read(names: Sequence[str], shape: Sequence[int], final: Cuts, order: 
         moved = [axis for axis in reversed(cutting) if axis in waiting and axis not in mine]
         prefix = True
         for axis in (*mine, *dropped, *moved):
+            # A mesh axis is taken only if it divides what remains of the axis, so that slabs stay even without padding.
             fits = axis in waiting and remaining % mesh.shape[axis] == 0
             if axis in mine:
                 # Only a prefix may stay: what is inside another mesh axis cannot be left there when that one moves.
@@ -196,6 +203,8 @@ def choose_read(names: Sequence[str], shape: Sequence[int], final: Cuts, order: 
                 read[position].append(axis)
     if not waiting:
         return tuple(tuple(axes) for axes in read)
+    # The fallback: some mesh axis divides nothing. The outermost axis with at least one element for each device is
+    # padded.
     every = tuple(axis for axis, size in mesh.axes if size > 1)
     big = [position for position in order if shape[position] >= mesh.size]
     chosen = big[0] if big else max(order, key=lambda position: shape[position])
@@ -208,10 +217,14 @@ def plan_moves(read: Cuts, final: Cuts, padded: Sequence[bool]) -> tuple[Move, .
     want = [list(axes) for axes in final]
     moves: list[Move] = []
 
+    # An axis is settled if the mesh axes on it are a prefix of the final ones: slices add the others without
+    # communication. A padded axis must be gathered completely, since its padding can be trimmed only where all of it is
+    # on one device.
     def is_settled(position: int) -> bool:
         stays = now[position] == want[position][: len(now[position])]
         return stays and not (padded[position] and now[position])
 
+    # Only the innermost mesh axis of an axis can leave it: taking an outer one away would interleave elements.
     def innermost() -> list[tuple[int, str]]:
         return [(p, axes[-1]) for p, axes in enumerate(now) if axes and not is_settled(p)]
 
@@ -230,11 +243,13 @@ def plan_moves(read: Cuts, final: Cuts, padded: Sequence[bool]) -> tuple[Move, .
         else:
             # Prefer to gather mesh axes that shard nothing in the end.
             position, axis = min(loose, key=lambda pair: any(pair[1] in axes for axes in want))
+            # Gathers of one axis that follow each other are one collective, with the outer mesh axis first.
             inner: tuple[str, ...] = ()
             if moves and moves[-1].kind == "all_gather" and moves[-1].axis == position:
                 inner = moves.pop().mesh_axes
             moves.append(Move("all_gather", (axis, *inner), position))
             now[position].pop()
+    # Padding is trimmed before anything is sliced, because slices need the axis's real size.
     moves += [Move("trim", (), position) for position, is_padded in enumerate(padded) if is_padded]
     for position, axes in enumerate(want):
         moves += [Move("slice", (axis,), position) for axis in axes[len(now[position]) :]]
@@ -246,12 +261,13 @@ def transient_elements(
 ) -> int:
     """The most elements on one device during a reshard.
 
-    The slab is there to the end, and the operand of a move beside its result. What a collective receives is taken to
-    come in another order than the result's, and is there twice; an all_to_all also packs what it sends. Compilers
-    allocate no more than that, but for the padding of a TPU's tiles, and sometimes less.
+    The slab is live to the end, and a move's operand is live beside its result. A collective is assumed to receive in
+    another order than the result's, which takes a second buffer; an all_to_all also packs what it sends. Compilers
+    allocate no more than that, apart from the padding of a TPU's tiles, and sometimes less.
     """
     local = [size // mesh.ways(axes) for size, axes in zip(padded, read, strict=True)]
     slab = math.prod(local)
+    # Without any move the result is still a copy beside the slab.
     most, operand = 2 * slab, 0
     for move in moves:
         before = math.prod(local)
@@ -266,6 +282,8 @@ def transient_elements(
         else:
             local[move.axis] //= ways
         after = math.prod(local)
+        # What a collective receives, in the order in which it arrives, and for an all_to_all also what it sends,
+        # packed.
         packing = {"all_to_all": before + after, "all_gather": after}.get(move.kind, 0)
         most = max(most, slab + operand + packing + after)
         operand = after
@@ -336,8 +354,11 @@ def plan_reshard(
         if leaf.shape[axis] % (unit * shards):
             continue
         smallest = with_piece(axis, unit, shards)
+        # The transient grows with the length of a piece, so the smallest piece shows how many units the limit allows.
         times = max(limit // max(smallest.transient_device_bytes, 1), 1)
         candidate = with_piece(axis, even_piece(size, unit, times), shards)
+        # A longer piece may be sharded on other axes while it is read. It is used only if no piece, the last one
+        # included, needs padding along the cut.
         is_even = candidate.padded[axis] == candidate.piece * shards
         is_even = is_even and leaf.shape[axis] % mesh.ways(candidate.read[axis]) == 0
         is_even = is_even and candidate.read[axis][: len(final[axis])] == final[axis]
@@ -355,6 +376,7 @@ def even_piece(size: int, unit: int, most_units: int) -> int:
     units = size // unit
     most = min(most_units, units)
     divisor = max(n for n in divisors(units) if n <= most)
+    # Equal pieces share one Program; a shorter last piece would need a second one.
     return (divisor if 2 * divisor > most else most) * unit
 
 
@@ -366,6 +388,7 @@ def _reshard_local(reshard: Reshard, piece: Span, x: jax.Array) -> jax.Array:
     """The moves, as one device sees them."""
     for move in reshard.moves:
         if move.kind == "all_to_all":
+            # The device sends a part of axis `to` to each peer and receives that peer's part of `axis`.
             x = jax.lax.all_to_all(x, move.mesh_axes, split_axis=move.to, concat_axis=move.axis, tiled=True)
         elif move.kind == "all_gather":
             x = all_gather(x, move.mesh_axes, axis=move.axis, tiled=True)
@@ -374,6 +397,7 @@ def _reshard_local(reshard: Reshard, piece: Span, x: jax.Array) -> jax.Array:
             x = jax.lax.slice_in_dim(x, 0, size, axis=move.axis)
         else:
             size = x.shape[move.axis] // reshard.mesh.ways(move.mesh_axes)
+            # The device's number along the mesh axes, major first, is the number of the part that it keeps.
             start = jax.lax.axis_index(move.mesh_axes) * np.int32(size)
             x = jax.lax.dynamic_slice_in_dim(x, start, size, axis=move.axis)
     return x
@@ -393,6 +417,7 @@ def reshard_slabs(reshard: Reshard, piece: Span, slab: hax.NamedArray) -> hax.Na
     def local(x: jax.Array) -> jax.Array:
         return _reshard_local(reshard, piece, x)
 
+    # `check_vma` is off: JAX does not infer that gathered values are the same on all devices of a mesh axis.
     out = jax.shard_map(local, in_specs=_spec(reshard.read), out_specs=_spec(reshard.final), check_vma=False)(
         slab.array
     )
@@ -419,7 +444,7 @@ def whole_program(name: str, reshards: Sequence[Reshard], placement: Placement) 
 
 
 def begin_program(name: str, reshard: Reshard, placement: Placement) -> Program:
-    """The Program that makes room for a leaf that arrives in pieces."""
+    """The Program that allocates a leaf that arrives in pieces."""
 
     def run() -> ByPath:
         return {reshard.leaf.path: hax.zeros(reshard.final_value.axes, dtype=reshard.leaf.dtype)}
@@ -437,6 +462,7 @@ def piece_program(name: str, reshard: Reshard, piece: Span, placement: Placement
 
     def run(so_far: Mapping[str, hax.NamedArray], slab: hax.NamedArray, start: jax.Array) -> ByPath:
         def local(whole: jax.Array, x: jax.Array, at: jax.Array) -> jax.Array:
+            # `at` counts within a shard: the same offset holds on every device.
             return jax.lax.dynamic_update_slice_in_dim(whole, _reshard_local(reshard, piece, x), at, axis=cut)
 
         leaf = so_far[reshard.leaf.path]
@@ -457,6 +483,7 @@ def piece_program(name: str, reshard: Reshard, piece: Span, placement: Placement
             Input(name="start", value=jax.ShapeDtypeStruct((), np.int32), placement=AxisMapping()),
         ),
         out_placement=placement,
+        # The leaf's buffer is donated, so that putting a piece in place allocates no second copy of the leaf.
         donate=("leaf",),
     )
 

@@ -1,4 +1,4 @@
-"""How a model's leaves come from a checkpoint's tensors, said once for loading and for export.
+"""How a model's leaves come from a checkpoint's tensors, stated once for loading and for export.
 
 A `WeightRule` names one leaf, the source tensors it is made of, and how its axes lie in them:
 
@@ -9,12 +9,12 @@ A `WeightRule` names one leaf, the source tensors it is made of, and how its axe
     )
 
 `{layers}` is a *stacked* axis: one source tensor for each index; `{6*layers+2}` numbers them 2, 8, 14, … for a leaf
-that stands for every sixth layer of a checkpoint. Each entry of `axes` is an axis of the source tensor
-and names the leaf's axes flattened into it, major first. Every axis of the leaf stands in exactly one of the two
-places. Transpositions, splits and stacks need nothing else; a leaf that is a piece of a fused tensor has a `FusedPart`.
+that holds every sixth layer of a checkpoint. Each entry of `axes` is an axis of the source tensor and names the leaf's
+axes flattened into it, major first. Every axis of the leaf is named in exactly one of the two, `source` or `axes`.
+Transpositions, splits and stacks need nothing else; a leaf that is a piece of a fused tensor has a `FusedPart`.
 
-`WeightRules.match` sets a table against the leaves of a model and the tensors of a source, and refuses what does not
-fit, all of it at once, before a weight is read.
+`WeightRules.match` compares a table with the leaves of a model and the tensors of a source, and reports everything that
+does not fit in one error, before a weight is read.
 """
 
 import fnmatch
@@ -115,6 +115,7 @@ class WeightRule:
     @property
     def stacked(self) -> tuple[str, ...]:
         """The leaf's axes along which each index is a source tensor of its own."""
+        # Groups of the pattern are (step, name, first).
         return tuple(name for _, name, _ in _BRACES.findall(self.source))
 
     def check(self, leaf: Leaf) -> list[str]:
@@ -148,6 +149,7 @@ class WeightRule:
 
     def _check_piece(self, part: FusedPart, leaf: Leaf) -> list[str]:
         group, repeated = self.axes[part.axis], len(part.repeats_over)
+        # Repeated axes come first, and at least one axis must be left to make up the piece.
         if group[:repeated] != part.repeats_over or (part.repeats_over and group == part.repeats_over):
             return [
                 f"the part repeats over {part.repeats_over}; source axis {group} must begin with them and have more"
@@ -155,6 +157,7 @@ class WeightRule:
         sizes = [leaf.axis_size(name) for name in group[repeated:]]
         if math.prod(sizes) != part.size:
             return [f"the part is {part.size} long, but {' × '.join(group[repeated:])} is {math.prod(sizes)}"]
+        # The piece begins and repeats in whole indices of its first axis: its `LeafLayout` counts in those.
         unit = math.prod(sizes[1:])
         if part.repeats_over and (part.start % unit or part.of % unit):
             return [f"the part begins at {part.start} of {part.of}, and both must be multiples of {unit}"]
@@ -204,10 +207,12 @@ class WeightRule:
         for name in self.padded:
             for group, length in zip(self.axes, shape, strict=True):
                 if name in group:
+                    # The source's real length decides how much of a padded axis exists.
                     extents[name] = length // math.prod(sizes[other] for other in group if other != name)
         offsets = [0] * len(self.axes)
         wider: dict[str, tuple[int, int]] = {}
         if self.part is not None and self.part.repeats_over:
+            # The first axis behind the repeated ones is a piece of a digit that is `of / unit` indices long.
             first, *inner = self.axes[self.part.axis][len(self.part.repeats_over) :]
             unit = math.prod(sizes[name] for name in inner)
             wider[first] = (self.part.start // unit, self.part.of // unit)
@@ -235,6 +240,7 @@ class WeightRule:
             words.append(f"{wanted[axis]} fused" if fused else inner)
             if not fits:
                 continue
+            # Only the first axis of a source axis may be padded: shorter by whole indices of it.
             if self.padded and group and group[0] in self.padded and not fused:
                 unit = math.prod(sizes[name] for name in group[1:])
                 fits = 0 < shape[axis] <= wanted[axis] and shape[axis] % unit == 0
@@ -274,6 +280,8 @@ class SourcePiece:
         copy = self.layout.copy(self.stack, digits, self.box if box is None else box)
         assert copy is not None
         piece = tensor[(*to_slices(self.region), ...)]
+        # A contiguous region can be viewed in the leaf's digits and written in place; others need a copy and write it
+        # back.
         if piece.flags.c_contiguous:
             copy.gather(block, piece)
             return
@@ -331,9 +339,11 @@ class WeightRules:
         """Raises a `WeightRuleError` that lists every leaf without a rule and every rule that misnames axes."""
         leaves, table = tuple(leaves), self.by_target()
         problems: list[str] = []
+        # `table` keeps the last rule of a target, so the earlier ones are the duplicates.
         problems += [f"two rules for {r.target}" for r in self.rules if table[r.target] is not r]
         by_path = {leaf.path: leaf for leaf in leaves}
         wrong = [problem for rule in self.derived for problem in rule.check(by_path)]
+        # With a wrong derived rule it is not known which leaves are read; its own problem is reported first.
         for leaf in () if wrong else self.read_leaves(leaves):
             if leaf.path in table:
                 problems += table[leaf.path].check(leaf)
@@ -371,6 +381,7 @@ class WeightRules:
                 if pattern == name:
                     yield other
             elif len(name) >= len(head) + len(tail) and name.startswith(head) and name.endswith(tail):
+                # Only the first star of the alias stands for the matched text.
                 yield other.replace("*", name[len(head) : len(name) - len(tail)], 1)
 
     def match(self, leaves: Iterable[Leaf], tensors: Mapping[str, TensorInfo]) -> tuple[Match, ...]:
@@ -394,6 +405,8 @@ class WeightRules:
             for name in rule.source_names(leaf):
                 stored = next((other for other in self.spellings(name) if other in tensors), None)
                 names.append((name, stored))
+            # A leaf that may be absent is absent as a whole: with one of its tensors missing the others are not
+            # ignored.
             if (rule.optional or leaf.path in initialized) and all(stored is None for _, stored in names):
                 continue
             missing += [(name, leaf.path) for name, stored in names if stored is None]
@@ -401,6 +414,7 @@ class WeightRules:
             used.update(present)
             problems = {stored: _misfit(rule, leaf, tensors[stored]) for stored in present}
             misshaped |= {stored: problem for stored, problem in problems.items() if problem}
+            # Padding may make shapes differ from the rule; along a stack they must still agree with each other.
             shapes = {tensors[stored].shape for stored in present if not problems[stored]}
             if len(shapes) > 1:
                 misshaped |= {
@@ -437,8 +451,10 @@ class WeightRules:
                 f"no tensor of a checkpoint contains {', '.join(untargeted)}: initialized or computed while loading"
             )
         tensors: dict[str, tuple[tuple[int, ...], tuple[SourcePiece, ...]]] = {}
+        # Fused tensors get pieces from several leaves, so the table is filled leaf by leaf and read tensor by tensor.
         for leaf in leaves:
             rule = table[leaf.path]
+            # Padded axes shrink to their true sizes in what is written; `layout` then clips the leaf's padding.
             cut = {name: true_sizes[name] for name in rule.padded if name in true_sizes}
             kept = Leaf(leaf.path, tuple((name, cut.get(name, size)) for name, size in leaf.axes), leaf.dtype)
             layout = rule.layout(leaf, rule.source_shape(kept))

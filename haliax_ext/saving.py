@@ -75,7 +75,9 @@ def plan_saving(
     dtypes = {leaf.path: leaf.dtype for leaf in leaves}
     tensors: list[OutTensor] = []
     for name, (shape, pieces) in rules.sources(leaves, true_sizes=true_sizes).items():
+        # The pieces of a fused tensor have one dtype; anything else is a wrong table of rules.
         (stored,) = {dtypes[piece.target] for piece in pieces}
+        # Integers and booleans keep their dtype: `dtype` is for weights.
         floating = stored.kind not in "iub"
         tensors.append(
             OutTensor(name=name, shape=shape, dtype=np.dtype(dtype) if dtype and floating else stored, pieces=pieces)
@@ -155,6 +157,8 @@ def saving_programs(
                 dtype=leaf.dtype,
                 cuts=cuts,
                 sizes=sizes,
+                # The same condition as `gather_to_host` applies to the arrays themselves: another one would compile
+                # other Programs.
                 gathered=hosts > 1 and ways > 1,
                 limit=limit,
             )

@@ -45,6 +45,7 @@ class ShardMapArgs(Generic[M]):
             mapping: of axes to mesh axes.
             cut: the axes that are cut where the mapping says so; every other axis stays whole.
         """
+        # Only the axes in `cut` are sharded; the function works with whole ones otherwise.
         rules = AxisMapping({name: mapping.mesh_axes(name) for name in cut})
         leaves = [x for _, x in leaves_with_paths(tree)]
         return ShardMapArgs(
@@ -61,6 +62,7 @@ class ShardMapArgs(Generic[M]):
             part = next(shards)
             if not is_named(x):
                 return part
+            # A device's part has other sizes than the whole array, so the axes are named anew.
             return NamedArray(part, tuple(Axis(a.name, n) for a, n in zip(x.axes, part.shape, strict=True)))
 
         return map_with_paths(join_leaf, self.tree)

@@ -85,9 +85,11 @@ def hbm_traffic(module: Module, computation: Computation, instruction: Instructi
     if opcode in _ASYNC_COPIES:
         return _copied(computation, instruction)
     if opcode in _IN_PLACE:
+        # The array itself is not read or written as a whole: the compiler updates its buffer in place.
         return _updated(computation, operands[0], operands[_IN_PLACE[opcode]], adds=opcode == "scatter")
     source = computation.by_name.get(operands[0]) if operands else None
     if opcode in _SLICING and source is not None:
+        # A slice reads as many bytes as it returns, unless its source is already in on-chip memory.
         taken = sum(shape.nbytes for shape in instruction.shapes) if _hbm(source.shapes) else 0
         return taken + _hbm(instruction.shapes)
     return _whole(computation, instruction)
@@ -134,6 +136,8 @@ def _operands_read(module: Module, computation: Computation, fusion: Instruction
         whole = _hbm(operand.shapes)
         if whole:
             use = _use(module, inner, parameter.name)
+            # A result that is the operand in another layout reads all of it; one that is only another view of it reads
+            # nothing. Several slices may overlap, so their sum is capped at the array.
             share = 1.0 if use.passed_on and use.moved else min(1.0, use.share)
             total += math.ceil(whole * share)
     return total
@@ -157,6 +161,7 @@ class _Use:
 def _use(module: Module, computation: Computation, name: str) -> _Use:
     """What the users of `name` inside a fusion take of it."""
     elements = _elements(computation.by_name[name])
+    # An operand that is itself the fusion's result is passed on, not read.
     use = _Use(passed_on=computation.root.name == name)
     for user in computation.instructions:
         for position, operand in enumerate(user.operands):
@@ -168,6 +173,7 @@ def _use(module: Module, computation: Computation, name: str) -> _Use:
 
 def _one_use(module: Module, computation: Computation, user: Instruction, position: int, elements: int) -> _Use:
     if user.opcode in _VIEWS:
+        # A bitcast only changes the shape; any other view must read the elements to make its result.
         return _use(module, computation, user.name) + _Use(moved=user.opcode != "bitcast")
     if user.opcode == "tuple" and user.is_root:
         return _Use(passed_on=True)
@@ -177,6 +183,7 @@ def _one_use(module: Module, computation: Computation, user: Instruction, positi
         if inner is None or parameter is None:
             return _Use(1.0)
         within = _use(module, inner, parameter.name)
+        # Looking into the inner fusion keeps a slice inside it from counting as a read of the whole operand.
         # What the inner fusion hands on is read by whoever uses its result.
         after = _use(module, computation, user.name) if within.passed_on else _Use()
         return _Use(within.share) + after + _Use(moved=within.moved)
@@ -203,6 +210,8 @@ def _is_result(computation: Computation, instruction: Instruction) -> bool:
 def _fusion_written(module: Module, inner: Computation, fusion: Instruction) -> int:
     root = inner.root
     names = root.operands if root.opcode == "tuple" else (root.name,)
+    # Only the updated part of a result that is updated in place is written, and results in on-chip memory are not in
+    # HBM.
     return sum(
         min(shape.nbytes, _written(module, inner, name, shape.nbytes))
         for name, shape in zip(names, fusion.shapes, strict=False)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from haliax_ext.hlo.op_metadata import Scope, parse_scope
 from haliax_ext.hlo.parser import Shape, parse_shapes
 
+# The compiler prints G for GiB, and so on: all units are binary.
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = r"([\d.]+)([KMGT]?)B?"
 
@@ -62,12 +63,14 @@ def read_out_of_memory(message: str) -> OutOfMemory | None:
     """Reads the text of a compile error; `None` if it is about something else."""
     if "RESOURCE_EXHAUSTED" not in message and "Ran out of memory" not in message:
         return None
+    # First the early text, which states the total alone; then that of the buffer packing, which lists allocations.
     match = re.search(rf"\({_SIZE}\) exceeds available \w+ \({_SIZE}\)", message) or re.search(
         rf"Used {_SIZE} of {_SIZE} hbm", message
     )
     if not match:
         return None
     needed, needed_unit, available, available_unit = match.groups()
+    # The list is numbered, and each entry begins with its size: `1. Size: 2.00G`.
     allocations = tuple(_allocation(part) for part in re.split(r"\n\s*\d+\. (?=Size: )", message)[1:])
     return OutOfMemory(
         needed=_bytes(needed, needed_unit),

@@ -71,6 +71,7 @@ def parse_scope(op_name: str) -> Scope:
     ('layers.mlp', 'backward')
     """
     start = op_name.find("/(")
+    # The compiler merged several instructions: what their names share, then the rest of each between parentheses.
     if start >= 0 and op_name.endswith(")"):
         shared, several = op_name[:start], _alternatives(op_name[start + 2 : -1])
         return _common([_parse_single(f"{shared}/{rest}") for rest in several])
@@ -95,6 +96,8 @@ def _common(scopes: list[Scope]) -> Scope:
     shared = [names[0] for names in itertools.takewhile(lambda n: len(set(n)) == 1, zip(*paths, strict=False))]
     passes = {scope.during for scope in scopes}
     contractions = {scope.contraction for scope in scopes}
+    # A merged instruction runs in the pass of its latest part: a fusion of recomputed and forward values belongs to the
+    # recomputation.
     return Scope(
         ".".join(shared) or UNNAMED,
         "remat" if "remat" in passes else "backward" if "backward" in passes else "forward",
@@ -109,10 +112,12 @@ def _parse_single(op_name: str) -> Scope:
     backward = remat = False
     names: list[str] = []
     contraction = ""
+    # The last segment is the primitive (`dot_general`), which is not a module.
     for segment in segments[:-1]:
         inner = segment
         while match := _WRAPPED.fullmatch(inner):
             wrapper, inside = match.groups()
+            # Backward passes are transposed forward passes in JAX, hence the name of the wrapper.
             backward |= wrapper == "transpose"
             if wrapper not in _TRANSFORMS:
                 # jit(name) and the like: a function, not a module.
@@ -122,6 +127,7 @@ def _parse_single(op_name: str) -> Scope:
         remat |= inner == "rematted_computation"
         if inner.startswith(_CONTRACT):
             contraction = inner.removeprefix(_CONTRACT)
+        # Segments with an arrow are einsum subscripts.
         elif inner and inner not in _CONTROL and "->" not in inner and not _KERNEL_SCOPE.fullmatch(inner):
             names.append(inner)
     module = ".".join(names) or UNNAMED

@@ -80,12 +80,15 @@ class Instruction:
 
     def attribute(self, name: str) -> str | None:
         """The plain value of `name=value`, without a percent sign; `None` where it is absent."""
+        # A plain value is a word, number or quoted word; values in braces (`replica_groups`, metadata) have readers of
+        # their own.
         match = re.search(rf"(?:^|[\s,]){name}=%?([\w.\-\"]+)", self.attributes)
         return match.group(1).strip('"') if match else None
 
     def called(self) -> tuple[str, ...]:
         """Computations that an execution of this instruction runs (not the scalar ones that reductions apply)."""
         names = [self.attribute(key) for key in ("calls", "condition", "body", "true_computation", "false_computation")]
+        # `to_apply` of a reduce, scatter or sort is a scalar function; of a `call` it is the computation that runs.
         if self.opcode == "call":
             names.append(self.attribute("to_apply"))
         branches = re.search(r"branch_computations=\{([^}]*)\}", self.attributes)
@@ -109,6 +112,7 @@ class Computation:
     @cached_property
     def root(self) -> Instruction:
         """The instruction whose result is the computation's."""
+        # Where no instruction is marked ROOT, the last one is the result.
         return next((i for i in self.instructions if i.is_root), self.instructions[-1])
 
     @cached_property
@@ -134,6 +138,8 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
     [('f32', 24), ('u32', 4)]
     """
     shapes: list[Shape] = []
+    # A layout reads `{1,0:T(8,128)S(1)}`: axes from minor to major, tiles, and the memory space, which is left out for
+    # HBM.
     for match in re.finditer(r"([a-z]\w*)\[([\d,]*)\](?:\{([^}]*)\})?", text):
         dtype, sizes, layout = match.groups()
         space = re.search(r"S\((\d+)\)", layout or "")
@@ -178,6 +184,7 @@ def _blocks(text: str) -> Iterator[tuple[bool, str, list[str]]]:
     lines: list[str] = []
     for line in text.splitlines():
         if current is None:
+            # A header is `%name (parameters) -> result {`; everything between two computations is skipped.
             if match := _COMPUTATION.match(line):
                 current, lines = (match.group(1) is not None, match.group(2)), []
         elif _END.match(line):
@@ -185,6 +192,7 @@ def _blocks(text: str) -> Iterator[tuple[bool, str, list[str]]]:
             current = None
         elif _INSTRUCTION.match(line):
             lines.append(line)
+        # Not an instruction of its own: the continuation of a quoted attribute that contains a line break.
         elif lines:
             lines[-1] += line
 
@@ -203,8 +211,10 @@ def _instruction(line: str) -> Instruction:
     head = _INSTRUCTION.match(line)
     assert head is not None
     at = head.end()
+    # A tuple result is in parentheses, which nest; any other result ends at the first space.
     end = _closing(line, at) + 1 if line[at] == "(" else line.index(" ", at)
     result = line[at:end]
+    # Tiles such as T(8,128) put parentheses into the result too, so the search begins behind it.
     open_paren = line.index("(", end)
     close = _closing(line, open_paren)
     inside = line[open_paren + 1 : close]
@@ -212,6 +222,7 @@ def _instruction(line: str) -> Instruction:
     if opcode in ("parameter", "constant"):
         operands = (inside,)
     else:
+        # Operands carry a percent sign in the long form; in the short form the last word of each part is the name.
         operands = tuple(re.findall(r"%([\w.\-]+)", inside)) or tuple(
             part.split()[-1] for part in inside.split(",") if part.strip()
         )

@@ -41,6 +41,8 @@ def parse_groups(attributes: str, devices: int) -> np.ndarray | None:
     >>> parse_groups("replica_groups=[2,2]<=[2,2]T(1,0)", 4).tolist()
     [[0, 2], [1, 3]]
     """
+    # The four forms, in this order: a list of lists, an empty list, an iota with an optional transposition, and the
+    # keyword of the compiler's own mesh, whose attributes `_mesh_groups` reads from here on.
     match = re.search(
         r"replica_groups=(\{\{[\d,{} ]*\}\}|\{\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|mesh)", attributes
     )
@@ -51,6 +53,7 @@ def parse_groups(attributes: str, devices: int) -> np.ndarray | None:
         return np.arange(devices)[None, :]
     if text.startswith("{{"):
         rows = [[int(x) for x in row.split(",")] for row in re.findall(r"\{([\d, ]+)\}", text)]
+        # Groups of different sizes have no array form; the caller reports them as not recognized.
         return np.array(rows) if len({len(row) for row in rows}) == 1 else None
     if text == "mesh":
         return _mesh_groups(attributes[match.start() :])
@@ -59,6 +62,8 @@ def parse_groups(attributes: str, devices: int) -> np.ndarray | None:
 
 def _iota(text: str) -> np.ndarray:
     shape, source, order = re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text).groups()  # type: ignore
+    # `[groups, members]<=[source]T(order)`: number the devices row-major in `source`, transpose, and read row-major
+    # again; consecutive runs of `members` numbers are the groups.
     ids = np.arange(np.prod(_ints(source))).reshape(_ints(source))
     if order:
         ids = ids.transpose(_ints(order))
@@ -77,6 +82,7 @@ def _mesh_groups(text: str) -> np.ndarray | None:
     axes = [(name, int(size)) for name, size in re.findall(r"'([^']*)'=(\d+)", match.group(1))]
     sizes = [size for _, size in axes]
     ids = np.arange(np.prod(sizes))
+    # `device_ids` states which device sits at each position of the compiler's mesh; without it they are counted up.
     if order := match.group(2):
         permuted = re.fullmatch(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", order)
         listed = re.fullmatch(r"\{?([\d,]+)\}?", order)
@@ -92,13 +98,17 @@ def _mesh_groups(text: str) -> np.ndarray | None:
     used = re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", match.group(3))
     shape: list[int] = []
     chosen: list[int] = []
+    # `'a':(2)4` is the part of axis `a` with 4 positions, behind parts whose sizes multiply to 2; `'a'` alone is all of
+    # it.
     extents = {name: (int(pre or 1), int(size) if size else None) for name, pre, size in used}
     for name, size in axes:
+        # An axis that is not listed has extent 1: the members of a group share their position on it.
         before, extent = extents.get(name, (1, 1))
         extent = size if extent is None else extent
         shape += [before, extent, size // before // extent]
         chosen.append(len(shape) - 2)
     ids = ids.reshape(shape)
+    # The positions outside the chosen parts number the groups, those inside number the members of a group.
     order_axes = [axis for axis in range(ids.ndim) if axis not in chosen] + chosen
     members = int(np.prod([shape[axis] for axis in chosen]))
     return ids.transpose(order_axes).reshape(-1, members)
@@ -118,6 +128,7 @@ def parse_pairs(attributes: str) -> np.ndarray | None:
 
 def inner_mesh(mesh: MeshSpec, devices: int) -> MeshSpec | None:
     """The mesh that `devices` positions number: the whole one, or one slice's; `None` if neither fits."""
+    # Positions count the whole mesh, or one slice of it: a multi-slice module is compiled for the devices of a slice.
     if devices == mesh.size:
         return mesh
     inside = MeshSpec(axes=tuple((name, size) for name, size in mesh.axes if name not in mesh.dcn))
@@ -139,6 +150,8 @@ def spans(groups: np.ndarray, mesh: MeshSpec) -> tuple[AxisSpan, ...] | None:
     coordinates = cast("tuple[np.ndarray, ...]", np.unravel_index(groups, [size for _, size in mesh.axes]))
     # How many different positions each group has on each axis; a pod has up to thousands of groups.
     extents = [1 + np.count_nonzero(np.diff(np.sort(axis, axis=1), axis=1), axis=1) for axis in coordinates]
+    # Members are distinct, so a group is a full block exactly if its extents multiply to its size. All groups must
+    # have the same extents, or no single AxisSpan describes them.
     if np.any(np.prod(extents, axis=0) != groups.shape[1]) or any(len(set(axis.tolist())) > 1 for axis in extents):
         return None
     return tuple(
@@ -154,6 +167,7 @@ def pair_spans(pairs: np.ndarray, mesh: MeshSpec) -> tuple[AxisSpan, ...] | None
         return None
     shape = [size for _, size in mesh.axes]
     sources, targets = (np.stack(np.unravel_index(pairs[:, side], shape)) for side in (0, 1))
+    # An axis counts if any pair crosses it: a permute whose pairs cross two axes uses the links of both.
     moved = (sources != targets).any(axis=1)
     return tuple(AxisSpan(name, size, size) for (name, size), m in zip(mesh.axes, moved, strict=True) if m)
 

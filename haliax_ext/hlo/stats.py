@@ -1,9 +1,9 @@
 """`CompiledFigures`: what one execution of a compiled program costs one device, summed over its loops.
 
-Read from the optimized, scheduled text of a module (see `text`), with every while body multiplied by its trip count
-(see `loops`). Nothing is guessed: a loop whose count cannot be told counts once and is listed in `unknown`, and so
-are instructions that do work but carry no estimate, kernels written by hand foremost (`Kernel`: the compiler sees an
-opaque call).
+The figures are read from the optimized, scheduled text of a module (see `parser`), with every while body multiplied by
+its trip count (see `trip_counts`). Nothing is guessed: a loop whose count is not known counts once and is listed in
+`unknown`. Instructions that do work but carry no estimate are listed in `unestimated`, kernels written by hand in
+`kernels` (the compiler sees an opaque call).
 
 *Cycles* are the TPU compiler's own estimates, printed with each fusion. *Bytes* of a collective are those of the
 whole array that a group shares or reduces: the result of an all-gather, the operand of a reduce-scatter, all-reduce,
@@ -35,7 +35,7 @@ from haliax_ext.hlo.trip_counts import trip_count
 from haliax_ext.meshspec import MeshSpec
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
-# Work nobody has to do, and transfers that run beside the core.
+# Instructions that take no time of the core: bookkeeping, and transfers that run beside it.
 _FREE = frozenset(
     ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
      "copy-start", "slice-start", "async-update", "opt-barrier", "add-dependency",
@@ -63,8 +63,8 @@ class Collective:
         scope: the module it serves.
         hidden_cycles: cycles of other work scheduled while one execution is under way; 0 for a synchronous one.
         name: the instruction.
-        hidden_by: kernels scheduled meanwhile, of whose time nothing is known here: each with a name that it has for
-            all collectives that use the same links, so that no second of it hides two of them.
+        hidden_by: kernels scheduled meanwhile, whose time is not known here. Each has a key that is the same for all
+            collectives over the same links, so that no second of a kernel hides two of them.
     """
 
     kind: str
@@ -113,8 +113,8 @@ class CompiledFigures:
         kernels: hand-written kernels, grouped products and sorts, without cycles.
         unestimated: opcodes that do work but carry no estimate → executions.
         copied_bytes: of `hbm_bytes`, those that instructions without an estimate move, where one of them moves
-            `LARGE_COPY` or more: an array laid out anew by a `reshape`, say, which takes as long as its bytes do.
-        unknown: sentences about what could not be told.
+            `LARGE_COPY` or more: a `reshape` that changes the layout of an array, say, takes as long as its bytes do.
+        unknown: sentences about what could not be determined.
     """
 
     cycles: dict[Scope, int]
@@ -152,8 +152,8 @@ def read_figures(text: str, mesh: MeshSpec, *, trips: Mapping[int, int] | None =
     Args:
         text: what the compiler prints.
         mesh: what it was compiled for.
-        trips: trip counts to be taken for others. A program that scans 7 layers, read with `{7: 80}`, has the figures
-            of one that scans 80, as long as nothing else in it runs 7 times.
+        trips: trip counts to replace. A program that scans 7 layers, read with `{7: 80}`, has the figures of one that
+            scans 80, as long as nothing else in it runs 7 times.
 
     Raises:
         HloTextError: the text is not that of a compiled module.
@@ -208,6 +208,8 @@ class _Reader:
 
     def visit(self, computation: Computation, times: int) -> int:
         """Adds `times` executions; returns the cycles of one."""
+        # The cycles of one execution by position; a loop's entry holds all of its trips, so that a collective that
+        # spans a loop is hidden by the whole loop.
         here = [self._instruction(computation, instruction, times) for instruction in computation.instructions]
         self._flights(computation, here, times)
         return sum(here)
@@ -228,13 +230,16 @@ class _Reader:
         if opcode == "conditional":
             self.unknown[f"{instruction.name}: it is not known which branch runs; all branches are counted"] = None
             return sum(self.visit(self.module.computations[name], times) for name in instruction.called())
+        # Collectives are counted by `_flights`, and `async-` wrappers with the collective that they wrap.
         if opcode in _FREE or opcode.startswith(KINDS) or opcode.startswith("async-"):
             return 0
         if opcode == "custom-call":
             if instruction.attribute("custom_call_target") in _KERNEL_TARGETS:
                 self._kernel(computation, instruction, times)
+            # Any other custom call without an estimate is taken for a marker that does no work.
             elif instruction.estimated_cycles is None:
                 return 0
+        # Traffic counts for kernels and unestimated instructions too: it needs shapes only.
         moved = hbm_traffic(self.module, computation, instruction)
         self.hbm_bytes += times * moved
         estimate = instruction.estimated_cycles
@@ -242,6 +247,7 @@ class _Reader:
             self._kernel(computation, instruction, times)
             return 0
         if estimate is None:
+            # Results of at most 1 KiB are scalars and counters: they are not worth a line in the report.
             if (
                 opcode != "custom-call"
                 # What runs beside other work costs the schedule nothing but its traffic.
@@ -258,6 +264,7 @@ class _Reader:
 
     def _loop(self, computation: Computation, loop: Instruction, times: int) -> int:
         count = trip_count(self.module, computation, loop)
+        # `trips` replaces a count by value: the program was compiled with fewer layers than the run has.
         count = self.trips.get(count, count) if count is not None else None
         if count is None:
             self.unknown[
@@ -277,6 +284,7 @@ class _Reader:
     def _scope(self, instruction: Instruction) -> Scope:
         """The instruction's own scope; for a fusion without one, that of what it fuses."""
         scope = parse_scope(instruction.op_name)
+        # A fusion without a path of its own takes that of the last instruction inside it that has one.
         if instruction.opcode != "fusion" or "/" in instruction.op_name:
             return scope
         inner = self.module.computations.get(instruction.attribute("calls") or "")
@@ -302,6 +310,7 @@ class _Reader:
         flights: dict[str, _Flight] = {}
         for index, instruction in enumerate(computation.instructions):
             opcode = instruction.opcode
+            # The first operand of a `-done` is its `-start`.
             if opcode.endswith("-done") and instruction.operands and instruction.operands[0] in flights:
                 flights[instruction.operands[0]].last = index
                 continue
@@ -309,6 +318,7 @@ class _Reader:
             if kind:
                 shapes = _payload(computation, instruction, kind)
                 flights[instruction.name] = _Flight(kind, index, index, instruction, shapes)
+            # Collectives over DCN are printed as sends of the multi-slice runtime, not as collective instructions.
             elif opcode == "send" and "xla_megascale" in instruction.attributes:
                 flights[instruction.name] = _Flight(_megascale_kind(instruction), index, index, instruction, ())
             for inner in self._inside(instruction):
@@ -323,16 +333,22 @@ class _Reader:
                 if kind == "all-reduce" and _scatters(instruction, inner):
                     kind = "reduce-scatter"
                 flights[key] = _Flight(kind, index, index, inner, shapes)
+                # The `async-done` that ends this collective names the wrapper as its operand, not the collective
+                # inside.
                 if opcode == "async-start":
                     flights[instruction.name] = flights[key]
+        # A wrapped collective is in the table under two keys; it is one flight.
         unique = list({id(flight): flight for flight in flights.values()}.values())
         self._emit(unique, computation, cycles, times)
 
     def _emit(self, flights: list[_Flight], computation: Computation, cycles: list[int], times: int) -> None:
         built = [(flight, *self._placed(flight)) for flight in flights]
+        # (links, position) whose cycles already hide a collective: one cycle hides only one transfer over the same
+        # links.
         taken: set[tuple[str, int]] = set()
         for flight, covered, net, members in built:
             links = f"{covered} {_direction(flight.source)}"
+            # A synchronous collective starts and ends at one position and is hidden by nothing.
             for index in range(flight.first, flight.last + 1) if flight.last > flight.first else ():
                 if cycles[index] and (links, index) not in taken:
                     taken.add((links, index))
@@ -340,6 +356,7 @@ class _Reader:
                 if kernel := self._kernel_at(computation, computation.instructions[index]):
                     flight.hidden_by.append((f"{computation.instructions[index].name} {links}", kernel))
             nbytes = sum(shape.nbytes for shape in flight.shapes)
+            # A send carries no operand shapes here; the first element of its result is the buffer that is sent.
             if net == "dcn" and not nbytes:
                 nbytes = flight.source.shapes[0].nbytes
             scope = parse_scope(flight.source.op_name)
@@ -372,6 +389,7 @@ class _Reader:
                 "the mesh axes of its collectives cannot be determined"
             ] = None
             return None, "unknown", 0
+        # A permute has pairs instead of groups: every device sends to one other.
         if flight.kind == "collective-permute":
             pairs = parse_pairs(source.attributes)
             covered = pair_spans(pairs, inside) if pairs is not None else None
@@ -403,6 +421,7 @@ def _payload(computation: Computation, instruction: Instruction, kind: str) -> t
 def _direction(instruction: Instruction) -> int:
     """Which way round a permute sends most of its data: 1, -1, or 0 for everything else."""
     pairs = parse_pairs(instruction.attributes)
+    # In a ring one pair closes the circle and points the other way, so the majority decides.
     return 0 if pairs is None else int(np.sign(np.sign(pairs[:, 1] - pairs[:, 0]).sum()))
 
 

@@ -30,22 +30,27 @@ def trip_count(module: Module, parent: Computation, loop: Instruction) -> int | 
     lhs, rhs, direction = compare
     state = parent.by_name.get(loop.operands[0])
 
+    # The initial state is known only where the loop's operand is a tuple that its parent builds.
     def initial(index: int) -> int | None:
         if state is None or state.opcode != "tuple":
             return None
         return _constant(parent, state.operands[index])
 
+    # The counter may be on either side of the compare; on the right side the direction is reversed.
     counter, limit = _state_index(condition, lhs), _value(condition, rhs, body, initial)
     if counter is None:
         counter, limit = _state_index(condition, rhs), _value(condition, lhs, body, initial)
         direction = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}.get(direction, direction)
     start = initial(counter) if counter is not None else None
     step = _step(body, counter, initial) if counter is not None else None
+    # Without a limit, a start or a step other than 0 the count is not determined.
     if limit is None or start is None or not step:
         return None
+    # LT, LE and NE are read as counting up to the limit, GT and GE as counting down to it.
     span = limit - start if direction in ("LT", "LE", "NE") else start - limit
     if direction in ("LE", "GE"):
         span += 1
+    # A step that jumps over the limit does not end the loop by this compare.
     elif direction == "NE" and span % abs(step):
         return None
     return max(0, math.ceil(span / abs(step)))
@@ -59,6 +64,8 @@ def _comparison(module: Module, condition: Computation) -> tuple[str, str, str] 
         if inner.root.opcode != "compare":
             return None
         outer: list[str] = []
+        # The compare's operands are parameters of the fusion, whose printed operand is their number: they are
+        # translated to the operands of the fusion, which belong to the condition.
         for name in inner.root.operands:
             parameter = inner.by_name[name]
             if parameter.opcode != "parameter":
@@ -101,6 +108,8 @@ def _value(computation: Computation, name: str, body: Computation, initial: Init
     constant = _constant(computation, name)
     if constant is not None:
         return constant
+    # A limit or step may be an element of the state instead of a literal; it is constant if the body's result
+    # has the same element of its own parameter at the same position.
     index = _state_index(computation, name)
     if index is None or body.root.opcode != "tuple":
         return None
@@ -116,6 +125,7 @@ def _step(body: Computation, counter: int, initial: Initial) -> int | None:
     if update is None or update.opcode not in ("add", "subtract"):
         return None
     sign = 1 if update.opcode == "add" else -1
+    # Addition commutes: the counter may be either operand.
     for counted, added in (update.operands, update.operands[::-1]):
         if _state_index(body, counted) == counter:
             step = _value(body, added, body, initial)

@@ -27,12 +27,14 @@ class _Watch:
                 self._thread.start()
 
     def end(self) -> None:
+        # A thread that died, as after a fork, is replaced.
         with self._lock:
             self._until.pop(threading.get_ident(), None)
 
     def _look(self) -> None:
         while True:
             time.sleep(0.5)
+            # The thread may have been interrupted already: then its entry is gone.
             with self._lock:
                 now = time.monotonic()
                 for thread in [thread for thread, until in self._until.items() if until < now]:

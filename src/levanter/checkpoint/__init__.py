@@ -8,7 +8,7 @@
     ref = latest(base)
     arrays = restore(ref, planned_targets(plan, mesh))
 
-The room knows leaf paths, arrays and shardings; what they mean is its callers' business.
+The package knows leaf paths, arrays and shardings; their meaning is up to its callers.
 """
 
 from levanter.checkpoint.checkpointer import Checkpointer as Checkpointer

@@ -97,6 +97,8 @@ class Checkpointer:
         self._delete_old = delete_old_temporary
         self._base = {"kept": base, "temporary": temporary_base or base}
         self._clock = clock
+        # Processes construct their checkpointers in the same order, so the count gives one object the same name in all
+        # of them.
         self._agreement = Consensus(f"checkpoints/{next(_instances)}", timeout_seconds=timeout_seconds)
         if self._agreement.decides:
             for base_path in self._bases:
@@ -124,6 +126,7 @@ class Checkpointer:
 
         With several processes and a time interval this is a short conversation between them: all must ask.
         """
+        # Steps that are kept by number need no exchange: every process computes the same answer.
         if is_kept(step, self._keep):
             return True
         if self._interval is None:
@@ -160,6 +163,7 @@ class Checkpointer:
             LeaseLostError: another process writes there now.
             ValueError: `arrays` or `metadata` cannot be saved; the message lists why.
         """
+        # One save at a time, and a failure of the one before is raised here.
         self.wait()
         if self.has(step, force=force):
             return
@@ -173,7 +177,9 @@ class Checkpointer:
             arrays="",
             saved_at=now(),
         )
+        # Checked before processes exchange anything: an error here is raised on all of them and leaves no peer waiting.
         _check_metadata(ref)
+        # Process 0 chooses the name after it has deleted old remains, so no process can write before that is done.
         with self._translate_errors(ref):
             name = self._agreement.on(f"save {step}", lambda: self._prepare(ref))
         ref = replace(ref, arrays=name)
@@ -185,7 +191,9 @@ class Checkpointer:
             self._clean(ref)
             ended()
             raise
+        # Only now: a save that could not begin stays due.
         self._last_time = self._clock()
+        # Everything that takes long happens in this one background thread, one save after another.
         future = self._pool.submit(self._complete, ref)
         future.add_done_callback(lambda _: ended())
         self._running = (ref, future)
@@ -198,6 +206,7 @@ class Checkpointer:
         """
         if self._running is None:
             return
+        # Cleared before the result is taken, so that an error is raised once and the next save can begin.
         (ref, future), self._running = self._running, None
         with self._translate_errors(ref):
             self._newest = future.result()
@@ -218,6 +227,7 @@ class Checkpointer:
 
     def _prepare(self, ref: CheckpointRef) -> str:
         """Makes room for a checkpoint and chooses the name of its arrays; on process 0 only."""
+        # First the lease: a run that has lost its folder must delete nothing in it.
         self._check_leases()
         if not self._swept:
             for base in self._bases:
@@ -226,16 +236,20 @@ class Checkpointer:
             self._swept = True
         if not is_remote(ref.path):
             os.makedirs(filesystem(ref.path)[1], exist_ok=True)
+        # A new name for every attempt: files of an earlier one of the same step are never mixed with these.
         return ARRAYS_PREFIX + secrets.token_hex(4)
 
     def _complete(self, ref: CheckpointRef) -> CheckpointRef:
         """Waits for the arrays, makes the checkpoint complete, and clears away; in the background."""
+        # The order makes a checkpoint crash-safe: arrays, then their digests, then metadata.json (from here on it
+        # exists), and only then is anything older deleted.
         try:
             digests = self._writer.wait()
             if jax.process_count() > 1:
                 digests = self._merge_digests(ref, digests)
             ref = replace(ref, digests=MappingProxyType(digests))
             if self._agreement.decides:
+                # Writing may have taken minutes, in which another process may have taken the folder over.
                 self._check_leases()
                 write_ref(ref)
         except BaseException:
@@ -244,6 +258,8 @@ class Checkpointer:
         if self._agreement.decides:
             self._saved_paths.add(ref.path)
             self._retire(ref)
+        # No process reports a save as complete before process 0 has written metadata.json; if it fails, the others time
+        # out.
         self._agreement.meet(f"complete {ref.arrays}")
         return ref
 
@@ -257,6 +273,7 @@ class Checkpointer:
         if not self._agreement.decides:
             with atomic_write(files[jax.process_index()]) as file:
                 file.write(encode_digests(digests))
+        # All digests are on storage before process 0 reads them; it deletes them once they are part of its own.
         self._agreement.meet(f"digests {ref.arrays}")
         if not self._agreement.decides:
             return digests
@@ -284,6 +301,7 @@ class Checkpointer:
             _delete_replaced(newest)
         except (OSError, ValueError) as error:
             log.warning("old checkpoints could not be deleted: %s", error)
+            # What could not be deleted is tried again before the next save.
             self._swept = False
 
     def _clean(self, ref: CheckpointRef) -> None:
@@ -310,6 +328,7 @@ class Checkpointer:
                 )
             except (OSError, ValueError) as second:
                 intact = f"earlier ones cannot be listed ({second})"
+            # Orbax reports processes that do not come as a timeout.
             kind = CheckpointPeerError if isinstance(error, TimeoutError) else CheckpointSaveError
             reason, code = _reason(error)
             do = "" if code is None else advice(ref.path, OSError(code, reason), _stored_bytes(ref))
@@ -325,6 +344,7 @@ def _nothing() -> None:
 def _reason(error: BaseException) -> tuple[str, int | None]:
     """What went wrong in the words of the library that noticed; of a full disk, those of the system and its code."""
     text = " ".join(str(error).split())
+    # Libraries wrap system errors and lose their number; the system's text is still in the message.
     for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
         if getattr(error, "errno", None) == code or os.strerror(code) in text:
             return os.strerror(code), code
@@ -460,5 +480,6 @@ def expired_checkpoints(
     The `keep_last` temporary ones that were saved last stay, and so does `newest`, whatever its kind.
     """
     temporary = sorted((ref for ref in checkpoints if ref.kind == "temporary"), key=lambda ref: ref.saved_at)
+    # Not `temporary[-keep_last:]`, which would be all of them for 0.
     staying = temporary[len(temporary) - min(keep_last, len(temporary)) :]
     return [ref for ref in temporary if ref not in staying and ref.path != newest.path]

@@ -79,6 +79,7 @@ def merge_digests(local: Mapping[str, ArrayDigests], text: bytes) -> dict[str, A
 
 def numbers(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[Number]:
     """All chunks of an array, the last axis running fastest."""
+    # The last chunk along an axis may be shorter, hence the rounding up.
     return itertools.product(*(range(-(-size // part)) for size, part in zip(shape, chunk, strict=True)))
 
 
@@ -92,6 +93,8 @@ def chunks_in(box: Box, chunk: Sequence[int], shape: Sequence[int]) -> Iterator[
 
 def box_chunks(box: Box, chunk: Sequence[int]) -> Iterator[tuple[Number, tuple[slice, ...]]]:
     """The chunks that a box is made of, each with where it lies inside the box; chunks divide the box."""
+    # Chunks are numbered from the beginning of the array; the box's end is as good as the array's, since chunks divide
+    # it.
     ends = tuple(stop for _, stop in box)
     for number, chunk_box in chunks_in(box, chunk, ends):
         yield number, tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(chunk_box, box, strict=True))
@@ -122,6 +125,7 @@ def _digest(source: np.ndarray, target: np.ndarray | None) -> str:
     # Added up first and copied then: the cache has the words for the copy, which writes past it.
     for begin in range(0, full, _AT_ONCE):
         piece = words[begin : min(begin + _AT_ONCE, full)]
+        # uint64 addition wraps, which is addition modulo 2⁶⁴.
         sums += np.add.reduce(piece.reshape(-1, _WORDS), axis=1).tolist()
         if copies is not None:
             np.copyto(copies[begin : begin + piece.size], piece)
@@ -132,6 +136,7 @@ def _digest(source: np.ndarray, target: np.ndarray | None) -> str:
     rest = source_bytes[whole:]
     if target_bytes is not None:
         target_bytes[whole:] = rest
+    # The bytes behind the last word, and the length, so that an array is not equal to itself with zeros appended.
     sums += [int.from_bytes(rest.tobytes(), "little"), source_bytes.size]
     return hashlib.blake2b(np.asarray(sums, "<u8").tobytes(), digest_size=8).hexdigest()
 

@@ -22,6 +22,7 @@ def find_checkpoints(base: str, *more: str) -> tuple[CheckpointRef, ...]:
     Where two bases hold the same step, the checkpoint saved last comes last. A base that does not exist holds none.
     """
     checkpoints: list[CheckpointRef] = []
+    # A damaged checkpoint must not hide the others from retention or from a listing.
     for path in (path for one in (base, *more) for path in step_folders(one)):
         try:
             ref = read_ref(path)
@@ -42,6 +43,7 @@ def latest(base: str, *more: str) -> CheckpointRef | None:
     paths = [path for one in (base, *more) for path in step_folders(one)]
     steps = sorted({_folder_step(path) for path in paths}, reverse=True)
     for step in steps:
+        # A damaged newest checkpoint is raised, not skipped: resuming from an older one must be the user's decision.
         candidates = [ref for path in paths if _folder_step(path) == step and (ref := read_ref(path)) is not None]
         if candidates:
             return _with_arrays(max(candidates, key=_age))
@@ -100,6 +102,7 @@ def read_ref(path: str) -> CheckpointRef | None:
 
 def write_ref(ref: CheckpointRef) -> None:
     """Writes `metadata.json`, which makes a checkpoint complete."""
+    # One atomic rename: at every moment the file is absent, the old one, or the new one.
     with atomic_write(join(ref.path, METADATA)) as file:
         file.write(format_document(ref))
 
@@ -141,6 +144,7 @@ def _read_intact(path: str) -> CheckpointRef | None:
             ref = parse_document(path, read_bounded(file, JSON_BYTES, where=path))
     except (OSError, ValueError):
         return None
+    # Without the manifest of the store nothing of the arrays can be read.
     return ref if exists(join(ref.arrays_path, OCDBT)) else None
 
 
@@ -182,6 +186,7 @@ def list_entries(path: str) -> list[tuple[str, bool]]:
 def delete(path: str) -> None:
     """Deletes a checkpoint: `metadata.json` first, so that no moment shows a part of it as complete."""
     fs, name = filesystem(path)
+    # From here on the folder is incomplete: if deleting is interrupted, the next `sweep` removes the rest.
     marker = f"{name}/{METADATA}"
     if fs.exists(marker):
         fs.rm_file(marker)
@@ -204,6 +209,7 @@ def sweep(base: str) -> list[str]:
             log.warning("%s", error)
             continue
         fs, name = filesystem(path)
+        # A folder with any other file in it may be the user's and is left alone.
         if ref is None and all(map(_is_ours, names)):
             fs.rm(name, recursive=True)
             deleted.append(path)
@@ -216,6 +222,7 @@ def sweep(base: str) -> list[str]:
 
 
 def _is_ours(name: str) -> bool:
+    # Arrays and digests of ours, and the temporary names under which they and metadata.json are written.
     return name.startswith((ARRAYS_PREFIX, f".{ARRAYS_PREFIX}", f".{METADATA}."))
 
 

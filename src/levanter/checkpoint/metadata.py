@@ -1,7 +1,7 @@
 """`metadata.json`: what makes a checkpoint complete, as text and back.
 
-It has a digest of its own, and everything in it is looked at: a number that is not one, a shape with a negative size, a
-folder outside the checkpoint are damage, all of it told at once.
+The file has a digest of its own, and every value in it is checked: a number that is not one, a shape with a negative
+size or a folder outside the checkpoint is damage, and one error lists all of it.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ _ARRAYS = re.compile(rf"^{ARRAYS_PREFIX}[0-9a-zA-Z_]+$")
 
 
 class DamagedMetadataError(ValueError):
-    """A `metadata.json` that is ours and says nonsense; the message lists all of it."""
+    """A `metadata.json` in our format with invalid values; the message lists all of them."""
 
 
 class ForeignMetadataError(ValueError):
@@ -41,7 +41,7 @@ class ForeignMetadataError(ValueError):
 
 
 def format_document(ref: CheckpointRef) -> bytes:
-    """What `metadata.json` says.
+    """The text of `metadata.json` for a checkpoint.
 
     Raises:
         TypeError, ValueError: `metadata` has something that JSON cannot hold.
@@ -75,6 +75,7 @@ def _digests_document(leaf: SavedLeaf, digests: ArrayDigests | None) -> dict[str
 
 def _digest(content: Mapping[str, Any]) -> str:
     """The digest of a document without its own: of its values, however they are laid out."""
+    # Sorted keys and fixed separators: the same values have the same digest however the file is indented.
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -97,6 +98,7 @@ def parse_document(path: str, text: bytes) -> CheckpointRef:
     if not isinstance(content, dict):
         raise ForeignMetadataError(f"not one of our checkpoints (a {type(content).__name__}, not a mapping)")
     fields = cast("dict[str, Any]", content)
+    # Upstream's metadata.json has these two keys and no format.
     if "format" not in fields and {"step", "timestamp"} <= fields.keys():
         raise ForeignMetadataError("upstream's", upstreams=True)
     if fields.get("format") != FORMAT:
@@ -105,8 +107,10 @@ def parse_document(path: str, text: bytes) -> CheckpointRef:
             f"checkpoints of other Levanter versions must be converted through a Hugging Face export"
         )
     version = fields.get("version")
+    # `True == 1` in Python, and JSON has both.
     if version not in (VERSION, WITHOUT_DIGESTS) or isinstance(version, bool):
         raise ForeignMetadataError(f"version {version!r}, but this program reads {WITHOUT_DIGESTS} and {VERSION}")
+    # Version 1 files may lack a digest; version 2 files without one have lost it.
     digest = fields.pop(_DIGEST, None)
     if (digest is not None or version == VERSION) and digest != _digest(fields):
         raise DamagedMetadataError("it is not what was written (digests differ)")
@@ -151,6 +155,7 @@ def _problems(path: str, content: Mapping[str, Any], *, digests: bool) -> list[s
     problems += [
         f"{key}: {content[key]!r}"[:80] for key, good in checks.items() if key in content and not good(content[key])
     ]
+    # The checks below need values of the right types.
     if problems:
         return problems
     named = _STEP_FOLDER.match(base_name(path))

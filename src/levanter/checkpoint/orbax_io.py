@@ -33,7 +33,7 @@ STACK_AXES = 3
 
 
 class ArrayWriter:
-    """Writes one set of arrays at a time, in the background.
+    """Writes one set of arrays at a time, in background threads.
 
     Args:
         timeout_seconds: how long a save may take, waiting for other processes included.
@@ -68,13 +68,16 @@ class ArrayWriter:
         """
         how = {name: _pieces(array, self._chunk_bytes) for name, array in arrays.items()}
         self._chunks = {name: _chunk(array, how[name]) for name, array in arrays.items()}
+        # Stays set until `wait` has succeeded: `close` must then leave the filter of late errors in place.
         self._failed = True
+        # Arrays on CPU devices are copied before Orbax sees them: it would hold views of the caller's memory.
         copies, self._digests = self._staging.copy_and_digest(arrays, self._chunks)
         self._orbax.save(absolute(path), args=ocp.args.PyTreeSave(copies, save_args=how))
         # Orbax has copied these to the host, and the arrays cache those copies: nothing is copied twice.
         self._on_host = [
             (name, shard.index, np.asarray(shard.data))
             for name, array in arrays.items()
+            # Arrays on CPU devices got their digests while they were copied; these are the arrays on accelerators.
             if name not in self._digests
             for shard in array.addressable_shards
             if shard.replica_id == 0
@@ -89,6 +92,7 @@ class ArrayWriter:
             The digests of the chunks that this process wrote.
         """
         with lower_priority():
+            # Digests of accelerator arrays are computed here, while TensorStore writes.
             for name, index, values in self._on_host:
                 box = tuple((s.start or 0, (s.start or 0) + n) for s, n in zip(index, values.shape, strict=True))
                 digests = self._digests.setdefault(name, {})
@@ -125,10 +129,10 @@ def _whole_shards() -> "ocp.type_handlers.TypeHandlerRegistry":
 
 
 def _disable_counters() -> None:
-    """Keeps Orbax from asking for TensorStore's counters around each save, for telemetry that nobody here reads.
+    """Keeps Orbax from reading TensorStore's counters around each save, for telemetry that is not used here.
 
-    TensorStore converts them to Python objects that are never freed (0.1.75 to 0.1.86): 16 KiB a save, which is not
-    much, and never ends. An Orbax that does not ask has nothing to be kept from.
+    TensorStore converts them to Python objects that are never freed (0.1.75 to 0.1.86): a leak of 16 KiB a save. Where
+    Orbax does not read the counters, there is nothing to disable.
     """
     from orbax.checkpoint._src.serialization import tensorstore_utils
 
@@ -151,6 +155,7 @@ class _UnraisableFilter:
         self._before = before
 
     def __call__(self, unraisable: "sys.UnraisableHookArgs", /) -> None:
+        # Only tracebacks that consist of asyncio's own frames are echoes; anything else is reported as usual.
         names = {frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(unraisable.exc_traceback)}
         echo = isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed"
         if not (echo and names <= {"asyncio.base_events"}):
@@ -172,8 +177,8 @@ def _pieces(array: jax.Array, chunk_bytes: int) -> ocp.SaveArgs:
 def _chunk(array: jax.Array, how: ocp.SaveArgs) -> tuple[int, ...]:
     """The shape of the chunks that Orbax stores an array in.
 
-    Digests are of these, so that who reads a chunk can judge it. Were Orbax to choose others, they would be right all
-    the same, and reading slower.
+    Digests are computed per chunk, so that a reader can verify each chunk that it reads. If Orbax chose other chunks,
+    the digests would still be right, and reading slower.
     """
     from orbax.checkpoint._src.arrays.subchunking import choose_chunk_shape
 
@@ -218,6 +223,7 @@ def lower_priority(*, by: int = NICE_INCREMENT) -> Iterator[None]:
 
     def keep() -> None:
         pause = _FIRST_PAUSE
+        # TensorStore starts threads on demand: new ones are looked for often at first, then four times a second.
         while not ended.wait(pause):
             _set(usual + by)
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -238,4 +244,5 @@ def _set(priority: int) -> None:
     for task in _TASKS.iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
             if (task / "comm").read_text().strip() == _WORKERS:
+                # 19 is the lowest priority that the kernel knows.
                 os.setpriority(os.PRIO_PROCESS, int(task.name), min(priority, 19))

@@ -44,6 +44,7 @@ class SavedLeaf:
 
     @property
     def meant(self) -> tuple[int, ...]:
+        # Padding depends on the mesh; the rest is what two runs can compare.
         """The shape without padding."""
         return self.shape if self.used is None else self.used
 

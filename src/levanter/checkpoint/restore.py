@@ -59,6 +59,7 @@ def read_arrays(ref: CheckpointRef, targets: Mapping[str, RestoreTarget]) -> dic
 
     def place() -> None:
         path, devices, block = under_way.popleft()
+        # Waits for the oldest read, then for its transfer: only then is its host memory freed.
         placed = [jax.device_put(block.result(), device) for device in devices]
         shards[path] += jax.block_until_ready(placed)
 
@@ -66,12 +67,14 @@ def read_arrays(ref: CheckpointRef, targets: Mapping[str, RestoreTarget]) -> dic
         try:
             for path, target in targets.items():
                 for box, devices in _boxes(target):
+                    # At most two parts for each thread are in memory, whatever the size of the checkpoint.
                     if len(under_way) == 2 * workers:
                         place()
                     under_way.append((path, devices, pool.submit(_block, source, ref, path, target, box)))
             while under_way:
                 place()
         finally:
+            # After an error the parts that were not begun are not read.
             for _, _, block in under_way:
                 block.cancel()
     return {
@@ -93,6 +96,7 @@ def _block(source: CheckpointSource, ref: CheckpointRef, path: str, target: Rest
     """A part of an array; padding that was not saved is zero."""
     saved = ref.leaves[path].shape
     block = aligned_empty(tuple(stop - start for start, stop in box), np.dtype(target.dtype))
+    # A target may be padded further than what was saved: only the saved part is read.
     index = tuple(slice(start, min(stop, size)) for (start, stop), size in zip(box, saved, strict=True))
     inside = tuple(slice(0, max(s.stop - s.start, 0)) for s in index)
     if any(s.stop < n for s, n in zip(inside, block.shape, strict=True)):

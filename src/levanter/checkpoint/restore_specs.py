@@ -105,6 +105,7 @@ def check_leaves(
     Raises:
         CheckpointMismatchError: lists every leaf that is missing, unexpected, or of another shape or dtype.
     """
+    # Only leaves below the given prefixes count: a model can be taken from a whole training state.
     saved = {path: leaf for path, leaf in ref.leaves.items() if path.startswith(within)}
     differences = list(_differences(saved, wanted, unexpected))
     if differences:
@@ -121,6 +122,7 @@ def _differences(
 ) -> Iterator[str]:
     extra = sorted(saved.keys() - wanted.keys())
     for path in sorted(wanted.keys() - saved.keys()):
+        # A leaf that is missing is often one of the unexpected ones under another name.
         close = nearest(path, extra) or nearest(path, saved)
         hint = f"; nearest in the checkpoint: {' or '.join(close)}" if close else ""
         yield f"missing     {path} {wanted[path]}: the checkpoint has no such leaf{hint}"
@@ -138,6 +140,7 @@ def _fits(saved: SavedLeaf, wanted: SavedLeaf) -> bool:
     """Whether the shapes are the same, padding left out; where one of them says nothing of padding, as they lie."""
     if saved.used is not None and wanted.used is not None:
         return saved.used == wanted.used
+    # Checkpoints that record no padding can only be compared as they are stored.
     return saved.shape == wanted.shape or saved.meant == wanted.meant
 
 

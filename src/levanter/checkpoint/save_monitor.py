@@ -62,6 +62,7 @@ class SaveWatch:
         """
         if self.collect:
             gc.collect()
+        # Tracing that something else has started is used, and not stopped afterwards.
         following = self.frames > 0 and not tracemalloc.is_tracing()
         if following:
             tracemalloc.start(self.frames)
@@ -73,6 +74,7 @@ class SaveWatch:
             while not ended.wait(self._pause(began, stacks_due)):
                 passed = time.monotonic() - began
                 if stacks_due is not None and passed >= stacks_due:
+                    # Once a save: the stacks of a slow save change little, and fill the log.
                     stacks_due = None
                     self._say("%s: stacks after %.1f s:\n%s", name, passed, _stacks())
                 else:
@@ -101,6 +103,7 @@ class SaveWatch:
         log.info(message, *values)
         if self.flush:
             for handler in logging.getLogger().handlers:
+                # A handler whose stream was closed raises here.
                 with contextlib.suppress(ValueError):
                     handler.flush()
 

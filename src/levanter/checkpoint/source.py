@@ -80,6 +80,8 @@ class CheckpointSource:
             self._log_unverified()
         try:
             if digests is None:
+                # Without digests TensorStore reads exactly the slice; with them whole chunks must be read to be
+                # verified.
                 out[...] = self._stored(name)[index].read().result()
             else:
                 self._read_chunks(name, tuple((part.start, part.stop) for part in index), digests, out)
@@ -92,6 +94,7 @@ class CheckpointSource:
     def _read_chunks(self, name: str, box: Box, digests: ArrayDigests, out: np.ndarray) -> None:
         shape = self._ref.leaves[f"{self._prefix}{name}"].shape
         touched = list(chunks_in(box, digests.chunk, shape))
+        # A few chunks at a time: their reads overlap, and memory stays bounded.
         for begin in range(0, len(touched), _AHEAD):
             group = touched[begin : begin + _AHEAD]
             stored = self._stored(name)
@@ -104,9 +107,12 @@ class CheckpointSource:
                 values = self._verified(name, number, coming.get(number), digests)
                 common = intersect(chunk_box, box)
                 assert common is not None
+                # The common part in coordinates of the chunk, and below in coordinates of the slice.
                 inside = tuple((a - start, b - start) for (a, b), (start, _) in zip(common, chunk_box, strict=True))
                 landing = tuple((a - start, b - start) for (a, b), (start, _) in zip(common, box, strict=True))
                 out[..., *to_slices(landing)] = values[..., *to_slices(inside)]
+                # Only chunks that a neighbouring slice may need again are cached: those of which this slice takes a
+                # part.
                 if common != chunk_box and coming.get(number) is not None:
                     self._keep(name, number, values)
 
@@ -119,6 +125,7 @@ class CheckpointSource:
                 kept = self._chunks.get((name, number))
             if kept is not None:
                 return kept
+            # Another thread may have removed the chunk from the cache since this read was planned: it is read again.
             chunk_box = tuple((n * part, (n + 1) * part) for n, part in zip(number, digests.chunk, strict=True))
             shape = self._ref.leaves[f"{self._prefix}{name}"].shape
             clipped = tuple((a, min(b, size)) for (a, b), size in zip(chunk_box, shape, strict=True))
@@ -131,6 +138,7 @@ class CheckpointSource:
     def _keep(self, name: str, number: Number, values: np.ndarray) -> None:
         with self._lock:
             self._chunks[name, number] = values
+            # The oldest chunk goes first: dictionaries keep the order of insertion.
             while sum(chunk.nbytes for chunk in self._chunks.values()) > self._cache_bytes:
                 self._chunks.pop(next(iter(self._chunks)))
 

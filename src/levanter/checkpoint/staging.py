@@ -47,12 +47,15 @@ class StagingBuffers:
         for name in here:
             array = arrays[name]
             # Of copies that several processes hold, the first is written.
+            # Replica 0 of each shard is the one that Orbax writes.
             written = {
                 index_box(owner.index, array.shape) for owner in array.addressable_shards if owner.replica_id == 0
             }
             for shard in array.addressable_shards:
                 key = (name, index_box(shard.index, array.shape))
                 if key not in used:
+                    # A block is used again as long as the array's part has the same shape and dtype, which it has from
+                    # save to save.
                     block = self._blocks.get(key)
                     if block is None or block.shape != shard.data.shape or block.dtype != array.dtype:
                         block = aligned_empty(shard.data.shape, np.dtype(array.dtype))
@@ -60,8 +63,10 @@ class StagingBuffers:
                     chunk = chunks.get(name) if key[1] in written else None
                     copies.append((name, self._pool.submit(_copy, shard.data, block, key[1], chunk)))
         digests: dict[str, dict[Number, str]] = {name: {} for name in here}
+        # All copies are finished before this returns: the caller may then donate the arrays.
         for name, future in copies:
             digests[name] |= future.result()
+        # Blocks of arrays that were not part of this save are freed.
         self._blocks = used
         staged = {name: _from_blocks(name, array, used) if name in here else array for name, array in arrays.items()}
         return staged, digests
@@ -86,6 +91,7 @@ def _copy(part: jax.Array, block: np.ndarray, box: Box, chunk: tuple[int, ...] |
     if chunk is None:
         np.copyto(block, values)
         return {}
+    # The ellipsis makes indexing return a view also for arrays without axes.
     return {
         number: copy_with_digest(values[..., *inside], block[..., *inside]) for number, inside in box_chunks(box, chunk)
     }
@@ -94,6 +100,7 @@ def _copy(part: jax.Array, block: np.ndarray, box: Box, chunk: tuple[int, ...] |
 def _from_blocks(name: str, array: jax.Array, blocks: Mapping[tuple[str, Box], np.ndarray]) -> jax.Array:
     """An array of the same sharding whose memory is the blocks', which CPU devices adopt."""
     shards = [
+        # CPU devices adopt aligned memory instead of copying it, so no second copy of the state exists.
         jax.device_put(blocks[name, index_box(shard.index, array.shape)], shard.device)
         for shard in array.addressable_shards
     ]

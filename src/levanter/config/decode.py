@@ -92,6 +92,7 @@ class Decoder:
             return self._union(node, annotation, members, path)
         if annotation is Any or annotation is object:
             return to_plain(node)
+        # The order matters: a choice is a dataclass too, and a text value may be one.
         if is_choice(annotation):
             return self._choice(node, annotation, path)
         if is_text_value(annotation) and isinstance(node, Scalar):
@@ -141,6 +142,7 @@ class Decoder:
             hint = "; write {} for the defaults" if isinstance(node, Scalar) and node.value is None else ""
             return self.expected(cls, node, path, hint)
         known = config_fields(cls)
+        # A block of a single registered class may repeat its `type:`, as a canonical dump writes it.
         if TYPE_KEY in node and TYPE_KEY not in known and not skip and (type_name := registered_name(cls)) is not None:
             skip = (TYPE_KEY,)
             self._literal_type(node, type_name, path)
@@ -155,12 +157,14 @@ class Decoder:
             if one.required and name not in arguments:
                 expected = describe(one.type)
                 self.wrong(f"required key is missing ({expected})", node.mark, (*path, name), expected=expected)
+        # Building the class from a part of its fields would report follow-up problems of the missing ones.
         if len(self.problems) > before:
             return INVALID
         try:
             instance = cls(**arguments)
         except ValueError as error:
             return self._refused(str(error), node, path, set(known))
+        # Only after the class accepted its values: a refused block is no explicit key of anything.
         self.written |= {".".join((*path, name)) for name in arguments}
         return instance
 
@@ -252,6 +256,7 @@ class Decoder:
                 nearest=nearest(name, choices),
             )
         try:
+            # A plug-in registry imports the chosen package here.
             chosen = base.get_choice_class(name)
         except ValueError as error:  # a package that cannot be imported
             assert type_entry is not None
@@ -291,6 +296,7 @@ class Decoder:
         make = list_origin(annotation)
         assert make is not None
         args = get_args(annotation)
+        # `tuple[int, str]` has a type for each position; `tuple[int, ...]` and lists have one type for all.
         if make is tuple and args and Ellipsis not in args and get_origin(annotation) is tuple:
             types: tuple[Any, ...] = args
             if len(types) != len(node.items):
@@ -374,6 +380,7 @@ def _scalar_value(node: Node, annotation: Annotation) -> object:
     if annotation is type(None):
         return None if value is None else INVALID
     if get_origin(annotation) is Literal:
+        # A literal text matches the written word; a literal number must also have the same type, since `True == 1`.
         return next((a for a in get_args(annotation) if (a == value and type(a) is type(value)) or a == text), INVALID)
     if annotation is str:
         return INVALID if value is None or isinstance(value, bool) else text
@@ -393,6 +400,7 @@ def _number(text: str, annotation: type) -> object:
     try:
         if annotation is timedelta:
             return parse_duration(text)
+        # `1_000` and `0x10` are numbers by YAML's rules, not by Python's `int`.
         value = scalar_value(text)
         # bool is a subclass of int in Python, but `true` is no number in a configuration.
         if isinstance(value, (bool, str)) or value is None:

@@ -47,6 +47,7 @@ def plain(value: object) -> Any:
     if isinstance(value, PurePath) or (is_text_value(type(value)) and not isinstance(value, Mapping)):
         return str(value)
     if is_dataclass(value) and not isinstance(value, type):
+        # Choices name their type first, because it decides which other keys are valid.
         name = registered_name(type(value))
         type_entry = {} if name is None else {TYPE_KEY: name}
         return type_entry | {key: plain(getattr(value, key)) for key in config_fields(type(value))}
@@ -82,6 +83,7 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
     style = None
     if any(break_ in text for break_ in _BREAKS):
         style = '"'  # PyYAML folds these line breaks in every other style
+    # Text that reads as a number, a boolean or null is quoted.
     elif not isinstance(scalar_value(text), str):
         style = "'"
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)

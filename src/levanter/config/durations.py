@@ -24,6 +24,7 @@ def parse_duration(text: str) -> timedelta:
     Raises:
         ValueError: the text is not of that form; a number needs its unit.
     """
+    # The sign applies to the whole duration: `-1h30m` is minus ninety minutes.
     body = text.strip()
     sign = -1 if body.startswith("-") else 1
     body = body.removeprefix("-")
@@ -48,6 +49,7 @@ def format_duration(value: timedelta) -> str:
     """
     if not value:
         return "0s"
+    # divmod of a negative timedelta rounds towards minus infinity; the sign is therefore split off first.
     sign, rest = ("-", -value) if value < timedelta() else ("", value)
     units = []
     for name in ("d", "h", "m", "s", "ms", "us"):

@@ -68,6 +68,7 @@ class ConfigError(ValueError):
     def __init__(self, problems: Iterable[Problem]):
         # A file that is included twice reports the same problem twice.
         self.problems = tuple(dict.fromkeys(problems))
+        # One more than are shown is enough to know that some are not.
         lines = [str(problem) for problem in self.problems[: PROBLEMS + 1]]
         if (count := len(self.problems)) > 1:
             listed = capped([f"[{i}] {p}" for i, p in enumerate(lines, 1)])

@@ -47,6 +47,7 @@ def _differing(config: object, prefix: str) -> Iterator[str]:
     assert is_dataclass(config) and not isinstance(config, type)
     for one in fields(config):
         value, path = getattr(config, one.name), f"{prefix}{one.name}"
+        # A value that equals its default counts as not written: in Python there is no other evidence.
         if value != _default(one):
             yield path
         if is_dataclass(value) and not isinstance(value, type):
@@ -56,4 +57,5 @@ def _differing(config: object, prefix: str) -> Iterator[str]:
 def _default(one: Field[Any]) -> object:
     if one.default is not MISSING:
         return one.default
+    # MISSING equals no value, so a field without a default always counts as written.
     return MISSING if one.default_factory is MISSING else one.default_factory()

@@ -43,6 +43,7 @@ def explain(cls: type, prefix: str = "", chosen: Mapping[str, str] | None = None
         program: what a user types before the keys; default the module that the class is in.
     """
     lines = [f"usage: {program or _program(cls)} --config_path FILE [--key value …]", ""]
+    # A dataclass without a docstring of its own gets its signature as one, which explains nothing.
     summary = (inspect.getdoc(cls) or "").partition("\n\n")[0]
     if summary and not summary.startswith(cls.__name__ + "("):
         lines += [*textwrap.wrap(summary, WIDTH), ""]
@@ -83,6 +84,7 @@ class _Keys:
             choices = choice_names(annotation)
             dotted = ".".join(path)
             name = self.chosen.get(dotted)
+            # Without `type:` on the command line, the keys of the default are shown.
             if name not in choices:
                 name = registered_name(type(default)) if is_dataclass(default) else annotation.default_choice_name()
             chosen = None if name is None else annotation.get_choice_class(name)
@@ -132,6 +134,7 @@ def _default(one: ConfigField) -> str | None:
 def attribute_docs(cls: type) -> Mapping[str, str]:
     """The `Attributes:` of a class's docstring (and of its bases'): name → text."""
     docs: dict[str, str] = {}
+    # Bases first, so that the text of a subclass replaces the text that it inherits.
     for base in reversed(cls.__mro__):
         doc = base.__dict__.get("__doc__") or ""
         _, _, section = inspect.cleandoc(doc).partition("Attributes:\n")
@@ -139,6 +142,7 @@ def attribute_docs(cls: type) -> Mapping[str, str]:
         for line in section.splitlines():
             if line and not line.startswith(" "):
                 break
+            # Entries are indented by four spaces; deeper lines continue the entry before.
             entry = _ENTRY.match(line[4:]) if line.startswith("    ") and not line.startswith("     ") else None
             if entry is not None:
                 names = [name.strip() for name in entry[1].split(",")]

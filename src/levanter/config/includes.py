@@ -45,6 +45,7 @@ class Files:
 
     def _file(self, path: str, reference: Mark | None) -> Node | None:
         location = _locate(path)
+        # A path with and without its suffix, or through `..`, is one file.
         # Only files that are being read count: two files may include the same third one.
         if location in self._open:
             chain = " → ".join([*self._open[self._open.index(location) :], location])
@@ -74,6 +75,7 @@ class Files:
         entry = node.entry(EXTENDS)
         assert entry is not None
         names = entry.node.items if isinstance(entry.node, ListNode) else (entry.node,)
+        # Later bases win over earlier ones, and the document over all of them.
         result: Node | None = None
         for name in names:
             if not isinstance(name, Scalar) or not isinstance(name.value, str):
@@ -154,6 +156,7 @@ def _stem(name: str) -> str:
 
 def _sibling(path: str, name: str) -> str:
     """The path `name`, as written in the file `path`."""
+    # A path in a file is relative to that file, wherever the command runs.
     if _is_url(name) or os.path.isabs(name) or name.startswith("~"):
         return name
     if _is_url(path):

@@ -125,6 +125,7 @@ def read(
     problems: list[Problem] = []
     document = read_documents(paths, problems)
     pairs = overrides.items() if isinstance(overrides, Mapping) else overrides
+    # Overrides are merged before anything is translated, so that old spellings work on the command line too.
     return _decoded(config_class, merged(document, _overrides(pairs)), problems)
 
 
@@ -165,6 +166,7 @@ def arguments_for(function: Callable[..., Any], loaded: Loaded[C]) -> tuple[C, d
 
 def _alone(loaded: Loaded[C]) -> C:
     """The configuration alone; raises for unsupported options, because the caller has no `ExplicitKeys` to check."""
+    # Without `ExplicitKeys` nothing later could report these options, so they are errors here.
     refused = [row for row in loaded.written.not_carried if row.refused]
     if refused:
         raise ConfigError([Problem(message=row.why, mark=loaded.document.mark, key=row.key) for row in refused])
@@ -179,6 +181,7 @@ def _overrides(pairs: Collection[tuple[str, object]]) -> MapNode:
         # Values from Python keep their types; only text is parsed like a word of the command line.
         if not isinstance(value, str):
             node = from_plain(value, here)
+            # The dotted key becomes nested mappings, from the inside out.
             for part in reversed(key.split(".")):
                 node = MapNode(entries=(Entry(key=part, node=node, mark=here),), mark=here)
             result = merged(result, node)
@@ -229,6 +232,7 @@ def main(
     @functools.wraps(function)
     def program() -> R:
         parameters = inspect.signature(function).parameters
+        # The class is taken from the annotation: user scripts pass no class.
         config_class = typing.get_type_hints(function)[next(iter(parameters))]
         try:
             loaded = load_written(config_class, args)
@@ -291,6 +295,7 @@ def parse_argv(argv: Sequence[str]) -> CommandLine:
     while rest:
         word = rest.pop(0)
         if word in ("-h", "--help"):
+            # `--help` may be followed by the prefix of the keys to explain.
             wants_help = rest.pop(0).removeprefix("--") if rest and not rest[0].startswith("-") else ""
             continue
         if not word.startswith("--") or word == "--":
@@ -307,6 +312,7 @@ def parse_argv(argv: Sequence[str]) -> CommandLine:
             problems.append(Problem(message=f"--{key} is not a key such as --trainer.seed", mark=_HERE))
         else:
             overrides.append((key, values[0]))
+    # Two kinds of file flags, or one given twice, leave the order of merging open.
     if len(paths) > 1 or any(len(occurrences) > 1 for flag, occurrences in paths.items() if flag != "configs"):
         message = (
             "give one of --config_path X, --config X and --configs A B … (to merge several files, list them after "

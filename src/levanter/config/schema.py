@@ -78,6 +78,7 @@ def _hints(cls: type) -> dict[str, Annotation]:
 
     A subclass that changes a default repeats the type of the field, but not the range of its values.
     """
+    # Both with and without `Annotated`: where they are equal, this class declares no metadata of its own.
     full, bare = get_type_hints(cls, include_extras=True), get_type_hints(cls)
     for base in cls.__mro__[1:]:
         annotations = inspect.get_annotations(base)
@@ -133,6 +134,7 @@ def choice_names(base: type[ChoiceType]) -> tuple[str, ...]:
     are not imported yet too; `get_choice_class` imports them.
     """
     list_names = getattr(base, "choice_names", base.get_known_choices)
+    # A registry's own method also names choices of packages that are not imported yet.
     return tuple(sorted(list_names()))
 
 
@@ -155,6 +157,7 @@ def list_origin(annotation: Annotation) -> type | None:
     """`list`, `tuple`, `set` or `frozenset` where the annotation is one (a `Sequence` is read as a tuple)."""
     origin = get_origin(annotation) or annotation
     if not isinstance(origin, type) or issubclass(origin, (str, bytes)):
+        # Text is a sequence too, and no list.
         return None
     for concrete in (list, tuple, frozenset, set):
         if issubclass(origin, concrete):

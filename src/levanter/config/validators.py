@@ -135,6 +135,7 @@ PositiveDuration: TypeAlias = Annotated[timedelta, Range(0, 100 * 365 * 86400, a
 
 
 def declared_range(annotation: Annotation) -> Range | NotEmpty | None:
+    # Annotations may be nested: a type alias with a range inside another `Annotated`.
     """The range in an annotation; None where it has none."""
     while get_origin(annotation) is Annotated:
         for extra in annotation.__metadata__:
@@ -171,6 +172,7 @@ def range_problems(config: object) -> Iterator[tuple[str, str]]:
 
     Nested blocks are skipped: they are configurations too, whose constructors have checked them.
     """
+    # All fields are checked, so that one error lists every number that is out of range.
     for name, look in _looks(type(config)):
         for at, problem in look(getattr(config, name)):
             yield name + at, problem
@@ -198,6 +200,7 @@ def _look(annotation: Annotation) -> Look:
     members = annotated_members(annotation)
     if len(members) > 1:
         return _look_at_union(tuple((strip(member), _look(member)) for member in members))
+    # Checks are composed once for each annotation; calling them is all that happens for each value.
     limits, bare = declared_range(annotation), strip(annotation)
     inside = _look_inside(bare) if get_args(bare) else None
 
@@ -217,6 +220,7 @@ def _look_at_union(members: tuple[tuple[Annotation, Look], ...]) -> Look:
 
     def look(value: object) -> Iterable[tuple[str, str]]:
         number = isinstance(value, bool)
+        # `True` is an int for `isinstance` and must not pass as a number.
         fitting = [
             of for types, kind, of in kinds if isinstance(value, types) and not (number and kind in (int, float))
         ]
@@ -277,6 +281,7 @@ class Ranged:
     A subclass with its own `__post_init__` calls this one first.
     """
 
+    # A class variable, not a field: it is no key of the configuration.
     range_prefix: ClassVar[str] = ""
     """The prefix of field names in messages, such as the block's key."""
 

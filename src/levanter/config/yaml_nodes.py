@@ -150,6 +150,7 @@ def to_plain(node: Node) -> Any:
     {'axes': {'model': 2}, 'names': ['a', None]}
     """
     if isinstance(node, Scalar):
+        # A quoted scalar is text, whatever it looks like.
         return node.value
     if isinstance(node, ListNode):
         return [to_plain(item) for item in node.items]
@@ -165,6 +166,7 @@ def from_plain(value: object, mark: Mark) -> Node:
         return ListNode(items=tuple(from_plain(item, mark) for item in value), mark=mark)
     if value is None:
         return Scalar(text="null", mark=mark)
+    # Not plain: text such as "on" or "1" must not be read as another type.
     if isinstance(value, str):
         return Scalar(text=value, mark=mark, plain=False)
     text = repr(value)
@@ -183,6 +185,7 @@ def merged(base: Node, over: Node) -> Node:
     >>> to_plain(merged(base, over))
     {'seed': 0, 'mesh': {'a': 1, 'b': 2}}
     """
+    # A scalar or a list is replaced as a whole: merging lists element by element would have no clear meaning.
     if not (isinstance(base, MapNode) and isinstance(over, MapNode)):
         return over
     types = base.get("type"), over.get("type")
@@ -236,6 +239,7 @@ def compose(
         the document, or None where there is none (empty, or not YAML at all).
     """
     try:
+        # Only composed, not constructed: PyYAML would convert scalars by YAML 1.1 and lose the lines.
         root = yaml.compose(text, Loader=_Composer)
     except yaml.MarkedYAMLError as error:
         at = error.problem_mark or error.context_mark
@@ -291,6 +295,7 @@ class _Conversion:
 
     def mapping(self, raw: yaml.MappingNode, mark: Mark) -> MapNode:
         entries: dict[str, Entry] = {}
+        # Keys inherited by `<<` are collected apart, since a key of the mapping itself may still follow.
         inherited: dict[str, Entry] = {}
         for key, value in raw.value:
             where = self.mark(key)

@@ -1,8 +1,8 @@
 """Barriers of the run that this process is part of, for code that does not hold its `Peers`.
 
-    barrier("loading")                        everybody is here, or an error that lists who is missing
-    id_ = agreed("run id", random_id())       what process 0 has
-    require_same("the text", digest)          everybody has the same, or an error that lists who differs
+    barrier("loading")                        all processes are here, or an error that lists which are missing
+    id_ = agreed("run id", random_id())       process 0's value
+    require_same("the text", digest)          all have the same value, or an error that lists which differ
 
 With one process they return at once. All processes must pass the same barriers in the same order.
 """
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from levanter.distributed.peers import Peers, PeersDifferError
 
 ONE_FOR_ALL_SECONDS = 24 * 3600.0
-"""How long processes wait for one that works for all of them: tokenizes, exports to a bucket. If it is lost, they learn
-so within seconds."""
+"""Seconds that processes wait for one that works for all of them: tokenizes, exports to a bucket. If it is lost, they
+learn so within seconds."""
 
 _SHOWN_VALUES = 3
 
@@ -49,11 +49,11 @@ def barrier(name: str, *, seconds: float | None = None) -> None:
     """Waits until every process is here.
 
     Args:
-        name: what everybody is about to do, in two or three words.
+        name: what all processes are about to do, in two or three words.
         seconds: how long to wait; None for the run's `barrier_timeout`.
 
     Raises:
-        PeerLostError: somebody did not come; lists who, and where they were last seen.
+        PeerLostError: a process did not come; lists which, and where each was last seen.
     """
     if _current.peers is not None:
         _current.peers.meet(name, seconds=seconds)
@@ -63,7 +63,7 @@ def agreed(name: str, value: str) -> str:
     """Process 0's value, on every process.
 
     Raises:
-        PeerLostError: somebody did not come.
+        PeerLostError: a process did not come.
     """
     return value if _current.peers is None else _current.peers.meet(name, value=value)[0]
 
@@ -78,8 +78,8 @@ def require_same(name: str, value: str, *, advice: str, seconds: float | None = 
         seconds: how long to wait for the others; None for the run's `barrier_timeout`.
 
     Raises:
-        PeersDifferError: on every process; lists who differs.
-        PeerLostError: somebody did not come.
+        PeersDifferError: on every process; lists which processes differ.
+        PeerLostError: a process did not come.
     """
     if _current.peers is None:
         return
@@ -101,7 +101,7 @@ def require_same(name: str, value: str, *, advice: str, seconds: float | None = 
 
 
 def require_same_values(name: str, values: Mapping[str, str], *, advice: str) -> None:
-    """Refuses a run whose processes have different values of many; says which differ, and where.
+    """Refuses a run whose processes differ in any of many values; says which differ, and where.
 
     Args:
         name: what they are.
@@ -109,15 +109,17 @@ def require_same_values(name: str, values: Mapping[str, str], *, advice: str) ->
         advice: what to do where they differ.
 
     Raises:
-        PeersDifferError: on every process; lists who differs, and in what.
-        PeerLostError: somebody did not come.
+        PeersDifferError: on every process; lists which processes differ, and in which values.
+        PeerLostError: a process did not come.
     """
     if _current.peers is None:
         return
     text = json.dumps(values, sort_keys=True)
+    # A digest is enough to see whether values differ; the text is exchanged only if they do.
     _, others = _current.peers.meet(name, value=hashlib.sha256(text.encode()).hexdigest())
     if not others:
         return
+    # `others` is the same on all processes, so all of them make this second exchange.
     wanted = json.loads(agreed(name, text))
     wrong = [
         f"{key} {values.get(key, 'absent')} (process 0: {wanted.get(key, 'absent')})"
@@ -130,12 +132,12 @@ def require_same_values(name: str, values: Mapping[str, str], *, advice: str) ->
 
 
 def agreed_stop(should_stop: Callable[[], bool]) -> Callable[[], bool]:
-    """Whether the run is to stop, asked by all processes after every step: the same answer on all of them.
+    """A function that all processes call after every step: whether the run is to stop, the same answer on all of them.
 
-    One process that was told to stop is enough; all stop behind the same step.
+    A signal to one process is enough; all stop after the same step.
 
     Args:
-        should_stop: whether this process was told.
+        should_stop: whether this process was signalled to stop.
     """
     peers = _current.peers
     if peers is None:
@@ -144,6 +146,8 @@ def agreed_stop(should_stop: Callable[[], bool]) -> Callable[[], bool]:
     def stop() -> bool:
         if should_stop():
             peers.request_stop()
+        # Process 0's answer counts for all: a process that stopped by its own signal alone would leave the others
+        # waiting.
         return peers.follow("stop", lambda: str(int(peers.is_stopping or should_stop()))) == "1"
 
     return stop
@@ -151,7 +155,7 @@ def agreed_stop(should_stop: Callable[[], bool]) -> Callable[[], bool]:
 
 @contextmanager
 def process_0_first(name: str, *, seconds: float) -> Iterator[None]:
-    """Runs a block on process 0, then on all others: what it leaves on a shared disk is there for them.
+    """Runs a block on process 0, then on all others, which find what it has written to a shared disk.
 
     Args:
         name: what is done.
@@ -161,6 +165,7 @@ def process_0_first(name: str, *, seconds: float) -> Iterator[None]:
         PeerLostError: process 0 did not finish it in time.
     """
     peers = _current.peers
+    # The others wait before the block, process 0 after it: the meeting marks the end of process 0's work.
     if peers is not None and peers.process != 0:
         peers.meet(name, seconds=seconds)
     yield

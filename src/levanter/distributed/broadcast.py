@@ -1,6 +1,6 @@
-"""What process 0 tells the others: messages of JSON, in frames that the connections of a run carry.
+"""Messages from process 0 to all others: JSON, cut into frames that the connections of a run carry.
 
-Process 0 does not wait for the others; they wait for it, and learn within the heartbeat if it is gone.
+Process 0 does not wait for the others; they wait for it, and learn within the heartbeat timeout if it is gone.
 """
 
 import base64
@@ -14,17 +14,18 @@ from levanter.distributed.barrier import current_peers
 FRAME = 48 * 1024
 """Characters of a frame; a message that is longer goes in several."""
 MORE, LAST = "+", "."
-"""How a frame begins that others follow, and one that ends a message."""
+"""The first character of a frame that others follow, and of the frame that ends a message."""
 WAIT_SECONDS = 30 * 24 * 3600.0
-"""How long a process waits for process 0 to say something. If that is lost, it is noticed otherwise."""
+"""Seconds that a process waits for a message of process 0. A lost process 0 is noticed by its heartbeat."""
 SendFrame = Callable[[str], object]
-"""Gives a frame to all other processes."""
+"""Sends a frame to all other processes."""
 ReceiveFrame = Callable[[], str]
-"""The next frame of process 0; waits for it."""
+"""Waits for the next frame of process 0."""
 
 
 def send_message(message: Mapping[str, Any], send_frame: SendFrame) -> None:
-    """Gives the others a message, in as many frames as it takes."""
+    """Sends the others a message, in as many frames as it takes."""
+    # Fast compression: token ids and settings are repetitive, and every process waits for the message.
     packed = base64.b64encode(zlib.compress(json.dumps(message).encode(), 1)).decode()
     cuts = [packed[at : at + FRAME] for at in range(0, len(packed), FRAME)]
     for n, piece in enumerate(cuts):
@@ -42,9 +43,10 @@ def receive_message(receive_frame: ReceiveFrame) -> Mapping[str, Any]:
 
 
 def broadcast(topic: str, message: Mapping[str, Any]) -> None:
-    """Gives the other processes of this run a message; nothing where process 0 is alone."""
+    """Sends the other processes of this run a message; does nothing where process 0 is alone."""
     peers = current_peers()
     if peers is not None:
+        # Each frame is a decision of process 0 on this topic; the others take them in the same order.
         send_message(message, lambda frame: peers.follow(topic, lambda: frame))
 
 

@@ -44,9 +44,12 @@ def jit_together(program: Program, mesh: Mesh) -> Callable[..., Any]:
     run = program.jit(mesh)
 
     def call(*values: PyTree) -> PyTree:
+        # Only the first call compiles; later ones find the executable and need no barrier.
         if not program.is_prepared(mesh):
             with _log_compilation(program.name):
                 program.prepare(mesh, *values)
+            # Before the barrier: a process whose memory is too small fails here, while its peers are in no collective
+            # yet.
             check_memory(program, mesh)
             barrier(f"the first {program.name}")
         return run(*values)
@@ -71,7 +74,7 @@ def _log_compilation(name: str) -> Iterator[None]:
 
 
 def check_memory(program: Program, mesh: Mesh) -> None:
-    """Looks whether a Program that was prepared for a mesh fits on its devices.
+    """Checks that a Program that was prepared for a mesh fits on its devices.
 
     Raises:
         DoesNotFitError: it takes more than a device has.
@@ -88,7 +91,7 @@ def check_memory(program: Program, mesh: Mesh) -> None:
 
 
 def device_memory(mesh: Mesh) -> int | None:
-    """Bytes of a device: its own, or its share of the machine's; None where nobody needs to look."""
+    """Bytes of a device: its own memory, or its share of the machine's; None where no check is needed."""
     if mesh.devices.flat[0].platform == "tpu":
         return None  # its compiler refuses by itself
     mine = [device for device in mesh.devices.flat if device.process_index == device.client.process_index()]
@@ -96,5 +99,6 @@ def device_memory(mesh: Mesh) -> int | None:
         return None
     if mine[0].platform == "cpu":
         memory = host_memory()
+        # The devices of a CPU process share the machine's memory.
         return None if memory is None else memory // len(mine)
     return (mine[0].memory_stats() or {}).get("bytes_limit")

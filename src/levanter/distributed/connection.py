@@ -1,6 +1,6 @@
 """Messages between the processes of a run: one JSON object a line over one TCP connection.
 
-They are few and short (who is here, who waits where, who left), so they are text that a person can read.
+They are few and short (who has joined, who waits where, who left), so they are text that a person can read.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ class Connection:
 
     def __init__(self, connection: socket.socket):
         self._connection = connection
-        # A process that hangs reads nothing; who writes to it must not hang with it.
+        # A process that hangs reads nothing; a thread that writes to it must not hang with it.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_SECONDS, 0))
         self._sending = threading.Lock()
         self.heard = time.monotonic()
@@ -42,6 +42,7 @@ class Connection:
         """Sends a message; whether the connection was still there to take it."""
         line = json.dumps({"kind": kind, **fields}, ensure_ascii=True).encode() + b"\n"
         try:
+            # Several threads send: two messages must not be mixed on the wire.
             with self._sending:
                 self._connection.sendall(line)
         except OSError:
@@ -59,6 +60,7 @@ class Connection:
             if not received:
                 return
             self.heard = time.monotonic()
+            # TCP has no message boundaries: what follows the last newline is the beginning of a message.
             *lines, waiting = (waiting + received).split(b"\n")
             for line in lines:
                 message = _read(line)

@@ -1,9 +1,9 @@
-"""The hub: threads of process 0 that know which processes are there, where each one is, and who is gone.
+"""The coordinator: threads of process 0 that know which processes have joined, where each one is, and which are gone.
 
-At the start it calls the *roll*: it listens on the coordinator's port until every process has said hello, then stops
-listening (JAX's own service takes the port over) and keeps the connections. From then on it opens *barriers* when
-everybody is there, and tells everybody when somebody is gone: at once where a process was killed (its connection
-closes), after the heartbeat timeout where a host vanished or hangs.
+At the start it listens on the coordinator's port until every process has sent `hello`, then stops listening (JAX's own
+service takes the port over) and keeps the connections. From then on it opens each *barrier* when all processes have
+reached it, and reports to all when a process is gone: at once where a process was killed (its connection closes), after
+the heartbeat timeout where a host vanished or hangs.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ PROGRESS_SECONDS = 10.0
 
 @dataclass(kw_only=True)
 class ConnectedMember:
-    """One process as the hub sees it.
+    """One process as the coordinator sees it.
 
     Attributes:
         process: its number.
@@ -34,7 +34,7 @@ class ConnectedMember:
         wire: the connection to it.
         where: the barrier it passed last, or waits in.
         since: since when, on the monotonic clock.
-        ended: whether it said goodbye, or is gone.
+        ended: whether it announced its end, or is gone.
     """
 
     process: int
@@ -47,7 +47,7 @@ class ConnectedMember:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What messages tell other processes of this one."""
+        """The fields that identify this process in messages to the others."""
         return {"process": self.process, "host": self.host, "pid": self.pid}
 
     def last_seen(self) -> str:
@@ -61,7 +61,7 @@ class _Barrier:
 
 
 class RendezvousError(ConnectionError):
-    """The processes of a run did not come together."""
+    """The processes of a run could not all be connected."""
 
     exit_code = 5
 
@@ -73,7 +73,7 @@ class Coordinator:
         listener: on the coordinator's port.
         processes: how many there are.
         versions: of process 0; the others must have the same.
-        roll_seconds: how long the roll call may take.
+        roll_seconds: how long the processes may take to join.
         heartbeat_seconds: how long a process may be silent.
     """
 
@@ -95,11 +95,13 @@ class Coordinator:
         self._barriers: dict[str, _Barrier] = {}
         self._open = False
         self._refused: str | None = None
+        # Reentrant: `_refuse` and `_gone` are called by methods that hold it, and may be called by ones that do not.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
 
     def start(self) -> socket.socket:
         """Starts the threads; the end of a connection for process 0 itself."""
+        # Process 0 is a member like any other; its connection is a socket pair instead of TCP.
         mine, remote = socket.socketpair()
         _thread(self._receive, Connection(remote), name="hub-receive")
         _thread(self._accept, name="hub-accept")
@@ -111,12 +113,13 @@ class Coordinator:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
+                # `_roll` closed the listener: everyone has joined, or the run was refused.
                 return
             _keep_alive(connection)
             _thread(self._receive, Connection(connection), name="hub-receive")
 
     def _roll(self) -> None:
-        """Waits until everybody is here, and tells those who are."""
+        """Waits until all processes have joined, reports progress to those that have, and starts the run."""
         began, reported_at = time.monotonic(), 0.0
         deadline = began + self._roll_seconds
         with self._changed:
@@ -139,6 +142,7 @@ class Coordinator:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        # The port must be free before any process hears `go`: JAX's own service is started on it next.
         if self._open:
             with self._lock:
                 roster = [self._members[n].facts for n in sorted(self._members)]
@@ -161,6 +165,7 @@ class Coordinator:
     def _receive(self, wire: Connection) -> None:
         member: ConnectedMember | None = None
         for message in wire.messages():
+            # The first message of a connection must be a hello; only then its messages count.
             if member is None:
                 member = self._welcome(message, wire)
                 if member is None:
@@ -170,7 +175,7 @@ class Coordinator:
         if member is not None:
             self._closed(member)
         else:
-            # Somebody else's connection, or one that was refused: what it was told may still be on its way.
+            # A connection of another program, or one that was refused: the refusal may still be on its way.
             time.sleep(0.5)
         wire.close()
 
@@ -181,6 +186,7 @@ class Coordinator:
         member = ConnectedMember(process=number, host=str(message["host"]), pid=int(message["pid"]), wire=wire)
         with self._changed:
             why = self._refused or self._why_not(member, count, message["versions"])
+            # One process that does not fit ends the start for all of them: the run could never be complete.
             if why is not None:
                 wire.send("refused", why=why)
                 if self._refused is None:
@@ -191,7 +197,7 @@ class Coordinator:
         return member
 
     def _why_not(self, member: ConnectedMember, count: int, versions: Mapping[str, str]) -> str | None:
-        """Why a process does not belong to this run."""
+        """Why a process cannot join this run; None where it can."""
         number, registered = member.process, self._members.get(member.process)
         if count != self._processes:
             return f"process {number} on {member.host} expects {count} processes, process 0 expects {self._processes}"
@@ -221,6 +227,7 @@ class Coordinator:
             elif kind == "stop":
                 self._tell("stop", process=member.process)
             elif kind == "bye":
+                # Set before the connection closes, so that `_closed` does not report the same process as killed.
                 member.ended = True
                 if message["code"] != 0:
                     self._gone(member, why=message["reason"], code=message["code"])
@@ -229,11 +236,13 @@ class Coordinator:
         barrier = self._barriers.setdefault(name, _Barrier())
         barrier.here[member.process] = value
         member.where, member.since = f"in barrier {name!r}", time.monotonic()
+        # A process that has ended never arrives; the others learn of it from `gone` and stop waiting.
         if len(barrier.here) < self._processes:
             return
         del self._barriers[name]
         first = barrier.here[0]
         others = {n: value for n, value in sorted(barrier.here.items()) if value != first}
+        # Everyone has passed the barrier, so this is where each of them was last seen from now on.
         for other in self._members.values():
             other.where, other.since = f"after barrier {name!r}", time.monotonic()
         self._tell("open", barrier=name, first=first, others=others)
@@ -252,8 +261,9 @@ class Coordinator:
         self._tell("gone", **member.facts, why=why, code=code, where=member.last_seen())
 
     def _beat(self) -> None:
-        """Says that process 0 is there, and notices who has been silent for too long."""
+        """Sends the heartbeats of process 0, and reports processes that have been silent for too long."""
         every = self._heartbeat / 5
+        # Five beats fit into the timeout: a few may be late or lost.
         last = time.monotonic()
         while True:
             time.sleep(every)
@@ -278,6 +288,7 @@ def listen(port: int) -> socket.socket:
         RendezvousError: something else does.
     """
     try:
+        # One socket for IPv4 and IPv6: processes may find this host's name as either.
         if socket.has_dualstack_ipv6():
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
         return socket.create_server(("", port), backlog=1024)
@@ -297,6 +308,7 @@ def format_processes(processes: set[int] | list[int]) -> str:
         to = at
         while to + 1 < len(numbers) and numbers[to + 1] == numbers[to] + 1:
             to += 1
+        # Two numbers are listed, three and more are a range.
         ranges.append(str(numbers[at]) if at == to else f"{numbers[at]}{'–' if to > at + 1 else ', '}{numbers[to]}")
         at = to + 1
     return ", ".join(ranges)
@@ -308,6 +320,7 @@ def _listed(versions: Mapping[str, str]) -> str:
 
 def _keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # Messages are short and waited for; they must not be held back to be sent together.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 

@@ -1,11 +1,11 @@
 """How a process finds its place among the processes of its run, and joins them.
 
-A place is written in `trainer.distributed`, or set by our launchers in the environment (`LEVANTER_COORDINATOR`,
+A place is configured in `trainer.distributed`, or set by our launchers in the environment (`LEVANTER_COORDINATOR`,
 `LEVANTER_NUM_PROCESSES`, `LEVANTER_PROCESS_ID`; local, Ray and Slurm scripts do), or known from Slurm or from the
-machines of a TPU pod, in this order. What is written wins field by field over what is found.
+machines of a TPU pod, in this order. Configured fields win, one by one, over detected ones.
 
-`join` calls the roll. `start_jax` then starts `jax.distributed`, whose own errors abort a process with a C++ stack
-trace: its patience is set far beyond ours, so that an error that names who is missing comes first.
+`join` waits for all processes. `start_jax` then starts `jax.distributed`, whose own errors abort a process with a C++
+stack trace: its timeouts are far longer than ours, so that an error that names the missing processes comes first.
 """
 
 import math
@@ -26,7 +26,7 @@ _JAX_PATIENCE = 3
 
 
 class PlaceError(ValueError):
-    """A process cannot tell its place in the run."""
+    """The place of a process in its run is not known completely, or not valid."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class DistributedConfig(Ranged):
 
 @dataclass(frozen=True, kw_only=True)
 class PlaceHints:
-    """What is known of a process's place from one side; None for what that side does not say."""
+    """What one source knows of a process's place; None for what it does not state."""
 
     source: str
     coordinator: str | None = None
@@ -98,12 +98,12 @@ def find_process_place(
     """The place of this process; None where it is alone.
 
     Args:
-        config: what is written.
-        environment: what launchers and schedulers set.
+        config: the configured place.
+        environment: the environment variables that launchers and schedulers set.
         pod: asks the machine whether it is part of a TPU pod; called only where nothing else is known.
 
     Raises:
-        PlaceError: a part of it is known and a part is not, or something senseless is set.
+        PlaceError: a part of it is known and a part is not, or a value is not valid.
     """
     if not config.initialize_jax_distributed:
         return None
@@ -122,6 +122,7 @@ def find_process_place(
         else tuple(device_ids),
     )
     sources = [written]
+    # Launchers, Slurm and the pod are asked only for what is not configured; the pod's metadata takes network requests.
     if written.processes != 1 and None in (written.coordinator, written.processes, written.process):
         sources += [
             hints for hints in (launcher_hints(environment) or slurm_hints(environment) or pod(),) if hints is not None
@@ -129,6 +130,7 @@ def find_process_place(
     coordinator = next((hints.coordinator for hints in sources if hints.coordinator is not None), None)
     processes = next((hints.processes for hints in sources if hints.processes is not None), None)
     process = next((hints.process for hints in sources if hints.process is not None), None)
+    # Alone, or nothing says otherwise: a run of one process needs no coordinator.
     if processes == 1 or (coordinator is None and processes is None and process is None):
         return None
     if coordinator is None or processes is None or process is None:
@@ -154,10 +156,10 @@ def find_process_place(
 
 
 def launcher_hints(environment: Mapping[str, str]) -> PlaceHints | None:
-    """What our launchers set.
+    """The place that our launchers set in the environment.
 
     Raises:
-        PlaceError: a part of it, or not numbers.
+        PlaceError: only some of the variables are set, or they are not numbers.
     """
     names = (COORDINATOR, PROCESSES, PROCESS)
     present = [name for name in names if environment.get(name)]
@@ -179,7 +181,7 @@ def launcher_hints(environment: Mapping[str, str]) -> PlaceHints | None:
 
 
 def slurm_hints(environment: Mapping[str, str]) -> PlaceHints | None:
-    """What `srun` says of this task; None outside of a step, or in one of a single task."""
+    """The place that `srun` sets for this task; None outside of a step, or in one of a single task."""
     names = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID")
     count = next((n for n in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if environment.get(n)), None)
     if count is None or not all(environment.get(name) for name in names):
@@ -200,6 +202,8 @@ def slurm_hints(environment: Mapping[str, str]) -> PlaceHints | None:
 
 def first_host(nodes: str) -> str:
     """The first host of a Slurm node list, such as `node[003-007,9],login`."""
+    # The prefix, the first number of a bracketed list of ranges, and what follows the bracket: `node[003-007,9]` is
+    # `node003`.
     match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
     if match is None:
         raise PlaceError(f"SLURM_STEP_NODELIST: no host in {nodes!r}")
@@ -217,6 +221,7 @@ def _share_of_gpus(environment: Mapping[str, str]) -> tuple[int, ...] | None:
         return None
     count = int(tasks[0])
     share = len(visible) // count
+    # GPUs that do not divide evenly among the tasks are left to Slurm's binding.
     if count < 2 or share < 1 or len(visible) % count:
         return None
     first = _integer("SLURM_LOCALID", local) * share
@@ -231,19 +236,20 @@ def platforms() -> str:
 
 
 def tpu_pod_hints(wanted: str) -> PlaceHints | None:
-    """What the machine says of the TPU pod that it is part of; None where it is none, or has one host only.
+    """The place in the TPU pod that this machine is part of; None where it is part of none, or the pod has one host.
 
     Args:
         wanted: as `platforms`; without TPUs in it, one host of a pod may work alone.
     """
     if wanted and "tpu" not in wanted.split(","):
         return None
-    # JAX knows the metadata of Google's machines; it has no public door to it that does not join at once.
+    # JAX knows the metadata of Google's machines, and has no public API for it that does not join at once.
     from jax._src.clusters.cloud_tpu_cluster import GceTpuCluster, GkeTpuCluster
 
     for cluster in (GkeTpuCluster, GceTpuCluster):
         if cluster.is_env_present():
             count = cluster.get_process_count()
+            # A pod with one host needs no coordinator.
             if count == 1:
                 return None
             return PlaceHints(
@@ -265,12 +271,14 @@ def join(config: DistributedConfig, place: ProcessPlace) -> Peers:
 
 
 def start_jax(config: DistributedConfig, place: ProcessPlace) -> None:
-    """Starts `jax.distributed` among processes that are all there; call it before anything asks JAX for devices."""
+    """Starts `jax.distributed` after all processes have joined; call it before anything asks JAX for devices."""
     import jax
 
+    # In the order of the fields of `Timeouts`: roll, barrier, heartbeat.
     seconds = [math.ceil(_JAX_PATIENCE * timeout) for timeout in vars(config.timeouts).values()]
     # Preemption is agreed by us (`Peers.request_stop`); JAX's service would swallow SIGTERM in runs that do not ask it.
     jax.config.update("jax_enable_preemption_service", False)
+    # Without an implementation of collectives, processes on CPUs cannot compute together.
     if platforms() in ("", "cpu"):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
@@ -278,6 +286,7 @@ def start_jax(config: DistributedConfig, place: ProcessPlace) -> None:
         place.processes,
         place.process,
         local_device_ids=place.local_devices,
+        # The place is known: detecting a cluster again could find another one.
         cluster_detection_method="deactivate",
         initialization_timeout=seconds[0],
         heartbeat_timeout_seconds=seconds[2],
@@ -286,9 +295,10 @@ def start_jax(config: DistributedConfig, place: ProcessPlace) -> None:
 
 
 def versions() -> dict[str, str]:
-    """What must be the same on all processes."""
+    """The versions that must be the same on all processes."""
     import jax
 
+    # Processes with other versions may compile other programs, and would wait for each other in different collectives.
     return {"Python": f"{sys.version_info[0]}.{sys.version_info[1]}", "jax": jax.__version__}
 
 

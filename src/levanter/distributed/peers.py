@@ -1,12 +1,12 @@
 """The processes of a run, as each of them sees the others: barriers with names, and who is gone.
 
 All processes of a run take the same steps. Before a phase in which they need each other (loading, the first step, a
-save, an export, the end) they *meet* at a **barrier**, which has a name and a timeout; who waits in vain is told who
-did not come, and where the missing ones were last seen. Between barriers a process may be stuck in a collective that
-one of its peers has left: then only a thread can notice. It does, within seconds where a process was killed and within
-the heartbeat timeout where a host vanished, and calls what `on_lost` was given.
+save, an export, the end) they *meet* at a **barrier**, which has a name and a timeout; the error of a barrier that
+times out lists which processes are missing and where each was last seen. Between barriers a process may be stuck in a
+collective that one of its peers has left: then only a thread can notice. It does so within seconds where a process was
+killed and within the heartbeat timeout where a host vanished, and calls the function that `on_lost` was given.
 
-With one process nothing is started, and every barrier is open.
+With one process nothing is started, and a barrier returns at once.
 """
 
 import logging
@@ -35,7 +35,7 @@ class Timeouts:
     """How long the processes of a run wait for each other, in seconds.
 
     Attributes:
-        roll: at the start, until all are there.
+        roll: at the start, until all have joined.
         barrier: in a barrier that has no timeout of its own.
         heartbeat: how long a process may be silent before it counts as gone.
     """
@@ -52,7 +52,7 @@ class PeerLostError(ConnectionError):
 
 
 class PeersDifferError(ValueError):
-    """The processes of a run were started with different things."""
+    """The processes of a run were started with different values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class Departure:
         member: which.
         why: how that is known.
         where: the barrier it waited in or had passed last.
-        code: its exit code, where it said goodbye.
+        code: its exit code, where it announced its end.
     """
 
     member: Member
@@ -98,9 +98,9 @@ class Peers:
     """The processes of this run; `connect_peers` makes it.
 
     Args:
-        wire: to the hub.
+        wire: the connection to the coordinator.
         process: this one's number.
-        roster: all of them, in order.
+        roster: all processes, in order.
         timeouts: how long they wait for each other.
     """
 
@@ -139,17 +139,18 @@ class Peers:
 
         Args:
             name: of the barrier.
-            value: what this process shows the others.
+            value: the value that this process sends to the others.
             seconds: how long it waits for the others.
 
         Returns:
-            What process 0 showed, and what those showed who showed something else.
+            The value of process 0, and the values of the processes that sent another one, by number.
 
         Raises:
-            PeerLostError: a process did not come in time, or is gone; says which, and where it was last seen.
+            PeerLostError: a process did not come in time, or is gone; names it and where it was last seen.
         """
         limit = self._timeouts.barrier if seconds is None else seconds
         with self._changed:
+            # All processes count a name's meetings alike, so the number tells the nth meeting from the ones before.
             number = self._met[name] = self._met.get(name, 0) + 1
             key = name if number == 1 else f"{name} ({number})"
             self._where = f"in barrier {key!r}"
@@ -159,17 +160,22 @@ class Peers:
         with self._changed:
             while key not in self._opened:
                 if self._departed:
+                    # Waiting on the condition releases its lock, so that the receiving thread can record further
+                    # departures meanwhile.
                     self._changed.wait_for(lambda: False, GATHER_SECONDS)
                     raise self.lost(f"in barrier {key!r}")
                 now = time.monotonic()
                 if now - began >= limit:
                     raise PeerLostError(self._late(key, limit))
+                # Which processes are missing is known to the coordinator only; the answer is used if this barrier times
+                # out.
                 if now - queried_at >= min(WHO_SECONDS, limit / 3):
                     queried_at = now
                     self._wire.send("who", barrier=key)
                 if now - shown_at >= 3 * WHO_SECONDS and key in self._missing:
                     shown_at = now
                     logger.info("%s", self._waiting(key, now - began))
+                # Nothing notifies when a limit passes, so the loop wakes up by itself.
                 self._changed.wait(min(1.0, limit / 10))
             opened = self._opened.pop(key)
             self._missing.pop(key, None)
@@ -177,21 +183,22 @@ class Peers:
         return opened["first"], {int(n): text for n, text in opened["others"].items()}
 
     def follow(self, question: str, decide: Callable[[], str], *, seconds: float | None = None) -> str:
-        """What process 0 decides; it does not wait for the others, who wait for it.
+        """Returns process 0's decision on every process; process 0 does not wait for the others, which wait for it.
 
         Args:
-            question: the nth time that one is asked is a question of its own.
+            question: the name of the decision; the nth use of a name is a decision of its own.
             decide: called on process 0 only.
             seconds: how long the others wait.
 
         Raises:
-            PeerLostError: process 0 does not answer in time, or somebody is gone.
+            PeerLostError: process 0 does not answer in time, or a process is gone.
         """
         limit = self._timeouts.barrier if seconds is None else seconds
         with self._changed:
             number = self._met[question] = self._met.get(question, 0) + 1
         key = f"{question} ({number})"
         if self.process == 0:
+            # Outside the lock: a decision may take long, and messages must be taken in meanwhile.
             answer = decide()
             self._wire.send("decided", question=key, answer=answer)
             return answer
@@ -201,6 +208,7 @@ class Peers:
                     f"process {self.process} of {self.count} waited {limit:g} s for process 0 to decide {key!r}; "
                     f"{self.roster[0]} does not answer"
                 )
+            # An answer that arrived before the loss is still valid on all processes.
             if key not in self._decided:
                 self._changed.wait_for(lambda: False, GATHER_SECONDS)
                 raise self.lost(f"waiting for {key!r}")
@@ -221,7 +229,8 @@ class Peers:
         return "\n".join([f"{start}; missing:", *lines, f"  here: {format_processes(here)}"])
 
     def lost(self, where: str | None = None) -> PeerLostError:
-        """The error that names who is gone."""
+        """The error that names the processes that are gone."""
+        # A process that ended because others were lost is a consequence, not a cause.
         causes = [departure for departure in self._departed if departure.code != PEER_LOST] or self._departed
         gone = {departure.member.process for departure in causes}
         here = sorted(set(range(self.count)) - gone)
@@ -238,7 +247,7 @@ class Peers:
         )
 
     def wait_lost(self, seconds: float) -> bool:
-        """Whether somebody is gone, or is within so many seconds."""
+        """Whether a process is gone, now or within so many seconds."""
         with self._changed:
             if self._changed.wait_for(lambda: bool(self._departed), seconds):
                 self._changed.wait_for(lambda: False, GATHER_SECONDS)
@@ -246,21 +255,23 @@ class Peers:
         return False
 
     def on_lost(self, end: Callable[[PeerLostError], None]) -> None:
-        """Has `end` called from a thread when somebody is gone, unless this process is leaving by then."""
+        """Has a thread call `end` when a process is gone, unless this process is leaving by then."""
 
         def watch() -> None:
+            # `wait_lost` returns False after its time: an hour is only the period of the loop.
             while not self.wait_lost(3600.0):
                 pass
-            # Who ended with an error of its own may only have been the first to find it.
+            # A process that ended with an error may only have been the first to meet an error that all share.
             if any(departure.code not in (None, PEER_LOST) for departure in self._departed):
                 time.sleep(SAME_ERROR_SECONDS)
+            # A process that is about to exit itself needs no end from here.
             if not self._leaving:
                 end(self.lost())
 
         threading.Thread(target=watch, name="peers-watch", daemon=True).start()
 
     def exit_reason(self, process: int, seconds: float) -> str | None:
-        """What a process said when it ended with an error, if it does so within so many seconds."""
+        """The reason that a process gave when it ended with an error, if it does so within so many seconds."""
 
         def reasons() -> list[str]:
             return [
@@ -274,11 +285,12 @@ class Peers:
             return reasons()[0] if reasons() else None
 
     def part(self) -> None:
-        """Everything is done, here and elsewhere: processes may exit now without being missed."""
+        """Marks the run as done on all processes: from now on none of them is reported as lost."""
         self._leaving = True
 
     def leave(self, code: int, reason: str = "") -> None:
-        """Says goodbye: this process will end now, and why. Nobody is called any more."""
+        """Announces that this process ends now, and why; `on_lost` is not called any more."""
+        # The first reason counts: `leave` is called again by handlers that run at exit.
         with self._changed:
             if self._has_left:
                 return
@@ -286,17 +298,18 @@ class Peers:
         self._wire.send("bye", code=code, reason=reason[:4000])
 
     def start(self) -> None:
-        """Starts the threads that listen to the hub."""
+        """Starts the thread that sends heartbeats and watches those of the coordinator."""
         threading.Thread(target=self._beat, name="peers-beat", daemon=True).start()
 
     def heard(self, message: Message) -> None:
-        """Takes in what the hub says."""
+        """Takes in a message of the coordinator."""
         kind = message["kind"]
         with self._changed:
             if kind == "open":
                 self._opened[message["barrier"]] = message
             elif kind == "missing":
                 self._missing[message["barrier"]] = message
+            # Process 0 has its own answer already and would never take it out of the table.
             elif kind == "decided" and self.process != 0:
                 self._decided[message["question"]] = message["answer"]
             elif kind == "stop":
@@ -313,8 +326,9 @@ class Peers:
             self._changed.notify_all()
 
     def hub_closed(self, why: str = "its connection closed without notice: it or its host was killed") -> None:
-        """Takes in that the hub, and process 0 with it, is gone."""
+        """Records that the coordinator, and process 0 with it, is gone."""
         with self._changed:
+            # The coordinator's own departure was announced before its connection closed.
             if any(departure.member.process == 0 for departure in self._departed):
                 return
             where = f"when process {self.process} was {self._where}"
@@ -327,10 +341,12 @@ class Peers:
         while not self._leaving:
             time.sleep(every)
             now = time.monotonic()
+            # This process itself was suspended: what its peers sent meanwhile was not read, and proves nothing.
             if now - last > 2 * every:
                 self._wire.heard = now
             last = now
             self._wire.send("beat")
+            # Process 0 runs the coordinator, whose silence would be its own.
             if self.process != 0 and now - self._wire.heard > self._timeouts.heartbeat:
                 self.hub_closed(f"no heartbeat for {self._timeouts.heartbeat:.0f} s")
                 return

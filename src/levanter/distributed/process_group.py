@@ -18,7 +18,7 @@ from levanter.distributed.barrier import current_peers
 from levanter.distributed.peers import PeerLostError, Peers
 
 _KEPT_ANSWERS = 200
-"""This many answers are kept to be read; older ones are deleted. No process lags behind by that many questions."""
+"""Answers that are kept in JAX's store; older ones are deleted. No process lags behind by that many questions."""
 
 
 class ProcessGroup(Protocol):
@@ -94,7 +94,7 @@ class JaxGroup:
     """A program that joined its processes by `jax.distributed.initialize`."""
 
     def __init__(self) -> None:
-        # The store of keys and the barriers have no public door; Orbax uses the same one.
+        # The key-value store and the barriers have no public API; Orbax uses the same private one.
         client = distributed.global_state.client
         assert client is not None, "several processes without jax.distributed"
         self._client = client
@@ -109,6 +109,7 @@ class JaxGroup:
 
     def follow(self, question: str, decide: Callable[[], str], *, seconds: float) -> str:
         """See `ProcessGroup`."""
+        # The training thread and the checkpoint thread both ask.
         with self._lock:
             number = self._counts[question] = self._counts.get(question, 0) + 1
         key = f"levanter/{question}/{number}"
@@ -117,6 +118,7 @@ class JaxGroup:
             self._client.key_value_set(key, answer)
             with self._lock:
                 self._answer_keys.append(key)
+                # The service keeps every key until it is deleted, in the memory of process 0.
                 old = self._answer_keys.popleft() if len(self._answer_keys) > _KEPT_ANSWERS else None
             if old is not None:
                 self._client.key_value_delete(old)
@@ -149,6 +151,7 @@ def process_group() -> ProcessGroup:
     """The processes of this program, by whichever carrier it has."""
     peers = current_peers()
     if peers is not None:
+        # Not cached: peers may be set after the first call.
         return PeerGroup(peers)
     if jax.process_count() == 1:
         return SingleProcess()

@@ -1,7 +1,7 @@
-"""The roll call: how the processes of a run come together, and what is said while some are missing.
+"""How the processes of a run connect at the start, and what is logged while some are missing.
 
-Process 0 listens on the coordinator's port; the others knock until it answers, and everybody says who they are. Each
-process logs how many are there. When all are, the port is free again and each holds a `Peers`.
+Process 0 listens on the coordinator's port; the others try to connect until it answers, and each sends its number, host
+and versions. Process 0 logs how many have joined. When all have, the port is free again and each process has a `Peers`.
 """
 
 import logging
@@ -31,7 +31,7 @@ class ProcessPlace:
         processes: how many there are.
         process: the number of this one.
         local_devices: the devices it may use; None for all.
-        source: where this is known from.
+        source: where these values come from.
     """
 
     coordinator: str
@@ -48,15 +48,15 @@ class ProcessPlace:
 
 
 def connect_peers(place: ProcessPlace, *, versions: Mapping[str, str], timeouts: Timeouts) -> Peers:
-    """Waits until all processes of the run are there; says meanwhile how many are.
+    """Waits until all processes of the run have joined, and logs meanwhile how many have.
 
     Args:
         place: this process's.
-        versions: what must be the same on all of them.
+        versions: versions that must be the same on all of them.
         timeouts: how long they wait for each other.
 
     Raises:
-        RendezvousError: not all came in time, or they were told different things; lists who is missing.
+        RendezvousError: not all came in time, or their numbers or versions differ; lists who is missing.
     """
     if place.process == 0:
         hub = Coordinator(
@@ -66,6 +66,7 @@ def connect_peers(place: ProcessPlace, *, versions: Mapping[str, str], timeouts:
             roll_seconds=timeouts.roll,
             heartbeat_seconds=timeouts.heartbeat,
         )
+        # Process 0 joins through the same handshake as all others, over a socket pair.
         peers = _Handshake(Connection(hub.start()), place, versions, timeouts).peers()
         assert peers is not None, "the hub closed its own process's connection"
         return peers
@@ -77,10 +78,13 @@ def connect_peers(place: ProcessPlace, *, versions: Mapping[str, str], timeouts:
         except OSError as error:
             why = error.strerror or str(error)
         else:
+            # The timeout was for connecting: the connection is read for the whole run, however quiet it is.
             connection.settimeout(None)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             peers = _Handshake(Connection(connection), place, versions, timeouts).peers()
             if peers is not None:
+                # None means that the connection closed without an answer (process 0 was restarted, say): it is tried
+                # again.
                 return peers
         now = time.monotonic()
         if now - began >= timeouts.roll:
@@ -102,7 +106,7 @@ def connect_peers(place: ProcessPlace, *, versions: Mapping[str, str], timeouts:
 
 
 class _Handshake:
-    """One process's hello, and what comes back; its thread keeps receiving for the entire run."""
+    """Sends one process's hello and waits for the answer; its thread keeps receiving for the entire run."""
 
     def __init__(self, wire: Connection, place: ProcessPlace, versions: Mapping[str, str], timeouts: Timeouts):
         self._wire, self._place, self._timeouts = wire, place, timeouts
@@ -120,12 +124,12 @@ class _Handshake:
         threading.Thread(target=self._receive, name="peers-receive", daemon=True).start()
 
     def peers(self) -> Peers | None:
-        """The peers, once the roll is complete; None where process 0 hung up before.
+        """The peers, once all processes have joined; None where process 0 closed the connection before.
 
         Raises:
-            RendezvousError: it will not be complete.
+            RendezvousError: the coordinator refused the run.
         """
-        # The hub says when time is up; a little more is for one that hangs.
+        # The coordinator reports when time is up; a little more is for one that hangs.
         self._answered.wait(self._timeouts.roll + WHO_SECONDS)
         if self._peers is not None:
             self._peers.start()
@@ -147,8 +151,10 @@ class _Handshake:
             elif message["kind"] == "go":
                 roster = tuple(Member(**fields) for fields in message["roster"])
                 self._peers = Peers(self._wire, process=self._place.process, roster=roster, timeouts=self._timeouts)
+                # Only after `_peers` is set, which the waiting thread reads.
                 self._answered.set()
         if self._peers is not None:
+            # The coordinator closed the connection, or its host is gone.
             self._peers.hub_closed()
         self._answered.set()
 

@@ -16,8 +16,10 @@ WIDTH = 120
 def commands(folder: Path = Path(__file__).parent) -> dict[str, str]:
     """Every available command, with the first line of its module. The modules are read, not imported."""
     summaries = {}
+    # Modules whose names begin with an underscore are no commands.
     for path in sorted(folder.glob("[!_]*.py")):
         text = path.read_text(encoding="utf-8")
+        # Only modules that run as programs are commands; `listed` shows the first line of their docstrings.
         if 'if __name__ == "__main__":' in text:
             summaries[path.stem] = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
     return summaries
@@ -37,6 +39,7 @@ def listed() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Turns into the command that the first word names; returns an exit code only if there is none."""
+    # Modules are imported where they are needed, so that `levanter --help` imports no more than it uses.
     import_module("levanter.io.stdout").prepare_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     if not words:
@@ -48,12 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] == "--version":
         print(f"levanter {import_module('levanter.io.package_version').version()}")
         return 0
+    # Commands are modules, so `eval-lm` is accepted for `eval_lm`.
     name = words[0].replace("-", "_")
     known = commands().keys() | ABSENT.keys()
     if name not in known:
         near = import_module("levanter.config.errors").did_you_mean(name, sorted(known))
         print(f"error: unknown command {words[0]!r}{near}\n\n{listed()}", file=sys.stderr)
         return 2
+    # `execv` replaces the process without flushing Python's buffers.
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", f"levanter.main.{name}", *words[1:]])
 

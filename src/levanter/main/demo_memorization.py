@@ -116,12 +116,14 @@ def run(config: DemoConfig) -> tuple[Measurement, tuple[float, float]]:
     # A demo writes its own folder and nothing else.
     config = replace(config, trainer=replace(config.trainer, tracker=NoopConfig()))
     configure_jax(config.trainer)
+    # The folder is tested for writing before anything is computed.
     probe([Output(key="output_path", path=config.output_path, kind="folder")])
     text = chapter(config.characters)
     folder = join(config.output_path, MODEL)
     _write(join(config.output_path, TEXT), text.encode("utf-8"))
     _write(join(folder, "tokenizer.json"), fitted_tokenizer(text, config.vocab_size).to_str().encode("utf-8"))
     half = text[: len(text) // 2]
+    # Only the first half is encoded: the model must not see a token of the second.
     ids = load_tokenizer(folder).encode_batch([half])[0]
     print(f"{len(text):,} characters, of which the first {len(half):,} ({len(ids):,} tokens) are learned")
     learn(config, ids, folder)
@@ -132,11 +134,13 @@ def run(config: DemoConfig) -> tuple[Measurement, tuple[float, float]]:
         book_title=TITLE,
         output_base_path=join(config.output_path, BOOK),
         preset="levanter",
+        # A second run of the demo writes over the first one.
         if_exists="replace",
         trainer=config.trainer,
     )
     eval_careless_lm.main(evaluation)
     measurement = measure(BookResult.read(join(config.output_path, BOOK)))
+    # `covered` has a value for each character of the text, so the halves are cut by characters.
     return measurement, (float(measurement.covered[: len(half)].mean()), float(measurement.covered[len(half) :].mean()))
 
 
@@ -153,6 +157,7 @@ def learn(config: DemoConfig, ids: np.ndarray, folder: str) -> None:
     )
     plan = train_lm.describe(training, local_target(devices)).check()
     mesh = plan.mesh.build(devices.devices)
+    # The Programs of the plan are run as they are: the demo compiles nothing of its own.
     state = plan.program("init_state").jit(mesh)(jax.random.PRNGKey(config.trainer.seed))
     step = plan.program("train_step").jit(mesh)
     random = np.random.default_rng(config.trainer.seed)
@@ -160,6 +165,7 @@ def learn(config: DemoConfig, ids: np.ndarray, folder: str) -> None:
     with Progress("learning", total=config.steps, unit="steps") as progress:
         for n in range(config.steps):
             # Stretches from anywhere, wrapping around at the end, so that no token is rarer than another.
+            # [rows, positions]: each row is a stretch of consecutive tokens from a random start.
             starts = random.integers(0, len(ids), size=(config.rows, 1))
             rows = ids[(starts + np.arange(config.positions)) % len(ids)]
             state, metrics = step(state, None, _batch(plan, mesh, rows))
@@ -172,6 +178,7 @@ def learn(config: DemoConfig, ids: np.ndarray, folder: str) -> None:
 
 def _batch(plan: RunPlan, mesh: Mesh, rows: np.ndarray) -> LmBatch:
     """Rows of tokens as the train step expects them, all with the same weight."""
+    # Optional fields that the step was not planned with must stay None, or its structure would differ.
     declared: LmBatch = plan.program("train_step").input("batch").value
     sharding = NamedSharding(mesh, plan.sharding.mappings.compute.spec([axis.name for axis in declared.tokens.axes]))
 
@@ -195,6 +202,7 @@ def write_model(work: TrainWork, model: LmHeadModel, folder: str) -> None:
     arrays = {leaf.path: np.asarray(x) for leaf, x in zip(model_leaves, jax.tree.leaves(model), strict=True)}
     tensors = {}
     for name, (shape, pieces) in work.model.weight_rules(work.Vocab).sources(model_leaves).items():
+        # The demo's tensors have no gaps: every element is written by one of the pieces.
         tensors[name] = np.empty(shape, np.float32)
         for piece in pieces:
             piece.write(arrays[piece.target][to_slices(piece.box)], tensors[name])
@@ -210,6 +218,7 @@ def chapter(characters: int) -> str:
 
 def fitted_tokenizer(text: str, vocab_size: int) -> Tokenizer:
     """A byte-level BPE trained on `text`."""
+    # Byte-level: every text can be encoded, whatever it contains.
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

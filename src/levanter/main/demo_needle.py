@@ -38,6 +38,7 @@ def main(config: TrainLmConfig) -> int:
     folder = Path(str(config.trainer.log_dir))
     before = _evaluate(config, config.initialize_from_hf, folder / "before")
     _write_lessons(config.initialize_from_hf, folder / "lessons.jsonl")
+    # The stage exports a Hugging Face folder, which the second evaluation loads like any model.
     done = train(config)
     if done.preempted:
         return PREEMPTED
@@ -47,6 +48,7 @@ def main(config: TrainLmConfig) -> int:
     print(f"{'':>12}{'before':>16}{'':>8}{'after the stage':>18}")
     print(f"{'depth':>12}" + 2 * "".join(f"{length:>12,}" for length in (SHORT, LONG)))
     for n in range(DEPTHS):
+        # Per depth: both lengths before the stage, then both after it.
         cells = [results[str(length)]["depths"][n] for results in (before, after) for length in (SHORT, LONG)]
         row = "".join(f"{cell['found']:>9}/{cell['asked']:<2}" for cell in cells)
         print(f"{cells[0]['depth']:>12.0%}{row}".rstrip())
@@ -54,6 +56,7 @@ def main(config: TrainLmConfig) -> int:
     print(f"{'all':>12}" + "".join(f"{share:>12.0%}" for share in shares))
     print(f"pages: {folder}/before/page.html, {folder}/after/page.html")
     print(f"{done.taken} steps; {time.monotonic() - began:.0f} s in all")
+    # The demo must show the gap as well: a model that finds long needles before the stage proves nothing.
     if shares[0] >= 0.99 and shares[1] < 0.5 and shares[3] >= 0.95:
         return OK
     print("error: expected at least 99 % at 512, less than 50 % at 2,048 before and 95 % after", file=sys.stderr)
@@ -80,6 +83,7 @@ def _evaluate(config: TrainLmConfig, model: str, folder: Path) -> Mapping[str, A
 def _write_lessons(model: str, path: Path) -> None:
     """Texts of the long length with needles and questions, by a seed of their own."""
     encode = load_tokenizer(model).encode_with_offsets
+    # Seed 1: the evaluation draws its own texts with another one, so that none of these is asked for.
     lines = (json.dumps(document) + "\n" for document in training_documents(encode, length=LONG, count=TEXTS, seed=1))
     with atomic_write(str(path)) as file:
         file.write("".join(lines).encode())

@@ -60,6 +60,7 @@ def main(config: TrainLmConfig) -> int:
     after, then = _judged(config, done.exported), _answers(config, done.exported)
     print("\n=== held-out conversations, the assistant's tokens")
     for when, scores in (("before", before), ("after", after)):
+        # The demo's evaluation has one set.
         (score,) = (one.score for one in scores.sets)
         print(f"{when:>8}: loss {score.loss:.3f} nats per token, {score.accuracy or 0:.1%} of them the likeliest")
     print("=== six questions, greedy")
@@ -79,6 +80,7 @@ def _trained(config: TrainLmConfig) -> Trained:
     if not done.preempted:
         return done
     print(f"training was stopped after {done.taken} steps and {done.seconds:.0f} s")
+    # The run counts as complete after the steps that it took: this only evaluates and exports.
     ended = replace(config, epoch=0, trainer=replace(config.trainer, num_train_steps=done.taken))
     return train(ended)
 
@@ -86,6 +88,7 @@ def _trained(config: TrainLmConfig) -> Trained:
 @contextmanager
 def _interrupted_after(seconds: float) -> Iterator[None]:
     """Sends this process what a scheduler sends, after a while."""
+    # SIGTERM is what a scheduler sends before it preempts: the run saves and ends cleanly.
     timer = threading.Timer(seconds, signal.raise_signal, [signal.SIGTERM])
     timer.daemon = True
     timer.start()
@@ -123,6 +126,7 @@ def _answers(config: TrainLmConfig, adapter: str | None) -> list[str]:
     schedule = make_schedule(plan.work.programs, share_prefixes=generate_config.inference.share_prefixes)
     reader = prompt_reader(plan.work, schedule)
     greedy = replace(reader.defaults, temperature=0.0, max_tokens=TOKENS)
+    # One engine answers all questions, each as a conversation of its own.
     with running(plan.work, plan.mesh.build(devices.devices), schedule=schedule, reader=reader, show=True) as ready:
         assert ready.engine is not None, "a demo is one process"
         dialogue = Dialogue(ready.engine, reader, reader.defaults)

@@ -23,8 +23,10 @@ from levanter.runplan import INTERNAL_ERROR, OK, PREEMPTED
 def bigram_entropy(text: bytes) -> float:
     """Nats per byte, given the previous byte: Σ n(ab) ln(n(a) / n(ab)) / Σ n(ab)."""
     values = np.frombuffer(text, np.uint8).astype(np.int64)
+    # counts[a, b] is how often byte b follows byte a.
     counts = np.bincount(256 * values[:-1] + values[1:], minlength=256 * 256).reshape(256, 256)
     before = np.broadcast_to(counts.sum(axis=1, keepdims=True), counts.shape)
+    # Pairs that never occur contribute nothing, and their logarithm is not defined.
     seen = counts > 0
     return float(np.sum(counts[seen] * np.log(before[seen] / counts[seen])) / counts.sum())
 
@@ -36,6 +38,7 @@ def main(config: TrainLmConfig) -> int:
         return PREEMPTED
     if not isinstance(done.evaluation, EvalResult):
         raise ValueError("the demo compares a held-out loss, and nothing was evaluated; use config/train/demo.yaml")
+    # Bits per byte to nats per byte.
     loss = math.log(2) * done.evaluation.overall.micro.bits_per_byte
     entropy = bigram_entropy(python_docs_text().encode())
     print(f"held-out loss {loss:.3f} nats per byte; the text's bigram entropy {entropy:.3f} nats per byte")

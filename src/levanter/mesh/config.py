@@ -80,6 +80,7 @@ class MeshConfig(Ranged):
             name: getattr(self, name)
             for name in ("shared_mapping", "compute_mapping", "param_mapping", "residual_mapping")
         }
+        # A word such as `ring` has no keys to check.
         if not isinstance(self.attention_mapping, str):
             rules["attention_mapping"] = self.attention_mapping
         keys = {"axes": self.axes, "dcn_axes": self.dcn_axes, "overrides": self.overrides, **rules}
@@ -132,5 +133,6 @@ class ModelAxes:
         >>> ModelAxes.of([Leaf("w", (("embed", 8), ("mlp", 32)), np.dtype("f4"))], position=16).sizes
         {'embed': 8, 'mlp': 32, 'position': 16}
         """
+        # Axes without names (`_0`, `_1`) cannot be mapped.
         sizes = {name: size for leaf in leaves for name, size in leaf.axes if not name.startswith("_")}
         return cls(sizes={**sizes, **activations}, known=known, aliases=aliases or {})

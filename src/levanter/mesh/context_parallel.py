@@ -103,11 +103,13 @@ def choose(
     """
     if between_slices:
         return MethodChoice(method="ring", reason="positions are cut between slices")
+    # With `heads`, positions and K/V heads exchange roles: the heads are then sharded over both groups of mesh axes.
     ways = heads_ways * position_ways
     divides = kv_heads % ways == 0
     of_heads = f"{kv_heads} {KV_HEAD} divide by {ways}" if divides else f"{kv_heads} {KV_HEAD} do not divide by {ways}"
     gathered = gathered_bytes(kv_heads=kv_heads, head_size=head_size, positions=positions, heads_ways=heads_ways)
     limit = None if hbm_bytes is None else GATHERED_SHARE * hbm_bytes
+    # Where memory is not known, gathering is taken to fit.
     few = limit is None or gathered <= limit
     size = f"gathered keys and values of a sequence and layer are {gathered / 2**30:.3g} GiB"
     if hbm_bytes is not None:
@@ -115,10 +117,13 @@ def choose(
     candidates: tuple[tuple[Method, bool], ...] = (("heads", divides), ("gather", few), ("ring", True))
     legal: list[Method] = [method for method, is_legal in candidates if is_legal]
     known: list[Method] = [method for method in legal if seconds and method in seconds]
+    # Without prices the first legal method is chosen, in the order of `candidates`.
     if not known or seconds is None:
         reason = f"{of_heads}, so the work is balanced" if divides else f"{of_heads}, and {size}"
         return MethodChoice(method=legal[0], reason=reason)
     least = min(seconds[method] for method in known)
+    # Candidates are ordered by preference: the first within ALIKE of the fastest, not the fastest, so that small
+    # changes of the prices do not change the method.
     best: Method = next(method for method in known if seconds[method] <= (1 + ALIKE) * least)
     others = [f"{1e3 * seconds[method]:.3g} ms for {method}" for method in known if method != best]
     waits = ", ".join((f"a layer waits {1e3 * seconds[best]:.3g} ms for a sequence by arithmetic", *others))
@@ -132,6 +137,7 @@ def gathered_bytes(*, kv_heads: int, head_size: int, positions: int, heads_ways:
     >>> gathered_bytes(kv_heads=8, head_size=128, positions=131072, heads_ways=1) / 2**30
     0.5
     """
+    # Keys and values, two bytes each.
     return 2 * 2 * positions * max(kv_heads // heads_ways, 1) * head_size
 
 
@@ -144,6 +150,8 @@ def method_mapping(word: Method, compute: AxisMapping) -> AxisMapping:
     """
     position = compute.mesh_axes(POSITION)
     if word == "heads":
+        # Positions' mesh axes go inside those that shard K/V heads already, so each device keeps a part of its own
+        # heads.
         return AxisMapping({POSITION: None, KV_HEAD: (*compute.mesh_axes(KV_HEAD), *position)})
     return AxisMapping({KEY_POSITION: position}) if word == "ring" else AxisMapping()
 
@@ -162,6 +170,7 @@ def method_from_mapping(attention: AxisMapping, compute: AxisMapping, mesh: Mesh
     """
     inside = compute.merged(attention)
     compute_ways = mesh.ways(compute.mesh_axes(POSITION))
+    # Queries sharded as in the compute mapping stay where they are; fewer ways mean that heads were exchanged for them.
     query_ways = mesh.ways(inside.mesh_axes(POSITION))
     if compute_ways == 1:
         return None
@@ -185,6 +194,7 @@ def check_attention_mapping(
     inside = compute.merged(attention)
     keys, queries = inside.mesh_axes(KEY_POSITION), inside.mesh_axes(POSITION)
     problems: list[ShardingError] = []
+    # Outside of attention there are no separate key positions to shard.
     if compute.mesh_axes(KEY_POSITION):
         problems.append(
             ShardingError(
@@ -193,6 +203,7 @@ def check_attention_mapping(
                 suggestion=f"attention_mapping: {{{KEY_POSITION}: {show_axes(compute.mesh_axes(KEY_POSITION))}}}",
             )
         )
+    # A ring passes each device's keys to the next one, so every device must have keys for exactly its query positions.
     elif keys and keys != queries:
         has = f"{POSITION} → {show_axes(queries)}" if queries else f"{POSITION} is not mapped"
         problems.append(
@@ -235,6 +246,7 @@ def check_dcn(attention: AxisMapping, compute: AxisMapping, mesh: MeshSpec, *, a
                 "attention_mapping: ring",
             )
         ]
+    # `gather` and `heads` are collectives over all devices of the axis; over DCN each would wait for the slowest link.
     if method_from_mapping(attention, compute, mesh) in ("gather", "heads"):
         return [
             ShardingError(
@@ -276,6 +288,7 @@ def _heads_problems(inside: AxisMapping, mesh: MeshSpec, sizes: Mapping[str, int
 def _order_problems(shards: int, positions: int | None, order: Order) -> list[ShardingError]:
     if positions is None or shards == 1:
         return []
+    # A zigzag shard holds two runs, so positions must divide into twice as many parts.
     unit = num_runs(shards, order)
     if positions % unit == 0:
         return []
@@ -304,6 +317,8 @@ def busiest_share(shards: int, order: Order) -> float:
     >>> busiest_share(8, "natural"), busiest_share(8, "zigzag")
     (1.875, 1.0)
     """
+    # Shard i of n sees a number of pairs proportional to 2i + 1, n on average; the last one has 2n − 1. In zigzag order
+    # an early and a late run add up to the mean on every device.
     return 1.0 if order == "zigzag" or shards == 1 else (2 * shards - 1) / shards
 
 
@@ -357,11 +372,13 @@ def plan_context_parallel(
         hbm_bytes: memory of a device; None where it is not known.
         prices: seconds of each method on these devices.
     """
+    # Through `dict`, which drops unmapped names: the compute mapping is the outermost, so they unmap nothing.
     spec, compute = rules.spec, AxisMapping(dict(AxisMapping(rules.compute.rules)))
     attention = AxisMapping(rules.attention.rules)
     word = config.attention_mapping if isinstance(config.attention_mapping, str) else None
     configured = word is not None or bool(config.attention_mapping)
     notes: list[str] = []
+    # A method by name means something only where positions are sharded.
     if word is not None and spec.ways(compute.mesh_axes(POSITION)) > 1:
         if word == "auto":
             choice = _auto(compute, spec, model, hbm_bytes, prices)
@@ -387,6 +404,7 @@ def _auto(
     heads_ways, position_ways = spec.ways(compute.mesh_axes(KV_HEAD)), spec.ways(position)
     seconds: dict[Method, float] = {}
     for method in ("gather", "heads", "ring"):
+        # A method that does not divide has no price and is no candidate.
         if prices is None or (method == "heads" and kv_heads % (heads_ways * position_ways)):
             continue
         mappings = Mappings(compute=compute, attention=method_mapping(method, compute))

@@ -67,6 +67,8 @@ class DeviceSet:
     @property
     def chips(self) -> int:
         """Chips; some TPU generations show two devices on each."""
+        # TPU v2 and v3 have two cores with the same coordinates on a chip; slices repeat coordinates, so the slice
+        # counts too.
         coordinates = {
             (getattr(d, "slice_index", None) or 0, tuple(getattr(d, "coords", (d.id,)))) for d in self.devices
         }
@@ -81,6 +83,7 @@ def local_devices(config: MeshConfig) -> DeviceSet:
 def describe_devices(devices: Sequence[Device], config: MeshConfig) -> DeviceSet:
     """Counts hosts and granules of `devices`."""
     first = devices[0]
+    # On CPU, memory is the host's and no limit of a device.
     stats = first.memory_stats() if first.platform != "cpu" else None
     return DeviceSet(
         devices=tuple(devices),
@@ -108,6 +111,7 @@ def mesh_report(
         bytes_per_device: what stays on each device for the whole run (`parameters`, `optimizer`, `gradients`).
     """
     what = "chip" if facts.platform == "tpu" else "device"
+    # On an abstract target only the number of devices is known, not the number of chips.
     count = facts.chips if isinstance(facts, DeviceSet) and what == "chip" else spec.size
     shown = f"{_plural(count, what)} ({facts.kind})"
     if count != spec.size:
@@ -140,6 +144,7 @@ def _crossing(spec: MeshSpec, mappings: Mappings | None) -> list[str]:
         return [f"no mesh axis crosses DCN: all devices are in one {spec.granule}"]
     verb = "crosses" if len(crossing) == 1 else "cross"
     lines = [f"{', '.join(crossing)} {verb} DCN"]
+    # Overrides may shard single parameters over DCN even where the parameter mapping does not.
     rules = [] if mappings is None else [mappings.params, *(override for _, override in mappings.overrides)]
     cut = {f"{name} → {axis}" for rule in rules for name in rule for axis in rule.mesh_axes(name) if axis in crossing}
     if cut:

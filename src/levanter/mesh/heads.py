@@ -84,6 +84,7 @@ def mesh_rules(config: MeshConfig, model: ModelAxes, spec: MeshSpec) -> MeshRule
     def named(rules: Mapping[str, MappingValue], key: str) -> Rules:
         return _in_glossary_names(rules, model.aliases, notes, problems, f"trainer.mesh.{key}")
 
+    # Later entries win and new ones come last: the order of rules decides under `on_conflict: first_wins`.
     shared = {**DEFAULT_SHARED, **named(config.shared_mapping, "shared_mapping")}
     params = {**shared, **named(config.param_mapping, "param_mapping")}
     default_batch = {batch: list(DEFAULT_BATCH_AXES)} if config.batch_axis_name is not None else {}
@@ -93,7 +94,9 @@ def mesh_rules(config: MeshConfig, model: ModelAxes, spec: MeshSpec) -> MeshRule
         {} if isinstance(config.attention_mapping, str) else config.attention_mapping, "attention_mapping"
     )
     overrides = {pattern: named(rules, f"overrides[{pattern!r}]") for pattern, rules in config.overrides.items()}
+    # The first four positions are read back below, after `split_heads` may have changed every mapping alike.
     every = [params, compute, residual, attention, *overrides.values()]
+    # Before the expansion, which needs the sizes of the mesh axes that it distributes.
     if config.split_heads == "auto":
         spec, every = _split_heads(model, spec, every, notes)
 
@@ -102,6 +105,7 @@ def mesh_rules(config: MeshConfig, model: ModelAxes, spec: MeshSpec) -> MeshRule
         try:
             rules_by_axis, declared = _expanded(rules, model, spec, heads_notes, f"trainer.mesh: {where}")
         except ShardingError as error:
+            # The other rules are still checked, so that one run reports all problems.
             return ExpandedRules(rules={name: value for name, value in rules.items() if name != HEADS}, problem=error)
         return ExpandedRules(rules=rules_by_axis, declared=declared, notes=tuple(heads_notes))
 
@@ -155,6 +159,7 @@ def distribute(mesh_axes: Sequence[str], *, kv_heads: int, q_per_group: int, mes
     {'kv_head': ['model'], 'q_heads_per_group': ['group']}
     """
     taken = 0
+    # The product of the leading mesh axes must divide; a single later axis that would divide cannot jump the queue.
     while taken < len(mesh_axes) and kv_heads % mesh.ways(tuple(mesh_axes[: taken + 1])) == 0:
         taken += 1
     mine, rest = tuple(mesh_axes[:taken]), tuple(mesh_axes[taken:])
@@ -195,6 +200,7 @@ def factor(ways: int, *, kv_heads: int, q_per_group: int) -> tuple[int, int] | N
     >>> factor(128, kv_heads=8, q_per_group=16)
     (8, 16)
     """
+    # Only common divisors can shard the K/V heads; the largest leaves the least replication of K and V.
     for a in reversed(divisors(math.gcd(ways, kv_heads))):
         if q_per_group % (ways // a) == 0:
             return a, ways // a
@@ -219,6 +225,7 @@ def _indivisible_heads(
         f"heads → {show_axes(mesh_axes)}: {kv_heads * q_per_group} attention heads = {kv_heads} {KV_HEAD} × "
         f"{q_per_group} {Q_PER_GROUP} cannot be sharded over {product}" + (f" = {ways}" if len(mesh_axes) > 1 else "")
     )
+    # A mesh has few axes, so trying every order is cheap.
     reordered = next(
         (
             order
@@ -253,6 +260,7 @@ def _indivisible_heads(
 
 def _other_rules(mesh_axes: Sequence[str], shown: str, mesh: MeshSpec, sizes: Mapping[str, int]) -> str:
     """`mlp` and `vocab` mapped like the heads if they divide, else unsharded."""
+    # An axis whose size is not known counts as divisible; the plan checks it later.
     ways = mesh.ways(tuple(mesh_axes))
     return ", ".join(f"{name}: {shown if sizes.get(name, ways) % ways == 0 else 'null'}" for name in ("mlp", "vocab"))
 
@@ -268,11 +276,14 @@ def split_axis(
     """
     ways = mesh.shape[axis]
     both = factor(ways, kv_heads=kv_heads, q_per_group=q_per_group)
+    # A factor of 1 would change nothing, and `group` may exist only once.
     if both is None or 1 in both or GROUP_AXIS in mesh.shape:
         return None
     axes: list[tuple[str, int]] = []
     for name, size in mesh.axes:
+        # `group` is next to the axis it came from, inside of it: neighbouring devices share K and V heads.
         axes += [(name, both[0]), (GROUP_AXIS, both[1])] if name == axis else [(name, size)]
+    # Both factors of an axis across slices cross slices.
     dcn = (*mesh.dcn, GROUP_AXIS) if axis in mesh.dcn else mesh.dcn
     return MeshSpec(axes=tuple(axes), dcn=dcn, granule=mesh.granule), both
 
@@ -286,11 +297,13 @@ def with_group(rules: Mapping[str, str | Sequence[str] | None], axis: str) -> di
     new: dict[str, str | list[str] | None] = {}
     for name, value in rules.items():
         axes = [value] if isinstance(value, str) else list(value or [])
+        # K/V heads stay on the axis itself: it was factored so that this divides.
         if name == KV_HEAD or axis not in axes:
             new[name] = value if value is None or isinstance(value, str) else list(value)
         elif name == Q_PER_GROUP:
             new[name] = [GROUP_AXIS if a == axis else a for a in axes]
         else:
+            # Everything else is sharded over both factors, as it was over their product.
             at = axes.index(axis)
             new[name] = [*axes[: at + 1], GROUP_AXIS, *axes[at + 1 :]]
     return new
@@ -331,6 +344,7 @@ def _heads_verdict(verdict: SizeVerdict, kv: int, groups: int, mesh_axis: str) -
     size = verdict.size
     split = distribute([mesh_axis], kv_heads=kv, q_per_group=groups, mesh=MeshSpec.of(**{mesh_axis: size}))
     both = factor(size, kv_heads=kv, q_per_group=groups)
+    # One mesh axis divides by itself; it then needs no factoring, even where it goes to the query groups alone.
     if split is not None:
         is_replicated = size > 1 and not split.kv_head
         return SizeVerdict(
@@ -342,6 +356,7 @@ def _heads_verdict(verdict: SizeVerdict, kv: int, groups: int, mesh_axis: str) -
     else:
         remark = ""
         blockers = (("heads", kv * groups, kv * groups % size),)
+        # All heads together divide although neither axis does: the blockers are the two axes, not their product.
         if not blockers[0][2]:
             blockers = ((KV_HEAD, kv, kv % size), (Q_PER_GROUP, groups, groups % size))
     return SizeVerdict(size=size, blockers=(*blockers, *verdict.blockers), remark=remark)
@@ -361,6 +376,7 @@ def _in_glossary_names(
         target = aliases.get(name, name)
         if target != name:
             notes.append(f"{where}: {name!r} is the axis {target!r} here")
+        # Two spellings of one axis are accepted if their rules agree.
         if target in out and _as_list(out[target]) != _as_list(value):
             problems.append(
                 ShardingError(
@@ -397,6 +413,7 @@ def _expanded(
     if HEADS in rules and not heads:
         # `heads: null` un-maps both head axes where an outer mapping has expanded it.
         rest = _replace_heads(rules, {KV_HEAD: None, Q_PER_GROUP: None})
+    # Where both head axes have rules of their own, `heads` has nothing left to say.
     elif heads and not {KV_HEAD, Q_PER_GROUP} <= rest.keys():
         kv_heads, q_per_group = model.sizes[KV_HEAD], model.sizes.get(Q_PER_GROUP, 1)
         expansion = expand_heads(heads, kv_heads=kv_heads, q_per_group=q_per_group, mesh=spec, sizes=model.sizes)
@@ -412,6 +429,7 @@ def _replace_heads(rules: Rules, expansion: Mapping[str, MappingValue]) -> Rules
     out: Rules = {}
     for name, value in rules.items():
         if name == HEADS:
+            # The rules take the position of `heads`, because the order decides under `on_conflict: first_wins`.
             out |= {axis: rules.get(axis, value) for axis, value in expansion.items()}
         elif name not in out:
             out[name] = value
@@ -439,6 +457,7 @@ def _split_heads(
     """Factors the mesh axis that `heads` is mapped to where it exceeds the KV heads, and adds `vocab` to it."""
     params, compute = every[:2]
     kv_heads, q_per_group = model.sizes.get(KV_HEAD), model.sizes.get(Q_PER_GROUP, 1)
+    # The parameter mapping decides; a mapping of `heads` for activations alone counts only without it.
     heads = _as_list(params.get(HEADS)) or _as_list(compute.get(HEADS))
     if kv_heads is None or len(heads) != 1 or heads[0] not in spec.names:
         return spec, every
@@ -455,6 +474,7 @@ def _split_heads(
             )
         else:
             notes.append(f"vocab {vocab} is replicated over {axis}: {vocab} % {ways} = {vocab % ways}")
+    # The K/V heads divide as they are: factoring would only replicate them.
     if kv_heads % ways == 0:
         return spec, every
     split = split_axis(spec, axis, kv_heads=kv_heads, q_per_group=q_per_group)
@@ -465,4 +485,5 @@ def _split_heads(
         f"mesh axis {axis} {ways} was factored into {axis} {a} × {GROUP_AXIS} {b} (split_heads: auto): "
         f"this model has {kv_heads} {KV_HEAD} × {q_per_group} {Q_PER_GROUP}; K and V are replicated over {GROUP_AXIS}"
     )
+    # Every mapping is rewritten, or one of them would name a mesh axis with the wrong size.
     return new, [with_group(rules, axis) for rules in every]

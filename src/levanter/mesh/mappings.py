@@ -68,6 +68,7 @@ def resolved_mesh(
         declared.update(expanded.declared)
         if expanded.problem is not None:
             problems.append(expanded.problem)
+        # Order is kept: under `on_conflict: first_wins` it decides.
         mapping = AxisMapping(expanded.rules)
         where = f"trainer.mesh: {where}"
         try:
@@ -81,9 +82,11 @@ def resolved_mesh(
         return mapping
 
     params, compute = checked(rules.params, "parameter mapping"), checked(rules.compute, "compute mapping")
+    # Attention rules may name `key_position`, which is an axis of activations only inside of attention.
     checked(rules.attention, "attention_mapping", *(["key_position"] if "position" in model.sizes else []))
     notes += context_parallel.notes
     problems += context_parallel.problems
+    # Exchanging heads gives each device whole sequences, which need no zigzag order.
     is_zigzag = context_parallel.order == "zigzag" and context_parallel.method not in (None, "heads")
     mappings = Mappings(
         # Parameters and activations are the outermost mappings: a removed default leaves nothing to remove there.
@@ -92,6 +95,7 @@ def resolved_mesh(
         residual=checked(rules.residual, "residual_mapping"),
         attention=context_parallel.attention,
         zigzag=("position",) if is_zigzag else (),
+        # Overrides keep their unmapped names: they are merged over `params` leaf by leaf.
         overrides=tuple(
             (pattern, checked(expanded, f"overrides[{pattern!r}]")) for pattern, expanded in rules.overrides
         ),
@@ -99,6 +103,7 @@ def resolved_mesh(
         allow_replicated=tuple(config.allow_replicated),
         on_conflict=config.on_conflict,
     )
+    # Notes below assume consistent mappings, so errors are raised first.
     raise_all(_distinct(problems))
     notes += [*_residual_notes(mappings, spec), *_idle_mesh_axes(spec, mappings, rules.batch)]
     return ResolvedMesh(

@@ -22,6 +22,7 @@ def resolve_sizes(config: MeshConfig, *, devices: int, granules: int = 1) -> Mes
     """
     if devices < 1 or granules < 1 or devices % granules:
         raise MeshError(f"{devices} devices do not form {_count(granules, config.granule)} of equal size")
+    # Merged over the defaults, so that a user who names one mesh axis keeps the others.
     axes = _merged(DEFAULT_AXES, config.axes)
     dcn_axes = _merged(DEFAULT_DCN_AXES, config.dcn_axes)
     problems: list[ShardingError] = []
@@ -37,11 +38,14 @@ def resolve_sizes(config: MeshConfig, *, devices: int, granules: int = 1) -> Mes
         )
     resolved: dict[str, int] = {}
     one_slice = None
+    # Users of several hosts often expect a DCN axis here; within a slice there is none, and the hint says what there
+    # is.
     if granules == 1 and config.granule == "slice":
         one_slice = (
             "a slice may hold many hosts, and these devices form one; for a mesh axis across its hosts, name one in "
             "axes, e.g. axes: {data: 4, host: -1}"
         )
+    # Both groups are resolved even if the first fails, so that all problems are reported at once.
     for group, sizes, total, what, hint in (
         ("axes", axes, devices // granules, f"{_count(devices // granules, 'device')} in one {config.granule}", None),
         ("dcn_axes", dcn_axes, granules, _count(granules, config.granule), one_slice),
@@ -80,6 +84,7 @@ def _absorb(sizes: Mapping[str, int], total: int, *, group: str, what: str, hint
     product = math.prod(fixed.values())
     factors = " × ".join(f"{name} {size}" for name, size in sizes.items())
     if absorbing:
+        # `total / product` would not be whole: no size of the absorbing axis uses every device.
         if total % product:
             near = " or ".join(map(str, nearest_divisors(total, product)))
             raise MeshError(

@@ -66,6 +66,7 @@ class RunRefused(ValueError):
     def __init__(self, errors: Sequence[ValueError], *, exit_code: int):
         self.errors = tuple(errors)
         self.exit_code = exit_code
+        # One problem needs no number; a list of several does.
         if len(self.errors) == 1:
             super().__init__(str(self.errors[0]))
         else:
@@ -76,6 +77,7 @@ class RunRefused(ValueError):
 class NonFiniteResultError(ValueError):
     """A run computed NaN or infinity from finite weights; names the first such value. The run ends with code 1."""
 
+    # Configuration and input were valid, so this is not the code of bad input.
     exit_code = INTERNAL_ERROR
 
     def __init__(self, what: str):
@@ -161,6 +163,7 @@ class RunPlan(Generic[W]):
     saving: tuple[Program, ...] = ()
     workloads: tuple[Workload, ...] = ()
     notes: tuple[str, ...] = ()
+    # Not in the repr: it may hold every batch of a run.
     work: W = field(repr=False)
     resident_bytes: Mapping[str, int] | None = None
     coresident_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -169,6 +172,7 @@ class RunPlan(Generic[W]):
 
     @property
     def loading(self) -> tuple[Program, ...]:
+        # The second model's Programs come after the first one's, in the order in which they are loaded.
         """The Programs that reshard weights after reading."""
         plans = [plan for plan in (self.load, self.second_load) if plan is not None]
         # Both models may be resharded by one Program: a name is one Program.
@@ -187,6 +191,7 @@ class RunPlan(Generic[W]):
     @property
     def errors(self) -> tuple[ValueError, ...]:
         """Errors that every run of this plan meets, with or without devices."""
+        # A check without an exception is a finding for the report only.
         failed = [check.error for check in self.checks if check.status == "error" and check.error is not None]
         return (*failed, *self.sharding.errors, *self.activations.errors)
 
@@ -198,6 +203,7 @@ class RunPlan(Generic[W]):
     @property
     def exit_code(self) -> int:
         """0, or 2 for bad input, or 3 if a large array is replicated (3 wins)."""
+        # Replication is an error of size: it has the code of a run that does not fit, even next to bad input.
         if any(f.kind == "replicated" and f.error is not None for f in self.sharding.findings):
             return DOES_NOT_FIT
         return BAD_INPUT if self.errors else OK
@@ -206,6 +212,7 @@ class RunPlan(Generic[W]):
         """Returns the plan, or raises `RunRefused` with every reason why it cannot run here."""
         errors = (*self.errors, *self.missing)
         if errors:
+            # Missing inputs are errors of a run, not of a plan, so the plan's own code is 0 for them.
             raise RunRefused(errors, exit_code=self.exit_code or BAD_INPUT)
         return self
 
@@ -214,7 +221,9 @@ class RunPlan(Generic[W]):
         lines = [f"{check.status:>9}  {check.name}: {check.message}" for check in self.checks]
         lines += ["", summarize(self.sharding)]
         if self.load is not None:
+            # Loading and saving may have hundreds of Programs; those of the work come first, on a line of their own.
             lines += ["", self.load.summary]
+        # The second plan's name is `load.<model>`: the prefix says nothing in a report.
         if self.second_load is not None:
             lines += ["", f"{self.second_load.name.removeprefix('load.')}: {self.second_load.summary}"]
         lines += ["", "programs: " + " → ".join(program.name for program in self.computing)]

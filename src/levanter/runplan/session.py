@@ -52,6 +52,7 @@ class Session:
         show: whether this process prints to the terminal; only process 0 does.
     """
 
+    # Only for calls from Python; a command passes the id that its processes have agreed on.
     run_id: str = field(default_factory=lambda: secrets.token_hex(4))
     tracker: Recorder = field(default_factory=_Unrecorded)
     show: bool = False

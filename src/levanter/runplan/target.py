@@ -33,6 +33,7 @@ class Target:
     hosts: int = 1
     hbm_bytes: int | None = None
     host_bytes: int | None = None
+    # A function has no useful equality: two targets that differ only in it are the same devices.
     hosts_on: Callable[[MeshSpec], np.ndarray] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -40,11 +41,13 @@ class Target:
         """Memory of a device: its HBM, or its share of its host's memory; None where neither is known."""
         if self.hbm_bytes is not None or self.host_bytes is None:
             return self.hbm_bytes
+        # Every host has the same number of devices, which share its memory.
         return self.host_bytes * self.hosts // self.devices
 
     def host_layout(self, mesh: MeshSpec) -> np.ndarray:
         """Returns the host index of each device of `mesh`, in mesh shape."""
         if self.hosts_on is not None:
             return self.hosts_on(mesh)
+        # By default hosts hold consecutive devices in the row-major order of the mesh.
         per_host = mesh.size // self.hosts
         return (np.arange(mesh.size) // per_host).reshape(tuple(size for _, size in mesh.axes))

@@ -100,6 +100,7 @@ def old_keys(path: tuple[str, ...]) -> tuple[str, ...]:
 
 def _matches(block: str, path: tuple[str, ...]) -> bool:
     components = block.split(".") if block else []
+    # `*` in a row's block stands for any one key (the name of a component).
     return len(components) == len(path) and all(a in ("*", b) for a, b in zip(components, path, strict=True))
 
 

@@ -98,6 +98,7 @@ class Draft:
         self.document = document
         self.changes: list[Change] = []
         self.problems: list[Problem] = []
+        # Which old key wrote a path, so that two old keys that contradict each other are both named.
         self._written_by: dict[Keys, str] = {}
 
     def entry(self, path: Keys) -> Entry | None:
@@ -157,6 +158,7 @@ class Draft:
 
     def move(self, row: OldKey, entry: Entry, block: Keys, edits: Iterable[tuple[Keys, Any]], why: str = "") -> None:
         """Replaces the old key `block.row.name` by edits, and says so."""
+        # Removed before the edits are written: the new key may be the old one with another value.
         self.remove((*block, row.name))
         # Read twice below, and a generator could be read only once.
         edits = tuple(edits)
@@ -184,6 +186,7 @@ def removed(node: MapNode, path: Keys) -> MapNode:
     entry = node.entry(path[0])
     if entry is None or not isinstance(entry.node, MapNode):
         return node
+    # Nodes are immutable, so every mapping on the path is built anew.
     return node.with_entry(replace(entry, node=removed(entry.node, path[1:])))
 
 

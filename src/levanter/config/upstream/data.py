@@ -83,6 +83,7 @@ def _flat(draft: Draft) -> None:
     tracker = document.entry(FLAT_TRACKER.name)
     if tracker is not None:
         draft.move(FLAT_TRACKER, tracker, (), [(("trainer", "tracker"), tracker.node)])
+    # Only keys of a data set move; everything else at the top belongs to the command.
     for key in [key for key in _FLAT if key in document]:
         entry = document.entry(key)
         assert entry is not None
@@ -102,6 +103,7 @@ def translate_data(draft: Draft) -> None:
     single = [key for key in (*_URL_KEYS, "id") if key in block]
     old = block.entry("configs")
     if "components" in block:
+        # Components are today's shape: an old shape beside them would be a second answer to the same question.
         for key in [*single, *(["configs"] if old else [])]:
             entry, new = block.entry(key), block.entry("components")
             assert entry is not None and new is not None
@@ -142,6 +144,7 @@ def _single(draft: Draft, block: MapNode) -> None:
     for key in keys:
         entry = block.entry(key)
         assert entry is not None
+        # A Hub data set has no lists of files.
         if is_hf and key in _URL_KEYS:
             draft.wrong(entry, f"data.{key}", "contradicts `data.id`: a source is either files or a Hub data set")
         home = ".".join((*DATA, "components", SINGLE, *(() if key in _COMPONENT_KEYS else ("source",)), key))
@@ -189,6 +192,7 @@ def _known(draft: Draft, source: MapNode, where: str) -> MapNode:
 def _component(draft: Draft, source: MapNode, path: Keys) -> MapNode:
     """An old source as a component: its own keys under `source`, the rest beside it."""
     inner = [entry for entry in source if entry.key in (*_URL_KEYS, *_HF_KEYS)]
+    # A source with an `id` is one of the Hub; the others are files, which is the default type.
     if "id" in source:
         kind = Entry(key="type", node=from_plain("hf", source.mark), mark=source.mark)
         inner = [kind, *inner]
@@ -214,7 +218,9 @@ def _format(draft: Draft, entry: Entry, path: Keys) -> Entry:
             if written is not None:
                 message = f"contradicts `{row.new}` beside it: they are one key, renamed"
                 draft.wrong(written, ".".join((*path, "format", row.name)), message)
+            # The key has its new name already.
             continue
+        # Where the key is absent its old default is written, because today's default is another one.
         value: Node = from_plain(row.default, entry.mark) if written is None else written.node
         mark = entry.mark if written is None else written.mark
         node = node.without(row.name).with_entry(Entry(key=row.new, node=value, mark=mark))
@@ -238,6 +244,7 @@ def _renamed_formats(draft: Draft) -> None:
 
 def _set_shuffle(draft: Draft, block: MapNode) -> None:
     row = next(row for row in DATA_KEYS if row.name == "shuffle")
+    # The old shapes did not shuffle; today's default does.
     draft.set((*DATA, "shuffle"), False, old="data.shuffle", mark=block.mark)
     change = Change(key="data.shuffle", was="(absent, false)", now="data.shuffle: false", why=row.why)
     draft.changes.append(change)

@@ -62,6 +62,7 @@ def _tasks(draft: Draft) -> None:
     if listed is None or not isinstance(listed.node, ListNode):
         return
     items = tuple(_task(draft, number, item) for number, item in enumerate(listed.node.items))
+    # A list has no path of keys, so its items are rewritten in place instead of moved.
     if items != listed.node.items:
         draft.replace((*HARNESS, "task_spec"), replace(listed.node, items=items, text=None))
 
@@ -89,6 +90,7 @@ def _engine(draft: Draft, block: Keys, counted: OldKey, requested: OldKey) -> No
         size = draft.entry((*block, "page_size"))
         tokens = PAGE_TOKENS if size is None else to_plain(size.node)
         if isinstance(count, int) and isinstance(tokens, int) and not isinstance(count, bool):
+            # Old documents count pages; the length in tokens depends on the page size of the same block.
             draft.move(counted, pages, block, [((*block, "max_seq_len"), count * tokens)])
         else:
             draft.wrong(pages, f"{counted.block}.{counted.name}", f"expected an integer, got {inline(pages.node)}")

@@ -50,6 +50,7 @@ def _lift_base(draft: Draft) -> None:
         return  # where it is no mapping, the decoder says what is wrong with it
     draft.remove((BASE,))
     for entry in block:
+        # Each key is set separately, so that a key that is in both places with another value is reported.
         draft.set((entry.key,), entry.node, old=f"{BASE}.{entry.key}", mark=entry.mark)
     keys = ", ".join(entry.key for entry in block)
     draft.changes.append(

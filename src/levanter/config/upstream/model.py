@@ -35,6 +35,7 @@ def translate_model(draft: Draft) -> None:
 
 def translate_row_length(draft: Draft, takes: Collection[str]) -> None:
     """Gives an entry point that has a length of its own the one that `model.seq_len` was to it."""
+    # Only for entry points with rows of their own, and not over a length that the user wrote.
     old = draft.entry((*MODEL, "seq_len"))
     if old is None or ROW_LENGTH not in takes or draft.entry((ROW_LENGTH,)) is not None:
         return

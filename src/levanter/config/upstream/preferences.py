@@ -40,6 +40,7 @@ def translate_preferences(draft: Draft, earlier: str) -> None:
     if path is not None:
         draft.move(PATH, path, (), [(("reference", "type"), "separate"), (("reference", "model_path"), path.node)])
     if is_hf is not None:
+        # Either of the two old keys means a separate reference model.
         draft.move(IS_HF, is_hf, (), [(("reference", "type"), "separate"), (("reference", "is_hf"), is_hf.node)])
     if begins is not None and to_plain(begins.node) is None:
         draft.ignore(BEGINS, begins, ())
@@ -50,6 +51,7 @@ def translate_preferences(draft: Draft, earlier: str) -> None:
 def _random_a(draft: Draft, block: str) -> None:
     """Where only B is said to begin as 0, A was random: `a_init_mode` came later, and its default contradicts."""
     zero = draft.entry((block, "zero_init_b"))
+    # The contradiction arises only where B is zero by request and A's mode is not stated.
     if zero is None or to_plain(zero.node) is not True or draft.entry((block, "a_init_mode")) is not None:
         return
     key = f"{block}.a_init_mode"

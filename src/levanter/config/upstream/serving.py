@@ -65,6 +65,7 @@ def translate_server(draft: Draft, takes: Collection[str]) -> None:
     """Translates a server's document, where the class that reads it serves."""
     if SERVES not in takes:
         return
+    # Other commands have these keys at the top as well, so they are translated only for a server.
     for row in AT_THE_TOP:
         entry = draft.entry((row.name,))
         if entry is not None:
@@ -78,6 +79,7 @@ def translate_server(draft: Draft, takes: Collection[str]) -> None:
     remaining = draft.entry(BLOCK)
     if remaining is not None and isinstance(remaining.node, MapNode):
         known = [row.name for row in SERVER_KEYS if row.block == "service"]
+        # Whatever is left in `service` is in no table.
         for item in remaining.node:
             draft.wrong(item, f"service.{item.key}", f"unknown key; the keys here are {', '.join(known)}")
         draft.remove(BLOCK)

@@ -66,6 +66,7 @@ def translate_sft(draft: Draft, earlier: str) -> None:
     _moved(draft, BLOCK, ("data", "mixture_block_size"))
     _moved(draft, STRATEGY, ("data", "stop_strategy"))
     shuffled = _row("(shuffle)", "data.shuffle", "pairs were read in an order of their own")
+    # Written explicitly: both shuffled their pairs, whatever the document says.
     draft.set(("data", "shuffle"), True, old="shuffle", mark=draft.document.mark)
     draft.changes.append(Change(key="shuffle", was="(always)", now="data.shuffle: true", why=shuffled.why))
     steps = draft.entry(("hf_save_steps",))
@@ -115,6 +116,7 @@ def _taken(draft: Draft, row: OldKey, default: str, choices: tuple[str, ...] = (
 def _sets(draft: Draft, earlier: str) -> None:
     kind = _taken(draft, KIND, CHAT, (CHAT, HUB))
     fields = {"messages_field": _taken(draft, MESSAGES, "messages")}
+    # The template knows the roles `user` and `assistant`; other names are mapped to them.
     roles = {_taken(draft, INPUT, "user"): "user", _taken(draft, OUTPUT, "assistant"): "assistant"}
     supervised, urls = draft.entry(("supervised_data",)), draft.entry((URLS.name,))
     sets = [] if supervised is None or not isinstance(supervised.node, MapNode) else _named(supervised.node, supervised)

@@ -34,6 +34,7 @@ def translate_supervised(draft: Draft, takes: Collection[str]) -> None:
             draft.wrong(entry, SUPERVISED.name, f"expected a source, or sources by name, got {inline(entry.node)}")
             draft.remove((SUPERVISED.name,))
         return
+    # A single source has the keys of a source; several are a mapping of names.
     single = any(key in entry.node for key in _OF_A_SOURCE)
     sources = [Entry(key=SINGLE, node=entry.node, mark=entry.mark)] if single else list(entry.node)
     edits: list[tuple[Keys, Node]] = []

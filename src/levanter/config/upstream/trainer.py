@@ -62,8 +62,10 @@ def translate_trainer(draft: Draft) -> None:
     if block is None:
         return
     old = {row.name: entry for row in TRAINER_KEYS if (entry := block.entry(row.name)) is not None}
+    # `profiler: {…}` is today's block, not the old switch of the same name.
     if isinstance(old.get("profiler") and old["profiler"].node, MapNode):
         del old["profiler"]  # the new spelling has the same name
+    # `wandb` alone does not make a document old-style: both generations accept it.
     if any(name != WANDB.name for name in old):
         _Mesh(draft, old).translate()
     _profiler(draft, old)
@@ -81,6 +83,7 @@ class _Mesh:
         mesh = draft.block(MESH)
         self.mixed = mesh is not None and bool(mesh.entries)
         self.has_param_mapping = mesh is not None and "param_mapping" in mesh
+        # In a document with a `mesh:` block an absent key has no old default.
         self.replicas = self._int("replica_dcn_axis_size", None if self.mixed else 1)
         # -1 replicas: every slice is a replica, so `data` does not span slices and needs no DCN axis.
         self.spans = self.replicas is not None and self.replicas != -1
@@ -134,11 +137,13 @@ class _Mesh:
         return [((*MESH, "batch_axis_name"), self.batch)] if "batch_axis" in self.old else []
 
     def _axis_resources(self) -> list[tuple[Keys, Any]]:
+        # Explicit tensor parallelism and the batch come after `axis_resources` in the old generation, and win.
         rules = {n: v for n, v in self.resources.items() if n not in self.parallel and n != self.batch}
         return [((*MESH, "shared_mapping"), rules)] if rules else []
 
     def _tensor_parallel_axes(self) -> list[tuple[Keys, Any]]:
         is_written = "tensor_parallel_axes" in self.old
+        # Nothing is sharded over a model axis of size 1, so today's defaults change nothing there.
         if not is_written and (self.mixed or self._int("model_axis_size", 1) == 1):
             return []
         # Today mlp and heads are mapped by default. An old document that does not list them means replication, so they
@@ -155,6 +160,7 @@ class _Mesh:
 
     def _parameter_axis_resources(self) -> list[tuple[Keys, Any]]:
         rules = self._mapping("parameter_axis_resources")
+        # The FSDP axes come last in the old generation, and win over the rules for single parameters.
         rules = {n: v for n, v in rules.items() if n not in (self._names("fsdp_axis", "embed") or ())}
         return [((*MESH, "param_mapping"), rules)] if rules else []
 
@@ -201,6 +207,7 @@ class _Mesh:
         value = absent if entry is None else to_plain(entry.node)
         if value is None:
             return None
+        # No axis name has a comma: this is a list that was written as one string.
         if isinstance(value, str) and "," in value:
             assert entry is not None
             names = ", ".join(part.strip() for part in value.split(","))
@@ -232,6 +239,7 @@ class _Mesh:
             if unknown and entry is not None and not self.mixed:
                 message = f"{axis} → {', '.join(unknown)}: not a mesh axis of that generation (data, model, replica)"
                 self.draft.wrong(entry, f"trainer.{name}", message + did_you_mean(unknown[0], physical))
+            # In a mixed document a name that is not an old mesh axis is one of the new `mesh:` block.
             meshes = [m for n in names for m in physical.get(n, [n])]
             result[axis] = None if not meshes else meshes[0] if len(meshes) == 1 else meshes
         return result
@@ -247,6 +255,7 @@ def _profiler(draft: Draft, old: Mapping[str, Entry]) -> None:
             draft.move(row, entry, TRAINER, [((*block, row.name.removeprefix("profiler_")), entry.node)])
             continue
         edits: list[tuple[Keys, Any]] = [((*block, "enabled"), entry.node)]
+        # The old profiler recorded 100 steps by default.
         if to_plain(entry.node) is True and "profiler_num_steps" not in old:
             edits.append(((*block, "num_steps"), 100))
         draft.move(row, entry, TRAINER, edits)

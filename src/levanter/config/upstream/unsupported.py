@@ -1,9 +1,9 @@
-"""Upstream's options that are read and not carried: asking for one is refused, or said to have no effect.
+"""Upstream's options that are read and not supported: a request for one is refused, or reported to have no effect.
 
-No configuration class has these keys. They are taken out of a document before it is decoded, so documents of either
-generation keep working; what a document *asks for* this way (anything but null, false or `none`) travels beside the
-configuration, in `levanter.config.Written`, and becomes a check of the run's plan. To carry one of them, give it to
-its class and take its row away.
+No configuration class has these keys. They are removed from a document before it is decoded, so documents of either
+generation keep working. What a document *requests* this way (anything but null, false or `none`) is recorded beside the
+configuration, in `levanter.config.ExplicitKeys`, and becomes a check of the run's plan. To support one of them, add the
+key to its class and remove its row.
 """
 
 from collections.abc import Collection, Mapping
@@ -107,17 +107,18 @@ NOT_CARRIED: tuple[NotCarried, ...] = (
 
 def unsupported_rows(path: Keys, takes: Collection[str]) -> Mapping[str, NotCarried]:
     """The rows of the mapping at `path` by name, for a document whose class takes the keys `takes` at the top."""
+    # Rows are looked up by the mapping that contains the key, for hints about misspelt keys as well.
     rows = (row for row in NOT_CARRIED if row.path[:-1] == path)
     return {row.name: row for row in rows if path or row.applies_to(takes)}
 
 
 def asks(value: object) -> bool:
-    """Whether a value asks for something."""
+    """Whether a value requests the option."""
     return value not in (None, False, "none", "")
 
 
 def take_out(document: MapNode, takes: Collection[str]) -> tuple[MapNode, tuple[NotCarried, ...]]:
-    """A document without these keys, and the rows of those that ask for something.
+    """A document without these keys, and the rows of those that the document requests.
 
     Args:
         document: in today's spelling otherwise.
@@ -130,5 +131,6 @@ def take_out(document: MapNode, takes: Collection[str]) -> tuple[MapNode, tuple[
             continue
         if asks(to_plain(entry.node)):
             requested.append(row)
+        # The key is removed also where it requests nothing: no class has it.
         document = removed(document, row.path)
     return document, tuple(requested)
