@@ -27,17 +27,18 @@ def _quick_gelu(x: jax.Array) -> jax.Array:
 
 
 def _gelu_10(x: jax.Array) -> jax.Array:
+    # Hugging Face's `ClippedGELUActivation(-10, 10)`.
     return jnp.clip(jax.nn.gelu(x, approximate=False), -10, 10)
 
 
 @jax.custom_jvp
 def _silu_with_division(x: jax.Array) -> jax.Array:
-    """`x · sigmoid(x)`, whose derivative ends in a division.
+    """`x · sigmoid(x)`, with a derivative that ends in a division.
 
-    The gradient of a gate is read by two products, that for the weights and that for the input. XLA for CPUs computes
-    cheap operations again for each reader, in the reader's order: for a weight's product that is column by column,
-    with each of four arrays read across its rows, a fifth of a small model's whole step. A division is dear enough to
-    be done once.
+    Two products read the gradient of a gate: that for the weights and that for the input. XLA for CPUs recomputes cheap
+    operations for each reader, in the reader's order: for the product of the weights that is column by column, and
+    reading four arrays across their rows took a fifth of a small model's whole step. A division is expensive enough
+    that XLA computes it once.
     """
     return x / (1 + jnp.exp(-x))
 
@@ -45,6 +46,7 @@ def _silu_with_division(x: jax.Array) -> jax.Array:
 @_silu_with_division.defjvp
 def _silu_slope(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     (x,), (tangent,) = primals, tangents
+    # With d = 1 + e⁻ˣ, sigmoid(x) = 1/d and the slope is 1/d · (1 + x · (1 − 1/d)).
     below = 1 + jnp.exp(-x)
     return x / below, tangent / below * (1 + x * (1 - 1 / below))
 
@@ -60,7 +62,7 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
         "gelu": _gelu,
         "gelu_python": _gelu,
         "gelu_10": _elementwise(_gelu_10),
-        # The same function, by several ways to compute it.
+        # One function under the names of several implementations in Hugging Face.
         "gelu_new": _gelu_tanh,
         "gelu_fast": _gelu_tanh,
         "gelu_accurate": _gelu_tanh,

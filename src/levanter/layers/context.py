@@ -1,4 +1,4 @@
-"""What every mixer of a stack reads beside its own activations, as one value."""
+"""`MixerContext`: the inputs of a forward pass that all mixers of a stack share, besides activations."""
 
 from collections.abc import Mapping
 
@@ -9,21 +9,20 @@ from levanter.layers.attention.kv_cache import NewPositions
 from levanter.layers.attention.mask import AttentionMask
 
 RotaryTables = Mapping[str, tuple[NamedArray, NamedArray]]
-"""Cosines and sines (`RotaryConfig.tables`) by the names that layers know them by."""
+"""Name of a rotary table, as layers refer to it → cosines and sines (`RotaryConfig.tables`)."""
 
 
 class MixerContext(eqx.Module):
-    """What is the same for all layers of a forward pass.
+    """The inputs that are the same for all layers of a forward pass.
 
-    A mixer is called as `mixer(x, context, state)` and returns what it mixed and its new state. The state is what a
-    layer remembers from one call to the next (keys and values, a recurrence); it is None where a call sees the whole
-    sequence, and then costs nothing.
+    A mixer is called as `mixer(x, context, state)` and returns its output and its new state. The state is what a layer
+    keeps from one call to the next (keys and values, a recurrence); it is None if a call has the whole sequence.
 
     Attributes:
         mask: which positions see which.
-        tables: the rotary tables of these positions.
-        positions: the position of each token, `[…, position]`; None where it is its index.
-        new: where the tokens belong in what layers remember; None where a call sees whole sequences.
+        tables: the rotary tables for these positions.
+        positions: the position of each token, `[…, position]`; None if it is the index.
+        new: the cache positions of the tokens; None if a call has whole sequences.
     """
 
     mask: AttentionMask

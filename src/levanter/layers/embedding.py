@@ -27,13 +27,13 @@ class Embedding(eqx.Module):
     def __call__(self, ids: NamedArray) -> NamedArray:
         """The rows of `ids`: `[*ids.axes, embed]`. Constraint point: the result.
 
-        With `vocab` sharded, XLA's partitioner turns the gather into a local, masked one and an all-reduce of the rows
-        it found (a test reads the compiled program): the table itself never moves.
+        With `vocab` sharded, XLA's partitioner turns the gather into a local masked gather and an all-reduce of the
+        rows (a test reads the compiled program): the table itself is never moved.
         """
         return hax.auto_sharded(as_operand(self.weight).rows(ids, "vocab"))
 
     def as_linear(self) -> Linear:
-        """The same table as a projection from `embed` to `vocab`: the output head of a model whose weights are tied."""
+        """The same table as a projection from `embed` to `vocab`, for a model with tied weights."""
         return Linear(weight=self.weight, bias=None, In=("embed",))
 
 
@@ -56,12 +56,13 @@ class PositionEmbedding(eqx.Module):
 
         Args:
             positions: of tokens, `[…, position]`.
-            in_branches: whether a sequence is of several texts that branch from trunks: it may be longer than the table
-                then, as who placed the branches knows that no text is.
+            in_branches: whether a sequence holds several texts that branch from trunks. It may then be longer than the
+                table; the caller that placed the branches has checked that no text is.
 
         Raises:
             ValueError: a sequence is longer than the table.
         """
+        # Renamed, because the ids have an axis `position` too, of another size.
         table = self.weight.rename({"position": "row"})
         Row, Pos = table.resolve_axis("row"), positions.resolve_axis("position")
         if Pos.size > Row.size and not in_branches:
@@ -73,11 +74,12 @@ class PositionEmbedding(eqx.Module):
 
 
 def positions_in_segments(segment_ids: NamedArray) -> NamedArray:
-    """For each token how many of its segment are before it; segments are contiguous. `[…, position]`, int32."""
+    """The number of tokens before each token in its segment, `[…, position]`, int32; segments are contiguous."""
     ids = segment_ids.rearrange((..., "position"))
     index = jnp.broadcast_to(jnp.arange(ids.array.shape[-1], dtype=jnp.int32), ids.array.shape)
     begins = jnp.concatenate(
         [jnp.ones_like(ids.array[..., :1], dtype=bool), ids.array[..., 1:] != ids.array[..., :-1]], axis=-1
     )
+    # The running maximum of the segments' first indices is the first index of the segment that a token is in.
     start = jax.lax.cummax(jnp.where(begins, index, 0), axis=index.ndim - 1)
     return hax.named(index - start, ids.axes)

@@ -1,6 +1,7 @@
-"""`LayerSpec`: a kind of layer as one value: a mixer, a feed-forward part, and how they join the residual stream.
+"""`LayerSpec`, the configuration of a kind of layer: mixer, feed-forward part, and how they join the residual stream.
 
-Layers of one model may differ in any of it, weights included (`models.decoder.spec` says how such layers are scanned).
+Layers of one model may differ in all of these, weights included; `models.decoder.spec` explains how such layers are
+scanned.
 """
 
 from collections.abc import Mapping
@@ -13,9 +14,9 @@ from levanter.layers.norm import NormSpec
 from levanter.layers.protocols import AttentionGroup, FeedForward, Mixer, Part, Shapes, merged_axes
 
 NormPlace = Literal["input_layernorm", "post_attention_layernorm", "post_attn_layernorm", "post_mlp_layernorm"]
-"""Where a layer may have norms: before the mixer, before the feed-forward part, on the mixer's output, on the
-feed-forward part's output. The names are Llama's (and this project's attribute names); checkpoints of other families
-call them otherwise."""
+"""Positions of norms in a layer: before the mixer, before the feed-forward part, on the mixer's output, on the
+feed-forward part's output. The names are Llama's and are this project's attribute names; checkpoints of other families
+use other names."""
 
 PRE_NORMS: tuple[NormPlace, ...] = ("input_layernorm", "post_attention_layernorm")
 POST_NORMS: tuple[NormPlace, ...] = ("post_attn_layernorm", "post_mlp_layernorm")
@@ -27,8 +28,8 @@ class ResidualSpec:
     """How the parts of a layer join the residual stream.
 
     Attributes:
-        norm: what kind its norms are.
-        norms: where it has norms.
+        norm: the configuration of its norms.
+        norms: their positions in the layer.
         parallel: whether both parts read the layer's input (GPT-NeoX), instead of one after the other.
     """
 
@@ -42,9 +43,9 @@ class LayerSpec:
     """A kind of layer.
 
     Attributes:
-        mixer: the part in which positions see each other; the window and the rotary table of attention included.
-        feed_forward: the part behind it (or beside it); None for a layer without.
-        residual: how they join the residual stream.
+        mixer: the part in which positions see each other, with the window and the rotary table of attention.
+        feed_forward: the part after it, or parallel to it; None for a layer without.
+        residual: how both join the residual stream.
     """
 
     mixer: Mixer
@@ -58,12 +59,12 @@ class LayerSpec:
 
     @property
     def norm(self) -> NormSpec:
-        """What kind its norms are."""
+        """The configuration of its norms."""
         return self.residual.norm
 
     @property
     def norms(self) -> tuple[NormPlace, ...]:
-        """Where it has norms: those of a feed-forward part are left out where there is none."""
+        """The positions of its norms; without a feed-forward part, those of the mixer only."""
         return tuple(place for place in self.residual.norms if self.feed_forward is not None or place in MIXER_NORMS)
 
     @property
@@ -74,21 +75,23 @@ class LayerSpec:
     @property
     def axes(self) -> Mapping[str, Axis]:
         """The axes of its weights, by name."""
+        # Parts may have an axis of one name in different sizes, of which a mapping must divide every one.
         return merged_axes(axis for part in self.parts for axis in part.axes)
 
     @property
     def tensor_axes(self) -> tuple[tuple[str, ...], ...]:
-        """What tensor parallelism shards; see `Part`."""
+        """The axes that tensor parallelism shards; see `Part`."""
+        # A dict instead of a set: unique, and in the order of the parts on every process.
         return tuple(dict.fromkeys(cut for part in self.parts for cut in part.tensor_axes))
 
     @property
     def activations(self) -> Shapes:
-        """What its parts constrain by the compute mapping."""
+        """The activations that its parts constrain by the compute mapping."""
         return {name: axes for part in self.parts for name, axes in part.activations.items()}
 
     @property
     def saved(self) -> Shapes:
-        """What its parts name for gradient checkpointing."""
+        """The activations that its parts name for gradient checkpointing."""
         return {name: axes for part in self.parts for name, axes in part.saved.items()}
 
     @property
@@ -103,5 +106,5 @@ class LayerSpec:
 
     @property
     def state_axes(self) -> Mapping[str, tuple[str, ...]]:
-        """What it carries from call to call while text is generated; see `Mixer`."""
+        """The arrays that it carries from call to call during generation; see `Mixer`."""
         return self.mixer.state_axes

@@ -1,14 +1,14 @@
-"""`Linear`: a projection between sets of named axes, by a matrix in whatever representation it comes.
+"""`Linear`: a projection between sets of named axes, by a matrix in any representation.
 
-An *operand* is what a projection multiplies by: a matrix over named axes that can be multiplied (`dot`), multiplied by
-groups of rows (`ragged_dot`) and looked up in (`rows`). A plain array of weights is the usual one (`Dense`); a product
-of two thin matrices, or integers with a scale a channel, are others. `Linear` and `Embedding` ask their operand and
-never look at the numbers themselves, and nobody looks at them past `Linear` and `Embedding`: whoever brings another
-representation writes an `Operand` and puts it in the place of the array.
+An *operand* is the matrix of a projection over named axes. It supports products (`dot`), products of groups of rows
+(`ragged_dot`) and lookups (`rows`). The usual operand is a plain array of weights (`Dense`); others are a matrix plus a
+product of two low-rank factors, and integers with a scale per channel. `Linear` and `Embedding` only call the methods
+of their operand, and no other code reads their weights. A new representation is a subclass of `Operand` that replaces
+the array.
 
-Unlike `haliax.nn.Linear`, `Linear` constrains nothing: where an activation is pinned to the mesh is the model's
-decision, at its named constraint points, so a projection whose output joins a differently sharded residual stream ends
-in a reduce-scatter and not in an all-reduce.
+Unlike `haliax.nn.Linear`, `Linear` applies no sharding constraint. The model constrains activations at its named
+constraint points, so a projection whose output joins a differently sharded residual stream ends in a reduce-scatter
+instead of an all-reduce.
 """
 
 from abc import abstractmethod
@@ -24,52 +24,51 @@ from levanter.layers.param_roles import role
 
 
 class Operand(eqx.Module):
-    """A matrix over named axes, or a stack of them, in a representation of its own.
+    """A matrix over named axes, or a stack of matrices, in some representation.
 
-    Its arrays are `NamedArray`s, so that mappings place them by their axes. Where one carries an axis of the matrix, it
-    is sharded along with it, and what a part of the arrays gives must be that part of the result: inside
-    `jax.shard_map` an operand is made of a device's own parts, and the products over a contracted axis that is sharded
-    are added up.
+    Its arrays are `NamedArray`s, so mappings shard them by their axes. Inside `jax.shard_map` an operand consists of
+    the device's shards of these arrays, and its products must be the device's shard of the result; products over a
+    contracted axis that is sharded are partial sums, which the caller adds up over the devices.
     """
 
     @property
     @abstractmethod
     def axes(self) -> tuple[Axis, ...]:
-        """The axes of the matrix that this stands for."""
+        """The axes of the matrix that the operand represents."""
 
     @abstractmethod
     def dot(self, x: NamedArray, axis: tuple[str, ...], *, dtype: DTypeLike | None = None) -> NamedArray:
-        """The product with `x`, contracting `axis`; other axes that both have are gone through together.
+        """The product with `x`, contracting `axis`; other axes that both have are batch axes.
 
         Args:
-            x: what is multiplied; it has all of `axis`.
-            axis: the contracted axes. Beside the projection's own these may be axes that count its copies (`expert`).
+            x: an array with all of `axis`.
+            axis: the contracted axes: those of the projection, and possibly axes of stacked matrices (`expert`).
             dtype: of the sums and the result; that of `x` by default.
         """
 
     @abstractmethod
     def ragged_dot(self, x: NamedArray, axis: str, sizes: NamedArray) -> NamedArray:
-        """The product of each group of rows with a matrix of its own.
+        """The product of each group of rows with the group's matrix.
 
         Args:
-            x: `[token, axis]`, the rows of one group after those of another.
+            x: `[token, axis]`, group by group.
             axis: the contracted axis.
-            sizes: how many rows each group has, int32, over the axis that counts the matrices.
+            sizes: number of rows of each group, int32, over the axis of the stacked matrices.
 
         Returns:
-            `[token, out]`. What it holds in rows behind the last group is not defined.
+            `[token, out]`. The contents of rows behind the last group are undefined.
         """
 
     @abstractmethod
     def rows(self, ids: NamedArray, axis: str) -> NamedArray:
-        """The entries `ids` of `axis`: the axes of `ids` in the place of it."""
+        """The entries `ids` of `axis`; in the result, the axes of `ids` replace it."""
 
 
 class Dense(Operand):
-    """The matrix as it is.
+    """A matrix as a plain array.
 
     Attributes:
-        array: its values.
+        array: the weights.
     """
 
     array: NamedArray
@@ -85,6 +84,7 @@ class Dense(Operand):
         (Group,) = sizes.axes
         (Token,) = (a for a in x.axes if a.name != axis)
         (Out,) = (a for a in self.axes if a.name not in (axis, Group.name))
+        # `jax.lax.ragged_dot` takes `[rows, in]`, `[groups, in, out]` and the group sizes.
         matrices = self.array.rearrange((Group.name, axis, Out.name)).array
         product = jax.lax.ragged_dot(x.rearrange((Token.name, axis)).array, matrices, sizes.array)
         return hax.named(product, (Token, Out))
@@ -94,7 +94,7 @@ class Dense(Operand):
 
 
 def as_operand(weight: NamedArray | Operand) -> Operand:
-    """A weight as an operand: an array stands for itself."""
+    """A weight as an operand: an array becomes `Dense`."""
     return weight if isinstance(weight, Operand) else Dense(weight)
 
 
@@ -102,7 +102,7 @@ class Linear(eqx.Module):
     """`y = W x + b`, contracting the axes of `In`.
 
     Attributes:
-        weight: `[*Out, *In]`, the order of Hugging Face's matrices; or another representation of such a matrix.
+        weight: `[*Out, *In]`, the order of Hugging Face's matrices; or an `Operand` that represents such a matrix.
         bias: `[*Out]`, or None.
         In: names of the contracted axes.
     """
@@ -122,12 +122,12 @@ class Linear(eqx.Module):
 
     @property
     def operand(self) -> Operand:
-        """What is multiplied by."""
+        """The weight as an operand."""
         return as_operand(self.weight)
 
     @property
     def Out(self) -> tuple[Axis, ...]:
-        """The axes of the matrix that are not contracted, those that count its copies included."""
+        """The axes of the matrix that are not contracted, including those of stacked matrices."""
         return tuple(axis for axis in self.operand.axes if axis.name not in self.In)
 
     def __call__(self, x: NamedArray, *, dtype: DTypeLike | None = None) -> NamedArray:
@@ -140,4 +140,5 @@ class Linear(eqx.Module):
         y = self.operand.dot(x, self.In, dtype=dtype)
         if self.bias is None:
             return y
+        # JAX runs with strict dtype promotion: a bias in the weights' dtype cannot be added to float32 sums.
         return y + (self.bias if dtype is None else self.bias.astype(dtype))

@@ -1,8 +1,8 @@
-"""`LowRank`: a matrix plus a product of two thin ones, as what a projection multiplies by.
+"""`LowRank`: an operand that is a matrix plus a product of two low-rank factors (LoRA).
 
-`y = W x + s · B (A x)` with `A: [low_rank, *In]`, `B: [*Out, low_rank]` (Hu et al., arXiv:2106.09685). W may be in any
-representation. The sum W + s · B A is never made: what is computed beside `W x` is as thin as the rank. Everything is
-linear in the operand's arrays, so a device's own parts of A and B give that part of the result, as operands must.
+`y = W x + s · B (A x)` with `A: [low_rank, *In]`, `B: [*Out, low_rank]` (Hu et al., arXiv:2106.09685). W may have any
+representation. The sum W + s · B A is never computed; the additional activations have the size of the rank. The result
+is linear in A and in B, so a device's shards of them give its shard of the result, as `Operand` requires.
 """
 
 import equinox as eqx
@@ -22,11 +22,11 @@ class LowRank(Operand):
 
     Attributes:
         base: W, `[*Out, *In]`.
-        a: A, `[low_rank, *In]`; with the axes that count copies of the matrix.
-        b: B, `[*Out, low_rank]`; likewise.
+        a: A, `[low_rank, *In]`, with the axes of stacked matrices.
+        b: B, `[*Out, low_rank]`, with the same.
         scale: s.
-        dropout: of what A is multiplied by, the share that is left out; where there is a key.
-        key: random bits of that, uint32; None where nothing is left out. What is multiplied by groups of rows is whole.
+        dropout: probability that an element of the input of A is dropped; applies only with a key.
+        key: random bits of the dropout, uint32; None for no dropout. `ragged_dot` never drops.
     """
 
     base: NamedArray | Operand
@@ -42,15 +42,20 @@ class LowRank(Operand):
 
     def dot(self, x: NamedArray, axis: tuple[str, ...], *, dtype: DTypeLike | None = None) -> NamedArray:
         whole = as_operand(self.base).dot(x, axis, dtype=dtype)
-        # Copies that are contracted (`expert`) are in both factors, and contracted with the second one.
+        # Both factors have contracted axes of stacked matrices (`expert`): A is applied for each of them, and the
+        # product with B sums over them.
         copies = tuple(name for name in axis if any(axis_.name == name for axis_ in self.b.axes))
         inner = tuple(name for name in axis if name not in copies)
         thin = hax.dot(self._dropped(x), self.a, axis=inner) * self.scale
+        # `[…, low_rank]`, rounded to the inputs' dtype: the second product takes operands of one dtype.
         added = hax.dot(thin.astype(x.dtype), self.b, axis=(*copies, RANK), preferred_element_type=dtype)
         return whole + added.astype(whole.dtype).rearrange(whole.axes)
 
     def _dropped(self, x: NamedArray) -> NamedArray:
-        """What is left of `x`, as large as it was on average: the same on every mesh, and whenever it is made again."""
+        """`x` with dropout, scaled to keep its mean; the same on every mesh and in recomputation.
+
+        The random bits depend on the key and the axes of the whole array only.
+        """
         if self.key is None or self.dropout == 0:
             return x
         kept = hax.random.bernoulli(self.key.array, x.axes, 1 - self.dropout)
@@ -60,12 +65,13 @@ class LowRank(Operand):
         whole = as_operand(self.base).ragged_dot(x, axis, sizes)
         (Token,) = (axis_ for axis_ in x.axes if axis_.name != axis)
         thin = as_operand(self.a).ragged_dot(x, axis, sizes) * self.scale
-        # What lies behind the last group is not defined, and must not come into a product.
+        # Rows behind the last group are undefined, maybe NaN: as zeros they cannot reach the second product's results.
         thin = hax.where(hax.arange(Token) < jnp.sum(sizes.array), thin, 0.0).rearrange(thin.axes)
         return whole + as_operand(self.b).ragged_dot(thin.astype(x.dtype), RANK, sizes).rearrange(whole.axes)
 
     def rows(self, ids: NamedArray, axis: str) -> NamedArray:
         whole = as_operand(self.base).rows(ids, axis)
+        # The looked-up axis belongs to one of the factors: `[*ids, low_rank]` of it, all of the other.
         of_rows = any(axis_.name == axis for axis_ in self.b.axes)
         a, b = (self.a, self.b.take(axis, ids)) if of_rows else (self.a.take(axis, ids), self.b)
         return whole + (hax.dot(a, b, axis=RANK) * self.scale).astype(whole.dtype).rearrange(whole.axes)

@@ -1,6 +1,6 @@
 """Feed-forward blocks: gated, `down(act(gate(x)) · up(x))` (SwiGLU; Shazeer, arXiv:2002.05202), and plain.
 
-An `MlpSpec` says which one a block has, as a value; `init` makes it.
+An `MlpSpec` is the configuration of a block; its `init` returns the module.
 """
 
 from dataclasses import dataclass
@@ -40,6 +40,7 @@ class GatedMlp(eqx.Module):
             gate = saved(hax.auto_sharded(self.gate_proj(x)), "gate")
         with jax.named_scope("up_proj"):
             up = saved(hax.auto_sharded(self.up_proj(x)), "up")
+        # Unnamed for checkpointing: the backward pass recomputes this cheap product from gate and up.
         gated = ACTIVATIONS[self.activation](gate) * up
         with jax.named_scope("down_proj"):
             return self.down_proj(gated)
@@ -71,7 +72,7 @@ class PlainMlp(eqx.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class MlpSpec:
-    """What a feed-forward block is, as a value.
+    """The configuration of a feed-forward block.
 
     Attributes:
         Embed: axis of the residual stream.
@@ -106,12 +107,12 @@ class MlpSpec:
 
     @property
     def activations(self) -> Shapes:
-        """What it constrains: the features inside."""
+        """The activations it constrains: the features inside."""
         return {"mlp hidden": (self.Mlp,)}
 
     @property
     def saved(self) -> Shapes:
-        """What it names: see `layers.saved`."""
+        """The activations it names for gradient checkpointing; see `layers.remat_names`."""
         return dict.fromkeys(("gate", "up") if self.gated else ("up",), (self.Mlp,))
 
     def init(self, *, key: jax.Array) -> GatedMlp | PlainMlp:

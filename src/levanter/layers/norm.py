@@ -1,8 +1,8 @@
 """Normalizations, computed in float32: RMSNorm (Zhang and Sennrich, arXiv:1910.07467) and LayerNorm (arXiv:1607.06450).
 
-Families differ in small things that change numbers, so they are all here: Gemma's weights are offsets from 1; Gemma and
-OLMo round to the input's dtype after the weight and not before; OLMo normalizes queries over all heads together.
-A `NormSpec` says which norm a model has, as a value; `init` makes it.
+Families differ in details that change numbers: Gemma's weights are offsets from 1; Gemma and OLMo round to the input's
+dtype after the product with the weight, not before; OLMo normalizes queries over all heads together. A `NormSpec` is
+the configuration of a norm; its `init` returns the module.
 """
 
 from dataclasses import dataclass
@@ -21,11 +21,11 @@ class RMSNorm(eqx.Module):
 
     Attributes:
         weight: along the normalized axes, or None.
-        axis: the normalized axis' name, or several that are normalized together.
+        axis: name of the normalized axis, or names of several that are normalized together.
         eps: added to the mean square.
-        offset: added to the weight; 1 where weights are stored as differences from 1.
-        rounding: whether the quotient is rounded to the input's dtype before the weight is applied (Llama and most
-            others) or only the product (Gemma, OLMo). In float32 they are the same.
+        offset: added to the weight; 1 if weights are stored as differences from 1.
+        rounding: whether the quotient is rounded to the input's dtype before the product with the weight (Llama and
+            most others), or only the product is rounded (Gemma, OLMo). In float32 both give the same result.
     """
 
     weight: NamedArray | None = eqx.field(metadata=role("norm"))
@@ -47,6 +47,7 @@ class RMSNorm(eqx.Module):
         if self.weight is None:
             return quotient.astype(x.dtype)
         if self.rounding == "quotient":
+            # The weight multiplies in its own dtype, that of the compute policy, as in Hugging Face's `LlamaRMSNorm`.
             weight = self.weight + self.offset if self.offset else self.weight
             return quotient.astype(x.dtype) * weight
         weight = self.weight.astype(jnp.float32)
@@ -80,6 +81,7 @@ class LayerNorm(eqx.Module):
 
     def __call__(self, x: NamedArray) -> NamedArray:
         exact = x.astype(jnp.float32)
+        # The variance is the mean square of the centered values: mean(x²) − mean(x)² cancels in float32.
         centered = exact - hax.mean(exact, self.axis)
         y = centered * hax.rsqrt(hax.mean(hax.square(centered), self.axis) + self.eps)
         if self.weight is not None:
@@ -94,14 +96,14 @@ Norm = RMSNorm | LayerNorm
 
 @dataclass(frozen=True, kw_only=True)
 class NormSpec:
-    """What a model's norms are, as a value.
+    """The configuration of a model's norms.
 
     Attributes:
         kind: `rms` or `layer`.
         eps: added to the mean square, or to the variance.
         use_weight: whether there is a weight.
         use_bias: whether there is a bias (`layer` only).
-        offset: see `RMSNorm`; the stored weight is initialized to 1 minus this.
+        offset: see `RMSNorm`; the stored weight is initialized to 1 − `offset`.
         rounding: see `RMSNorm`.
     """
 
@@ -113,7 +115,7 @@ class NormSpec:
     rounding: Literal["quotient", "product"] = "quotient"
 
     def init(self, axis: Axis | tuple[Axis, ...]) -> Norm:
-        """A norm over `axis` that begins by scaling with 1."""
+        """A norm over `axis` whose initial scale is 1."""
         if self.kind == "layer":
             assert isinstance(axis, Axis), f"LayerNorm is over one axis, not {axis}"
             return LayerNorm.init(axis, eps=self.eps, use_weight=self.use_weight, use_bias=self.use_bias)

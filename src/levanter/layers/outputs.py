@@ -1,14 +1,14 @@
-"""What a forward pass gives: activations, and named sums that its layers made on the way.
+"""The result of a forward pass: activations, and named auxiliary sums that layers computed.
 
 `Sums` are float32 scalars by name. The names are static, so sums can be carried through a scan over layers, added up
-over microbatches, and returned from a jitted function. A forward pass is asked for some names and starts with
-`Sums.zeros(names)`; a layer that makes sums returns them beside its activations as `Outputs`, a layer that makes none
-returns its activations alone, and whoever calls the layer adds up those that were asked for:
+over microbatches, and returned from a jitted function. The caller of a forward pass requests some names, and the pass
+starts with `Sums.zeros(names)`. A layer with auxiliary sums returns them together with its activations as `Outputs`; a
+layer without any returns its activations alone. The caller of the layer adds up the requested ones:
 
-    made = Outputs.of(self.mlp(x))                       # an array, or Outputs
-    Outputs(x + made.activations, asked.plus(made.auxiliary))
+    outputs = Outputs.of(self.mlp(x))                       # an array, or Outputs
+    Outputs(x + outputs.activations, requested.plus(outputs.auxiliary))
 
-So a model may have layers of several kinds, each with sums of its own, and sums that nobody asked for are dead code.
+So a model may have layers of several kinds with different sums, and sums that were not requested are dead code.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,7 +22,7 @@ from jax.tree_util import DictKey, register_pytree_with_keys_class
 
 @register_pytree_with_keys_class
 class Sums(Mapping[str, jax.Array]):
-    """Float32 scalars by name, in the order in which they were named: a frozen mapping, and a pytree.
+    """Float32 scalars by name, in insertion order: an immutable mapping, and a pytree.
 
     Args:
         values: name → scalar.
@@ -35,20 +35,21 @@ class Sums(Mapping[str, jax.Array]):
 
     @staticmethod
     def zeros(names: Iterable[str] = ()) -> "Sums":
-        """Sums of nothing, under some names."""
+        """Sums that are zero, with these names."""
         return Sums({name: jnp.float32(0) for name in names})
 
     def plus(self, other: "Sums") -> "Sums":
-        """These sums with what of `other` has a name among them; the rest of `other` is dropped."""
+        """Adds the sums of `other` that have a name in `self`; the others are dropped."""
+        # The names stay those of `self`: a scan's carry must keep its structure whatever a layer returns.
         return Sums({name: value + other[name] if name in other else value for name, value in self._values.items()})
 
     def __add__(self, other: "Sums") -> "Sums":
-        """Name by name; both have the same names."""
+        """Adds sums with the same names."""
         assert self._values.keys() == other._values.keys(), (tuple(self), tuple(other))
         return self.plus(other)
 
     def __mul__(self, factor: jax.Array | float) -> "Sums":
-        """Each of them times a scalar."""
+        """Multiplies each sum by a scalar."""
         return Sums({name: value * factor for name, value in self._values.items()})
 
     def __getitem__(self, name: str) -> jax.Array:
@@ -64,22 +65,23 @@ class Sums(Mapping[str, jax.Array]):
         return f"Sums({self._values})"
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[object, jax.Array], ...], tuple[str, ...]]:
-        """Values by key, and the names, for JAX."""
+        """For JAX: the values with their keys, and the names as static data."""
         return tuple((DictKey(name), value) for name, value in self._values.items()), tuple(self._values)
 
     @classmethod
     def tree_unflatten(cls, names: tuple[str, ...], values: Iterable[jax.Array]) -> "Sums":
-        """Sums of these names, for JAX."""
+        """For JAX: the inverse of `tree_flatten_with_keys`."""
+        # No conversion: JAX also passes placeholders and abstract values here.
         return cls(dict(zip(names, values, strict=True)))
 
 
 class Outputs(eqx.Module):
-    """What a model, or a part of one, gives for an input.
+    """The result of a model or a sublayer.
 
     Attributes:
         activations: `[…, embed]`.
-        auxiliary: sums over layers. What a single layer adds is a mean over the tokens of the call, so that it does
-            not grow with the batch; whoever adds it to a loss that is a sum over tokens multiplies it by their number.
+        auxiliary: sums over layers. The term of a single layer is a mean over the tokens of the call, so that it does
+            not grow with the batch; a loss that is a sum over tokens must multiply it by their number.
     """
 
     activations: NamedArray
@@ -87,5 +89,5 @@ class Outputs(eqx.Module):
 
     @staticmethod
     def of(result: "NamedArray | Outputs") -> "Outputs":
-        """What a part of a layer returned: `Outputs`, or activations alone where it makes no sums."""
+        """Wraps the result of a sublayer, which is `Outputs`, or activations alone if it has no auxiliary sums."""
         return result if isinstance(result, Outputs) else Outputs(activations=result)

@@ -1,11 +1,11 @@
-"""What an array of a module is for: its *role*, declared where the array is declared.
+"""The *role* of a parameter in its module (matrix, bias, norm, …), declared with the field.
 
     class Linear(eqx.Module):
         weight: NamedArray = eqx.field(metadata=role("matrix"))
 
-Whoever treats parameters by their kind (no weight decay for norms, Muon for matrices) asks for the role. A role holds
-for everything below the field, so a model may say `head` of a whole projection; of two, the inner one is what the array
-is, and the outer one says where it stands.
+Code that treats parameters by kind (no weight decay for norms, Muon for matrices) reads the role. A role holds for all
+arrays below the field, so a model may declare `head` for a whole projection. Where two fields on a path declare roles,
+the inner one is the kind of the array and the outer one its use in the model.
 """
 
 import dataclasses
@@ -15,8 +15,9 @@ from typing import Literal
 import haliax as hax
 
 Role = Literal["matrix", "bias", "norm", "embedding", "sink", "head"]
-"""A matrix that is multiplied by; what is added to its product; scales and offsets of a norm; a table of rows that are
-looked up; scores of attention that belong to no key; the projection from activations to logits."""
+"""`matrix`: a factor of a product; `bias`: added to the product; `norm`: scales and offsets of a norm; `embedding`: a
+table whose rows are looked up; `sink`: attention scores that belong to no key; `head`: the projection from activations
+to logits."""
 
 _KEY = "role"
 _OF_HALIAX: Mapping[type, Mapping[str, Role]] = {
@@ -25,7 +26,7 @@ _OF_HALIAX: Mapping[type, Mapping[str, Role]] = {
     hax.nn.LayerNorm: {"weight": "norm", "bias": "norm"},
     hax.nn.RmsNorm: {"weight": "norm", "bias": "norm"},
 }
-"""Roles of fields of modules that cannot declare them."""
+"""Roles of the fields of Haliax's own modules, which cannot declare them."""
 
 
 def role(name: Role) -> Mapping[str, Role]:
@@ -34,7 +35,8 @@ def role(name: Role) -> Mapping[str, Role]:
 
 
 def declared_role(module: object, name: str) -> Role | None:
-    """The role that a module declares for one of its fields; None where it declares none."""
+    """The role that a module declares for one of its fields; None if it declares none."""
+    # The exact type: a subclass of a Haliax module may give its fields other meanings, and can declare roles itself.
     if type(module) in _OF_HALIAX:
         return _OF_HALIAX[type(module)].get(name)
     if not dataclasses.is_dataclass(module):

@@ -1,11 +1,11 @@
-"""What a layer is made of, as values: mixers, which let positions see each other, and feed-forward parts, which do not.
+"""Interfaces of the parts of a layer: mixers, in which positions see each other, and feed-forward parts.
 
-The *spec* of a part makes its module, and answers what others ask before any array exists: which axes its weights have,
-which of them tensor parallelism shards, which activations it pins to the mesh, which it names for gradient
-checkpointing, how much it computes, what it carries from call to call while text is generated. Whoever plans, searches
-or counts asks the specs, and knows no kind of layer by name.
+The *spec* of a part is its configuration. It creates the module, and describes it before any array exists: the axes of
+its weights, those that tensor parallelism shards, the activations that it constrains to the mesh or names for gradient
+checkpointing, its operations, and the state that it carries from call to call during generation. Planning, search and
+FLOP counts read the specs only, so they work for any kind of layer.
 
-An activation is given by its axes beside those of the batch and of the position.
+An activation is described by its axes other than batch and position.
 """
 
 import math
@@ -18,15 +18,15 @@ import jax
 from haliax import Axis
 
 Shapes = Mapping[str, tuple[Axis, ...]]
-"""Name of an activation → its axes beside batch and position."""
+"""Name of an activation → its axes other than batch and position."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionGroup:
-    """Layers whose queries see equally far.
+    """Layers whose queries have the same window.
 
     Attributes:
-        features: of all query heads of these layers: `layers · heads · head_size`.
+        features: number of query features of these layers: `layers · heads · head_size`.
         window: how many keys a query sees, itself included; None for all before it.
     """
 
@@ -49,17 +49,17 @@ class Part(Protocol):
 
     @property
     def tensor_axes(self) -> tuple[tuple[str, ...], ...]:
-        """What tensor parallelism shards: axes by name, and together (major first) those that share the devices."""
+        """The axes that tensor parallelism shards; axes in one tuple (major first) are sharded together."""
         ...
 
     @property
     def activations(self) -> Shapes:
-        """What it constrains by the compute mapping."""
+        """The activations that it constrains by the compute mapping."""
         ...
 
     @property
     def saved(self) -> Shapes:
-        """What it names for gradient checkpointing (`layers.saved`)."""
+        """The activations that it names for gradient checkpointing (`layers.remat_names`)."""
         ...
 
     @property
@@ -75,8 +75,8 @@ class Part(Protocol):
 class FeedForward(Part, Protocol):
     """The spec of a feed-forward part: `MlpSpec`, `ExpertsSpec`.
 
-    Its module maps `[…, embed]` to itself: to an array, or to `Outputs` where it makes sums too. Where it has an
-    `advance`, that is called in its place for tokens that continue what a cache holds: the same, as suits few tokens.
+    Its module maps `[…, embed]` to the same axes and returns an array, or `Outputs` if it has auxiliary sums. If it has
+    a method `advance`, generation calls that instead: the same function, implemented for few tokens.
     """
 
 
@@ -89,12 +89,12 @@ class Mixer(Part, Protocol):
 
     @property
     def attribute(self) -> str:
-        """The layer's attribute that the module becomes, which is in the paths of its leaves: `self_attn`, `mixer`."""
+        """The name of the module in the layer, and so in the paths of its leaves: `self_attn`, `mixer`."""
         ...
 
     @property
     def attention_groups(self) -> tuple[AttentionGroup, ...]:
-        """The query features whose products with keys cost operations; empty where there are none."""
+        """The query features whose products with keys cost operations; empty if there are none."""
         ...
 
     @property
@@ -104,7 +104,7 @@ class Mixer(Part, Protocol):
 
     @property
     def state_axes(self) -> Mapping[str, tuple[str, ...]]:
-        """What it carries from call to call while text is generated: names of axes beside the batch's.
+        """The arrays that it carries from call to call during generation: name → names of axes other than batch.
 
         An array with `key_position` grows with the text; one without it does not.
         """
@@ -114,7 +114,7 @@ class Mixer(Part, Protocol):
 def merged_axes(axes: Iterable[Axis]) -> dict[str, Axis]:
     """The axes by name.
 
-    An axis that parts have in several sizes gets their greatest common divisor: what divides that divides each.
+    An axis that occurs in several sizes gets their greatest common divisor, because a divisor of it divides all sizes.
     """
     merged: dict[str, Axis] = {}
     for axis in axes:

@@ -1,12 +1,12 @@
-"""Weights as 8-bit integers with a scale per output channel: `Int8Matrix`, and a model whose projections are such.
+"""Weights as 8-bit integers with a scale per output channel: `Int8Matrix`, and models with such projections.
 
 Symmetric, per output channel: with the contracted axes `In`, `scale = max |w| / 127` over *all* of them, and
-`q = round(w / scale)` in [−127, 127]. The maximum is that of the entire axis, however it is sharded, so the integers
-are the same on every mesh. `y = (x · q) · scale`: the scale comes in after the reduction, sums are float32, and the
+`q = round(w / scale)` in [−127, 127]. The maximum is over the entire axis, however it is sharded, so the integers are
+the same on every mesh. `y = (x · q) · scale`: the scale is applied after the reduction, sums are float32, and the
 integers are converted inside the product. An element is off by at most half a scale, so |Δy| ≤ ½ · scale · ‖x‖₁.
 
-What is quantized is every `Linear` but a router, experts each on their own, and the output head. Embeddings, norms and
-biases stay as they are.
+Every `Linear` except routers is quantized, each expert separately, and so is the output head. Embeddings, norms and
+biases are not.
 """
 
 import dataclasses
@@ -28,16 +28,16 @@ from levanter.layers.linear import Linear, Operand
 M = TypeVar("M")
 
 LARGEST = 127
-"""The largest integer: the range is symmetric, −128 is not used."""
+"""The largest integer; the range is symmetric, so −128 is not used."""
 STEP = np.float32(1 / LARGEST)
 SMALLEST_SCALE = np.finfo(np.float32).tiny
-"""A channel with a smaller scale is 0: it is not a normal number, and platforms differ about others."""
+"""Smaller scales are set to 0: they are subnormal, and platforms differ in whether they flush subnormals to zero."""
 EXPERT = "expert"
 COPIES = ("layers", EXPERT)
-"""Axes that count copies of a matrix."""
+"""Axes of stacked matrices."""
 ROUTER = "router"
-"""What mixtures of experts call the projection that chooses among them. It stays as it is: it is small, and what it
-decides is discrete."""
+"""Attribute name of the projection that chooses among experts. It is not quantized: it is small, and its result is a
+discrete choice."""
 
 
 class Int8Matrix(Operand):
@@ -45,7 +45,7 @@ class Int8Matrix(Operand):
 
     Attributes:
         q: int8, `[*Out, *In]`.
-        scale: float32, `[*Out]`; axes that count copies of the matrix (`layers`, `expert`) are among those of `Out`.
+        scale: float32, `[*Out]`; axes of stacked matrices (`layers`, `expert`) are among `Out`.
     """
 
     q: NamedArray
@@ -57,6 +57,7 @@ class Int8Matrix(Operand):
 
     def dot(self, x: NamedArray, axis: tuple[str, ...], *, dtype: DTypeLike | None = None) -> NamedArray:
         scale_axes = {axis_.name for axis_ in self.scale.axes}
+        # A contracted axis that the scale has (`expert`) cannot be summed before the scale is applied: its sum follows.
         copies = tuple(name for name in axis if name in scale_axes)
         contracted = tuple(name for name in axis if name not in scale_axes)
         product = hax.dot(x, self.q.astype(x.dtype), axis=contracted, preferred_element_type=jnp.float32)
@@ -73,6 +74,8 @@ class Int8Matrix(Operand):
         rows = x.rearrange((Token.name, axis)).array
         product = jax.lax.ragged_dot(rows, matrices, sizes.array, preferred_element_type=jnp.float32)
         scales = self.scale.rearrange((Group.name, Out.name)).array
+        # The scales of each row's group. `total_repeat_length` makes the shape static; rows behind the last group get
+        # the last scales, and their results are undefined anyway.
         of_row = jnp.repeat(scales, sizes.array, axis=0, total_repeat_length=Token.size)
         return hax.named((product * of_row).astype(x.dtype), (Token, Out))
 
@@ -82,15 +85,15 @@ class Int8Matrix(Operand):
         return (entries * scale).rearrange(entries.axes)
 
     def matrix(self) -> NamedArray:
-        """What it stands for, in float32."""
+        """The matrix that it represents, in float32."""
         return (self.q.astype(jnp.float32) * self.scale).rearrange(self.q.axes)
 
 
 def int8_matrix(weight: NamedArray, In: tuple[str, ...]) -> Int8Matrix:
-    """A matrix as integers and scales; traced under jit, with a collective where a contracted axis is sharded.
+    """Quantizes a matrix; traced under jit, with a collective if a contracted axis is sharded.
 
-    A channel that holds a number which is not finite gets an infinite scale and integers of 0, so that its products are
-    NaN as they would have been. A channel of zeros, such as padding, has a scale of 0.
+    A channel with a value that is not finite gets an infinite scale and integers of 0, so that its products are NaN as
+    those of the original would be. A channel of zeros, such as padding, has the scale 0.
 
     Args:
         weight: `[*Out, *In]`, floating.
@@ -98,12 +101,12 @@ def int8_matrix(weight: NamedArray, In: tuple[str, ...]) -> Int8Matrix:
     """
     exact = weight.astype(jnp.float32)
     finite = hax.isfinite(exact)
-    # Infinite instead of NaN: what a maximum over devices makes of NaN is up to the platform.
+    # Infinity instead of NaN: the maximum of NaNs over devices depends on the platform.
     size = hax.max(hax.where(finite, hax.abs(exact), math.inf), In)
     scale = size * STEP
     scale = hax.where(scale < SMALLEST_SCALE, 0.0, scale)
     usable = (scale > 0) & hax.isfinite(scale)
-    # A product with the reciprocal, because compilers make one of a quotient, and not always.
+    # Multiply by the reciprocal explicitly: compilers rewrite some divisions that way, so results would differ.
     inverse = hax.where(usable, 1 / hax.where(usable, scale, 1.0), 0.0)
     scaled = hax.where(finite, exact, 0.0) * inverse
     q = hax.clip(hax.round(scaled), -LARGEST, LARGEST).astype(jnp.int8)
@@ -111,13 +114,13 @@ def int8_matrix(weight: NamedArray, In: tuple[str, ...]) -> Int8Matrix:
 
 
 def projections(model: PyTree) -> Mapping[str, Linear]:
-    """All projections of a model by path."""
+    """All projections of a model, by path."""
     flat = jax.tree_util.tree_flatten_with_path(model, is_leaf=_is_linear)[0]
     return {path_string(keys): x for keys, x in flat if isinstance(x, Linear)}
 
 
 def quantizable(model: PyTree) -> Mapping[str, Linear]:
-    """The projections of a model that can be int8, by path: those whose weight is an array, but no router."""
+    """The projections of a model that can be int8, by path: those whose weight is an array, except routers."""
     return {
         path: linear
         for path, linear in projections(model).items()
@@ -130,11 +133,11 @@ def _is_linear(x: object) -> bool:
 
 
 def with_int8(model: M, chosen: Callable[[str], bool]) -> M:
-    """`model`, whose arrays may be abstract, with int8 matrices in the place of some projections' weights, abstract.
+    """Replaces the weights of some projections by abstract int8 matrices.
 
     Args:
-        model: with projections of `quantizable`.
-        chosen: whether the projection at a path is replaced.
+        model: its arrays may be abstract.
+        chosen: whether to replace the weight of the projection at a path; only `quantizable` ones are replaced.
     """
     linears = quantizable(model)
 
@@ -149,10 +152,10 @@ def with_int8(model: M, chosen: Callable[[str], bool]) -> M:
 
 
 def contracted_first(model: M) -> M:
-    """`model`, abstract, whose projections have their contracted axes before those of their results.
+    """An abstract model whose projections have their contracted axes before the axes of their results.
 
-    A product of a few rows on a CPU reads such a matrix as it lies. Where results have several axes, as queries have,
-    the other order is laid out anew in every layer of every step.
+    On a CPU, products with few rows read such a matrix in place. In the other order, if the result has several axes, as
+    queries have, the matrix is transposed in every layer of every step.
     """
 
     def visit(x: object) -> object:
@@ -165,17 +168,18 @@ def contracted_first(model: M) -> M:
 
 
 def _contracted_first(axes: tuple[Axis, ...], In: tuple[str, ...]) -> tuple[Axis, ...]:
-    """Axes that count copies, then the contracted ones, then those of the result."""
+    """Axes of stacked matrices, then the contracted axes, then those of the result."""
     copies = tuple(axis for axis in axes if axis.name in COPIES and axis.name not in In)
     inner = tuple(axis for axis in axes if axis.name in In)
     return (*copies, *inner, *(axis for axis in axes if axis not in copies and axis not in inner))
 
 
 def with_untied_head(model: M) -> M:
-    """A model whose head is its embedding table, with a head of its own, abstract, of the table's axes and dtype.
+    """Adds a separate abstract head, with the axes and dtype of the embedding table, to a model with tied weights.
 
-    What has no place for one is returned as it is.
+    A model that has a head, or no attribute `lm_head`, is returned unchanged.
     """
+    # `model` as the default is not None, so a missing attribute counts as a head.
     if getattr(model, "lm_head", model) is not None:
         return model
     head: Linear = model.head  # pyright: ignore[reportAttributeAccessIssue]
@@ -186,11 +190,11 @@ def with_untied_head(model: M) -> M:
 
 
 def abstract_int8(axes: tuple[Axis, ...], In: tuple[str, ...]) -> Int8Matrix:
-    """An int8 matrix over these axes without memory.
+    """An abstract int8 matrix over these axes.
 
-    Where several axes are contracted, they come first, behind those that count copies of the matrix: a product of a few
-    rows on a TPU reads integers as they lie if the axes of its result are the innermost, and lays them out anew in each
-    layer otherwise (half of an output projection's cycles of a decode step).
+    If several axes are contracted, they come first, after axes of stacked matrices: on a TPU, products with few rows
+    read the integers in place if the axes of the result are innermost, and otherwise transpose them in each layer (half
+    of an output projection's cycles in a decode step).
     """
     Out = tuple(axis for axis in axes if axis.name not in In)
     if len(In) > 1:

@@ -1,13 +1,13 @@
-"""Rotary position embeddings (RoPE): positions as rotations of feature pairs, and the ways to stretch their reach.
+"""Rotary position embeddings (RoPE): positions as rotations of feature pairs, and scalings for longer contexts.
 
-A head's features are taken as pairs `(i, i + size/2)`; pair `i` at position `p` is rotated by `p · frequency[i]`
-(Su et al., RoFormer, arXiv:2104.09864, in the half-split layout that Hugging Face checkpoints use). A *scaling* changes
-the frequencies, and for YaRN also the length of the rotated vectors, so that a model works beyond the context it was
-trained on. One config class per scaling, chosen by `type:` in YAML.
+A head's features form pairs `(i, i + size/2)`; pair `i` at position `p` is rotated by `p · frequency[i]` (Su et al.,
+RoFormer, arXiv:2104.09864, in the half-split layout of Hugging Face checkpoints). A *scaling* changes the frequencies,
+and YaRN also the length of the rotated vectors, so that a model works beyond its training context. There is one config
+class per scaling, chosen by `type:` in YAML.
 
-Frequencies are a handful of float32 numbers that follow from the config alone: they are computed on the host with
-NumPy, so they are the same on every platform and no array exists outside `jit`. The tables of cosines and sines over
-positions are computed inside it.
+The frequencies are a few float32 numbers that depend on the config only. They are computed on the host with NumPy, so
+they are the same on every platform and no array exists outside `jit`. The tables of cosines and sines over positions
+are computed inside `jit`.
 """
 
 import math
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryConfig(Ranged, draccus.ChoiceRegistry):
-    """What every rotary embedding has.
+    """The fields that all rotary embeddings have.
 
     Attributes:
         theta: base of the geometric series of wavelengths.
-        partial_rotary_factor: fraction of a head's features that is rotated; the others pass unchanged.
+        partial_rotary_factor: fraction of a head's features that is rotated; the others are unchanged.
     """
 
     range_prefix: ClassVar[str] = "rope."
@@ -40,11 +40,11 @@ class RotaryConfig(Ranged, draccus.ChoiceRegistry):
 
     @classmethod
     def default_choice_name(cls) -> str:
-        """What a rotary configuration without `type` is: the plain one."""
+        """The choice if the configuration has no `type`: no scaling."""
         return "default"
 
     def rotated_size(self, head_size: int) -> int:
-        """How many leading features of a head are rotated."""
+        """The number of leading features of a head that are rotated."""
         size = int(head_size * self.partial_rotary_factor)
         if size % 2 or size < 2:
             raise ValueError(f"rotary embeddings rotate features in pairs, but {size} of {head_size} would be rotated")
@@ -61,7 +61,7 @@ class RotaryConfig(Ranged, draccus.ChoiceRegistry):
 
     @property
     def amplitude(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """The factor of cosines and sines."""
         return 1.0
 
     def tables(self, HeadSize: "Axis", positions: "NamedArray", *, length: int) -> "tuple[NamedArray, NamedArray]":
@@ -72,11 +72,14 @@ class RotaryConfig(Ranged, draccus.ChoiceRegistry):
             positions: integer positions, any axes.
             length: positions in the sequence (the largest position + 1 where positions start at 0).
         """
+        # Imported here: configs are read in processes that never import JAX.
         import haliax as hax
         import jax.numpy as jnp
 
         frequency = self.frequencies(HeadSize.size, length)
         Rotated = HeadSize.resize(self.rotated_size(HeadSize.size))
+        # Features i and i + size/2 are one pair and turn by the same angle. Angles are float32: in bfloat16, positions
+        # above 256 would be rounded.
         both_halves = hax.named(jnp.asarray(np.concatenate([frequency, frequency])), Rotated)
         angles = positions.astype(jnp.float32).broadcast_axis(Rotated).rearrange((..., Rotated)) * both_halves
         amplitude = np.float32(self.amplitude)
@@ -90,8 +93,8 @@ def apply_rotary(x: "NamedArray", cos: "NamedArray", sin: "NamedArray", HeadSize
 
     Args:
         x: queries or keys, `[…, head_size]`.
-        cos: cosines from `RotaryConfig.tables`; its axes are a subset of those of `x`, but for the rotated size.
-        sin: the sines that belong to them.
+        cos: cosines from `RotaryConfig.tables`; its axes are a subset of those of `x`, except for the rotated size.
+        sin: the sines, over the same axes.
         HeadSize: the axis of a head's features.
     """
     import haliax as hax
@@ -103,6 +106,7 @@ def apply_rotary(x: "NamedArray", cos: "NamedArray", sin: "NamedArray", HeadSize
         rotated = x[HeadSize, 0 : Rotated.size]
         rest = x[HeadSize, Rotated.size : HeadSize.size]
     half = Rotated.size // 2
+    # (a, b) rotated by 90° is (−b, a), so x·cos + quarter_turn·sin is the rotation by the angle.
     quarter_turn = hax.concatenate(Rotated, [-rotated[Rotated, half : Rotated.size], rotated[Rotated, 0:half]])
     out = (rotated * cos.astype(x.dtype) + quarter_turn * sin.astype(x.dtype)).rearrange(rotated.axes)
     return out if rest is None else hax.concatenate(HeadSize, [out, rest])
@@ -110,6 +114,7 @@ def apply_rotary(x: "NamedArray", cos: "NamedArray", sin: "NamedArray", HeadSize
 
 def _geometric(theta: float, size: int) -> np.ndarray:
     """The unscaled frequencies θ^(−2i/size), float32, in the order of operations of the reference implementation."""
+    # 1 / θ^x instead of θ^(−x): the two differ in the last bit, which positions in the thousands multiply.
     exponent = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
     return np.float32(1.0) / np.power(np.float32(theta), exponent)
 
@@ -120,7 +125,7 @@ class DefaultRotaryConfig(RotaryConfig):
     """RoPE as published (arXiv:2104.09864).
 
     Attributes:
-        factor: positions are divided by it; 1 leaves them (the key exists for upstream's configs).
+        factor: divisor of the positions; 1 leaves them unchanged (the key exists for upstream's configs).
     """
 
     factor: PositiveFloat = 1.0
@@ -165,6 +170,7 @@ class DynamicRotaryConfig(RotaryConfig):
         if size <= 2:
             raise ValueError(f"dynamic RoPE needs more than 2 rotated features in a head, got {size}")
         original = self.original_max_position_embeddings
+        # Up to the original context the growth is factor − (factor − 1) = 1.
         growth = self.factor * max(length, original) / original - (self.factor - 1)
         return _geometric(self.theta * growth ** (size / (size - 2)), size)
 
@@ -172,7 +178,7 @@ class DynamicRotaryConfig(RotaryConfig):
 @RotaryConfig.register_subclass("llama3")
 @dataclass(frozen=True, kw_only=True)
 class Llama3RotaryConfig(RotaryConfig):
-    """Llama 3.1's scaling: long wavelengths are stretched by `factor`, short ones kept, those between blended.
+    """Llama 3.1's scaling: long wavelengths are stretched by `factor`, short ones kept, intermediate ones blended.
 
     Source: `apply_scaling` in Meta's llama-models; Llama 3, arXiv:2407.21783, section 3.4.
 
@@ -180,7 +186,7 @@ class Llama3RotaryConfig(RotaryConfig):
         factor: stretch of the long wavelengths.
         low_freq_factor: wavelengths above `original / low_freq_factor` are stretched.
         high_freq_factor: wavelengths below `original / high_freq_factor` are kept.
-        original_max_position_embeddings: the context before the stretch.
+        original_max_position_embeddings: the context length before the scaling.
     """
 
     theta: float = 500000.0
@@ -203,6 +209,7 @@ class Llama3RotaryConfig(RotaryConfig):
         wavelength = np.float32(2 * math.pi) / kept
         original = self.original_max_position_embeddings
         low, high = self.low_freq_factor, self.high_freq_factor
+        # The share of the kept frequency: 0 at the wavelength original / low, 1 at original / high, linear in between.
         keep = (np.float32(original) / wavelength - np.float32(low)) / np.float32(high - low)
         blended = (1 - keep) * stretched + keep * kept
         between = np.where(wavelength > np.float32(original / low), stretched, blended)
@@ -215,11 +222,11 @@ class YarnRotaryConfig(RotaryConfig):
     """YaRN: interpolation by parts, and attention sharpened by longer rotated vectors (Peng et al., arXiv:2309.00071).
 
     Attributes:
-        factor: stretch of the context.
-        original_max_position_embeddings: the context before the stretch.
+        factor: ratio of the new context length to the original one.
+        original_max_position_embeddings: the context length before the scaling.
         beta_fast: pairs that turn more often than this over the original context are kept.
-        beta_slow: pairs that turn less often than this are interpolated; those between are blended.
-        attention_factor: amplitude of the tables; None takes the paper's `0.1 · ln(factor) + 1`, or with both
+        beta_slow: pairs that turn less often than this are interpolated; pairs in between are blended.
+        attention_factor: amplitude of the tables; None for the paper's `0.1 · ln(factor) + 1`, or with both
             `mscale`s the ratio of `0.1 · mscale · ln(factor) + 1` and the same with `mscale_all_dim` (DeepSeek).
         mscale: see `attention_factor`; alone it may only be 1.
         mscale_all_dim: see `attention_factor`.
@@ -240,8 +247,7 @@ class YarnRotaryConfig(RotaryConfig):
         if self.attention_factor is None and (self.mscale or 1.0) != 1.0 and not self.mscale_all_dim:
             raise ValueError(
                 f"rope.mscale {self.mscale} without mscale_all_dim: Hugging Face ignores it and other implementations "
-                "do "
-                "not; give both, or set attention_factor"
+                "do not; give both, or set attention_factor"
             )
 
     @property
@@ -261,11 +267,14 @@ class YarnRotaryConfig(RotaryConfig):
         size = self.rotated_size(head_size)
         kept = _geometric(self.theta, size)
         interpolated = kept / np.float32(self.factor)
+        # Frequencies fall with the index of the pair: below `low` pairs are kept, above `high` interpolated.
         low, high = self._pair_turning(self.beta_fast, size), self._pair_turning(self.beta_slow, size)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
+        # `size − 1`, not `size / 2 − 1`: the reference implementation's limit, which pairs never reach.
         low, high = max(low, 0), min(high, size - 1)
         if low == high:
+            # As in the reference implementation, to avoid a division by zero.
             high += 0.001
         pair = np.arange(size // 2, dtype=np.float32)
         interpolate = np.clip((pair - np.float32(low)) / np.float32(high - low), 0, 1)
@@ -273,6 +282,7 @@ class YarnRotaryConfig(RotaryConfig):
 
     def _pair_turning(self, turns: float, size: int) -> float:
         """The (fractional) index of the pair that makes `turns` rotations over the original context."""
+        # Solves original · θ^(−2i/size) = 2π · turns for i.
         original = self.original_max_position_embeddings
         return size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
@@ -280,16 +290,16 @@ class YarnRotaryConfig(RotaryConfig):
 @RotaryConfig.register_subclass("longrope")
 @dataclass(frozen=True, kw_only=True)
 class LongRotaryConfig(RotaryConfig):
-    """LongRoPE: every pair has a stretch of its own, one set for short and one for long sequences (arXiv:2402.13753).
+    """LongRoPE: a divisor per pair, one set for short and one for long sequences (arXiv:2402.13753).
 
-    A sequence of more positions than the original context has the long set for all of its positions, as in Hugging
-    Face, where the number is that of the whole (padded) sequence.
+    A sequence with more positions than the original context uses the long set for all positions. As in Hugging Face,
+    the number of positions is that of the whole (padded) sequence.
 
     Attributes:
-        short_factor: what each pair's frequency is divided by in sequences within the original context.
+        short_factor: divisor of each pair's frequency for sequences within the original context.
         long_factor: the same for longer sequences.
-        original_max_position_embeddings: the context before the stretch.
-        factor: stretch of the context, from which the amplitude of the tables follows.
+        original_max_position_embeddings: the context length before the scaling.
+        factor: ratio of the new context length to the original one; it determines the amplitude of the tables.
         attention_factor: amplitude of the tables; None is `√(1 + ln(factor) / ln(original context))`.
     """
 
@@ -321,4 +331,5 @@ class LongRotaryConfig(RotaryConfig):
         long = length > self.original_max_position_embeddings
         stretch = np.asarray(self.long_factor if long else self.short_factor, np.float32)
         exponent = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
+        # In this order, as in Hugging Face: dividing `_geometric` by the stretch would round twice.
         return np.float32(1.0) / (stretch * np.power(np.float32(self.theta), exponent))

@@ -1,11 +1,11 @@
-"""`LayerMatrices`: the matrices of a stack of layers, each by itself, as what a scanned projection multiplies by.
+"""`LayerMatrices`: an operand of scanned projections that stores the matrix of each layer as an array of its own.
 
-A loop over stacked weights takes each layer out of the stack. XLA for CPUs writes what it takes to memory and then
-multiplies by it, which is most of the time of a few rows' products. Here the loop goes over the layers' numbers, and
-the products over a branch for each: only its own array is read, where it lies, and all that is not a product is
-compiled once for all layers.
+A loop over stacked weights slices each layer out of the stack. XLA for CPUs copies the slice to memory and then
+multiplies by it, which is most of the time of products with few rows. Here the loop is over the layers' numbers, and
+each product is a branch on the number: it reads only the layer's own array, in place, and everything but the products
+is compiled once for all layers.
 
-The number comes from the stack: whoever goes through the layers gives it to them first (`numbered`).
+The caller assigns the numbers before it loops over the layers (`numbered`).
 """
 
 import dataclasses
@@ -27,11 +27,12 @@ LAYERS = "layers"
 
 
 class LayerMatrices(Operand):
-    """A matrix for each layer, all of the same axes.
+    """A matrix per layer, all with the same axes.
 
     Attributes:
         matrices: in the order of the layers, without the axis `layers`.
-        number: which of them is meant, int32: `[layers]` in the stack, a scalar in a layer; None until `numbered`.
+        number: the index of a layer's matrix, int32: `[layers]` in the stack, a scalar inside the loop; None until
+            `numbered`.
     """
 
     matrices: tuple[Operand, ...]
@@ -44,6 +45,7 @@ class LayerMatrices(Operand):
 
     @property
     def axes(self) -> tuple[Axis, ...]:
+        # Inside the loop `number` has lost its axis `layers`, and this operand stands for one layer's matrix.
         matrix_axes = self.matrices[0].axes
         return matrix_axes if self.number is not None and not self.number.axes else (self.Layers, *matrix_axes)
 
@@ -57,15 +59,17 @@ class LayerMatrices(Operand):
         return self._switch_over_layers(lambda matrix, ids: matrix.rows(ids, axis), ids)
 
     def _switch_over_layers(self, product: Callable[..., NamedArray], *inputs: NamedArray) -> NamedArray:
-        assert self.number is not None and not self.number.axes, "a layer's matrices are multiplied by inside its stack"
-        # Under `jit` it is traced for the first layer and known for the others.
+        assert self.number is not None and not self.number.axes, (
+            "LayerMatrices outside of a loop over `numbered` layers"
+        )
+        # The matrices have the same shapes, so under `jit` the product is traced once and reused for all branches.
         product = jax.jit(product)
         branches = [partial(product, matrix) for matrix in self.matrices]
         return jax.lax.switch(self.number.array, branches, *inputs)
 
 
 def numbered(stack: M) -> M:
-    """A stack of layers that know their numbers, for a loop over its axis `layers`."""
+    """A stack of layers whose `LayerMatrices` have their numbers, for a loop over the axis `layers`."""
 
     def visit(x: object) -> object:
         if not isinstance(x, LayerMatrices):
