@@ -2,14 +2,14 @@
 
 `compile_programs("levanter.main.plan:describe", payload, target="v4-256")` starts a worker process that describes the
 run again from the same config, compiles each Program with the real compiler of the target, and reports. A program
-that does not fit is a value here (`Refused`), not an exception; so is everything else the compiler says. What is an
-exception: a compiler that crashes (`CompileCrash`, exit code 4), libtpu that is not installed (`LibtpuMissing`), bad
-input found by the worker (`WorkerBadInput`), and Ctrl-C, after which the worker and what it left behind are gone.
-Answers for pods are kept (`kept`): what was asked before is answered by what the compiler said then. Several runs that
-will be asked for (the candidates of a search) are compiled side by side beforehand (`compile_ahead`).
+that does not fit is a value here (`Refused`), not an exception. These are exceptions: a compiler that crashes
+(`CompileCrash`, exit code 4), a libtpu that is not installed (`LibtpuMissing`), bad input that the worker finds
+(`WorkerBadInput`), and Ctrl-C, which also ends the worker and removes its files. Results for pods are cached on disk
+(`kept`): a Program that was compiled before is read from the cache. `compile_ahead` compiles the Programs of several
+runs (the candidates of a search) in parallel before `compile_programs` reads them.
 
-Words. *worker*: the process that compiles (`levanter.plan.compile_worker` says how it is told what to). *local*: the
-devices of this machine, compiled for in the same way.
+A *worker* is the process that compiles (`levanter.plan.compile_worker` documents its request). The target *local* is
+the devices of this machine.
 """
 
 import importlib.util
@@ -65,14 +65,14 @@ class Compiled:
     """A program that fits.
 
     Attributes:
-        name: the Program's.
-        mesh: what it was compiled for.
+        name: of the Program.
+        mesh: the mesh that it was compiled for.
         memory: on one device.
-        figures: cycles and collectives; `None` where the compiler's text could not be had (`text_error` says why).
+        figures: cycles and collectives; `None` where the compiler returned no text (`text_error` says why).
         coordinates: of each device in row-major mesh order: slice, torus coordinates, core; `None` off TPUs.
         lower_seconds: time to trace and lower.
         compile_seconds: time in the compiler.
-        kept_since: when it was compiled, in seconds since the epoch, where that was not now but the answer was kept.
+        kept_since: when it was compiled, in seconds since the epoch; `None` where it was compiled now, not cached.
     """
 
     name: str
@@ -89,8 +89,8 @@ class Compiled:
     def peak_bytes(self) -> int:
         """Bytes on a device that count against its memory.
 
-        On a TPU the compiler's own peak. Elsewhere temporaries are one allocation beside inputs and results, which the
-        peak that is stated there leaves out.
+        On a TPU the compiler's peak. Elsewhere the stated peak leaves out the temporaries, which are one allocation in
+        addition to inputs and results, so the total counts.
         """
         stated = self.memory.peak if self.coordinates is not None else None
         return stated or self.memory.total
@@ -98,7 +98,7 @@ class Compiled:
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """A program that the compiler says does not fit."""
+    """A program that the compiler refuses because it does not fit the device."""
 
     name: str
     mesh: MeshSpec
@@ -124,22 +124,21 @@ def compile_programs(
     kept: CompileCache | None = None,
     plan: RunPlan | None = None,
 ) -> tuple[Outcome, ...]:
-    """Compiles what `function` describes.
+    """Compiles the Programs of the run that `function` describes.
 
     Args:
         function: `package.module:name` or `file.py:name`; called in the worker with (payload, `Target`), returns a
             `RunPlan` or anything else with a `mesh` and `programs`.
         payload: plain JSON values.
         target: an accelerator, or `local`.
-        programs: names of those to compile, in the order in which they are taken up; all if empty.
-        compiler_options: over each Program's own; what is compiled must be what runs, so these are for experiments.
+        programs: names of those to compile, in the order in which workers take them; all if empty.
+        compiler_options: added to each Program's options. The run does not have them, so these are for experiments.
         import_paths: prepended to the worker's import path.
-        keep_text: a folder in which the compiler's text of each program stays.
+        keep_text: a folder in which the compiler's text of each program is written and stays.
         on_event: called with each line of the worker's report as it comes (`devices`, `described`, `compiling`,
             `outcome`).
-        kept: where answers of pods' compilers are kept and looked for; None for compiling everything anew.
-        plan: what `function` describes, where the caller has described it already: with it an answer may be found
-            without a worker.
+        kept: the cache of results for pods; None to compile every Program.
+        plan: the description, where the caller has it already: with it a cached result is found without a worker.
 
     Raises:
         AcceleratorError: an unknown target, or one for which no compiler runs here.
@@ -160,8 +159,12 @@ def compile_programs(
         folder = scratch if keep_text is None else keep_text
         folder.mkdir(parents=True, exist_ok=True)
         outcomes: dict[str, Outcome] = {}
+        # The fingerprint covers a Program's options but not those added here, so with added options only the
+        # worker can look in the cache, by the lowered text.
         if pod is not None and kept is not None and plan is not None and not compiler_options:
             outcomes = dict(_cached_outcomes(plan, programs, kept, keep_text))
+        # With no names given, which Programs exist is known only to the worker:
+        # an empty list in the request means all.
         missing = [name_ for name_ in programs if name_ not in outcomes]
         if programs and not missing:
             return tuple(outcomes[name_] for name_ in programs)
@@ -174,20 +177,23 @@ def compile_programs(
             "compiler_options": dict(compiler_options or {}),
             "import_paths": list(import_paths),
             "folder": str(folder),
+            # Results for local devices are never cached: the key has a pod's topology, which they lack.
             "kept": None if kept is None or pod is None else {"folder": str(kept.folder), "bytes": kept.max_bytes},
         }
         events = _compiled(request, worker_environment(pod), scratch, on_event)
         outcomes |= {event["name"]: _outcome(event) for event in events if event["event"] == "outcome"}
+        # `run_workers` passes on one `described` event even where several workers describe the run.
         (described,) = (event["programs"] for event in events if event["event"] == "described")
+        # A worker skips names that its plan does not have; so a requested Program may have no outcome.
         return tuple(outcomes[name_] for name_ in programs or described if name_ in outcomes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompileRequest:
-    """A run of which Programs will be asked for.
+    """A run of which Programs will be compiled.
 
     Attributes:
-        payload: with which the worker's function describes it.
+        payload: the argument with which the worker's function describes it.
         plan: the description.
     """
 
@@ -204,22 +210,24 @@ def compile_ahead(
     kept: CompileCache,
     on_event: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> None:
-    """Compiles Programs of several runs side by side, where there is room: asked for later, their answers are kept.
+    """Compiles Programs of several runs in parallel and caches the results, where memory allows several workers.
 
-    What cannot be compiled is left for `compile_programs`, which says what is wrong with it.
+    Failures are logged only: `compile_programs` compiles those runs again and raises the error.
 
     Args:
-        function: as `compile_programs` has it.
-        runs: those that will be asked for, in their order.
+        function: see `compile_programs`.
+        runs: the runs, in the order in which they will be compiled.
         target: the pod.
-        programs: names of Programs, the same of each run.
-        kept: where the answers go; `compile_programs` has to be given the same.
+        programs: names of Programs, the same for each run.
+        kept: the cache of results; `compile_programs` has to be given the same.
         on_event: called with each line of the workers' reports as it comes.
     """
+    # `compile_programs` raises the error with its explanation; here it would end a search before its first row.
     if not target.can_compile or importlib.util.find_spec("libtpu") is None:
         return
     new = [run for run in runs if {name for name, _ in _cached_outcomes(run.plan, programs, kept, None)} != {*programs}]
     workers = num_workers(len(new))
+    # One worker saves nothing: `compile_programs` compiles one run after another as fast.
     if workers < 2:
         return
     with scratch_folder() as scratch:
@@ -249,7 +257,7 @@ def compile_ahead(
 def _cached_outcomes(
     plan: RunPlan, programs: Sequence[str], kept: CompileCache, keep_text: Path | None
 ) -> Iterator[tuple[str, Outcome]]:
-    """Answers that are found without lowering anything."""
+    """Cached results that are found by fingerprint, without lowering anything."""
     by_name, compiler = {program.name: program for program in plan.programs}, installed_compiler()
     for name in programs:
         way = fingerprint(by_name[name], plan) if name in by_name else None
@@ -258,6 +266,7 @@ def _cached_outcomes(
             continue
         if keep_text is not None and answer.text is not None:
             (keep_text / f"{name}.hlo.txt").write_text(answer.text)
+        # Cached reports leave out name and mesh, since Programs of several names may share an entry.
         event = {**answer.report, "name": name, "mesh": mesh_to_json(plan.mesh), "kept_since": answer.compiled_at}
         yield name, _outcome(event, answer.text)
 
@@ -268,16 +277,18 @@ def _compiled(
     scratch: Path,
     on_event: Callable[[Mapping[str, Any]], None] | None,
 ) -> list[dict[str, Any]]:
-    """The events of as many workers as there is room for; of one, where that was too many."""
-    # The devices of this machine are one worker's.
+    """The events of several workers; of a single one where several ran out of host memory."""
+    # A second worker could not open the devices of this machine, which the first one holds.
     workers = 1 if request["target"] == "local" else num_workers(len(request["programs"]))
     options: dict[str, Any] = {"environment": environment, "scratch": scratch, "on_event": on_event}
     try:
         return run_workers(request, workers=workers, **options)
+    # A worker killed by SIGKILL is taken for one that the kernel ended for want of memory. Programs that were
+    # compiled before that are in the cache, so the second attempt compiles the rest.
     except CompileCrash as error:
         if workers == 1 or not error.out_of_memory:
             raise
-        logger.warning("%s; one program is compiled at a time now", str(error).splitlines()[0])
+        logger.warning("%s; compiling one program at a time now", str(error).splitlines()[0])
         return run_workers(request, workers=1, **options)
 
 
@@ -295,11 +306,11 @@ def devices_here() -> Target:
 
 
 def _outcome(event: Mapping[str, Any], text: str | None = None) -> Outcome:
-    """What a worker reported, as a value.
+    """Builds the outcome from a worker's report.
 
     Args:
-        event: its report.
-        text: the compiler's; by default read from the file that the report names.
+        event: the report.
+        text: of the compiler; by default read from the file that the report names.
     """
     spec = event["mesh"]
     mesh = MeshSpec(
@@ -310,6 +321,8 @@ def _outcome(event: Mapping[str, Any], text: str | None = None) -> Outcome:
     if text is None and "text" in event:
         text = Path(event["text"]).read_text()
     if "refused" in event:
+        # RESOURCE_EXHAUSTED without HBM figures is some other resource (host memory,
+        # scalar memory): not a verdict on the run.
         refusal = read_out_of_memory(event["refused"])
         if refusal is None:
             raise CompileCrash(

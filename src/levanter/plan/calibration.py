@@ -1,9 +1,9 @@
 """Calibration of modelled times against published runs, and the range of times that are not calibrated.
 
-`CYCLE_SCALE` brings the compiler's cycles to published speeds, and a published speed is of one size of model. Where a
-generation has no such run, or a model is smaller or larger than those of its generation, a time is stated all the same,
-with a line that says so and with a range that holds every published run known of any generation
-(docs/preflight/step-time.md, *When a time is not calibrated*).
+`CYCLE_SCALE` fits the compiler's cycles to published speeds, and each published speed is of one model size. Where a
+generation has no published run, or a model is outside the sizes published for its generation, a time is stated with a
+note and with a range that holds every known published run of any generation (docs/preflight/step-time.md, *When a time
+is not calibrated*).
 """
 
 from collections.abc import Mapping
@@ -14,13 +14,13 @@ from levanter.hardware.compiler import PUBLISHERS_VECTOR_MEMORY, VECTOR_MEMORY
 CALIBRATED: Mapping[str, tuple[float, float]] = {"v4": (6.7e9, 69e9), "v5p": (6.7e9, 406e9), "v6e": (8.0e9, 406e9)}
 """Parameters of the smallest and the largest model of each generation whose published speed is known."""
 EDGE = 1.5
-"""By how much a model may be smaller or larger than those."""
+"""The factor by which a model may be smaller or larger than those and still counts as calibrated."""
 BEYOND = (0.7, 1.3)
-"""Between which shares of the expected time all published runs lie: 0.87 for a model of 16 B parameters on v5e-256,
+"""The shares of the expected time between which all published runs lie: 0.87 for a model of 16 B parameters on v5e-256,
 1.27 to 1.29 for one of 0.78 B on v6e-8; 0.71 for that one if its step is compiled with rings of small matmuls."""
 
 KERNEL_EFFICIENCY = 0.5
-"""The share of a chip's peak that attention kernels reach over the blocks they visit. Not measured."""
+"""The share of a chip's peak that attention kernels reach over the blocks they visit. An assumption."""
 WIDE_HEAD, WIDE_EFFICIENCY = 256, 0.80
 """The same for heads of 256 features or more, which make twice the products for each score's exponential. Of published
 runs of Llama 3.1 8B with such heads (v5p-128, 2,097,152 tokens a step), one of 262,144 positions takes 16.06 s more a
@@ -40,12 +40,12 @@ def kernel_efficiency(head_size: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class TimeCalibration:
-    """What an expected time rests on.
+    """Whether an expected time is calibrated, and the least range that it is stated with.
 
     Attributes:
         reason: why it is not calibrated; empty where it is.
-        spread: shares of the expected time that the range holds at the least.
-        estimate: whether no compiled program is behind it.
+        spread: low and high end of the range, as shares of the expected time; the range is at least this wide.
+        estimate: whether the time is an estimate without a compiled program.
     """
 
     reason: str = ""
@@ -54,15 +54,16 @@ class TimeCalibration:
 
 
 def untested_options_calibration(trained: TimeCalibration, generation: str) -> TimeCalibration:
-    """What a time rests on if its Program has other compiler options than the train steps of published runs here.
+    """The calibration of a Program whose compiler options differ from those of the calibrated train steps.
 
     Publishers gave their compilers more options than we give ours, and the scale of the cycles was fitted to their
-    speeds, so it holds already what some of those options gain.
+    speeds, so the scale already includes what some of those options gain.
 
     Args:
-        trained: what it would rest on with the options of those train steps.
+        trained: the calibration with the options of those train steps.
         generation: its name.
     """
+    # A time without calibration has the widest range already; the options add no second reason.
     if generation not in CALIBRATED:
         return trained
     reason = f"not calibrated for these compiler options: {generation}'s scale was fitted to train steps without them"
@@ -70,13 +71,13 @@ def untested_options_calibration(trained: TimeCalibration, generation: str) -> T
 
 
 def decode_calibration(trained: TimeCalibration, generation: str) -> TimeCalibration:
-    """What the time of a Program that generates text rests on.
+    """The calibration of a Program that generates text.
 
-    Two published loads of a generation set its scale, so the range is the one of times that are not calibrated, within
-    which all of the others are that are the chips'. What a server's host takes is in no plan.
+    Two published loads of a generation set its scale, so the range is that of uncalibrated times; it holds all other
+    published loads that the chips bound. A plan does not model the time of a server's host.
 
     Args:
-        trained: what a train step's would rest on.
+        trained: the calibration of a train step.
         generation: its name.
     """
     if generation not in GENERATING_SCALE:
@@ -91,8 +92,9 @@ def decode_calibration(trained: TimeCalibration, generation: str) -> TimeCalibra
 def scale_with_options(scale: float, generation: str, options: Mapping[str, str]) -> float:
     """The scale of the cycles of a Program with these compiler options.
 
-    v6e's stands for the vector memory that publishers give their fusions and our train steps do not have. With it Llama
-    3.1 8B's step on v6e-256 has 0.74 times the cycles, and takes 0.98 of the published time without any scale.
+    The scale of v6e stands for the vector memory that publishers give their fusions and our train steps do not have.
+    With that option Llama 3.1 8B's step on v6e-256 has 0.74 times the cycles, and takes 0.98 of the published time
+    without any scale.
 
     Args:
         scale: of the generation.
@@ -104,7 +106,7 @@ def scale_with_options(scale: float, generation: str, options: Mapping[str, str]
 
 
 def calibration(generation: str, parameters: float | None) -> TimeCalibration:
-    """What a time on a generation of accelerators rests on.
+    """The calibration of a time on a generation of accelerators.
 
     Args:
         generation: its name.

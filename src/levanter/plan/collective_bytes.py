@@ -1,18 +1,18 @@
-"""Bytes that a device receives in a train step, by what they are for and by network: arithmetic from the plan alone.
+"""Bytes that a device receives in a train step, by purpose and by network: arithmetic from the plan alone.
 
-Counted is what the mathematics cannot do without. A parameter that is cut over mesh axes which do not cut what is
-computed is gathered over them, in the compute dtype: once in the forward pass and once in the backward pass, of each
-microbatch; the table of embeddings in the forward pass alone. A gradient is float32, summed over the mesh axes that cut
-the batch, once a microbatch, and ends in its parameter's shards. What is frozen has none. With `V` the bytes of a whole
-array on `n` devices, each receives
+The sum has the transfers that every implementation needs. A parameter that is sharded over mesh axes which do not shard
+its computation is gathered over them, in the compute dtype: once in the forward pass and once in the backward pass of
+each microbatch; the embedding table in the forward pass alone. A gradient is float32, summed over the mesh axes that
+shard the batch, once a microbatch, and ends in its parameter's shards. Frozen weights have no gradient. With `V` the
+bytes of a whole array on `n` devices, each device receives
 
     all-gather, reduce-scatter    V · (n−1)/n
     all-reduce                    twice that
 
-Where a group covers devices of several slices, each device brings its share across the data-center network, and the
-devices of a slice exchange what they brought: `V / inside · (n−1)/n` over DCN and the rest over ICI.
+Where a group covers devices of several slices, each device receives its share over the data-center network, and the
+devices of a slice exchange these shares: `V / inside · (slices−1)/slices` over DCN and the rest over ICI.
 
-Not counted: what tensor parallelism sums (activations), norms, metrics; collectives that a compiler adds of its own.
+Not counted: activations that tensor parallelism sums, norms, metrics, and collectives that the compiler adds.
 """
 
 import math
@@ -51,7 +51,7 @@ class CollectiveBytes:
 
 
 def step_collective_bytes(plan: RunPlan) -> Mapping[str, CollectiveBytes]:
-    """What a device receives in one train step, by what it is for; empty for runs that do not train.
+    """What a device receives in one train step, by purpose; empty for runs that do not train.
 
     Args:
         plan: a training run.
@@ -64,11 +64,17 @@ def step_collective_bytes(plan: RunPlan) -> Mapping[str, CollectiveBytes]:
     times = _microbatches(plan, searchable)
     by_purpose: dict[str, CollectiveBytes] = {}
     for what, leaf in _parameters(plan):
+        # Mesh axes that shard both the parameter and its computation (tensor parallelism) leave it in place;
+        # those that shard the parameter alone (FSDP) gather it, in mesh order.
         cut = {axis for axes in leaf.mesh_axes for axis in axes if plan.mesh.shape[axis] > 1}
         computed = {axis for name in leaf.leaf.names for axis in compute.mesh_axes(name)}
         kept, gathered = cut & computed, tuple(a for a in plan.mesh.names if a in cut - computed)
         elements = math.prod(leaf.leaf.shape) // plan.mesh.ways(tuple(kept))
+        # A parameter is cast before it is gathered where that makes it smaller, and
+        # gathered as stored where it is narrower.
         narrow = elements * min(leaf.leaf.dtype.itemsize, searchable.compute_bytes)
+        # The backward pass of a lookup scatters gradients into rows and never reads the table. Low-rank factors
+        # of the table are multiplied, so they are gathered twice like other weights.
         is_table = parameter_group(leaf.leaf) == EMBEDDING and RANK not in leaf.leaf.names
         passes = 1 if is_table else 2
         one = collective(plan.mesh, "all-gather", narrow, gathered) * (passes * times)
@@ -89,13 +95,13 @@ def compiled_collective_bytes(mesh: MeshSpec, collectives: tuple[Collective, ...
 
 
 def collective(mesh: MeshSpec, kind: str, nbytes: float, axes: tuple[str, ...]) -> CollectiveBytes:
-    """What a device receives in one collective over whole mesh axes.
+    """The bytes that a device receives in one collective over whole mesh axes.
 
     Args:
-        mesh: says which axes leave a slice.
-        kind: as the compiler calls it.
-        nbytes: of the whole array; of one device's for `all-to-all` and `collective-permute`.
-        axes: of a group.
+        mesh: names the axes between slices.
+        kind: the compiler's name of the collective.
+        nbytes: of the whole array; of one device's part for `all-to-all` and `collective-permute`.
+        axes: the mesh axes of a group.
     """
     return span_collective_bytes(
         mesh, kind, nbytes, [AxisSpan(axis, mesh.shape[axis], mesh.shape[axis]) for axis in axes]
@@ -111,21 +117,24 @@ def span_collective_bytes(
     if inside * slices == 1:
         return CollectiveBytes()
     if kind in ("all-gather", "reduce-scatter", "all-reduce"):
+        # An all-reduce is a reduce-scatter followed by an all-gather.
         twice = 2 if kind == "all-reduce" else 1
         return CollectiveBytes(
             ici=twice * nbytes * (inside - 1) / inside, dcn=twice * nbytes / inside * (slices - 1) / slices
         )
+    # The slowest pair of the permutation counts: with several slices in the group some pair crosses DCN.
     if kind == "collective-permute":
         return CollectiveBytes(dcn=nbytes) if slices > 1 else CollectiveBytes(ici=nbytes)
-    # Each device keeps its own share of what it has.
+    # All-to-all: a device keeps 1 / members of its array and receives as much from every other member.
     members = inside * slices
     return CollectiveBytes(ici=nbytes * (inside - 1) / members, dcn=nbytes * (members - inside) / members)
 
 
 def _summed(mesh: MeshSpec, nbytes: float, batch: tuple[str, ...], stored: tuple[str, ...]) -> CollectiveBytes:
-    """A gradient's sum over the devices that share the batch: scattered where its parameter is cut, whole elsewhere."""
+    """Bytes of a gradient's sum over the batch axes: a reduce-scatter where they shard the parameter."""
     scattered = tuple(axis for axis in batch if axis in stored)
     rest = tuple(axis for axis in batch if axis not in stored)
+    # The reduce-scatter comes first: what remains for the all-reduce is smaller by its ways.
     first = collective(mesh, "reduce-scatter", nbytes, scattered)
     return first + collective(mesh, "all-reduce", nbytes / mesh.ways(scattered), rest)
 
@@ -139,7 +148,8 @@ def _parameters(plan: RunPlan) -> Iterator[tuple[str, LeafPlan]]:
 
 
 def _microbatches(plan: RunPlan, searchable: Searchable) -> int:
-    """Into how many parts a step takes its batch, one after another."""
+    """The number of microbatches of a step, which run one after another."""
+    # The activations of a plan are those of one microbatch, so their batch axis has its rows.
     rows = [dict(leaf.leaf.axes).get(searchable.batch_axis, 0) for leaf in plan.activations.leaves]
     largest = max(rows, default=0)
     return max(1, -(-(searchable.global_batch or 1) // largest)) if largest else 1

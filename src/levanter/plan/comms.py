@@ -1,11 +1,11 @@
-"""How long a collective takes on the wires of a pod. Arithmetic only; nothing measured.
+"""Cost model of collectives on the interconnect of a pod. Arithmetic only; nothing is measured.
 
 The chips of a slice sit in a torus, whose links carry `ici_link_bandwidth` each way. A mesh axis is laid over one or
-more torus axes; a *ring* is one torus axis as a mesh axis uses it. On a closed ring a device takes in data over two
-links; on an open one the device at the end has a single link, and it is the slowest that counts. A group that covers
-several rings uses the links of all of them at once.
+more torus axes; a *ring* is one torus axis as a mesh axis uses it. On a closed ring a device receives over two links;
+on an open one the device at the end has a single link, and the slowest device counts. A group that covers several rings
+uses the links of all of them at once.
 
-With `V` the bytes of the whole array, `n` devices, and `W` the bytes/s that each device can take in:
+With `V` the bytes of the whole array, `n` devices, and `W` the bytes/s that each device can receive:
 
     all-gather, reduce-scatter    V · (n−1)/n / W
     all-reduce                    twice that
@@ -15,8 +15,8 @@ With `V` the bytes of the whole array, `n` devices, and `W` the bytes/s that eac
 
 and a microsecond for every hop on the way. These are the models of "How to Scale Your Model" (chapter "Sharded
 matrices") and of the collective literature before it. Between slices the same formulas hold with the share of the
-host's network that falls to a device; where that is not published the answer is `None`. A group that covers devices of
-several slices, many in each, exchanges inside of them what each device brought across.
+host's network that each device has; where that is not published the result is `None`. In a group that covers several
+devices of several slices, each device receives its share from other slices and exchanges it inside its slice.
 """
 
 import math
@@ -40,10 +40,10 @@ class Ring:
     """One torus axis as a mesh axis uses it.
 
     Attributes:
-        extent: how many positions.
-        closed: whether the last is next to the first.
-        stretch: the most hops between two positions that follow each other; more than 1 where a mesh axis does not
-            run straight (an open ring of its own is then the cautious reading).
+        extent: the number of positions.
+        closed: whether a link joins the last position to the first.
+        stretch: the most hops between two consecutive positions; more than 1 where a mesh axis does not run straight
+            along a torus axis. It is then modelled as an open ring, which is the slower reading.
     """
 
     extent: int
@@ -52,7 +52,8 @@ class Ring:
 
     @property
     def links(self) -> float:
-        """Over how many links the worst placed device takes data in."""
+        """The number of links over which the device with the fewest receives."""
+        # Neighbours that are `stretch` hops apart share each link with as many other pairs.
         return (2 if self.closed else 1) / self.stretch
 
     @property
@@ -68,7 +69,7 @@ class Network:
     Attributes:
         accelerator: the pod.
         mesh: its mesh.
-        rings: for each mesh axis inside a slice the rings it covers, or `None` if it leaves the slice after all.
+        rings: for each mesh axis that is not a DCN axis the rings it covers, or `None` if it leaves the slice anyway.
     """
 
     accelerator: Accelerator
@@ -88,10 +89,11 @@ class Network:
                 devices state them; where JAX's own mesh utilities would put them if `None`.
         """
         if accelerator.generation.topology_axes == 0:
-            # Every GPU of a host reaches every other through the switch, in both directions at once.
+            # GPUs of a host are joined by a switch: one link in and one out at full speed, as on an open ring.
             inside = {name: (Ring(size, closed=False),) for name, size in mesh.axes if name not in mesh.dcn}
             return cls(accelerator=accelerator, mesh=mesh, rings=inside)
         placed = pod_coordinates(mesh, accelerator) if coordinates is None else coordinates
+        # [*mesh axes, coordinates], where coordinates are slice, torus coordinates and core.
         grid = np.asarray(placed).reshape([size for _, size in mesh.axes] + [-1])
         rings = {
             name: _rings_along(grid, position, accelerator)
@@ -116,7 +118,7 @@ class Network:
         return tuple(group_rings)
 
     def intake(self, spans: Sequence[AxisSpan]) -> float | None:
-        """Bytes/s that each device of a group can take in."""
+        """Bytes/s that each device of a group can receive."""
         if any(span.axis in self.mesh.dcn for span in spans):
             return self.accelerator.dcn_device_bandwidth
         rings = self.covered(spans)
@@ -135,12 +137,15 @@ class Network:
             return 0.0
         crosses = any(span.axis in self.mesh.dcn for span in spans)
         inside = [span for span in spans if span.axis not in self.mesh.dcn]
+        # Only collectives that can be split into a part inside slices and a part between them go by levels; an
+        # all-to-all sends different bytes to every device, so all of them cross.
         if crosses and math.prod(span.extent for span in inside) > 1 and kind in _BY_LEVELS:
             return self._by_levels(kind, nbytes, spans, inside)
         rings = () if crosses else self.covered(spans)
         intake = self.intake(spans)
         if intake is None or rings is None or intake == 0:
             return None
+        # The data-center network is modelled as one hop between any two hosts.
         latency = HOP_SECONDS * (1 if crosses else sum(ring.hops for ring in rings))
         once = nbytes * (members - 1) / members / intake
         if kind in ("all-gather", "reduce-scatter"):
@@ -150,7 +155,8 @@ class Network:
         if kind in ("all-to-all", "ragged-all-to-all"):
             if crosses:
                 return once + latency
-            # What crosses the middle of the longest side is what takes longest.
+            # The cut through the middle of the longest side bounds it: of a line's bytes a quarter crosses in each
+            # direction, over one link, or over two on a closed ring.
             per_side = [r.extent * r.stretch * nbytes / (8 if r.closed else 4) / self.link for r in rings]
             return max(per_side) + latency
         if kind == "collective-permute":
@@ -164,6 +170,8 @@ class Network:
         """
         members = math.prod(span.extent for span in within)
         across = [span for span in spans if span not in within]
+        # Each of the `members` devices of a slice carries its part of the array
+        # over its own share of the network.
         between = self.seconds(kind, -(-nbytes // members), across)
         exchanged = self.seconds(kind, nbytes, within)
         return None if between is None or exchanged is None else max(between, exchanged)
@@ -183,15 +191,20 @@ def axis_spans(mesh: MeshSpec, *axes: str) -> tuple[AxisSpan, ...]:
 def _rings_along(grid: np.ndarray, position: int, accelerator: Accelerator) -> tuple[Ring, ...] | None:
     """The rings under one mesh axis, from one line of devices along it."""
     size = grid.shape[position]
+    # A mesh axis runs in the same way at every index of the other axes, so the line at index 0 stands for all.
     line = np.moveaxis(grid, position, 0).reshape(size, -1, grid.shape[-1])[:, 0]
     slices, torus, cores = line[:, 0], line[:, 1:-1], line[:, -1]
+    # An axis that is not declared as DCN but spans slices has no torus links end to end.
     if len(np.unique(slices)) > 1:
         return None
     extents = [len(np.unique(torus[:, k])) for k in range(torus.shape[1])]
     if len(np.unique(cores)) > 1 or math.prod(extents) != size:
-        # Runs over the two halves of a chip, or diagonally: a path with its longest step.
+        # The axis covers both cores of a chip, or a diagonal: no box of the torus. Model it as a path with its
+        # longest step.
         return (Ring(size, closed=False, stretch=max(1, _longest_step(torus, accelerator))),)
     return tuple(
+        # A wraparound link closes a ring only where the axis covers the whole side; with
+        # two positions it is the same neighbour.
         Ring(extent, closed=wraps and extent == side and extent > 2)
         for extent, side, wraps in zip(extents, accelerator.topology, accelerator.wrap, strict=False)
         if extent > 1
@@ -202,6 +215,7 @@ def _longest_step(torus: np.ndarray, accelerator: Accelerator) -> int:
     steps = np.abs(np.diff(torus, axis=0))
     for axis, (side, wraps) in enumerate(zip(accelerator.topology, accelerator.wrap, strict=False)):
         if wraps:
+            # On a side that wraps the way around the end may be shorter.
             steps[:, axis] = np.minimum(steps[:, axis], side - steps[:, axis])
     return int(steps.sum(axis=1).max(initial=0))
 

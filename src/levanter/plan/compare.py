@@ -67,6 +67,7 @@ def _side(verdict: Verdict) -> ComparedRun | None:
     if plan is None:
         return None
     timed = [work.program for work in plan.workloads]
+    # Of the Programs with a workload the first in running order: of a training run, its train step.
     step = next((program for program in verdict.programs if program.name in timed), None)
     compiled = None
     if step is not None and isinstance(step.outcome, Compiled) and step.outcome.figures is not None:

@@ -1,14 +1,14 @@
-"""Cache on disk of compiler results: preflight of a Program that was compiled before takes seconds.
+"""On-disk cache of compiler results, so that preflight of a Program that was compiled before takes seconds.
 
 An *answer* is everything that the worker reports of one Program: memory, or the refusal, and the compiler's text, from
-which figures are read anew each time. It is kept under the digest of its *key*: the lowered text, the devices, the
-compiler's version, its options. The key stands in the entry and is compared in full, so an answer of another compiler
-is never taken. A *way* leads from a Program's fingerprint (`fingerprint`) to the key of its answer, so that it need not
-be lowered to be found.
+which figures are parsed on every read. Its file name is the digest of its *key*: the lowered text, the devices, the
+compiler's version, its options. The entry stores the key and `find` compares all of it, so the answer of another
+compiler is never used. A *way* maps a Program's fingerprint (`fingerprint`) to the key of its answer, so that a lookup
+needs no lowering.
 
-Files are written under other names and renamed, carry a digest of their content, and are read by nobody while they are
-written: two plans may run at once. One that does not read back is said to be damaged, and is written anew. The folder
-has a bound; what was not asked for the longest goes first.
+Files are written under a temporary name and renamed, and carry a digest of their content, so two plans may use the
+folder at once. A damaged file is reported and written again. The folder has a size limit; the least recently used
+entries are removed first.
 """
 
 import contextlib
@@ -31,16 +31,18 @@ from levanter.io.paths import cache_folder
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 512 << 20
-"""What the folder may hold."""
+"""Size limit of the folder."""
 LEFT_BEHIND_SECONDS = 3600
-"""Temporary files that are older were left by a process that was killed."""
+"""Age from which a temporary file counts as left by a killed process."""
 _MAGIC = b"levanter kept answer 1\n"
 _DIGEST_BYTES = 32
 
 
 def installed_compiler() -> dict[str, Any]:
-    """Which compiler is installed: versions of libtpu and of what hands it Programs, and the size of its library."""
+    """Identifies the installed compiler: versions of libtpu, JAX and jaxlib, and the size of libtpu's library."""
     versions: dict[str, Any] = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "libtpu")}
+    # A nightly build may replace the library under the same version; its size tells the two apart
+    # without reading hundreds of MB for a digest.
     spec = importlib.util.find_spec("libtpu")
     folders = [] if spec is None else [Path(path) for path in spec.submodule_search_locations or ()]
     sizes = [path.stat().st_size for folder in folders for path in sorted(folder.glob("*.so"))]
@@ -48,12 +50,12 @@ def installed_compiler() -> dict[str, Any]:
 
 
 class DamagedEntryError(ValueError):
-    """A file is not what was written."""
+    """A cache file does not have the content that was written."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CachedOutcome:
-    """What a compiler said of one Program.
+    """The compiler's result for one Program.
 
     Attributes:
         report: the worker's report, plain values; without the text.
@@ -68,11 +70,11 @@ class CachedOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class CompileCache:
-    """A folder of answers.
+    """A folder of cached compiler results.
 
     Attributes:
-        folder: where they lie; made when something is written.
-        max_bytes: what it may hold.
+        folder: the folder; created on the first write.
+        max_bytes: its size limit.
     """
 
     folder: Path
@@ -80,31 +82,35 @@ class CompileCache:
 
     @classmethod
     def here(cls) -> "CompileCache":
-        """Those of this user: `$LEVANTER_CACHE/plans`, else in the user's cache."""
+        """The cache of this user: `$LEVANTER_CACHE/plans`, else in the user's cache folder."""
         return cls(folder=cache_folder() / "plans")
 
     def find(self, key: Mapping[str, Any]) -> CachedOutcome | None:
-        """The answer under a key; None where there is none that can be trusted."""
+        """The answer under a key; None where there is none, or where its file is damaged."""
         entry = self._read(self._path("answer", key))
+        # The whole key is compared, not its digest alone: the entry proves what it belongs to.
         return None if entry is None or entry["key"] != dict(key) else _answer(entry)
 
     def follow(self, way: str, compiler: Mapping[str, Any]) -> CachedOutcome | None:
-        """The answer that a way leads to; None where it leads nowhere, or to the answer of another compiler."""
+        """The answer that a way maps to; None where there is none, or where it is of another compiler."""
         link = self._read(self._path("way", way))
         if link is None or link["way"] != way or link["key"]["compiler"] != dict(compiler):
             return None
         return self.find(link["key"])
 
     def keep(self, key: Mapping[str, Any], answer: CachedOutcome, *, way: str | None = None) -> None:
-        """Keeps an answer, and the way to it; where nothing can be written, says so and goes on."""
+        """Stores an answer, and the way to it; a failed write is logged, and the plan goes on."""
+        # `said` is the field's name in files that exist already; another name would orphan them.
         entry = {"key": dict(key), "said": dict(answer.report), "text": answer.text, "compiled_at": answer.compiled_at}
+        # The answer is written before the way to it: a process that is killed in
+        # between leaves no way without an answer.
         self._write(self._path("answer", key), entry)
         if way is not None:
             self.lead(way, key)
         self._bound()
 
     def lead(self, way: str, key: Mapping[str, Any]) -> None:
-        """Keeps a way to an answer."""
+        """Stores a way to an answer."""
         self._write(self._path("way", way), {"way": way, "key": dict(key)})
 
     def _path(self, kind: str, key: object) -> Path:
@@ -114,15 +120,15 @@ class CompileCache:
     def _read(self, path: Path) -> dict[str, Any] | None:
         try:
             entry = _unpacked(path.read_bytes())
-            # What was asked for last goes last.
+            # The modification time is the time of last use, by which `_bound` removes entries.
             os.utime(path)
         except FileNotFoundError:
             return None
         except DamagedEntryError as error:
-            logger.warning("%s: %s; it is compiled anew", path, error)
+            logger.warning("%s: %s; the program is compiled again", path, error)
             return None
         except OSError as error:
-            logger.warning("%s cannot be read (%s); it is compiled anew", path, error)
+            logger.warning("%s cannot be read (%s); the program is compiled again", path, error)
             return None
         return entry
 
@@ -131,11 +137,13 @@ class CompileCache:
             with atomic_write(str(path)) as file:
                 file.write(_packed(entry))
         except (OSError, ValueError) as error:
-            logger.warning("what the compiler said is not kept: %s", error)
+            logger.warning("the compiler's result is not cached: %s", error)
 
     def _bound(self) -> None:
-        """Removes what was not asked for the longest until the rest is within the bound."""
+        """Removes the least recently used entries until the rest is within the size limit."""
         entries: list[tuple[float, int, Path]] = []
+        # Another plan may remove files of this folder at the same time: each of them
+        # may be gone before `stat` or `unlink`.
         with contextlib.suppress(OSError):
             for path in self.folder.iterdir():
                 with contextlib.suppress(OSError):
@@ -171,6 +179,7 @@ def _unpacked(data: bytes) -> dict[str, Any]:
     """
     if not data.startswith(_MAGIC):
         raise DamagedEntryError("not an entry of this version")
+    # Layout of a file: magic line, SHA-256 of the body, zlib-compressed JSON.
     digest, body = data[len(_MAGIC) :][:_DIGEST_BYTES], data[len(_MAGIC) + _DIGEST_BYTES :]
     if hashlib.sha256(body).digest() != digest:
         raise DamagedEntryError("damaged")

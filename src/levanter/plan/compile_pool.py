@@ -1,7 +1,7 @@
 """Starts compile workers, reads their reports, and removes their processes and files.
 
 A *worker* is a process that compiles (`levanter.plan.compile_worker`). Several may serve one request: each describes
-the run by itself, and takes the next Program that none has taken. How many is decided by processors and by memory.
+the run and claims the next Program that no other worker has claimed. Processors and free memory limit their number.
 """
 
 import json
@@ -23,10 +23,11 @@ from haliax_ext.meshspec import MeshSpec
 from levanter.hardware import Accelerator
 from levanter.hardware.memory import free_memory
 
-# Where libtpu says that it is in use; a killed process leaves it behind.
+# libtpu creates this file while it is loaded. A killed process leaves it, and a later load of libtpu may refuse to
+# start.
 LOCK_FILE = Path("/tmp/libtpu_lockfile")
 WORKER_BYTES = 5 << 30
-"""What a worker takes at most, as far as seen: the compiler's own memory grows with the Program's text."""
+"""The most host memory that a worker was seen to take; the compiler's memory grows with the Program's text."""
 
 EventListener = Callable[[Mapping[str, Any]], None]
 
@@ -66,22 +67,23 @@ def num_workers(programs: int) -> int:
 
 
 def worker_environment(pod: Accelerator | None) -> dict[str, str]:
-    """Our environment and import path, and for a pod what libtpu must be told before it is loaded."""
-    # The worker imports what we import, however we came to it.
+    """This process's environment and import path, and for a pod the variables that libtpu reads when it is loaded."""
+    # `sys.path` may differ from PYTHONPATH (an editable install, a script's folder): the worker must import the same
+    # code.
     environment = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     if pod is None:
         return environment
     return environment | {
-        # No metadata server is asked what machine this is.
+        # Outside Google Cloud the query of the metadata server would wait for its timeout.
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_ACCELERATOR_TYPE": pod.libtpu_accelerator_type,
         "TPU_WORKER_HOSTNAMES": "localhost",
-        # Several plans at once, and no lock file.
+        # Several workers load libtpu at once, without its lock file.
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "TPU_LOG_DIR": "disabled",
         "TPU_MIN_LOG_LEVEL": "3",
         "TPU_STDERR_LOG_LEVEL": "3",
-        # Whatever is installed here, nothing of it is to be used.
+        # The worker compiles for a topology; it must not open an accelerator of this machine.
         "JAX_PLATFORMS": "cpu",
     }
 
@@ -99,23 +101,24 @@ def run_workers(
     workers: int = 1,
     on_event: EventListener | None = None,
 ) -> list[dict[str, Any]]:
-    """Runs workers of one request to their end and returns their events, in the order in which they came.
+    """Runs the workers of one request until they exit and returns their events in order of arrival.
 
     Args:
-        request: what they are to do; `programs` in the order in which they are taken.
-        environment: theirs.
-        scratch: a folder of this request's own.
-        workers: how many.
-        on_event: told each event as it comes; what all of them say at their beginning once.
+        request: what to compile; workers claim `programs` in this order.
+        environment: of the workers.
+        scratch: a folder for this request alone.
+        workers: their number.
+        on_event: called with each event as it arrives; events that every worker sends are passed on once.
 
     Raises:
         WorkerBadInput: a worker reports bad input.
-        CompileCrash: one ended in any other way than by saying that it is done.
+        CompileCrash: a worker exited without reporting that it is done.
     """
     events: list[dict[str, Any]] = []
     seen: set[str] = set()
 
     def listener(event: Mapping[str, Any]) -> None:
+        # Every worker of a request describes the same run, so these events repeat.
         once = event["event"] in ("devices", "described", "done")
         if once and event["event"] in seen:
             return
@@ -126,11 +129,14 @@ def run_workers(
 
     request = _with_claims(request, scratch)
     with ExitStack() as stack, selectors.DefaultSelector() as selector:
+        # Callbacks run in reverse order: first every worker is ended, then the
+        # lock file that they may leave is removed.
         stack.callback(_remove_lock, LOCK_FILE.exists())
         for number in range(workers):
             started = _Worker(request, environment=environment, scratch=scratch, number=number, listener=listener)
             stack.callback(started.end)
             selector.register(started.reports, selectors.EVENT_READ, started)
+        # A worker's descriptor is unregistered at its end of file, so an empty map means that all have exited.
         while selector.get_map():
             for key, _ in selector.select():
                 one: _Worker = key.data
@@ -148,14 +154,14 @@ def run_requests(
     workers: int,
     on_event: EventListener | None = None,
 ) -> list[WorkerBadInput | CompileCrash | None]:
-    """Runs one worker for each of several requests, and returns what went wrong with each of them.
+    """Runs one worker for each of several requests, and returns the error of each, or None.
 
     Args:
-        requests: what the workers are to do, in the order in which they are started.
-        environment: theirs.
-        scratch: a folder of these requests' own.
-        workers: how many run at a time.
-        on_event: told each event of each of them as it comes.
+        requests: what the workers compile, in the order in which they are started.
+        environment: of the workers.
+        scratch: a folder for these requests alone.
+        workers: the number that run at a time.
+        on_event: called with each event of each worker as it arrives.
     """
     waiting = list(enumerate(requests))
     wrong: list[WorkerBadInput | CompileCrash | None] = [None] * len(waiting)
@@ -185,14 +191,14 @@ def run_requests(
 
 
 def _with_claims(request: Mapping[str, Any], scratch: Path) -> dict[str, Any]:
-    """A request with a folder in which its workers say which Program is whose."""
+    """Adds to a request the folder in which its workers claim Programs, each by creating a file."""
     claims = scratch / f"claims-{secrets.token_hex(4)}"
     claims.mkdir()
     return {**request, "claims": str(claims)}
 
 
 class _Worker:
-    """One process, and what it has said so far."""
+    """One worker process and the events that it has sent so far."""
 
     def __init__(
         self,
@@ -211,8 +217,10 @@ class _Worker:
         self.reports, write_end = os.pipe()
         request_file = scratch / f"request-{number}.json"
         request_file.write_text(json.dumps({**request, "events_fd": write_end}))
+        # Output goes to a file, not a pipe: nobody reads it meanwhile, and a
+        # full pipe would block the compiler.
         with self._errors.open("wb") as errors:
-            # Its own session: Ctrl-C reaches us alone, and we end the worker with whatever it started.
+            # In a session of its own Ctrl-C does not reach the worker, and `end` kills its whole process group.
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "levanter.plan.compile_worker", str(request_file)],
                 env=dict(environment),
@@ -221,11 +229,13 @@ class _Worker:
                 pass_fds=(write_end,),
                 start_new_session=True,
             )
+        # The worker has the only write end now, so its exit, however it ends, is an end of file here.
         os.close(write_end)
 
     def read(self) -> bool:
-        """Hears what has been said; False at its end."""
+        """Reads the events that have arrived; returns False at the end of file."""
         data = os.read(self.reports, 1 << 16)
+        # A read may end within a line; the rest is kept for the next one.
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             self._last = json.loads(line)
@@ -235,23 +245,25 @@ class _Worker:
         return bool(data)
 
     def check_exit(self, target: str) -> None:
-        """Waits for the end and judges it.
+        """Waits for the exit and raises what went wrong.
 
         Raises:
-            WorkerBadInput: it said so.
-            CompileCrash: it did not say that it was done.
+            WorkerBadInput: the worker reported bad input.
+            CompileCrash: the worker did not report that it was done.
         """
         status = self._process.wait()
         if self._last.get("event") == "bad_input":
             raise WorkerBadInput(self._last["kind"], self._last["message"])
         if status != 0 or self._last.get("event") != "done":
+            # Only the kernel for want of memory, or a person, sends SIGKILL
+            # while this process still reads the events.
             killed = status == -signal.SIGKILL
             raise CompileCrash(
                 target, self._compiling, _how_it_ended(status), _tail(self._errors), out_of_memory=killed
             )
 
     def end(self) -> None:
-        """Leaves nothing of it behind, whatever happened."""
+        """Ends the process group and closes the pipe; safe to call in any state."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -259,15 +271,17 @@ class _Worker:
 
 
 def _remove_lock(existed: bool) -> None:
+    # A lock file that was here before belongs to a process that is not ours.
     if not existed:
         LOCK_FILE.unlink(missing_ok=True)
 
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A folder of our own that is gone afterwards.
+    """A temporary folder that is removed afterwards.
 
-    `tempfile` names it only once it is there: an interrupt in between would leave it behind. This one is named first.
+    `tempfile` returns the name after the folder exists: an interrupt in between would leave it. Here the name comes
+    first.
     """
     folder = Path(tempfile.gettempdir()) / f"levanter-plan-{secrets.token_hex(8)}"
     try:
@@ -285,6 +299,6 @@ def _how_it_ended(status: int) -> str:
 
 
 def _tail(path: Path, lines: int = 15) -> list[str]:
-    """The end of what was printed, without addresses of machine code."""
+    """The last lines of the output, without the machine-code addresses of a C++ stack trace."""
     noise = re.compile(r"\s*(@ |PC: @|https?://symbolize)|\s*$")
     return [line for line in path.read_text(errors="replace").splitlines() if not noise.match(line)][-lines:]

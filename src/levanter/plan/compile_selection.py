@@ -17,6 +17,8 @@ def known_to_fit(plan: RunPlan, scope: Scope) -> Mapping[str, InitMemory]:
     if scope != "run" or limit is None:
         return {}
     coresident = coresident_bytes(plan)
+    # The bound may exceed what a compiler finds by a few percent; a Program
+    # near the limit is therefore compiled.
     return {name: bound for name, bound in init_memory(plan).items() if bound.total + coresident.get(name, 0) <= limit}
 
 

@@ -1,14 +1,14 @@
 """The compile worker process: `python -m levanter.plan.compile_worker REQUEST.json`, started by `levanter.plan.aot`.
 
 Compiling for a TPU loads libtpu and turns this process's JAX into one that knows a pod which does not exist, so it is
-done here and never in the caller; nor does the caller take the devices of this machine, which the worker may need. The
-request names a function; it is called with the request's payload and the `Target`, and returns what is to be compiled:
+done here and never in the caller; nor does the caller open the devices of this machine, which the worker may need. The
+request names a function; the worker calls it with the request's payload and the `Target`, and compiles what it returns:
 anything with a `mesh` (a `MeshSpec`) and `programs` that have a `name` and a `lower(mesh)`, such as a `RunPlan`.
 Programs are thus described twice from one config, once by the caller and once here, and never pickled. A request
-without a function asks for the devices alone. Each step is reported as one line of JSON on the file descriptor the
+without a function reports the devices alone. Each step is reported as one line of JSON on the file descriptor that the
 request names.
 
-The environment is set by the parent, before Python starts: libtpu reads it when it is loaded.
+The parent sets the environment before Python starts: libtpu reads it when it is loaded.
 """
 
 import hashlib
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 
 class Lowerable(Protocol):
-    """What `Program` is to this process."""
+    """The part of `Program` that the worker uses."""
 
     @property
     def name(self) -> str:
-        """How events and messages call it."""
+        """The name in events and messages."""
         ...
 
     def lower(self, mesh: "Mesh") -> "Lowered":
@@ -53,7 +53,7 @@ class Lowerable(Protocol):
 
 
 class Describes(Protocol):
-    """What the named function returns; a `RunPlan` is one."""
+    """The result of the named function, such as a `RunPlan`."""
 
     @property
     def mesh(self) -> MeshSpec:
@@ -62,7 +62,7 @@ class Describes(Protocol):
 
     @property
     def programs(self) -> Sequence[Lowerable]:
-        """What is compiled, in order."""
+        """The Programs, in the order in which they are compiled."""
         ...
 
 
@@ -83,6 +83,8 @@ def load_function(spec: str) -> Callable[..., Any]:
         if spec_ is None or spec_.loader is None or not path.is_file():
             raise BadFunction(f"{spec!r}: there is no file {module_name}")
         module = importlib.util.module_from_spec(spec_)
+        # Registered before it runs: dataclasses and pickles of the module look
+        # it up by name while it is executed.
         sys.modules[path.stem] = module
         spec_.loader.exec_module(module)
     else:
@@ -96,7 +98,7 @@ def load_function(spec: str) -> Callable[..., Any]:
 
 
 def topology_devices(accelerator: Accelerator) -> list[Any]:
-    """Devices of a pod that is not there: they can be meshed and compiled for, and nothing else."""
+    """Devices of a pod without the pod: they can be placed on a mesh and compiled for, and nothing else."""
     from jax.experimental import topologies
 
     arguments: dict[str, Any] = {"chips_per_host_bounds": accelerator.chips_per_host_bounds}
@@ -106,6 +108,7 @@ def topology_devices(accelerator: Accelerator) -> list[Any]:
         arguments["num_slices"] = accelerator.slices
     topology = topologies.get_topology_desc(platform="tpu", topology_name=accelerator.topology_name, **arguments)
     devices = list(topology.devices)
+    # libtpu and our table of accelerators must agree, or bytes per device would be wrong without notice.
     assert len(devices) == accelerator.devices, f"{accelerator}: libtpu reports {len(devices)} devices"
     return devices
 
@@ -123,13 +126,14 @@ def _coordinates(mesh: "Mesh") -> list[list[int]] | None:
 
 @contextmanager
 def without_source_locations() -> Iterator[None]:
-    """Lowers without saying from which files and lines.
+    """Lowers without source locations.
 
-    A TPU kernel is in a lowered Program as bytes, its own places among them with every caller's; so a line that moved
-    anywhere on the way to it, or another folder, would make it another Program.
+    A lowered Program holds a TPU kernel as bytes that include the source locations of the kernel and of its callers, so
+    a line that moves in any of these files, or another folder, would make it another Program for the cache.
     """
     import jax
 
+    # The number of stack frames in a location; 0 leaves the names of operations, by which figures are grouped.
     name = "jax_traceback_in_locations_limit"
     before = getattr(jax.config, name)
     jax.config.update(name, 0)
@@ -141,14 +145,14 @@ def without_source_locations() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class CompilerSession:
-    """Where Programs are compiled.
+    """Compiles Programs for one set of devices.
 
     Attributes:
-        devices: for which.
-        accelerator: their pod; None for the devices here.
-        options: over the Programs' own.
-        folder: where texts go.
-        kept: answers of pods' compilers; None for compiling everything anew.
+        devices: that the Programs are compiled for.
+        accelerator: their pod; None for the devices of this machine.
+        options: compiler options in addition to each Program's.
+        folder: where the compiler's texts are written.
+        kept: the cache of results for pods; None to compile every Program.
     """
 
     devices: Sequence[Any]
@@ -158,7 +162,7 @@ class CompilerSession:
     kept: CompileCache | None
 
     def outcome(self, program: Lowerable, described: Describes) -> dict[str, Any]:
-        """What the compiler says of one Program, or said before, as plain values; its text in a file."""
+        """The compiler's result for one Program, cached or new, as plain values; its text is written to a file."""
         import jax
 
         mesh, started = described.mesh, time.monotonic()
@@ -170,8 +174,11 @@ class CompilerSession:
         key = way = None
         if self.kept is not None:
             key = self._key(program, lowered, described.mesh, _coordinates(jax_mesh))
+            # Added options are part of the key but not of the fingerprint, so such a result has no way to it.
             way = None if self.options else fingerprint(program, described)
             if (answer := self.kept.find(key)) is not None:
+                # The text was the same though the fingerprint was not (an edit that changes no
+                # trace): the next lookup skips lowering.
                 if way is not None:
                     self.kept.lead(way, key)
                 return {
@@ -184,10 +191,12 @@ class CompilerSession:
         text = None
         program_options: Mapping[str, str] = getattr(program, "compiler_options", {})
         try:
-            # The program's own options are in what was lowered; these come over them.
+            # `lowered` carries the Program's options already; those passed here override them.
             with translate_option_errors(program.name, {**program_options, **self.options}):
                 compiled = lowered.compile(compiler_options=dict(self.options) or None)
         except jax.errors.JaxRuntimeError as error:
+            # A Program that does not fit is a result, cached like any other; every
+            # other error is the compiler's failure.
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             report |= {"refused": str(error), "compile_seconds": time.monotonic() - started}
@@ -197,13 +206,16 @@ class CompilerSession:
             report |= {**facts, "coordinates": _coordinates(jax_mesh)}
         if self.kept is not None and key is not None:
             self.kept.keep(key, CachedOutcome(report=report, text=text, compiled_at=time.time()), way=way)
+        # The name and mesh are not part of the cached report: another Program with the same text reads it too.
         return {**report, **identity, **self._written(program, text)}
 
     def _key(
         self, program: Lowerable, lowered: "Lowered", mesh: MeshSpec, coordinates: list[list[int]] | None
     ) -> dict[str, Any]:
-        """Everything that an answer depends on, as plain values."""
+        """The cache key: everything that the result depends on, as plain values."""
         assert self.accelerator is not None
+        # The order of the devices decides which links a collective uses; a pod
+        # has thousands, so their digest is enough.
         coordinates_digest = hashlib.sha256(json.dumps(coordinates).encode()).hexdigest()
         return {
             "lowered": lowered_digest(lowered.as_text(debug_info=True)),
@@ -222,7 +234,7 @@ class CompilerSession:
 
 
 def _read(compiled: "Executable") -> tuple[dict[str, Any], str | None]:
-    """Memory of a compiled Program as plain values, and its text, or why there is none."""
+    """The memory of a compiled Program as plain values, and its text, or the error where the text fails."""
     import jax
 
     analysis = compiled.memory_analysis()
@@ -232,7 +244,7 @@ def _read(compiled: "Executable") -> tuple[dict[str, Any], str | None]:
     try:
         return {"memory": memory}, compiled.as_text() or ""
     except jax.errors.JaxRuntimeError as error:
-        # Seen with libtpu newer than the one this JAX wants: the text fails, the memory stands.
+        # Seen with a libtpu newer than this JAX supports: `as_text` fails while the memory analysis is valid.
         return {"memory": memory, "text_error": str(error)}, None
 
 
@@ -267,6 +279,8 @@ def run(request: Mapping[str, Any], emit: Callable[[Mapping[str, Any]], None]) -
         kept=None if kept is None else CompileCache(folder=Path(kept["folder"]), max_bytes=kept["bytes"]),
     )
     for number, program in enumerate(chosen):
+        # Every worker walks the same list and compiles what it claims first, so
+        # a slow Program holds up nobody else.
         if not _claimed(Path(request["claims"]) / str(number)):
             continue
         emit({"event": "compiling", "program": program.name})
@@ -275,7 +289,7 @@ def run(request: Mapping[str, Any], emit: Callable[[Mapping[str, Any]], None]) -
 
 
 def _claimed(path: Path) -> bool:
-    """Whether this process is the first of those that serve a request to take a Program up."""
+    """Claims a Program by creating a file: True for the first worker of a request that tries."""
     try:
         path.touch(exist_ok=False)
     except FileExistsError:
@@ -284,14 +298,15 @@ def _claimed(path: Path) -> bool:
 
 
 def _end_with(parent: int) -> None:
-    """Ends this process when `parent` is gone, however it went: nobody would read what a compile says."""
+    """Ends this process when `parent` is gone, since nobody would read its events."""
     while os.getppid() == parent:
         time.sleep(1)
+    # A compile in C++ holds the main thread for minutes: only an exit without cleanup ends it at once.
     os._exit(1)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serves the request in the file that `argv` names, telling events as JSON lines; returns the exit status."""
+    """Serves the request in the file that `argv` names, writes events as JSON lines, and returns the exit status."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     request = json.loads(Path(argv[0]).read_text())
     with os.fdopen(request["events_fd"], "w") as events:
@@ -303,7 +318,8 @@ def main(argv: Sequence[str]) -> int:
         try:
             run(request, emit)
         except ValueError as error:
-            # Bad input, said by the rooms below; anything else is a traceback on stderr for the parent to show.
+            # A `ValueError` of our packages is bad input; one raised inside JAX or NumPy is a bug, and its traceback
+            # goes to stderr for the parent to show.
             if raised_in_library(error):
                 raise
             emit({"event": "bad_input", "kind": type(error).__name__, "message": str(error)})

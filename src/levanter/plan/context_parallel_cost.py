@@ -2,8 +2,8 @@
 
 With `n` chips along a sequence, and `V` the bytes of keys and values of one layer over all of them:
 
-    gather         one all-gather of V for each pass and one reduce-scatter of their gradients. Nothing hides either of
-                   them, and the gathered arrays are laid out again in HBM
+    gather         one all-gather of V for each pass and one reduce-scatter of their gradients. No computation overlaps
+                   with them, and the gathered arrays are laid out again in HBM
     ring           n hops of V / n. In the backward pass keys and values travel with their gradients in float32, or
                    queries travel with their gradients and those of the result, whichever is fewer bytes. The kernels
                    hide a part of each hop, and each hop adds its partial result to a sum in HBM
@@ -31,17 +31,17 @@ from levanter.plan.comms import Network, axis_spans
 from levanter.runplan import Target
 
 LAID_OUT = 5.0
-"""How often gathered keys and values cross HBM for each time that they are gathered: parted, turned and joined for the
-kernels in zigzag order, and its inverse (compiled: 3.9 ms for three times 0.375 GiB on v6e)."""
+"""How often gathered keys and values cross HBM for each gather: split, transposed and concatenated for the kernels in
+zigzag order, and the inverse (compiled: 3.9 ms for three times 0.375 GiB on v6e)."""
 
 ADDED_BYTES = 28
-"""Bytes that cross HBM for an element of a ring's sums, each hop: float32 read twice and written once, and what lays
-kernels' results out for it. Compiled: 28 with 256 MiB a sum (Llama 3.1 8B, 131,072 positions over 8 chips of v6e), 12
-with 48 MiB, which stay in vector memory."""
+"""Bytes that cross HBM for an element of a ring's sums, each hop: float32 read twice and written once, and the layout
+change of the kernels' results. Compiled: 28 with 256 MiB a sum (Llama 3.1 8B, 131,072 positions over 8 chips of v6e),
+12 with 48 MiB, which stay in vector memory."""
 
 HOP_SECONDS = 50e-6
-"""What a hop takes beside products, links and sums: of what published rings of 64 chips (v5p, 1,024 and 4,096 positions
-a chip) take longer than gathers a hop, what is left when these are counted."""
+"""Fixed cost of a hop in addition to products, links and sums: the rest of the time by which published rings of 64
+chips (v5p, 1,024 and 4,096 positions a chip) are slower than gathers, for each hop."""
 
 BACKWARD_PRODUCTS = 3.5
 """Products of attention's backward pass over those of its forward pass, in two kernels."""
@@ -58,17 +58,17 @@ def context_parallel_seconds(
     itemsize: int,
     attended: float = 0.5,
 ) -> float:
-    """Seconds that one layer of attention waits, over rows that a device has a part of; 0 where positions are whole.
+    """Seconds that one layer of attention waits for communication; 0 where positions are not sharded.
 
     Args:
         sizes: of the model's axes.
         mappings: of the layout.
         network: of its mesh.
-        rows: of the batch, on each of the ways it is cut.
-        forward: how often a layer is gone through forward.
-        backward: whether it is gone through backward too.
+        rows: of the batch, on each of its shards.
+        forward: the number of forward passes of a layer (two where it is recomputed).
+        backward: whether there is a backward pass.
         itemsize: bytes of an activation's element.
-        attended: the share of all pairs of positions that its mask shows.
+        attended: the share of all pairs of positions that the mask leaves visible.
     """
     mesh, pod = network.mesh, network.accelerator
     compute, inside = mappings.compute, mappings.inside_attention
@@ -76,33 +76,40 @@ def context_parallel_seconds(
     if strategy is None or "kv_head" not in sizes:
         return 0.0
     positions = sizes["position"]
+    # Elements of keys, and of queries, over all positions and on this shard of heads.
     keys = rows * positions * sizes["kv_head"] * sizes["head_size"] // mesh.ways(compute.mesh_axes("kv_head"))
     queries = keys * sizes.get("q_heads_per_group", 1) // mesh.ways(compute.mesh_axes("q_heads_per_group"))
     along = _cut(compute.mesh_axes("position"), mesh)
     ways = mesh.ways(along)
     if strategy == "gather":
         nbytes = 2 * keys * itemsize
+        # The backward pass gathers again and reduce-scatters the gradients,
+        # which takes as long as an all-gather.
         once = network.seconds("all-gather", nbytes, axis_spans(mesh, *along)) or 0.0
         return (once + LAID_OUT * nbytes / pod.hbm_bandwidth) * (forward + 2 * backward)
+    # `attention_mapping` leaves keys sharded over the axes of the ring; the other position axes go to heads.
     around = _cut(inside.mesh_axes("key_position"), mesh)
     to_heads = tuple(axis for axis in along if axis not in around)
     seconds = 0.0
     if around:
         hops, key_part, query_part = mesh.ways(around), keys // ways, queries // ways
         speed = pod.peak_flops() * kernel_efficiency(sizes["head_size"])
+        # Two products of 2 FLOPs an element (scores, and values weighted by them), spread over the hops.
         products = 4 * positions * attended * query_part / speed / hops
 
         def hop(nbytes: int, hidden: float, added: int) -> float:
-            """Of the bytes that travel, the products meanwhile, and the elements of float32 sums."""
+            """Seconds of a hop, from bytes that travel, seconds of overlapping products and elements summed."""
             travel = network.seconds("collective-permute", nbytes, axis_spans(mesh, *around)) or 0.0
             return max(0.0, travel - hidden) + ADDED_BYTES * added / pod.hbm_bandwidth + HOP_SECONDS
 
         seconds += hops * forward * hop(2 * key_part * itemsize, products, query_part)
         if backward:
-            # Keys and values with their gradients in float32, or queries with two kinds of gradients.
+            # Either keys and values travel with their float32 gradients, or queries travel with the gradient of the
+            # result in the compute dtype and their own in float32: whichever is fewer bytes.
             nbytes = min(2 * key_part * (itemsize + 4), query_part * (2 * itemsize + 4))
             seconds += hops * hop(nbytes, BACKWARD_PRODUCTS * products, query_part + 2 * key_part)
     if to_heads:
+        # Queries and results have the size of `queries`, keys and values that of `keys`.
         everything = 2 * (keys + queries) * itemsize // ways
         once = network.seconds("all-to-all", everything, axis_spans(mesh, *to_heads)) or 0.0
         seconds += once * (forward + 2 * backward)
@@ -110,7 +117,7 @@ def context_parallel_seconds(
 
 
 def causal_share(windows: Sequence[tuple[int | None, int]], positions: int) -> float:
-    """The share of all pairs of positions that causal masks show, over all layers.
+    """The share of all pairs of positions that causal masks leave visible, over all layers.
 
     Args:
         windows: how far layers see, None for everything, and the features of their queries; none for no windows.
@@ -119,6 +126,8 @@ def causal_share(windows: Sequence[tuple[int | None, int]], positions: int) -> f
 
     def share(window: int | None) -> float:
         reach = min(window or positions, positions) / positions
+        # A triangle of `reach` and a band behind it, over the square of all
+        # pairs: reach²/2 + (1 − reach) · reach.
         return reach - reach**2 / 2
 
     layers = windows or [(None, 1)]
@@ -127,14 +136,14 @@ def causal_share(windows: Sequence[tuple[int | None, int]], positions: int) -> f
 
 @dataclass(frozen=True, kw_only=True)
 class ContextParallelCost:
-    """What a layer waits for, by exchange, on one accelerator; see `mesh.exchange.Prices`.
+    """The cost function of context-parallel strategies on one accelerator; see `mesh.context_parallel.Prices`.
 
-    A layer is gone through forward once: what attention is stays for the backward pass, as it should for sequences that
-    are worth cutting.
+    It counts one forward pass of a layer: results of attention are saved for the backward pass, as they should be for
+    sequences that are worth sharding.
 
     Attributes:
         accelerator: the pod.
-        backward: whether a layer is gone through backward too.
+        backward: whether there is a backward pass.
         itemsize: bytes of an activation's element.
         attended: see `context_parallel_seconds`.
         rings: whether kernels of this JAX and this model's backend can run in a ring.
@@ -147,9 +156,9 @@ class ContextParallelCost:
     rings: bool = True
 
     def __call__(self, sizes: Mapping[str, int], mappings: Mappings, mesh: MeshSpec) -> float | None:
-        """Seconds of one layer and sequence; None where that cannot run or is not known."""
+        """Seconds of one layer and sequence; None where the strategy cannot run or its cost is not known."""
         hops = mesh.ways(mappings.inside_attention.mesh_axes("key_position"))
-        # In a ring each of a device's two runs is whole blocks.
+        # In zigzag order a device has two runs, and the ring kernels need a whole number of blocks of `LANES` in each.
         lacking = hops > 1 and not (self.rings and sizes["position"] % (2 * hops * LANES) == 0)
         if lacking or mesh.size != self.accelerator.devices or "kv_head" not in sizes:
             return None
@@ -168,14 +177,14 @@ class ContextParallelCost:
 def context_parallel_cost(
     model: LmConfig, target: Target, *, positions: int, itemsize: int, backward: bool
 ) -> ContextParallelCost | None:
-    """The prices on a run's devices, by their kind and number alone, so that a plan and the run choose alike.
+    """The cost function for a run's devices, from their kind and number alone, so that a plan and the run choose alike.
 
     Args:
-        model: whose layers they are.
-        target: the devices; None comes out where they are no TPUs, or not as many as are made.
+        model: the model's configuration.
+        target: the devices; the result is None where they are no TPUs, or not the number of a known pod.
         positions: in a sequence.
         itemsize: bytes of an activation's element.
-        backward: whether a layer is gone through backward too.
+        backward: whether there is a backward pass.
     """
     pod = find_accelerator(target.kind, target.devices, slices=target.granules) if target.platform == "tpu" else None
     if pod is None:

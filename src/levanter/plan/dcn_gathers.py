@@ -1,8 +1,8 @@
 """Detects frozen weights that are gathered over DCN, and suggests the mapping that avoids it.
 
-What makes adapters cheap over the data-center network is that their gradients are small. A frozen weight that is cut
-over a mesh axis between slices is gathered there twice in a step: that costs a run with adapters as much as full
-fine-tuning, and many times what its gradients cost. Cut inside a slice alone, no byte of it leaves the slice.
+Adapters are cheap over the data-center network because their gradients are small. A frozen weight that is sharded over
+a mesh axis between slices is gathered over it twice in a step: that costs a run with adapters as much as full
+fine-tuning, and many times what its gradients cost. A weight that is sharded inside slices alone stays inside them.
 """
 
 from collections.abc import Mapping
@@ -21,9 +21,9 @@ _GB = 1e9
 
 
 def dcn_gather_note(plan: RunPlan) -> str | None:
-    """What a run's plan says of frozen weights that are cut between slices; None where there are none.
+    """A note on frozen weights that are sharded between slices; None where there are none.
 
-    Nor where they would not fit otherwise: then the network is the price of having them.
+    Also None where they fit in no other way: then gathers over the network are the only option.
 
     Args:
         plan: a training run, without errors.
@@ -32,6 +32,8 @@ def dcn_gather_note(plan: RunPlan) -> str | None:
     cut = [leaf for leaf in plan.sharding.leaves if leaf.leaf.path.startswith(f"{FROZEN}.") and _dcn_axes(plan, leaf)]
     if not cut or limit is None or plan.errors or not plan.workloads:
         return None
+    # Arithmetic of the changed mapping: whether the same Program would still
+    # fit with the weights inside each slice.
     subject = LayoutSubject(plan=plan, program=plan.program(plan.workloads[0].program), hbm_bytes=limit)
     inside, changed = _inside(plan, subject.now)
     figures = layout_memory(subject, inside)
@@ -44,21 +46,21 @@ def dcn_gather_note(plan: RunPlan) -> str | None:
     weights, gradients = received.get(FROZEN_GATHERED, nothing).dcn, received.get(GRADIENTS, nothing).dcn
     over = sorted({axis for leaf in cut for axis in _dcn_axes(plan, leaf)})
     return (
-        f"frozen weights cut over {', '.join(over)} are gathered between slices: {weights / _GB:.3g} GB a step come to "
-        f"each chip over DCN, beside {gradients / _GB:.3g} GB of gradients. Gradients of adapters are small; gathering "
-        f"what is frozen costs as much as in full fine-tuning. Cut inside the slices alone, it stays there, and a chip "
-        f"needs at least {gib(known.total)} of {gib(limit)} (now {gib(now.total)}): {changed}"
+        f"frozen weights sharded over {', '.join(over)} are gathered between slices: each chip receives "
+        f"{weights / _GB:.3g} GB a step over DCN, and {gradients / _GB:.3g} GB of gradients. Gradients of adapters are "
+        f"small; gathering frozen weights costs as much as in full fine-tuning. Sharded inside slices alone, they stay "
+        f"there, and a chip needs at least {gib(known.total)} of {gib(limit)} (now {gib(now.total)}): {changed}"
     )
 
 
 def _dcn_axes(plan: RunPlan, leaf: LeafPlan) -> tuple[str, ...]:
-    """The mesh axes between slices that an array is cut over."""
+    """The mesh axes between slices that shard an array."""
     axes_ = (axis for axes in leaf.mesh_axes for axis in axes)
     return tuple(axis for axis in axes_ if axis in plan.mesh.dcn and plan.mesh.shape[axis] > 1)
 
 
 def _inside(plan: RunPlan, now: Layout) -> tuple[Layout, str]:
-    """The layout whose parameter rules leave out what is between slices, and what to write for it."""
+    """The layout whose parameter rules leave out DCN axes, and the YAML for it."""
     mappings = now.mappings
 
     def without(mapping: AxisMapping) -> dict[str, tuple[str, ...] | None]:
@@ -68,6 +70,8 @@ def _inside(plan: RunPlan, now: Layout) -> tuple[Layout, str]:
             if any(axis in plan.mesh.dcn for axis in mapping.mesh_axes(name))
         }
 
+    # `or None` in the rules: an axis left with no mesh axis is replicated, and
+    # `null` in YAML overrides a default rule.
     params = without(mappings.params)
     overrides = {pattern: rules_ for pattern, rules in mappings.overrides if (rules_ := without(rules))}
     written = [f"trainer.mesh.param_mapping: {_shown(params)}"] if params else []

@@ -1,7 +1,8 @@
 """Serving report of a verdict: bytes, slots that fit, time to the first token, and decode rates by load.
 
-Bytes and floors are arithmetic of the run's own plan (`inference.served`); times are those of its compiled Programs,
-and absent where no compiler was asked. Every load has its *floor*, its *share* (floor over time), and what binds.
+Bytes and floors follow from the run's plan by arithmetic (`inference.capacity`); times are those of its compiled
+Programs, and absent without a compiler. Every load has its *floor* (the roofline: a lower bound of the time), its
+*share* (floor over time), and the resource that sets the floor.
 """
 
 from collections import Counter
@@ -15,7 +16,7 @@ from levanter.plan.step_time_model import StepTime
 from levanter.plan.verdict import ProgramVerdict, Verdict
 
 SHOWN_DTYPES = ("bfloat16", "int8")
-"""Of keys and values, in the table of rows that fit."""
+"""Dtypes of keys and values in the table of rows that fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +26,10 @@ class DecodeMemory:
     Attributes:
         groups: bytes by use.
         temporaries: the most that a Program allocates in addition to its inputs.
-        compiled: whether a compiler said so.
-        limit: what a device has; None where that is not known.
-        page: positions of a page, and what it takes of a device.
-        repeated: of the cache, what devices hold that others have too.
+        compiled: whether the temporaries are the compiler's figure.
+        limit: memory of a device; None where that is not known.
+        page: positions of a page, and its bytes on a device.
+        repeated: bytes of the cache that other devices hold too.
     """
 
     groups: dict[str, int]
@@ -40,26 +41,26 @@ class DecodeMemory:
 
     @property
     def used(self) -> int:
-        """All of it."""
+        """The sum of all groups and temporaries."""
         return sum(self.groups.values()) + self.temporaries
 
     @property
     def free(self) -> int | None:
-        """What is left; negative where it is too much."""
+        """The remaining bytes; negative where the sum exceeds the limit."""
         return None if self.limit is None else self.limit - self.used
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillCall:
-    """A call for prompts, or several for one prompt.
+    """A prefill call, or the calls of one prompt.
 
     Attributes:
-        name: the Program's, or what is prefilled.
-        rows: prompts.
-        tokens: of each.
-        calls: how many of each Program.
-        time: seconds, low, expected, high; None where no compiler was asked.
-        floor: of them; None without a chip.
+        name: the Program's name, or the length of the prompt.
+        rows: number of prompts.
+        tokens: of each prompt.
+        calls: the number of calls of each Program.
+        time: seconds, low, expected, high; None without a compiler.
+        floor: lower bound of the time; None without a chip.
     """
 
     name: str
@@ -72,15 +73,15 @@ class PrefillCall:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeLoad:
-    """So many running rows.
+    """Decoding with a number of running rows.
 
     Attributes:
         rows: over all devices.
-        program: which gives them their next tokens.
-        time: seconds a token of each row, low, expected, high; None where no compiler was asked.
-        floor: of them.
+        program: that decodes their next tokens.
+        time: seconds for one token of every row, low, expected, high; None without a compiler.
+        floor: lower bound of the time.
         chips: that share the work.
-        chip_hour_price: dollars; None where nobody said.
+        chip_hour_price: dollars; None where it is not configured.
     """
 
     rows: int
@@ -92,12 +93,12 @@ class DecodeLoad:
 
     @property
     def seconds(self) -> float:
-        """Expected, or the floor where nothing is known."""
+        """The expected time, or the floor without a compiler."""
         return self.floor.seconds if self.time is None else self.time[1]
 
     @property
     def share(self) -> float | None:
-        """Of the time, what the floor is."""
+        """The floor over the expected time."""
         return None if self.time is None else self.floor.seconds / self.time[1]
 
     @property
@@ -107,19 +108,19 @@ class DecodeLoad:
 
     @property
     def dollars(self) -> float | None:
-        """What a million tokens cost."""
+        """Dollars for a million tokens."""
         return None if self.chip_hour_price is None else self.chip_hour_price / 3600 / self.rate * 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartupCost:
-    """What comes before the first token.
+    """The time before the first token.
 
     Attributes:
         source_bytes: of weights in storage; None where nothing is read.
-        seconds: modelled, of reading them.
-        compiled: by Program, the seconds that tracing and compiling took here; those of an earlier time are left out.
-        programs: how many Programs of the work there are.
+        seconds: modelled time of reading them.
+        compiled: by Program, the seconds that tracing and compiling took.
+        programs: the number of Programs.
     """
 
     source_bytes: int | None
@@ -130,18 +131,18 @@ class StartupCost:
 
 @dataclass(frozen=True, kw_only=True)
 class ServingReport:
-    """All of it.
+    """The serving part of a verdict.
 
     Attributes:
         served: the model, its rows and its calls.
         memory: bytes on a device.
         contexts: by dtype, how many rows of the lengths of `CONTEXTS` fit; empty where memory is not known.
-        buckets: the calls for prompts.
-        prompts: prompts that come alone.
-        loads: running rows.
-        start: before the first token.
+        buckets: the prefill Programs, one for each bucket of lengths.
+        prompts: single prompts of several lengths.
+        loads: decoding with several numbers of rows.
+        start: the time before the first token.
         compute_bound: rows from which products take longer than reading the weights; None without a chip.
-        repeated_window: bytes of a device that rings of pages would save in layers with windows.
+        repeated_window: bytes on a device that layers with a sliding window store beyond their windows.
     """
 
     served: DecodeCost
@@ -156,13 +157,14 @@ class ServingReport:
 
 
 def serving_report(verdict: Verdict) -> ServingReport | None:
-    """What a verdict says of serving; None for runs that generate no text."""
+    """The serving report of a verdict; None for runs that generate no text."""
     cost = decode_cost(verdict.plan)
     if cost is None:
         return None
     memory, pod = _decode_memory(verdict, cost), verdict.accelerator
     prompts = sorted({min(tokens, cost.context) for tokens in (128, 2048, cost.context)})
     loads = sorted({min(rows, cost.rows) for rows in (*LOADS, cost.rows)})
+    # The cache stores whole rows in every layer; a layer with a window reads (`seen`) the window alone.
     window = cost.bytes_of_row(cost.context) - cost.bytes_of_row(cost.context, seen=True)
     return ServingReport(
         served=cost,
@@ -188,7 +190,7 @@ def _program(verdict: Verdict, name: str) -> ProgramVerdict | None:
 def _decode_memory(verdict: Verdict, served: DecodeCost) -> DecodeMemory:
     assert verdict.plan is not None
     weights, plan = served.weights, verdict.plan
-    # What makes the empty cache has it for a result, and runs once.
+    # The Program that makes the empty cache is left out: the cache is its result, not a temporary, and it runs once.
     names = {*served.decode.values(), *served.prefill}
     outcomes = [program.outcome for program in verdict.programs if program.name in names]
     temporaries = [
@@ -209,6 +211,8 @@ def _decode_memory(verdict: Verdict, served: DecodeCost) -> DecodeMemory:
         compiled=bool(temporaries),
         limit=plan.target.limit_bytes if limit is None else limit,
         page=(served.page, served.cache_bytes * served.shards // served.pages),
+        # `served.repeated` devices hold the same pages where kv heads are fewer
+        # than the shards of tensor parallelism.
         repeated=served.cache_bytes - served.cache_bytes // served.repeated,
     )
 
@@ -241,18 +245,21 @@ def _bucket(verdict: Verdict, served: DecodeCost, name: str) -> PrefillCall:
 
 
 def _prompt(verdict: Verdict, served: DecodeCost, tokens: int) -> PrefillCall:
-    """A prompt that comes alone, from its first call to its first token."""
+    """A single prompt, from its first call to its first token."""
     calls, pod = Counter(served.calls_of_prompt(tokens)), verdict.accelerator
     times = {name: _time(_program(verdict, name)) for name in calls}
     ranges = {name: ends for name, time in times.items() if (ends := _ends(time)) is not None}
     time = None
     if len(ranges) == len(calls):
+        # The calls of one prompt run one after another, so their ranges add up;
+        # one unknown call leaves the sum unknown.
         low, expected, high = (sum(ranges[name][n] * count for name, count in calls.items()) for n in range(3))
         time = (low, expected, high)
     floor = None
     if pod is not None:
         links = sum(_busy(times[name]) * count for name, count in calls.items())
         floor = served.prefill_floor(1, tokens, links=links, **_chip(pod))
+        # Each call of a chunked prompt reads all weights again; the floor counts one reading.
         floor = replace(floor, weights=floor.weights * calls.total())
     return PrefillCall(name=f"{tokens:,} tokens", rows=1, tokens=tokens, calls=dict(calls), time=time, floor=floor)
 
@@ -261,7 +268,8 @@ def _load(verdict: Verdict, served: DecodeCost, rows: int, pod: Accelerator) -> 
     name = served.decoding(rows)
     time = _time(_program(verdict, name))
     ends = _ends(time)
-    # Tokens of a call come out of a loop that may end early, whose count the compiler does not state: one is counted.
+    # A call decodes up to `steps` tokens in a loop. Where the compiler states no trip count (the loop may end early),
+    # the figures have one iteration already.
     if time is not None and ends is not None and not any("trip count" in line for line in time.unknown):
         ends = (ends[0] / served.steps, ends[1] / served.steps, ends[2] / served.steps)
     return DecodeLoad(

@@ -18,7 +18,7 @@ from levanter.hardware import Accelerator
 
 @dataclass(frozen=True, eq=False)
 class _Chip:
-    """As much of a device as JAX's mesh utilities look at."""
+    """The attributes of a device that JAX's mesh utilities read."""
 
     id: int
     process_index: int
@@ -52,6 +52,7 @@ def pod_hosts(mesh: MeshSpec, accelerator: Accelerator) -> np.ndarray:
 def _placed(mesh: MeshSpec, accelerator: Accelerator) -> "tuple[_Chip, ...]":
     if mesh.size != accelerator.devices:
         raise MeshError(f"mesh {mesh} has {mesh.size} devices, {accelerator} has {accelerator.devices}")
+    # A hybrid mesh is the elementwise product of a mesh inside a slice and one of slices, of the same rank.
     ici = tuple(1 if name in mesh.dcn else size for name, size in mesh.axes)
     dcn = tuple(size if name in mesh.dcn else 1 for name, size in mesh.axes)
     devices = _chips(accelerator)
@@ -69,6 +70,7 @@ def _placed(mesh: MeshSpec, accelerator: Accelerator) -> "tuple[_Chip, ...]":
 def _chips(accelerator: Accelerator) -> list[_Chip]:
     sides = accelerator.topology + (1,) * (3 - len(accelerator.topology))
     bounds = accelerator.chips_per_host_bounds or (1, 1, 1)
+    # The host of a chip is its block of `bounds` in the torus, numbered with x fastest like the chips.
     hosts = tuple(side // bound for side, bound in zip(sides, bounds, strict=True))
     chips = []
     for slice_index in range(accelerator.slices):

@@ -1,18 +1,19 @@
 """Digests of a Program for the compile cache: of the inputs of its trace, and of its lowered text.
 
-Two runs of the same words lower to the same text, and the same text compiles to the same executable. The text is what
-tells Programs apart (`lowered_digest`). But it takes seconds to a minute to have it, so there is a shorter way
-(`fingerprint`): everything that tracing can depend on, digested as a value without tracing. That is
+The same lowered text compiles to the same executable, so the text identifies a Program (`lowered_digest`). But lowering
+takes seconds to a minute, so there is a faster identity (`fingerprint`): a digest of everything that tracing can depend
+on, computed without tracing. That is
 
 - the Program's function, with all it closes over: code, constants, configurations, shapes;
-- its inputs' shapes, dtypes and places, its outputs' places, mappings, donation, precision, compiler options, mesh;
-- the sources of this package and of others that are used in place, by content; what is installed, by version
+- its inputs' shapes, dtypes and shardings, its outputs' shardings, mappings, donation, precision, compiler options,
+mesh;
+- the sources of this package and of others that are used in place, by content; installed distributions, by version
   (`environment_digest`);
 - JAX's options, as the environment and the run's configuration set them.
 
-Whatever the walk does not know has no fingerprint, and the Program is lowered. So a fingerprint can miss what is the
-same, and does not take for the same what differs, with one exception that is stated here: state that a module keeps
-outside of what a function closes over (a registry that a plug-in fills otherwise another day, from the same sources).
+A value of a type that the walk does not know has no fingerprint, and the Program is lowered. So equal Programs may have
+different fingerprints, but different Programs do not share one, with one exception: state that a module keeps outside
+of what a function closes over (a registry that a plug-in fills differently another day, from the same sources).
 """
 
 import enum
@@ -39,7 +40,7 @@ from levanter.runplan import RunPlan
 
 _PACKAGES = ("levanter", "haliax_ext")
 _ENVIRONMENT = ("JAX_", "XLA_", "LIBTPU_", "TPU_")
-# What a worker is told anew for every pod (`aot.worker_environment`).
+# Variables that `compile_pool.worker_environment` sets for every pod: they follow from the target.
 _WORKER_VARIABLES = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD",
     "JAX_PLATFORMS",
@@ -50,18 +51,18 @@ _WORKER_VARIABLES = {
     "TPU_STDERR_LOG_LEVEL",
     "TPU_WORKER_HOSTNAMES",
 }
-# Flags of XLA that say nothing to the compiler of a pod.
+# Flags of XLA that do not affect the compiler of a pod.
 _OF_THIS_MACHINE = ("--xla_force_host_platform_device_count", "--xla_cpu_")
 _CODE = ("co_code", "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_flags", "co_argcount")
 _PLAIN = (bool, int, float, complex, str, bytes)
 
 
 class _Unknown(Exception):
-    """Something of which the walk does not know what it depends on."""
+    """A value whose dependencies the walk does not know."""
 
 
 def fingerprint(program: object, plan: object) -> str | None:
-    """The digest of what a Program of a plan will be traced from; None where that cannot be known without tracing."""
+    """The digest of all that the trace of a Program depends on; None where the walk meets an unknown value."""
     if not isinstance(program, Program) or not isinstance(plan, RunPlan):
         return None
     walk = _Walk()
@@ -82,6 +83,7 @@ def fingerprint(program: object, plan: object) -> str | None:
                 _jax_options(plan),
             )
         ]
+        # After the walk: only now is it known which packages the functions and types of the Program come from.
         foreign = walk.digest(tuple(sorted(_source_digest(name) for name in walk.packages)))
         around = environment_digest().encode()
     except _Unknown:
@@ -107,10 +109,10 @@ def environment_digest() -> str:
 
 
 def compiler_environment() -> list[str]:
-    """The environment's words to JAX and the compilers of pods.
+    """The environment variables that JAX and the compilers of pods read, as `name=value`.
 
-    XLA's flags of this machine's own processors are left out: a test with eight virtual devices, or a run that has set
-    them, asks a pod's compiler the same as a plan without.
+    XLA flags for the processors of this machine are left out: they do not change what a pod's compiler returns, so a
+    test with eight virtual devices shares cache entries with a plan without them.
     """
     names = (name for name in os.environ if name.startswith(_ENVIRONMENT) and name not in _WORKER_VARIABLES)
     values = {name: os.environ[name] for name in sorted(names)}
@@ -125,6 +127,7 @@ def installed_distributions() -> tuple[str, ...]:
     """Every installed distribution, `name-version`."""
     names: set[str] = set()
     for folder in map(Path, filter(os.path.isdir, sys.path)):
+        # Folder names are enough (`name-version.dist-info`); importlib.metadata would parse hundreds of files.
         names |= {entry.name for entry in folder.glob("*.dist-info")}
     return tuple(sorted(names))
 
@@ -136,6 +139,7 @@ def _source_digest(package: str) -> str:
     Raises:
         _Unknown: it has no sources that could be read.
     """
+    # The standard library follows from `sys.version`, which `environment_digest` has.
     if package in sys.builtin_module_names or package in sys.stdlib_module_names:
         return package
     module = sys.modules.get(package)
@@ -143,12 +147,16 @@ def _source_digest(package: str) -> str:
     if file is None:
         raise _Unknown(f"module {package} has no file")
     path = Path(file)
+    # Installed packages are identified by their version in
+    # `environment_digest`; ours may be an editable install.
     if package not in _PACKAGES and any(path.is_relative_to(folder) for folder in _site_folders()):
         return package
     folder = path if path.is_dir() else path.parent
     files = sorted(folder.rglob("*.py")) if path.name == "__init__.py" or path.is_dir() else [path]
     digest, began = hashlib.sha256(), _process_began()
     for file_ in files:
+        # The module in memory may be of an older content than the file: then
+        # the digest of the file would be wrong.
         if began is not None and file_.stat().st_mtime > began:
             raise _Unknown(f"{file_} is newer than this process, which may have read what was there before")
         digest.update(str(file_.relative_to(folder)).encode() + b"\0" + hashlib.sha256(file_.read_bytes()).digest())
@@ -163,6 +171,8 @@ def _process_began() -> float | None:
         up = float(Path("/proc/uptime").read_text().split()[0])
     except (OSError, ValueError, IndexError):
         return None
+    # Field 22 of the line is the start in clock ticks since boot; the name in parentheses may hold
+    # spaces, so fields are counted from behind it.
     return time.time() - up + int(behind_name[19]) / os.sysconf("SC_CLK_TCK")
 
 
@@ -173,25 +183,27 @@ def _site_folders() -> tuple[str, ...]:
 
 
 class _Walk:
-    """Digests values by structure; remembers which packages their types and functions come from."""
+    """Digests values by structure, and collects the packages that their types and functions come from."""
 
     def __init__(self) -> None:
         self.packages: set[str] = set()
         self._done: dict[int, bytes] = {}
-        self._alive: list[object] = []  # an id stands for its object as long as that lives
+        self._alive: list[object] = []  # keeps digested objects alive: the id of a dead object is reused
         self._inside: list[int] = []
 
     def digest(self, value: object) -> bytes:
         """The digest of a value.
 
         Raises:
-            _Unknown: of something in it nothing is known.
+            _Unknown: it has a part of a type that the walk does not know.
         """
         if value is None or (isinstance(value, _PLAIN) and type(value) in _PLAIN):
             return _hashed([type(value).__name__.encode(), repr(value).encode()])
         if id(value) in self._done:
             return self._done[id(value)]
         if id(value) in self._inside:
+            # A cycle (a method whose object holds it): the digest of the distance
+            # to the enclosing object stands for it.
             return _hashed([b"within", str(len(self._inside) - self._inside.index(id(value))).encode()])
         self._inside.append(id(value))
         digest = _hashed(list(self._content(value)))
@@ -220,7 +232,7 @@ class _Walk:
 
     def _value(self, value: object) -> Iterator[bytes]:
         if isinstance(value, ShardingPlan):
-            # Which rule put a leaf where it lies, and what was found beside, changes no trace.
+            # The rule that sharded a leaf and the findings change no trace; the resulting spec does.
             yield from self._digests(value.mesh, value.mappings, value.hbm_bytes)
             for leaf in value.leaves:
                 yield from self._digests(leaf.leaf, partition_spec(leaf.leaf, value))
@@ -245,6 +257,7 @@ class _Walk:
             yield from self._digests(*(part for item in value.items() for part in item))
             yield from self._attributes(value)
         elif isinstance(value, set | frozenset):
+            # Iteration order of a set depends on the hash seed of the process.
             yield from sorted(map(self.digest, value))
         elif isinstance(value, tuple | list):
             yield from self._digests(*value)
@@ -259,6 +272,7 @@ class _Walk:
             yield str(value).encode()
         elif isinstance(value, _PLAIN):
             yield repr(value).encode()
+        # A module-level object (a jitted function, an operator): its package's sources say what it is.
         elif _by_name(value) is not None:
             yield self._named(value)
         elif type(value).__module__.partition(".")[0] in _PACKAGES:
@@ -267,7 +281,7 @@ class _Walk:
             raise _Unknown(f"{type(value).__module__}.{type(value).__qualname__}")
 
     def _attributes(self, value: object) -> Iterator[bytes]:
-        """What an object keeps beside what it is as a container."""
+        """The attributes of an object, from its `__dict__` and its slots."""
         slots = (name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
         names = [*vars(value)] if hasattr(value, "__dict__") else []
         for name in sorted({*names, *slots} - {"__weakref__", "__dict__"}):
@@ -281,6 +295,7 @@ class _Walk:
             try:
                 content = cell.cell_contents
             except ValueError:
+                # A cell that is not filled yet: a function that refers to itself while it is being defined.
                 yield b"empty"
                 continue
             yield self.digest(content)
@@ -301,7 +316,7 @@ class _Walk:
 
 
 def _by_name(value: object) -> str | None:
-    """The name under which an object can be imported; None where there is none."""
+    """The name under which an object can be imported; None if importing it gives another object or none."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str):
         return None
@@ -314,10 +329,13 @@ def _by_name(value: object) -> str | None:
 def _hashed(chunks: Iterable[bytes]) -> bytes:
     digest = hashlib.sha256()
     for part in chunks:
+        # Lengths first, so that ("ab", "c") and ("a", "bc") have different digests.
         digest.update(len(part).to_bytes(8, "big") + part)
     return digest.digest()
 
 
+# Debug text ends with lines `#loc5 = loc("name"(#loc3))` or `loc("file.py":10:4)`; operations refer to `#loc5`.
+# A quoted name that is followed by `:<digit>` is a file, not the name of an operation.
 _ALIAS = re.compile(r"^(#loc\d*) = loc\((.*)\)$", re.MULTILINE)
 _QUOTED = re.compile(r'^"((?:[^"\\]|\\.)*)"(?!:\d)')
 _USE = re.compile(r"loc\((#loc\d*)\)")
@@ -326,7 +344,7 @@ _USE = re.compile(r"loc\((#loc\d*)\)")
 def lowered_digest(text: str) -> str:
     """The digest of a lowered Program's text, printed with its locations.
 
-    The names of operations count, since figures are told by module; files and line numbers do not.
+    The names of operations count, since figures are grouped by module; files and line numbers do not.
 
     Args:
         text: StableHLO with debug information.

@@ -1,15 +1,15 @@
-"""Bytes on a chip by what they are for, from arithmetic alone: the plan's leaves and the Programs' inputs.
+"""Bytes on a chip by use, from arithmetic alone: the plan's leaves and the Programs' inputs.
 
-*Resident*: one array that lies on a chip while a Program runs, because the Program takes it. *Group*: what residents
-are for; `embedding`, `attention`, `mlp`, `head`, `norm` and `other weights` are parameters, `frozen mlp` and its like
-those that are not trained, `optimizer` the statistics, `kv cache`, and `batch` whatever a step is given anew.
+*Resident*: one array that is on a chip while a Program runs, because it is an input of the Program. *Group*: the use of
+residents; `embedding`, `attention`, `mlp`, `head`, `norm` and `other weights` are parameters, `frozen mlp` and similar
+those that are not trained, `optimizer` its statistics, `kv cache`, and `batch` the inputs that are new in every step.
 
-Bytes are those of the shards. They are what the compiler calls the Program's arguments, to the byte on CPUs and GPUs;
-a TPU stores arrays in tiles, which pads small ones. An input that the function never reads is no argument for the
-compiler, which drops it; it is a resident here, because whoever calls the Program holds it.
+Bytes are those of the shards. They equal the compiler's argument bytes on CPUs and GPUs; a TPU stores arrays in tiles,
+which pads small ones. The compiler drops an input that the function never reads; it is a resident here, because the
+caller of the Program holds it.
 
-Gradients are no residents: they come and go inside a step, among the compiler's temporaries. They are stated beside the
-residents (`Budget.gradients`), since arithmetic knows them too.
+Gradients are not residents: they exist inside a step only, among the compiler's temporaries. They are stated separately
+(`Budget.gradients`), since arithmetic knows them too.
 """
 
 import math
@@ -37,7 +37,7 @@ class Resident:
 
     Attributes:
         path: input name and leaf path.
-        group: what it is for.
+        group: its use.
         axes: names and sizes.
         dtype: its dtype's name.
         spec: mesh axes by axis name, as text (`mlp → model × group, embed → data`); `replicated` if none shards it.
@@ -90,6 +90,7 @@ class Budget:
 def hbm_budget(plan: RunPlan) -> Budget:
     """The budget of a plan."""
     residents = {program.name: program_residents(program, plan.mesh) for program in plan.computing}
+    # Programs run one at a time, so the one with the largest inputs decides, not the sum over all of them.
     arguments = {name: sum(r.nbytes for r in largest_residents) for name, largest_residents in residents.items()}
     largest = max(arguments, key=lambda name: arguments[name], default="")
     largest_residents = residents.get(largest, ())
@@ -125,6 +126,7 @@ def gradient_bytes(program: Program, mesh: MeshSpec) -> int:
     moment, those of a microbatch too.
     """
     states = [argument for argument in program.inputs if isinstance(argument.value, TrainState)]
+    # The Programs that save or initialize a state take nothing beside it, and have no gradients.
     if len(program.inputs) < 2:
         return 0
     return sum(
@@ -136,9 +138,9 @@ def gradient_bytes(program: Program, mesh: MeshSpec) -> int:
 
 
 def _placed(argument: Input, mesh: MeshSpec) -> Iterator[LeafPlan]:
-    """Where every array of an input lies."""
+    """The sharding of every array of an input."""
     placement = argument.placement
-    assert placement is not None, f"input {argument.name}: a plan needs to know where it lies"
+    assert placement is not None, f"input {argument.name}: a plan needs its sharding"
     for leaf in leaves(argument.value):
         if isinstance(placement, ShardingPlan):
             yield placement.by_path[leaf.path]
@@ -172,12 +174,14 @@ def sharding_text(plan: LeafPlan, mesh: MeshSpec) -> str:
 
 
 def resident_group(argument: Input, leaf: Leaf) -> str:
-    """What an input's array is for.
+    """The group of an input's array.
 
-    What a sharding plan or parameter rules place is kept from step to step: parameters and, under `optimizer`, their
-    statistics. What the compute mapping places is given anew, unless it is a cache.
+    Arrays that a sharding plan or parameter rules place stay from step to step: parameters and, under `optimizer`,
+    their statistics. Arrays that the compute mapping places are new in every step, unless they are a cache.
     """
     names = (argument.name, *leaf.path.split("."))
+    # The order of the tests matters: a reference model and frozen weights have
+    # parameters' paths below their own name.
     if REFERENCE in names[:2]:
         return REFERENCE
     if names[1] == FROZEN:

@@ -4,13 +4,13 @@
 
     inputs        what the Program takes, to the byte
     gradients     of a train step: float32, in the shards of the parameters
-    kept          of a train step: what the backward pass is handed of each layer (block inputs, and what gradient
-                  checkpointing keeps by name; all that a block names where nothing is recomputed)
+    kept          of a train step: the activations of each layer that the backward pass needs (block inputs, and those
+                  that gradient checkpointing saves by name; all named ones where nothing is recomputed)
     at work       the largest live set of a layer or the head besides them
 
-A chip that has less refuses the Program. One that has more may still refuse it: weights gathered for a layer, what a
-kernel or an optimizer makes on the way, a collective's buffers and the compiler's own padding have no name here. So a
-sum of known bytes is called *at least*, and only a compiler says that something fits.
+A Program does not fit a chip that has less. A chip that has more may still be too small: weights gathered for a layer,
+temporaries of kernels and of the optimizer, buffers of collectives and the compiler's padding are not counted. So a sum
+of known bytes is called *at least*, and only a compiler decides that a Program fits.
 """
 
 from collections.abc import Iterator
@@ -35,9 +35,9 @@ from levanter.plan.layout_memory import (
 from levanter.runplan import RunPlan
 
 UNNAMED = "gathered weights, kernels' and collectives' buffers and the compiler's padding"
-"""What no sum of known bytes has."""
+"""Bytes that no sum of known bytes includes."""
 UNNAMED_KEPT = "what a backward pass keeps without a name, "
-"""And what it lacks besides where blocks are not recomputed."""
+"""Prefix of `UNNAMED` where blocks are not recomputed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +45,13 @@ class HbmLowerBound:
     """Bytes on a chip that a Program needs at the least.
 
     Attributes:
-        inputs: what it takes.
-        gradients: that it makes.
-        kept: of the forward pass, for the backward pass.
-        at_work: the largest live set besides that.
-        block: of a train step, all that has a name in one layer, and its input where that is gathered: most of it is
-            there while its backward pass works.
-        recomputed: whether a backward pass recomputes its blocks, so that what it keeps has names.
+        inputs: of the Program.
+        gradients: that it computes.
+        kept: activations of the forward pass that are saved for the backward pass.
+        at_work: the largest live set besides those.
+        block: of a train step, all named activations of one layer, and its input where that is gathered: most of them
+            are alive during the layer's backward pass.
+        recomputed: whether a backward pass recomputes its blocks, so that everything it saves is named.
     """
 
     inputs: int
@@ -63,17 +63,17 @@ class HbmLowerBound:
 
     @property
     def total(self) -> int:
-        """All of it: gradients come when what is at work in the forward pass has gone."""
+        """The bound: gradients are allocated after the live set of the forward pass is freed, so the larger counts."""
         return self.inputs + self.kept + max(self.gradients, self.at_work)
 
     @property
     def likely(self) -> int:
-        """With all of one layer beside the gradients: no bound, but nearer to what the compiler needs for many rows."""
+        """With one layer in addition to the gradients: not a bound, but nearer to compiled figures for many rows."""
         return max(self.total, self.inputs + self.kept + self.gradients + self.block)
 
     @property
     def lacking(self) -> str:
-        """What the sum does not have."""
+        """The bytes that the sum leaves out, in words."""
         return UNNAMED if self.recomputed else UNNAMED_KEPT + UNNAMED
 
     def __str__(self) -> str:
@@ -101,16 +101,18 @@ def layout_lower_bound(subject: LayoutSubject, layout: Layout, figures: LayoutMe
     Args:
         subject: the Program.
         layout: the layout.
-        figures: what it comes to.
+        figures: its memory.
     """
     if not _takes_batch(subject):
-        # What makes a state, or moves one, has no activations.
+        # Programs that initialize or move a state have no activations.
         return HbmLowerBound(inputs=figures.arguments, gradients=0, kept=0, at_work=0)
+    # `rows` are per device, activations of the plan are over all devices: more
+    # shards of the batch mean more rows in all.
     scale = layout.rows * subject.ways(layout) / subject.ways(subject.now)
     activations = layout_activations(subject, layout, scale).leaves
     kept = sum(activation.bytes_per_device * times for activation, times in _kept(subject, layout, activations))
     largest = max((a.bytes_per_device for a in activations if a.leaf.path not in (RESIDUAL, EMBEDDED)), default=0)
-    # A block's input is there while anything in the block is: it is added to what comes of it.
+    # The block's input is alive during the whole block, because the residual connection adds it to the output.
     residual = sum(a.bytes_per_device for a in activations if a.leaf.path == RESIDUAL)
     return HbmLowerBound(
         inputs=figures.arguments,
@@ -123,18 +125,20 @@ def layout_lower_bound(subject: LayoutSubject, layout: Layout, figures: LayoutMe
 
 
 def _takes_batch(subject: LayoutSubject) -> bool:
-    """Whether the Program is given rows."""
+    """Whether an input of the Program has the batch axis."""
     inputs = (leaf for argument in subject.program.inputs for leaf in leaves(argument.value))
     return any(subject.batch_axis in leaf.names for leaf in inputs)
 
 
 def _kept(subject: LayoutSubject, layout: Layout, activations: tuple[LeafPlan, ...]) -> Iterator[tuple[LeafPlan, int]]:
-    """What a backward pass is handed, and of how many layers."""
+    """The activations saved for the backward pass, and in how many layers each."""
     model = model_config(subject)
     if not subject.training or model is None:
         return
     policy = checkpoint_policy(layout.recompute or getattr(model, "gradient_checkpointing", True))
     everything = saves_everything(subject, layout)
+    # With nested checkpointing only the inputs of groups of blocks stay, fewer
+    # than one a layer: no lower bound.
     carries = (everything or policy.save_carries is True) and not policy.nested
     for activation in activations:
         name = activation.leaf.path
@@ -148,7 +152,7 @@ def _kept(subject: LayoutSubject, layout: Layout, activations: tuple[LeafPlan, .
 
 
 def _block(subject: LayoutSubject, activations: tuple[LeafPlan, ...]) -> int:
-    """Bytes of all that has a name in the layer that names most."""
+    """Bytes of all named activations of the layer that has most."""
     model = model_config(subject)
     if not subject.training or model is None:
         return 0
@@ -157,7 +161,7 @@ def _block(subject: LayoutSubject, activations: tuple[LeafPlan, ...]) -> int:
 
 
 def _gathered(subject: LayoutSubject, layout: Layout, scale: float, residual: int) -> int:
-    """Bytes of a layer's input and of the sum that is its output, where both are whole only inside of the layer."""
+    """Bytes of a layer's input and output inside the layer, where the residual stream between layers is sharded."""
     if not subject.training or not layout.mappings.residual:
         return 0
     inside = replace(layout, mappings=replace(layout.mappings, residual=AxisMapping({})))

@@ -1,14 +1,14 @@
 """HBM of Programs that initialize arrays from a random key, by arithmetic, without a compiler.
 
-The first state of a run, what is frozen of it, factors of an adapter: nothing goes in but a key, and what comes out is
-the arrays, every piece made in its final shard. So a chip holds the results, and of the array that is being made its
-random bits and its values in float32. A compiler takes over half as long for such a Program as for a train step, since
-each array is a fusion of the generator's rounds with the inverse error function, and finds the results and next to
-nothing beside them. So it is not asked where the sum below leaves room.
+The first state of a run, its frozen weights, factors of an adapter: the only input is a key, and the results are the
+arrays, each computed in its final shard. So a chip holds the results and, of the array that is being computed, its
+random bits and its values in float32. Compiling such a Program takes more than half the time of a train step, since
+each array is a fusion of the generator's rounds with the inverse error function, and the compiler finds the results and
+almost nothing else. So the Program is not compiled where the sum below fits.
 
-*Drawn*: the sum for one Program. It has everything that is made at one time if arrays are made one after another, which
-nothing forces a compiler to do, and on a TPU what its tiles add to pieces that do not fill them: heads of 64 whose
-other axis is sharded 64 ways take twice their bytes.
+The sum assumes that arrays are computed one after another, which nothing forces a compiler to do. On a TPU it includes
+the padding of pieces that do not fill their tiles: heads of 64 whose other axis is sharded 64 ways take twice their
+bytes.
 """
 
 import itertools
@@ -22,9 +22,9 @@ from levanter.plan.hbm_budget import program_residents
 from levanter.runplan import RunPlan
 
 KEY_BYTES = 1 << 10
-"""A Program that takes no more than this takes no arrays to speak of."""
+"""A Program whose inputs are at most this large takes a random key and no arrays."""
 _WORKING_BYTES = 8
-"""Of an element that is being made: four of random bits, four of its value."""
+"""For each element that is being computed: four of random bits, four of its value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +32,9 @@ class InitMemory:
     """Bytes on a chip of a Program that draws values.
 
     Attributes:
-        results: what it makes.
-        working: of the largest array, while it is made.
-        padding: what a TPU's tiles add to the results; 0 elsewhere.
+        results: of its outputs.
+        working: temporaries of the largest array.
+        padding: that a TPU's tiles add to the results; 0 elsewhere.
     """
 
     results: int
@@ -43,7 +43,7 @@ class InitMemory:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of results, padding and temporaries."""
         return self.results + self.padding + self.working
 
 
@@ -54,15 +54,18 @@ def tile_padding(nbytes: int, shard_shape: Sequence[int]) -> int:
     """
 
     def share(second: int, minor: int) -> float:
+        # The tile of a shorter axis has the next power of two of rows.
         tile = min(8, 1 << (second - 1).bit_length())
         return -(-second // tile) * tile * -(-minor // 128) * 128 / (second * minor)
 
     pairs = itertools.permutations(shard_shape, 2)
+    # Which two axes the compiler lays along a tile is not known here: the pair
+    # with least padding, so this may be low.
     return round(nbytes * (min((share(*pair) for pair in pairs), default=1.0) - 1))
 
 
 def init_memory(plan: RunPlan) -> Mapping[str, InitMemory]:
-    """The Programs of a run that draw values."""
+    """By name, the memory of the Programs of a run that initialize arrays."""
     by_program = {program.name: memory for program in plan.computing if (memory := _drawn(program, plan)) is not None}
     load = plan.load
     if load is not None and load.initial:

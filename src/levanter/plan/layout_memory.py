@@ -24,7 +24,7 @@ from levanter.runplan import RunPlan
 from levanter.trainer.state import GRADIENT_BYTES, MODEL, TrainState, plan_state
 
 AXES, ROWS, BLOCKS = "trainer.mesh.axes", "trainer", "model"
-"""Sections of the YAML: mesh sizes, the batch, and what of the blocks is kept."""
+"""Sections of the YAML: mesh sizes, the batch, and the checkpointing of blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +37,14 @@ class LayoutChange:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What decides bytes on a chip.
+    """A mesh, mappings and rows of a batch, and how they differ from the run's.
 
     Attributes:
         mesh: mesh axis names and sizes.
         mappings: of parameters and activations.
-        rows: rows that a device takes at once, as a share of what they are.
-        recompute: whether blocks are recomputed of which the run keeps everything.
-        changes: what was changed to come here.
+        rows: rows that a device takes at once, as a multiple of the run's.
+        recompute: whether blocks are recomputed whose activations the run saves.
+        changes: the differences from the run's layout.
     """
 
     mesh: MeshSpec
@@ -55,7 +55,7 @@ class Layout:
 
     @property
     def distance(self) -> tuple[int, bool, int]:
-        """How many mesh sizes were changed, whether blocks are recomputed, and how many batches were changed."""
+        """Changed mesh sizes, whether blocks are recomputed, changed batches: a smaller tuple is a nearer layout."""
         sections = [change.section for change in self.changes]
         return sections.count(AXES), self.recompute, sections.count(ROWS)
 
@@ -66,6 +66,7 @@ class Layout:
         for change in self.changes:
             node = tree
             for key in change.section.split("."):
+                # Several changes of one section share its nested mapping.
                 node = node.setdefault(key, {})
             node.update(change.entries)
         return _flow(tree)[1:-1]
@@ -73,14 +74,14 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutMemory:
-    """What a layout comes to on a chip.
+    """Bytes on a chip under a layout.
 
     Attributes:
         arguments: bytes of the Program's inputs.
         temporaries: bytes of gradients and named activations.
-        gradients: those of the gradients among them.
-        errors: why a run would refuse it.
-        residents: where parameters and optimizer state lie.
+        gradients: bytes of the gradients among them.
+        errors: why a run would refuse the layout.
+        residents: the sharding of parameters and optimizer state.
         hopeless: whether it is wrong in a way that further sharding cannot fix (collisions, sizes that do not divide).
     """
 
@@ -94,10 +95,10 @@ class LayoutMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutSubject:
-    """One Program of a plan, and the room there is.
+    """One Program of a plan, and the memory of a chip.
 
     Attributes:
-        plan: what it is part of.
+        plan: of the run.
         program: the Program.
         hbm_bytes: memory of a chip.
         compiled_temporaries: bytes that the compiler allocates in addition to the inputs; None if not compiled.
@@ -124,12 +125,12 @@ class LayoutSubject:
         return next((plan.leaf.axes[0][0] for plan in self.plan.activations.leaves), None)
 
     def ways(self, layout: Layout) -> int:
-        """How many shards a batch has."""
+        """The number of shards of a batch."""
         return 1 if self.batch_axis is None else layout.mesh.ways(layout.mappings.compute.mesh_axes(self.batch_axis))
 
     @property
     def rows(self) -> int:
-        """Rows of a microbatch as it is."""
+        """Rows of a microbatch of the run, over all devices."""
         return next((plan.leaf.axes[0][1] for plan in self.plan.activations.leaves), 1)
 
     @property
@@ -138,33 +139,37 @@ class LayoutSubject:
         return max((dict(plan.leaf.axes).get("position", 1) for plan in self.plan.activations.leaves), default=1)
 
     def total(self, figures: LayoutMemory, base: LayoutMemory) -> int | None:
-        """Bytes on a chip, estimated; `None` where the compiler was not asked."""
+        """Bytes on a chip, estimated from the compiled figure of the run's layout; `None` if it was not compiled."""
         if self.compiled_temporaries is None:
             return None
         unnamed = self.compiled_temporaries - base.temporaries
         if 2 * unnamed < self.compiled_temporaries:
-            # Most of it has a name; the rest is taken to stay.
+            # More than half of the compiled temporaries is named. The unnamed rest is taken to stay as it is.
             return figures.arguments + max(unnamed, 0) + figures.temporaries
+        # Mostly unnamed: scale all of it like the named part.
         return figures.arguments + round(self.compiled_temporaries * figures.temporaries / max(base.temporaries, 1))
 
 
 def least_input_bytes(subject: LayoutSubject) -> int:
-    """What the Program's inputs take on a chip if every chip holds an equal share of each: no layout takes less."""
+    """Bytes of the Program's inputs on a chip if each is sharded evenly over all chips: no layout needs less."""
     total = sum(leaf.nbytes for argument in subject.program.inputs for leaf in leaves(argument.value))
     return -(-total // subject.plan.mesh.size)
 
 
 def layout_memory(subject: LayoutSubject, layout: Layout) -> LayoutMemory:
-    """Places everything under a layout."""
+    """Plans the sharding of a Program's inputs and named activations under a layout, and sums the bytes."""
     scale = layout.rows * subject.ways(layout) / subject.ways(subject.now)
     placed: list[LeafPlan] = []
     errors: list[str] = []
     hopeless = False
     gradients = 0
     for argument in subject.program.inputs:
+        # A train step takes the global batch whatever a microbatch has; other
+        # Programs take the rows that they compute.
         plan = _placed(subject, argument, layout, 1.0 if subject.training else scale)
         placed += plan.leaves
         errors += [str(error) for error in plan.errors]
+        # More sharding ends replication; it does not end a collision or an indivisible size.
         hopeless |= any(f.error is not None and f.kind != "replicated" for f in plan.findings)
         if isinstance(argument.value, TrainState):
             inside = (p for p in plan.leaves if p.leaf.path.startswith(f"{MODEL}."))
@@ -182,7 +187,7 @@ def layout_memory(subject: LayoutSubject, layout: Layout) -> LayoutMemory:
 
 
 def saves_everything(subject: LayoutSubject, layout: Layout) -> bool:
-    """Whether a backward pass has all that the blocks made, and recomputes none of them."""
+    """Whether all activations of the blocks are saved for the backward pass, so that none is recomputed."""
     if not subject.training or layout.recompute:
         return False
     policy = checkpoint_policy(getattr(model_config(subject), "gradient_checkpointing", True))
@@ -190,10 +195,10 @@ def saves_everything(subject: LayoutSubject, layout: Layout) -> bool:
 
 
 def saved_copies(subject: LayoutSubject, activation: LeafPlan, layout: Layout) -> int:
-    """How many of an activation are alive at a time.
+    """The number of copies of an activation that are alive at a time.
 
-    For a backward pass the residual stream is kept of each layer, and so is what the model's gradient checkpointing
-    keeps by name; where it keeps everything, all that a layer names.
+    For a backward pass each layer saves the residual stream and what the model's gradient checkpointing saves by name;
+    where it saves everything, all named activations.
     """
     if not subject.training:
         return 1
@@ -203,28 +208,31 @@ def saved_copies(subject: LayoutSubject, activation: LeafPlan, layout: Layout) -
         return max(1, sum(saved_names(subject, activation).values()))
     if (model := model_config(subject)) is not None:
         return len(model.layers)
+    # Without a model (a plan of parameters alone) the stacked axis of the weights has the number of layers.
     stacks = (dict(plan.leaf.axes).get("layers", 1) for plan in subject.plan.sharding.leaves)
     return max(1, max(stacks, default=1))
 
 
 def saved_names(subject: LayoutSubject, activation: LeafPlan) -> Mapping[str, int]:
-    """The names by which gradient checkpointing keeps arrays laid out like `activation` on the device, and of how many
-    layers each."""
+    """The names by which gradient checkpointing saves arrays with the axes of `activation` on the device, and the
+    number of layers of each."""
     model = model_config(subject)
     if model is None or activation.leaf.path == RESIDUAL:
         return {}
     kept = checkpoint_policy(getattr(model, "gradient_checkpointing", True)).save_block_internals
+    # Checkpointing names arrays inside a block; they are matched with planned
+    # activations by their feature axes.
     inner = {name: size for name, size in activation.leaf.axes if name not in (subject.batch_axis, "position")}
     return kept_by_name(model, inner, kept if isinstance(kept, list | tuple) else ())
 
 
 def model_config(subject: LayoutSubject) -> LmConfig | None:
-    """The model that is trained."""
+    """The configuration of the model, where the run has one."""
     return getattr(subject.plan.work, "model", None)
 
 
 def _whole_rows(subject: LayoutSubject, scale: float) -> bool:
-    """Whether the batch still comes out whole."""
+    """Whether the scaled batch has a whole number of rows, and divides the global batch in training."""
     rows = subject.rows * scale
     if rows != int(rows) or rows < 1:
         return False
@@ -240,16 +248,17 @@ def _whole_rows(subject: LayoutSubject, scale: float) -> bool:
 
 
 def _placed(subject: LayoutSubject, argument: Input, layout: Layout, scale: float) -> ShardingPlan:
-    """An input of the Program under a layout."""
+    """The sharding of an input of the Program under a layout."""
     mappings, mesh, hbm = layout.mappings, layout.mesh, subject.hbm_bytes
     if isinstance(argument.value, TrainState):
         return plan_state(argument.value, mappings, mesh, hbm_bytes=hbm).whole
     if isinstance(argument.placement, ShardingPlan):
-        # Arrays that are handed over by path (those to be saved) have no names of their own, but where they lie has.
+        # Arrays passed as a dictionary by path (those to be saved) have no named axes; their sharding plan has.
         named = argument.placement.by_path
         leaves_ = [replace(leaf, axes=named[leaf.path].leaf.axes) for leaf in leaves(argument.value)]
         return plan_sharding(leaves_, mappings, mesh, hbm_bytes=hbm)
     placement = argument.placement
+    # An input that the compute mapping places follows the layout's; a fixed placement stays.
     if placement == subject.program.mappings.compute:
         placement = mappings.compute
     leaves_, findings = [], []

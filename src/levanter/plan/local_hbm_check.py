@@ -19,9 +19,9 @@ _UNITS = {unit: 1024**power for power, unit in enumerate(("b", "k", "m", "g", "t
 
 
 def find_hbm_shortage(plan: RunPlan) -> tuple[RunPlan, Budget] | None:
-    """The plan and its budget, held to the memory that is there, where the arithmetic alone says that it is too little.
+    """The plan limited to the memory of this machine, and its budget, where arithmetic shows that it does not fit.
 
-    None where it fits as far as that goes, or where no limit is known.
+    None where inputs and gradients fit, or where no limit is known.
     """
     limit = plan.target.limit_bytes
     if limit is None:
@@ -32,10 +32,10 @@ def find_hbm_shortage(plan: RunPlan) -> tuple[RunPlan, Budget] | None:
 
 
 def require_hbm(plan: RunPlan) -> None:
-    """Looks whether a run can fit here.
+    """Checks that a run can fit on the devices of this machine.
 
     Raises:
-        DoesNotFitError: it cannot, with what takes the room and what would fit.
+        DoesNotFitError: it cannot; the message names the largest arrays and a layout that would fit.
     """
     shortage = find_hbm_shortage(plan)
     if shortage is not None:
@@ -44,7 +44,7 @@ def require_hbm(plan: RunPlan) -> None:
 
 
 def out_of_memory_error(plan: RunPlan, error: BaseException) -> DoesNotFitError | None:
-    """What is said of a run that ran out of memory; None for another error."""
+    """The error that explains why a run ran out of memory; None if `error` has another cause."""
     if isinstance(error, DoesNotFitError):
         return error
     message = str(error)
@@ -58,15 +58,17 @@ def out_of_memory_error(plan: RunPlan, error: BaseException) -> DoesNotFitError 
         budget = hbm_budget(limited)
         lines.append(f"a device has {gib(limit)}; {_inputs(budget)}")
         if (requested := _requested_bytes(message)) and budget.largest:
+            # The allocator reports the request that failed, not the sum; by
+            # arithmetic it may even fit, yet it did not.
             needed = max(_needed(budget) + requested, limit + 1)
             refusal = OutOfMemory(needed=needed, available=limit, allocations=(), message=first)
             lines += explain_oom(refusal, limited, budget, program=budget.largest)
-    lines.append("fewer rows at once, a shorter row, or more devices need less; `levanter plan` says how much before")
+    lines.append("fewer rows at once, shorter rows or more devices need less; `levanter plan` computes it before a run")
     return DoesNotFitError("\n".join(lines))
 
 
 def _needed(budget: Budget) -> int:
-    """Bytes of the largest Program's inputs, and of its gradients, which stand beside them."""
+    """Bytes of the largest Program's inputs and of its gradients, which are alive together."""
     return budget.arguments.get(budget.largest, 0) + budget.gradients
 
 
@@ -80,7 +82,7 @@ def _error(plan: RunPlan, budget: Budget, needed: int, name: str) -> DoesNotFitE
     limit = plan.target.limit_bytes
     assert limit is not None
     beyond = OutOfMemory(needed=needed, available=limit, allocations=(), message="")
-    # Arithmetic alone needs no compiler's words.
+    # Inputs that do not fit need no refusal by a compiler to explain; inputs with gradients get one made up here.
     lines = explain_oom(None if budget.arguments[name] > limit else beyond, plan, budget, program=name)
     shown = budget.arguments[name] if budget.arguments[name] > limit else needed
     whose = "what a device has"
@@ -95,6 +97,8 @@ def _requested_bytes(message: str) -> int:
     if match is None:
         return 0
     try:
+        # XLA and its allocators write sizes as `1.50GiB`, `12.3M` or `1,234
+        # bytes`; an unknown unit counts as no size.
         return int(float(match[1].replace(",", "").rstrip(".")) * _UNITS[match[2][0].lower()])
     except (ValueError, KeyError):
         return 0

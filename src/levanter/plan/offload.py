@@ -18,12 +18,12 @@ from levanter.runplan import RunPlan
 
 @dataclass(frozen=True, kw_only=True)
 class Offloaded:
-    """What goes to host memory.
+    """The activations that one Program offloads to host memory.
 
     Attributes:
-        program: of which Program.
+        program: the Program's name.
         names: of the activations.
-        device_bytes: of a device, in one microbatch: what is in host memory at one time.
+        device_bytes: of a device, in one microbatch: the bytes in host memory at one time.
         microbatches: of a step.
         host_bytes: of all devices of a host.
         seconds: of a step, for one direction; None where the link's bandwidth is not known.
@@ -53,12 +53,12 @@ class Offloaded:
 
 
 def offloaded_activations(plan: RunPlan, program: str, *, pod: Accelerator) -> Offloaded | None:
-    """What a Program of a plan offloads; None where it offloads nothing.
+    """The activations that a Program of a plan offloads; None where it offloads nothing.
 
     Args:
         plan: the run.
         program: its Program's name.
-        pod: what it is for.
+        pod: the target.
     """
     subject = LayoutSubject(plan=plan, program=plan.program(program), hbm_bytes=pod.hbm_bytes)
     model = model_config(subject)
@@ -78,13 +78,15 @@ def offloaded_activations(plan: RunPlan, program: str, *, pod: Accelerator) -> O
     for activation in plan.activations.leaves:
         inner = {name: size for name, size in activation.leaf.axes if name not in (subject.batch_axis, "position")}
         kept = {} if activation.leaf.path == RESIDUAL else kept_by_name(model, inner, wanted)
+        # Planned activations with the same feature axes match the same names: each name counts once.
         if kept and not set(names) & set(kept):
-            # What is added to the residual stream lies as that does.
+            # Embedded tokens become the residual stream, so they are sharded like it.
             nbytes = stream if activation.leaf.path == EMBEDDED else activation.bytes_per_device
             total += nbytes * sum(kept.values())
             names += kept
     if not names:
         return None
+    # Tokens of a step over tokens of a microbatch.
     microbatches = max(1, first.tokens // (subject.rows * subject.positions))
     link, chips = pod.generation.host_link_bandwidth, pod.chips_per_host
     devices = chips * pod.generation.devices_per_chip
@@ -95,6 +97,7 @@ def offloaded_activations(plan: RunPlan, program: str, *, pod: Accelerator) -> O
         device_bytes=total,
         microbatches=microbatches,
         host_bytes=total * devices,
+        # A chip's link carries the bytes of all of its devices.
         seconds=None if link is None else total * microbatches * pod.generation.devices_per_chip / link,
         host_limit=None if host_limit is None else host_limit * chips // pod.generation.chips_per_host,
     )

@@ -1,14 +1,13 @@
-"""Why a Program does not fit, in axis names: what takes the room on a chip, and the nearest mapping that fits.
+"""Explains why a Program does not fit, in axis names: the largest arrays on a chip, and the nearest mapping that fits.
 
-A refusal has one of two causes. The *inputs* alone are more than a chip has: then arithmetic knows everything, each
-array by its path, and the compiler need not be asked. Or what the Program makes *on the way* is too much: gradients,
-kept activations, gathered weights. The compiler says how much that is, and only sometimes of what; the largest named
-activations are then the best that can be said.
+A refusal has one of two causes. The *inputs* alone exceed the memory of a chip: then arithmetic knows each array by its
+path without a compiler. Or the *temporaries* are too large: gradients, saved activations, gathered weights. The
+compiler states their sum, and only sometimes the arrays; then the largest named activations are listed.
 
 The compiler names its largest allocations by the path of a parameter (Programs take their inputs as dictionaries from
-path to array) or by the operation that makes an activation. Both are put back into named axes here: an input by its
-path, an activation by its shape, which is that of one of the plan's named activations on a chip, alone or one of each
-layer (kept for the backward pass).
+path to array) or by the operation that computes an activation. Both are translated into named axes here: an input by
+its path, an activation by its shape, which is that of one of the plan's named activations on a chip, alone or stacked
+over the layers (saved for the backward pass).
 """
 
 import re
@@ -38,16 +37,16 @@ WORTH_NAMING = 0.01
 def explain_oom(
     refused: Refused | OutOfMemory | None, plan: RunPlan, budget: Budget, *, program: str | None = None
 ) -> tuple[str, ...]:
-    """Lines that explain why a Program does not fit; none where neither what is known nor the compiler refuses it.
+    """Lines that explain why a Program does not fit; none where neither arithmetic nor the compiler refuses it.
 
-    They name the largest inputs with their bytes, what the compiler lists, the largest activations where it is not the
-    inputs' fault, and last the nearest mapping that fits, as a line of YAML.
+    They name the largest inputs with their bytes, the allocations that the compiler lists, the largest activations
+    where the inputs alone fit, and last the nearest mapping that fits, as a line of YAML.
 
     Args:
-        refused: what the compiler said; `None` where it was not asked.
-        plan: what was compiled.
+        refused: the compiler's refusal; `None` if the Program was not compiled.
+        plan: the run.
         budget: the inputs by arithmetic.
-        program: which Program; by default the refused one, else the one with the largest inputs.
+        program: its name; by default the refused one, else the one with the largest inputs.
     """
     if isinstance(refused, Refused):
         refusal, program = refused.refusal, program or refused.name
@@ -63,6 +62,8 @@ def explain_oom(
         return ()
     program_ = plan.program(name)
     residents = budget.residents if name == budget.largest else program_residents(program_, plan.mesh)
+    # A compiler may count less than the inputs (it drops those that are never
+    # read), but the caller holds them all.
     needed = inputs if refusal is None else max(inputs, refusal.needed)
     subject = LayoutSubject(plan=plan, program=program_, hbm_bytes=limit, compiled_temporaries=needed - inputs or None)
     if refusal is None and inputs <= limit:
@@ -76,6 +77,8 @@ def explain_oom(
     for allocation in () if refusal is None else refusal.allocations[:SHOWN]:
         lines.append(f"largest for the compiler: {gib(allocation.nbytes)} {_allocation(allocation, plan, residents)}")
     lines += [f"largest input: {_sized(r)}" for r in residents[:SHOWN]]
+    # Large replicated arrays are named even where they are not among the
+    # largest: sharding them is the usual fix.
     whole = [r for r in residents[SHOWN:] if r.replicated and r.group != OPTIMIZER and r.nbytes > WORTH_NAMING * limit]
     lines += [f"also replicated: {_sized(r)}" for r in whole]
     if inputs <= limit:
@@ -107,7 +110,8 @@ def _resident(resident: Resident) -> str:
 
 
 def _allocation(allocation: Allocation, plan: RunPlan, residents: Sequence[Resident]) -> str:
-    """What one of the compiler's allocations is: an input, a named activation, or whatever a module makes."""
+    """Describes one of the compiler's allocations: an input, a named activation, or the temporary of a module."""
+    # An allocation of an input has its path in the name of the operation: `params['layers.mlp.w']`.
     if path := re.search(r"\['([^']+)'\]", allocation.op_name):
         for resident in residents:
             if resident.path == path[1] or resident.path.endswith(f".{path[1]}"):
@@ -135,7 +139,7 @@ def _activation(shape: Shape, plan: RunPlan) -> str:
 
 
 def _essential(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Sizes without order and without ones, which the compiler moves about."""
+    """Sizes without order and without ones: the compiler transposes arrays and adds or drops axes of size 1."""
     return tuple(sorted(size for size in sizes if size != 1))
 
 
@@ -144,7 +148,7 @@ def _named(activation: LeafPlan, plan: RunPlan) -> str:
 
 
 def _activations(subject: LayoutSubject) -> Iterator[str]:
-    """The largest named activations; what a backward pass keeps of each layer counts once for each."""
+    """The largest named activations; those saved for the backward pass count once for each layer."""
     times = {plan.leaf.path: saved_copies(subject, plan, subject.now) for plan in subject.plan.activations.leaves}
     by_size = sorted(subject.plan.activations.leaves, key=lambda a: -a.bytes_per_device * times[a.leaf.path])
     for activation in by_size[:SHOWN]:
@@ -168,37 +172,37 @@ def _way_out(subject: LayoutSubject) -> str:
     suggestion = suggest_layout(subject)
     if suggestion is None:
         return (
-            f"none of the changes tried fits; --search looks further (evenly sharded, the inputs take {gib(least)} a "
-            "chip)"
+            f"none of the changes tried fits; --search tries more layouts (evenly sharded, the inputs take "
+            f"{gib(least)} a chip)"
         )
     return str(suggestion)
 
 
 def decode_cost(plan: RunPlan | None) -> DecodeCost | None:
-    """What a run that generates text holds and moves; None for other runs."""
+    """The decode cost of a run that generates text; None for other runs."""
     serving = None if plan is None else getattr(plan.work, "serving", None)
     return serving if isinstance(serving, DecodeCost) else None
 
 
 def advise_on_slots(plan: RunPlan, pod: Accelerator | None = None) -> list[str]:
-    """What is said of a run that generates text where its devices have too little memory; nothing for other runs.
+    """Advice for a run that generates text whose devices have too little memory; empty for other runs.
 
     Args:
         plan: the run.
-        pod: the chips; None for the devices here.
+        pod: the chips; None for the devices of this machine.
     """
     served, limit = decode_cost(plan), plan.target.limit_bytes
     return [] if served is None or limit is None else [format_slot_advice(served, limit, pod)]
 
 
 def format_slot_advice(served: DecodeCost, limit: int, pod: Accelerator | None, *, room: int | None = None) -> str:
-    """What is said where more rows are asked for than fit: how many do, and what would hold them.
+    """Advice where more rows are configured than fit: the number that fits, and changes that would hold them.
 
     Args:
-        served: as asked for.
+        served: as configured.
         limit: bytes of a device.
-        pod: the chips; larger ones of its kind are tried.
-        room: what Programs take beside their inputs; what is taken for them by default.
+        pod: the chips; larger pods of its generation are tried.
+        room: bytes of Programs' temporaries; by default those that `served` assumes.
     """
     room = served.temp_bytes if room is None else room
     most = served.fitting(limit, served.context, temp_bytes=room)
@@ -211,6 +215,7 @@ def format_slot_advice(served: DecodeCost, limit: int, pod: Accelerator | None, 
             served, "inference.cache_dtype: int8", served.fitting(limit, served.context, "int8", temp_bytes=room)
         )
     weights = served.weights
+    # Weights that are quantized already have nothing more to save.
     if not weights.integers and weights.width > 1:
         smaller = replace(served, weights=replace(weights, others=weights.others // weights.width))
         ways += _if_enough(served, "quantize: int8", smaller.fitting(limit, served.context, temp_bytes=room))
@@ -221,7 +226,7 @@ def format_slot_advice(served: DecodeCost, limit: int, pod: Accelerator | None, 
         ways.append(f"inference.max_seq_len: {context}, {rows} rows")
     if pod is not None:
         ways += _larger_pods(served, limit, pod, room)
-    return f"{message}: " + (", or ".join(ways) if ways else "nothing smaller than other weights or more chips")
+    return f"{message}: " + (", or ".join(ways) if ways else "only smaller weights or more chips hold that many")
 
 
 def _if_enough(served: DecodeCost, what: str, rows: int) -> list[str]:
@@ -230,13 +235,15 @@ def _if_enough(served: DecodeCost, what: str, rows: int) -> list[str]:
 
 
 def _larger_pods(served: DecodeCost, limit: int, pod: Accelerator, temporaries: int) -> list[str]:
-    """The smallest larger pod whose chips, with all of them in tensor parallelism, have room."""
+    """The smallest larger pod that holds the rows, with the additional chips in tensor parallelism."""
     tensor = served.devices // served.shards
     for chips in default_topologies(pod.generation):
         devices = chips * pod.generation.devices_per_chip
         ways, data = devices // served.shards, served.shards
         if chips <= pod.chips or devices % data or ways % tensor:
             continue
+        # Tensor parallelism shards heads of keys and values as far as they divide; the rest of its ways goes to
+        # the query heads of a group, over which keys and values are replicated.
         kv_ways = max(n for n in range(1, served.kv_heads + 1) if served.kv_heads % n == 0 and ways % n == 0)
         group = ways // kv_ways
         if served.query_groups % group:

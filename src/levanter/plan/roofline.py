@@ -1,10 +1,9 @@
-"""A time for devices whose compiler runs nowhere else: an estimate from FLOPs, bytes and links. Nothing is compiled.
+"""Step time of GPUs, whose compiler needs the device: an estimate from FLOPs, bytes and links. Nothing is compiled.
 
-Of GPUs there is no schedule to read. What a step must compute, move through HBM and send over links is counted
-(`search.estimate`), and each is taken at a stated share of what the data sheet promises (`FLOPS`, `HBM`, `LINKS`). What
-is not the longest of the three hides behind it for the most part, as for candidates of a search; the sums of tensor
-parallelism do not hide. The low end of the range is everything at its full rate and overlapped, the high end `SPREAD`
-times the estimate.
+`search.estimate` counts what a step must compute, move through HBM and send over links; each is taken at a stated share
+of the rate in the data sheet (`FLOPS`, `HBM`, `LINKS`). The shorter two overlap mostly with the longest, as for
+candidates of a search; the sums of tensor parallelism do not overlap. The low end of the range has everything at its
+full rate and overlapped, the high end is `SPREAD` times the estimate.
 """
 
 from collections.abc import Mapping
@@ -17,22 +16,22 @@ from levanter.plan.step_time_model import LinkUse, StepTime
 from levanter.runplan import RunPlan, Workload
 
 FLOPS: Mapping[str, float] = {"a100": 0.7, "h100": 0.55, "h200": 0.55}
-"""The share of peak that what a step computes reaches, recomputation included: read off what dense models of 7 to 70 B
-parameters under PyTorch FSDP are published with, 0.65 to 0.77 on A100 and 0.46 to 0.58 on H100 (llm-foundry)."""
+"""The share of peak that a step reaches, recomputation included: from published runs of dense models of 7 to 70 B
+parameters under PyTorch FSDP, 0.65 to 0.77 on A100 and 0.46 to 0.58 on H100 (llm-foundry)."""
 HBM, LINKS = 0.8, 0.8
 """The shares of their stated bandwidths that memory and links reach."""
 SPREAD = 1.5
-"""How many times the estimate the high end is."""
+"""The high end over the estimate."""
 TENSOR = "tensor parallelism"
 
 
 def estimated_time(plan: RunPlan, workload: Workload, pod: Accelerator) -> StepTime | None:
-    """The time of one execution of a run's main Program; None for other Programs, and where nothing can be laid out.
+    """The time of one execution of a run's main Program; None for other Programs and for runs without a layout.
 
     Args:
         plan: the run.
         workload: of the Program.
-        pod: what it runs on.
+        pod: the target.
     """
     if isinstance(plan.searchable, str) or workload is not plan.workloads[0] or pod.generation.name not in FLOPS:
         return None
@@ -48,6 +47,7 @@ def estimated_time(plan: RunPlan, workload: Workload, pod: Accelerator) -> StepT
     if estimate.problem:
         return None
     share = FLOPS[pod.generation.name]
+    # The estimate divides by the efficiency of a TPU; multiplied by it again it is the time at peak.
     at_peak = estimate.compute * MATMUL_EFFICIENCY
     hiding = {
         "compute": at_peak / share,
@@ -57,9 +57,10 @@ def estimated_time(plan: RunPlan, workload: Workload, pod: Accelerator) -> StepT
     }
     sent = hiding["parameters"] + hiding["gradients"]
     longest = max(hiding["compute"], hiding["HBM"], sent)
+    # Compute, HBM and links overlap: the longest counts in full, of the others the part that is not hidden.
     whole = longest + (1 - HIDDEN) * (sum(hiding.values()) - longest)
     device = hiding["compute"] + hiding["HBM"]
-    # What shows is shared out by how long each of them is; the order in which it shows is not known.
+    # The total is divided over the terms in proportion to their length: which of them hides which is not known.
     shown = {name: whole * seconds / (device + sent) for name, seconds in hiding.items()}
     shown[TENSOR] = estimate.tensor / LINKS
     busy = {"parameters": estimate.gathers, "gradients": estimate.gradients, TENSOR: estimate.tensor}
@@ -75,9 +76,9 @@ def estimated_time(plan: RunPlan, workload: Workload, pod: Accelerator) -> StepT
         ),
         peak=workload.flops_causal / (pod.devices * pod.peak_flops()),
         calibration=TimeCalibration(
-            reason=f"an estimate by arithmetic, no compiler was asked: what is computed at {share:.0%} of peak, HBM at "
-            f"{HBM:.0%} and links at {LINKS:.0%} of their stated bandwidths, {HIDDEN:.0%} of what is not the longest "
-            f"hidden behind it; the range goes from all at its full rate, overlapped, to {SPREAD:g} times the estimate",
+            reason=f"an estimate by arithmetic, without a compiler: computation at {share:.0%} of peak, HBM at "
+            f"{HBM:.0%} and links at {LINKS:.0%} of their stated bandwidths, {HIDDEN:.0%} of the shorter terms hidden "
+            f"behind the longest; the range goes from full rates, all overlapped, to {SPREAD:g} times the estimate",
             spread=(1.0, SPREAD),
             estimate=True,
         ),

@@ -1,18 +1,18 @@
-"""From a compiled program's figures to a step time. Modelled, not measured.
+"""Step time of a compiled program, from the compiler's figures. Modelled, not measured.
 
-The time is a range, and one figure in it to plan with. The low end is what would be left if everything overlapped: the
-largest of compute, HBM traffic, the busiest links, what is sent to host memory, and the model's FLOPs at peak. The high
-end is the schedule as compiled: all compute, and of every collective what the schedule does not hide. *Expected* is the
-same with the cycles calibrated: `CYCLE_SCALE` times the compiler's.
+The time is a range with one expected figure in it. The low end assumes that everything overlaps: the largest of
+compute, HBM traffic, the busiest links, transfers to host memory, and the model's FLOPs at peak. The high end is the
+schedule as compiled: all compute, and the part of every collective that the schedule does not hide. *Expected* is the
+same with calibrated cycles: `CYCLE_SCALE` times the compiler's.
 
-*Compute* is the compiler's estimated cycles over the clock, plus kernels written by hand, which the compiler does not
-look into: their FLOPs follow from their shapes, and they run at peak in the low end and at `kernel_efficiency` of it
-in the high one. *Model FLOPs* are those of the mathematics, whatever is recomputed: 2 for a multiply-add of each
-matmul parameter and token, three times that for training; attention on top, all of it or its causal half. *MFU* is
-model FLOPs over peak, and with the low end bounded by peak it cannot exceed one.
+*Compute* is the compiler's estimated cycles over the clock, plus hand-written kernels, for which the compiler has no
+estimate: their FLOPs follow from their shapes, and they run at peak in the low end and at `kernel_efficiency` of it in
+the high one. *Model FLOPs* do not count recomputation: 2 for a multiply-add of each matmul parameter and token, three
+times that for training, plus attention, all of it or its causal half. *MFU* is model FLOPs over peak, and with the low
+end bounded by peak it cannot exceed one.
 
-Left out, and said so: the host, input, checkpoints, network contention with other jobs, stragglers. What has no
-estimate is named in `unknown` and makes the range's ends lower bounds.
+Not modelled: the host, input, checkpoints, network contention with other jobs, stragglers. Operations without an
+estimate are named in `unknown`; with them the ends of the range are lower bounds.
 """
 
 import math
@@ -26,17 +26,17 @@ from levanter.plan.calibration import TimeCalibration, calibration, kernel_effic
 from levanter.plan.comms import Network
 from levanter.plan.kernel_cost import kernel_cost
 
-# Seconds that a second of estimated cycles takes, by generation: what brings the modelled step time of one
-# published run of each to the published one (`benchmarks/published_step_times.py`, docs/performance.md). Generations
-# that are not here are taken as the compiler states them.
+# Seconds that a second of estimated cycles takes, by generation: fitted so that the modelled step time of one published
+# run of each equals the published one (`benchmarks/published_step_times.py`, docs/performance.md). Generations
+# that are not listed use the compiler's cycles.
 CYCLE_SCALE: Mapping[str, float] = {"v4": 0.97, "v5p": 0.8, "v6e": 0.8}
 
-# How many times the compiled schedule a lower bound must be for one of the two to be wrong.
+# A lower bound that exceeds the compiled schedule by this factor means that one of the two is wrong.
 SUSPECT = 3.0
 
 
 def mfu(model_flops: float, *, accelerator: Accelerator, seconds: float) -> float:
-    """Model FLOPs of a step (all tokens) over what the chips could do in its time, at bf16 peak."""
+    """Model FLOPs of a step (all tokens) over those of all chips at bf16 peak in the same time."""
     return model_flops / (accelerator.devices * accelerator.peak_flops() * seconds)
 
 
@@ -48,7 +48,7 @@ class LinkUse:
         over: the mesh axes, as text.
         network: `ici` or `dcn`.
         busy: seconds their links are in use.
-        exposed: seconds of that which nothing in the schedule hides.
+        exposed: seconds of that which the schedule does not hide.
         total_bytes: of all of them.
     """
 
@@ -67,14 +67,14 @@ class StepTime:
         cycles: the compiler's estimate over the clock.
         cycle_scale: of the generation, see `CYCLE_SCALE`.
         kernels_at_peak: hand-written kernels, grouped products and sorts at peak.
-        kernels_expected: the same at `kernel_efficiency`, or at that of their shapes (`shaped`).
+        kernels_expected: the same at `kernel_efficiency`, or as `kernel_cost` expects.
         memory: HBM traffic over HBM bandwidth.
-        copies: what moves many bytes and has no estimate, over HBM bandwidth.
+        copies: bytes of copies that have no estimate, over HBM bandwidth.
         transfers: activations sent to host memory, over the bandwidth of one direction of the link to the host.
         links: by mesh axes.
-        peak: the model's FLOPs at peak, where they were given.
-        unknown: what has no estimate.
-        calibration: what the expected time rests on.
+        peak: the model's FLOPs at peak; 0 where they are not known.
+        unknown: operations that have no estimate.
+        calibration: whether the expected time is calibrated, and the least range.
     """
 
     cycles: float
@@ -101,28 +101,30 @@ class StepTime:
 
     @property
     def expected(self) -> float:
-        """The one figure to plan with: the schedule as compiled, its cycles calibrated."""
+        """The expected time: the schedule as compiled, with calibrated cycles, and at least `low`."""
         return max(self._scheduled, self.low)
 
     @property
     def low(self) -> float:
-        """Everything overlapped; where nothing calibrates the time, what the fastest published run made of its own."""
+        """Everything overlapped; for an uncalibrated time also the share of it that the fastest published run took."""
         least, (share, _) = max(self.bounds.values()), self.calibration.spread
+        # An uncalibrated schedule may be slower than the chips are, so the published share may lower the
+        # bound, but never below the FLOPs at peak.
         return least if share == 1.0 else max(min(least, share * self._scheduled), self.peak)
 
     @property
     def _scheduled(self) -> float:
-        """The schedule as compiled, its cycles calibrated."""
+        """The schedule as compiled, with calibrated cycles."""
         return self.cycle_scale * self.cycles + self.kernels_expected + self.copies + self.exposed
 
     @property
     def high(self) -> float:
-        """The schedule as compiled, its cycles as the compiler states them or as calibrated, whichever is longer."""
+        """The schedule with the compiler's cycles, or the expected time with its spread, whichever is longer."""
         return max(self.compute + self.exposed, self.calibration.spread[1] * self.expected)
 
     @property
     def bound_by(self) -> str:
-        """What the low end is made of."""
+        """The name of the largest lower bound."""
         bounds = self.bounds
         return max(bounds, key=lambda name: bounds[name])
 
@@ -130,6 +132,7 @@ class StepTime:
     def bounds(self) -> dict[str, float]:
         """Lower bounds of the time in seconds, by what sets them; a step takes at least the largest."""
         return {
+            # A scale above 1 must not raise a lower bound: the compiler's own cycles are one already.
             "compute": min(1.0, self.cycle_scale) * self.cycles + self.kernels_at_peak,
             "memory": self.memory,
             "links": max((link.busy for link in self.links), default=0.0),
@@ -139,10 +142,10 @@ class StepTime:
 
     @property
     def suspect(self) -> Mapping[str, float]:
-        """Bounds that are no bounds: those more than `SUSPECT` times the schedule that they should be inside of.
+        """Lower bounds that cannot be right: those more than `SUSPECT` times the compiled schedule.
 
-        The compiler's cycles wait for memory too, and exposed communication is in the schedule, so neither HBM traffic
-        nor links nor the model's FLOPs can honestly take much longer than the schedule as compiled.
+        The compiler's cycles include waiting for memory, and the schedule includes exposed communication, so neither
+        HBM traffic nor links nor the model's FLOPs can take much longer than the compiled schedule.
         """
         schedule = self.compute + self.exposed
         return {name: seconds for name, seconds in self.bounds.items() if schedule and seconds > SUSPECT * schedule}
@@ -165,11 +168,11 @@ def step_time(
         network: the mesh on the pod.
         model_flops: of one execution over all tokens; 0 if not known.
         causal: whether attention kernels visit the causal half of their blocks only (their masks are not in the text).
-        parameters: of the model, by which it is known whether runs of its size calibrate the time; None for unknown.
+        parameters: of the model, which decide whether published runs of its size calibrate the time; None for unknown.
         experts: of each layer, over all devices; None where there are none.
-        attended: the share of the pairs that attention kernels are handed which the busiest device visits, where their
-            tables of blocks are made on the device and are not in the text; None where they are. With it, kernels hide
-            the collectives that are under way meanwhile.
+        attended: the share of its pairs of blocks that the busiest device visits, where the kernels' tables of blocks
+            are computed on the device; None where they are in the compiled text. With it, kernels hide the collectives
+            that run at the same time.
 
     Returns:
         The range; `None` where the compiler states no cycles or the clock is not known.
@@ -182,7 +185,7 @@ def step_time(
     at_peak = expected = 0.0
 
     def attention_seconds(kernel: Kernel) -> float:
-        """Of one execution; 0 for what is no attention."""
+        """Seconds of one execution; 0 for a kernel that is not attention."""
         flops = kernel_flops(kernel, causal=causal, attended=attended)
         return 0.0 if flops is None else flops / pod.peak_flops() / kernel_efficiency(_head_size(kernel))
 
@@ -199,7 +202,7 @@ def step_time(
             unknown.append(f"kernel {kernel.name} ({_executions(kernel.times)}): its cost is unknown")
     for opcode, times in figures.unestimated.items():
         unknown.append(f"{_executions(times)} of {opcode}: the compiler gives no estimate")
-    # Without keys that travel, what kernels hide is not counted: the published runs were calibrated so.
+    # Without keys that travel, kernels are not credited with hiding collectives: the scales were fitted that way.
     hides = attention_seconds if attended is not None else lambda _: 0.0
     links, silent = _link_uses(figures.collectives, network, clock, hides)
     return StepTime(
@@ -239,8 +242,11 @@ def _link_uses(
             silent.append(f"{collective.kind} over {collective.over} ({collective.network}): its bandwidth is unknown")
             continue
         busy[key] += collective.times * seconds
+        # What remains of a collective after the operations scheduled between its start and its end.
         bare = max(0.0, seconds - collective.hidden_cycles / clock)
         for name, kernel in collective.hidden_by:
+            # A kernel can hide only as many seconds as it takes; several
+            # collectives under one kernel share them.
             spare = spare_seconds.setdefault(name, of_kernel(kernel))
             spare_seconds[name] -= min(spare, bare)
             bare -= min(spare, bare)
@@ -270,7 +276,7 @@ def kernel_flops(kernel: Kernel, *, causal: bool, attended: float | None = None)
 
 
 def _attended(kernel: Kernel) -> list[Shape]:
-    """Queries, keys and what else of their kind a kernel is handed."""
+    """The operands of a kernel that have heads, positions and features: queries, keys and similar."""
     return [s for s in kernel.operands if s.dtype in ("bf16", "f32", "f16") and len(s.sizes) >= 3]
 
 
@@ -287,6 +293,7 @@ def _splash(kernel: Kernel, causal: bool, attended: float | None) -> float | Non
     query, key = arrays[0].sizes, arrays[1].sizes
     if which == "dkv" and any(len(result.sizes) > len(query) for result in kernel.results):
         which = "fused"  # Its name does not say so; that it makes the queries' gradient too, per block of keys, does.
+    # Query heads × query positions × key positions.
     pairs = math.prod(query[:-1]) * key[-2]
     if causal:
         by_table = attended is None
@@ -303,11 +310,14 @@ def _visited_share(operands: tuple[Shape, ...], *, queries: int, keys: int) -> f
     """
     table = next((s.sizes for s in operands if s.dtype in ("s8", "s16", "s32") and len(s.sizes) == 3), None)
     if table is None:
+        # Without a table the share is that of the triangle with its diagonal, by positions.
         return (1 + 1 / queries) / 2 if queries == keys else 1.0
     rows, columns = table[-2:]
     if queries < keys:
+        # The last `rows` block rows of a causal square: all columns but a triangle above the diagonal.
         return (rows * columns - rows * (rows - 1) / 2) / (rows * columns)
     blocks, visited = max(rows, columns), min(rows, columns)
+    # A window of `visited` blocks: a triangle at the beginning, then a band of constant width.
     return (visited * (visited + 1) / 2 + (blocks - visited) * visited) / blocks**2
 
 

@@ -1,7 +1,7 @@
 """Suggests the layout that fits with the fewest changes of the config, by arithmetic.
 
-A *change* is one line of YAML that makes a new layout from a layout. The search tries single changes in this order, and
-then further changes on top of the layouts that saved most:
+A *change* is one line of YAML that turns a layout into another one. The search tries single changes in this order, and
+then further changes on top of the layouts that need least memory:
 
     parameters   shard an axis of a replicated array over mesh axes that do not shard it
     residual     shard the residual stream between blocks
@@ -42,8 +42,8 @@ from levanter.runplan import Searchable
 
 MOST_CHANGES = 3
 NAMED_SHARE = 0.8
-"""The share of a chip that known bytes may take where the compiler has said nothing: in the train steps that were
-compiled, what has no name took up to 16 % of one."""
+"""The share of a chip that known bytes may take without a figure of the compiler: in the train steps that were
+compiled, unnamed bytes took up to 16 % of a chip."""
 BEAM = 4
 """Layouts to which further changes are applied."""
 HEADS, VOCAB = "heads", "vocab"
@@ -54,10 +54,10 @@ class Suggestion:
     """A layout that fits.
 
     Attributes:
-        yaml: what to write, as one line.
-        known: bytes that are needed on a chip at the least.
-        total: with what is made on the way, estimated; `None` where the compiler has said nothing to estimate it by.
-        roomy: whether what has no name fits too, as far as experience goes.
+        yaml: the changes, as one line.
+        known: lower bound of the bytes on a chip.
+        total: with temporaries, estimated; `None` where no figure of the compiler allows an estimate.
+        roomy: whether the layout probably fits with the bytes that the lower bound leaves out.
     """
 
     yaml: str
@@ -75,8 +75,8 @@ class Suggestion:
 def suggest_layout(subject: LayoutSubject) -> Suggestion | None:
     """The layout that a run would accept and that fits, by the fewest changes.
 
-    Among as many changes, new rules are nearer than a smaller batch, that is nearer than recomputed blocks, and those
-    are nearer than other mesh sizes.
+    Among layouts with equally many changes, new rules are preferred to a smaller batch, that to recomputed blocks, and
+    those to other mesh sizes.
     """
     base = layout_memory(subject, subject.now)
     beam = [(subject.now, base)]
@@ -87,6 +87,7 @@ def suggest_layout(subject: LayoutSubject) -> Suggestion | None:
         fitting: list[tuple[Layout, Suggestion]] = []
         for layout, figures in beam:
             for candidate in neighbour_layouts(subject, layout, figures):
+                # The same changes in another order are the same layout.
                 if frozenset(candidate.changes) in seen:
                     continue
                 seen.add(frozenset(candidate.changes))
@@ -96,23 +97,28 @@ def suggest_layout(subject: LayoutSubject) -> Suggestion | None:
                     one = _judged(subject, candidate, memory, base)
                     if one is not None:
                         fitting.append((candidate, one))
+        # A layout that probably fits ends the search at this number of changes;
+        # one that only might fit does not.
         roomy = [pair for pair in fitting if pair[1].roomy]
         if roomy:
             return min(roomy, key=lambda pair: pair[0].distance)[1]
         if tight is None and fitting:
             tight = min(fitting, key=lambda pair: pair[1].known.total)[1]
+        # Layouts with errors that more sharding can repair stay in the beam: a
+        # first change may need a second one.
         beam = sorted(tried, key=lambda pair: pair[1].arguments + pair[1].temporaries)[:BEAM]
     return tight
 
 
 def _judged(subject: LayoutSubject, layout: Layout, figures: LayoutMemory, base: LayoutMemory) -> Suggestion | None:
-    """A layout as a proposal; None where it is refused or needs more than a chip has."""
+    """The suggestion of a layout; None where a run would refuse it or it needs more than a chip has."""
     if figures.errors:
         return None
     known = layout_lower_bound(subject, layout, figures)
-    # What the compiler asked for to keep everything says nothing about blocks that are recomputed.
+    # The compiled figure is for saved activations; it does not scale to blocks that are recomputed.
     total = None if layout.recompute else subject.total(figures, base)
     if total is not None:
+        # The estimate scales a compiled figure and may come out below what is certain.
         total = max(total, known.total)
     if (known.total if total is None else total) > subject.hbm_bytes:
         return None
@@ -121,8 +127,10 @@ def _judged(subject: LayoutSubject, layout: Layout, figures: LayoutMemory, base:
 
 
 def neighbour_layouts(subject: LayoutSubject, layout: Layout, figures: LayoutMemory) -> Iterator[Layout]:
-    """Layouts one change away, in the order in which they are preferred."""
+    """Layouts one change away, in the order of preference."""
     yield from _cut_parameters(subject, layout, figures)
+    # Without temporaries (a Program whose inputs are too large) fewer rows or a
+    # sharded residual stream save nothing.
     if subject.compiled_temporaries is not None or subject.training:
         yield from _cut_residual(subject, layout)
         yield from _fewer_rows(subject, layout)
@@ -137,12 +145,15 @@ def _cut_parameters(subject: LayoutSubject, layout: Layout, figures: LayoutMemor
     batch = mappings.compute.mesh_axes(subject.batch_axis) if subject.batch_axis else ()
 
     def repeated(plan: LeafPlan) -> int:
+        # Bytes that a device would save if the mesh axes over which the array is replicated sharded it.
         return plan.bytes_per_device - plan.bytes_per_device // mesh.ways(plan.replicated_over)
 
     tensor = tensor_axes(subject)
     worst = sorted((p for p in figures.residents if p.replicated_over), key=repeated, reverse=True)
     for plan in worst[:BEAM]:
+        # Sharding a parameter over DCN would gather it over the slowest network in every step.
         free = tuple(axis for axis in plan.replicated_over if axis not in mesh.dcn)
+        # All free mesh axes at once, then single ones: sizes may divide by one and not by the product.
         subsets = [free, *((axis,) for axis in free)] if len(free) > 1 else [free] if free else []
         for over in subsets:
             # Mesh axes that shard the batch can shard parameters, but no other axis of activations.
@@ -158,15 +169,19 @@ def tensor_axes(subject: LayoutSubject) -> tuple[str, ...]:
     searchable = subject.plan.searchable
     model = searchable if isinstance(searchable, Searchable) else getattr(subject.plan.work, "model", None)
     cuts: tuple[tuple[str, ...], ...] = getattr(model, "tensor_axes", ())
+    # Heads come first, then `vocab`: the order in which `_axes_to_cut` prefers axes for tensor parallelism.
     names = [HEADS if KV_HEAD in axes else axes[0] for axes in cuts]
     return tuple(dict.fromkeys((*(name for name in names if name == HEADS), VOCAB, *names)))
 
 
 def _axes_to_cut(plan: LeafPlan, tensor: tuple[str, ...], *, shared: bool) -> list[str]:
-    """The axes of a leaf worth sharding, those first that are usually sharded; `heads` stands for both of its axes."""
+    """The axes of a leaf worth sharding, the usual ones first; `heads` stands for both of its axes."""
+    # A scan slices the stacked axis of layers, so sharding it would gather a
+    # layer from one device in every step.
     names = [name for name in plan.leaf.names if name != "layers" and not name.startswith("_")]
     if Q_PER_GROUP in names or KV_HEAD in names:
         names = [HEADS, *(name for name in names if name not in (KV_HEAD, Q_PER_GROUP))]
+    # Mesh axes without the batch: tensor parallelism first. Mesh axes of the batch: FSDP, along `embed`.
     order = (*tensor, "embed") if shared else ("embed", *tensor)
     return sorted(names, key=lambda name: order.index(name) if name in order else len(order))
 
@@ -174,12 +189,13 @@ def _axes_to_cut(plan: LeafPlan, tensor: tuple[str, ...], *, shared: bool) -> li
 def _rules(
     plan: LeafPlan, name: str, over: tuple[str, ...], mesh: MeshSpec
 ) -> Mapping[str, tuple[str, ...] | None] | None:
-    """Rules that cut axis `name` of a leaf over more mesh axes; `None` where sizes do not divide."""
+    """Rules that shard axis `name` of a leaf over more mesh axes; `None` where sizes do not divide."""
     cuts = dict(zip(plan.leaf.names, plan.mesh_axes, strict=True))
     sizes = dict(plan.leaf.axes)
     if name != HEADS:
         axes = (*(a for a in cuts[name] if mesh.shape[a] > 1), *over)
         return {name: axes} if sizes[name] % mesh.ways(axes) == 0 else None
+    # Heads that are sharded already would need a redistribution of both axes; such layouts are not tried.
     if any(cuts.get(axis) for axis in (KV_HEAD, Q_PER_GROUP)) or KV_HEAD not in sizes:
         return None
     done = distribute(over, kv_heads=sizes[KV_HEAD], q_per_group=sizes.get(Q_PER_GROUP, 1), mesh=mesh)
@@ -197,6 +213,7 @@ def _with_rules(
     mappings = layout.mappings
     groups = rules.get(Q_PER_GROUP) if name == HEADS else None
     declared = declared_by_groups(groups or ())
+    # In YAML `heads` takes the mesh axes; the run distributes them over kv heads and groups as `_rules` does.
     written = over if name == HEADS else rules[name]
     section = "trainer.mesh.shared_mapping" if shared else "trainer.mesh.param_mapping"
     return replace(
@@ -240,18 +257,21 @@ def _fewer_rows(subject: LayoutSubject, layout: Layout) -> Iterator[Layout]:
 
 
 def _recomputed(subject: LayoutSubject, layout: Layout) -> Iterator[Layout]:
-    """Recomputes the blocks of a train step that keeps all that they make."""
+    """Recomputes the blocks of a train step that saves all of their activations."""
     if saves_everything(subject, layout):
         change = LayoutChange(section=BLOCKS, entries=(("gradient_checkpointing", "true"),))
         yield replace(layout, recompute=True, changes=(*layout.changes, change))
 
 
 def _with_rows(subject: LayoutSubject, before: Layout, layout: Layout) -> Layout:
-    """The rows that a device takes at once, written down where a batch is cut another number of times.
+    """Adds the rows that a device takes at once as a change, where the batch has another number of shards.
 
-    A run whose file does not say takes all rows at once: with fewer cuts more of them, which nobody has added up.
+    Without the key a run takes all rows of a device at once: with fewer shards of the batch more than were counted
+    here.
     """
     per_device, ways = subject.rows * before.rows / subject.ways(subject.now), subject.ways(layout)
+    # The global batch stays: with more shards of it a device has proportionally
+    # fewer rows, and never more than before.
     fewer = min(per_device, per_device * subject.ways(before) / ways)
     if ways == subject.ways(before) or per_device != int(per_device):
         return layout
@@ -262,9 +282,10 @@ def _with_rows(subject: LayoutSubject, before: Layout, layout: Layout) -> Layout
 
 
 def _other_sizes(layout: Layout) -> Iterator[Layout]:
-    """Gives a factor of one mesh axis to another one that rules speak of, small factors first."""
+    """Moves a factor of one mesh axis to another one that parameter rules use, small factors first."""
     mesh = layout.mesh
     spoken_of = layout.mappings.params.used_mesh_axes
+    # DCN axes are fixed by the number of slices, and `group` follows from the heads of the model.
     for to in (axis for axis in mesh.names if axis in spoken_of and axis not in mesh.dcn and axis != GROUP_AXIS):
         for giver, size in mesh.axes:
             if giver == to or giver in mesh.dcn or size == 1:

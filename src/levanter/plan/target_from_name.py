@@ -13,10 +13,10 @@ from levanter.runplan import Target
 
 
 def pod_target(accelerator: Accelerator | str) -> Target:
-    """The `Target` of a pod that is only named.
+    """The `Target` of a pod, from its name alone.
 
     Raises:
-        AcceleratorError: the name stands for nothing.
+        AcceleratorError: the name is unknown.
     """
     pod = parse_accelerator(accelerator) if isinstance(accelerator, str) else accelerator
     return Target(
@@ -32,11 +32,13 @@ def pod_target(accelerator: Accelerator | str) -> Target:
 
 
 def device_target(devices: Sequence[Any]) -> Target:
-    """The `Target` of real devices; their memory limit is what the runtime states, if it states one."""
+    """The `Target` of real devices; its memory limit is the one that the runtime reports, if any."""
     first = devices[0]
     limit = None
     if first.platform != "cpu":
+        # CPU devices report no memory of their own; they share that of the host, which is `host_bytes` below.
         limit = (first.memory_stats() or {}).get("bytes_limit")
+    # Only TPU devices of a multislice run have a slice index; elsewhere it is missing or None.
     slices = {getattr(device, "slice_index", None) or 0 for device in devices}
     return Target(
         name="local",

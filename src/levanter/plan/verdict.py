@@ -1,7 +1,8 @@
-"""What preflight finds out about one run on one target: stages, bytes, compiled Programs, times, and a verdict.
+"""The result of preflight for one run on one target: stages, bytes, compiled Programs, times, and a verdict.
 
-A `Verdict` is made by `preflight`, read by `report` and `search`. It holds values only: the plan (without devices), the
-budget of bytes on a chip, what loading takes, and for each Program what the compiler said and how long it would take.
+`preflight` makes a `Verdict`; `report` and `search` read it. It holds values only: the plan (without devices), the
+budget of bytes on a chip, the memory and time of loading, and for each Program the compiler's result and its modelled
+time.
 """
 
 from dataclasses import dataclass, field
@@ -20,12 +21,12 @@ StageStatus = Literal["ok", "refused", "unchecked", "skipped", "crashed"]
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One step of the inquiry.
+    """One stage of preflight.
 
     Attributes:
         name: `config`, `sharding`, `loading`, `compile` or `cost`.
-        status: what came of it.
-        seconds: how long it took.
+        status: its outcome.
+        seconds: its duration.
         message: the outcome in one sentence.
         findings: everything that is wrong, one entry each.
     """
@@ -39,16 +40,16 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramVerdict:
-    """One Program.
+    """The compiler's result and the modelled time of one Program.
 
     Attributes:
-        name: the Program's.
+        name: of the Program.
         outcome: the compiler's result; None where the Program was not compiled.
         bound: an upper bound of its bytes on a device, for a Program that is not compiled because arithmetic decides.
         coresident_bytes: bytes on a device that stay allocated while it runs and are not among its inputs.
-        why_not: for a Program that does not fit, what takes the memory and what would fit, in axis names.
+        why_not: for a Program that does not fit, its largest arrays and a layout that would fit, in axis names.
         time: of one execution; `None` where the compiler states no cycles.
-        workload: how much it does; None for Programs that run once and whose time is negligible.
+        workload: tokens and FLOPs of one execution; None for Programs that run once and whose time is negligible.
         mfu: model FLOPs utilization (attention over the causal half) at the high and the low end of the time.
         mfu_full: the same with attention over every pair of positions counted; `None` where that would be more than
             the chips can do.
@@ -68,12 +69,12 @@ class ProgramVerdict:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the compiler could place the Program; None where it was not asked."""
+        """Whether the compiler accepted the Program; None where it was not compiled."""
         return None if self.outcome is None else isinstance(self.outcome, Compiled)
 
     @property
     def peak_bytes(self) -> int | None:
-        """Bytes on a device while it runs: what the compiler holds against HBM, and the co-resident bytes."""
+        """Bytes on a device while it runs: those that the compiler counts against HBM, and the co-resident bytes."""
         if isinstance(self.outcome, Refused):
             return self.outcome.refusal.needed + self.coresident_bytes
         if isinstance(self.outcome, Compiled):
@@ -94,13 +95,13 @@ class Verdict:
 
     Attributes:
         plan: what the entry point described; `None` where it could not be described at all.
-        target: the name asked for.
+        target: its name as requested.
         accelerator: the pod; `None` for `local`.
         budget: bytes on a chip by group, from arithmetic.
-        load: what loading takes; `None` where nothing is loaded, or the plan has errors.
+        load: memory and time of loading; `None` where nothing is loaded, or the plan has errors.
         programs: in the order they run.
         stages: in the order they were done.
-        exit_code: as the process returns it.
+        exit_code: of the process.
         headline: the verdict in one line.
     """
 

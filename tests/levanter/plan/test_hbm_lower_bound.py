@@ -148,7 +148,7 @@ def test_what_fits_by_what_is_known_is_not_compiled_and_what_is_not_known_is_not
     assert fits.exit_code == 0
     assert fits.headline == "not compiled: at least 10.28 of 30.75 GiB a chip"
     (stage,) = [stage for stage in fits.stages if stage.name == "compile"]
-    assert "not in it: gathered weights" in stage.message
+    assert "not counted: gathered weights" in stage.message
     # Nobody says what a device has.
     local = asked("nano_v4-8", target="local")
     assert local.exit_code == NOT_DECIDED == 6

@@ -17,13 +17,13 @@ from levanter.plan.verdict import StageStatus
 from levanter.runplan import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, NOT_DECIDED, OK, RunPlan
 
 _FEW = 3
-"""Programs without a time are named up to so many, and counted where they are more."""
+"""Programs without a time are listed by name up to this number, and counted beyond it."""
 
 
 def compile_stage(inquiry: Inquiry, plan: RunPlan, pod: Accelerator | None, budget: Budget) -> Mapping[str, Outcome]:
-    """What the compiler says of each Program that it is asked about; tells the inquiry.
+    """Compiles the selected Programs and records the stage; returns the results by name.
 
-    Empty if it was not asked.
+    Empty if nothing was compiled.
     """
     question = inquiry.question
     chosen = select_programs(plan, question.scope)
@@ -37,6 +37,7 @@ def compile_stage(inquiry: Inquiry, plan: RunPlan, pod: Accelerator | None, budg
         inquiry.end("compile", "the run computes nothing on the devices", status="skipped")
         return {}
     name, most = largest_inputs(budget)
+    # Arithmetic refuses the run already; `cost_stage` explains it without the minutes of a compile.
     if budget.hbm_bytes is not None and most > budget.hbm_bytes:
         inquiry.end("compile", f"not needed: the inputs of {name} alone do not fit", status="skipped")
         return {}
@@ -70,7 +71,7 @@ def compile_stage(inquiry: Inquiry, plan: RunPlan, pod: Accelerator | None, budg
         return {}
     except CompileCrash as error:
         if plan.errors:
-            # What the earlier stages refuse need not go through the compiler.
+            # A plan with errors may crash the compiler; the errors are the finding, not the crash.
             last = error.last_lines[-1] if error.last_lines else str(error)
             inquiry.end("compile", f"not possible given the problems above:  {last}", status="skipped")
             return {}
@@ -82,6 +83,7 @@ def compile_stage(inquiry: Inquiry, plan: RunPlan, pod: Accelerator | None, budg
     findings = [f"{o.name} does not fit: {o.refusal}" for o in refused]
     findings += [format_hbm_error(plan, o) for o in beyond if isinstance(o, Compiled)]
     findings += advise_on_slots(plan, pod) if findings else []
+    # On CPUs and GPUs the compiler accepts Programs that do not fit; `beyond` has these.
     fitting = [o.name for o in outcomes if o not in refused and o not in beyond]
     compiled = [f"{_named(plan, fitting)} compiled"] if fitting else []
     message = "; ".join([*findings, *compiled, *_arithmetic(plan, question.scope), *_ages(outcomes)])
@@ -90,13 +92,13 @@ def compile_stage(inquiry: Inquiry, plan: RunPlan, pod: Accelerator | None, budg
 
 
 def _arithmetic(plan: RunPlan, scope: Scope) -> list[str]:
-    """What is said of Programs that arithmetic answers for."""
+    """Phrases about the Programs that are not compiled because an upper bound fits."""
     most = {name: gib(drawn.total) for name, drawn in known_to_fit(plan, scope).items()}
     return [f"{name} by arithmetic, at most {size} (--all_programs compiles it)" for name, size in most.items()]
 
 
 def _named(plan: RunPlan, names: Sequence[str]) -> str:
-    """Programs by name, those that the job's time is made of first; of many others the number."""
+    """Names of Programs, those with a workload first; of many others only the number."""
     timed = {workload.program for workload in plan.workloads}
     first = [name for name in names if name in timed]
     others = [name for name in names if name not in timed]
@@ -106,13 +108,13 @@ def _named(plan: RunPlan, names: Sequence[str]) -> str:
 
 
 def _ages(outcomes: Sequence[Outcome]) -> list[str]:
-    """How old those answers are that were kept."""
+    """A phrase with the age of cached results; empty if there are none."""
     kept = {o.name: time.time() - o.kept_since for o in outcomes if o.kept_since is not None}
     if not kept:
         return []
     oldest = seconds_text(max(kept.values()))
     which = "all" if len(kept) == len(outcomes) else ", ".join(kept)
-    return [f"{which} from kept answers, {oldest} old{' at most' if len(kept) > 1 else ''} (--no_cache compiles anew)"]
+    return [f"{which} from the cache, {oldest} old{' at most' if len(kept) > 1 else ''} (--no_cache compiles again)"]
 
 
 def _without_compiler(
@@ -124,17 +126,17 @@ def _without_compiler(
     pod: Accelerator | None,
     status: StageStatus,
 ) -> None:
-    """Judges by what is known of the Programs' bytes; says so where that decides nothing."""
+    """Ends the stage by the lower bound of the Programs' bytes, which can refuse a run but not accept it."""
     limit = plan.target.hbm_bytes
     if plan.errors:
         inquiry.end("compile", why, status=status)
         return
     if limit is None:
-        message = f"{why}; nothing is decided: what a device of {plan.target.name} has is not known"
+        message = f"{why}; undecided: the memory of a device of {plan.target.name} is not known"
         inquiry.end("compile", message, code=NOT_DECIDED, status="unchecked")
         return
     inquiry.known = name, known = _neediest(plan, chosen, limit)
-    lacking = f"not in it: {known.lacking}"
+    lacking = f"not counted: {known.lacking}"
     if known.total > limit:
         finding = f"{name} needs at least {gib(known.total)} > {gib(limit)}: {known}; {lacking}"
         findings = [finding, *advise_on_slots(plan, pod)]

@@ -35,7 +35,7 @@ def cost_stage(
     budget: Budget,
     outcomes: Mapping[str, Outcome],
 ) -> tuple[ProgramVerdict, ...]:
-    """A verdict for each Program that was asked about, with its time where one follows; tells the inquiry."""
+    """A verdict for each selected Program, with its time where figures allow one; records the stage."""
     inquiry.begin()
     workloads = {workload.program: workload for workload in plan.workloads}
     coresident = coresident_bytes(plan)
@@ -43,6 +43,7 @@ def cost_stage(
     verdicts = []
     for program in plan.programs:
         outcome = outcomes.get(program.name)
+        # Programs of loading and saving appear only where they were compiled or are bounded by arithmetic.
         if outcome is None and program not in plan.computing and program.name not in bounded:
             continue
         workload, others = workloads.get(program.name), coresident.get(program.name, 0)
@@ -64,12 +65,12 @@ def cost_stage(
             if pod is not None and not pod.can_compile and not plan.errors:
                 verdict = _estimated(verdict, plan, pod)
         else:
-            # A compiler that refuses nothing itself (CPU, GPU) says how much it needs, and not of what.
+            # CPU and GPU compilers refuse nothing: they state a total, and no list of allocations.
             if exceeds_hbm(plan, outcome):
                 limit, most = plan.target.limit_bytes or 0, outcome.peak_bytes + others
                 needed = OutOfMemory(needed=most, available=limit, allocations=(), message="")
                 verdict = replace(verdict, why_not=explain_oom(needed, plan, budget, program=program.name))
-            # What runs once takes no time to speak of.
+            # Programs without a workload run once, and their time is negligible.
             if pod is not None and (workload is not None or not workloads):
                 verdict = _timed(verdict, outcome, pod, plan)
         verdicts.append(verdict)
@@ -83,7 +84,7 @@ def cost_stage(
 
 
 def time_basis(programs: Sequence[ProgramVerdict]) -> str:
-    """What the times of Programs rest on, in three words."""
+    """How the times of Programs were obtained, in three words."""
     calibrations = [program.time.calibration for program in programs if program.time is not None]
     if any(calibration.estimate for calibration in calibrations):
         return "an estimate, not measured"
@@ -103,14 +104,14 @@ def _why_no_time(outcomes: Mapping[str, Outcome]) -> str:
 
 
 def _parameters(plan: RunPlan) -> float | None:
-    """How many parameters the model has; None where there is none to lay out."""
+    """The number of parameters of the model; None for runs without a searchable layout."""
     if isinstance(plan.searchable, str):
         return None
     return float(sum(math.prod(leaf.shape) for leaf in plan.searchable.parameters))
 
 
 def _timed(verdict: ProgramVerdict, outcome: Compiled, pod: Accelerator, plan: RunPlan) -> ProgramVerdict:
-    """The verdict with the time of one execution and what it says of the chips' use."""
+    """The verdict with the time of one execution and the utilization that follows from it."""
     if outcome.figures is None:
         return verdict
     workload: Workload | None = verdict.workload
@@ -128,18 +129,19 @@ def _timed(verdict: ProgramVerdict, outcome: Compiled, pod: Accelerator, plan: R
     if time_ is not None:
         time_ = with_program_calibration(time_, plan, verdict.name, pod.generation.name)
     if time_ is not None and verdict.offloaded is not None and verdict.offloaded.seconds is not None:
+        # The compiled text has no transfer times to host memory; they follow from the plan.
         time_ = replace(time_, transfers=verdict.offloaded.seconds)
     return replace(verdict, time=time_) if time_ is None or workload is None else _used(verdict, time_, workload, pod)
 
 
 def with_program_calibration(time: StepTime, plan: RunPlan, program: str, generation: str) -> StepTime:
-    """The time of a Program with the scale and the range of what it does and of what it is compiled with.
+    """The time of a Program with the scale and range for its kind of work and its compiler options.
 
     Args:
-        time: with those of a train step.
+        time: with the scale and range of a train step.
         plan: the run.
         program: the Program's name.
-        generation: the chips', by name.
+        generation: of the chips, by name.
     """
     if decode_cost(plan) is not None and generation in GENERATING_SCALE:
         rests_on = decode_calibration(time.calibration, generation)
@@ -153,23 +155,25 @@ def with_program_calibration(time: StepTime, plan: RunPlan, program: str, genera
 def _other_options(plan: RunPlan, name: str) -> bool:
     """Whether a Program is compiled with options that no train step of a published run has here."""
     where = (plan.target.platform, plan.target.kind)
+    # The scale of a generation was fitted to train steps with the options that each layout gets by default.
     fitted = [as_values(tuned_options(*where, work="train", layout=layout)) for layout in LAYOUTS]
     return dict(plan.program(name).compiler_options) not in fitted
 
 
 def _estimated(verdict: ProgramVerdict, plan: RunPlan, pod: Accelerator) -> ProgramVerdict:
-    """The verdict with an estimate of the time where no compiler can be asked."""
+    """The verdict with an estimated time, for targets whose compiler needs the device."""
     if verdict.workload is None or (time_ := estimated_time(plan, verdict.workload, pod)) is None:
         return verdict
     return _used(verdict, time_, verdict.workload, pod)
 
 
 def _used(verdict: ProgramVerdict, time_: StepTime, workload: Workload, pod: Accelerator) -> ProgramVerdict:
-    """The verdict with a time and the share of the chips' peak that it comes to."""
+    """The verdict with a time and the model FLOPs utilization at both ends of it."""
 
     def use(flops: float) -> tuple[float, float]:
         return (mfu(flops, accelerator=pod, seconds=time_.high), mfu(flops, accelerator=pod, seconds=time_.low))
 
     full = use(workload.flops_full)
-    # Kernels skip the pairs that a causal mask hides; where that is most of the work, counting them says nothing.
+    # Kernels skip the pairs that a causal mask hides. Where those are most of the work, counting them gives an MFU
+    # above 1, which is meaningless.
     return replace(verdict, time=time_, mfu=use(workload.flops_causal), mfu_full=full if full[1] <= 1 else None)

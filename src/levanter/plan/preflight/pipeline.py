@@ -1,13 +1,13 @@
-"""`preflight`: one run on one target, asked five questions in order; the answers are a `Verdict`.
+"""`preflight`: checks one run on one target in five stages, and returns a `Verdict`.
 
     config ─► sharding ─► loading ─► compile ─► cost
 
-*config*: are the configuration and the checkpoint's metadata sound, and what is unavailable here? *sharding*: where
-does every array go, and do the Programs' inputs alone fit? *loading*: what do the weights take on the way in?
-*compile*: what does the target's own compiler say of the run's own Programs? *cost*: how long do they take?
+*config*: whether the configuration and the checkpoint's metadata are valid, and which inputs are unavailable here.
+*sharding*: the sharding of every array, and whether the Programs' inputs alone fit. *loading*: memory and time of
+loading the weights. *compile*: the result of the target's compiler for the run's Programs. *cost*: their times.
 
-A stage that says no does not end the inquiry: what can still be computed is, and every finding is in the verdict. The
-compiler is not asked where arithmetic already answers (inputs beyond the memory of a chip).
+A stage with findings does not end preflight: later stages compute what they still can, and the verdict has every
+finding. Nothing is compiled where arithmetic already decides (inputs that exceed the memory of a chip).
 """
 
 from collections.abc import Sequence
@@ -41,11 +41,11 @@ from levanter.runplan import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, NOT_DECIDE
 
 
 def preflight(question: Question, *, progress: Progress = lambda _: None) -> Verdict:
-    """Answers one question.
+    """Runs the stages of preflight for one question.
 
     Args:
-        question: which run on which target.
-        progress: told what is being done, and what came of it.
+        question: the run, the target and the extent of the check.
+        progress: receives messages about the current stage and its outcome.
 
     Raises:
         AcceleratorError: an unknown target.
@@ -57,11 +57,14 @@ def preflight(question: Question, *, progress: Progress = lambda _: None) -> Ver
         headline = f"cannot be planned: {first_line(inquiry.stages[-1].findings)}"
         return _verdict(inquiry, None, pod, None, None, (), headline)
     if (short := find_hbm_shortage(plan)) is not None:
+        # On the devices of this machine the limit comes from the host; the later stages compare with that.
         plan = short[0]
     budget = _sharding(inquiry, plan, pod)
     load = _loading(inquiry, plan, pod)
     outcomes = compile_stage(inquiry, plan, pod, budget)
     if any(exceeds_hbm(plan, o) for o in outcomes.values()):
+        # A compiled Program exceeds a limit that the runtime does not report: the
+        # report must show the one it was held to.
         budget = replace(budget, hbm_bytes=plan.target.limit_bytes)
     programs = cost_stage(inquiry, plan, pod, budget, outcomes)
     headline = _headline(inquiry, budget, load, programs)
@@ -102,6 +105,7 @@ def _config(inquiry: Inquiry, pod: Accelerator | None) -> RunPlan | None:
             target = question.local()
         plan = question.describe(target)
     except ValueError as error:
+        # A `ValueError` from inside JAX is a bug of ours, and its traceback matters more than its message.
         if raised_in_library(error):
             raise
         inquiry.end("config", "the run cannot be described", findings=[str(error)], code=BAD_INPUT)
@@ -126,6 +130,8 @@ def _config(inquiry: Inquiry, pod: Accelerator | None) -> RunPlan | None:
 def _sharding(inquiry: Inquiry, plan: RunPlan, pod: Accelerator | None) -> Budget:
     inquiry.begin()
     budget = hbm_budget(plan)
+    # A large replicated array is a matter of memory (exit code 3), any other
+    # error of the sharding bad input (2).
     replicated = any(f.kind == "replicated" and f.error is not None for f in plan.sharding.findings)
     errors = [str(error) for error in (*plan.sharding.errors, *plan.activations.errors)]
     name, most = largest_inputs(budget)
@@ -176,7 +182,7 @@ def _loading(inquiry: Inquiry, plan: RunPlan, pod: Accelerator | None) -> LoadBu
 
 
 def _expected(plan: RunPlan) -> bool:
-    """Whether the weights are planned without being there."""
+    """Whether loading is planned from the expected names and dtype, without a checkpoint."""
     return any(check.name == "weights" and check.status == "unchecked" for check in plan.checks)
 
 
@@ -194,6 +200,8 @@ def _headline(
     if refused:
         assert isinstance(refused[0].outcome, Refused)
         return f"does not fit: {refused[0].outcome.refusal} ({refused[0].name})"
+    # The order is that of certainty: inputs by arithmetic, then the compiler's
+    # refusal, then compiled sizes, then loading.
     beyond = [p for p in programs if isinstance(p.outcome, Compiled) and limit and (p.peak_bytes or 0) > limit]
     if beyond and limit is not None:
         return f"does not fit: {gib(beyond[0].peak_bytes or 0)} > {gib(limit)} ({beyond[0].name})"

@@ -1,6 +1,6 @@
 """State of a preflight: the question, and the stages and findings so far.
 
-Words. *Question*: which run, which target, how far to go. *Finding*: one thing that is wrong, in a sentence.
+A *question* is a run, a target and the extent of the check. A *finding* is one error, as a sentence.
 """
 
 import time
@@ -23,20 +23,20 @@ LIBRARIES = ("jax", "jaxlib", "haliax", "equinox", "optax", "numpy")
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is asked.
+    """A run, a target and the extent of the check.
 
     Attributes:
         target: an accelerator's name, or `local`.
-        describe: the run on a target. Raises a `ValueError` where it cannot be described at all.
+        describe: describes the run on a target. Raises a `ValueError` where it cannot be described at all.
         provider: the same for the compile worker, `package.module:function` of (payload, target).
         payload: its first argument, plain JSON values.
-        local: the devices here; needed for the target `local` only.
-        compile: whether the compiler is asked.
-        scope: which Programs the verdict is over: those that make up the job's time (`timed`), everything that runs,
-            what draws values by arithmetic (`run`), or everything compiled (`all`).
-        require_inputs: whether a missing input is refused.
-        keep_text: a folder in which the compiler's text stays.
-        kept: where answers of compilers are kept and looked for; None for asking anew.
+        local: counts the devices of this machine; needed for the target `local` only.
+        compile: whether Programs are compiled.
+        scope: the Programs of the verdict: those with a workload (`timed`); all that the run executes, initialization
+            by arithmetic where that decides (`run`); or all of them compiled (`all`).
+        require_inputs: whether a missing input is an error.
+        keep_text: a folder in which the compiler's text is written and stays.
+        kept: the cache of compiler results; None to compile every Program.
     """
 
     target: str
@@ -53,7 +53,7 @@ class Question:
 
 @dataclass
 class Inquiry:
-    """What has been found so far."""
+    """The stages, exit codes and bounds that preflight has collected so far."""
 
     question: Question
     progress: Progress
@@ -61,10 +61,10 @@ class Inquiry:
     codes: set[int] = field(default_factory=set)
     began: float = field(default_factory=time.monotonic)
     known: tuple[str, HbmLowerBound] | None = None
-    """Where no compiler is asked: the Program that needs most, and what is known of its bytes."""
+    """Without a compiler: the Program that needs most memory, and the lower bound of its bytes."""
 
     def begin(self, doing: str | None = None) -> None:
-        """Starts a stage; says what it does where that takes long."""
+        """Starts a stage, with a progress message where it takes long."""
         self.began = time.monotonic()
         if doing is not None:
             self.progress(doing)
@@ -78,7 +78,7 @@ class Inquiry:
         code: int = OK,
         status: StageStatus | None = None,
     ) -> None:
-        """Notes a stage; its status follows from the exit code unless it is said."""
+        """Records a stage; its status follows from the exit code unless it is given."""
         if status is None:
             status = "ok" if code == OK else "crashed" if code == COMPILER_CRASH else "refused"
         self.codes.add(code)
@@ -88,14 +88,15 @@ class Inquiry:
 
     @property
     def exit_code(self) -> int:
-        """3 wins over a crash, that over bad input, and that over nothing decided."""
+        """The most important of the collected codes: does not fit, then a crash, then bad input, then undecided."""
         return next((code for code in (DOES_NOT_FIT, COMPILER_CRASH, BAD_INPUT, NOT_DECIDED) if code in self.codes), OK)
 
 
 def format_of_limit(nbytes: int, limit: int | None) -> str:
-    """Bytes on a device, and of how many."""
+    """Bytes on a device and its limit, as text."""
     if limit is None:
         return f"{gib(nbytes)} a device"
+    # Two decimals of GiB would show a small number as 0.00.
     if nbytes < 0.01 * limit:
         return f"{gib(nbytes)} of {gib(limit)} a chip"
     return f"{nbytes / (1 << 30):.2f} of {limit / (1 << 30):.2f} GiB a chip"
@@ -107,8 +108,9 @@ def first_line(texts: Sequence[str]) -> str:
 
 
 def raised_in_library(error: BaseException) -> bool:
-    """Whether a library below this package raised `error`: then it is a bug, not bad input, and needs its traceback."""
+    """Whether a third-party library raised `error`: then it is a bug, not bad input, and needs its traceback."""
     at = error.__traceback__
+    # The innermost frame of the traceback is where the error was raised.
     while at is not None and at.tb_next is not None:
         at = at.tb_next
     module = at.tb_frame.f_globals.get("__name__", "") if at is not None else ""
