@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from haliax_ext.sources import TensorSource
-from levanter.compat.gguf import GgufSource, hf_document, open_gguf
-from levanter.compat.gguf import tokenizer as gguf_tokenizer
 from levanter.compat.hf.compressed_tensors import Int8Format, Int8Source, read_quantization, without_quantization
 from levanter.compat.hf.config_bridge import BridgedConfig, check_model_block, check_tensors, read_config
 from levanter.compat.hf.errors import CheckpointError, MissingCheckpointFileError, UnreachableError
@@ -136,6 +134,8 @@ def hf_config(ref: str | RepoRef, *, cache: Path | None = None) -> Mapping[str, 
     """The config.json of a checkpoint, or its likeness from GGUF metadata."""
     located = locate_first(ref, cache=cache)
     if located.is_gguf:
+        from levanter.compat.gguf import hf_document, open_gguf
+
         return hf_document(open_gguf(located.local_path()))
     return _config(located)
 
@@ -152,6 +152,9 @@ def load_tokenizer(ref: str | RepoRef, *, cache: Path | None = None) -> FastToke
     """
     located = locate_first(ref, cache=cache)
     if located.is_gguf:
+        from levanter.compat.gguf import open_gguf
+        from levanter.compat.gguf import tokenizer as gguf_tokenizer
+
         return gguf_tokenizer(open_gguf(located.local_path()))
     return load_from_repository(located.repository, file=located.file or DEFINITION)
 
@@ -212,6 +215,9 @@ def _repository_tokenizer(repository: Repository) -> FastTokenizer:
 
 
 def _open_gguf(located: ResolvedRef) -> PretrainedCheckpoint:
+    from levanter.compat.gguf import GgufSource, hf_document, open_gguf
+    from levanter.compat.gguf import tokenizer as gguf_tokenizer
+
     file = open_gguf(located.local_path())
     document = hf_document(file)
     bridged = read_config(document, where=file.path)

@@ -6,7 +6,6 @@ Training and evaluation read the same formats and interpret their keys in the sa
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, replace
 
-from levanter.data.chat import ChatTemplate, template_text
 from levanter.data.config import (
     CacheOptions,
     ConcatDatasetComponent,
@@ -77,6 +76,11 @@ def has_chats(config: LmDataConfig) -> bool:
 
 
 def _read_template(template: str | None) -> str | None:
+    if template is None:
+        return None
+    # Jinja is imported with it, which only conversations need.
+    from levanter.data.chat import template_text
+
     try:
         return template_text(template)
     except MissingFileError as error:
@@ -121,28 +125,31 @@ def format_and_pack(
     return TextLmDatasetFormat(), None
 
 
+def _template_problems(template: str | None) -> Iterator[str]:
+    if template is None:
+        return
+    from levanter.data.chat import ChatTemplate
+
+    # A template that does not parse is reported here, before any text is tokenized. BOS and EOS matter only when it
+    # runs.
+    try:
+        ChatTemplate(text=template, bos_token="", eos_token="").check()
+    except DataError as error:
+        yield str(error)
+
+
 def _format_problems(format: LmDatasetFormatBase) -> Iterator[str]:
     """Problems of a format's keys."""
     if isinstance(format, ChatLmDatasetFormat):
         if format.single_turn:
             yield "single_turn: true is for prepared prompts (eval_sliding_lm); whole conversations are read here"
-        # A template that does not parse is reported here, before any text is tokenized. BOS and EOS matter only when it
-        # runs.
-        if format.chat_template is not None:
-            try:
-                ChatTemplate(text=format.chat_template, bos_token="", eos_token="").check()
-            except DataError as error:
-                yield str(error)
+        yield from _template_problems(format.chat_template)
         if format.turns != "all" and not format.mask_user_turns:
             yield f"turns: {format.turns} says which of the assistant's turns count; with mask_user_turns: false all do"
     if isinstance(format, PreferenceChatLmDatasetFormat):
         if format.pack:
             yield "pack: true: several pairs to a row are not implemented yet; set it to false"
-        if format.chat_template is not None:
-            try:
-                ChatTemplate(text=format.chat_template, bos_token="", eos_token="").check()
-            except DataError as error:
-                yield str(error)
+        yield from _template_problems(format.chat_template)
     if isinstance(format, PrebuiltLmDatasetFormat):
         if format.loss_weight_transform not in (None, "shift_left"):
             yield f"loss_weight_transform: `shift_left` or null, got {format.loss_weight_transform!r}"

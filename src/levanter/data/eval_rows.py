@@ -14,6 +14,7 @@ Each set's held-out rows are a set of their own, `<set>/held_out`.
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,15 +29,16 @@ from levanter.data.manifest import StoreError, compare, read_manifest
 from levanter.data.rows import PackedRows, TrainRows
 from levanter.data.store import StoredTokens, Tokens, open_store
 from levanter.data.tokenizer import Tokenizer
-from levanter.data.train_builder import build_tokens, plan_rows, store_identity, token_problems, vocabulary_error
-from levanter.data.train_dataset import TrainingData
-from levanter.data.train_sets import TrainingSet
+
+if TYPE_CHECKING:
+    from levanter.data.train_dataset import TrainingData
+    from levanter.data.train_sets import TrainingSet
 
 SUFFIX = "/held_out"
 
 
 def held_out_sequences(
-    data: TrainingData, byte_lengths: np.ndarray, *, separate_documents: bool = True
+    data: "TrainingData", byte_lengths: np.ndarray, *, separate_documents: bool = True
 ) -> EvalSequences | None:
     """The held-out rows of all sets as sequences to evaluate; None where nothing is held out.
 
@@ -257,6 +259,8 @@ def _stored_text(
     if tokens is None:
         return None
     if tokens.largest_id >= vocab_size:
+        from levanter.data.train_builder import vocabulary_error
+
         raise DataError(vocabulary_error(as_training_set(one), tokens.largest_id, vocab_size))
     # The whole set at once: evaluation needs all of it in memory anyway.
     ids, _ = tokens.read(np.array([0]), tokens.starts[-1:])
@@ -277,6 +281,9 @@ def _open_store(config: LmDataConfig, one: EvaluationSet, tokenizer: Tokenizer) 
         manifest = read_manifest(one.folder)
         if manifest is None or manifest.shards is None:
             return None
+        # It brings chat templates, preferences and mixtures, which the evaluation of text without a store lacks.
+        from levanter.data.train_builder import store_identity
+
         identity = store_identity(config, as_training_set(one), tokenizer)
         compare(one.folder, manifest.identity, identity, sources=True)
         refuse_stale(one.folder, manifest, identity)
@@ -289,13 +296,15 @@ def _open_store(config: LmDataConfig, one: EvaluationSet, tokenizer: Tokenizer) 
     return open_store(one.folder, manifest)
 
 
-def as_training_set(one: EvaluationSet, *, folder: str | None = None) -> TrainingSet:
+def as_training_set(one: EvaluationSet, *, folder: str | None = None) -> "TrainingSet":
     """A set as training would see it.
 
     Args:
         one: the set.
         folder: where its token store is to be built; None for none.
     """
+    from levanter.data.train_sets import TrainingSet
+
     # Texts may have a key of their own; sets whose files differ in it have no store.
     formats: list[LmDatasetFormatBase] = [
         part.format for part in one.document_sources if isinstance(part, FileDocuments)
@@ -315,6 +324,8 @@ def _records(
     config: LmDataConfig, one: EvaluationSet, tokenizer: Tokenizer, max_length: int, vocab_size: int | None
 ) -> EvalSequences:
     """A set of records in the rows that training would lay it into."""
+    from levanter.data.train_builder import build_tokens, plan_rows, token_problems
+
     records = as_training_set(one)
     tokens: Tokens | None = _open_store(config, one, tokenizer)
     if tokens is None:

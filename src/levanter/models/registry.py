@@ -63,6 +63,8 @@ BUILTIN: Mapping[str, str] = MappingProxyType(
 )
 """This project's families: the module of each."""
 
+_MODEL_TYPES: Mapping[str, str] = MappingProxyType({"qwen2": "qwen", "gemma3_text": "gemma3"})
+"""Families of ours whose `model_type` in config.json is not their name."""
 
 ABSENT = "levanter.models.unsupported"
 """What registers the names of upstream's families that this project does not have."""
@@ -166,6 +168,19 @@ def family_for_config(config_class: type[LmConfig]) -> "Family[Any]":
         f"levanter.models.family.Family with config_class={config_class.__name__} (docs/porting-models.md); "
         f"registered families: {', '.join(known)}"
     )
+
+
+def family_of_config_json(model_type: str) -> "tuple[Family[Any], ConfigJson[Any]] | None":
+    """The family whose config.json has this `model_type`, and its kind; None where no family knows it.
+
+    Of our families, it imports only this one.
+    """
+    name = _MODEL_TYPES.get(model_type, model_type)
+    family = _builtin(name) if name in BUILTIN else None
+    for kind in () if family is None else family.config_json:
+        if kind.model_type == model_type:
+            return family, kind
+    return families_of_config_json(model_type).get(model_type)
 
 
 def families_of_config_json(model_type: str | None) -> "Mapping[str, tuple[Family[Any], ConfigJson[Any]]]":

@@ -25,7 +25,7 @@ from haliax_ext.placement import LeafPlan
 from levanter.layers.low_rank import RANK
 from levanter.models.param_groups import EMBEDDING, parameter_group
 from levanter.runplan import RunPlan, Searchable
-from levanter.trainer.state import FROZEN, GRADIENT_BYTES, MODEL
+from levanter.trainer.train_state import FROZEN, GRADIENT_BYTES, MODEL
 
 FROZEN_GATHERED, GATHERED = "frozen weights, gathered", "weights, gathered"
 ADAPTERS_GATHERED, GRADIENTS = "adapters, gathered", "gradients, summed"

@@ -15,7 +15,7 @@ from levanter.plan.collective_bytes import FROZEN_GATHERED, GRADIENTS, Collectiv
 from levanter.plan.hbm_lower_bound import HbmLowerBound, layout_lower_bound
 from levanter.plan.layout_memory import Layout, LayoutSubject, layout_memory
 from levanter.runplan import RunPlan
-from levanter.trainer.state import FROZEN
+from levanter.trainer.train_state import FROZEN
 
 _GB = 1e9
 

@@ -24,8 +24,7 @@ from haliax_ext.planner import ShardingPlan
 from haliax_ext.program import Input, Program
 from levanter.models.param_groups import ADAPTERS, FROZEN_GROUPS, PARAMETER_GROUPS, frozen_group, parameter_group
 from levanter.runplan import RunPlan
-from levanter.trainer.state import AVERAGE, FROZEN, GRADIENT_BYTES, MODEL, OPTIMIZER, TrainState
-from levanter.trainer.step import REFERENCE
+from levanter.trainer.train_state import AVERAGE, FROZEN, GRADIENT_BYTES, MODEL, OPTIMIZER, REFERENCE, TrainState
 
 STATE_GROUPS = (OPTIMIZER, AVERAGE, REFERENCE, "kv cache", "batch")
 GROUPS = (*PARAMETER_GROUPS, ADAPTERS, *FROZEN_GROUPS, *STATE_GROUPS)

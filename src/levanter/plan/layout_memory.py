@@ -21,7 +21,8 @@ from levanter.models.activations import RESIDUAL, constrained_by, kept_by_name
 from levanter.models.registry import LmConfig
 from levanter.models.stack import checkpoint_policy
 from levanter.runplan import RunPlan
-from levanter.trainer.state import GRADIENT_BYTES, MODEL, TrainState, plan_state
+from levanter.trainer.state import plan_state
+from levanter.trainer.train_state import GRADIENT_BYTES, MODEL, TrainState
 
 AXES, ROWS, BLOCKS = "trainer.mesh.axes", "trainer", "model"
 """Sections of the YAML: mesh sizes, the batch, and the checkpointing of blocks."""

@@ -11,7 +11,6 @@ from dataclasses import replace
 from haliax_ext.errors import gib
 from haliax_ext.hlo import OutOfMemory
 from levanter.plan.hbm_budget import Budget, hbm_budget
-from levanter.plan.oom_report import advise_on_slots, explain_oom
 from levanter.runplan import DoesNotFitError, RunPlan
 
 _ALLOCATION = re.compile(r"(?:allocat\w+|Allocat\w+)[^\d\n]{0,40}?([\d.,]+)\s*([KMGTP]i?B|bytes?)\b")
@@ -50,6 +49,9 @@ def out_of_memory_error(plan: RunPlan, error: BaseException) -> DoesNotFitError 
     message = str(error)
     if not (isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in message or "Out of memory" in message):
         return None
+    # The explanation plans other layouts, with the trainer and the engine. A run that fits does not import them.
+    from levanter.plan.oom_report import explain_oom
+
     limit = plan.target.limit_bytes
     first = next(iter(message.splitlines()), "") or type(error).__name__
     lines = [f"it does not fit in memory: {first}"]
@@ -79,6 +81,8 @@ def _inputs(budget: Budget) -> str:
 
 
 def _error(plan: RunPlan, budget: Budget, needed: int, name: str) -> DoesNotFitError:
+    from levanter.plan.oom_report import advise_on_slots, explain_oom
+
     limit = plan.target.limit_bytes
     assert limit is not None
     beyond = OutOfMemory(needed=needed, available=limit, allocations=(), message="")

@@ -26,7 +26,7 @@ from levanter.plan.hbm_lower_bound import program_lower_bound
 from levanter.plan.layout_memory import LayoutSubject, least_input_bytes, saved_copies, saved_names
 from levanter.plan.suggestions import suggest_layout
 from levanter.runplan import RunPlan
-from levanter.trainer.state import OPTIMIZER
+from levanter.trainer.train_state import OPTIMIZER
 
 SHOWN = 5
 LAYERS = "layers"

@@ -22,7 +22,8 @@ from levanter.models.base import LmHeadModel
 from levanter.models.precision import Precision, cast_floating
 from levanter.trainer.config_blocks import ModelAveragingConfig
 from levanter.trainer.reinit_rows import Renewal, unchanged
-from levanter.trainer.state import MODEL, StatePlan, TrainState, start
+from levanter.trainer.state import StatePlan, start
+from levanter.trainer.train_state import MODEL, TrainState
 
 INIT = "init_adapters"
 COPIED = "copied"

@@ -21,7 +21,8 @@ from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.program import Input, Program
 from haliax_ext.pytree import PyTree, is_named, path_string
 from levanter.checkpoint import CheckpointMismatchError, CheckpointRef
-from levanter.trainer.state import FROZEN, MODEL, StatePlan
+from levanter.trainer.state import StatePlan
+from levanter.trainer.train_state import FROZEN, MODEL
 from levanter.trainer.trainable import KEY
 
 DIGEST = "digest_frozen"

@@ -16,7 +16,7 @@ from levanter.trainer.metrics import StepSize as StepSize
 from levanter.trainer.metrics import Throughput as Throughput
 from levanter.trainer.metrics import Track as Track
 from levanter.trainer.report import StepReport
-from levanter.trainer.state import TrainState
+from levanter.trainer.train_state import TrainState
 
 
 @dataclass(kw_only=True)

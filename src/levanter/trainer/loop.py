@@ -21,8 +21,8 @@ import jax
 from levanter.trainer.nan_guard import Guard as Guard
 from levanter.trainer.nan_guard import NonFiniteError as NonFiniteError
 from levanter.trainer.report import StepReport as StepReport
-from levanter.trainer.state import TrainState
 from levanter.trainer.step import StepMetrics
+from levanter.trainer.train_state import TrainState
 
 B = TypeVar("B")
 

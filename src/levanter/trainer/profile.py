@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 
 from levanter.trainer.config_blocks import ProfileOptionsConfig, ProfilerConfig
-from levanter.trainer.state import TrainState
+from levanter.trainer.train_state import TrainState
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,42 +24,17 @@ from haliax_ext.meshspec import MeshSpec
 from haliax_ext.placement import Finding, LeafPlan
 from haliax_ext.planner import ShardingPlan, plan_sharding
 from haliax_ext.program import Input, Program
-from haliax_ext.pytree import PyTree
 from levanter.models.adapters.tree import Adapters, bound_plan
 from levanter.models.base import LmHeadModel
 from levanter.models.param_groups import ADAPTERS, FROZEN_GROUPS, PARAMETER_GROUPS, frozen_group, parameter_group
 from levanter.models.precision import Precision
-from levanter.trainer.averaging import ParameterAverage, begin
+from levanter.trainer.averaging import begin
 from levanter.trainer.config_blocks import ModelAveragingConfig
 from levanter.trainer.reinit_rows import Renewal, unchanged
+from levanter.trainer.train_state import AVERAGE, FROZEN, GRADIENT_BYTES, MODEL, OPTIMIZER, TrainState
 from levanter.trainer.trainable import EVERYTHING, Partition, all_parameters
 
-MODEL, OPTIMIZER, FROZEN, AVERAGE = "model", "optimizer", "frozen", "average"
-GRADIENT_BYTES = 4
 _KEY = jax.ShapeDtypeStruct((2,), np.dtype(np.uint32))
-
-
-class TrainState(eqx.Module):
-    """A training run between two steps.
-
-    Attributes:
-        step: steps taken, int32.
-        model: the parameters that are trained, in their storage dtype; None in the places of frozen ones.
-        optimizer: the optimizer's statistics.
-        key: random bits of the steps to come, `uint32[2]`.
-        average: an average of the parameters over the steps (`trainer.averaging`); None for none.
-    """
-
-    step: jax.Array
-    model: LmHeadModel
-    optimizer: PyTree
-    key: jax.Array
-    average: ParameterAverage | None = None
-
-    @property
-    def eval_params(self) -> LmHeadModel:
-        """The parameters that are evaluated and exported: their average, where there is one."""
-        return self.model if self.average is None else self.average.parameters
 
 
 def start(

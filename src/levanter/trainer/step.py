@@ -35,14 +35,14 @@ from levanter.trainer.averaging import averaged
 from levanter.trainer.config_blocks import ModelAveragingConfig
 from levanter.trainer.loss import in_compute_dtype
 from levanter.trainer.objective import LOSS, Objective
-from levanter.trainer.state import FROZEN, StatePlan, TrainState, at_output
+from levanter.trainer.state import StatePlan, at_output
+from levanter.trainer.train_state import FROZEN, REFERENCE, TrainState
 from levanter.trainer.trainable import bind
 from levanter.trainer.watch import Watch, Watched
 
 B = TypeVar("B")
 
 TINY = 1e-9
-REFERENCE = "reference"
 """The name of the input that is a second model."""
 
 

@@ -24,6 +24,7 @@ from levanter.models.registry import (
     family_for_config,
     family_named,
     family_names,
+    family_of_config_json,
 )
 
 
@@ -72,6 +73,19 @@ def test_ours_are_where_the_table_says(name):
     assert LmConfig.get_choice_name(family.config_class) == name
     known = families_of_config_json(family.config_json[0].model_type)
     assert all(known[kind.model_type] == (family, kind) for kind in family.config_json)
+    assert all(family_of_config_json(kind.model_type) == (family, kind) for kind in family.config_json)
+
+
+def test_a_config_json_imports_its_own_family_only():
+    script = """
+import sys
+from levanter.models.registry import family_of_config_json
+family, kind = family_of_config_json("gemma3_text")
+print(family.name, kind.model_type, *sorted(name for name in sys.modules if name.endswith(".family")))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["gemma3", "gemma3_text", "levanter.models.family", "levanter.models.gemma.family"]
+    assert family_of_config_json("lama") is None
 
 
 def test_a_class_derived_from_a_familys_config_is_not_of_that_family():

@@ -16,8 +16,9 @@ from levanter.optim import OptimizerConfig
 from levanter.optim.hessian import HessianEma, Hutchinson, direction, no_curvature, product, remembered
 from levanter.optim.sophia import SophiaHConfig
 from levanter.trainer.objective import LOSS, Objective, Term
-from levanter.trainer.state import TrainState, start
+from levanter.trainer.state import start
 from levanter.trainer.step import StepRecipe, train_step
+from levanter.trainer.train_state import TrainState
 
 N, ROWS, STEPS = 6, 8, 7
 RANDOM = np.random.default_rng(3)

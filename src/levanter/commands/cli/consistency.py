@@ -14,7 +14,6 @@ from haliax_ext.sources import TensorSource
 from levanter.config import plain
 from levanter.data import EvalSequences
 from levanter.distributed.barrier import current_peers, require_same, require_same_values
-from levanter.memorization.books import weights_digest
 
 _LONGEST_VALUE = 60
 _PER_PROCESS_KEYS = ("trainer.distributed",)
@@ -55,6 +54,9 @@ def require_same_weights(source: TensorSource) -> None:
         PeersDifferError: on every process; names the processes that differ.
     """
     if current_peers() is not None:
+        # Only a run of several processes reads the checkpoint's headers a second time.
+        from levanter.memorization.books import weights_digest
+
         digest = f"{len(source.tensors)} tensors, digest {weights_digest(source)[:16]}…"
         require_same("the checkpoint", digest, advice="its files must be the same on all hosts")
 

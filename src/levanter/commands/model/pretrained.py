@@ -7,7 +7,7 @@ and the bytes to read, and collects errors and unavailable inputs as checks. `lo
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import haliax as hax
 import jax
@@ -30,8 +30,6 @@ from levanter.commands.model.quantization import (
     quantization_check,
     quantize_projections,
 )
-from levanter.commands.model.saved_adapters import SavedAdapters
-from levanter.commands.model.saved_model import resolve_saved_source
 from levanter.commands.model.sharding import (
     load_weights,
     plan_activation_sharding,
@@ -47,7 +45,6 @@ from levanter.commands.model.source import (
     resolve_source,
     vocabulary,
 )
-from levanter.commands.model.with_adapter import AdaptedModel, Adapter, WithAdapter, bind_adapter
 from levanter.data import Tokenizer
 from levanter.hardware.compiler import Work
 from levanter.layers.cpu_matvec import MatrixFirst
@@ -60,6 +57,9 @@ from levanter.models.precision import Precision
 from levanter.models.registry import LmConfig
 from levanter.runplan import Check, Searchable, Target
 from levanter.trainer.config import TrainerConfig
+
+if TYPE_CHECKING:
+    from levanter.commands.model.with_adapter import AdaptedModel, Adapter
 
 GIB = 1 << 30
 
@@ -178,7 +178,7 @@ class PretrainedModel:
     sharding: ShardingPlan
     activations: ShardingPlan
     load_plan: LoadPlan | None
-    adapter: Adapter | None
+    adapter: "Adapter | None"
     base: BaseLeaves | None
     compiler_options: Mapping[str, str]
     checks: tuple[Check, ...]
@@ -221,7 +221,11 @@ class PretrainedModel:
     def source(self) -> TensorSource:
         """The tensors of the checkpoint and of the adapter, during a run."""
         base = self.checkpoint.source
-        return base if self.adapter is None else WithAdapter(base, self.adapter.source)
+        if self.adapter is None:
+            return base
+        from levanter.commands.model.with_adapter import WithAdapter
+
+        return WithAdapter(base, self.adapter.source)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -247,10 +251,7 @@ def describe_pretrained(
             resolved. Sharding errors are in the plans; unavailable inputs are checks.
     """
     trainer = choice.trainer
-    if choice.saved is not None:
-        origin = resolve_saved_source(choice.saved, choice.model)
-    else:
-        origin = resolve_source(choice.reference, choice.model, allow_pickle=choice.allow_pickle)
+    origin = _resolve_source(choice)
     precision = Precision.parse(trainer.mp)
     config = origin.architecture
     tokenizer, tokenizer_check = find_tokenizer(choice.tokenizer, origin=origin, size=config.vocab_size)
@@ -325,6 +326,15 @@ def describe_pretrained(
     )
 
 
+def _resolve_source(choice: ModelChoice) -> ModelSource:
+    if choice.saved is None:
+        return resolve_source(choice.reference, choice.model, allow_pickle=choice.allow_pickle)
+    # Runs that read Hugging Face files need neither checkpoints of training nor adapters, nor their imports.
+    from levanter.commands.model.saved_model import resolve_saved_source
+
+    return resolve_saved_source(choice.saved, choice.model)
+
+
 def _adapted(
     choice: ModelChoice,
     origin: ModelSource,
@@ -333,8 +343,12 @@ def _adapted(
     config: LmConfig,
     Vocab: hax.Axis,
     precision: Precision,
-) -> tuple[AdaptedModel | None, list[Check]]:
+) -> "tuple[AdaptedModel | None, list[Check]]":
+    if choice.adapter is None and origin.adapters is None:
+        return None, []
     if choice.adapter is None or origin.adapters is None:
+        from levanter.commands.model.with_adapter import bind_adapter
+
         adapted, checks = bind_adapter(choice.adapter or origin.adapters, module, rules, config, Vocab, precision)
         if origin.adapters is not None and origin.adapters.config.base_dtype == "int8" and choice.quantize is None:
             message = "the adapters were trained on a base model in int8; set quantize: int8 for the same model"
@@ -369,9 +383,12 @@ def _quantized(
 def load_pretrained(model: PretrainedModel, mesh: Mesh, *, show: bool) -> LoadedArrays:
     """Streams the weights into their final shards on `mesh`, with progress over all of them."""
     assert model.load_plan is not None, "RunPlan.check() refuses a plan with errors before a run"
-    if isinstance(model.adapter, SavedAdapters):
-        assert model.base is not None, "saved adapters need their base to be compared with"
-        model.adapter.check_base(model.base.rules, model.base.leaves, model.checkpoint.source)
+    if model.adapter is not None:
+        from levanter.commands.model.saved_adapters import SavedAdapters
+
+        if isinstance(model.adapter, SavedAdapters):
+            assert model.base is not None, "saved adapters need their base to be compared with"
+            model.adapter.check_base(model.base.rules, model.base.leaves, model.checkpoint.source)
     return load_weights(
         model.load_plan,
         model.sharding,

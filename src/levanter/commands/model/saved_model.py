@@ -38,7 +38,7 @@ from levanter.data import PassthroughTokenizer, Tokenizer
 from levanter.models.registry import LmConfig, family_for_config
 from levanter.runplan import Check
 from levanter.trainer.frozen_identity import FrozenPart
-from levanter.trainer.state import MODEL
+from levanter.trainer.train_state import MODEL
 
 PREFIX = f"{MODEL}."
 _EXTRA_FIELDS = ("max_seq_len", "scan_layers")

@@ -7,6 +7,7 @@ training run also holds optimizer state.
 import logging
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import haliax as hax
 import jax
@@ -25,7 +26,6 @@ from haliax_ext.rules import WeightMismatchError, WeightRules
 from haliax_ext.sources import TensorSource
 from levanter.commands.cli.consistency import require_same_weights
 from levanter.commands.model.source import ModelSource
-from levanter.commands.model.with_adapter import Adapter, WithAdapter
 from levanter.distributed.barrier import barrier
 from levanter.distributed.compile_barrier import jit_together
 from levanter.io import Progress
@@ -37,6 +37,9 @@ from levanter.models.precision import Precision
 from levanter.models.registry import LmConfig
 from levanter.plan.context_parallel_cost import context_parallel_cost
 from levanter.runplan import Check, Target
+
+if TYPE_CHECKING:
+    from levanter.commands.model.with_adapter import Adapter
 
 
 def resolve_mesh(
@@ -120,7 +123,7 @@ def plan_weight_loading(
     *,
     memory_bytes: int | None = None,
     rules: WeightRules | None = None,
-    adapter: Adapter | None = None,
+    adapter: "Adapter | None" = None,
 ) -> tuple[LoadPlan | None, list[Check]]:
     """Plans which bytes of a checkpoint each host reads; an unavailable one is assumed to match the rules.
 
@@ -143,6 +146,8 @@ def plan_weight_loading(
         ExpectedSource.of(rules, leaves, dtype=origin.stored) if origin.checkpoint is None else origin.checkpoint.source
     )
     if adapter is not None and origin.checkpoint is not None:
+        from levanter.commands.model.with_adapter import WithAdapter
+
         source = WithAdapter(source, adapter.source)
     try:
         hosts = target.host_layout(parameters.mesh)

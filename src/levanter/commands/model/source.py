@@ -6,7 +6,7 @@ A run needs the complete checkpoint, a plan only its shapes. An absent or unreac
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import haliax as hax
 import numpy as np
@@ -14,7 +14,6 @@ import numpy as np
 from haliax_ext.abstract import Leaf
 from haliax_ext.rules import WeightRules
 from haliax_ext.sources import TensorSource
-from levanter.commands.model.saved_adapters import SavedAdapters
 from levanter.compat.hf.config_bridge import check_model_block, read_config
 from levanter.compat.hf.errors import CheckpointError, MissingCheckpointFileError, UnreachableError
 from levanter.compat.hf.locate import locate_first
@@ -25,6 +24,9 @@ from levanter.data import PassthroughTokenizer, Tokenizer
 from levanter.models.registry import LmConfig, family_for_config
 from levanter.models.vocabularies import known_vocabulary
 from levanter.runplan import Check
+
+if TYPE_CHECKING:
+    from levanter.commands.model.saved_adapters import SavedAdapters
 
 PASSTHROUGH = "passthrough"
 DEFAULT_STORED = "bfloat16"
@@ -87,7 +89,7 @@ class ModelSource:
     is_int8: Callable[[str], bool] = _none
     rules: Callable[..., WeightRules] | None = None
     padded: bool = False
-    adapters: SavedAdapters | None = None
+    adapters: "SavedAdapters | None" = None
 
     @property
     def has_int8(self) -> bool:

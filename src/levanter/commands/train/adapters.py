@@ -26,7 +26,8 @@ from levanter.models.adapters.whole import find_whole, select_leaves
 from levanter.models.base import LmHeadModel
 from levanter.models.registry import LmConfig
 from levanter.trainer.adapter_state import Adapted
-from levanter.trainer.state import StatePlan, TrainState
+from levanter.trainer.state import StatePlan
+from levanter.trainer.train_state import TrainState
 
 
 def resolve_adapters(config: TrainLmConfig, model: LmConfig, Vocab: hax.Axis, module: LmHeadModel) -> Adapted | None:

@@ -31,7 +31,8 @@ from levanter.models.registry import LmConfig
 from levanter.optim import OptimizerConfig
 from levanter.runplan import BAD_INPUT, Check, RunRefused
 from levanter.trainer.frozen_identity import FrozenPart, check_partition, under_model
-from levanter.trainer.state import MODEL, OPTIMIZER, StatePlan
+from levanter.trainer.state import StatePlan
+from levanter.trainer.train_state import MODEL, OPTIMIZER
 
 T = TypeVar("T")
 

@@ -33,7 +33,7 @@ from levanter.models.base import LmHeadModel
 from levanter.trainer.adapter_state import INIT, INIT_BASE
 from levanter.trainer.averaging import ParameterAverage
 from levanter.trainer.frozen_identity import DIGEST, FrozenPart, check_digests, check_partition, on_host, under_model
-from levanter.trainer.state import FROZEN, MODEL, OPTIMIZER, TrainState
+from levanter.trainer.train_state import FROZEN, MODEL, OPTIMIZER, TrainState
 from levanter.trainer.trainable import bind
 
 logger = logging.getLogger(__name__)

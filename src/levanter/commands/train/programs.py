@@ -33,8 +33,9 @@ from levanter.trainer.dpo import PreferenceObjective
 from levanter.trainer.frozen_identity import digest_program
 from levanter.trainer.loss import LmObjective
 from levanter.trainer.reinit_rows import RenewedRows, unchanged
-from levanter.trainer.state import StatePlan, TrainState, init_frozen_program, init_optimizer_program, init_program
+from levanter.trainer.state import StatePlan, init_frozen_program, init_optimizer_program, init_program
 from levanter.trainer.step import StepRecipe, step_program
+from levanter.trainer.train_state import TrainState
 from levanter.trainer.trainable import Partition, bind
 from levanter.trainer.watch import Watch
 

@@ -24,7 +24,7 @@ from levanter.runplan import Session
 from levanter.trainer.frozen_identity import FrozenPart
 from levanter.trainer.hooks import Every, SaveCheckpoint
 from levanter.trainer.loop import Ended, Pause
-from levanter.trainer.state import TrainState
+from levanter.trainer.train_state import TrainState
 from levanter.trainer.trainable import bind
 
 

@@ -23,7 +23,8 @@ from levanter.trainer.adapter_state import Adapted
 from levanter.trainer.batch_plan import BatchStage
 from levanter.trainer.frozen_identity import FrozenPart
 from levanter.trainer.hooks import Throughput
-from levanter.trainer.state import StatePlan, TrainState
+from levanter.trainer.state import StatePlan
+from levanter.trainer.train_state import TrainState
 from levanter.trainer.trainable import Partition
 
 

@@ -29,7 +29,14 @@ from levanter.models.config_json import HARMLESS, ConfigJson, ConfigJsonReader, 
 from levanter.models.decoder.config import DecoderConfig
 from levanter.models.decoder.pattern import PatternedConfig, expand_pattern
 from levanter.models.family import Family
-from levanter.models.registry import LmConfig, broken_families, families_of_config_json, family_for_config, family_names
+from levanter.models.registry import (
+    LmConfig,
+    broken_families,
+    families_of_config_json,
+    family_for_config,
+    family_names,
+    family_of_config_json,
+)
 
 
 @dataclass(frozen=True)
@@ -136,9 +143,9 @@ def _find_family(document: Mapping[str, Any], *, where: object) -> tuple[Family[
     """
     model_type = document.get("model_type")
     type_name = model_type if isinstance(model_type, str) else None
+    if type_name is not None and (family := family_of_config_json(type_name)) is not None:
+        return family
     known = families_of_config_json(type_name)
-    if type_name is not None and type_name in known:
-        return known[type_name]
     names = ", ".join(sorted(known))
     if model_type is None:
         raise UnknownModelError(where, f"model_type is missing; known model types: {names}")

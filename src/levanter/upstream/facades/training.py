@@ -47,8 +47,9 @@ from levanter.trainer.loop import Loop
 from levanter.trainer.nan_guard import Guard
 from levanter.trainer.objective import LOSS, Objective, Term
 from levanter.trainer.report import StepReport
-from levanter.trainer.state import StatePlan, TrainState, plan_state, start
+from levanter.trainer.state import StatePlan, plan_state, start
 from levanter.trainer.step import StepRecipe, step_program
+from levanter.trainer.train_state import TrainState
 from levanter.upstream.facades import trainer as members
 from levanter.upstream.facades.datasets import AsyncDataset
 from levanter.upstream.facades.loaders import DataLoader

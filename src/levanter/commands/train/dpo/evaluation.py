@@ -30,8 +30,8 @@ from levanter.runplan import Recorder
 from levanter.trainer.dpo import PairBatch, PreferenceLossConfig, alone, pair_logprobs, pair_plan, pair_terms
 from levanter.trainer.loss import in_compute_dtype
 from levanter.trainer.objective import LOSS
-from levanter.trainer.state import FROZEN, StatePlan, TrainState
-from levanter.trainer.step import REFERENCE
+from levanter.trainer.state import StatePlan
+from levanter.trainer.train_state import FROZEN, REFERENCE, TrainState
 
 logger = logging.getLogger(__name__)
 

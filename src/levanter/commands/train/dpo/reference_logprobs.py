@@ -33,7 +33,7 @@ from levanter.mesh import ResolvedMesh
 from levanter.models.precision import Precision
 from levanter.trainer.dpo import PairBatch, pair_logprobs
 from levanter.trainer.loss import in_compute_dtype
-from levanter.trainer.step import REFERENCE
+from levanter.trainer.train_state import REFERENCE
 
 logger = logging.getLogger(__name__)
 

@@ -36,7 +36,7 @@ from levanter.models.registry import LmConfig
 from levanter.runplan import Check, Target
 from levanter.trainer.dpo import PairModels, PreferenceObjective, alone, pair_plan, with_base, with_other
 from levanter.trainer.state import StatePlan
-from levanter.trainer.step import REFERENCE
+from levanter.trainer.train_state import REFERENCE
 
 Kind = Literal["none", "adapter_base", "separate", "precomputed"]
 

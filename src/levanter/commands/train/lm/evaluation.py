@@ -43,7 +43,8 @@ from levanter.models.precision import Precision
 from levanter.models.scoring import token_hits
 from levanter.runplan import Check, Recorder
 from levanter.trainer.loss import LmBatch, LmObjective, in_compute_dtype
-from levanter.trainer.state import StatePlan, TrainState
+from levanter.trainer.state import StatePlan
+from levanter.trainer.train_state import TrainState
 from levanter.trainer.trainable import bind
 
 logger = logging.getLogger(__name__)

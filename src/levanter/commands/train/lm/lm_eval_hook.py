@@ -42,7 +42,7 @@ from levanter.models.base import LmHeadModel
 from levanter.runplan import Check, Recorder, Workload
 from levanter.trainer.batch_plan import BatchPlan
 from levanter.trainer.loss import in_compute_dtype
-from levanter.trainer.state import TrainState
+from levanter.trainer.train_state import TrainState
 from levanter.trainer.trainable import bind
 
 logger = logging.getLogger(__name__)

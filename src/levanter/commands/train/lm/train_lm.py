@@ -63,7 +63,8 @@ from levanter.runplan import (
 )
 from levanter.trainer.batch_plan import BatchPlan
 from levanter.trainer.loss import LmObjective
-from levanter.trainer.state import AVERAGE, OPTIMIZER, StatePlan, abstract_frozen, abstract_state, plan_state
+from levanter.trainer.state import StatePlan, abstract_frozen, abstract_state, plan_state
+from levanter.trainer.train_state import AVERAGE, OPTIMIZER
 from levanter.trainer.trainable import Partition
 
 NAME = "train_lm"
