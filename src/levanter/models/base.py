@@ -1,4 +1,4 @@
-"""`LmHeadModel`: what every causal language model is to the rooms above."""
+"""`LmHeadModel`: the interface of every causal language model."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from levanter.models.architecture import Architecture
 class LmHeadModel(eqx.Module):
     """A causal language model: tokens to activations, and the head that turns activations into logits.
 
-    The two are apart so that logits are never materialized for an entire sequence (see `models.scoring`).
+    The two are separate so that the logits of an entire sequence are never materialized (see `models.scoring`).
     """
 
     config: eqx.AbstractVar[Architecture]
@@ -33,21 +33,21 @@ class LmHeadModel(eqx.Module):
         positions: NamedArray | None = None,
         auxiliary: Sequence[str] = (),
     ) -> Outputs:
-        """Activations after the final norm, `[…, position, embed]`, and the auxiliary sums that are asked for.
+        """Activations after the final norm, `[…, position, embed]`, and the requested auxiliary sums.
 
         Args:
             input_ids: token ids, `[…, position]`.
             segment_ids: `[…, position]`; tokens see only their own segment.
             attn_mask: which positions see which; causal by default.
             positions: the position of each token, where it is not its index.
-            auxiliary: names of the sums that are wanted of the layers (`config.auxiliary_weights` knows them); 0 where
-                no layer makes one of that name.
+            auxiliary: names of the sums to collect from the layers (`config.auxiliary_weights` lists them); a sum is 0
+                if no layer computes it.
         """
 
     @property
     @abstractmethod
     def head(self) -> Linear:
-        """The output head, from `embed` to `vocab`: of its own, or the embedding table's where weights are tied."""
+        """The output head, from `embed` to `vocab`: its own weights, or the embedding table where weights are tied."""
 
     @property
     def Vocab(self) -> Axis:
@@ -57,4 +57,5 @@ class LmHeadModel(eqx.Module):
 
     def logits(self, activations: NamedArray) -> NamedArray:
         """Float32 logits, `[…, vocab]`. Constraint point: the result."""
+        # Float32 and then the soft cap, in the order of `lm_head.chunks`, so that sampled and scored logits agree.
         return soft_capped(hax.auto_sharded(self.head(activations, dtype=jnp.float32)), self.config.logit_soft_cap)

@@ -1,8 +1,8 @@
-"""Scoring: log-probabilities of the tokens that are there. Evaluation, memorization and training all use this.
+"""Scoring: log-probabilities of given tokens. Evaluation, memorization and training all use this.
 
-The logits of a whole sequence never exist: `models.head_chunks` goes through the positions a chunk at a time. Where
-devices share the positions of a sequence in zigzag order, it is scored in that order (`models.ordering`); what comes
-back is in its own.
+The logits of a whole sequence never exist: `lm_head.chunks` computes them for a chunk of positions at a time. Where
+devices share the positions of a sequence in zigzag order, it is scored in that order (`models.zigzag`); results are
+returned in natural order.
 """
 
 import math
@@ -47,11 +47,12 @@ def token_logprobs(
         attn_mask: causal by default.
         positions: the position of each token, where it is not its index.
         chunk: positions scored at a time; default the config's `cross_entropy_block_size`, else `default_chunk`.
-        activations: the model's for these tokens, where they are there already; in the order of the targets.
+        activations: the model's for these tokens, if already computed; in the order of the targets.
 
     Returns:
         Float32 with the axes of `targets`; entry t is log p(targets[t] | tokens[..t]), 0 where nothing is predicted.
     """
+    # 1 is natural order. A caller's mask or positions describe natural order, so zigzag is used without them only.
     num_shards = 1
     if activations is None and attn_mask is None and positions is None:
         num_shards = zigzag_shards(model)
@@ -59,6 +60,7 @@ def token_logprobs(
     elif activations is None:
         activations = model(tokens, segment_ids=segment_ids, attn_mask=attn_mask, positions=positions).activations
     (logprobs,) = _scores(model, activations, zigzag(targets, num_shards), chunk)
+    # Targets went into the zigzag order of the activations; the scores come back out of it.
     return natural(logprobs, num_shards)
 
 
@@ -73,7 +75,7 @@ def token_scores(
 ) -> tuple[NamedArray, NamedArray]:
     """Log-probability of each target, and the log-normalizer of the distribution it is from.
 
-    The log-normalizer is the log-sum-exp of the logits, which z-loss keeps near 0.
+    The log-normalizer is the log-sum-exp of the logits, which z-loss keeps near 0; float32.
 
     Args:
         model, tokens, targets, segment_ids, chunk, activations: see `token_logprobs`.
@@ -107,11 +109,13 @@ def token_hits(
         The first as `token_logprobs` returns it. The second is bool over the same axes, and false where nothing is
         predicted; of equally likely tokens the one with the lowest id is the likeliest.
     """
+    # As in `token_logprobs`: the model may have run in zigzag order, so targets go into it and scores out of it.
     num_shards = 1
     if activations is None:
         num_shards = zigzag_shards(model)
         activations = zigzag_outputs(model, tokens, segment_ids=segment_ids, num_shards=num_shards).activations
     logprobs, hits = _scores(model, activations, zigzag(targets, num_shards), chunk, likeliest=True)
+    # Hits are float32 in `target_scores` (scores of one loop share a dtype); `> 0` makes them bool.
     return natural(logprobs, num_shards), natural(hits, num_shards) > 0
 
 
@@ -136,6 +140,7 @@ def _scores(
             likeliest=likeliest,
         ),
     )
+    # At a target of −1 the masked sum is 0, so the loop's value there is −log-normalizer: finite, but no score.
     predicts = has_target(targets)
     return tuple(hax.where(predicts, x, 0.0) for x in scores)
 
@@ -149,9 +154,9 @@ def loss_sums(
     z_weight: float = 0.0,
     chunk: int | None = None,
 ) -> LossSums:
-    """Weighted sums of −log p and, where it has a weight, of the squared log-normalizer: what training minimizes.
+    """Weighted sums of −log p and, if `z_weight` is not 0, of the squared log-normalizer: what training minimizes.
 
-    The numbers are those of `token_scores`; the gradient costs a product of the logits' size less.
+    The numbers are those of `token_scores`; the gradient costs one product of the logits' size less.
 
     Args:
         model, targets, chunk: see `token_logprobs`.
@@ -176,16 +181,17 @@ def _chunk(model: LmHeadModel, targets: NamedArray, chunk: int | None) -> int:
     chunk = chunk or model.config.cross_entropy_block_size
     if chunk is not None:
         return chunk
+    # Sequences on one device: the product of all other axes after sharding (ceilings).
     others = [-(-axis.size // ways_in_scope(axis.name)) for axis in targets.axes if axis.name != "position"]
     vocab = -(-model.Vocab.size // ways_in_scope("vocab"))
     return default_chunk(rows=math.prod(others), vocab=vocab, sequence_shards=ways_in_scope("position"))
 
 
 def next_tokens(tokens: NamedArray, segment_ids: NamedArray | None = None) -> NamedArray:
-    """The targets of next-token prediction, for whoever has named arrays and no batch; int32, axes of `tokens`.
+    """The targets of next-token prediction for named arrays without a batch; int32, axes of `tokens`.
 
-    A batch brings its targets: they are made on the host by `levanter.data.next_tokens`, which says the same. The last
-    position of a sequence, and of each segment, predicts nothing: −1.
+    A batch already holds its targets: `levanter.data.next_tokens` computes the same on the host. The last position of a
+        sequence, and of each segment, predicts nothing: −1.
 
     Args:
         tokens: ids, `[…, position]`.
@@ -194,11 +200,14 @@ def next_tokens(tokens: NamedArray, segment_ids: NamedArray | None = None) -> Na
     Pos = tokens.resolve_axis("position")
 
     def following(x: NamedArray, end: int) -> NamedArray:
+        # Shifts left by one along `position`; the last entry becomes `end`.
         return hax.pad(x[Pos.name, 1:], {Pos.name: (0, 1)}, constant_values=end).rearrange(x.axes)
 
     targets = following(tokens.astype(jnp.int32), -1)
     if segment_ids is None:
         return targets
+    # A target counts only if it is in the segment of the token before it: the first token of a packed document is not
+    # predicted from the previous document.
     same = hax.named(segment_ids.array == following(segment_ids, 0).array, segment_ids.axes)
     return hax.where(same.broadcast_to(targets.axes).rearrange(targets.axes), targets, -1)
 

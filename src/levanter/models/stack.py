@@ -1,11 +1,11 @@
-"""Blocks on top of each other: one compiled block scanned over stacked weights, or the same blocks unrolled.
+"""Stacks of blocks: one compiled block scanned over stacked weights, or the same blocks unrolled.
 
-*Gradient checkpointing* says what of a block is kept for the backward pass. Its spellings are Haliax's
+*Gradient checkpointing* determines what of a block is kept for the backward pass. Its spellings are Haliax's
 `ScanCheckpointPolicy`: true keeps only the residual stream between blocks, false keeps everything, "nested" keeps the
 square root of the blocks' inputs, "offload" keeps them in host memory, "recompute" and "full" keep nothing by name.
-Ours is "long", for long sequences: the residual stream and what attention is (with its log-sum-exp), so that scores,
-most of what a block computes there, are not made a second time.
-A mapping of its fields may also keep activations inside a block by name (`layers.saved`): on the device with
+Ours is "long", for long sequences: it keeps the residual stream and attention's output (with its log-sum-exp), so that
+scores, most of what a block computes there, are not recomputed.
+A mapping of the policy's fields may also keep activations inside a block by name (`layers.saved`): on the device with
 `save_block_internals: [query, key, value]`, in host memory with `offload_block_internals`.
 
 Layers that differ are scanned in *periods*: the body of the scan is a few layers, each with its own static parts.
@@ -33,11 +33,11 @@ POLICY_NAMES = ("offload", "recompute", "full", "save_all", "nested", LONG)
 def checkpoint_policy(
     value: bool | str | Mapping[str, Any] | ScanCheckpointPolicy, *, names: Collection[str] | None = None
 ) -> ScanCheckpointPolicy:
-    """The policy that a config value means.
+    """The checkpoint policy that a config value selects.
 
     Args:
-        value: see above.
-        names: of the activations that the layers name; None if any will do.
+        value: true, false, a policy's name, or a mapping of its fields; see the module.
+        names: the activations that the layers name; None accepts any name.
 
     Raises:
         ValueError: an unknown name or field.
@@ -54,6 +54,8 @@ def checkpoint_policy(
             _check_names(field, value.get(field), names or ())
         return ScanCheckpointPolicy(**value)
     if value == LONG:
+        # "attention" names attention's output and log-sum-exp in `layers`: with them the backward pass needs no
+        # second forward pass of attention.
         return ScanCheckpointPolicy(save_block_internals=["attention"])
     if isinstance(value, bool) or value in POLICY_NAMES:
         return ScanCheckpointPolicy.from_bool_or_str(value)
@@ -65,7 +67,7 @@ def checkpoint_policy(
 
 
 def _check_names(field: str, value: object, names: Collection[str]) -> None:
-    """Refuses names that nothing has: JAX would keep nothing, and say nothing."""
+    """Refuses names that no activation has: JAX would silently keep nothing."""
     if unknown := [name for name in value if name not in names] if isinstance(value, list | tuple) else []:
         close = nearest(str(unknown[0]), names)
         hint = f" (did you mean {' or '.join(close)}?)" if close else ""
@@ -80,7 +82,7 @@ class Period(eqx.Module):
 
     Attributes:
         places: the layers.
-        policy: what of each layer is kept for the backward pass.
+        policy: which values of each layer are kept for the backward pass.
     """
 
     places: tuple[Any, ...]
@@ -96,9 +98,13 @@ class Period(eqx.Module):
         """Maps the residual stream, and what goes from layer to layer beside it, through each layer in turn."""
 
         def call(place: Callable[..., C], carry: C, *args: Any) -> C:
+            # The name is what a policy with `save_carries` or
+            # `offload_carries` refers to; Haliax's `Stacked` uses the same.
             return place(hax.tree_checkpoint_name(carry, "carry"), *args)
 
         for place in self.places:
+            # Each layer is checkpointed by itself: the scan's own checkpoint would recompute the whole period at
+            # once, with all its layers' activations alive.
             carry = self.policy.checkpoint("carry", "input", call)(place, carry, *args)
         return carry
 
@@ -110,6 +116,6 @@ def stack_builder(
     scan: bool,
     gradient_checkpointing: bool | str | Mapping[str, Any] | ScanCheckpointPolicy,
 ) -> Callable[..., Stacked | BlockSeq]:
-    """What builds a stack: call the result with the block's `init` arguments, keys with the `layers` axis first."""
+    """Returns the builder of a stack: call it with the block's `init` arguments, keys with the `layers` axis first."""
     policy = checkpoint_policy(gradient_checkpointing)
     return (Stacked if scan else BlockSeq).init(Layers, block, gradient_checkpointing=policy)

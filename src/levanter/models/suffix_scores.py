@@ -1,6 +1,6 @@
-"""Scores of a suffix: how likely each of its tokens was, how it ranked, and how much the likeliest tokens held.
+"""Scores of a suffix: each token's log-probability, its rank, and the log-mass of the likeliest tokens.
 
-A memorization window is a prefix that is given and a suffix of k tokens that is scored. One forward pass over the
+A memorization window is a given prefix and a suffix of k tokens to score. One forward pass over the
 window gives the activations; the output head is applied at the k positions that predict the suffix and nowhere else,
 some positions at a time, so logits of `[batch, position, vocab]` never exist.
 
@@ -34,7 +34,7 @@ TOP_40: Law = (40, 1.0)
 
 
 class SuffixScores(eqx.Module):
-    """What is known of each suffix token, `[batch, suffix]`.
+    """The scores of each suffix token, over `[batch, suffix]`.
 
     Attributes:
         logprobs: float32, the token's log-probability under the full vocabulary at temperature 1.
@@ -58,7 +58,7 @@ def suffix_scores(
     positions: NamedArray | None = None,
     chunk: int | None = None,
 ) -> SuffixScores:
-    """Scores the suffix that each sequence ends with.
+    """Scores the last tokens of each sequence.
 
     Matrix products are in the dtype of the weights; the head's result and everything after it is float32.
 
@@ -75,6 +75,8 @@ def suffix_scores(
     assert Suffix.size < Pos.size, f"{Suffix.size} of {Pos.size} tokens leave no prefix before the suffix"
     activations = model(tokens, segment_ids=segment_ids, positions=positions).activations
     first = Pos.size - Suffix.size
+    # The activation at position i predicts token i + 1: the
+    # suffix at [first, end) is predicted by [first − 1, end − 1).
     predicting = activations[Pos.name, first - 1 : Pos.size - 1].rename({Pos.name: Suffix.name})
     return score_targets(
         predicting,
@@ -98,30 +100,33 @@ def scores_at_positions(
     trunks: NamedArray | None = None,
     chunk: int | None = None,
 ) -> SuffixScores:
-    """Scores tokens that are predicted at any places of a sequence; several may be predicted at one.
+    """Scores tokens that are predicted at given positions of a sequence; one position may predict several.
 
     Args:
         model: its weights in the compute dtype.
         tokens: ids, `[batch, position]`.
-        predicting: where each target is predicted, `[batch, suffix]`; the token before it stands there.
+        predicting: the position that predicts each target, `[batch, suffix]`: that of the token before it.
         targets: the ids that are scored, `[batch, suffix]`.
         segment_ids, positions: as in `suffix_scores`.
         trunks: a further segment that tokens see, see `AttentionMask.with_trunks`; both others are needed then.
-        chunk: targets scored at a time; by default as many as `head_plan.default_chunk` says.
+        chunk: targets scored at a time; by default as many as `lm_head.plan.default_chunk` says.
     """
     Suffix = targets.resolve_axis("suffix")
     (Batch,) = (axis for axis in targets.axes if axis != Suffix)
     mask = None
     if trunks is not None:
         assert segment_ids is not None and positions is not None, "trunks are segments that end at positions"
-        # Windows are measured from positions: a segment does not lie where its trunk ends.
+        # Sliding windows must be measured from `positions`: in the row, a segment does not follow its trunk directly.
         keys = positions.rename({"position": "key_position"})
         mask = AttentionMask.causal().with_segment_ids(segment_ids).with_trunks(trunks).with_positions(positions, keys)
+        # The mask now carries them; models take either a mask or segment ids.
         segment_ids = None
     outputs = model(tokens, segment_ids=segment_ids, attn_mask=mask, positions=positions)
     activations = outputs.activations
     Embed = activations.resolve_axis("embed")
     whole = activations.rearrange((Batch, "position", Embed)).array
+    # Gathers along `position` (axis 1): [batch, suffix, embed]; the
+    # index has a trailing axis of 1 that broadcasts over embed.
     chosen = jnp.take_along_axis(whole, predicting.rearrange((Batch, Suffix)).array[..., None], axis=1)
     if chunk is None:
         rows = -(-Batch.size // ways_in_scope(Batch.name))
@@ -160,9 +165,11 @@ def score_targets(
         soft_cap: bound of the logits; see `head_logits`.
     """
     Suffix = targets.resolve_axis("suffix")
+    # Unlike training, chunks here are runs of neighbouring positions, (Chunks, Chunk): the suffix is not sharded.
     count, size = chunking(Suffix.size, chunk or DEFAULT_CHUNK)
     Chunks, Chunk = Axis("chunks", count), Suffix.resize(size)
     padding = Chunk.size * Chunks.size - Suffix.size
+    # No gradient is taken through this, so the head may be replicated once before the loop.
     head = gathered_once(head)
 
     def cut(x: NamedArray) -> NamedArray:
@@ -191,10 +198,13 @@ def _score_chunk(logits: NamedArray, target: NamedArray, laws: tuple[Law, ...]) 
     top = hax.max(logits, Vocab)
     shifted = logits - top
     normalizer = hax.log(hax.sum(hax.exp(shifted), Vocab))
+    # A masked sum instead of a gather, so that each shard of the vocabulary contributes its part.
     of_target = hax.sum(hax.where(ids == entries, shifted, 0.0), Vocab)
+    # Ties are broken by id, as in `top_k`, so that a rank is unique and reproducible.
     likelier = (shifted > of_target) | ((shifted == of_target) & (entries < ids))
     ranks = hax.sum(likelier.astype(jnp.int32), Vocab).astype(jnp.int32)
-    # Below, `shifted` stands for log p: they differ by `normalizer`, and a law at temperature T by that over T.
+    # The sums below run over `shifted`, not log p: the two differ by the constant `normalizer` at each position.
+    # One top-k for the largest K of all laws; smaller K take a prefix of it.
     kept = max((k for k, _ in laws if k is not None), default=0)
     likeliest = _likeliest(shifted, Vocab, min(kept, Vocab.size)) if kept else None
     normalizers = []
@@ -202,6 +212,8 @@ def _score_chunk(logits: NamedArray, target: NamedArray, laws: tuple[Law, ...]) 
         values = shifted if k is None else _first(likeliest, k)
         name = "vocab" if k is None else "likeliest"
         raw = hax.log(hax.sum(hax.exp(values / np.float32(temperature)), name))
+        # log Σ exp(log p / T) with log p = shifted − normalizer,
+        # so the sum over shifted is corrected by −normalizer / T.
         normalizers.append((raw - normalizer / np.float32(temperature)).rearrange(target.axes))
     return SuffixScores(
         logprobs=(of_target - normalizer).rearrange(target.axes),
@@ -226,10 +238,13 @@ def largest(x: jax.Array, k: int) -> jax.Array:
     of sorting all of 49,152 entries on a CPU.
     """
     count = -(-x.shape[-1] // BLOCK)
+    # With fewer than 2k blocks, the chosen k would be over half of them and the two-step search saves nothing.
     if count < 2 * k:
         return jax.lax.top_k(x, k)[0]
     padding = [(0, 0)] * (x.ndim - 1) + [(0, count * BLOCK - x.shape[-1])]
+    # Padding with −inf, so that the last block's filler never is among the k largest.
     blocks = jnp.pad(x, padding, constant_values=-np.inf).reshape(*x.shape[:-1], count, BLOCK)
+    # Correct with ties, too: a value that is among the k largest lies in a block whose maximum is at least as large.
     _, chosen = jax.lax.top_k(jnp.max(blocks, axis=-1), k)
     candidates = jnp.take_along_axis(blocks, chosen[..., None], axis=-2)
     return jax.lax.top_k(candidates.reshape(*x.shape[:-1], k * BLOCK), k)[0]
@@ -243,6 +258,7 @@ def _likeliest(logits: NamedArray, Vocab: Axis, k: int) -> NamedArray:
     """
     others = tuple(axis for axis in logits.axes if axis != Vocab)
     logits = logits.rearrange((*others, Vocab))
+    # Without a mesh there is no mapping to split by, and `shard_map` would fail.
     if jax.sharding.get_abstract_mesh().empty:
         return hax.named(largest(logits.array, k), (*others, Axis("likeliest", k)))
     mapping = compute_mapping_in_scope()
@@ -253,8 +269,10 @@ def _likeliest(logits: NamedArray, Vocab: Axis, k: int) -> NamedArray:
         best = largest(part, min(k, part.shape[-1]))
         if not over:
             return best
+        # k values from each shard suffice: the global k largest are among the k largest of each shard. The gather
+        # moves k · shards values, not the vocabulary.
         return jax.lax.top_k(jax.lax.all_gather(best, over, axis=part.ndim - 1, tiled=True), k)[0]
 
-    # What is the same on every device of `over` after the gather, the checker cannot see.
+    # After the gather the result is equal on all devices of `over`, which the replication checker cannot prove.
     run = jax.shard_map(of_shard, in_specs=spec, out_specs=PartitionSpec(*spec[:-1], None), check_vma=False)
     return hax.named(run(logits.array), (*others, Axis("likeliest", k)))

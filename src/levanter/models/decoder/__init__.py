@@ -1,4 +1,4 @@
-"""The decoder-only transformer that families are variants of: what one is made of (`spec`), config, model, weights."""
+"""The decoder-only transformer that families are variants of: its config, layer pattern, model and weight rules."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,7 @@
 """`DecoderConfig`: what the configs of all decoder-only families share, and the hooks by which they differ.
 
-A family is a frozen dataclass with upstream's field names and defaults that overrides a few of the hooks below (all
-have Llama's answer by default). From them follow the model, parameter and operation counts, and which kernels can run.
+A family is a frozen dataclass with upstream's field names and defaults that overrides a few of the hooks below (the
+defaults are Llama's). The model, parameter and operation counts, and the kernels that can run follow from them.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ class DecoderConfig(LmConfig):
         tie_word_embeddings: whether the output head shares the weights of the embedding table.
         rope: rotary embeddings, by `type:`.
         attn_backend: attention implementation (see `layers.attention.backends`); None chooses one.
-        use_flash_attention: false asks for the reference implementation; otherwise no constraint.
+        use_flash_attention: false selects the reference implementation; true or None sets no constraint.
         flash_attention_block_size: keys in a block of the blockwise backend.
         upcast_attn: computes attention in float32 regardless of the compute dtype.
         scan_layers: one compiled block, scanned over stacked weights; false unrolls (and names weights by layer).
@@ -73,18 +73,19 @@ class DecoderConfig(LmConfig):
     flash_attention_block_size: PositiveInt | None = None
     upcast_attn: bool = False
     scan_layers: bool = True
+    # A mapping is not hashable, and configs are static fields of modules; so this one stays out of the hash.
     gradient_checkpointing: bool | str | dict[str, Any] = field(default=True, hash=False)
 
-    # The hooks.
+    # The hooks: what a family overrides.
 
     @property
     def norm(self) -> NormSpec:
-        """What the norms on the residual stream are."""
+        """The kind of norm on the residual stream."""
         return NormSpec(eps=self.layer_norm_epsilon)
 
     @property
     def norms(self) -> tuple[NormPlace, ...]:
-        """Where a block has norms."""
+        """The places of the norms in a block."""
         return PRE_NORMS
 
     @property
@@ -94,7 +95,7 @@ class DecoderConfig(LmConfig):
 
     @property
     def attention(self) -> AttentionSpec:
-        """Attention, but for what differs from layer to layer."""
+        """The part of the attention spec that all layers share; `layer_attention` adds the rest."""
         return AttentionSpec(
             Embed=self.Embed,
             KVHead=self.KVHead,
@@ -114,12 +115,12 @@ class DecoderConfig(LmConfig):
         )
 
     def window(self, layer: int) -> int | None:
-        """How many keys a query of a layer sees, itself included; None for all before it."""
+        """How many keys a query of a layer sees, its own included; None for all up to its own."""
         del layer
         return None
 
     def rotary(self, layer: int) -> str | None:
-        """Which field of this config has the rotary embeddings of a layer; None for a layer without."""
+        """The field of this config that holds a layer's rotary embeddings; None for a layer without."""
         del layer
         return "rope"
 
@@ -128,7 +129,7 @@ class DecoderConfig(LmConfig):
         return dataclasses.replace(self.attention, window=self.window(layer), rope=self.rotary(layer))
 
     def layer_mixer(self, layer: int) -> Mixer:
-        """In which part of a layer positions see each other: attention, unless the family has another kind."""
+        """The part of a layer that mixes positions: attention, unless the family has another kind."""
         return self.layer_attention(layer)
 
     def layer_feed_forward(self, layer: int) -> FeedForward | None:
@@ -138,7 +139,7 @@ class DecoderConfig(LmConfig):
 
     @property
     def embedding_scale(self) -> float | None:
-        """What embedded tokens are multiplied by."""
+        """The factor of embedded tokens; None for 1."""
         return None
 
     @property
@@ -148,14 +149,15 @@ class DecoderConfig(LmConfig):
 
     @property
     def normed_embedding(self) -> bool:
-        """Whether embedded tokens are normed."""
+        """Whether embedded tokens are normalized before the first layer."""
         return False
 
-    # What follows from them.
+    # Derived from the hooks.
 
     @cached_property
     def layers(self) -> tuple[LayerSpec, ...]:
         residual = ResidualSpec(norm=self.norm, norms=self.norms, parallel=self.parallel_residual)
+        # Equal specs are equal values (frozen dataclasses): `scan_runs` finds the repetitions by comparison.
         return tuple(
             LayerSpec(mixer=self.layer_mixer(n), feed_forward=self.layer_feed_forward(n), residual=residual)
             for n in range(self.num_layers)
@@ -168,6 +170,7 @@ class DecoderConfig(LmConfig):
 
     @property
     def bodies(self) -> int:
+        # Compile time grows with this: a scan compiles each place of its period once, however many periods it has.
         return sum(len(run.places) for run in self.runs) if self.scan_layers else self.num_layers
 
     @property
@@ -184,11 +187,13 @@ class DecoderConfig(LmConfig):
     @property
     def ropes(self) -> Mapping[str, RotaryConfig]:
         """The rotary embeddings that some layer uses, by the name of their field."""
+        # Layers may have rotary embeddings of different kinds (local
+        # and global layers of Gemma 3), each in its own field.
         names = [layer.mixer.rope for layer in self.layers]
         return {name: getattr(self, name) for name in dict.fromkeys(names) if name is not None}
 
     def reads_alike(self, length: int, other: int) -> bool:
-        """Whether a token's rotary embedding is the same in rows of so many positions and of as many others."""
+        """Whether rotary embeddings are equal in rows of `length` and `other` positions (dynamic scaling differs)."""
         size = self.HeadSize.size
         return all(
             np.array_equal(rope.frequencies(size, length), rope.frequencies(size, other))
@@ -201,6 +206,7 @@ class DecoderConfig(LmConfig):
             raise ValueError("\n".join(problems))
 
     def _problems(self) -> list[str]:
+        # All problems are collected, so that one run of a config reports every one.
         problems = self._relations()
         if self.activation_function not in ACTIVATIONS:
             close = nearest(self.activation_function, ACTIVATIONS)
@@ -208,7 +214,8 @@ class DecoderConfig(LmConfig):
             problems.append(
                 f"model.activation_function {self.activation_function!r} is not one of {sorted(ACTIVATIONS)}{hint}"
             )
-        # Layers are asked once there is nothing wrong with their sizes.
+        # `saved_names` builds the layers' specs, which fail on sizes
+        # that do not fit; so it waits for the relations above.
         names = None if problems else self.saved_names
         for check in (
             lambda: checkpoint_policy(self.gradient_checkpointing, names=names),
@@ -233,6 +240,8 @@ class DecoderConfig(LmConfig):
                 "set model.head_dim to the features of one head"
             )
         if not problems:
+            # Rotary settings read `HeadSize`, which is meaningless
+            # while one of the two divisions above has a remainder.
             try:
                 for rope in self.ropes.values():
                     rope.rotated_size(self.HeadSize.size)
@@ -251,7 +260,7 @@ class DecoderConfig(LmConfig):
 
     @property
     def Layers(self) -> Axis:
-        """What the first run is stacked along: all layers, where they are alike."""
+        """The axis along which the first run is stacked: all layers, if they are alike."""
         return Axis("layers", self.runs[0].periods if self.scan_layers else self.num_layers)
 
     @property
@@ -275,7 +284,7 @@ class DecoderConfig(LmConfig):
 
     @property
     def requested_backend(self) -> str | None:
-        """The attention backend asked for by either of the two keys."""
+        """The attention backend that `attn_backend` or upstream's older `use_flash_attention` selects."""
         if self.attn_backend is None and self.use_flash_attention is False:
             return "reference"
         return self.attn_backend
@@ -283,8 +292,10 @@ class DecoderConfig(LmConfig):
     def for_platform(
         self: C, platform: str, *, compute_dtype: DTypeLike, length: int | None = None, sequence_shards: int = 1
     ) -> "tuple[C, tuple[str, ...]]":
+        # A model without attention (all recurrent layers) has no kernel to choose.
         if not self.attention_groups:
             return self, ()
+        # Kernels are chosen by the dtype that attention computes in.
         dtype = "float32" if self.upcast_attn else compute_dtype
         choice = choose_backend(
             self.requested_backend,
