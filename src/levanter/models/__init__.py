@@ -1,4 +1,4 @@
-"""Models on named axes. Families are imported when they are asked for, by name or by class (`registry`)."""
+"""Models on named axes. A family is imported on first use, by name or by class (`registry`)."""
 
 from typing import TYPE_CHECKING
 

@@ -1,6 +1,6 @@
-"""The named activations of a language model, as shapes: what the compute mapping is checked against.
+"""The named activations of a language model, as shapes, which mappings are checked against.
 
-What is inside the layers, their specs say (`Part.activations`); the rest is the same in every model.
+The specs of layers list those inside the layers (`Part.activations`); the rest is the same in every model.
 """
 
 from collections.abc import Collection, Mapping
@@ -20,10 +20,10 @@ EMBEDDED = "embedded tokens"
 """The name of the layers' input among the activations."""
 
 INSIDE = " inside attention"
-"""What the names of activations end with that have a mapping of their own while positions look at each other."""
+"""The suffix of the names of activations inside the attention kernel, where `attention_mapping` applies."""
 
 ATTENDED = {"queries": "position", "keys and values": "key_position"}
-"""The activations of a layer that have such a form, and what their positions are called in it."""
+"""The activations of a layer that occur inside attention, and the name of their position axis there."""
 
 
 def constrained_by(name: str) -> Literal["compute", "residual", "attention"]:
@@ -38,9 +38,10 @@ def constrained_by(name: str) -> Literal["compute", "residual", "attention"]:
 
 
 def layer_activations(config: LmConfig) -> Mapping[str, tuple[Axis, ...]]:
-    """What the layers constrain: name → axes beside batch and position.
+    """The activations that the layers constrain: name → axes other than batch and position.
 
-    An activation that is in kinds of layers of several shapes is as many activations; its axes then tell them apart.
+    If kinds of layers have an activation in several shapes, each further shape is an entry of its own, whose name ends
+    with its axes.
     """
     activations: dict[str, tuple[Axis, ...]] = {}
     for layer in dict.fromkeys(config.layers):
@@ -51,12 +52,12 @@ def layer_activations(config: LmConfig) -> Mapping[str, tuple[Axis, ...]]:
 
 
 def kept_by_name(config: LmConfig, inner: Mapping[str, int], names: Collection[str]) -> Mapping[str, int]:
-    """Which activations of a shape gradient checkpointing keeps, and of how many layers each.
+    """The activations of a given shape that gradient checkpointing keeps: name → number of layers.
 
     Args:
         config: the model.
-        inner: axes and sizes of the shape beside batch and position.
-        names: by which it keeps activations.
+        inner: axes and sizes of the shape, without batch and position.
+        names: the names that the checkpoint policy keeps.
     """
     counts: dict[str, int] = {}
     for layer in config.layers:
@@ -69,7 +70,7 @@ def kept_by_name(config: LmConfig, inner: Mapping[str, int], names: Collection[s
 def transformer_activations(
     config: LmConfig, *, batch: tuple[str, int], positions: int, vocab: int, chunk: int, dtype: np.dtype
 ) -> tuple[Activation, ...]:
-    """What a forward pass with chunked scoring constrains.
+    """The activations that a forward pass with chunked scoring constrains.
 
     Args:
         config: the model.
@@ -80,6 +81,7 @@ def transformer_activations(
         dtype: the compute dtype; logits are float32.
     """
     leading = (batch, ("position", positions))
+    # The chunk that the head uses may be smaller than `chunk`, so that all are equal; see `chunking`.
     _, in_chunk = chunking(positions, chunk)
 
     def named(name: str, *axes: Axis) -> Activation:
@@ -101,6 +103,8 @@ def transformer_activations(
         named(EMBEDDED, config.Embed),
         *(named(name, *axes) for name, axes in of_layers.items()),
         *(
+            # Inside attention keys have an axis of their own,
+            # `key_position`, which context parallelism maps differently.
             inside(name, along, *axes)
             for name, axes in of_layers.items()
             for what, along in ATTENDED.items()

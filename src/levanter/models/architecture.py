@@ -1,7 +1,7 @@
-"""`Architecture`: what is known of a causal language model before it exists.
+"""`Architecture`: the description of a causal language model, without its arrays.
 
-The axes of its weights, its sizes, how much of it multiplies a token, which kernels can run it. A value that holds no
-array; models (`models.base`) keep theirs, and a family (`models.family`) says how a model is made of one.
+It holds the axes of the weights, the sizes, the number of operations a token, and the kernels that can run the model.
+Models (`models.base`) hold the arrays, and a family (`models.family`) builds a model from an architecture.
 """
 
 from abc import ABC, abstractmethod
@@ -44,16 +44,16 @@ class Architecture(Ranged, ABC):
     @property
     @abstractmethod
     def layers(self) -> "tuple[LayerSpec, ...]":
-        """What each layer is, first to last."""
+        """The specs of the layers, first to last."""
 
     @property
     def bodies(self) -> int:
-        """How many layers are compiled, each by itself; those that are alike are one, scanned."""
+        """How many layer bodies are compiled; layers that are alike share one, which is scanned."""
         return len(dict.fromkeys(self.layers))
 
     @property
     def stacking(self) -> str:
-        """How the layers are scanned, in a few words."""
+        """How the layers are scanned, as a phrase for reports."""
         return f"{len(self.layers)} layers"
 
     @property
@@ -61,22 +61,23 @@ class Architecture(Ranged, ABC):
         """The axes of the model's weights by name, without `vocab`; see `merged_axes` for one in several sizes."""
         from levanter.layers.protocols import merged_axes
 
+        # dict.fromkeys keeps the order of first use, which a set would lose: axes and reports stay deterministic.
         kinds = dict.fromkeys(self.layers)
         return merged_axes((self.Embed, *(axis for kind in kinds for axis in kind.axes.values())))
 
     @property
     def tensor_axes(self) -> tuple[tuple[str, ...], ...]:
-        """What tensor parallelism shards in the layers; see `Part`."""
+        """The axes that tensor parallelism shards in the layers; see `Part`."""
         return tuple(dict.fromkeys(cut for kind in dict.fromkeys(self.layers) for cut in kind.tensor_axes))
 
     @property
     def saved_names(self) -> tuple[str, ...]:
-        """The names by which gradient checkpointing may keep activations of some layer."""
+        """The names that gradient checkpointing may use to keep activations of some layer."""
         return tuple(dict.fromkeys(name for kind in dict.fromkeys(self.layers) for name in kind.saved))
 
     @property
     def auxiliary_weights(self) -> Mapping[str, float]:
-        """What auxiliary sums of the layers, by name, count in a training loss; what is not named is not made."""
+        """Weights of the layers' auxiliary sums in a training loss, by name; sums not named here are not computed."""
         return {}
 
     @property
@@ -98,6 +99,8 @@ class Architecture(Ranged, ABC):
 
     def matmul_parameters(self, vocab_size: int) -> int:
         """Weights that multiply each token once in a forward pass, the output head included."""
+        # The head multiplies every token even when tied to the
+        # embedding table; the lookup of the table multiplies nothing.
         return sum(layer.matmul_parameters for layer in self.layers) + vocab_size * self.Embed.size
 
     @property
@@ -107,6 +110,7 @@ class Architecture(Ranged, ABC):
 
         features: dict[int | None, int] = {}
         for group in (group for layer in self.layers for group in layer.attention_groups):
+            # Layers with the same window cost the same for each feature, so they are counted together.
             features[group.window] = features.get(group.window, 0) + group.features
         return tuple(AttentionGroup(features=n, window=window) for window, n in features.items())
 
@@ -121,16 +125,16 @@ class Architecture(Ranged, ABC):
         return None
 
     def reads_alike(self, length: int, other: int) -> bool:
-        """Whether a token means the same in rows of so many positions and of as many others, seeing the same tokens."""
+        """Whether a token's activations are equal in rows of `length` and `other` positions, for the same tokens."""
         return length == other
 
     @abstractmethod
     def for_platform(
         self: A, platform: str, *, compute_dtype: "DTypeLike", length: int | None = None, sequence_shards: int = 1
     ) -> tuple[A, tuple[str, ...]]:
-        """The same with open choices made for a platform and a mesh, and one line of reason for each choice.
+        """This architecture with its open choices resolved for a platform and a mesh, and one line of reason for each.
 
-        What is chosen is what runs: nothing is chosen again when the model is traced.
+        The choices are final: tracing the model makes no further ones.
 
         Args:
             platform: `cpu`, `gpu` or `tpu`.

@@ -1,4 +1,4 @@
-"""The glossary of logical axis names: every name that a mapping may use, defined once.
+"""The glossary of logical axis names: every name that a mapping may use, with its meaning.
 
 `glossary()` renders `AXES.md` in this folder, and a test compares the two. A model uses some of these names. If a
 mapping has a name of the glossary that the model does not use, the plan has a note; any other name is an error.
@@ -11,6 +11,7 @@ from haliax import Axis
 from levanter.mesh import ModelAxes
 
 KNOWN_AXES: dict[str, str] = {
+    # The order is that of the page AXES.md, which is generated from this table.
     "batch": "sequences of a batch",
     "position": "positions in a sequence, of queries and of the residual stream",
     "key_position": "positions in a sequence, of keys and values; only `attention_mapping` maps them",
@@ -45,12 +46,12 @@ COMPOSITES: dict[str, tuple[str, ...]] = {"heads": ("kv_head", "q_heads_per_grou
 
 
 def model_axes(axes: Mapping[str, Axis], *, vocab: int, positions: int | None = None) -> ModelAxes:
-    """What a mesh is resolved for: a model's axes with its vocabulary and the length of its sequences.
+    """The axes that a mesh is resolved for: a model's, its vocabulary and the length of its sequences.
 
     Args:
         axes: the model's, by name.
-        vocab: ids that the model tells apart.
-        positions: tokens in a sequence; None where there are none, as for weights alone.
+        vocab: size of the vocabulary.
+        positions: tokens in a sequence; None if only weights are planned.
     """
     more = {"vocab": vocab} if positions is None else {"vocab": vocab, "position": positions}
     sizes = {axis.name: axis.size for axis in axes.values()} | more

@@ -1,7 +1,7 @@
-"""What the config.json files of all decoder families have in common: sizes, and everything that must not be there.
+"""Reads what the config.json files of all decoder families share: sizes, and fields that must be absent or neutral.
 
-`read_decoder` reads what Llama has, under Llama's field names, and turns every field that changes numbers in some other
-family, and that nobody has asked for, into a problem. A family reads its own fields first and passes them on.
+`read_decoder` reads Llama's fields, under Llama's names. Every field that changes results in some other family and that
+no reader has read is a problem. A family reads its own fields first and passes their values on.
 """
 
 import dataclasses
@@ -20,6 +20,8 @@ from levanter.models.decoder.rope_json import DEFAULT_THETA, read_rope
 C = TypeVar("C", bound=DecoderConfig)
 W = TypeVar("W", bound=WindowedConfig)
 
+# Values that leave a model unchanged differ by field: () allows null only, a
+# factor may be 1, a switch may be false, a count of experts may be 0 or 1.
 FOREIGN: Mapping[str, Sequence[Any]] = MappingProxyType(
     {
         **dict.fromkeys(
@@ -67,25 +69,25 @@ FOREIGN: Mapping[str, Sequence[Any]] = MappingProxyType(
         **dict.fromkeys(("n_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace"), (0,)),
     }
 )
-"""Fields that change results in some family → values that change nothing. A family that does not read a field does not
-have it."""
+"""Fields that change results in some family → values that change nothing. They must be neutral unless the family reads
+them."""
 
 DIFFERENT_LAYERS = "layers with settings of their own are not supported"
-"""Why `per_layer_config`, which transformers 5 takes for any family, is refused."""
+"""Why `per_layer_config`, which transformers 5 accepts for any family, is refused."""
 
 BIASES = ("attention_bias", "mlp_bias")
 """What Llama's config.json says about biases. A family may have only some of these fields."""
 
 EPSILON = "rms_norm_eps"
-"""What most families call what is added to the mean square in their norms."""
+"""The field of most families for the epsilon of their norms."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MissingFieldDefaults:
-    """What a field means where a family's config.json lacks it: transformers' own defaults.
+    """The values of fields that a family's config.json lacks: transformers' own defaults.
 
     Attributes:
-        sizes: of fields that otherwise must be there.
+        sizes: of fields that are otherwise required.
         kv_heads: None is as many as query heads.
         head_dim: None is `hidden_size / num_attention_heads`.
         context: `max_position_embeddings`.
@@ -123,19 +125,20 @@ def read_decoder(
 
     Args:
         fields: the document.
-        config_class: ours.
-        name: what messages call the family.
+        config_class: the class of this package to build.
+        name: the family's name in messages.
         transformers_class: the class in transformers that this is.
-        absent: what missing fields mean.
-        epsilon_field: what the family calls what is added in its norms.
+        absent: defaults of missing fields.
+        epsilon_field: the family's field for the epsilon of its norms.
         rope: the rotary embeddings, if the family reads them.
-        reads_rope: whether it does.
+        reads_rope: whether the family reads them, so that `rope` is used.
         activation: the gate's, if the family reads it.
         biases: those of `BIASES` that the family has, false by default.
         more: our fields that the family has read.
     """
 
     def size(name: str) -> int:
+        # A size without a family default is required; the others fall back to transformers' class default.
         default = absent.sizes.get(name)
         return fields.size(name, default, required=default is None)
 
@@ -144,6 +147,7 @@ def read_decoder(
     layers = size("num_hidden_layers")
     heads = size("num_attention_heads")
     vocab = size("vocab_size")
+    # In transformers a missing num_key_value_heads is the class default, or else one for each query head.
     kv_heads = fields.size("num_key_value_heads", absent.kv_heads or heads)
     head_dim = fields.get("head_dim", int, absent.head_dim)
     # Llama 1 conversions of early 2023 used the second name.
@@ -151,6 +155,7 @@ def read_decoder(
     epsilon = fields.get(epsilon_field, Epsilon, absent.epsilon)
     gate: str = activation or fields.get("hidden_act", str, absent.activation)
     tied = fields.get("tie_word_embeddings", bool, absent.tied)
+    # A bias the family does not have must be false or absent: silently dropping stored biases would change results.
     for bias in BIASES:
         if bias in biases:
             more[bias] = fields.get(bias, bool, False)
@@ -200,18 +205,20 @@ def read_decoder(
 
 
 def forbid_foreign(fields: ConfigJsonReader, *, name: str, layers: int) -> None:
-    """Turns every field that changes numbers in some other family, and that nobody has asked for, into a problem."""
+    """Turns every field that changes numbers in some other family, and that no reader has read, into a problem."""
     for unread, harmless in FOREIGN.items():
         if unread not in fields.seen:
             other = f"this {name} does not have it, so the model is of a different kind than its model_type says"
+            # layer_types is harmless only if it calls every layer a full-attention layer.
             fields.forbid(unread, [[FULL] * layers] if unread == "layer_types" else harmless, other)
 
 
 def read_layer_types(fields: ConfigJsonReader, config: W | None) -> W | None:
-    """`config` with `layer_types` as the document has them, where they are not the family's own pattern."""
+    """`config` with the document's `layer_types`, if they differ from the family's own pattern."""
     types = fields.get("layer_types", list)
     if config is None or types is None:
         return config
+    # The default pattern stays None in the config, so that it still adapts when a user changes num_layers.
     if list(types) == [config.default_layer_type(n) for n in range(config.num_layers)]:
         return config
     try:
@@ -222,17 +229,17 @@ def read_layer_types(fields: ConfigJsonReader, config: W | None) -> W | None:
 
 
 def layer_types(config: WindowedConfig) -> list[str]:
-    """`layer_types` for config.json: by what each layer does."""
+    """`layer_types` for config.json, from each layer's window."""
     return [FULL if config.window(n) is None else SLIDING for n in range(config.num_layers)]
 
 
 NO_TOKENS: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-"""For families whose transformers class defaults to the special tokens of one published tokenizer: not known here. An
-export with a tokenizer overwrites them."""
+"""For families whose transformers class defaults to the special tokens of one published tokenizer. Null prevents that
+default; an export with a tokenizer overwrites them."""
 
 
 def write_sizes(config: DecoderConfig) -> dict[str, Any]:
-    """What the config.json of every family says in the same words."""
+    """The config.json fields that every family writes under the same names."""
     return {
         "hidden_size": config.hidden_dim,
         "intermediate_size": config.intermediate_dim,

@@ -1,7 +1,7 @@
-"""A decoder that goes on where a cache ends: `advance` takes some new tokens of each row and the cache before them.
+"""Decoding with a key/value cache: `advance` runs a decoder on a few new tokens of each row.
 
-The cache of a model is one array of keys and values for each of its runs of layers, since a run is scanned by itself
-(`models.decoder.spec`). What an array is, says `layers.attention.cached`.
+The cache is one array of keys and values for each run of layers, since each run is scanned by itself
+(`models.decoder.scan_layout`). `layers.attention.kv_cache` describes the array.
 """
 
 import equinox as eqx
@@ -18,12 +18,12 @@ _OF_ATTENTION = frozenset({"key", "value"})
 
 
 class KvCache(eqx.Module):
-    """Keys and values of running rows.
+    """Keys and values of the sequences being decoded.
 
     Attributes:
         pages: `[layers, page, kv_head, kv, slot, head_size]` of each run of layers.
-        scales: where those are integers, what each vector of them is multiplied by, `[layers, kv_head, kv, page,
-            slot]` of each run of layers; otherwise none.
+        scales: for int8 pages, the factor of each stored vector, `[layers, kv_head, kv, page, slot]` of each run of
+            layers; otherwise empty.
     """
 
     pages: tuple[NamedArray, ...]
@@ -31,7 +31,7 @@ class KvCache(eqx.Module):
 
     @staticmethod
     def zeros(config: DecoderConfig, *, pages: int, slots: int, dtype: DTypeLike) -> "KvCache":
-        """An empty one; call it inside `jit` or `eval_shape`.
+        """An empty cache; call it inside `jit` or `eval_shape`, so that it is allocated in its shards.
 
         Args:
             config: the architecture.
@@ -40,9 +40,10 @@ class KvCache(eqx.Module):
             dtype: of keys and values; int8 for integers with scales.
 
         Raises:
-            ValueError: the model has layers that remember something else than keys and values.
+            ValueError: the model has layers whose decode state is not keys and values.
         """
         axes, dtype = cache_axes(config, pages, slots), jnp.dtype(dtype)
+        # Only int8 pages have scales; floating-point pages store the vectors themselves.
         of_integers = axes if dtype == jnp.int8 else ()
         return KvCache(
             pages=tuple(zeros(run_axes, dtype=dtype) for run_axes in axes),
@@ -56,7 +57,7 @@ class KvCache(eqx.Module):
 
 
 def cache_axes(config: DecoderConfig, pages: int, slots: int) -> tuple[tuple[Axis, ...], ...]:
-    """The axes of a model's cache: of each run of layers.
+    """The axes of a model's cache, for each run of layers.
 
     Args:
         config: the architecture.
@@ -64,15 +65,17 @@ def cache_axes(config: DecoderConfig, pages: int, slots: int) -> tuple[tuple[Axi
         slots: positions in a page.
 
     Raises:
-        ValueError: the model has layers that remember something else than keys and values.
+        ValueError: the model has layers whose decode state is not keys and values.
     """
     for number, layer in enumerate(config.layers):
+        # A layer without any state is refused, too: its output would depend on tokens that the cache does not hold.
         if strange := sorted(set(layer.state_axes) - _OF_ATTENTION) or not layer.state_axes:
             kept = ", ".join(strange) if isinstance(strange, list) else "nothing"
             raise ValueError(
                 f"text cannot be generated with this model yet: its layer {number} (a {type(layer.mixer).__name__}) "
                 f"remembers {kept}, and the cache holds keys and values of attention only"
             )
+    # Unrolled layers are one BlockSeq and share one array; scanned ones have an array for each run.
     runs = [run.layers for run in config.runs] if config.scan_layers else [config.num_layers]
     of_one = {"pages": pages, "slots": slots, "KVHead": config.KVHead, "HeadSize": config.HeadSize}
     return tuple(page_axes(layers=layers, **of_one) for layers in runs)
@@ -81,22 +84,25 @@ def cache_axes(config: DecoderConfig, pages: int, slots: int) -> tuple[tuple[Axi
 def advance(
     model: DecoderLmHeadModel, tokens: NamedArray, cache: KvCache, at: NewPositions, *, length: int | None = None
 ) -> tuple[NamedArray, KvCache]:
-    """Maps new tokens of rows to activations, and adds their keys and values to the cache.
+    """Maps new tokens to activations, and adds their keys and values to the cache.
 
     Args:
         model: its weights in the compute dtype.
         tokens: ids, `[batch, position]`.
         cache: of the positions before.
-        at: where the tokens belong.
-        length: positions that a row may have; what the cache has room for by default. Rotary embeddings of kinds
-            `dynamic` and `longrope` depend on it, so that all calls for a row must agree.
+        at: the positions of the tokens, in their sequences and in the cache.
+        length: positions that a row may have; by default the capacity of the cache. Rotary embeddings of kinds
+            `dynamic` and `longrope` depend on it, so all calls for a row must pass the same.
 
     Returns:
         Activations after the final norm, `[batch, position, embed]`, and the cache.
     """
+    # Learned position embeddings need true positions, not indices into the block of new tokens.
     embedded = model.embeddings(tokens, at.positions)
     length = at.capacity(cache.Slot) if length is None else length
     scales = cache.scales or (None,) * len(cache.pages)
+    # Which page and slot each new token goes to is the same for
+    # all layers, so it is computed once, outside the scans.
     at = at.with_cache_indices(cache.pages[0], scales[0])
     states = [CachedLayers.entering(*run_cache) for run_cache in zip(cache.pages, scales, strict=True)]
     activations, new_states = model.transformer.advance(embedded, at, states, length=length)

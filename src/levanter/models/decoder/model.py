@@ -1,12 +1,12 @@
-"""A decoder-only transformer on named axes, made from its config's specs (Vaswani et al., arXiv:1706.03762).
+"""A decoder-only transformer on named axes, built from its config's specs (Vaswani et al., arXiv:1706.03762).
 
 Blocks of grouped-query attention and a feed-forward part around a residual stream. Constraint points, where an
 activation is pinned to the mesh by its names: the embedded tokens; queries, keys and values; the features inside the
 feed-forward part; attention's output before its projection; the final activations (all by the compute mapping); and
 the residual stream at every block boundary (by the residual mapping).
 
-Each part runs in a `jax.named_scope` of its attribute's name, so that compilers and profilers, and the figures of a
-compiled Program, speak of `layers.self_attn.q_proj` and `lm_head`.
+Each part runs in a `jax.named_scope` of its attribute's name, so that compilers, profilers and the figures of a
+compiled Program name `layers.self_attn.q_proj` and `lm_head`.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ from levanter.models.stack import Period, checkpoint_policy, stack_builder
 
 
 class DecoderBlock(eqx.Module):
-    """One layer. What its spec does not have is None.
+    """One layer. Parts that its spec does not have are None.
 
     Attributes:
         self_attn: the mixer where it is attention.
@@ -69,6 +69,8 @@ class DecoderBlock(eqx.Module):
         def norm(place: str) -> Norm | None:
             return spec.residual.norm.init(spec.Embed) if place in spec.norms else None
 
+        # Attention keeps the attribute `self_attn`, which is in the
+        # paths of leaves and of checkpoints; other kinds use `mixer`.
         mixers = {"self_attn": None, "mixer": None, spec.mixer.attribute: spec.mixer.init(key=mixer_key)}
         return DecoderBlock(
             **mixers,
@@ -83,11 +85,11 @@ class DecoderBlock(eqx.Module):
     def __call__(
         self, carry: tuple[Outputs, CachedLayers | None], context: MixerContext
     ) -> tuple[Outputs, CachedLayers | None]:
-        """Maps the residual stream `[…, position, embed]` and the layers' state to themselves.
+        """Maps the residual stream `[…, position, embed]` and the layers' state to their next values.
 
         Args:
-            carry: the stream, with the sums beside it that the layer adds to; and the state, None where there is none.
-            context: what the mixer reads beside the stream.
+            carry: the stream with its auxiliary sums, and the cache state; None without a cache.
+            context: positions, mask and rotary tables for the mixer.
         """
         stream, state = carry
         x = stream.activations
@@ -97,17 +99,24 @@ class DecoderBlock(eqx.Module):
             with jax.named_scope(name):
                 return y if module is None else module(y)
 
+        # Pre-norm families have a module here; for others `norm` is the
+        # identity. `out_of_residual` is the reverse of `into_residual` below.
         normed = out_of_residual(norm("input_layernorm", x))
         attribute = "mixer" if self.self_attn is None else "self_attn"
         with jax.named_scope(attribute):
             mixed, state = getattr(self, attribute)(normed, context, state)
+        # `into_residual` first reduces the partial sums into the compute
+        # mapping's shards, then reshards to the stream's finer ones.
         mixed = norm("post_attn_layernorm", into_residual(mixed)).rearrange(x.axes)
+        # Parallel layers (GPT-NeoX, Phi): attention and MLP both
+        # read x, and their outputs are added in one step below.
         between = x if self.parallel else shard_residual(x + mixed)
         if self.mlp is None:
             x = shard_residual(x + mixed) if self.parallel else between
             return dataclasses.replace(stream, activations=x), state
         normed = out_of_residual(norm("post_attention_layernorm", between))
         with jax.named_scope("mlp"):
+            # While decoding, experts use another path (`advance`) than over whole sequences, if they define one.
             feed = self.mlp if context.new is None else getattr(self.mlp, "advance", self.mlp)
             outputs = Outputs.of(feed(normed))
         fed = norm("post_mlp_layernorm", into_residual(outputs.activations)).rearrange(x.axes)
@@ -116,12 +125,12 @@ class DecoderBlock(eqx.Module):
 
 
 class DecoderTransformer(eqx.Module):
-    """The blocks and the final norm.
+    """The decoder's blocks and the final norm.
 
     Attributes:
-        layers: the first run of layers; all of them in most families, and always where they are not scanned.
-        later: the runs that follow the first, in order. `layers` and `later` are in the paths of leaves, and so in
-            checkpoints.
+        layers: the first run of layers; all layers in most families, and always if they are not scanned.
+        later: the runs that follow the first, in order. The names `layers` and `later` are in the paths of leaves, and
+            so in checkpoints.
         norm: the final norm.
         config: the architecture.
     """
@@ -134,6 +143,8 @@ class DecoderTransformer(eqx.Module):
     @staticmethod
     def init(config: DecoderConfig, *, key: jax.Array) -> "DecoderTransformer":
         """Freshly initialized blocks."""
+        # One key a layer, split before the layers are grouped: a layer's
+        # initial weights do not depend on how layers are scanned.
         keys = jax.random.split(key, config.num_layers)
         norm = config.norm.init(config.Embed)
         if not config.scan_layers:
@@ -157,14 +168,15 @@ class DecoderTransformer(eqx.Module):
         Args:
             x: `[…, position, embed]`.
             mask: which positions see which.
-            positions: the position of each token, where it is not its index.
-            auxiliary: names of the sums that are wanted of the blocks.
+            positions: the position of each token, if it is not its index.
+            auxiliary: names of the sums to collect from the blocks.
 
         Returns:
             The activations with those sums.
         """
         Pos = x.resolve_axis("position")
         index = hax.arange(Pos) if positions is None else positions
+        # Rotary tables are computed once and shared by all layers; in the scan they are constants, not carry.
         context = MixerContext(mask=mask, tables=self._tables(index, length=Pos.size), positions=positions)
         outputs, _ = self._through(x, context, (None,) * len(self._stacks), auxiliary=auxiliary)
         return outputs
@@ -172,17 +184,19 @@ class DecoderTransformer(eqx.Module):
     def advance(
         self, x: NamedArray, new: NewPositions, states: Sequence[CachedLayers], *, length: int
     ) -> tuple[NamedArray, tuple[CachedLayers, ...]]:
-        """As a call, for tokens that continue what a cache holds.
+        """The forward pass for tokens that continue cached sequences.
 
         Args:
             x: the embedded tokens, `[batch, position, embed]`.
-            new: where they belong.
-            states: of each run of layers, what it remembers.
-            length: positions that a row may have: what rotary embeddings go by that depend on the whole length.
+            new: their positions, in their sequences and in the cache.
+            states: the cache state of each run of layers.
+            length: positions that a row may have: rotary embeddings of some kinds depend on it.
 
         Returns:
             The activations, and the states with the new positions in them.
         """
+        # `length` is the row's capacity, not the number of new tokens: dynamic
+        # and longrope tables must equal those of the positions already cached.
         tables = self._tables(new.positions, length=length)
         context = MixerContext(mask=AttentionMask.causal(), tables=tables, positions=new.positions, new=new)
         outputs, new_states = self._through(x, context, states)
@@ -205,15 +219,20 @@ class DecoderTransformer(eqx.Module):
         *,
         auxiliary: Sequence[str] = (),
     ) -> tuple[Outputs, Sequence[CachedLayers | None]]:
-        """Through all layers and the final norm; with what each run of layers remembers."""
+        """Runs all layers and the final norm; returns the new state of each run of layers, too."""
+        # Auxiliary sums start at 0 and travel in the carry, since a
+        # scan's carry must have the same structure in every layer.
         stream = Outputs(activations=shard_residual(x), auxiliary=Sums.zeros(auxiliary))
         new_states: list[CachedLayers | None] = []
         for layers, state in zip(self._stacks, states, strict=True):
             # A scan is named after its axis; unrolled blocks are given the same name.
             unrolled = isinstance(layers, BlockSeq)
             with jax.named_scope("layers") if unrolled else contextlib.nullcontext():
+                # `numbered` tells layers that keep a matrix each (`LayerMatrices`)
+                # their number in the stack; other stacks are unchanged.
                 stream, state = numbered(layers).fold((stream, state), context)
             new_states.append(state)
+        # After the residual mapping the final activations return to the compute mapping, which the head reads.
         with jax.named_scope("norm"):
             x = hax.auto_sharded(self.norm(stream.activations))
         return Outputs(activations=x, auxiliary=stream.auxiliary), new_states
@@ -225,18 +244,19 @@ def _scanned(run: Run, config: DecoderConfig, keys: jax.Array) -> Stacked:
     if len(run.places) == 1:
         build = stack_builder(Layers, DecoderBlock, scan=True, gradient_checkpointing=config.gradient_checkpointing)
         return build(run.places[0], key=keys)  # type: ignore[return-value]
-    # What is kept is decided layer by layer, as everywhere. Only what the scan itself does (two levels of it, carries
-    # sent to the host) is of whole periods.
+    # Each layer's policy is applied inside the period (`Period.__call__`). Only what concerns the scan itself (nested
+    # scans, carries offloaded to the host) applies to whole periods.
     policy = checkpoint_policy(config.gradient_checkpointing)
     of_scan = policy.nested or "offload" in (policy.save_carries, policy.save_inputs)
     none = checkpoint_policy(False)
     build = stack_builder(Layers, Period, scan=True, gradient_checkpointing=policy if of_scan else none)
+    # [layers] keys → [periods, places]: the layer at (period, place) gets the key of its number, as if unrolled.
     grouped = keys.reshape(run.periods, len(run.places), *keys.shape[1:])
     return build(DecoderBlock, run.places, none if of_scan else policy, key=grouped)  # type: ignore[return-value]
 
 
 class DecoderEmbedding(eqx.Module):
-    """The token table; in models that have them, the table of positions and a norm."""
+    """The token embedding table; in some models, a table of positions and a norm, too."""
 
     token_embeddings: Embedding
     position_embeddings: PositionEmbedding | None
@@ -250,7 +270,12 @@ class DecoderEmbedding(eqx.Module):
             token_embeddings=Embedding.init(Vocab, config.Embed, scale=config.initializer_range, key=key),
             position_embeddings=(
                 PositionEmbedding.init(
-                    config.max_Pos, config.Embed, scale=config.initializer_range, key=jax.random.fold_in(key, 1)
+                    # fold_in rather than another split: the token table's
+                    # key stays the same whether or not there are positions.
+                    config.max_Pos,
+                    config.Embed,
+                    scale=config.initializer_range,
+                    key=jax.random.fold_in(key, 1),
                 )
                 if config.learned_positions
                 else None
@@ -264,7 +289,8 @@ class DecoderEmbedding(eqx.Module):
         with jax.named_scope("embeddings"):
             x = self.token_embeddings(ids)
             if self.scale is not None:
-                # Rounded to the dtype of the activations first, as families that have it were trained.
+                # The scale is rounded to the activations' dtype, as in transformers (Gemma multiplies by √embed in
+                # bfloat16).
                 x = x * jnp.asarray(self.scale, x.dtype)
             if self.position_embeddings is not None:
                 where = hax.arange(ids.resolve_axis("position")) if positions is None else positions
@@ -273,7 +299,7 @@ class DecoderEmbedding(eqx.Module):
 
 
 class DecoderLmHeadModel(LmHeadModel):
-    """A decoder with its output head: of its own, or the embedding table's when tied."""
+    """A decoder with its output head, which has its own weights or shares the embedding table when tied."""
 
     embeddings: DecoderEmbedding
     transformer: DecoderTransformer
@@ -318,12 +344,13 @@ class DecoderLmHeadModel(LmHeadModel):
 
     @property
     def head(self) -> Linear:
+        # When tied, the head is a view of the table: both gradients add up in the one leaf.
         return self.embeddings.token_embeddings.as_linear() if self.lm_head is None else self.lm_head
 
     def _positions(self, positions: NamedArray | None, segment_ids: NamedArray | None) -> NamedArray | None:
-        """Positions, where they are not indices: a learned one says how far a token is from its segment's beginning.
+        """Positions, if they are not indices: a learned position counts from the beginning of its segment.
 
-        Rotary embeddings see differences only, and need none of this.
+        Rotary embeddings depend on differences only, so indices serve them.
         """
         if positions is not None or segment_ids is None or not self.config.learned_positions:
             return positions

@@ -1,4 +1,4 @@
-"""Which kind each layer of a model is, where a user says so: a list in Hugging Face's words, or a string of letters.
+"""The kind of each layer, as a user may set it: a list of Hugging Face's names, or a pattern of letters.
 
     layer_types: [sliding_attention, sliding_attention, full_attention, …]     one word a layer
     pattern: SSSSSF                                                            repeated until every layer has a letter
@@ -27,7 +27,7 @@ def expand_pattern(pattern: str, *, kinds: Mapping[str, str], layers: int) -> tu
         layers: how many there are.
 
     Raises:
-        ValueError: an unknown letter, parentheses that are no such part, or more letters than layers.
+        ValueError: an unknown letter, misplaced parentheses, or more letters than layers.
     """
     match = _PATTERN.fullmatch(pattern)
     if match is None:
@@ -41,12 +41,13 @@ def expand_pattern(pattern: str, *, kinds: Mapping[str, str], layers: int) -> tu
         raise ValueError(f"model.pattern {pattern!r} has {', '.join(map(repr, unknown))}; letters are {legend}")
     if len(once + again) > layers:
         raise ValueError(f"model.pattern {pattern!r} has {len(once + again)} letters for model.num_layers {layers}")
+    # Ceiling of the remaining layers over the period, then cut to length: the last repetition may be partial.
     letters = once + again * -(-(layers - len(once)) // len(again))
     return tuple(kinds[letter] for letter in letters[:layers])
 
 
 def wrong_types(types: Sequence[str], *, kinds: Mapping[str, str], layers: int) -> list[str]:
-    """What is wrong with a list of kinds, as sentences."""
+    """The problems of a list of kinds, as messages."""
     names = list(kinds.values())
     problems = []
     for kind in dict.fromkeys(types):
@@ -61,10 +62,10 @@ def wrong_types(types: Sequence[str], *, kinds: Mapping[str, str], layers: int) 
 
 @dataclass(frozen=True, kw_only=True)
 class PatternedConfig(DecoderConfig):
-    """A family whose layers are of several kinds.
+    """The config of a family whose layers are of several kinds.
 
     Attributes:
-        layer_types: for each layer its kind; None for what `pattern` says.
+        layer_types: the kind of each layer; None for the kinds in `pattern`.
         pattern: the kinds as letters, repeated (see `models.decoder.pattern`); None for the family's own pattern.
     """
 
@@ -77,7 +78,7 @@ class PatternedConfig(DecoderConfig):
         raise NotImplementedError
 
     def default_layer_type(self, layer: int) -> str:
-        """The kind of a layer where the user does not say."""
+        """The kind of a layer that the user has not set."""
         raise NotImplementedError
 
     def layer_type(self, layer: int) -> str:
@@ -94,6 +95,7 @@ class PatternedConfig(DecoderConfig):
         return tuple(self.layer_type(layer) for layer in range(self.num_layers))
 
     def _problems(self) -> list[str]:
+        # Zero layers would make the patterns' own checks misleading; the base class reports the number.
         if self.num_layers < 1:
             return super()._problems()
         problems = []
@@ -106,21 +108,23 @@ class PatternedConfig(DecoderConfig):
                 expand_pattern(self.pattern, kinds=self.kinds, layers=self.num_layers)
             except ValueError as error:
                 problems.append(str(error))
+        # The base class builds every layer's spec, which needs valid
+        # kinds: so problems of the pattern come first and alone.
         return problems or super()._problems()
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-"""Layers that attend to everything before them, and layers that attend to the latest keys only, in Hugging Face's
-terms."""
+"""Hugging Face's names of layers that attend to all keys before them, and of layers that attend to the latest keys
+only."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WindowedConfig(PatternedConfig):
-    """A family of which some layers see only the latest keys.
+    """The config of a family with some sliding-window layers.
 
     Attributes:
         sliding_window: how many keys a query of such a layer sees, itself included; None for all.
-        layer_types: for each layer `full_attention` or `sliding_attention`; None for what `pattern` says.
+        layer_types: for each layer `full_attention` or `sliding_attention`; None for the kinds in `pattern`.
         pattern: F for `full_attention` and S for `sliding_attention`, repeated; None for the family's own pattern.
     """
 
@@ -140,6 +144,8 @@ class WindowedConfig(PatternedConfig):
     def _problems(self) -> list[str]:
         problems = super()._problems()
         is_explicit = self.layer_types is not None or self.pattern is not None
+        # A sliding layer without a window would silently attend to everything. The family's default pattern has no
+        # such layers when sliding_window is null.
         if not problems and is_explicit and self.sliding_window is None and SLIDING in self.types:
             key = "layer_types" if self.pattern is None else "pattern"
             problems.append(f"model.{key} has sliding_attention, but model.sliding_window is null")

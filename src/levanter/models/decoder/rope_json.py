@@ -1,8 +1,8 @@
-"""Rotary embeddings in config.json, in both spellings, to and from `RotaryConfig`.
+"""Converts rotary embeddings between config.json, in both of its spellings, and `RotaryConfig`.
 
 transformers 4 writes `rope_theta` beside `rope_scaling: {rope_type | type, factor, …}`; transformers 5 puts everything
 into `rope_parameters: {rope_theta, rope_type, factor, …}`. A file may hold both if they agree. Reading only one of
-them would silently evaluate with a base of 10000, so the two are merged key by key and a contradiction is an error.
+them would silently give a base of 10000, so the two are merged key by key and a contradiction is an error.
 """
 
 import dataclasses
@@ -26,8 +26,10 @@ DEFAULT_THETA = 10000.0
 _ORIGINAL = "original_max_position_embeddings"
 
 FLAT: Mapping[str, str] = MappingProxyType({})
-"""No other names for parameters beside `rope_scaling` than those in `rope_parameters`."""
+"""The default of `flat`: a family whose flat parameters have the same names as in `rope_parameters`."""
 
+# Parameters that a document must have for each rope type. The original
+# context is not among them: it may follow from max_position_embeddings.
 _REQUIRED = {
     "default": (),
     "linear": ("factor",),
@@ -63,15 +65,15 @@ def read_rope(
     Args:
         fields: the document.
         max_position_embeddings: the field of that name.
-        theta: the family's base, where the document does not say it.
+        theta: the family's base, if the document has none.
         partial: whether the family can rotate a part of each head.
-        original: the family's original context, where the document does not say it; default
-            `max_position_embeddings`.
-        renamed: rope types by another name that this family knows them by.
+        original: the family's original context, if the document has none; default `max_position_embeddings`.
+        renamed: the family's own names of rope types → ours.
         only: the rope types that the family can have beside `default`; empty for all.
-        share: `partial_rotary_factor`, where the document does not say it.
-        flat: what the family calls the parameters that transformers 4 writes beside `rope_scaling`.
+        share: `partial_rotary_factor`, if the document has none.
+        flat: the family's names of the parameters that transformers 4 writes beside `rope_scaling`.
     """
+    # Earlier fields may have problems of their own; only new ones concern the rotary embeddings.
     before = len(fields.problems)
     merged = _merge(fields, flat)
     if len(fields.problems) > before:
@@ -94,11 +96,13 @@ def read_rope(
         if name not in merged:
             fields.problems.append(f"rope type {kind!r} needs {name!r}")
     known = {*_REQUIRED[kind], *_OPTIONAL[kind]}
+    # An unknown parameter is refused, not ignored: it may be a variant that changes the frequencies.
     for name in sorted(merged.keys() - known):
         fields.problems.append(f"rope type {kind!r} has no parameter {name!r} ({', '.join(sorted(known)) or 'none'})")
     numbers = {name: _value(fields, name, value) for name, value in merged.items() if name in known}
     if len(fields.problems) > before:
         return None
+    # Only a default: a document that has the original context keeps it.
     if original is not None:
         numbers.setdefault(_ORIGINAL, original)
     rope = _build(fields, kind, theta, numbers, max_position_embeddings)
@@ -131,6 +135,7 @@ def _merge(fields: ConfigJsonReader, flat: Mapping[str, str]) -> dict[str, Any]:
         merged.setdefault(name, value)
         origin.setdefault(name, where)
 
+    # `type` is transformers 4's older key for `rope_type`.
     for block in ("rope_parameters", "rope_scaling"):
         for name, value in fields.get(block, dict, {}).items():
             if isinstance(value, dict):
@@ -139,6 +144,7 @@ def _merge(fields: ConfigJsonReader, flat: Mapping[str, str]) -> dict[str, Any]:
             put("rope_type" if name == "type" else name, value, f"{block}.{name}")
     for name in ("rope_theta", _ORIGINAL, "partial_rotary_factor"):
         spelled = flat.get(name, name)
+        # Marks the field as read even if it is absent, so that `forbid_foreign` does not refuse it.
         fields.seen.add(spelled)
         put(name, fields.document.get(spelled), spelled)
     return merged
@@ -151,7 +157,7 @@ def _build(
     try:
         match kind:
             case "default":
-                # transformers ignores a factor here; only one that does nothing is believed.
+                # transformers ignores a factor here, so only the neutral factor 1 is accepted.
                 if numbers.get("factor", 1.0) != 1.0:
                     fields.problems.append(
                         f"rope type 'default' has factor {numbers['factor']}; transformers ignores it: write 'linear' "
@@ -162,6 +168,7 @@ def _build(
             case "linear":
                 return LinearRotaryConfig(theta=theta, factor=numbers["factor"])
             case "dynamic":
+                # transformers' dynamic type scales from max_position_embeddings and ignores an original context.
                 if original is not None and original != context:
                     fields.problems.append(
                         f"rope type 'dynamic' grows from max_position_embeddings {context}, "
@@ -172,8 +179,11 @@ def _build(
                     theta=theta, factor=numbers["factor"], original_max_position_embeddings=context
                 )
             case "llama3":
+                # The context is a default for the original context, which
+                # comes later in the merge and wins if it is written.
                 return Llama3RotaryConfig(theta=theta, **{_ORIGINAL: context, **numbers})
             case "yarn":
+                # Version 4 of transformers derived the factor from the two contexts; a file may hold another one.
                 if original is not None and abs(context / original - numbers["factor"]) > 1e-6:
                     message = (
                         f"is not max_position_embeddings / {_ORIGINAL} = {context / original:g}, which transformers 4 "
@@ -182,7 +192,8 @@ def _build(
                     fields.findings.append(FieldFinding("rope.factor", numbers["factor"], message))
                 return YarnRotaryConfig(theta=theta, **{_ORIGINAL: context, **numbers})
             case "longrope":
-                # The stretch that the amplitude follows from is a ratio of contexts where it is not written.
+                # LongRoPE scales the amplitude by a function of factor;
+                # without a factor it is the ratio of the two contexts.
                 before = {_ORIGINAL: context, **numbers}
                 return LongRotaryConfig(theta=theta, **{"factor": context / before[_ORIGINAL], **before})
     except ValueError as error:
@@ -197,16 +208,17 @@ _WHOLE, _WINDOWED = "full_attention", "sliding_attention"
 def read_rope_by_layer_type(
     fields: ConfigJsonReader, *, max_position_embeddings: int, theta: float, theta_of_windows: float
 ) -> tuple[RotaryConfig | None, RotaryConfig | None]:
-    """The rotary embeddings of layers that see everything, and of layers with a window.
+    """The rotary embeddings of full-attention layers, and of sliding-window layers.
 
-    transformers 5 writes `rope_parameters` with a block for each; in a flat spelling scaling is of the first only.
+    transformers 5 writes `rope_parameters` with a block for each; in a flat spelling, only the first is scaled.
 
     Args:
         fields: the document.
         max_position_embeddings: the field of that name.
-        theta: base of the first, where the document does not say it.
-        theta_of_windows: base of the second, where `rope_parameters` does not say it.
+        theta: base of the first, if the document has none.
+        theta_of_windows: base of the second, if `rope_parameters` has none.
     """
+    # These are read through inner readers below, whose own `seen` sets are dropped.
     fields.seen |= {"rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", _ORIGINAL}
     by_type = fields.document.get("rope_parameters") or {}
     nested = {kind: by_type[kind] for kind in (_WHOLE, _WINDOWED) if isinstance(by_type.get(kind), dict)}
@@ -217,6 +229,7 @@ def read_rope_by_layer_type(
         return read_rope(inner, max_position_embeddings=max_position_embeddings, theta=theta)
 
     if not nested:
+        # Gemma 3 in the transformers-4 spelling: `rope_scaling` stretches global layers; local ones are never scaled.
         return read(fields.document, theta), DefaultRotaryConfig(theta=theta_of_windows)
     if other := sorted(set(by_type) - set(nested)):
         fields.problems.append(f"rope_parameters mixes layer types with {', '.join(other)}")
@@ -229,10 +242,10 @@ def read_rope_by_layer_type(
 def write_rope_by_layer_type(
     whole: RotaryConfig, windowed: RotaryConfig, *, max_position_embeddings: int, spelling: Spelling
 ) -> dict[str, Any]:
-    """The inverse of `read_rope_by_layer_type`; in the transformers-4 spelling, the base of `windowed` is the caller's.
+    """The inverse of `read_rope_by_layer_type`; in transformers-4 spelling, the caller writes the base of `windowed`.
 
     Raises:
-        ValueError: config.json cannot say it.
+        ValueError: config.json cannot express it.
     """
     context = max_position_embeddings
     if spelling == "transformers4":
@@ -255,12 +268,12 @@ def write_rope(
 
     Args:
         rope: what the model uses.
-        max_position_embeddings: the field of that name beside it.
-        spelling: whose field names.
+        max_position_embeddings: the field of that name in the same document.
+        spelling: which version's field names to write.
         partial: whether the family can rotate a part of each head.
 
     Raises:
-        ValueError: config.json cannot say it.
+        ValueError: config.json cannot express it.
     """
     share = {} if rope.partial_rotary_factor == 1.0 else {"partial_rotary_factor": rope.partial_rotary_factor}
     if share and not partial:
@@ -272,7 +285,7 @@ def write_rope(
         if f.name not in ("theta", "partial_rotary_factor") and (value := getattr(rope, f.name)) is not None
     }
     if kind == "default":
-        # Positions divided by a factor are what the others call linear.
+        # Our default type may divide positions by a factor, which transformers calls the type linear.
         kind = "default" if parameters["factor"] == 1.0 else "linear"
         parameters = {} if kind == "default" else parameters
     if kind == "dynamic" and parameters.pop(_ORIGINAL) != max_position_embeddings:
@@ -285,6 +298,7 @@ def write_rope(
     if spelling == "transformers4":
         return flat
     document = {"rope_parameters": {"rope_type": kind, "rope_theta": rope.theta, **share, **parameters}}
-    # A reader of transformers 4's names only would otherwise take a scaled model for an unscaled one, without a word.
-    # Where both are there version 5 goes by these, and they have no place for a share that is rotated.
+    # Code that knows transformers 4's names only would otherwise silently take a scaled model for an unscaled one.
+    # Where both are present, version 5 reads the flat ones, which cannot hold a partial share; so they are left out
+    # for such families.
     return document if scaling is None or partial else document | flat

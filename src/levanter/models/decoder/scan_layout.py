@@ -1,8 +1,8 @@
-"""How a model's layers are laid out for scanning.
+"""Groups a model's layers into runs and periods for scanning.
 
-Layers of one model may differ in anything that a `LayerSpec` says: in how far back a query sees, which is static in a
-kernel, as in what weights they have. Layers that differ are compiled apart, and a scan goes over *periods*: a period is
-a few consecutive layers, each a *place* with a spec of its own.
+Layers of one model may differ in anything that a `LayerSpec` holds: in the attention window, which is static in a
+kernel, or in which weights they have. Layers that differ are compiled separately, and a scan goes over *periods*: a
+period is a few consecutive layers, each a *place* with its own spec.
 
 A model is a sequence of *runs*. Gemma 3 27B has 62 layers, every sixth one global: a run of 10 periods of 6 places,
 then a run of 2 periods of one place. A checkpoint's layer is `start + places · period + place`.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from levanter.layers.layer import LayerSpec
 
 LONGEST_PERIOD = 8
-"""The longest period that is looked for: each of its places is compiled separately."""
+"""The longest period that is tried: each of its places is compiled separately."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Run:
 
 
 def scan_runs(layers: Sequence[LayerSpec]) -> tuple[Run, ...]:
-    """Cuts layers into runs: each time the period whose repetitions reach farthest, the shortest such."""
+    """Cuts layers into runs, greedily: the period whose repetitions cover the most layers, the shortest on ties."""
     runs: list[Run] = []
     start = 0
     while start < len(layers):
@@ -53,8 +53,9 @@ def scan_runs(layers: Sequence[LayerSpec]) -> tuple[Run, ...]:
             count = 1
             while tuple(layers[start + count * size : start + (count + 1) * size]) == period:
                 count += 1
-            # A period that does not repeat is no period: those layers are better off one by one.
+            # Several different layers that do not repeat gain nothing as a period; each becomes its own run of size 1.
             reached = (count * size, count) if count > 1 or size == 1 else (0, 0)
+            # Strictly greater: sizes ascend, so the shortest period wins among those that reach equally far.
             if reached[0] > best[0] * best[1]:
                 best = (size, count)
         size, count = best

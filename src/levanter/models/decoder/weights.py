@@ -1,9 +1,9 @@
-"""A decoder's weights in Hugging Face checkpoints: tables of tensors, used to load and to export.
+"""Maps a decoder's leaves to tensors of Hugging Face checkpoints, for loading and for export.
 
 Hugging Face stores a projection as a matrix `[out, in]` with heads flattened into one of its axes, query heads ordered
-by key/value head first; a layer is one tensor each. Here the axes keep their names and layers are stacked, so a tensor
-of a block is a name and the axes in it (`BlockTensor`), and `decoder_rules` says for all layers where they are. Where
-layers are of several kinds, each kind has a table of its own.
+by key/value head first, and one tensor a layer. Here the axes keep their names and layers are stacked. `BlockTensor`
+names a tensor of one block and its axes; `decoder_rules` turns a table of them into rules for all layers. If layers are
+of several kinds, each kind has its own table.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -17,12 +17,16 @@ from levanter.layers.layer import LayerSpec, NormPlace
 from levanter.layers.norm import NormSpec
 from levanter.models.decoder.config import DecoderConfig
 
+# Query head h of HF is (h // group, h % group) here: HF repeats each key/value head for a contiguous group of query
+# heads, so the flattened order is kv_head major.
 Q_HEADS = ("kv_head", "q_heads_per_group", "head_size")
 KV_HEADS = ("kv_head", "head_size")
 EMBED = ("embed",)
 MLP = ("mlp",)
 
 ATTENTION: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    # torch.nn.Linear stores [out, in]: q_proj.weight is [heads ·
+    # head_size, hidden], o_proj.weight [hidden, heads · head_size].
     "self_attn.q_proj": (Q_HEADS, EMBED),
     "self_attn.k_proj": (KV_HEADS, EMBED),
     "self_attn.v_proj": (KV_HEADS, EMBED),
@@ -56,7 +60,7 @@ class BlockTensor:
 def projections(
     table: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]], *, biases: Iterable[str] = ()
 ) -> list[BlockTensor]:
-    """Weights of projections that are called the same in the checkpoint, and biases of some of them."""
+    """The tensors of projections that have our names in the checkpoint: all weights, and the biases listed."""
     biased = set(biases)
     tensors = []
     for name, (out, in_) in table.items():
@@ -67,16 +71,16 @@ def projections(
 
 
 class HasNorms(Protocol):
-    """What has norms on the residual stream: a `LayerSpec`, or a config of which all layers have the same."""
+    """An object with norms on the residual stream: a `LayerSpec`, or a config whose layers all have the same."""
 
     @property
     def norm(self) -> NormSpec:
-        """What kind they are."""
+        """The kind of the norms."""
         ...
 
     @property
     def norms(self) -> tuple[NormPlace, ...]:
-        """Where they are."""
+        """The places of the norms."""
         ...
 
 
@@ -84,8 +88,8 @@ def norms(normed: HasNorms, names: Mapping[str, str] | None = None) -> list[Bloc
     """Weights and biases of a block's norms.
 
     Args:
-        normed: which norms there are.
-        names: what the checkpoint calls them, where it is not our name for the place.
+        normed: which norms a block has.
+        names: the checkpoint's name for each place, if it is not ours.
     """
     named = names or {}
     return [
@@ -105,6 +109,8 @@ def query_norms(config: DecoderConfig) -> list[BlockTensor]:
     spec = config.attention
     if spec.norm is None or not spec.norm.use_weight:
         return []
+    # Qwen 3 and Gemma 3 norm each head by itself, with one weight
+    # of head_size; OLMo 2 norms all heads' features together.
     q, k = (("head_size",), ("head_size",)) if spec.normed == "head" else (Q_HEADS, KV_HEADS)
     return [
         BlockTensor(target="self_attn.q_norm.weight", axes=(q,)),
@@ -121,11 +127,11 @@ def attention_biases(config: DecoderConfig) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointNames:
-    """What a checkpoint calls what is not inside of a block.
+    """A checkpoint's names of the tensors outside the blocks.
 
     Attributes:
         embedding: the token table.
-        layers: what a layer's number is behind.
+        layers: the prefix of a layer's number.
         norm: the final norm.
         head: the output head.
     """
@@ -146,24 +152,28 @@ def decoder_rules(
     aliases: tuple[tuple[str, str], ...] = (),
     ignored: tuple[str, ...] = (),
 ) -> WeightRules:
-    """Where each leaf of a decoder comes from.
+    """The weight rules of a decoder: the source of each leaf.
 
     Args:
         config: the architecture.
         Vocab: the model's vocabulary axis; if it is longer than `config.vocab_size`, checkpoints may lack the rows
             that were added (scoring leaves those out).
-        block: the tensors of a layer, below its number; where layers are of several kinds, what gives those of a kind.
-        names: what the checkpoint calls the rest.
+        block: the tensors of a layer, below its number; if layers are of several kinds, a function from a
+            kind to its tensors.
+        names: the checkpoint's names of the other tensors.
         more: rules for leaves outside of the blocks that only this family has.
         aliases: see `WeightRules`.
         ignored: see `WeightRules`.
     """
+    # A table rounded up so that a mesh axis divides it: rows from
+    # `config.vocab_size` on may be missing in the file and are then zero.
     longer = Vocab is not None and config.vocab_size is not None and Vocab.size > config.vocab_size
     padded = ("vocab",) if longer else ()
 
     def by_token(target: str, source: str) -> WeightRule:
         return WeightRule(target=target, source=source, axes=(("vocab",), EMBED), padded=padded)
 
+    # One table for all layers is the common case; it is iterated many times, hence the tuple.
     table_of = block if callable(block) else (lambda _, table=tuple(block): table)
 
     def of_layer(target: str, layer: str, spec: LayerSpec) -> list[WeightRule]:
@@ -179,6 +189,8 @@ def decoder_rules(
 
     table = [by_token("embeddings.token_embeddings.weight", f"{names.embedding}.weight"), *more]
     if config.scan_layers:
+        # Leaves of a scanned run are stacked along `layers`; the template numbers the source layers, e.g.
+        # "{6*layers+2}" for the third of a period of six.
         for n, run in enumerate(config.runs):
             stack = "transformer.layers.stacked" if n == 0 else f"transformer.later.{n - 1}.stacked"
             for place, spec in enumerate(run.places):
@@ -189,8 +201,10 @@ def decoder_rules(
             table += of_layer(f"transformer.layers.blocks.{n}", str(n), spec)
     for part in _parameter_names(config.norm):
         table.append(WeightRule(target=f"transformer.norm.{part}", source=f"{names.norm}.{part}", axes=(EMBED,)))
+    # Old checkpoints store the rotary frequencies, which follow from the config.
     ignored = ("*.rotary_emb.inv_freq", *ignored)
     if config.tie_word_embeddings:
+        # With tied embeddings a checkpoint may hold a copy of the table as the head; it is not read.
         ignored = (*ignored, f"{names.head}.weight")
     else:
         table.append(by_token("lm_head.weight", f"{names.head}.weight"))
