@@ -1,8 +1,8 @@
-"""What a model family must know to cross between config.json and our config: a `ConfigJson`.
+"""`ConfigJson`: reads a family's config from config.json and writes it back, without ignoring unknown fields silently.
 
-A *field* is a key of config.json. Each is read through `ConfigJsonReader`, which remembers what was asked for; what
-nobody asked for, is not known to be harmless and is not null, is a `FieldFinding` at the end. So a new field that
-changes numbers is never passed over in silence.
+A *field* is a key of config.json. A family reads fields through `ConfigJsonReader`, which records which ones were read.
+A field that was not read, is not known to be harmless and is not null becomes a `FieldFinding`. So a new field that
+changes results is never ignored silently.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ from levanter.models.architecture import Architecture
 C = TypeVar("C", bound=Architecture)
 
 Spelling = Literal["transformers4", "transformers5"]
-"""Whose field names a config.json uses."""
+"""The version of transformers whose field names a config.json uses."""
 
 HARMLESS = frozenset(
     """
@@ -37,7 +37,7 @@ HARMLESS = frozenset(
 
 @dataclass(frozen=True)
 class FieldFinding:
-    """A field that was not understood, or is understood and left out: to be shown to the user."""
+    """A field that was not understood, or was understood and left out; shown to the user."""
 
     field: str
     value: object
@@ -48,14 +48,14 @@ class FieldFinding:
 
 
 LAYERS = ("num_hidden_layers", "n_layer")
-"""What the number of layers is called."""
+"""The fields that hold the number of layers; `size` allows them 0."""
 _DEFAULT_RANGES: Mapping[Any, Any] = {int: AnyInt, float: FiniteFloat}
-"""Of numbers whose own range is looked at when the family's config is made."""
+"""Ranges of plain numbers here; the family's config class checks narrower ones."""
 
 
 @dataclass
 class ConfigJsonReader:
-    """A config.json that is being read: values, what was asked for, and what is wrong."""
+    """A config.json while it is read: its values, the fields read so far, and the problems found."""
 
     document: Mapping[str, Any]
     seen: set[str] = field(default_factory=set)
@@ -66,6 +66,7 @@ class ConfigJsonReader:
         self, name: str, kind: Annotation | tuple[Annotation, ...], default: Any = None, *, required: bool = False
     ) -> Any:
         """The value of a field, or `default` where it is absent or null; a wrong type is a problem."""
+        # Marked even if absent: families ask for optional fields, and `forbid_foreign` must know that they did.
         self.seen.add(name)
         value = self.document.get(name)
         if value is None:
@@ -75,11 +76,12 @@ class ConfigJsonReader:
         return self.check(name, value, kind, default)
 
     def unless_null(self, name: str, kind: type, absent: Any) -> Any:
-        """The value of a field of which null means none, and only its absence means transformers' own default."""
+        """The value of a field where null means none, and only absence means transformers' own default."""
         return self.get(name, kind, None if name in self.document else absent)
 
     def check(self, name: str, value: object, kind: Annotation | tuple[Annotation, ...], default: Any = None) -> Any:
         """`value` if it is of the kind, and in its range (see `config.ranges`); else a problem and `default`."""
+        # Ranged numbers are `Annotated[int, …]`; `strip` gives the plain type for isinstance.
         kinds = tuple(strip(one) for one in (kind if isinstance(kind, tuple) else (kind,)))
         if isinstance(value, int | float) and not isinstance(value, bool) and {int, float} & {*kinds}:
             problem = out_of_range(
@@ -88,7 +90,9 @@ class ConfigJsonReader:
             if problem is not None:
                 self.problems.append(f"field {name!r}: {problem}")
                 return default
+        # bool is a subclass of int in Python: `true` must not pass for a size of 1.
         fits = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+        # JSON has one kind of number, and transformers writes 10000 for a float rope_theta.
         if not fits and float in kinds and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
         if not fits:
@@ -98,7 +102,7 @@ class ConfigJsonReader:
         return value
 
     def size(self, name: str, default: int | None = None, *, required: bool = False) -> int:
-        """A positive integer field. After a problem it answers 1, so that reading can go on."""
+        """A positive integer field. After a problem it returns 1, so that reading can continue."""
         before = len(self.problems)
         value = self.get(name, LayerCount if name in LAYERS else PositiveInt, default, required=required)
         return 1 if value is None or len(self.problems) > before else value
@@ -118,7 +122,7 @@ class ConfigJsonReader:
             self.findings.append(FieldFinding(name, value, message))
 
     def leftovers(self, harmless: frozenset[str]) -> None:
-        """Turns every field that nobody asked for, and that could matter, into a finding."""
+        """Turns every field that was not read, and that could matter, into a finding."""
         for name, value in self.document.items():
             if name in self.seen or name in harmless or name.startswith("_") or value is None:
                 continue
@@ -129,13 +133,13 @@ class ConfigJsonReader:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigJson(Generic[C]):
-    """One kind of config.json, of one `model_type`, to a family's config and back.
+    """Converts one kind of config.json, that of one `model_type`, to a family's config and back.
 
     Attributes:
-        model_type: as the file says it.
+        model_type: as in the file.
         transformers_class: the class that transformers builds, for `architectures`.
-        read: fields to our config; None after a problem, which is then in the fields.
-        write: our config, and for which transformers, to fields.
+        read: converts fields to our config; returns None after a problem, which it adds to the fields.
+        write: converts our config to fields in the spelling of a version of transformers.
     """
 
     model_type: str

@@ -1,6 +1,7 @@
-"""`Family`: everything that a model family is, as one value.
+"""`Family`: everything that defines a model family, as one value.
 
-`levanter.models.<name>.family` of ours and the entry points `levanter.families` of installed packages each hold one;
+This project's `levanter.models.<name>.family` and the entry points `levanter.families` of installed packages each
+hold one;
 `models.registry` finds them by name.
 """
 
@@ -26,11 +27,11 @@ RUNNING = frozenset(
     use_flash_attention flash_attention_block_size upcast_attn scan_layers gradient_checkpointing
     """.split()  # noqa: SIM905
 )
-"""Fields of our configs that determine how a model is run or initialized, not what it is."""
+"""Config fields that determine how a model is run or initialized, not what it computes."""
 
 
 class BuildFn(Protocol[D]):
-    """What makes a model of a config."""
+    """A function that builds a model from a config."""
 
     def __call__(self, Vocab: Axis, config: D, *, key: jax.Array) -> LmHeadModel:
         """A freshly initialized model; called inside `jit` or `eval_shape`."""
@@ -38,14 +39,14 @@ class BuildFn(Protocol[D]):
 
 
 class WeightRulesFn(Protocol[D]):
-    """What says how a model's leaves come from Hugging Face tensors, and back."""
+    """A function that maps a model's leaves to Hugging Face tensors."""
 
     def __call__(self, config: D, Vocab: Axis | None = None, /) -> WeightRules:
         """The rules of a model with this config.
 
         Args:
             config: the architecture.
-            Vocab: the model's vocabulary axis; where it is longer than `vocab_size`, a checkpoint may lack the added
+            Vocab: the model's vocabulary axis; if it is longer than `vocab_size`, a checkpoint may lack the added
                 rows.
         """
         ...
@@ -53,16 +54,16 @@ class WeightRulesFn(Protocol[D]):
 
 @dataclass(frozen=True, kw_only=True)
 class Family(Generic[C]):
-    """A model family.
+    """A model family: config class, builder, weight rules, config.json formats and operation counts.
 
     Attributes:
-        name: what `model: {type: …}` calls it, and its entry point.
+        name: the name in `model: {type: …}`, and of its entry point.
         config_class: its config, an `LmConfig`, registered under the same name.
-        build: makes a model of a config.
-        weight_rules: where each leaf lies in a Hugging Face checkpoint.
+        build: builds a model from a config.
+        weight_rules: the source of each leaf in a Hugging Face checkpoint.
         config_json: the kinds of config.json that describe a member; the first is what an export writes. Empty for a
             family that has no Hugging Face form.
-        flops: counts operations; by default from what the config says of its weights and its attention.
+        flops: counts operations; by default from the config's numbers of weights and attention features.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""How many floating-point operations a token costs.
+"""Counts the floating-point operations of a token.
 
 Counting as Kaplan et al. (arXiv:2001.08361) and PaLM (arXiv:2204.02311, appendix B) do: a weight that multiplies a
 token costs 2 operations forward and 4 backward; attention over `context` keys costs
@@ -29,17 +29,18 @@ class FlopsPerToken:
 
     @property
     def scoring(self) -> float:
-        """Of a forward pass."""
+        """Operations of a forward pass."""
         return self.weights + self.attention
 
     @property
     def training(self) -> float:
-        """Of a forward and a backward pass."""
+        """Operations of a forward and a backward pass."""
+        # The backward pass has two products for each one of the forward pass: for the inputs and for the weights.
         return 3 * self.scoring
 
 
 class FlopsFn(Protocol[D]):
-    """What counts a family's operations."""
+    """A function that counts a family's operations."""
 
     def __call__(
         self, config: D, /, *, vocab_size: int, context_length: int, attention: Literal["causal", "full"]
@@ -61,8 +62,11 @@ def flops_per_token(
             pairs that a causal mask shows, `(context_length + 1) / 2` keys a token.
     """
     return FlopsPerToken(
+        # One multiplication and one addition for each weight.
         weights=2.0 * config.matmul_parameters(vocab_size),
         attention=sum(
+            # 2 operations each for q · k and for weight · v, over
+            # every query feature (heads × head_size) and visible key.
             4.0 * group.features * mean_keys(context_length, window=group.window, attention=attention)
             for group in config.attention_groups
         ),
@@ -70,7 +74,7 @@ def flops_per_token(
 
 
 def mean_keys(context_length: int, *, window: int | None, attention: Literal["causal", "full"]) -> float:
-    """Keys that a token meets on average in a sequence of `context_length`.
+    """The mean number of keys that a token attends to in a sequence of `context_length`.
 
     Args:
         context_length: tokens in a sequence.
@@ -80,5 +84,6 @@ def mean_keys(context_length: int, *, window: int | None, attention: Literal["ca
     seen = context_length if window is None else min(window, context_length)
     if attention == "full":
         return float(seen)
-    # The first `seen` tokens meet 1, 2, …, `seen` keys, all later ones `seen`.
+    # With s = `seen` and n tokens: the first s tokens see 1, 2, …, s keys, the other n − s see s each. The sum is s
+    # (s + 1) / 2 + (n − s) s = s (2n − s + 1) / 2.
     return seen * (2 * context_length - seen + 1) / (2 * context_length)

@@ -1,8 +1,8 @@
-"""What a parameter is for, told from its path and its named axes, for every model family alike.
+"""Sorts parameters into groups (embedding, attention, MLP, head, norm) by path and named axes.
 
-The path decides where it speaks (`self_attn`, `mlp`, `lm_head`, `…norm`), for it is what the author wrote; the axes
-decide where it does not. A normalization inside a block of attention is a norm. What nothing is known of is `other
-weights`: bytes are never left out of a sum because their kind is not known.
+The path decides if it has a telling name (`self_attn`, `mlp`, `lm_head`, `…norm`), since the author chose it; otherwise
+the axes decide. A norm inside attention is a norm. A parameter that matches nothing is in `other weights`, so that no
+bytes are missing from a sum.
 """
 
 from haliax_ext.abstract import Leaf
@@ -15,7 +15,7 @@ ADAPTERS = "adapters"
 """Factors of adapters, whatever they are bound to."""
 
 FROZEN_GROUPS = tuple(f"frozen {group}" for group in PARAMETER_GROUPS)
-"""The same kinds where they are frozen: they have no gradients and no optimizer state."""
+"""The same groups for frozen parameters, which have no gradients and no optimizer state."""
 
 _HEADS = ("lm_head", "head", "output_head", "score")
 _EMBEDDINGS = ("embed", "wte", "wpe")
@@ -34,11 +34,12 @@ def parameter_group(leaf: Leaf) -> str:
     Args:
         leaf: path (of the module's attribute names) and axes. A path may begin with more than the module's own names.
     """
+    # Before the path: the path of a bound factor contains the name of the projection that it adapts.
     if RANK in leaf.names:
         return ADAPTERS
-    # The last part is the array's own name, `weight` or `bias`.
+    # The last part is the array's name, `weight` or `bias`.
     *modules, array = leaf.path.lower().split(".")
-    # From the inside out: `self_attn.q_norm` is a norm, `experts.0.gate` is of the MLP.
+    # The innermost module decides: `self_attn.q_norm` is a norm, `experts.0.gate` belongs to the MLP.
     for part in reversed(modules or [array]):
         if part.endswith(("norm", "layernorm")) or part.startswith(("ln_", "norm")):
             return NORM
@@ -47,6 +48,8 @@ def parameter_group(leaf: Leaf) -> str:
         for words, group in ((_EMBEDDINGS, EMBEDDING), (_ATTENTION, ATTENTION), (_MLP, MLP)):
             if any(word in part for word in words):
                 return group
+    # No telling module name (a third party's model): fall back to
+    # the axes, `{position, embed}` being a table of positions.
     names = set(leaf.names)
     if "vocab" in names or {"position", "embed"} <= names:
         return EMBEDDING

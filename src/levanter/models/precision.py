@@ -1,9 +1,9 @@
-"""Precision policies: in which dtype weights are stored, in which one computes, what comes out.
+"""Precision policies: the dtypes of stored weights, of computation and of results.
 
 Configs hold a policy as a string, in the spelling of the `jmp` package: `f32`, `bfloat16`, `p=f32,c=bf16`,
-`params=float32,compute=bfloat16,output=float32`. One more key is ours: `m=` says how matrix products of float32 numbers
+`params=float32,compute=bfloat16,output=float32`. The key `m=` is an addition: how matrix products of float32 numbers
 are computed (`default`, `high`, `highest`). TPUs and recent GPUs round their inputs by default; without `m=`, float32
-compute asks for `highest`, so that f32 means f32 on every platform.
+compute uses `highest`, so that f32 means f32 on every platform.
 """
 
 import re
@@ -61,12 +61,13 @@ class Precision:
         """Reads a policy string.
 
         Raises:
-            ValueError: with everything in it that is not understood.
+            ValueError: lists everything in it that is not understood.
         """
         import jax.numpy as jnp
 
         policy = _read(text)
         params = policy.get("params", "float32")
+        # As in jmp: what is not given follows from the one before it, params → compute → output.
         compute = policy.get("compute", params)
         return cls(
             params=jnp.dtype(params),
@@ -92,32 +93,33 @@ class Precision:
 
 
 class PolicyText(str):
-    """A policy as it is written, such as `p=f32,c=bf16`: what `TrainerConfig.mp` holds."""
+    """A policy as text, such as `p=f32,c=bf16`; the type of `TrainerConfig.mp`."""
 
     __slots__ = ()
 
     @classmethod
     def of(cls, policy: object) -> "PolicyText":
-        """The text of a policy: of text, a `Precision`, or a policy of `jmp`."""
+        """The text of a policy, which may be text, a `Precision` or a policy of `jmp`."""
         if isinstance(policy, str | Precision):
             return cls(policy)
         import jax.numpy as jnp
 
+        # Duck-typed: jmp is not a dependency, but upstream's users construct `jmp.Policy` in Python.
         dtype_fields = {"p": "param_dtype", "c": "compute_dtype", "o": "output_dtype"}
         if missing := [name for name in dtype_fields.values() if not hasattr(policy, name)]:
             raise TypeError(f"{policy!r} is not a precision policy: it lacks {', '.join(missing)}")
         return cls(",".join(f"{key}={jnp.dtype(getattr(policy, name)).name}" for key, name in dtype_fields.items()))
 
     def check(self) -> None:
-        """Raises a `ValueError` where it cannot be read."""
+        """Raises a `ValueError` if the text is not a valid policy."""
         _read(self)
 
     @property
     def precision(self) -> Precision:
-        """What it means.
+        """The parsed policy.
 
         Raises:
-            ValueError: it cannot be read.
+            ValueError: the text is not a valid policy.
         """
         return Precision.parse(self)
 
@@ -128,6 +130,7 @@ def cast_floating(tree: T, dtype: np.dtype) -> T:
     import jax.numpy as jnp
 
     def cast(x):
+        # Integers (ids, int8 weights, counters) and PRNG keys keep their dtype.
         floating = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
         return x.astype(dtype) if floating else x
 
@@ -135,10 +138,11 @@ def cast_floating(tree: T, dtype: np.dtype) -> T:
 
 
 def _read(text: str) -> dict[str, str]:
-    """What a policy says, by `Precision`'s field; raises a `ValueError` with everything that is not understood."""
+    """The fields of a policy, by their names in `Precision`; raises a `ValueError` that lists every problem."""
     policy: dict[str, str] = {}
     problems: list[str] = []
     items = [part.strip() for part in text.split(",")]
+    # A lone dtype means all three, as in jmp.
     if len(items) == 1 and "=" not in text:
         name = _lookup(items[0], _DTYPES, "dtype", problems)
         policy = {"params": name, "compute": name, "output": name}

@@ -1,17 +1,17 @@
-"""Model families by name: this project's own, and those of installed packages.
+"""The registry of model families by name: this project's, and those of installed packages.
 
-`LmConfig` is what `model: {type: …}` names a subclass of. Which family it belongs to, and so how a model is made of it,
-is looked up here, by the name that its class is registered under:
+`model: {type: …}` names a subclass of `LmConfig`. Its family, and so how to build its model, is looked up here, by the
+name under which the class is registered:
 
-* ours are in `BUILTIN`, and one is imported when it is asked for; upstream's others are in
-`levanter.models.unsupported`; * a third party's is an entry point of the group `levanter.families`, in its package's
-metadata:
+* This project's families are in `BUILTIN`; one is imported when it is first used. Upstream's others are in
+  `levanter.models.unsupported`.
+* A third party's family is an entry point of the group `levanter.families` in its package's metadata:
 
       [project.entry-points."levanter.families"]
       foo = "foo_models.family:FOO"
 
-Names of entry points are read from metadata and nothing is imported, so that a package which cannot be imported breaks
-those runs only that ask for it. A config.json whose `model_type` is nobody's among ours makes all packages be asked.
+Only metadata is read to list entry points, and nothing is imported: a package that fails to import breaks only the runs
+that use it. A config.json whose `model_type` is not among ours loads the families of all packages.
 """
 
 import functools
@@ -61,17 +61,17 @@ BUILTIN: Mapping[str, str] = MappingProxyType(
         "smollm3": "levanter.models.smollm3.family:SMOLLM3",
     }
 )
-"""This project's families: the module of each."""
+"""This project's families: name → `module:attribute`."""
 
 _MODEL_TYPES: Mapping[str, str] = MappingProxyType({"qwen2": "qwen", "gemma3_text": "gemma3"})
 """Families of ours whose `model_type` in config.json is not their name."""
 
 ABSENT = "levanter.models.unsupported"
-"""What registers the names of upstream's families that this project does not have."""
+"""The module that registers the names of upstream's families that this project does not have."""
 
 
 class FamilyError(ValueError):
-    """A family that an installed package says it has cannot be had."""
+    """A family that an installed package declares cannot be loaded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,13 +80,14 @@ class LmConfig(Architecture, draccus.ChoiceRegistry):
 
     @classmethod
     def choice_names(cls) -> tuple[str, ...]:
-        """Every name that `model: {type: …}` takes; those of packages that are not imported yet included."""
+        """Every valid name for `model: {type: …}`, including those of packages that are not imported yet."""
+        # Imported late: the module subclasses LmConfig, and importing it registers upstream's missing families.
         importlib.import_module(ABSENT)
         return tuple(dict.fromkeys((*cls.get_known_choices(), *family_names())))
 
     @classmethod
     def get_choice_class(cls, name: str) -> "type[LmConfig]":
-        """The config class of a name; imports the package whose family it is.
+        """The config class of a name; imports the package of its family.
 
         Raises:
             FamilyError: the package cannot be imported.
@@ -99,6 +100,8 @@ class LmConfig(Architecture, draccus.ChoiceRegistry):
                 close = nearest(name, names)
                 hint = f"; did you mean {' or '.join(close)}?" if close else ""
                 raise ValueError(f"model.type: {name!r} is not a model family ({', '.join(sorted(names))}){hint}")
+            # `known` is draccus's live registry: `choice_names` may have
+            # added the name meanwhile, and `family_named` adds it below.
             if name not in known:
                 family_named(name)
         return known[name]
@@ -108,10 +111,10 @@ class LmConfig(Architecture, draccus.ChoiceRegistry):
         return family_for_config(type(self)).build(Vocab, self, key=key)
 
     def weight_rules(self, Vocab: "Axis | None" = None) -> "WeightRules":
-        """How the model's leaves come from Hugging Face tensors, and back.
+        """The mapping between the model's leaves and Hugging Face tensors.
 
         Args:
-            Vocab: the model's vocabulary axis; where it is longer than `vocab_size`, a checkpoint may lack the added
+            Vocab: the model's vocabulary axis; if it is longer than `vocab_size`, a checkpoint may lack the added
                 rows.
         """
         return family_for_config(type(self)).weight_rules(self, Vocab)
@@ -123,15 +126,16 @@ class LmConfig(Architecture, draccus.ChoiceRegistry):
 
 
 def family_names() -> tuple[str, ...]:
-    """The names of all families: ours, then those of packages. Imports none of them."""
+    """The names of all families: this project's, then those of packages. Imports none of them."""
+    # A package cannot replace a built-in family: its name is listed once, and `family_named` looks in BUILTIN first.
     return (*BUILTIN, *(name for name in _third_party() if name not in BUILTIN))
 
 
 def family_named(name: str) -> "Family[Any]":
-    """The family of a name, one of `family_names`; its config class is registered with `LmConfig`.
+    """The family with a given name, one of `family_names`; registers its config class with `LmConfig`.
 
     Raises:
-        FamilyError: the package that has it cannot be imported, or holds something else; or two packages have it.
+        FamilyError: its package cannot be imported or does not hold a Family, or two packages declare it.
     """
     if name in BUILTIN:
         return _builtin(name)
@@ -146,11 +150,12 @@ def family_named(name: str) -> "Family[Any]":
 
 
 def family_for_config(config_class: type[LmConfig]) -> "Family[Any]":
-    """The family of a config class. A subclass does not inherit its parent's: its arithmetic may differ.
+    """The family of a config class. A subclass does not inherit its parent's family, since its arithmetic may differ.
 
     Raises:
-        ValueError: it has none.
+        ValueError: the class has no family.
     """
+    # Reversed registry: draccus stores name → class.
     names = {cls: name for name, cls in LmConfig.get_known_choices().items()}
     known = family_names()
     if names.get(config_class) in known:
@@ -184,17 +189,19 @@ def family_of_config_json(model_type: str) -> "tuple[Family[Any], ConfigJson[Any
 
 
 def families_of_config_json(model_type: str | None) -> "Mapping[str, tuple[Family[Any], ConfigJson[Any]]]":
-    """The kinds of config.json that are known, by `model_type`: ours; packages' too, unless ours have `model_type`."""
+    """The known kinds of config.json by `model_type`: ours, and if `model_type` is not among them, packages' too."""
     builtin = {kind.model_type: (family, kind) for family in map(_builtin, BUILTIN) for kind in family.config_json}
     if model_type in builtin:
         return builtin
     attempts = [_attempted(name) for name in family_names() if name not in BUILTIN]
     loaded = [family for family in attempts if not isinstance(family, FamilyError)]
+    # A broken package is skipped here; `broken_families` reports it if
+    # no family fits. Ours win over packages' (the right side of `|`).
     return {kind.model_type: (family, kind) for family in loaded for kind in family.config_json} | builtin
 
 
 def broken_families() -> tuple[str, ...]:
-    """What is wrong with each family of a package that cannot be had; imports all of them."""
+    """The errors of packages' families that cannot be loaded; imports all of them."""
     attempts = [_attempted(name) for name in family_names() if name not in BUILTIN]
     return tuple(str(error) for error in attempts if isinstance(error, FamilyError))
 
@@ -216,12 +223,13 @@ def _builtin(name: str) -> "Family[Any]":
 
 def _third_party() -> Mapping[str, tuple[EntryPoint, ...]]:
     """Entry points of packages, by name."""
+    # The cache key is the search path: a test or a notebook that extends sys.path sees new packages.
     return _entry_points(tuple(sys.path))
 
 
 @functools.cache
 def _entry_points(path: tuple[str, ...]) -> Mapping[str, tuple[EntryPoint, ...]]:
-    """Read once for each value of Python's search path."""
+    """Entry points, read once for each value of Python's search path."""
     del path
     points: dict[str, tuple[EntryPoint, ...]] = {}
     for point in importlib.metadata.entry_points(group=GROUP):
@@ -230,7 +238,7 @@ def _entry_points(path: tuple[str, ...]) -> Mapping[str, tuple[EntryPoint, ...]]
 
 
 def _source(point: EntryPoint) -> str:
-    """How messages call a package's entry point."""
+    """A package's entry point, as messages name it."""
     package = "an unnamed package" if point.dist is None else f"{point.dist.name} {point.dist.version}"
     return f"{package} ({point.value})"
 
@@ -243,6 +251,8 @@ def _loaded(point: EntryPoint) -> "Family[Any]":
     prefix = f"model family {point.name!r} comes from the package {_source(point)}"
     try:
         family = point.load()
+    # Anything may happen while foreign code is imported; only the
+    # first line of its message is shown, the rest is chained.
     except Exception as error:
         reason = str(error).split("\n", maxsplit=1)[0]
         raise FamilyError(f"{prefix}, which cannot be imported: {type(error).__name__}: {reason}") from error
@@ -254,6 +264,7 @@ def _loaded(point: EntryPoint) -> "Family[Any]":
         raise FamilyError(f"{prefix}, whose config {family.config_class.__name__} is not an LmConfig")
     try:
         LmConfig.register_subclass(point.name, family.config_class)
+    # draccus refuses a name that another class has.
     except ValueError as error:
         raise FamilyError(f"{prefix}: {error}") from error
     return family

@@ -1,8 +1,8 @@
-"""Families that upstream has and this project does not have yet: their `model:` blocks are read, then refused by name.
+"""Upstream's families that this project does not implement yet: reads their `model:` blocks, then refuses them by name.
 
-A document of upstream's users may name any of upstream's families. Its keys are checked like every other block's (a
-misspelt one gets a suggestion, old spellings are translated), so that `migrate` can write it anew; what cannot be done
-is to build the model. Importing this module registers them; `models.registry` does so when names are asked for.
+An upstream config may name any of upstream's families. Its keys are checked like those of every other block (a misspelt
+key gets a suggestion, old spellings are translated), so that `migrate` can rewrite it; only building the model is
+impossible. Importing this module registers them; `models.registry` imports it to list the names.
 """
 
 import dataclasses
@@ -122,7 +122,7 @@ class AbsentModelConfig(LmConfig):
 
 
 def _refuse(config: AbsentModelConfig, *_: object, **__: object) -> NoReturn:
-    """What every question that a family answers is answered with."""
+    """Raises the error of every member that would need the family."""
     family = LmConfig.get_choice_name(type(config))
     known = LmConfig.get_known_choices()
     absent = {name for name, cls in known.items() if issubclass(cls, AbsentModelConfig)}
@@ -134,11 +134,11 @@ def _refuse(config: AbsentModelConfig, *_: object, **__: object) -> NoReturn:
 
 
 _REFUSED_MEMBERS = (*LmConfig.__abstractmethods__, "build", "weight_rules", "flops")  # pyright: ignore[reportAttributeAccessIssue]
-"""What a refused family answers when its properties are read."""
+"""The members of an unimplemented family's config that raise `AbsentFamilyError`."""
 
 
 def register_absent() -> None:
-    """Registers a config class for each of upstream's families that nobody has registered."""
+    """Registers a config class for each of upstream's families that no family here or in a package has."""
     for name, keys in FAMILIES.items():
         if name not in family_names() and name not in LmConfig.get_known_choices():
             LmConfig.register_subclass(name, _config_class(name, keys))
@@ -148,6 +148,8 @@ def _config_class(name: str, keys: Mapping[str, Any]) -> type[LmConfig]:
     fields = [
         (key, _annotation(key, value), dataclasses.field(default=value, hash=False)) for key, value in keys.items()
     ]
+    # Built at run time so that the YAML schema, `migrate` and draccus
+    # see ordinary dataclasses with upstream's fields and defaults.
     config_class = dataclasses.make_dataclass(
         f"Absent{name.title().replace('_', '')}Config",
         fields,
@@ -157,6 +159,7 @@ def _config_class(name: str, keys: Mapping[str, Any]) -> type[LmConfig]:
         namespace={
             "__module__": __name__,
             **{
+                # Properties must stay properties, or reading one would return a method instead of raising.
                 member: property(_refuse) if isinstance(getattr(LmConfig, member), property) else _refuse
                 for member in _REFUSED_MEMBERS
             },
@@ -167,12 +170,14 @@ def _config_class(name: str, keys: Mapping[str, Any]) -> type[LmConfig]:
 
 
 def _annotation(key: str, default: object) -> Annotation:
-    """What a key takes: what its default is, where that says something."""
+    """The type of a key, from its default if that determines it."""
     if key == "gradient_checkpointing":
         return bool | str | dict[str, Any]
     if key == "rope":
         return RotaryConfig
     if isinstance(default, int | float) and not isinstance(default, bool):
+        # Any number is accepted (no ranges): the values are never used
+        # here, and a valid upstream document must not be refused for them.
         return AnyInt if isinstance(default, int) else AnyFloat
     return type(default) if isinstance(default, bool | str | AbsentHyenaConfig) else Any
 

@@ -1,8 +1,8 @@
-"""Positions in the order in which they lie on devices: at the head of a Program integers are laid out so.
+"""Puts whole sequences into zigzag order for context parallelism, at the start of a Program, while they are integers.
 
-Where the mappings in scope say that positions lie in zigzag order (`layers.attention.order`), a whole sequence that is
-scored or learned from is put in that order before it is embedded. Targets are taken before, so no activation is ever
-shifted from one device to the next; what comes out position by position is put back, or is a sum that has no order.
+If the mappings in scope put positions in zigzag order (`layers.attention.zigzag`), a sequence to be scored or trained
+on is reordered before it is embedded. Targets are computed before that, so no activation is shifted from one device to
+the next. Results for each position are put back into natural order; sums need no order.
 """
 
 from collections.abc import Sequence
@@ -23,18 +23,20 @@ T = TypeVar("T")
 
 
 def zigzag_shards(model: LmHeadModel) -> int:
-    """Over how many shards positions lie in zigzag order under the mappings and the mesh in scope; 1 for their own.
+    """The number of shards over which positions are in zigzag order under the mappings and mesh in scope; 1 for none.
 
     Raises:
-        ShardingError: a layer of the model needs them in their own.
+        ShardingError: a layer of the model needs natural order.
     """
     num_shards = zigzag_parts("position")
+    # Recurrent mixers and convolutions run along the row itself;
+    # attention masks by position and does not depend on the order.
     strangers = {
         type(layer.mixer).__name__ for layer in model.config.layers if not getattr(layer.mixer, "any_order", False)
     }
     if num_shards > 1 and strangers:
         raise ShardingError(
-            f"position_order zigzag: layers by {', '.join(sorted(strangers))} take positions to be in their own order",
+            f"position_order zigzag: layers by {', '.join(sorted(strangers))} need positions in natural order",
             suggestion="trainer.mesh.position_order: natural",
         )
     return num_shards
@@ -57,19 +59,21 @@ def zigzag_outputs(
     auxiliary: Sequence[str] = (),
     num_shards: int,
 ) -> Outputs:
-    """What a model makes of whole sequences, its activations in zigzag order over `num_shards` shards; causal.
+    """A model's outputs for whole sequences, with activations in zigzag order over `num_shards` shards; causal.
 
     Args:
         model: the model.
-        tokens: ids, `[…, position]`, in their own order.
-        segment_ids: likewise; tokens see their own segment only.
-        auxiliary: names of sums that are wanted of the layers.
-        num_shards: 1 for their own order.
+        tokens: ids, `[…, position]`, in natural order.
+        segment_ids: in natural order; tokens see their own segment only.
+        auxiliary: names of the sums to collect from the layers.
+        num_shards: 1 for natural order.
     """
     if num_shards == 1:
         return model(tokens, segment_ids=segment_ids, auxiliary=auxiliary)
     Pos = tokens.resolve_axis("position")
+    # Explicit positions: rotary embeddings and masks must use the natural position of each reordered token.
     where = positions(Pos, num_shards)
+    # A learned position counts from the segment's beginning, which must be computed before the reordering.
     if segment_ids is not None and model.config.learned_positions:
         where = zigzag(positions_in_segments(segment_ids), num_shards)
     return model(

@@ -1,7 +1,7 @@
 """Low-rank adapters: a second, small tree of parameters that is bound to a frozen model.
 
-`config` says what a user asks for, `targets` finds the projections that it means, `tree` holds the factors and binds
-them to a model.
+`config` holds a user's settings, `lora_targets` finds the projections that they select, `tree` holds the factors and
+binds them to a model.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""What a user asks for with `adapter:`."""
+"""The config block `adapter:`."""
 
 import math
 from dataclasses import dataclass, field
@@ -9,21 +9,21 @@ import draccus
 from levanter.config.validators import Fraction, PathText, PositiveFloat, PositiveInt, Ranged
 
 IN, OUT = "in", "out"
-"""The sides of a projection, where targets are named by axes."""
+"""The sides of a projection, for targets that are selected by axes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig(Ranged, draccus.ChoiceRegistry):
-    """What is trained in the place of the model's own weights (`adapter: {type: …}`; `none` where no type is given)."""
+    """The adapters to train instead of the model's own weights (`adapter: {type: …}`; the default is `none`)."""
 
     @classmethod
     def default_choice_name(cls) -> str | None:
-        """What an adapter without `type` is: none."""
+        """The type of an adapter block without `type`: none."""
         return "none"
 
 
 def _axes_problems(key: str, sides: object) -> list[str]:
-    """What is wrong with targets by their axes."""
+    """The problems of targets that are selected by axes."""
     if not isinstance(sides, dict):
         return []
     if not sides or sides.keys() - {IN, OUT}:
@@ -39,7 +39,7 @@ def _axes_problems(key: str, sides: object) -> list[str]:
 @AdapterConfig.register_subclass("none")
 @dataclass(frozen=True, kw_only=True)
 class NoAdapterConfig(AdapterConfig):
-    """None: the model's own weights are trained."""
+    """No adapters: the model's own weights are trained."""
 
 
 @AdapterConfig.register_subclass("lora")
@@ -95,6 +95,7 @@ class LoraConfig(AdapterConfig):
             for key in ("target_modules", "exclude_modules")
             for problem in _axes_problems(f"{key}", getattr(self, key))
         ]
+        # The type allows 1, which would drop every input.
         if self.dropout == 1:
             problems.append("dropout: 1 leaves nothing of what A is multiplied by; use less")
         if self.zero_init_b == (self.a_init_mode == "zero"):
@@ -109,5 +110,5 @@ class LoraConfig(AdapterConfig):
             raise ValueError("\n".join(problems))
 
     def scale(self, rank: int, alpha: float) -> float:
-        """What the product of two factors is multiplied by."""
+        """The factor of the product of A and B."""
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank

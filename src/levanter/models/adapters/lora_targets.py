@@ -1,8 +1,8 @@
-"""Which projections of a model get an adapter, and which of them share a factor.
+"""Finds the projections of a model that get an adapter, and those that share a factor.
 
-A *group* is what the checkpoint calls one matrix. Leaves of ours that are parts of one source tensor (q, k and v of
-Phi-3, GPT-2 and GPT-NeoX; gate and up of Phi-3) are one group: there is one A for all of them, and of B each has its
-rows. So other tools, which see one matrix there, train the same numbers.
+A *group* is one matrix of the checkpoint. Leaves of ours that are parts of one source tensor (q, k and v of Phi-3,
+GPT-2 and GPT-NeoX; gate and up of Phi-3) form one group: they share one A, and each has its own rows of B. Other tools,
+which see one matrix there, so train the same numbers.
 """
 
 import re
@@ -27,12 +27,12 @@ T = TypeVar("T")
 
 KEY = "adapter"
 LM_HEAD = "lm_head"
-"""What checkpoints call the output head."""
+"""The checkpoints' name of the output head."""
 _WEIGHT = ".weight"
 
 
 class AdapterError(ValueError):
-    """An adapter does not go with its model; the message lists everything that is wrong."""
+    """An adapter does not fit its model; the message lists every problem."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class TargetMember:
     Attributes:
         path: of the projection in the model.
         Out: the axes of its rows.
-        rule: where its weight lies in a checkpoint; None where no checkpoint has it.
+        rule: the source of its weight in a checkpoint; None if checkpoints do not have it.
     """
 
     path: str
@@ -60,12 +60,12 @@ class TargetGroup:
     """Projections that share their factor A.
 
     Attributes:
-        path: where it is in the model: of the projection where there is one, else with the checkpoint's name.
-        source: what a checkpoint calls the module, with `{layers}` where layers are counted; None if it has none.
+        path: its path in the model: that of its only projection, or the parent's path and the checkpoint's name.
+        source: the checkpoint's name of the module, with `{layers}` for the layer's number; None if it has none.
         copies: the axes that count copies of the matrices.
         In: the contracted axes.
-        members: the projections; those that get an adapter, in a group that `find_targets` found.
-        rank: r; 0 where nothing has been asked for yet.
+        members: the projections; in a group from `find_targets`, only those that get an adapter.
+        rank: r; 0 before `find_targets` sets it.
         alpha: see `LoraConfig`.
     """
 
@@ -89,12 +89,12 @@ class TargetGroup:
 
     @property
     def largest_rank(self) -> int:
-        """The rank from which on a product of factors is no smaller than the matrix may be."""
+        """The highest useful rank: that of a product of factors cannot exceed the smaller side of the matrix."""
         return min(self.sides)
 
     @property
     def sides(self) -> tuple[int, int]:
-        """How many columns and rows its matrix has."""
+        """The numbers of columns and rows of its matrix."""
         return _size(self.In), sum(_size(member.Out) for member in self.members)
 
     @property
@@ -105,7 +105,7 @@ class TargetGroup:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Everything that names the whole group."""
+        """All names of the whole group."""
         return tuple(name for name in (self.path, self.source) if name is not None)
 
 
@@ -117,11 +117,11 @@ def _size(axes: Iterable[Axis]) -> int:
 
 
 def target_groups(model: PyTree, rules: WeightRules | None) -> tuple[TargetGroup, ...]:
-    """All projections of a model, in groups.
+    """All projections of a model, grouped by the checkpoint's matrices.
 
     Args:
         model: it may be abstract.
-        rules: where its weights lie in a checkpoint; None for no checkpoint, where every projection is a group.
+        rules: the sources of its weights in a checkpoint; None without a checkpoint: each projection is a group.
     """
     table = {} if rules is None else rules.by_target()
     members_by_tensor: dict[tuple[str, str], list[tuple[TargetMember, Linear]]] = {}
@@ -130,6 +130,8 @@ def target_groups(model: PyTree, rules: WeightRules | None) -> tuple[TargetGroup
         copies = _copies(linear)
         Out = tuple(axis for axis in linear.Out if axis not in copies)
         parent, _, name = path.rpartition(".")
+        # The parent is part of the key: stacked places of a period
+        # may share a source template but are separate modules.
         key = (parent, name if rule is None else rule.source)
         members_by_tensor.setdefault(key, []).append((TargetMember(path=path, Out=Out, rule=rule), linear))
     groups = []
@@ -137,6 +139,8 @@ def target_groups(model: PyTree, rules: WeightRules | None) -> tuple[TargetGroup
         (first, linear), rule = members[0], members[0][0].rule
         source = None if rule is None else rule.source.removesuffix(_WEIGHT)
         path = first.path
+        # A fused tensor (qkv_proj): the group takes the checkpoint's
+        # name below our parent, since no module of ours has it.
         if len(members) > 1:
             assert source is not None
             path = ".".join(part for part in (parent, source.rsplit(".", 1)[-1]) if part)
@@ -154,14 +158,15 @@ def target_groups(model: PyTree, rules: WeightRules | None) -> tuple[TargetGroup
 
 
 def _copies(linear: Linear) -> tuple[Axis, ...]:
-    """The axes that count copies of a matrix; experts are what a router chooses among, not copies of it."""
+    """The axes that count copies of a matrix. Experts count as such unless they are the output of a router."""
+    # A router's only output axis is `expert`: there it is the matrix's own output, so only `layers` counts copies.
     others = [axis for axis in linear.Out if axis.name not in COPIES]
     counted = COPIES if others else COPIES[:1]
     return tuple(axis for axis in linear.Out if axis.name in counted)
 
 
 def find_targets(groups: Sequence[TargetGroup], config: LoraConfig) -> tuple[TargetGroup, ...]:
-    """The groups that get an adapter, with their ranks; of each, the members that do.
+    """The groups that get an adapter, each with its rank and only those members that get one.
 
     Raises:
         AdapterError: a name matches nothing, a rank does not fit, or there is no target; lists all.
@@ -172,7 +177,7 @@ def find_targets(groups: Sequence[TargetGroup], config: LoraConfig) -> tuple[Tar
     for key in ("rank_pattern", "alpha_pattern"):
         problems += _pattern_problems(f"{KEY}.{key}", list(getattr(config, key)), groups)
     if problems and any(isinstance(named, str) for named in (config.target_modules, config.exclude_modules)):
-        # What a regular expression means that is none, nobody knows.
+        # An invalid regular expression cannot be matched below; it would only add misleading problems.
         raise AdapterError("\n".join(problems))
     targets = []
     for group in groups:
@@ -181,6 +186,7 @@ def find_targets(groups: Sequence[TargetGroup], config: LoraConfig) -> tuple[Tar
             continue
         rank = _by_pattern(config.rank_pattern, group, config.r)
         alpha = _by_pattern(config.alpha_pattern, group, config.alpha)
+        # The rank is checked against the members that remain: adapting only q of a fused qkv has fewer rows.
         target = replace(group, members=members, rank=rank, alpha=alpha)
         if rank > target.largest_rank:
             problems.append(
@@ -196,7 +202,7 @@ def find_targets(groups: Sequence[TargetGroup], config: LoraConfig) -> tuple[Tar
 
 
 def _is_target(member: TargetMember, group: TargetGroup, config: LoraConfig) -> bool:
-    # Head and routers want to be named.
+    # The head and routers are adapted only if a list or pattern names them; axes select them never.
     named = isinstance(config.target_modules, Sequence) or not (group.is_head or group.is_router)
     wanted = named and (config.target_modules is None or _matches(config.target_modules, member, group))
     excluded = config.exclude_modules is not None and _matches(config.exclude_modules, member, group)
@@ -204,7 +210,7 @@ def _is_target(member: TargetMember, group: TargetGroup, config: LoraConfig) -> 
 
 
 Named = Sequence[str] | str | Mapping[str, Any]
-"""Projections: by names, by a regular expression, or by their axes."""
+"""Selects projections by names, by a regular expression, or by their axes."""
 
 
 def _matches(patterns: Named, member: TargetMember, group: TargetGroup) -> bool:
@@ -214,7 +220,9 @@ def _matches(patterns: Named, member: TargetMember, group: TargetGroup) -> bool:
         return all(sides[side].issuperset(_listed(axes)) for side, axes in patterns.items())
     if isinstance(patterns, str):
         pattern = re.compile(patterns)
+        # fullmatch over the whole path, as peft does with a string in target_modules.
         return any(pattern.fullmatch(name) is not None for name in names)
+    # A list entry matches the end of a path at a dot, as peft's lists do.
     return any(_names(pattern, name) for pattern in patterns for name in names)
 
 
@@ -228,6 +236,7 @@ def _names(pattern: str, name: str) -> bool:
 
 
 def _by_pattern(patterns: Mapping[str, T], group: TargetGroup, default: T) -> T:
+    # The first pattern that matches wins, in the order of the config.
     for pattern, value in patterns.items():
         if any(_names(pattern, name) for name in (*group.names, *(member.path for member in group.members))):
             return value
@@ -235,7 +244,7 @@ def _by_pattern(patterns: Mapping[str, T], group: TargetGroup, default: T) -> T:
 
 
 def _pattern_problems(key: str, patterns: Named | None, groups: Sequence[TargetGroup]) -> list[str]:
-    """What is wrong with names: what matches nothing, or is no regular expression."""
+    """The problems of patterns: those that match nothing, and invalid regular expressions."""
     if patterns is None:
         return []
     if isinstance(patterns, Mapping):
@@ -262,7 +271,7 @@ def _pattern_problems(key: str, patterns: Named | None, groups: Sequence[TargetG
         f"{key}: {pattern!r} {_mismatch_reason(pattern, groups)}"
         for pattern in patterns
         if not any(_names(pattern, name) for group in groups for name in _all_names(group))
-        # Upstream's default, written down; where the embedding is the head there is none.
+        # Upstream's default, which documents may spell out; a tied model has no head to exclude.
         and (pattern, key) != (LM_HEAD, f"{KEY}.exclude_modules")
     ]
 
@@ -285,10 +294,10 @@ def _group_named(name: str) -> str:
 
 
 def no_projection(name: str, *, tied: bool) -> str:
-    """Why a module gets no adapter, and what trains it instead.
+    """The reason why a module gets no adapter, and the setting that trains it instead.
 
     Args:
-        name: of a norm or a table, or the output head's.
+        name: the name of a norm, a table or the output head.
         tied: whether it is the head of a model whose head is its table.
     """
     if tied:

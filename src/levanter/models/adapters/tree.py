@@ -1,8 +1,8 @@
-"""`Adapters`: the factors that are trained, and how they are bound to a model.
+"""`Adapters`: the trained factors, and how they are bound to a model.
 
-A tree of its own beside the model, so that gradients, optimizer state and checkpoints know nothing else. Each pair of
-factors is two projections: to the rank, and from it to each member of the group. Their axes have the names of the
-matrix's own (`models/AXES.md`), so whatever mapping cuts a matrix cuts its factors in the same places.
+The factors are a tree of their own, so that gradients, optimizer state and checkpoints contain nothing else. Each pair
+of factors is two projections: to the rank, and from it to each member of the group. Their axes have the names of the
+matrix's own axes (`models/AXES.md`), so a mapping shards the factors as it shards the matrix.
 """
 
 import math
@@ -34,10 +34,10 @@ class Pair(eqx.Module):
     """The factors of one group.
 
     Attributes:
-        a: to the rank.
-        b: from the rank, by member.
-        scale: what their product is multiplied by.
-        paths: where the members are in the model, by the names that `b` has.
+        a: the projection from the inputs to the rank.
+        b: the projections from the rank to the outputs, by member.
+        scale: the factor of their product.
+        paths: the members' paths in the model, by their names in `b`.
     """
 
     a: Linear
@@ -47,18 +47,20 @@ class Pair(eqx.Module):
 
     @property
     def rank(self) -> int:
-        """How many features there are between the factors."""
+        """The number of features between the factors."""
         return self.a.operand.axes[[axis.name for axis in self.a.operand.axes].index(RANK)].size
 
     @staticmethod
     def init(group: TargetGroup, config: LoraConfig, *, key: jax.Array) -> "Pair":
-        """Fresh factors, one of which is 0."""
+        """Freshly initialized factors, one of which is 0."""
         Rank = Axis(RANK, group.rank)
         for_a, for_b = jax.random.split(key)
         keys = jax.random.split(for_b, len(group.members))
-        # Truncated at two standard deviations, as upstream's.
+        # Truncated at two standard deviations, as in upstream.
         b = {
             member.name: _projection(
+                # B: [layers?, expert?, out…, rank], with the output axes
+                # of this member; A below: [layers?, expert?, rank, in…].
                 (*group.copies, *member.Out, Rank),
                 (Rank,),
                 0.0 if config.zero_init_b else 1.0,
@@ -76,8 +78,10 @@ class Pair(eqx.Module):
 
 
 def _projection(axes: tuple[Axis, ...], In: tuple[Axis, ...], scale: float, how: str, *, key: jax.Array) -> Linear:
+    # 1/√fan_in: peft's kaiming_uniform with a = √5 is uniform in ±1/√fan_in.
     bound = scale / math.sqrt(math.prod(axis.size for axis in In))
     if how == "zero" or scale == 0:
+        # Factors are float32 whatever the dtype of the base: in 16 bits, small updates would be rounded away.
         weight = hax.zeros(axes, dtype=jnp.float32)
     elif how == "peft":
         weight = hax.random.uniform(key, axes, minval=-bound, maxval=bound, dtype=jnp.float32)
@@ -87,13 +91,13 @@ def _projection(axes: tuple[Axis, ...], In: tuple[Axis, ...], scale: float, how:
 
 
 class Adapters(eqx.Module):
-    """All factors of a model's adapters, and what is trained whole beside them.
+    """All factors of a model's adapters, and the parameters that are trained in full.
 
     Attributes:
         pairs: by the path of their group.
-        dropout: of what A is multiplied by, in training.
-        whole: copies of some of the model's parameters, float32, which take their places; see `models.adapters.whole`.
-            None for none.
+        dropout: dropout rate of A's input while training.
+        whole: float32 copies of some of the model's parameters, which replace them; see `models.adapters.whole`. None
+            without copies.
     """
 
     pairs: dict[str, Pair]
@@ -102,13 +106,13 @@ class Adapters(eqx.Module):
 
     @staticmethod
     def init(groups: Sequence[TargetGroup], config: LoraConfig, *, key: jax.Array, whole: PyTree = None) -> "Adapters":
-        """Fresh factors, with which a model computes what it did before.
+        """Freshly initialized factors, with which a model computes the same as without them.
 
         Args:
-            groups: the projections that get some.
-            config: how they begin.
-            key: of random numbers.
-            whole: a part of the model that is copied; None for nothing.
+            groups: the projections that get adapters.
+            config: how to initialize the factors.
+            key: PRNG key.
+            whole: the part of the model to copy; None for nothing.
         """
         keys = jax.random.split(key, len(groups))
         return Adapters(
@@ -117,17 +121,20 @@ class Adapters(eqx.Module):
                 for group, group_key in zip(groups, keys, strict=True)
             },
             dropout=config.dropout,
+            # tree.map skips the Nones at parameters that are not copied.
             whole=jax.tree.map(lambda x: x.astype(jnp.float32), whole),
         )
 
     def bound_to(self, base: M, key: jax.Array | None = None) -> M:
-        """The model whose targeted projections are `base`'s and the factors'; nothing is computed.
+        """The model with low-rank products in its targeted projections; computes nothing.
 
         Args:
             base: the model.
-            key: of dropout; None for none.
+            key: PRNG key of dropout; None for no dropout.
         """
         if self.whole is not None:
+            # Trees of equal structure; `_is_leaf` stops at None, which
+            # tree.map would otherwise treat as an empty subtree.
             base = jax.tree.map(lambda a, b: b if a is None else a, self.whole, base, is_leaf=_is_leaf)
         wanted = {path: (pair, name) for pair in self.pairs.values() for name, path in pair.paths}
         bits = {} if key is None or not self.dropout else self._bits(key)
@@ -138,22 +145,24 @@ class Adapters(eqx.Module):
                 return x
             pair, name = target
             factors = (_array(pair.a), _array(pair.b[name]))
-            # Members of a group share what they read of it, as they do where they are one matrix.
+            # Members of a group share the dropout of their input, as if they were one matrix: the bits are by group.
             return replace(x, weight=LowRank(x.weight, *factors, pair.scale, self.dropout, bits.get(pair.paths)))
 
         return jax.tree_util.tree_map_with_path(visit, base, is_leaf=lambda x: isinstance(x, Linear))
 
     def _bits(self, key: jax.Array) -> dict[tuple[tuple[str, str], ...], NamedArray]:
-        """Random bits by group, for each layer its own.
+        """PRNG keys of dropout by group, a separate one for each layer.
 
-        None for experts: their rows are where a router puts them.
+        Experts get none: their rows are sorted by the router, so a mask would not follow tokens.
         """
         bits_by_paths = {}
         for n, pair in enumerate(self.pairs.values()):
             copies = [axis for axis in _array(pair.a).axes if axis.name in COPIES]
             if any(axis.name == EXPERT for axis in copies):
                 continue
+            # The group's index, not its path, so that keys depend only on the order of `pairs`.
             group_key = jax.random.fold_in(key, n)
+            # Stacked along `layers` like the factors, so that a scan slices a key for each layer.
             bits = group_key if not copies else jax.random.split(group_key, copies[0].size)
             bits_by_paths[pair.paths] = hax.named(bits, (*copies, Axis("bits", bits.shape[-1])))
         return bits_by_paths
@@ -170,7 +179,7 @@ def _array(linear: Linear) -> NamedArray:
 
 @dataclass(frozen=True, kw_only=True)
 class Factor:
-    """A factor's place in two trees.
+    """A factor's paths in two trees.
 
     Attributes:
         adapter_path: its path among the adapters.
@@ -182,7 +191,7 @@ class Factor:
 
 
 def factors(adapters: Adapters) -> tuple[Factor, ...]:
-    """Every factor of every member; a shared one is bound in several places."""
+    """Every factor of every member; a shared A occurs once for each member."""
     return tuple(
         factor
         for group, pair in adapters.pairs.items()
@@ -195,7 +204,7 @@ def factors(adapters: Adapters) -> tuple[Factor, ...]:
 
 
 def bound_plan(adapters: Adapters, plan: ShardingPlan) -> ShardingPlan:
-    """Where the leaves of the bound model lie, by their paths in it.
+    """The sharding plan of the bound model's leaves, by their paths in it.
 
     Args:
         adapters: they may be abstract.
@@ -210,10 +219,11 @@ def bound_plan(adapters: Adapters, plan: ShardingPlan) -> ShardingPlan:
     def below(path: str) -> str:
         """The path of a base's leaf in the bound model: of its matrix, or of a part of that."""
         whole = next((f"{m}.weight" for m in adapted if path == f"{m}.weight" or path.startswith(f"{m}.weight.")), None)
+        # Binding wraps the base's weight: `m.weight` becomes `m.weight.base`, beside `m.weight.a` and `m.weight.b`.
         return path if whole is None else f"{whole}.base{path.removeprefix(whole)}"
 
     base = (x for x in plan.leaves if not x.leaf.path.startswith((f"{PAIRS}.", f"{WHOLE}.")))
-    # A copy is bound in the place of what it is of.
+    # A full copy replaces the base's leaf of that path.
     used = (by_path.get(copy_path(x.leaf.path), x) for x in base)
     kept = (moved(x, below(x.leaf.path.removeprefix(f"{WHOLE}."))) for x in used)
     bound = (moved(by_path[factor.adapter_path], factor.bound_path) for factor in factors(adapters))

@@ -1,7 +1,7 @@
-"""Whole copies: parameters that are trained beside adapters as they are, in float32 (`modules_to_save`).
+"""Full copies: float32 copies of parameters that are trained in full beside adapters (`modules_to_save`).
 
-They are a part of the model, of its structure: where a parameter is not copied, there is None. So they are what they
-are in the model (a norm, a table, the head) to whoever asks, and lie where it does.
+The copies form a tree with the model's structure, with None for every parameter that is not copied. So a copy has the
+path, role and sharding that the parameter has in the model (a norm, a table, the head).
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,12 +21,12 @@ from levanter.models.param_groups import EMBEDDING, HEAD, NORM, parameter_group
 M = TypeVar("M")
 
 WHOLE = "whole"
-"""What the copies are under, in the tree of adapters."""
+"""The field of `Adapters` that holds the copies; the prefix of their paths."""
 _KEY = f"{KEY}.modules_to_save"
 
 
 def select_leaves(model: M, paths: Iterable[str]) -> M | None:
-    """The leaves of a model at some paths, in its structure; None in the places of all others, and for no paths."""
+    """The leaves of a model at some paths, in its structure; None for the others, and None for no paths."""
     kept = frozenset(paths)
     if not kept:
         return None
@@ -38,28 +38,29 @@ def select_leaves(model: M, paths: Iterable[str]) -> M | None:
 
 
 def leaf_paths(part: PyTree) -> tuple[str, ...]:
-    """The paths of what `select_leaves` kept of a model."""
+    """The paths of the leaves that `select_leaves` kept."""
     return tuple(leaf.path for leaf in leaves(part))
 
 
 def copy_path(path: str) -> str:
-    """The path among the adapters of the copy of a model's leaf."""
+    """The path, in the adapters' tree, of the copy of a model's leaf."""
     return f"{WHOLE}.{path}"
 
 
 def find_whole(
     model_leaves: Sequence[Leaf], rules: WeightRules | None, config: LoraConfig, targets: Sequence[TargetGroup]
 ) -> tuple[str, ...]:
-    """The paths of the parameters that are copied.
+    """The paths of the parameters to copy.
 
     Args:
         model_leaves: the model's leaves.
-        rules: where they lie in a checkpoint; None for no checkpoint.
-        config: what is asked for.
+        rules: their sources in a checkpoint; None without a checkpoint.
+        config: the user's settings.
         targets: the projections that get adapters.
 
     Raises:
-        AdapterError: a name matches nothing, or what is no norm, table or head, or what has an adapter; lists all.
+        AdapterError: a name matches nothing, something other than a norm, table or head, or a parameter with an
+            adapter; lists all problems.
     """
     sources = {} if rules is None else {rule.target: rule.source for rule in rules.rules}
     adapted = {f"{member.path}.weight" for group in targets for member in group.members}
@@ -79,16 +80,18 @@ def find_whole(
                     f"{_KEY}: {pattern!r} means {leaf.path}, and only norms, tables and the output head are trained "
                     f"whole beside adapters; name it in {KEY}.target_modules, or train it alone (trainer.trainable)"
                 )
+                # One message for each pattern: a pattern such as `mlp` would match every projection.
                 break
         copied |= dict.fromkeys(leaf.path for leaf in matched)
     if problems:
         raise AdapterError("\n".join(problems))
+    # In the order of the model's leaves, not of the patterns, so that all processes and restarts agree.
     return tuple(leaf.path for leaf in model_leaves if leaf.path in copied)
 
 
 def _is_named(pattern: str, leaf: Leaf, sources: dict[str, str]) -> bool:
     names = [leaf.path, *([sources[leaf.path]] if leaf.path in sources else [])]
-    # A module by names of its path in order, and not by that of an array.
+    # The last part is the array's name; patterns name modules.
     modules = [name.rsplit(".", 1)[0] for name in names]
     return any(path_matches(pattern, name) or path_matches(f"**.{pattern}", name) for name in modules)
 
@@ -105,5 +108,5 @@ def _hint(pattern: str, model_leaves: Sequence[Leaf], sources: dict[str, str]) -
 
 
 def leaf_named(name: str) -> Leaf:
-    """A leaf of which only the name of its module is known."""
+    """A placeholder leaf for a module's name, to look up its parameter group."""
     return array_leaf(f"{name}.weight", jax.ShapeDtypeStruct((), "float32"))
