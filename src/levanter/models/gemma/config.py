@@ -1,10 +1,10 @@
 """The Gemmas as values: `GemmaConfig` (arXiv:2403.08295), `Gemma2Config` (arXiv:2408.00118) and `Gemma3Config`
 (arXiv:2503.19786, the text model).
 
-What sets them apart from Llama: a GELU gate, one table for embedding and head, embedded tokens scaled by √hidden_dim,
-norms whose weights are differences from 1. Gemma 2 adds norms behind attention and MLP, bounds on attention scores and
-on logits, and a window in every second layer. Gemma 3 drops the bounds, norms queries and keys, has five layers with a
-window to one without, and turns those with another rotary base.
+Differences from Llama: a GELU gate, one table for embedding and head, embedded tokens scaled by √hidden_dim, and norms
+whose weights are stored as differences from 1. Gemma 2 adds norms after attention and MLP, soft caps on attention
+scores and on logits, and a window in every second layer. Gemma 3 drops the caps, normalizes queries and keys, has five
+sliding-window layers for each full one, and uses another rotary base in the former.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ class GemmaConfig(LlamaConfig):
     """A Gemma.
 
     Attributes:
-        query_pre_attn_scalar: attention scores are divided by its square root; None is the size of a head.
+        query_pre_attn_scalar: attention scores are divided by its square root; None for the size of a head.
     """
 
     max_seq_len: int = 8192
@@ -46,15 +46,18 @@ class GemmaConfig(LlamaConfig):
     @property
     def norm(self) -> NormSpec:
         offset = 1.0 if self.use_layer_norm_weight else 0.0
+        # HF computes x · (1 + weight) in float32 and rounds once after the product; Llama's norm rounds x before it.
         return dataclasses.replace(super().norm, offset=offset, rounding="product")
 
     @property
     def attention(self) -> AttentionSpec:
         scalar = self.query_pre_attn_scalar
+        # Attention's default scale is 1 / √head_size; Gemma 2 27B uses hidden_dim / num_heads instead of head_size.
         return dataclasses.replace(super().attention, softmax_scale=None if scalar is None else 1 / math.sqrt(scalar))
 
     @property
     def embedding_scale(self) -> float | None:
+        # `DecoderEmbedding` rounds the factor to the activations' dtype, as HF does.
         return math.sqrt(self.hidden_dim)
 
 
@@ -85,6 +88,7 @@ class Gemma2Config(WindowedConfig, GemmaConfig):
     reference_checkpoint: str | None = "google/gemma-2-2b"
 
     def default_layer_type(self, layer: int) -> str:
+        # HF numbers layers from 0, and the first one has the window.
         return FULL if layer % 2 else SLIDING
 
     @property
@@ -106,13 +110,14 @@ class Gemma3Config(Gemma2Config):
     """A Gemma 3, text only.
 
     Attributes:
-        rope: of layers that see everything.
-        rope_local_base_freq: rotary base of layers with a window.
+        rope: of full-attention layers.
+        rope_local_base_freq: rotary base of sliding-window layers.
         sliding_window_pattern: n: every n-th layer has full attention, the others a window; None is 6.
     """
 
     max_seq_len: int = 131_072
     vocab_size: int | None = 262_208
+    # QK-norm replaces Gemma 2's cap on attention scores.
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     use_qk_norm: bool = True
@@ -125,9 +130,10 @@ class Gemma3Config(Gemma2Config):
         return SLIDING if (layer + 1) % (self.sliding_window_pattern or 6) else FULL
 
     def rotary(self, layer: int) -> str | None:
+        # Names a property, not a field: windowed layers' embeddings follow from `rope_local_base_freq`.
         return "rope_local" if self.layer_type(layer) == SLIDING else "rope"
 
     @property
     def rope_local(self) -> RotaryConfig:
-        """Of layers with a window."""
+        """The rotary embeddings of sliding-window layers."""
         return DefaultRotaryConfig(theta=self.rope_local_base_freq)

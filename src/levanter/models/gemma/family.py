@@ -45,18 +45,19 @@ _SIZES = {
 
 
 def _activation(fields: ConfigJsonReader) -> str:
-    """The gate's activation in Gemma 2 and 3, whose class in transformers does not look at `hidden_act`."""
+    """The gate's activation in Gemma 2 and 3, whose class in transformers ignores `hidden_act`."""
     activation: str = fields.get("hidden_activation", str, _GELU)
     fields.note("hidden_act", [activation], f"hidden_activation is read ({activation})")
     return activation
 
 
 def _activation_of_1(fields: ConfigJsonReader) -> str:
-    """The gate's activation in the first Gemma: its files say `gelu`, and mean its tanh approximation.
+    """The gate's activation in the first Gemma: its files say `gelu` but mean the tanh approximation.
 
     transformers 4 reads `hidden_activation`, transformers 5 `hidden_act`.
     """
     names = [fields.get(name, str) for name in ("hidden_activation", "hidden_act")]
+    # A set: both fields may be present if they agree.
     activations = {_GELU if name == "gelu" else name for name in names if name is not None}
     if len(activations) > 1:
         fields.problems.append(
@@ -80,6 +81,7 @@ def _read_1(fields: ConfigJsonReader) -> GemmaConfig | None:
 
 def _windowed(fields: ConfigJsonReader) -> dict[str, Any]:
     return {
+        # An explicit null means no window; a missing field means transformers' default of 4096.
         "sliding_window": fields.unless_null("sliding_window", int, 4096),
         "query_pre_attn_scalar": fields.get("query_pre_attn_scalar", float, 256.0),
     }
@@ -89,6 +91,7 @@ def _read_2(fields: ConfigJsonReader) -> Gemma2Config | None:
     more = _windowed(fields)
     for name, default in (("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)):
         more[name] = fields.unless_null(name, float, default)
+    # `read_layer_types` reads it after the config exists; until then `forbid_foreign` must not refuse it.
     fields.seen.add("layer_types")
     config = read_decoder(
         fields,
@@ -109,6 +112,7 @@ def _read_3(fields: ConfigJsonReader) -> Gemma3Config | None:
     fields.forbid("attn_logit_softcapping", [], "transformers reads it but does not apply it")
     more["final_logit_softcapping"] = fields.get("final_logit_softcapping", float)
     pattern = fields.get("sliding_window_pattern", int)
+    # 6 is the default pattern of the class: None keeps the config equal to one that was read without the field.
     more["sliding_window_pattern"] = None if pattern == 6 else pattern
     fields.seen.add("layer_types")
     context = fields.size("max_position_embeddings", 131_072)
@@ -118,6 +122,7 @@ def _read_3(fields: ConfigJsonReader) -> Gemma3Config | None:
         theta=1_000_000.0,
         theta_of_windows=fields.get("rope_local_base_freq", float, 10_000.0),
     )
+    # Our config has only a base for these layers, so a scaling would be lost.
     if windowed is not None and windowed != DefaultRotaryConfig(theta=windowed.theta):
         fields.problems.append("rope_parameters.sliding_attention is scaled; no published Gemma 3 is")
     config = read_decoder(
@@ -139,7 +144,7 @@ def _read_3(fields: ConfigJsonReader) -> Gemma3Config | None:
 
 
 def _read_3_with_vision(fields: ConfigJsonReader) -> Gemma3Config | None:
-    """The text model of one that also sees; the rest of the document is about the other half."""
+    """The text model of a vision-language Gemma 3; fields about vision are skipped."""
     text = fields.get("text_config", dict, required=True)
     if text is None:
         return None
@@ -147,10 +152,13 @@ def _read_3_with_vision(fields: ConfigJsonReader) -> Gemma3Config | None:
         fields.seen.add(name)
     for name in ("boi_token_id", "eoi_token_id", "image_token_id", "tie_word_embeddings"):
         fields.seen.add(name)
+    # The outer document has fields of any transformers config; those that change results are checked here, too.
     fields.forbid("per_layer_config", [{}], DIFFERENT_LAYERS)
     fields.forbid("is_encoder_decoder", [False], "a decoder-only model is expected")
     fields.note("architectures", [["Gemma3ForConditionalGeneration"]], "read as Gemma3ForConditionalGeneration")
     inner = ConfigJsonReader(
+        # The outer document may set the tying; the text config wins if it has the field. `architectures` was checked
+        # above, for the whole model.
         {"tie_word_embeddings": fields.document.get("tie_word_embeddings"), **text, "architectures": None},
         problems=fields.problems,
         findings=fields.findings,
@@ -163,15 +171,17 @@ def _read_3_with_vision(fields: ConfigJsonReader) -> Gemma3Config | None:
 def _write_1(config: GemmaConfig, spelling: Spelling) -> dict[str, Any]:
     if config.activation_function == "gelu":
         raise ValueError(f"model.activation_function 'gelu': in a Gemma's config.json it means {_GELU}")
+    # Gemma 1's config.json has no query_pre_attn_scalar: only the default scale can be written.
     plain = {**PLAIN, "query_pre_attn_scalar": None}
     document = _renamed(write_llama(config, spelling, name="Gemma", plain=plain, biases=_BIASES))
-    # The first Gemma's own field is this one; both are read by one version of transformers or the other.
+    # transformers 4 reads `hidden_activation`, transformers 5 `hidden_act`: both are written.
     return document | {"hidden_act": document["hidden_activation"]}
 
 
 def _renamed(document: dict[str, Any]) -> dict[str, Any]:
-    """The fields that Gemmas call otherwise."""
+    """Renames the activation field as Gemmas name it."""
     activation = document.pop("hidden_act")
+    # Our `gelu_new` is the same function as HF's `gelu_pytorch_tanh`.
     return document | {"hidden_activation": _GELU if activation == "gelu_new" else activation}
 
 
@@ -181,8 +191,10 @@ def _write_2(config: Gemma2Config, spelling: Spelling) -> dict[str, Any]:
 
 
 def _window_fields(config: Gemma2Config) -> dict[str, Any]:
+    # In HF the field is required to be a number; None here means the head size.
     scalar = config.HeadSize.size if config.query_pre_attn_scalar is None else config.query_pre_attn_scalar
     return {
+        # Published files have integers; 256.0 would be a needless difference.
         "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
         "attn_logit_softcapping": config.attn_logit_softcapping,
         "final_logit_softcapping": config.final_logit_softcapping,
@@ -198,6 +210,7 @@ def _write_3(config: Gemma3Config, spelling: Spelling) -> dict[str, Any]:
     document |= write_rope_by_layer_type(
         config.rope, config.rope_local, max_position_embeddings=config.max_seq_len, spelling=spelling
     )
+    # In the flat spelling `rope_theta` is the base of the full layers only; see `write_rope_by_layer_type`.
     if spelling == "transformers4":
         document["rope_local_base_freq"] = config.rope_local_base_freq
     return document
@@ -208,14 +221,15 @@ NORMS = {
     "post_attn_layernorm": "post_attention_layernorm",
     "post_mlp_layernorm": "post_feedforward_layernorm",
 }
-"""Our name of a norm's place → its name in the checkpoint. Theirs says what comes before a norm, or what follows it."""
+"""Our name of a norm's place → its name in the checkpoint. Beware: their `post_attention_layernorm` norms attention's
+output; ours is the one before the MLP, as in Llama."""
 
 
 def rules(config: Gemma2Config, Vocab: Axis | None = None) -> WeightRules:
-    """Where each leaf of a Gemma 2 or 3 comes from.
+    """The weight rules of a Gemma 2 or 3.
 
-    The larger Gemma 3s are published together with a vision model: the text model's tensors are then a level deeper,
-    and the others are left out.
+    The larger Gemma 3s are published together with a vision model: the text model's tensors then have a longer prefix,
+        and the vision tensors are ignored.
 
     Args:
         config: the architecture.
@@ -232,6 +246,7 @@ def rules(config: Gemma2Config, Vocab: Axis | None = None) -> WeightRules:
         Vocab,
         block,
         aliases=(
+            # Prefixes of transformers 4 and 5, which changed the order of the two names.
             ("model.*", "language_model.model.*"),
             ("model.*", "model.language_model.*"),
             ("lm_head.*", "language_model.lm_head.*"),
@@ -266,7 +281,7 @@ GEMMA_3 = Family(
     build=DecoderLmHeadModel.init,
     weight_rules=rules,
     config_json=(
-        # A Gemma 3 is written as text only.
+        # The first entry is what an export writes: text only.
         ConfigJson(model_type="gemma3_text", transformers_class=_GEMMA_3, read=_read_3, write=_write_3),
         ConfigJson(model_type="gemma3", transformers_class=_GEMMA_3, read=_read_3_with_vision, write=_write_3),
     ),

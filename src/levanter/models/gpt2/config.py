@@ -22,12 +22,12 @@ class Gpt2Config(DecoderConfig):
 
     Attributes:
         mlp_scale: size of `mlp` in multiples of `hidden_dim`.
-        intermediate_dim: size of `mlp`; 0 for what `mlp_scale` says.
-        num_kv_heads: as many as `num_heads`; 0 stands for that.
+        intermediate_dim: size of `mlp`; 0 for `mlp_scale × hidden_dim`.
+        num_kv_heads: must equal `num_heads`; 0 for the same.
         use_bias: biases in all projections and norms.
         embed_pdrop, resid_pdrop, attn_pdrop: dropout in training; only 0.
-        scale_attn_by_inverse_layer_idx: whether scores are divided by the layer's number, from 1. Layers then differ,
-            and each is compiled by itself.
+        scale_attn_by_inverse_layer_idx: whether scores are divided by the layer's number, counted from 1. Layers then
+            differ, and each is compiled separately.
     """
 
     max_seq_len: int = 1024
@@ -49,6 +49,7 @@ class Gpt2Config(DecoderConfig):
     @property
     def Mlp(self) -> Axis:
         """The axis between the two halves of the feed-forward part, given as a size or as a multiple of `embed`."""
+        # 0 (the default) means the multiple; HF's `n_inner` null means 4 × n_embd.
         return Axis("mlp", self.intermediate_dim or self.mlp_scale * self.hidden_dim)
 
     @property
@@ -68,6 +69,7 @@ class Gpt2Config(DecoderConfig):
         spec = super().layer_attention(layer)
         if not self.scale_attn_by_inverse_layer_idx:
             return spec
+        # The scale is static in a kernel, so every layer has a spec of its own and no two are scanned together.
         return dataclasses.replace(spec, softmax_scale=1 / (math.sqrt(self.HeadSize.size) * (layer + 1)))
 
     @property

@@ -34,7 +34,7 @@ _OF_OTHER_HEADS = (
 
 
 def _size(fields: ConfigJsonReader, name: str, others: str, default: int) -> int:
-    """A size that transformers also reads under the name that it has in other families."""
+    """A size under GPT-2's name, or under the usual name, which transformers accepts as an alias."""
     value = fields.size(name, fields.size(others, default))
     if fields.document.get(others) not in (None, value):
         fields.problems.append(f"{name} is {value} but {others} is {fields.document[others]}; they are the same field")
@@ -43,6 +43,7 @@ def _size(fields: ConfigJsonReader, name: str, others: str, default: int) -> int
 
 def _read(fields: ConfigJsonReader) -> Gpt2Config | None:
     sizes = {
+        # `n_ctx` is the field of OpenAI's own files, before n_positions.
         "max_seq_len": _size(fields, "n_positions", "max_position_embeddings", fields.size("n_ctx", 1024)),
         "hidden_dim": _size(fields, "n_embd", "hidden_size", 768),
         "num_layers": _size(fields, "n_layer", "num_hidden_layers", 12),
@@ -54,16 +55,20 @@ def _read(fields: ConfigJsonReader) -> Gpt2Config | None:
     epsilon = fields.get("layer_norm_epsilon", Epsilon, 1e-5)
     tied = fields.get("tie_word_embeddings", bool, True)
     initializer_range = fields.get("initializer_range", NonNegativeFloat, 0.02)
+    # Without it HF does not divide scores by √head_size.
     fields.forbid("scale_attn_weights", [True], "scores that are not divided by the square root of the head size")
     by_layer = fields.get("scale_attn_by_inverse_layer_idx", bool, False)
     fields.forbid("add_cross_attention", [False], "a decoder-only model is expected")
     fields.forbid("is_encoder_decoder", [False], "a decoder-only model is expected")
     fields.forbid("quantization_config", [], "quantized weights are not read; dequantize the checkpoint first")
     fields.forbid("per_layer_config", [{}], DIFFERENT_LAYERS)
+    # HF's reorder_and_upcast_attn computes scores in float32, which is `upcast_attn` here.
     upcast = fields.get("reorder_and_upcast_attn", bool, False)
     for unread in ("attn_pdrop", "embd_pdrop", "resid_pdrop"):
+        # 0.1 is the published value of all three, which a base model's file keeps: no finding for it.
         fields.note(unread, [0, 0.0, 0.1], _DROPOUT)
     fields.note("architectures", [None, [_CLASS]], f"read as {_CLASS}")
+    # Settings of classification heads, which a language model does not have.
     fields.seen.update((*_OF_OTHER_HEADS, "n_ctx"))
     forbid_foreign(fields, name="GPT-2", layers=sizes["num_layers"])
     if fields.problems:
@@ -93,6 +98,7 @@ def _write(config: Gpt2Config, spelling: Spelling) -> dict[str, Any]:
         "n_embd": config.hidden_dim,
         "n_layer": config.num_layers,
         "n_head": config.num_heads,
+        # Null is HF's spelling of 4 × n_embd, as in published files.
         "n_inner": None if config.Mlp.size == 4 * config.hidden_dim else config.Mlp.size,
         "vocab_size": config.vocab_size,
         "activation_function": config.activation_function,
@@ -112,12 +118,13 @@ NAMES = CheckpointNames(embedding="transformer.wte", layers="transformer.h", nor
 
 
 def rules(config: Gpt2Config, Vocab: Axis | None = None) -> WeightRules:
-    """Where each leaf of a GPT-2 comes from.
+    """The weight rules of a GPT-2.
 
     Args:
         config: the architecture.
         Vocab: the model's vocabulary axis; see `decoder_rules`.
     """
+    # q, k and v have equal widths: GPT-2 has no grouped queries.
     width = config.num_heads * config.HeadSize.size
     block = []
 
@@ -125,8 +132,11 @@ def rules(config: Gpt2Config, Vocab: Axis | None = None) -> WeightRules:
         target: str, source: str, In: tuple[str, ...], Out: tuple[str, ...], third: int | None = None
     ) -> None:
         def part(axis: int) -> FusedPart | None:
+            # c_attn is [embed, q | k | v]: the parts are runs of
+            # columns (axis 1) of the weight, and of the bias (axis 0).
             return None if third is None else FusedPart(axis=axis, start=third * width, size=width, of=3 * width)
 
+        # HF's Conv1D stores [in, out], the transpose of torch.nn.Linear: so axes are (In, Out) here.
         tensor = BlockTensor(target=f"{target}.weight", source=f"{source}.weight", axes=(In, Out), part=part(1))
         block.append(tensor)
         if config.use_bias:
@@ -139,6 +149,7 @@ def rules(config: Gpt2Config, Vocab: Axis | None = None) -> WeightRules:
     projection("mlp.up_proj", "mlp.c_fc", EMBED, MLP)
     projection("mlp.down_proj", "mlp.c_proj", MLP, EMBED)
     block += norms(config, {"input_layernorm": "ln_1", "post_attention_layernorm": "ln_2"})
+    # The table of learned positions, [position, embed].
     positions = WeightRule(
         target="embeddings.position_embeddings.weight", source="transformer.wpe.weight", axes=(("position",), EMBED)
     )
@@ -148,8 +159,9 @@ def rules(config: Gpt2Config, Vocab: Axis | None = None) -> WeightRules:
         block,
         names=NAMES,
         more=[positions],
-        # OpenAI's own files were saved without the head.
+        # OpenAI's own files are the bare transformer, without this prefix and without a head.
         aliases=(("transformer.", ""),),
+        # Buffers of old files, not weights: the causal mask and the score of masked keys.
         ignored=("*.attn.bias", "*.attn.masked_bias"),
     )
 

@@ -1,6 +1,6 @@
-"""`GptNeoxConfig`: GPT-NeoX (Black et al., arXiv:2204.06745), Pythia (arXiv:2304.01373) and what was made like them.
+"""`GptNeoxConfig`: GPT-NeoX (Black et al., arXiv:2204.06745), Pythia (arXiv:2304.01373) and models of the same form.
 
-The defaults are GPT-NeoX-20B's. Upstream does not have the family, so that field names are those of its others.
+The defaults are GPT-NeoX-20B's. Upstream does not have this family; field names follow its other families.
 """
 
 import dataclasses
@@ -23,9 +23,9 @@ class GptNeoxConfig(DecoderConfig):
     """A GPT-NeoX.
 
     Attributes:
-        num_kv_heads: as many as `num_heads`; 0 stands for that.
+        num_kv_heads: must equal `num_heads`; 0 for the same.
         use_parallel_residual: attention and MLP both read the block's input; otherwise one comes after the other.
-        attention_bias: biases of q, k, v and o. Norms and MLPs always have them.
+        attention_bias: biases of q, k, v and o. Norms and MLPs always have biases.
     """
 
     max_seq_len: int = 2048
@@ -43,6 +43,7 @@ class GptNeoxConfig(DecoderConfig):
     @property
     def KVHead(self) -> Axis:
         """The axis of key and value heads: as many as query heads, unless given."""
+        # 0 as default keeps the two in step when a user changes only num_heads.
         return Axis("kv_head", self.num_kv_heads or self.num_heads)
 
     @property

@@ -47,9 +47,10 @@ def _read(fields: ConfigJsonReader) -> GptNeoxConfig | None:
     for unread in _DROPOUT:
         fields.note(unread, [0, 0.0], "dropout is ignored (it matters only in training)")
     fields.seen.add("classifier_dropout")
+    # `mlp_bias` false would leave stored biases unread; null and absence are fine.
     fields.forbid("mlp_bias", [True], "a GPT-NeoX has biases in its MLPs")
     for name, default in (("rope_theta", DEFAULT_THETA), ("partial_rotary_factor", _SHARE)):
-        # transformers 4 writes both names of each.
+        # transformers 4 writes both names of each, but its model reads only the family's own.
         value = fields.get(_FLAT[name], float, default)
         fields.forbid(name, [value], f"transformers reads {_FLAT[name]}, which is {value}, and not this")
     return read_decoder(
@@ -71,7 +72,7 @@ def _write(config: GptNeoxConfig, spelling: Spelling) -> dict[str, Any]:
     if config.head_dim not in (None, config.hidden_dim // config.num_heads):
         raise ValueError(f"model.head_dim {config.head_dim} has no place in a Hugging Face GPT-NeoX")
     rope = write_rope(config.rope, max_position_embeddings=config.max_seq_len, spelling=spelling, partial=True)
-    # Where it is not said, transformers takes a quarter.
+    # Written even if it is 1: without it, transformers rotates a quarter of each head.
     rope_fields = rope["rope_parameters"] if spelling == "transformers5" else rope
     rope_fields["partial_rotary_factor"] = config.rope.partial_rotary_factor
     return write_sizes(config) | {
@@ -89,7 +90,7 @@ NAMES = CheckpointNames(
 
 
 def rules(config: GptNeoxConfig, Vocab: Axis | None = None) -> WeightRules:
-    """Where each leaf of a GPT-NeoX comes from.
+    """The weight rules of a GPT-NeoX.
 
     Args:
         config: the architecture.
@@ -112,6 +113,8 @@ def rules(config: GptNeoxConfig, Vocab: Axis | None = None) -> WeightRules:
             block.append(BlockTensor(target=f"{target}.bias", source=f"{source}.bias", axes=(Out,), part=part))
 
     for third, (name, axes) in enumerate({"q_proj": Q_HEADS, "k_proj": KV_HEADS, "v_proj": KV_HEADS}.items()):
+        # query_key_value is [kv_head, 3, head_size] flattened: for each head its q, k and v. So a projection is every
+        # third block of head_size rows, repeated over the heads.
         part = FusedPart(axis=0, start=third * head, size=head, of=3 * head, repeats_over=axes[:-1])
         linear(f"self_attn.{name}", "attention.query_key_value", axes, EMBED, bias=config.attention_bias, part=part)
     linear("self_attn.o_proj", "attention.dense", EMBED, Q_HEADS, bias=config.attention_bias)
@@ -123,8 +126,10 @@ def rules(config: GptNeoxConfig, Vocab: Axis | None = None) -> WeightRules:
         Vocab,
         [*block, *norms(config)],
         names=NAMES,
-        # The bare transformer; transformers 5 calls the head as everywhere.
+        # Bare transformers have no prefix; transformers 5 names the head lm_head, as in other families.
         aliases=(("gpt_neox.*", "*"), ("embed_out.weight", "lm_head.weight")),
+        # The causal mask and the score of masked keys are buffers
+        # of old files. A tied model's copy of the head is not read.
         ignored=("*.attention.bias", "*.attention.masked_bias", *(("lm_head.weight",) if tied else ())),
     )
 

@@ -1,6 +1,6 @@
 """`LlamaConfig`: the Llama family's architecture as a value (Llama 1 to 3.2, SmolLM2 and relatives).
 
-Field names are upstream's, so YAML written for it keeps working; what they mean is in the attribute list.
+Field names are upstream's, so YAML written for it keeps working; the attribute list explains them.
 Touvron et al., arXiv:2302.13971; Llama 3, arXiv:2407.21783.
 """
 
@@ -51,6 +51,8 @@ class LlamaConfig(DecoderConfig):
 
     @property
     def norm(self) -> NormSpec:
+        # HF's LlamaRMSNorm rounds x to the activations' dtype
+        # before it multiplies by the weight (NormSpec's default).
         return NormSpec(eps=self.layer_norm_epsilon, use_weight=self.use_layer_norm_weight)
 
     @property
@@ -61,6 +63,7 @@ class LlamaConfig(DecoderConfig):
     def attention(self) -> AttentionSpec:
         return dataclasses.replace(
             super().attention,
+            # HF's attention_bias covers q, k, v and o alike.
             qkv_bias=self.has_attention_bias,
             out_bias=self.has_attention_bias,
             norm=self.norm if self.use_qk_norm else None,

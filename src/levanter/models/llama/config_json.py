@@ -1,4 +1,4 @@
-"""What families with Llama's fields say in config.json: theirs is Llama's document, but for a few words."""
+"""Writes config.json for families with Llama's fields: Llama's document with small changes."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -25,13 +25,13 @@ def write_llama(
     partial: bool = False,
     with_rope: bool = True,
 ) -> dict[str, Any]:
-    """What the config.json of a family with Llama's fields says.
+    """The config.json fields of a family with Llama's fields.
 
     Args:
-        config: ours, its vocabulary size known.
-        spelling: for which transformers.
-        name: what messages call the family.
-        plain: our fields that its config.json has no words for, and the value that needs none.
+        config: our config, with its vocabulary size set.
+        spelling: the version of transformers to write for.
+        name: the family's name in messages.
+        plain: our fields that its config.json cannot express, and the value that it implies.
         biases: those of `BIASES` that the family has.
         partial: whether the family can rotate a part of each head.
         with_rope: whether the rotary embeddings are written, the same for all layers.
@@ -39,14 +39,17 @@ def write_llama(
     Raises:
         ValueError: the model has a part that a Hugging Face config cannot describe.
     """
+    # An export that drops a setting would be another model: refuse instead.
     for name_, value in plain.items():
         if getattr(config, name_) != value:
             raise ValueError(f"model.{name_} {getattr(config, name_)} has no place in a Hugging Face {name}")
+    # Our `use_bias` is both of HF's flags.
     has = {"attention_bias": config.has_attention_bias, "mlp_bias": config.has_mlp_bias}
     if unsaid := [bias for bias in BIASES if has[bias] and bias not in biases]:
         raise ValueError(f"model.{unsaid[0]} (or use_bias) has no place in a Hugging Face {name}")
     document = write_sizes(config) | {
         "num_key_value_heads": config.num_kv_heads,
+        # Always written: transformers' default, hidden_size / heads, is wrong for several families.
         "head_dim": config.HeadSize.size,
         EPSILON: config.layer_norm_epsilon,
     }

@@ -1,4 +1,4 @@
-"""Llama 1 to 3.2, SmolLM2 and whatever else says `model_type: llama`."""
+"""The Llama family: Llama 1 to 3.2, SmolLM2 and other models with `model_type: llama`."""
 
 from typing import Any
 
@@ -18,6 +18,7 @@ def _read(fields: ConfigJsonReader) -> LlamaConfig | None:
 
 
 def _write(config: LlamaConfig, spelling: Spelling) -> dict[str, Any]:
+    # Llama's files have it; 1 means that matmuls are not split.
     return write_llama(config, spelling, name="Llama") | {"pretraining_tp": 1}
 
 

@@ -1,4 +1,4 @@
-"""Llama's weights in Hugging Face checkpoints, and those of families that call everything the same."""
+"""Weight rules of Llama in Hugging Face checkpoints, and of families with the same tensor names."""
 
 from haliax import Axis
 
@@ -17,7 +17,7 @@ from levanter.models.llama.config import LlamaConfig
 
 
 def rules(config: LlamaConfig, Vocab: Axis | None = None) -> WeightRules:
-    """Where each leaf of a Llama with this config comes from.
+    """The weight rules of a Llama with this config.
 
     Args:
         config: the architecture.
@@ -31,5 +31,6 @@ def rules(config: LlamaConfig, Vocab: Axis | None = None) -> WeightRules:
     ]
     more = []
     if config.input_embedding_norm and config.use_layer_norm_weight:
+        # An option of upstream; Hugging Face's own Llama has no such norm.
         more.append(WeightRule(target="embeddings.norm.weight", source="model.embed_norm.weight", axes=(EMBED,)))
     return decoder_rules(config, Vocab, block, more=more)

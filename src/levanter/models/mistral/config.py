@@ -13,7 +13,7 @@ class MistralConfig(LlamaConfig):
     """A Mistral.
 
     Attributes:
-        sliding_window: how many keys a query sees, itself included; None for all before it (Mistral from v0.2 on).
+        sliding_window: how many keys a query sees, itself included; None for all up to it (Mistral from v0.2 on).
     """
 
     max_seq_len: int = 8192
@@ -24,4 +24,5 @@ class MistralConfig(LlamaConfig):
 
     def window(self, layer: int) -> int | None:
         del layer
+        # Every layer has the same window, so all layers are one run of a scan.
         return self.sliding_window

@@ -1,4 +1,4 @@
-"""Mistral 7B and whatever else says `model_type: mistral`."""
+"""The Mistral family: Mistral 7B and other models with `model_type: mistral`."""
 
 from typing import Any
 
@@ -21,6 +21,7 @@ def _read(fields: ConfigJsonReader) -> MistralConfig | None:
         transformers_class=_CLASS,
         absent=MissingFieldDefaults(kv_heads=8, context=131_072),
         biases=(),
+        # v0.1's files have 4096, v0.2's an explicit null; a missing field is transformers' default.
         sliding_window=fields.unless_null("sliding_window", int, 4096),
     )
 

@@ -1,4 +1,4 @@
-"""Decoders whose MLPs are mixtures of experts.
+"""Configs of decoders whose MLPs are mixtures of experts.
 
 `MixtralConfig` (arXiv:2401.04088) is Mistral with experts, `Qwen3MoeConfig` (arXiv:2505.09388) is Qwen3 with them.
 """
@@ -23,8 +23,8 @@ class RoutedConfig(DecoderConfig):
     """A decoder whose feed-forward parts are mixtures of experts.
 
     Attributes:
-        num_experts_per_tok: experts that a token goes to.
-        expert_dispatch: `grouped`, or `dense`, which lets every expert see every token; see `layers.experts`.
+        num_experts_per_tok: experts that process a token.
+        expert_dispatch: `grouped`, or `dense`, where every expert processes every token; see `layers.experts`.
     """
 
     num_experts_per_tok: PositiveInt = 2
@@ -79,12 +79,12 @@ class MixtralConfig(RoutedConfig, MistralConfig):
 
     Attributes:
         n_routed_experts: experts a layer.
-        n_shared_experts: experts that every token goes to; only 0.
+        n_shared_experts: experts that process every token; only 0.
         lbl_coef: weight of the load-balancing loss in training; None for none.
         rzl_coef: weight of the router's z-loss in training; None for none.
     """
 
-    # Mistral's, which `RoutedConfig` would hide.
+    # Mistral's defaults; by the order of base classes, those that `RoutedConfig` inherits would win.
     max_seq_len: int = 8192
     intermediate_dim: int = 14336
     num_kv_heads: int = 8
@@ -102,6 +102,7 @@ class MixtralConfig(RoutedConfig, MistralConfig):
     @property
     def auxiliary_weights(self) -> Mapping[str, float]:
         weights = {LOAD_BALANCING_LOSS: self.lbl_coef or 0.0, ROUTER_Z_LOSS: self.rzl_coef or 0.0}
+        # With both weights 0 no sums are requested, so that layers do not compute them.
         return weights if any(weights.values()) else {}
 
     def _problems(self) -> list[str]:
@@ -119,7 +120,7 @@ class Qwen3MoeConfig(RoutedConfig, Qwen3Config):
     """A Qwen3 with experts.
 
     Attributes:
-        intermediate_dim: size of `mlp` in layers without experts; there are none.
+        intermediate_dim: size of `mlp` in layers without experts; unused, since there are none.
         moe_intermediate_dim: size of `mlp` in an expert.
         num_experts: experts a layer.
         norm_topk_prob: whether the weights of a token's experts add up to 1.
@@ -155,7 +156,7 @@ class Qwen3MoeConfig(RoutedConfig, Qwen3Config):
 
     @property
     def auxiliary_weights(self) -> Mapping[str, float]:
-        # The router's z-loss is shown, though it counts for nothing.
+        # Weight 0: the router's z-loss is reported, but not added to the loss.
         return {LOAD_BALANCING_LOSS: self.router_aux_loss_coef, ROUTER_Z_LOSS: 0.0} if self.router_aux_loss_coef else {}
 
     @property
@@ -165,6 +166,7 @@ class Qwen3MoeConfig(RoutedConfig, Qwen3Config):
     @property
     def Mlp(self) -> Axis:
         """The axis inside an expert."""
+        # Not `intermediate_dim`, which is the size of dense layers in this family.
         return Axis("mlp", self.moe_intermediate_dim)
 
     def _problems(self) -> list[str]:

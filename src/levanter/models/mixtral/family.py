@@ -1,6 +1,6 @@
 """Mixtral (`model_type: mixtral`) and Qwen3 with experts (`qwen3_moe`): config.json and weight rules.
 
-Their checkpoints store each expert's matrix as a tensor.
+Their checkpoints store the matrix of each expert as a tensor of its own.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ _JITTER = "noise on the router's input is ignored (it matters only in training)"
 
 
 def _experts(fields: ConfigJsonReader, default: int) -> int:
-    """transformers 5 calls their number alike in all families; Qwen's own files say `num_experts`."""
+    """The number of experts: `num_local_experts` in transformers 5, `num_experts` in Qwen's own files."""
     return fields.size("num_local_experts", fields.size("num_experts", default))
 
 
@@ -49,6 +49,7 @@ def _read_mixtral(fields: ConfigJsonReader) -> MixtralConfig | None:
         n_routed_experts=_experts(fields, 8),
         num_experts_per_tok=fields.size("num_experts_per_tok", 2),
         lbl_coef=fields.get("router_aux_loss_coef", float, 0.001),
+        # config.json has no such field, and HF's Mixtral no such loss.
         rzl_coef=None,
     )
 
@@ -58,13 +59,14 @@ def _write_mixtral(config: MixtralConfig, spelling: Spelling) -> dict[str, Any]:
         "sliding_window": config.sliding_window,
         "num_local_experts": config.n_routed_experts,
         "num_experts_per_tok": config.num_experts_per_tok,
+        # config.json has no field for the router's z-loss, which matters in training only.
         "router_aux_loss_coef": config.lbl_coef or 0.0,
     }
 
 
 def _read_qwen(fields: ConfigJsonReader) -> Qwen3MoeConfig | None:
     windowed = fields.get("use_sliding_window", bool, False)
-    # In transformers every layer of this family has the window, whatever this says.
+    # transformers gives every layer of this family the window and ignores this field.
     fields.seen.add("max_window_layers")
     return read_decoder(
         fields,
@@ -82,6 +84,7 @@ def _read_qwen(fields: ConfigJsonReader) -> Qwen3MoeConfig | None:
         mlp_only_layers=tuple(fields.get("mlp_only_layers", list, [])),
         use_sliding_window=windowed,
         sliding_window=fields.get("sliding_window", int) if windowed else None,
+        # 0: with `use_sliding_window`, every layer has the window.
         max_window_layers=0,
     )
 
@@ -92,6 +95,7 @@ def _write_qwen(config: Qwen3MoeConfig, spelling: Spelling) -> dict[str, Any]:
     return written | {
         "moe_intermediate_size": config.moe_intermediate_dim,
         "num_experts": config.num_experts,
+        # Both names: transformers 5 reads this one, older versions `num_experts`.
         "num_local_experts": config.num_experts,
         "num_experts_per_tok": config.num_experts_per_tok,
         "norm_topk_prob": config.norm_topk_prob,
@@ -104,17 +108,18 @@ def _write_qwen(config: Qwen3MoeConfig, spelling: Spelling) -> dict[str, Any]:
 
 
 def mixtral_rules(config: MixtralConfig, Vocab: Axis | None = None) -> WeightRules:
-    """Where each leaf of a Mixtral comes from.
+    """The weight rules of a Mixtral.
 
     Args:
         config: the architecture.
         Vocab: the model's vocabulary axis; see `decoder_rules`.
     """
+    # In Mixtral's tensors w1 is the gate, w2 the down and w3 the up projection.
     return _rules(config, Vocab, "block_sparse_moe", gate="w1", up="w3", down="w2")
 
 
 def qwen3_moe_rules(config: Qwen3MoeConfig, Vocab: Axis | None = None) -> WeightRules:
-    """Where each leaf of a Qwen3 with experts comes from.
+    """The weight rules of a Qwen3 with experts.
 
     Args:
         config: the architecture.
@@ -125,10 +130,12 @@ def qwen3_moe_rules(config: Qwen3MoeConfig, Vocab: Axis | None = None) -> Weight
 
 def _rules(config: DecoderConfig, Vocab: Axis | None, part: str, *, gate: str, up: str, down: str) -> WeightRules:
     def of_experts(target: str, name: str, *axes: tuple[str, ...]) -> BlockTensor:
+        # `{expert}` is numbered like `{layers}`: each leaf is stacked over both, [layers, expert, out, in].
         return BlockTensor(target=f"mlp.{target}.weight", source=f"{part}.experts.{{expert}}.{name}.weight", axes=axes)
 
     block = [
         *projections(ATTENTION, biases=attention_biases(config)),
+        # The router is one matrix [expert, embed], unlike the experts' own.
         BlockTensor(target="mlp.router.weight", source=f"{part}.gate.weight", axes=(("expert",), EMBED)),
         of_experts("gate_proj", gate, MLP, EMBED),
         of_experts("up_proj", up, MLP, EMBED),

@@ -1,7 +1,7 @@
 """`Olmo2Config` (OLMo 2, arXiv:2501.00656) and `Olmo3Config`.
 
-No norms before attention and MLP but behind them, and norms on the queries and on the keys of all heads together.
-OLMo 3 gives three layers in four a sliding window, and turns those without YaRN where the others have it.
+Norms come after attention and MLP instead of before them, and queries and keys are normalized over all heads together.
+OLMo 3 gives three layers in four a sliding window; only full-attention layers use YaRN.
 """
 
 import dataclasses
@@ -33,6 +33,7 @@ class Olmo2Config(LlamaConfig):
 
     @property
     def norm(self) -> NormSpec:
+        # HF's Olmo2RMSNorm multiplies by the weight in float32 and rounds after it.
         return dataclasses.replace(super().norm, rounding="product")
 
     @property
@@ -56,8 +57,8 @@ class Olmo3Config(WindowedConfig, Olmo2Config):
     """An OLMo 3.
 
     Attributes:
-        rope: of layers that see everything.
-        rope_sliding: of layers with a window; None for the same base without scaling.
+        rope: of full-attention layers.
+        rope_sliding: of sliding-window layers; None for the same base without scaling.
     """
 
     max_seq_len: int = 4096
@@ -68,6 +69,7 @@ class Olmo3Config(WindowedConfig, Olmo2Config):
     reference_checkpoint: str | None = "allenai/Olmo-3-1025-7B"
 
     def default_layer_type(self, layer: int) -> str:
+        # Every fourth layer is full, the last one of each four.
         return SLIDING if (layer + 1) % 4 else FULL
 
     def rotary(self, layer: int) -> str | None:
@@ -75,5 +77,5 @@ class Olmo3Config(WindowedConfig, Olmo2Config):
 
     @property
     def rope_local(self) -> RotaryConfig:
-        """Of layers with a window."""
+        """The rotary embeddings of sliding-window layers."""
         return self.rope_sliding or DefaultRotaryConfig(theta=self.rope.theta)

@@ -46,9 +46,11 @@ def _read_2(fields: ConfigJsonReader) -> Olmo2Config | None:
 
 def _read_3(fields: ConfigJsonReader) -> Olmo3Config | None:
     window = fields.unless_null("sliding_window", int, 4096)
+    # Read by `read_layer_types` below, after the config exists.
     fields.seen.add("layer_types")
     context = fields.size("max_position_embeddings", 2048)
     flat = fields.get("rope_theta", float, _THETA)
+    # A flat base is ambiguous for this family, and a wrong base would change results silently.
     if flat != _THETA and not fields.document.get("rope_parameters"):
         fields.problems.append(
             f"field 'rope_theta' is {flat}: versions of transformers differ in whether it applies to layers with a "
@@ -57,6 +59,7 @@ def _read_3(fields: ConfigJsonReader) -> Olmo3Config | None:
     whole, windowed = read_rope_by_layer_type(
         fields, max_position_embeddings=context, theta=_THETA, theta_of_windows=_THETA
     )
+    # None, not an equal value, so that configs read from both spellings are equal.
     same = whole is not None and windowed == DefaultRotaryConfig(theta=whole.theta)
     config = read_decoder(
         fields,
@@ -90,7 +93,7 @@ NORMS = {"post_attn_layernorm": "post_attention_layernorm", "post_mlp_layernorm"
 
 
 def rules(config: Olmo2Config, Vocab: Axis | None = None) -> WeightRules:
-    """Where each leaf of an OLMo 2 or 3 comes from.
+    """The weight rules of an OLMo 2 or 3.
 
     Args:
         config: the architecture.

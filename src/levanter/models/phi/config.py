@@ -1,4 +1,4 @@
-"""`Phi3Config` (Phi-3, arXiv:2404.14219; Phi-4 and Phi-4-mini say `phi3` as well).
+"""`Phi3Config` (Phi-3, arXiv:2404.14219; Phi-4 and Phi-4-mini have the same `model_type`).
 
 A Llama whose checkpoints hold queries, keys and values in one tensor and the gate with the up projection in another.
 Some rotate a part of each head only, and some stretch their context with LongRoPE.
@@ -17,7 +17,7 @@ class Phi3Config(LlamaConfig):
     """A Phi-3 or Phi-4.
 
     Attributes:
-        sliding_window: how many keys a query sees, itself included; None for all before it.
+        sliding_window: how many keys a query sees, itself included; None for all up to it.
     """
 
     max_seq_len: int = 4096
@@ -31,6 +31,7 @@ class Phi3Config(LlamaConfig):
         return self.sliding_window
 
     def _problems(self) -> list[str]:
+        # Parts of a LlamaConfig for which Phi-3's checkpoints have no tensors.
         plain = ("use_bias", "attention_bias", "mlp_bias", "use_qk_norm", "hybrid_norm", "input_embedding_norm")
         problems = [f"model.{name}: a Phi-3 has none" for name in plain if getattr(self, name)]
         return problems + super()._problems()

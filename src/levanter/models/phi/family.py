@@ -39,7 +39,13 @@ def _read(fields: ConfigJsonReader) -> Phi3Config | None:
     context = fields.size("max_position_embeddings", _CONTEXT)
     original = fields.size("original_max_position_embeddings", _CONTEXT)
     rope = read_rope(
-        fields, max_position_embeddings=context, partial=True, original=original, renamed=_RENAMED, only=("longrope",)
+        # transformers defaults the original context to 4096, whatever max_position_embeddings is.
+        fields,
+        max_position_embeddings=context,
+        partial=True,
+        original=original,
+        renamed=_RENAMED,
+        only=("longrope",),
     )
     return read_decoder(
         fields,
@@ -58,18 +64,21 @@ def _write(config: Phi3Config, spelling: Spelling) -> dict[str, Any]:
     document = write_llama(config, spelling, name="Phi-3", biases=(), partial=True) | NO_TOKENS
     document["sliding_window"] = config.sliding_window
     if isinstance(config.rope, LongRotaryConfig):
+        # transformers reads the original context from the top level in this family, not from the rotary block.
         document["original_max_position_embeddings"] = config.rope.original_max_position_embeddings
     return document
 
 
 def rules(config: Phi3Config, Vocab: Axis | None = None) -> WeightRules:
-    """Where each leaf of a Phi-3 comes from.
+    """The weight rules of a Phi-3.
 
     Args:
         config: the architecture; its projections have no biases.
         Vocab: the model's vocabulary axis; see `decoder_rules`.
     """
     head, mlp = config.HeadSize.size, config.intermediate_dim
+    # Rows of qkv_proj: all query heads, then all key heads,
+    # then all value heads. Rows of gate_up_proj: gate, then up.
     q, kv = config.num_heads * head, config.num_kv_heads * head
 
     def fused_tensor(source: str, target: str, axes: tuple[str, ...], start: int, size: int, of: int) -> BlockTensor:

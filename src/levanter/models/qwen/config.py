@@ -16,11 +16,11 @@ from levanter.models.registry import LmConfig
 
 @dataclass(frozen=True, kw_only=True)
 class _LateWindowConfig(WindowedConfig, LlamaConfig):
-    """What both have.
+    """The fields of both families.
 
     Attributes:
-        use_sliding_window: whether `sliding_window` counts.
-        max_window_layers: the first layer with a window (and how many are without).
+        use_sliding_window: whether `sliding_window` applies.
+        max_window_layers: the index of the first layer with a window, so the number of layers without.
     """
 
     use_sliding_window: bool = False
@@ -31,6 +31,7 @@ class _LateWindowConfig(WindowedConfig, LlamaConfig):
         return SLIDING if windowed else FULL
 
     def window(self, layer: int) -> int | None:
+        # `use_sliding_window` false wins over explicit layer types, as in transformers.
         return super().window(layer) if self.use_sliding_window else None
 
 
@@ -43,6 +44,7 @@ class QwenConfig(_LateWindowConfig):
 
     @property
     def attention(self) -> AttentionSpec:
+        # Qwen2 has biases on q, k and v but none on o, and no field of config.json says so.
         return dataclasses.replace(super().attention, qkv_bias=True)
 
 

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (`model_type: qwen2`), and Qwen3 (`qwen3`)."""
+"""The families Qwen2 and Qwen2.5 (`model_type: qwen2`), and Qwen3 (`qwen3`)."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def _windows(fields: ConfigJsonReader) -> dict[str, Any]:
         "sliding_window": fields.unless_null("sliding_window", int, _WINDOW),
         "max_window_layers": fields.get("max_window_layers", int, _FULL_LAYERS),
     }
-    # Numbers of a window that is not used mean nothing, and published files have all kinds of them.
+    # An unused window's numbers have no effect, and published files hold all kinds of them: they are dropped.
     return config if used else {"use_sliding_window": False}
 
 
@@ -49,6 +49,7 @@ def _read_3(fields: ConfigJsonReader) -> Qwen3Config | None:
         Qwen3Config,
         name="Qwen3",
         transformers_class="Qwen3ForCausalLM",
+        # Qwen3's class defaults to head_dim 128 even where hidden_size / heads is something else.
         absent=MissingFieldDefaults(context=32768, head_dim=128),
         biases=("attention_bias",),
         **windows,
@@ -62,6 +63,8 @@ def _write(config: QwenConfig | Qwen3Config, spelling: Spelling) -> dict[str, An
         "use_sliding_window": config.use_sliding_window,
         "sliding_window": config.sliding_window,
         "max_window_layers": config.max_window_layers,
+        # Written from each layer's window, since transformers derives
+        # the pattern from the numbers only if this is absent.
         "layer_types": layer_types(config),
     }
 
