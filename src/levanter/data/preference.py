@@ -1,15 +1,15 @@
-"""Records of preferences → pairs of texts, of which one was preferred (`format: {type: preference_chat}`).
+"""Records of preferences → pairs of texts, one of them preferred (`format: {type: preference_chat}`).
 
-Three shapes are read, found by their keys:
+Three shapes are read, recognized by their keys:
 
 - whole conversations (`chosen`, `rejected`), which begin alike: what they have in common is the prompt;
 - a prompt and two completions (`prompt`, `chosen`, `rejected`), each a list of messages;
-- the same two as plain texts, without roles. No template is used then; a text ends with EOS, and begins with BOS where
-  the tokenizer has one.
+- the same two as plain texts, without roles. No template is used then; a text ends with EOS, and begins with BOS if the
+  tokenizer has one.
 
-What counts is what the assistant says behind the prompt, its end of turn included (`count: all`: everywhere). The
-prompt of whole conversations is cut at a message: of two answers that begin with the same words all words count, since
-of two probabilities of one token behind one text the difference is 0.
+The assistant's tokens after the prompt count, its end of turn included (`count: all`: in every turn). The prompt of
+whole conversations ends with a message: if two answers begin with the same words, these count in both, and cancel in
+the difference of the log-probabilities.
 """
 
 import hashlib
@@ -48,19 +48,19 @@ class PreferencePair:
 
     @property
     def same(self) -> bool:
-        """Whether both are one text, which teaches nothing."""
+        """Whether both texts are equal; such a pair teaches nothing."""
         return np.array_equal(self.chosen.ids, self.rejected.ids)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairEncoder:
-    """Preferences.
+    """Encodes records of preferences.
 
     Attributes:
-        format: their keys.
-        template: messages to text; None where there is none, which plain texts do without.
+        format: the keys of a record.
+        template: messages to text; None if there is none, which suffices for plain texts.
         tokenizer: text to ids.
-        bos, eos: ids put before and behind plain texts; None for none.
+        bos, eos: the ids added before and after plain texts; None for none.
     """
 
     format: PreferenceChatLmDatasetFormat
@@ -75,10 +75,10 @@ class PairEncoder:
         return 1 + sum(_characters(self._read_text(value, key, origin)) for key in self._keys)
 
     def shape(self, record: tuple[Any, str]) -> Shape:
-        """Which of the shapes a record has.
+        """The shape of a record.
 
         Raises:
-            DataError: none.
+            DataError: it has none of the shapes.
         """
         value, origin = record
         chosen, rejected = (self._read_text(value, key, origin) for key in self._keys)
@@ -97,8 +97,8 @@ class PairEncoder:
         """The pair of each record.
 
         Raises:
-            DataError: a record of none of the shapes; two texts without a common prompt; an empty completion; and what
-                is wrong with conversations.
+            DataError: a record of none of the shapes; two texts without a common prompt; an empty completion; and the
+                problems of conversations.
         """
         return [self._pair(record) for record in records]
 
@@ -107,6 +107,7 @@ class PairEncoder:
         shape = self.shape(record)
         values = [value[key] for key in self._keys]
         if shape in ("prompt and texts", "texts"):
+            # Without a `prompt` key, the common beginning of the two texts is the prompt, and only the rest differs.
             prompt = value[PROMPT] if shape == "prompt and texts" else _common_text(*values, origin=origin)
             answers = values if shape == "prompt and texts" else [text[len(prompt) :] for text in values]
             return PreferencePair(
@@ -132,18 +133,20 @@ class PairEncoder:
             else:
                 counted = 0 if self.format.count == "all" else since
                 encoded.append(self._answers.counted(messages, more, where, since=counted))
+            # The weight of the last position does not count: nothing follows it.
             if not (encoded[-1].weights is not None and encoded[-1].weights[:-1].any()):
                 raise DataError(f"{where}: empty completion: nothing that the assistant says counts")
         return PreferencePair(chosen=encoded[0], rejected=encoded[1])
 
     def _prompt_messages(self, both: Sequence[list[dict[str, Any]]], prompt_length: int | None, origin: str) -> int:
-        """Where the prompt ends: behind the messages that were given as such, or that both have in common."""
+        """The number of messages of the prompt: the record's prompt, or what both conversations have in common."""
         chosen, rejected = both
         if prompt_length is None:
             pairs = enumerate(zip(chosen, rejected, strict=False))
             prompt_length = next((n for n, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
             if prompt_length == len(chosen) == len(rejected):
                 # Twice the same: its last answer is what would have been preferred.
+                # Otherwise the whole conversation would be the prompt and no answer would be left.
                 prompt_length -= 1
         if prompt_length < 1:
             first = [f"{message['role']}: {str(message.get('content'))[:40]!r}" for message in (chosen[0], rejected[0])]
@@ -151,17 +154,20 @@ class PairEncoder:
         return prompt_length
 
     def _texts(self, prompt: str, answers: Sequence[str], origin: str) -> list[Encoded]:
-        """Plain texts: BOS, prompt, answer, EOS; prompt and answer each tokenized for itself."""
+        """Plain texts: BOS, prompt, answer, EOS; prompt and answer are tokenized separately."""
         before = [] if self.bos is None else [self.bos]
         after = [] if self.eos is None else [self.eos]
         encoded = []
         for answer, key in zip(answers, self._keys, strict=True):
             if not answer:
                 raise DataError(f"{origin}, {key}: empty completion: there is nothing behind the prompt")
+            # Tokenized separately, so that the prompt has the same ids in both texts, whatever the answer begins with.
             prompt_ids, answer_ids = self.tokenizer.encode_batch([prompt, answer])
             ids = np.concatenate([before, prompt_ids, answer_ids, after]).astype(np.int32)
             weights = np.ones(len(ids), np.float32)
+            # The last token of BOS and prompt predicts the first one of the answer, so its weight stays 1.
             weights[: max(len(before) + len(prompt_ids) - 1, 0)] = 0.0
+            # Nothing follows the last token.
             weights[-1] = 0.0
             encoded.append(Encoded(ids, weights))
         return encoded
@@ -204,7 +210,7 @@ class PairDocuments:
     """Preferences as documents of a token store: of each pair the chosen text, then the rejected one.
 
     Attributes:
-        pairs: makes them.
+        pairs: encodes the records.
     """
 
     pairs: PairEncoder
@@ -219,13 +225,13 @@ class PairDocuments:
 
 
 def pair_template(format: PreferenceChatLmDatasetFormat, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The template of a set; None where neither it nor the tokenizer has one, which plain texts do without."""
+    """The template of a set; None if neither the set nor the tokenizer has one, which suffices for plain texts."""
     tokenizer_template = tokenizer.chat_template if isinstance(tokenizer, TemplateTokenizer) else None
     return None if format.chat_template is None and tokenizer_template is None else chat_template(format, tokenizer)
 
 
 def pair_identity(format: PreferenceChatLmDatasetFormat, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What decides a set's ids and weights, for the manifest of its token store."""
+    """Everything that a set's ids and weights depend on, for the manifest of its token store."""
     template = pair_template(format, tokenizer)
     return {
         "chosen_field": format.chosen_field,
@@ -237,6 +243,7 @@ def pair_identity(format: PreferenceChatLmDatasetFormat, tokenizer: Tokenizer) -
     }
 
 
+# The texts below are recorded in manifests and compared; rewording one would refuse every existing store.
 def _rule(format: PreferenceChatLmDatasetFormat, template: ChatTemplate | None) -> str:
     if not format.mask_user_turns:
         return "every token"
@@ -246,7 +253,7 @@ def _rule(format: PreferenceChatLmDatasetFormat, template: ChatTemplate | None) 
 
 
 def describe_pairs(format: PreferenceChatLmDatasetFormat, tokenizer: Tokenizer) -> str:
-    """Which template a set has, and what counts, in a line."""
+    """Describes in a line a set's template and the rule for the tokens that count."""
     template = pair_template(format, tokenizer)
     counts = _rule(format, template)
     if template is None:
@@ -257,9 +264,10 @@ def describe_pairs(format: PreferenceChatLmDatasetFormat, tokenizer: Tokenizer) 
 
 
 def _common_text(chosen: str, rejected: str, *, origin: str) -> str:
-    """The words that two texts begin with in common; a blank before the word where they part is not among them."""
+    """The words that two texts begin with in common; without the blank before the first differing word."""
     pairs = enumerate(zip(chosen, rejected, strict=False))
     at = next((n for n, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
+    # Tokenizers join a blank with the word behind it, so the blank belongs to the answers.
     if at and chosen[at - 1] == " ":
         at -= 1
     if not at:

@@ -1,6 +1,6 @@
 """Readers: a file → its documents.
 
-A *document* is a string with the place it came from. The file's name says how it is read:
+A *document* is a string with its origin. The file's name determines how it is read:
 
 | name                       | one document is                                                                     |
 |----------------------------|-------------------------------------------------------------------------------------|
@@ -9,8 +9,8 @@ A *document* is a string with the place it came from. The file's name says how i
 | `.json`                    | the text key of each object in a list, or of the one object; strings as they are    |
 | `.parquet`                 | the text column of each row                                                         |
 
-`.gz` and `.zst` behind any of them but Parquet (which compresses itself) is decompressed on the way. Text is UTF-8; a
-byte order mark at the beginning is dropped, nothing else is changed: not the line ends, not the Unicode form.
+Files with a further `.gz` or `.zst` are decompressed, except Parquet, which compresses itself. Text is UTF-8; a byte
+order mark at the beginning is dropped, nothing else is changed, neither line ends nor the Unicode form.
 """
 
 import contextlib
@@ -67,7 +67,7 @@ def read_documents(path: str, format: TextLmDatasetFormat) -> Iterator[Document]
 
 
 def read_records(path: str) -> Iterator[tuple[Any, str]]:
-    """Reads the records of a file whole, each with where it stands: JSON values, or rows of Parquet as mappings.
+    """Reads the records of a file, each with its origin: JSON values, or rows of Parquet as mappings.
 
     Raises:
         MissingFileError: there is no such file.
@@ -85,11 +85,12 @@ def read_records(path: str) -> Iterator[tuple[Any, str]]:
 
 
 def file_kind(path: str) -> tuple[str, str | None]:
-    """How a file is read, by its name: (`txt` | `json` | `jsonl` | `parquet`, None | `gz` | `zst`).
+    """How a file is read, from its name: (`txt` | `json` | `jsonl` | `parquet`, None | `gz` | `zst`).
 
     Raises:
         DataError: no reader knows the ending.
     """
+    # Without the query of a signed URL, which follows the name.
     name = base_name(path).lower().split("?")[0]
     compression = None
     for ending, method in ((".gz", "gz"), (".zst", "zst"), (".zstd", "zst")):
@@ -115,6 +116,7 @@ def _decompressed(path: str, compression: str | None) -> Iterator[IO[bytes]]:
                 with gzip.open(raw) as file:
                     yield file  # type: ignore[misc]
             elif compression == "zst":
+                # Lines are read in small pieces, which this buffer serves.
                 with io.BufferedReader(_ZstdStream(raw), 1 << 20) as file:
                     yield file
             else:
@@ -131,7 +133,7 @@ _ZSTD_BYTES = 4096
 class _ZstdStream(io.RawIOBase):
     """The content of Zstandard frames, one after the other.
 
-    The library's own reader takes a stream that is cut off for one that ends; this one raises `EOFError`.
+    The library's own reader treats a truncated stream as a complete one; this one raises `EOFError`.
     """
 
     def __init__(self, raw: IO[bytes]):
@@ -146,7 +148,7 @@ class _ZstdStream(io.RawIOBase):
     def readinto(self, buffer: memoryview) -> int:
         while not self._ready:
             block = self._rest or self._raw.read(1 << 18)
-            # A few bytes may stand for megabytes; so many at a time stand for 128 MiB at most.
+            # A few bytes may decompress to megabytes; `_ZSTD_BYTES` decompress to at most 128 MiB.
             block, self._rest = block[:_ZSTD_BYTES], block[_ZSTD_BYTES:]
             if not block:
                 if self._frame is not None:
@@ -154,6 +156,7 @@ class _ZstdStream(io.RawIOBase):
                 return 0
             self._frame = self._frame or zstandard.ZstdDecompressor().decompressobj()
             self._ready = memoryview(self._frame.decompress(block))
+            # Frames may follow each other in one file; what this frame did not use begins the next one.
             if self._frame.eof:
                 self._rest, self._frame = self._frame.unused_data + self._rest, None
         count = min(len(buffer), len(self._ready))
@@ -177,7 +180,7 @@ def _without_mark(content: bytes) -> tuple[bytes, int]:
 
 
 def _content(path: str, file: IO[bytes]) -> bytes:
-    """The whole of a file. What is compressed is bounded, since its size does not say what it holds."""
+    """The content of a file. Compressed files are bounded, because their size does not limit their content."""
     if file_kind(path)[1] is None:
         return file.read()
     return read_bounded(file, RECORD_BYTES, where=path)
@@ -197,6 +200,7 @@ def _lines(path: str, file: IO[bytes]) -> Iterator[tuple[int, int, bytes]]:
         content = content.rstrip(b"\r\n")
         if content.strip():
             yield number, offset + skipped, content
+        # The line as stored, its end included: error messages give byte offsets in the (decompressed) file.
         offset += len(line)
 
 
@@ -219,6 +223,7 @@ def _json_values(path: str, file: IO[bytes]) -> Iterator[tuple[Any, str]]:
         except OutOfBoundsError as error:
             raise DataError(f"{origin}: {error}") from error
         except json.JSONDecodeError as error:
+            # A pretty-printed JSON file has an opening bracket alone on its first line.
             hint = "; the file looks like one JSON value: name it .json" if number == 1 and text.strip() in "[{" else ""
             raise DataError(f"{origin}: not JSON at column {error.colno} ({error.msg}){hint}") from error
         yield record, origin
@@ -257,7 +262,7 @@ def _record_text(record: object, key: str, origin: str) -> str:
 
 
 def _checked(text: str, origin: str) -> str:
-    """The text, unless it has half a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    """Returns the text; refuses half of a surrogate pair, which JSON can represent and UTF-8 cannot."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -280,6 +285,7 @@ def _parquet_file(path: str) -> Iterator[Any]:
     import pyarrow.parquet as pq
 
     fs, name = filesystem(path)
+    # `ParquetFile` on a missing path raises an error without the nearest names.
     if not fs.isfile(name):
         raise missing_file(path)
     with open_read(path) as raw:
@@ -320,6 +326,7 @@ def _rows(
 
     row = 0
     try:
+        # In batches, so that a row group of gigabytes is not converted to Python objects at once.
         for batch in file.iter_batches(columns=columns, batch_size=4096):
             for value in values(batch):
                 yield value, row

@@ -1,4 +1,4 @@
-"""The values of records: JSON objects and rows of Parquet, of which a key must have a value of some type."""
+"""The values of records: JSON objects and rows of Parquet, with checks of keys and types."""
 
 from typing import TypeVar
 
@@ -14,7 +14,7 @@ def record_value(value: object, key: str, kind: type[T], origin: str) -> T:
         value: the record.
         key: the key.
         kind: the type that its value must have.
-        origin: where the record is from, for messages.
+        origin: the file and position of the record, for messages.
 
     Raises:
         DataError: the record is no object, or it has no such key, or one of another type.

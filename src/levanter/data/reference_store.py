@@ -1,11 +1,11 @@
 """Stores the reference model's log-probabilities of preference pairs: two float32 values per pair.
 
     <folder>/
-        manifest.json        what they were made from
-        part-00000.f32 …     `PART` pairs each, and behind them a digest of the identity, the number and the values
+        manifest.json        the identity of reference and pairs part-00000.f32 …     `PART` pairs each, then a digest
+        of the identity, the part's number and the values
 
-A part counts where its digest is right, so a build that was killed goes on with the parts that are missing and leaves
-the same bytes. A folder that was made from something else (another reference, other pairs) is refused, never read.
+A part is valid if its digest is right, so a build that was killed continues with the missing parts and produces the
+same bytes. A folder with another identity (another reference, other pairs) is refused.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ PART = 4096
 VERSION = 1
 _DIGEST = hashlib.sha256().digest_size
 _NAMES_ONLY = ("reference",)
-"""Of an identity, what only names something: the same weights may be elsewhere by now."""
+"""Keys of an identity that only name something: the same weights may have another path later."""
 
 
 class ReferenceStoreError(DataError):
@@ -40,9 +40,9 @@ class ReferenceStore:
     """The log-probabilities of one set.
 
     Attributes:
-        folder: where they are.
-        identity: what they are made from: the reference and its digest, the pairs' digest, template, length, dtype.
-        pairs: how many there are.
+        folder: the folder of the files.
+        identity: what they depend on: the reference and its digest, the pairs' digest, template, length, dtype.
+        pairs: the number of pairs.
     """
 
     folder: str
@@ -55,10 +55,10 @@ class ReferenceStore:
         return [range(start, min(start + PART, self.pairs)) for start in range(0, self.pairs, PART)]
 
     def check(self) -> None:
-        """Looks at the manifest that is there.
+        """Compares the manifest, if there is one, with this identity.
 
         Raises:
-            ReferenceStoreError: it is of something else; lists every difference.
+            ReferenceStoreError: it has another identity; lists every difference.
         """
         path = join(self.folder, MANIFEST)
         if not exists(path):
@@ -92,12 +92,14 @@ class ReferenceStore:
             values: float32 `[pairs of the part, 2]`.
         """
         assert values.shape == (len(self.chunks[number]), 2), (values.shape, number)
+        # A fixed byte order, so that any machine can read the file.
         content = np.ascontiguousarray(values, "<f4").tobytes()
         write_file(self._path(number), content + self._digest(number, content))
 
     def read(self, number: int) -> np.ndarray | None:
-        """A part; None where it is missing, or damaged, so that it is to be made again."""
+        """A part; None if it is missing or damaged and must be computed again."""
         path, size = self._path(number), len(self.chunks[number]) * 8
+        # The size check avoids reading a truncated file over the network.
         if not exists(path) or file_size(path) != size + _DIGEST:
             return None
         with open_read(path) as file:
@@ -108,11 +110,11 @@ class ReferenceStore:
         return np.frombuffer(content[:size], "<f4").reshape(-1, 2).astype(np.float32)
 
     def missing(self) -> list[int]:
-        """The parts that are to be made."""
+        """The parts that must be computed."""
         return [number for number in range(len(self.chunks)) if self.read(number) is None]
 
     def all(self) -> np.ndarray:
-        """All of them, float32 `[pairs, 2]`.
+        """The values of all pairs, float32 `[pairs, 2]`.
 
         Raises:
             ReferenceStoreError: a part is missing.
@@ -120,6 +122,7 @@ class ReferenceStore:
         chunks = [self.read(number) for number in range(len(self.chunks))]
         absent = [self._path(number) for number, chunk in enumerate(chunks) if chunk is None]
         if absent:
+            # Each host has written its parts; a part that this host cannot see means that the folder is not shared.
             raise ReferenceStoreError(f"{absent[0]}: missing; the folder must be storage that all hosts see")
         return np.concatenate([np.zeros((0, 2), np.float32), *(chunk for chunk in chunks if chunk is not None)])
 
@@ -127,13 +130,15 @@ class ReferenceStore:
         return join(self.folder, f"part-{number:05d}.f32")
 
     def _digest(self, number: int, content: bytes) -> bytes:
+        # The digest binds a part to its identity and number, so a part copied from another folder is not accepted.
         identity = {key: value for key, value in self.identity.items() if key not in _NAMES_ONLY}
         text = json.dumps([identity, number], sort_keys=True).encode()
         return hashlib.sha256(text + content).digest()
 
 
 def pairs_digest(rows: PairRows) -> str:
-    """Hex SHA-256 of the tokens of pairs and of what counts of them."""
+    """Hex SHA-256 of the tokens of pairs and of the positions that count."""
+    # The targets as one bit per position: which positions count is all that they add to the tokens.
     digest = hashlib.sha256(f"{len(rows)} {rows.half}".encode())
     for start in range(0, len(rows), PART):
         tokens, targets = pair_targets(rows.take(np.arange(start, min(start + PART, len(rows)))))

@@ -2,11 +2,11 @@
 
 Two ways to lay documents into rows of `positions` tokens:
 
-- *concatenated*: documents lie end to end and are cut every `positions` tokens. Nothing is padded; what is left behind
-  the last complete row is not used. (A set smaller than one row is one padded row.)
+- *concatenated*: documents lie end to end and are cut every `positions` tokens. Nothing is padded; tokens after the
+  last complete row are not used. (A set smaller than one row is one padded row.)
 - *packed*: whole documents, several to a row, planned by `packing`; the rest of the row is padding. A document longer
-  than a row is cut into pieces, the last of them as long as it happens to be; one of which a later piece means nothing
-  without the earlier one (a conversation) keeps its beginning or its end, or is left out.
+  than a row is cut into pieces, the last of them shorter; a document whose later pieces mean nothing without the
+  earlier ones (a conversation) keeps its beginning or its end, or is left out.
 
 *Segment ids* number a row's documents from 0; padding has −1. Loss weights are 0 where nothing of the sequence follows:
 at a row's last place, before padding, and at a document's last token, unless documents may see each other.
@@ -40,6 +40,7 @@ def next_tokens(tokens: np.ndarray, segment_ids: np.ndarray | None = None) -> np
     targets = np.full(tokens.shape, NO_TARGET, np.int32)
     targets[..., :-1] = tokens[..., 1:]
     if segment_ids is not None:
+        # A position whose successor is in another segment, or is padding, predicts nothing.
         targets[..., :-1][segment_ids[..., 1:] != segment_ids[..., :-1]] = NO_TARGET
     return targets
 
@@ -71,7 +72,7 @@ class TrainRows:
         )
 
     def put(self, where: np.ndarray, rows: "TrainRows") -> None:
-        """Writes rows into these places."""
+        """Writes rows to these indices."""
         self.tokens[where] = rows.tokens
         self.loss_weights[where] = rows.loss_weights
         self.segment_ids[where] = rows.segment_ids
@@ -92,7 +93,7 @@ class Rows(Protocol):
         ...
 
     def describe(self) -> str:
-        """How documents lie in the rows, in a few words."""
+        """Describes in a few words how documents are laid into rows."""
         ...
 
 
@@ -115,6 +116,7 @@ class ConcatenatedRows:
         return int(self.tokens.starts[-1])
 
     def __len__(self) -> int:
+        # A set shorter than one row has one padded row rather than none.
         return max(self._total // self.positions, 1)
 
     def take(self, numbers: np.ndarray) -> TrainRows:
@@ -136,10 +138,14 @@ class ConcatenatedRows:
         marks = span_indices(first, last - first)
         at = np.repeat(np.arange(len(numbers)), last - first)
         begin_marks = np.zeros((len(numbers), self.positions), np.int32)
+        # A document that begins at the row's first position is not marked, so it has number 0.
         np.add.at(begin_marks, (at, starts[marks] - begins[at]), 1)
+        # The last token before padding predicts nothing.
         rows.loss_weights[:, :-1] *= real[:, 1:]
+        # A row's last position predicts nothing: its successor is in the next row.
         rows.loss_weights[:, -1] = 0.0
         if self.separate:
+            # A position predicts nothing if the next one begins a document.
             rows.loss_weights[:, :-1] *= begin_marks[:, 1:] == 0
             rows.segment_ids[real] = np.cumsum(begin_marks, axis=1, dtype=np.int32)[real]
         else:
@@ -147,7 +153,7 @@ class ConcatenatedRows:
         return rows
 
     def describe(self) -> str:
-        """How the documents lie, and how many tokens are left out or padded."""
+        """Describes the layout, and how many tokens are left out or padded."""
         dropped = max(self._total - len(self) * self.positions, 0)
         remainder = f", {dropped:,} tokens after the last row dropped" if dropped else ""
         if self._total < self.positions:
@@ -166,9 +172,9 @@ class PackedRows:
         begins, lengths: int64 `[pieces]`: the documents, those that are longer than a row truncated.
         packing: which pieces each row holds.
         cut: documents that were cut.
-        kept: what is kept of these, in a word; "" where all of it is, in pieces.
-        dropped: documents that were left out, since they are longer than a row.
-        uncounted: documents that were left out, since nothing counts in what a row has of them.
+        kept: the part of these that is kept, in a word; "" if all pieces are.
+        dropped: documents that were left out, because they are longer than a row.
+        uncounted: documents that were left out, because nothing counts in the part that fits into a row.
     """
 
     tokens: Tokens
@@ -202,9 +208,11 @@ class PackedRows:
         rows = TrainRows.empty(len(numbers), self.positions)
         rows.tokens.reshape(-1)[positions] = ids
         rows.loss_weights.reshape(-1)[positions] = 1.0 if weights is None else weights
+        # The last position of each piece predicts nothing: what follows is padding or another document.
         rows.loss_weights.reshape(-1)[row * self.positions + begin + lengths - 1] = 0.0
         # The number of each piece within its row.
         within = np.arange(len(pieces)) - np.repeat(np.cumsum(count) - count, count)
+        # Without separation all documents of a row share segment 0 and see each other.
         rows.segment_ids.reshape(-1)[positions] = np.repeat(within if self.separate else 0 * within, lengths)
         return rows
 
@@ -226,7 +234,7 @@ class PackedRows:
 
 
 Overlength = Literal["cut", "left", "right", "drop", "raise"]
-"""Of a document longer than a row: all of it in pieces, its beginning, its end, nothing; or an error."""
+"""For a document longer than a row: cut it into pieces, keep its beginning or its end, drop it, or refuse it."""
 
 
 def packed_rows(
@@ -238,17 +246,18 @@ def packed_rows(
         tokens: the documents.
         positions: tokens in a row.
         separate: whether a token sees only its own document.
-        most: documents in a row at most; None for as many as fit.
-        overlength: what becomes of documents longer than a row.
+        most: the maximum number of documents in a row; None for as many as fit.
+        overlength: what to do with documents longer than a row.
 
     Raises:
-        DataError: there are some, and that is refused; nothing is left.
+        DataError: some are longer and are refused; or nothing is left.
     """
     if overlength != "cut":
         return _whole_rows(tokens, positions, separate, most, overlength)
     lengths = np.diff(tokens.starts)
     # A document longer than a row is cut into ⌈length / positions⌉ pieces.
     pieces = -(-lengths // positions)
+    # The index of each piece within its document, from 0.
     number = np.arange(int(pieces.sum())) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     begins = np.repeat(tokens.starts[:-1], pieces) + number * positions
     remaining = np.minimum(np.repeat(tokens.starts[1:], pieces) - begins, positions)
@@ -279,6 +288,7 @@ def _whole_rows(tokens: Tokens, positions: int, separate: bool, most: int | None
     if overlength == "drop":
         leave[long] = True
     elif tokens.weighted:
+        # Only documents with loss weights can lose everything that counts; of plain text every position counts.
         leave[long] = [not _counts(tokens, int(begins[i]), positions) for i in long]
     if leave.all():
         raise DataError(
@@ -301,9 +311,10 @@ def _whole_rows(tokens: Tokens, positions: int, separate: bool, most: int | None
 
 
 def _counts(tokens: Tokens, begin: int, count: int) -> bool:
-    """Whether anything counts in the loss of a row's worth of a document."""
+    """Whether anything counts in the loss in `count` tokens of a document from `begin` on."""
     _, weights = tokens.read(np.array([begin]), np.array([count]))
     assert weights is not None
+    # The last position predicts nothing, whatever its weight.
     return bool((weights[:-1] > 0).any())
 
 
@@ -317,6 +328,7 @@ def take_mixed(sources: Sequence[Rows], which: np.ndarray, numbers: np.ndarray) 
     """
     rows = TrainRows.empty(len(which), sources[0].positions)
     for i in np.unique(which):
+        # One read per set: a set's spans are then fetched from its store together.
         here = np.flatnonzero(which == i)
         rows.put(here, sources[i].take(numbers[here]))
     return rows

@@ -1,15 +1,15 @@
-"""Shuffles: orders of `n` things that are computed, not stored.
+"""Shuffles: permutations of `n` items that are computed, not stored.
 
-A *permutation* answers "which thing is at place i?" for any `i` without having looked at the places before it, so a
-run that resumes at step 300,000 asks for exactly the rows that it would have read, in no time and with no state.
+A *permutation* computes which item is at position i, for any `i`, without the positions before it. So a run that
+resumes at step 300,000 reads exactly the rows that it would have read, at once and without any saved state.
 
 - `Feistel`: a keyed bijection. The index is two halves of equally many bits; eight rounds add a keyed hash of one half
-  to the other; what falls outside `[0, n)` goes through again until it does not (*cycle walking*; at most 4 times on
+  to the other; a result outside `[0, n)` is permuted again until it is inside (*cycle walking*; at most 4 times on
   average, since the domain is less than `4n`).
-- `Affine`: `a·i + b mod n` with `a` prime to `n`. Cheap, and as regular as it looks.
+- `Affine`: `a·i + b mod n` with `a` prime to `n`. Cheap, but regular.
 - `ShuffledWindows`: consecutive windows, each permuted on its own (upstream's `shuffle: 10000`: *eras*).
-- `Blocks`: blocks of consecutive things are put into a random order, then things are permuted within windows of so many
-  blocks. What is read at about the same time lies in few blocks, which is what a store on a far disk wants.
+- `Blocks`: blocks of consecutive items are put into a random order, then items are permuted within windows of several
+  blocks. Items that are read at about the same time lie in few blocks, so a remote store is read in few large requests.
 """
 
 import math
@@ -28,19 +28,21 @@ class Permutation(Protocol):
 
     @property
     def size(self) -> int:
-        """How many numbers it permutes."""
+        """The number of items."""
         ...
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
-        """What is at these places: int64, of the shape of `positions`."""
+        """The items at these positions: int64, of the shape of `positions`."""
         ...
 
 
 def subkey(key: int, *words: int | str) -> int:
     """A key of 64 bits derived from another one and some words; the same on every machine."""
+    # Python integers are unbounded; the state is reduced to 64 bits at the beginning and in every `_mix_int`.
     state = key & (2**64 - 1)
     for word in words:
         content = word.encode() if isinstance(word, str) else int(word).to_bytes(16, "little", signed=True)
+        # 255 ends a word: no UTF-8 byte has this value, so ("ab", "c") and ("a", "bc") differ.
         for byte in content + b"\xff":
             state = _mix_int((state ^ byte) + 0x9E3779B97F4A7C15)
     return state
@@ -55,7 +57,7 @@ def _mix_int(x: int) -> int:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The same on uint64 arrays, which wrap around as it wants."""
+    """The same on uint64 arrays, whose products wrap around modulo 2^64 as required."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -80,6 +82,7 @@ class Feistel:
 
     @cached_property
     def _half_bits(self) -> int:
+        # ⌈bits / 2⌉ for each half: the domain 4^half_bits is at least `size` and less than 4 times as large.
         return max(1, -(-max(self.size - 1, 1).bit_length() // 2))
 
     @cached_property
@@ -102,16 +105,17 @@ class Feistel:
         # A Feistel network with xor: invertible whatever the round function is.
         high, low = x >> bits, x & mask
         for key in self._round_keys:
+            # The old low half becomes the high one; the round can be undone because it is still there.
             high, low = low, high ^ (_mix((low + _GOLDEN) ^ key) & mask)
         return (high << bits) | low
 
 
 @dataclass(frozen=True)
 class Affine:
-    """`a·i + b mod size`: every `a`-th thing, from `b` on.
+    """`a·i + b mod size`: every `a`-th item, from `b` on.
 
     Raises:
-        ValueError: more than 2³² things, whose products no longer fit into 64 bits.
+        ValueError: more than 2³² items, whose products no longer fit into 64 bits.
     """
 
     size: int
@@ -132,6 +136,7 @@ class Affine:
     def __call__(self, positions: np.ndarray) -> np.ndarray:
         factor, offset = self._factors
         size = np.uint64(self.size)
+        # Both factors are below 2³², so their product fits into 64 bits.
         product = np.asarray(positions).astype(np.uint64) * np.uint64(factor) % size
         return ((product + np.uint64(offset)) % size).astype(np.int64)
 
@@ -143,7 +148,7 @@ def permutation(kind: str | None, size: int, key: int) -> Permutation:
 
 @dataclass(frozen=True)
 class ShuffledWindows:
-    """Consecutive windows of `window` things, each permuted on its own."""
+    """Consecutive windows of `window` items, each permuted on its own."""
 
     size: int
     key: int
@@ -159,6 +164,7 @@ class ShuffledWindows:
         items = np.empty_like(positions)
         for one in np.unique(number):
             start = int(one) * self.window
+            # The last window may be short.
             inside = permutation(self.kind, min(self.window, self.size - start), subkey(self.key, int(one)))
             here = number == one
             items[here] = start + inside(positions[here] - start)
@@ -167,10 +173,10 @@ class ShuffledWindows:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks in random order, then things within windows of blocks; the last block may be short.
+    """Blocks in random order, then items within windows of blocks; the last block may be short.
 
     Attributes:
-        block: things in a block.
+        block: items in a block.
         window: blocks in a window.
     """
 
@@ -193,11 +199,12 @@ class Blocks:
 
     @cached_property
     def _short(self) -> tuple[int, int]:
-        """Where in the order the last block is, and how many things it lacks."""
+        """The slot of the last block in the order, and how many items it lacks."""
         lacking = self._blocks * self.block - self.size
         if lacking == 0:
             return self._blocks, 0
         # A search, once: a permutation here knows no inverse. Slots are few.
+        # In pieces of 2^20, so that the memory does not grow with the number of blocks.
         step = 1 << 20
         for start in range(0, self._blocks, step):
             slots = np.arange(start, min(start + step, self._blocks))
@@ -207,6 +214,8 @@ class Blocks:
         raise AssertionError("a permutation without its last element")
 
     def _slot_start(self, slot: np.ndarray) -> np.ndarray:
+        # A *slot* is a place in the order of blocks. Slot s begins at s·block, less what the short block before it
+        # lacks.
         at, lacking = self._short
         return slot * self.block - np.where(slot > at, lacking, 0)
 
@@ -218,6 +227,7 @@ class Blocks:
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
         positions = np.asarray(positions, np.int64)
+        # Windows are runs of `window` consecutive slots; the short block makes its window shorter.
         windows = self._slots(positions) // self.window
         items = np.empty_like(positions)
         for one in np.unique(windows):
@@ -225,6 +235,8 @@ class Blocks:
             start, stop = self._slot_start(np.array([first, min(first + self.window, self._blocks)]))
             inside = permutation(self.kind, int(stop - start), subkey(self.key, "window", int(one)))
             here = windows == one
+            # First within the window: `moved` is a position in the order of blocks; its slot then gives the block and
+            # the offset.
             moved = start + inside(positions[here] - start)
             slot = self._slots(moved)
             items[here] = self._order(slot) * self.block + (moved - self._slot_start(slot))

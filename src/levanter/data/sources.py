@@ -1,4 +1,4 @@
-"""Sources: where a component's records are.
+"""Sources: the locations of a component's records.
 
 A source is configuration. `documents.py` resolves it into the files of one split before any weight is read;
 `readers.py` reads their documents.
@@ -42,7 +42,7 @@ class UrlDatasetSource(DatasetSourceBase):
     format: LmDatasetFormatBase = field(default_factory=TextLmDatasetFormat)
 
     def urls(self, split: str) -> list[str]:
-        """The patterns of a split; none for a split this source does not know."""
+        """The patterns of a split; none for a split that this source does not have."""
         return {"train": self.train_urls, "validation": self.validation_urls}.get(split, [])
 
 
@@ -62,6 +62,7 @@ class HfDatasetSource(DatasetSourceBase):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # The id becomes part of an `hf://` URL and, by default, of a folder name; `..` must not lead out of either.
         problem = name_problem(self.id, max_components=2)
         if problem is not None:
             raise ValueError(f"id: {problem}; expected a data set of the Hub: NAME or OWNER/NAME")
@@ -70,13 +71,13 @@ class HfDatasetSource(DatasetSourceBase):
 @DatasetSourceBase.register_subclass("python_docs")
 @dataclass(frozen=True, kw_only=True)
 class PythonDocsSource(DatasetSourceBase):
-    """Text that every Python carries: the language reference topics behind `help("…")` (`pydoc_data.topics`).
+    """Text of every Python installation: the language reference topics behind `help("…")` (`pydoc_data.topics`).
 
     The topics, sorted by name and joined by two newlines, are one document. It is the only one and belongs to the
     split `validation`. The text differs between Python versions.
 
     Attributes:
-        max_chars: how many characters to take from the beginning; all where absent.
+        max_chars: how many characters to take from the beginning; all if absent.
         hold_out_every: n: makes each topic a document of its own and every n-th of them validation data; the others are
             training data.
     """

@@ -1,18 +1,18 @@
-"""The token store: the documents of one split of one set as token ids, written once and read at any place.
+"""The token store: the documents of one split of one set as token ids, written once, with random access.
 
 A store is a folder:
 
     <cache_dir>/<set>/<split>/
-        manifest.json             what it was made from, and (when finished) what is in it
-        shards/00000/             one for each source file, or for each group of them
+        manifest.json             its identity, and (when finished) its content shards/00000/             one for each
+        source file, or for each group of them
             ids/                  TensorStore array (zarr3): the documents' ids end to end
             offsets/              where each document ends
             weights/              loss weights beside the ids, for formats that have them
             shard.json            written last: counts, and the size of every file above
 
-Jagged arrays, that is: flat values and offsets. Chunks are compressed and carry checksums, which every read verifies. A
-*finished* store has a manifest that says so; a folder that says something else than the configuration (another
-tokenizer, other files, a file cut short) is an error that names the difference, and is never read.
+Documents are jagged arrays: flat values and offsets. Chunks are compressed and carry checksums, which every read
+verifies. A *finished* store has a manifest that says so; a folder that does not match the configuration (another
+tokenizer, other files, a file cut short) is refused with an error that names the difference.
 """
 
 import os
@@ -39,12 +39,12 @@ _STORES = ("gs", "s3")
 
 
 class Tokens(Protocol):
-    """Documents as ids, wherever they are.
+    """Documents as ids, in memory or in a store.
 
     Attributes:
         starts: int64 `[documents + 1]`, where each document begins; the last entry is the number of tokens.
         weighted: whether ids carry loss weights.
-        largest_id: the largest id; −1 where there is none.
+        largest_id: the largest id; −1 if there is none.
     """
 
     @property
@@ -68,7 +68,7 @@ class Tokens(Protocol):
         ...
 
     def read(self, begins: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """The int32 ids of some spans, end to end, and their float32 loss weights where there are any."""
+        """The int32 ids of some spans, end to end, and their float32 loss weights if there are any."""
         ...
 
 
@@ -102,8 +102,8 @@ class StoredTokens:
     """A finished store, open for reading.
 
     Attributes:
-        folder: where it is.
-        manifest: what it holds.
+        folder: its path.
+        manifest: its manifest.
         ids, weights: TensorStore arrays of each shard.
         starts: as in `Tokens`: 8 bytes of memory a document.
     """
@@ -164,13 +164,14 @@ def open_store(folder: str, manifest: Manifest) -> StoredTokens:
     """
     assert manifest.shards is not None, folder
     check_file_sizes(folder, manifest)
-    # Decoded chunks are kept by `Chunks`; here only what says where they lie.
+    # `Chunks` caches decoded chunks, so this cache only holds the indices that locate them.
     context = tensorstore_context(INDEX_BYTES)
     arrays: dict[str, list[Any]] = {"ids": [], "weights": [], "offsets": []}
     waiting = []
     for number in range(len(manifest.shards)):
         for name in arrays if manifest.identity.weighted else ("ids", "offsets"):
             path = join(shard_folder(folder, number), name)
+            # All arrays are opened at once: one after another, a remote store of many shards would take minutes.
             waiting.append((name, path, open_array(path, context=context)))
     try:
         for name, path, future in waiting:
@@ -186,6 +187,7 @@ def open_store(folder: str, manifest: Manifest) -> StoredTokens:
             raise StoreError(f"{path}: damaged ({str(error).splitlines()[0]})") from error
         ends.append(read + base)
         base += mark.tokens
+    # Begins with 0; each shard contributes the ends of its documents, which are the starts of the next ones.
     starts = np.concatenate(ends)
     if starts[-1] != manifest.tokens or len(starts) != manifest.documents + 1:
         raise StoreError(
@@ -200,6 +202,7 @@ def open_store(folder: str, manifest: Manifest) -> StoredTokens:
 def check_file_sizes(folder: str, manifest: Manifest) -> None:
     """Raises a `StoreError` with every file of a finished store that is missing or has another size."""
     fs, name = filesystem(join(folder, "shards"))
+    # One recursive listing instead of a request for each file.
     files: dict[str, Any] = fs.find(name, detail=True)
     sizes = {path[len(name) :].lstrip("/"): info["size"] for path, info in files.items()}
     problems = []
@@ -220,17 +223,17 @@ def check_file_sizes(folder: str, manifest: Manifest) -> None:
 
 
 def tensorstore_context(cache_bytes: int = CACHE_BYTES) -> "ts.Context":
-    """What the arrays of one store share: the pool of what was read or is to be written."""
+    """The context that the arrays of a store share: one cache for reads and pending writes."""
     import tensorstore as ts
 
     return ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}})
 
 
 def kvstore(path: str) -> str | dict[str, str]:
-    """Where TensorStore finds an array.
+    """The key-value store of an array, as TensorStore specifies it.
 
     Raises:
-        StoreError: a kind of URL that it does not write to.
+        StoreError: a kind of URL that token stores do not support.
     """
     if not is_remote(path):
         # TensorStore takes no `.` and no `..` in a path.
@@ -241,8 +244,9 @@ def kvstore(path: str) -> str | dict[str, str]:
 
 
 def open_array(path: str, *, context: "ts.Context") -> "ts.Future[ts.TensorStore]":
-    """A future of an array, open for reading; what was read once is not checked for changes."""
+    """A future of an array, open for reading; cached data are not checked for changes."""
     import tensorstore as ts
 
+    # A finished store never changes, so rechecking would only cost requests.
     spec = {"driver": "zarr3", "kvstore": kvstore(path), "recheck_cached_metadata": False, "recheck_cached_data": False}
     return ts.open(spec, open=True, read=True, context=context)

@@ -1,11 +1,11 @@
 """Building token stores: documents → ids → shards, in parallel, resumable shard by shard.
 
-Three stages run at once. A thread reads documents; a few threads hand batches of them to the tokenizer, which lets go
-of the interpreter while it works (and has threads of its own); the caller's thread lays ids end to end and writes.
-Order is kept throughout, so the bytes of a store depend on its identity only.
+Three stages run at once. A thread reads documents; a few threads hand batches of them to the tokenizer, which releases
+the interpreter lock while it works (and has its own threads); the caller's thread concatenates ids and writes. Order is
+kept throughout, so the bytes of a store depend on its identity only.
 
-A shard counts when its `shard.json` is there, which is written last. What was being written when a process was killed
-is written again from its beginning; what counts is left alone.
+A shard is valid once its `shard.json` exists, which is written last. A shard that was incomplete when a process was
+killed is written again from its beginning; valid shards are kept.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ _AHEAD = 4
 
 
 class Source(Protocol):
-    """Something with records: a file, or a text in memory."""
+    """A source of records: a file, or a text in memory."""
 
     def records(self) -> Iterator[Any]:
         """Its records, in order."""
@@ -57,7 +57,7 @@ class Source(Protocol):
 
 @runtime_checkable
 class DescribedSource(Protocol):
-    """A source that says what it is at the moment."""
+    """A source that can report its current size and version."""
 
     def describe(self) -> SourceFile:
         """Its name, size and version."""
@@ -78,11 +78,11 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class BuildProgress:
-    """How far a build is.
+    """The progress of a build.
 
     Attributes:
         tokens: tokens written so far, those of earlier attempts included.
-        fraction: of the sources' bytes that are done, an estimate within a file.
+        fraction: the share of the sources' bytes that are done, estimated within a file.
     """
 
     tokens: int
@@ -94,7 +94,7 @@ OnProgress = Callable[[BuildProgress], None]
 
 @dataclass
 class _Batch:
-    """Some records of one shard, on their way."""
+    """Some records of one shard, and the future of their ids."""
 
     shard: int
     records: list[Any]
@@ -111,16 +111,16 @@ def build_store(
     encoder: Encoder,
     on_progress: OnProgress | None = None,
 ) -> Manifest:
-    """Builds a store, or what is missing of it; returns at once where it is finished.
+    """Builds a store, or its missing shards; returns at once if it is finished.
 
-    Where another process is building it, on whatever machine, it waits for that one.
+    If another process is building it, on any machine, this one waits for it.
 
     Args:
-        folder: where.
-        identity: what it is made from; `identity.sources` describes `sources` one by one.
+        folder: of the store.
+        identity: the identity of the store; `identity.sources` describes `sources` one by one.
         sources: the records.
         encoder: records to ids.
-        on_progress: told how far it is.
+        on_progress: called with the progress.
 
     Raises:
         StoreError: the folder holds a store of another identity; a source changed while it was read.
@@ -130,18 +130,20 @@ def build_store(
     assert len(sources) == len(identity.sources) >= 1
     finished = read_manifest(folder)
     if finished is not None and finished.shards is not None:
-        # Nothing is written, so nobody is asked: the folder may be one that cannot be.
+        # Nothing is written, so no lease is needed: the folder may be read-only.
         compare(folder, finished.identity, identity, sources=True)
         return finished
     advice = "give another cache_dir"
     with leased(folder, what="building a token store", advice=advice, wait=True) as lease:
+        # Under the lease nobody else writes a manifest, so its temporary files belong to dead processes.
         _remove_temporary(folder)
         manifest = read_manifest(folder)
+        # A store without a finished shard may get a new identity; nothing in it would be lost.
         if manifest is not None and not is_empty(folder, manifest):
             compare(folder, manifest.identity, identity, sources=True)
             if manifest.shards is not None:
                 return manifest
-        # With the versions of today.
+        # Written again even if it exists: it then has the current versions of the sources.
         write_file(join(folder, MANIFEST), Manifest(identity=identity, shards=None).content())
         marks = [_finished_mark(folder, number, identity) for number in range(len(identity.shards))]
         missing = [number for number, mark in enumerate(marks) if mark is None]
@@ -160,6 +162,8 @@ def build_store(
                 # Before the mark that makes the shard count: a process that lost its lease must not publish it.
                 lease.check()
                 shard_sources = [identity.sources[number] for number in identity.shards[batch.shard]]
+                # Digests first, then the versions: a source that changes between reading and digest is detected by its
+                # version.
                 digests = digest_sources(shard_sources)
                 _refuse_changed(shard_sources, sources, identity.shards[batch.shard])
                 marks[batch.shard] = writer.finish(digests)
@@ -168,13 +172,14 @@ def build_store(
         finished = [mark for mark in marks if mark is not None]
         assert len(finished) == len(marks)
         manifest = Manifest(identity=identity, shards=tuple(finished))
+        # Again before the manifest, which declares the store finished.
         lease.check()
         write_file(join(folder, MANIFEST), manifest.content())
         return manifest
 
 
 def _refuse_changed(before: Sequence[SourceFile], sources: Sequence[Source], numbers: Sequence[int]) -> None:
-    """Refuses files that were written while they were read: what is in the store would be neither text."""
+    """Refuses files that were written while they were read: the store would have neither text."""
     for was, number in zip(before, numbers, strict=True):
         source = sources[number]
         now = source.describe() if was.version is not None and isinstance(source, DescribedSource) else was
@@ -221,7 +226,7 @@ def tokenize_in_memory(
 
 
 class _Meter:
-    """Tokens, and the fraction of the sources' bytes that is behind."""
+    """Counts tokens, and estimates the share of the sources' bytes that are done."""
 
     def __init__(
         self, identity: StoreIdentity, marks: Sequence[ShardMark | None], on_progress: OnProgress | None, tokens: int
@@ -234,9 +239,10 @@ class _Meter:
         self._tokens = tokens
 
     def update(self, shard: int, sums: ShardTotals) -> None:
-        """Within a shard, bytes are the characters so far times what a character took in finished shards."""
+        """Within a shard, bytes are estimated as characters times the bytes per character of finished shards."""
         if self._tell is not None:
             bytes_per_char = self._bytes / self._chars if self._chars else 1.0
+            # An estimate must not exceed the shard, or progress would go back when it is finished.
             shard_bytes = min(sums.chars * bytes_per_char, self._sizes[shard])
             fraction = min((self._bytes + shard_bytes) / self._total, 1.0)
             self._tell(BuildProgress(tokens=self._tokens + sums.tokens, fraction=fraction))
@@ -264,6 +270,7 @@ def _batches(
                 if batch.chars >= BATCH_CHARS:
                     yield batch
                     batch = _Batch(shard, [], 0, 0, last=False)
+        # Also for a shard without records: its last batch makes the consumer write the mark.
         batch.last = True
         yield batch
 
@@ -271,12 +278,13 @@ def _batches(
 def _encode_batches(
     identity: StoreIdentity, sources: Sequence[Source], encoder: Encoder, shards: Sequence[int]
 ) -> Iterator[_Batch]:
-    """Batches in order, being encoded; readers and tokenizers are a few batches ahead."""
+    """Batches in order, with the futures of their ids; the reader and the tokenizers are a few batches ahead."""
     ready: queue.Queue[_Batch | BaseException | None] = queue.Queue(maxsize=_AHEAD)
     stopped = threading.Event()
 
     def put(item: _Batch | BaseException | None) -> bool:
         while not stopped.is_set():
+            # With a timeout: a consumer that stops early must not leave the reader blocked in a full queue.
             with contextlib.suppress(queue.Full):
                 ready.put(item, timeout=0.1)
                 return True
@@ -292,6 +300,7 @@ def _encode_batches(
             put(error)
 
     reader = threading.Thread(target=read, name="read-documents", daemon=True)
+    # Two batches in the tokenizer at once, so that it has work while the result of the first is fetched.
     with ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize") as pool:
         reader.start()
         encoding: deque[_Batch] = deque()
@@ -302,6 +311,8 @@ def _encode_batches(
                     item.encoded = pool.submit(encoder.encode, item.records)
                     encoding.append(item)
                 # What was read before an error still counts.
+                # A finished reader or an error: give out all that is being encoded. Otherwise two batches stay in the
+                # tokenizer.
                 while encoding and (not isinstance(item, _Batch) or len(encoding) > 2):
                     yield encoding.popleft()
                 if isinstance(item, BaseException):
@@ -309,6 +320,7 @@ def _encode_batches(
                 if item is None:
                     return
         finally:
+            # Also when the consumer abandons the generator: the reader must end and close its files.
             stopped.set()
             for batch in encoding:
                 if batch.encoded is not None:
@@ -317,7 +329,7 @@ def _encode_batches(
 
 
 def _finished_mark(folder: str, number: int, identity: StoreIdentity) -> ShardMark | None:
-    """The mark of a shard that counts: its mark is there, so are its files, and its sources are what they were."""
+    """The mark of a valid shard: its files are complete, and its sources have not changed; None for any other."""
     path = join(shard_folder(folder, number), SHARD_MARK)
     if not exists(path):
         return None
@@ -326,13 +338,14 @@ def _finished_mark(folder: str, number: int, identity: StoreIdentity) -> ShardMa
     except (StoreError, TypeError):
         return None
     if file_sizes(shard_folder(folder, number)) != dict(mark.files):
+        # Sizes are compared here; digests only by `changed_files`, which reads every byte.
         return None
     shard_sources = [identity.sources[source] for source in identity.shards[number]]
     return mark if not mark.source_digests or tuple(mark.source_digests) == digest_sources(shard_sources) else None
 
 
 def _remove_temporary(folder: str) -> None:
-    """Removes what a killed process left beside the manifest: files on their way to their name."""
+    """Removes what a killed process left beside the manifest: temporary files of its writes."""
     fs, name = filesystem(folder)
     if fs.isdir(name):
         for path in fs.ls(name, detail=False):

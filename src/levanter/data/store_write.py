@@ -1,4 +1,4 @@
-"""Writing one shard of a token store: arrays that grow by whole files, and at the end the mark that makes it count."""
+"""Writing one shard of a token store: arrays that grow by whole files, then the mark that makes the shard valid."""
 
 import json
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class Encoded:
 
 @dataclass
 class ShardTotals:
-    """What a shard holds so far; as in `ShardMark`."""
+    """The totals of a shard so far; see `ShardMark`."""
 
     documents: int = 0
     tokens: int = 0
@@ -42,11 +42,12 @@ class ShardTotals:
 
 
 class ShardWriter:
-    """Writes one shard; nothing of it counts before `finish`."""
+    """Writes one shard; it becomes valid with `finish`."""
 
     def __init__(self, folder: str, *, weighted: bool):
         fs, name = filesystem(folder)
         if fs.exists(name):
+            # Files of an attempt that was killed would otherwise be counted in `file_sizes`.
             fs.rm(name, recursive=True)
         self.folder = folder
         self.sums = ShardTotals()
@@ -73,21 +74,23 @@ class ShardWriter:
         self.sums.largest_id = max(self.sums.largest_id, int(ids.max()))
         if self._weights is not None:
             self._weights.add(np.concatenate([one.weights for one in encoded if one.weights is not None]))
+        # The end of each document in the shard; documents without tokens have been removed, so all ends differ.
         ends = self.sums.tokens + np.cumsum([len(one.ids) for one in encoded], dtype=np.int64)
         self._offsets.add(ends)
         self.sums.documents += len(encoded)
         self.sums.tokens = int(ends[-1])
 
     def finish(self, source_digests: tuple[str | None, ...] = ()) -> ShardMark:
-        """Writes what is left, and then the mark that makes it count.
+        """Writes the remaining values, then the mark that makes the shard valid.
 
         Args:
-            source_digests: of the content that it was made from, see `ShardMark`.
+            source_digests: the digests of the sources' content, see `ShardMark`.
         """
         for array in (self._ids, self._weights, self._offsets):
             if array is not None:
                 array.finish()
         sums = self.sums
+        # After `finish` of the arrays: all files exist with their final sizes.
         files = file_sizes(self.folder)
         mark = ShardMark(
             documents=sums.documents,
@@ -99,6 +102,7 @@ class ShardWriter:
             digests={} if is_remote(self.folder) else {file: file_digest(join(self.folder, file)) for file in files},
             source_digests=source_digests,
         )
+        # The mark comes last: a process that was killed before leaves a shard that is written again.
         write_file(join(self.folder, SHARD_MARK), _json(asdict(mark)))
         return mark
 
@@ -109,6 +113,7 @@ class GrowingArray:
     def __init__(self, path: str, dtype: str, context: "ts.Context"):
         import tensorstore as ts
 
+        # zarr3 codecs: values as little-endian bytes, compressed, with a checksum that every read verifies.
         little = {"name": "bytes", "configuration": {"endian": "little"}}
         checksum = {"name": "crc32c"}
         shard = {
@@ -122,6 +127,7 @@ class GrowingArray:
             "metadata": {
                 "shape": [0],
                 "data_type": dtype,
+                # A file (zarr shard) has many chunks: few files, but a read decodes only `CHUNK_VALUES` values.
                 "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [FILE_VALUES]}},
                 "codecs": [{"name": "sharding_indexed", "configuration": shard}],
             },
@@ -144,7 +150,7 @@ class GrowingArray:
             self._count -= FILE_VALUES
 
     def finish(self) -> None:
-        """Writes what is left, and waits until every file is on disk."""
+        """Writes the remaining values, and waits until every file is on disk."""
         if self._count:
             self._put(np.concatenate(self._waiting))
             self._waiting, self._count = [], 0
@@ -152,15 +158,17 @@ class GrowingArray:
             self._writing.result()
 
     def _put(self, values: np.ndarray) -> None:
+        # At most one file is being written: this bounds the memory, and an error is raised soon after it happened.
         if self._writing is not None:
             self._writing.result()
         start, self._written = self._written, self._written + len(values)
+        # The array grows with its content, so its shape never includes values that were not written.
         self._array = self._array.resize(exclusive_max=[self._written]).result()
         self._writing = self._array[start : self._written].write(values)
 
 
 def file_sizes(folder: str) -> dict[str, int]:
-    """Bytes of each file of a shard but its mark, by name."""
+    """The size of each file of a shard except its mark, by name."""
     fs, name = filesystem(folder)
     files: dict[str, Any] = fs.find(name, detail=True)
     sizes = {path[len(name) :].lstrip("/"): int(info["size"]) for path, info in files.items()}
@@ -172,6 +180,6 @@ def _json(value: object) -> bytes:
 
 
 def write_file(path: str, content: bytes) -> None:
-    """Writes a small file as a whole."""
+    """Writes a small file atomically."""
     with atomic_write(path) as file:
         file.write(content)

@@ -1,9 +1,9 @@
 """A Jinja sandbox for chat templates with limits on memory and time.
 
-Jinja's own sandbox keeps a template from Python's inside. It does not keep it from `"a" * 10**12`, from a list that
-doubles itself, or from loops in loops. Here every operation that makes something larger than its operands is looked at
-before it is done, every text is bounded (`levanter.base.input_limits`), and a template that still runs after its time
-is stopped.
+Jinja's own sandbox hides Python's internals from a template. It does not prevent `"a" * 10**12`, a list that doubles
+itself, or nested loops. Here every operation whose result may be larger than its operands is checked before it is
+executed, every text is bounded (`levanter.base.input_limits`), and a template that still runs after its time is
+stopped.
 """
 
 import json
@@ -27,20 +27,23 @@ _WIDTH = re.compile(r"\d{7,}|\*")
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with bounds on what templates make."""
+    """Jinja's sandbox with bounds on the values that templates produce."""
 
     intercepted_binops = frozenset(("*", "**", "+", "%"))
 
     def __init__(self, extensions: Sequence[str | type[Extension]] = ()):
+        # The whitespace settings and the two globals below are those of transformers, for which templates are written.
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+        # Jinja's own `tojson` escapes HTML characters, which would change the text that the model reads.
         self.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
         self.filters = {name: _bounded(name, function) for name, function in self.filters.items()}
         self.globals["raise_exception"] = _refuse
         self.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+        # `lipsum` generates text of any length, and no chat template needs it.
         self.globals.pop("lipsum", None)
 
     def concat(self, pieces: Iterable[str]) -> str:  # type: ignore[override]
-        """What the compiled template joins its output with."""
+        """Joins the output of the compiled template."""
         # Checked piece by piece: a loop that writes forever is stopped at the limit, not when memory is full.
         kept, size = [], 0
         for piece in pieces:
@@ -57,7 +60,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return _Concatenations(self).visit(super()._parse(source, name, filename))
 
     def call_binop(self, context: Context, operator: str, left: object, right: object) -> object:
-        """An operation, unless its result is out of bounds."""
+        """Executes a binary operation, unless its result would be out of bounds."""
         if operator == "**":
             if not isinstance(left, int | float) or not isinstance(right, int | float):
                 raise SecurityError("a power of something that is not a number")
@@ -65,6 +68,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             if abs(right) * math.log2(abs(left) + 2) > _LARGEST_POWER:
                 raise SecurityError(f"a number of more than {_LARGEST_POWER:,} bits")
         elif operator == "*":
+            # Either operand may be the sequence: `3 * "a"` and `"a" * 3`.
             for value, times in ((left, right), (right, left)):
                 if isinstance(times, int) and isinstance(value, str | list | tuple):
                     _require_size(value, len(value) * times)
@@ -73,13 +77,15 @@ class Sandbox(ImmutableSandboxedEnvironment):
         elif operator == "+" and isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
             _require_size(left, len(left) + len(right))
         elif operator == "%" and isinstance(left, str):
+            # A format string such as `%1000000d` makes a long text out of a number.
             _check_format(left)
             _require(len(left) + _characters(right), "a text has")
         return super().call_binop(context, operator, left, right)
 
     def call(self, __context: Context, __obj: object, *args: object, **kwargs: object) -> object:
-        """A call, unless its result is out of bounds."""
+        """Executes a call, unless its result would be out of bounds."""
         # Jinja wraps `str.format` in a function of its own.
+        # Methods of text (`replace`, `center`, `join`) are bound to their text, which is their first argument here.
         receiver = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
         if isinstance(receiver, str):
             _check(getattr(__obj, "__name__", ""), (receiver, *args), kwargs)
@@ -87,7 +93,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Concatenations(NodeTransformer):
-    """Puts a call of `Sandbox.joined` in the place of each `~`, which Jinja does not let a sandbox look at."""
+    """Replaces each `~` by a call of `Sandbox.joined`, because Jinja does not let a sandbox intercept `~`."""
 
     def __init__(self, environment: Sandbox):
         self._environment = environment
@@ -99,10 +105,10 @@ class _Concatenations(NodeTransformer):
 
 
 def run(render: Callable[[], str]) -> str:
-    """What a template makes, within its time.
+    """Renders a template within its time limit.
 
     Raises:
-        TemplateError: it takes too long, goes too deep, or makes too much.
+        TemplateError: it takes too long, recurses too deeply, or produces too much.
     """
     try:
         with time_limit(TEMPLATE_SECONDS):
@@ -120,12 +126,14 @@ def _refuse(message: str) -> None:
 
 
 def _bounded(name: str, function: Callable[..., object]) -> Callable[..., object]:
-    """A filter that looks at what it is given first."""
+    """Wraps a filter with a check of its arguments."""
 
     def checked(*args: object, **kwargs: object) -> object:
         _check(name, args, kwargs)
         return function(*args, **kwargs)
 
+    # Jinja reads these attributes to decide what a filter is called with; a wrapper without them would break such
+    # filters.
     for mark in ("jinja_pass_arg", "jinja_async_variant"):
         if hasattr(function, mark):
             setattr(checked, mark, getattr(function, mark))
@@ -135,6 +143,7 @@ def _bounded(name: str, function: Callable[..., object]) -> Callable[..., object
 def _check(name: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
     """Refuses a call of a filter or a method of text whose result could be out of bounds."""
     arguments = [*args, *kwargs.values()]
+    # A large number as an argument is a width, a count or a repetition.
     for value in arguments:
         if isinstance(value, int) and not isinstance(value, bool) and abs(value) > TEMPLATE_ITEMS:
             raise SecurityError(f"{name}: {value:.3g} is more than {TEMPLATE_ITEMS:,}, the limit for a template")
@@ -144,16 +153,21 @@ def _check(name: str, args: tuple[object, ...], kwargs: Mapping[str, object]) ->
     largest = max([0, *(value for value in arguments if isinstance(value, int))])
     for value in arguments:
         if isinstance(value, list | tuple):
+            # `join`: the separator may stand between all items.
             longest = max(map(len, texts), default=0)
             _require(_characters(value) + longest * len(value), "a text has")
     if name == "replace" and len(texts) >= 3:
         text, old, new = texts[0], texts[1], texts[2]
+        # An empty `old` matches before every character and at the end.
         times = text.count(old) if old else len(text) + 1
         _require(len(text) + times * max(0, len(new) - len(old)), "a text has")
+    # Each line or tab may grow by the width, or by the text that is inserted; 8 is the default width of a tab.
     elif name in ("indent", "expandtabs", "wordwrap", "urlize") and texts:
         most = max([largest, *map(len, texts[1:])], default=0) or 8
         lines = texts[0].count("\n") + texts[0].count("\t") + 1
         _require(len(texts[0]) + lines * most, "a text has")
+    # The separator may stand between all characters, or a table entry may replace each of them; the product bounds
+    # both.
     elif len(texts) > 1 and name in ("join", "translate"):
         _require(math.prod(len(text) + 1 for text in texts), "a text has")
 
@@ -164,10 +178,11 @@ def _check_format(text: str) -> None:
 
 
 def _characters(value: object) -> int:
-    """How many characters a value has at most when it is written, texts in lists included."""
+    """An upper bound of the characters of a value as text, texts in lists included."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, list | tuple):
+        # 24 characters suffice for any number as text.
         return sum(len(item) if isinstance(item, str) else 24 for item in value)
     return 24
 

@@ -1,7 +1,8 @@
 """The `Tokenizer` protocol of evaluation, training and memorization.
 
-Evaluation and memorization see this protocol only; `compat/hf` implements it and `main` passes it in. Ids come without
-special tokens: whether a document begins with BOS or ends with EOS is decided by the data configuration, in one place.
+Evaluation and memorization see only this protocol; `compat/hf` implements it and the commands pass it in. Ids come
+without special tokens: whether a document begins with BOS or ends with EOS is decided by the data configuration, in one
+place.
 """
 
 from collections.abc import Sequence
@@ -13,15 +14,15 @@ import numpy as np
 class TextStream(Protocol):
     """The text of ids that come one at a time.
 
-    What is given piece by piece is, joined, the text of all ids decoded together.
+    The pieces, joined, are the text of all ids decoded together.
     """
 
     def push(self, id: int) -> str:
-        """The text that one more id completes; nothing where a later one may still change it."""
+        """The text that one more id completes; empty while a later id may still change it."""
         ...
 
     def finish(self) -> str:
-        """The rest of the text: there are no more ids."""
+        """The rest of the text: call it after the last id."""
         ...
 
 
@@ -71,7 +72,7 @@ class Tokenizer(Protocol):
         ...
 
     def stream(self) -> TextStream:
-        """A new text, decoded as its ids come, without special tokens."""
+        """A new stream, which decodes ids one by one, without special tokens."""
         ...
 
     @property
@@ -82,14 +83,14 @@ class Tokenizer(Protocol):
 
 @runtime_checkable
 class TemplateTokenizer(Tokenizer, Protocol):
-    """A tokenizer whose files say how conversations are written."""
+    """A tokenizer whose files include a chat template."""
 
     @property
     def chat_template(self) -> str | None:
-        """What makes a text of a conversation: Jinja; None where the files have none."""
+        """The chat template, in Jinja; None if the files have none."""
         ...
 
     @property
     def added_ids(self) -> frozenset[int]:
-        """The ids that were added to the vocabulary, most of which no text is made of."""
+        """The ids that were added to the vocabulary, most of which do not occur in ordinary text."""
         ...

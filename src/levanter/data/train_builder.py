@@ -1,4 +1,4 @@
-"""Building training data: resolve, tokenize what is missing, lay documents into rows, mix.
+"""Building training data: resolve, tokenize what is missing, lay documents into rows, mix sets.
 
 Cheap checks come first: names, then the identities of existing token stores; only then is text tokenized.
 """
@@ -35,7 +35,7 @@ from levanter.data.train_dataset import BatchSchedule, SetRows, TrainingData
 from levanter.data.train_sets import TrainingSet, TrainingSets, resolve_training
 
 TOKENS = 512
-"""That are shown of a conversation at most."""
+"""The most tokens of a conversation that a sample shows."""
 
 
 def marked_sample(
@@ -47,8 +47,8 @@ def marked_sample(
         name: the set's.
         tokens: its documents.
         tokenizer: the run's.
-        number: of the document.
-        what: it is.
+        number: the index of the document.
+        what: the description of the document.
     """
     length = int(tokens.starts[number + 1] - tokens.starts[number])
     ids, weights = tokens.read(tokens.starts[number : number + 1], np.array([length]))
@@ -71,7 +71,7 @@ def marked_sample(
 
 
 def _runs(counted: np.ndarray) -> list[range]:
-    """The stretches of places that are alike."""
+    """The maximal ranges of equal values."""
     runs, at = [], 0
     for _, group in groupby(counted.tolist()):
         length = len(list(group))
@@ -96,7 +96,7 @@ def build_training(
     formats: Formats = FORMATS,
     last_held_out: float = 0.0,
 ) -> TrainingData:
-    """Tokenizes what is not tokenized yet, and opens the rows of a training run.
+    """Tokenizes sets without a token store, and opens the rows of a training run.
 
     Args:
         config: the `data:` block.
@@ -104,9 +104,9 @@ def build_training(
         positions: tokens in a row, at least 2.
         batch_sizes: (first step, rows), ascending from step 0.
         seed: of every order.
-        vocab_size: the model's ids; the tokenizer's by default.
-        on_progress: told how far tokenization is, over all sets.
-        formats: of records that are trained on.
+        vocab_size: the size of the model's vocabulary; the tokenizer's by default.
+        on_progress: called with the progress of tokenization over all sets.
+        formats: the formats of records that can be trained on.
         last_held_out: the share of each set's rows, the last ones, that is kept for validation.
 
     Raises:
@@ -180,7 +180,7 @@ def build_tokens(
     tokenizer: Tokenizer,
     on_progress: Callable[[BuildProgress], None] | None = None,
 ) -> list[Tokens]:
-    """The tokens of each set: out of its store, which is built where it is missing, or in memory.
+    """The tokens of each set: from its store, which is built if it is missing, or in memory.
 
     Raises:
         StoreError: stores that were made from something else, all of them, before any is built.
@@ -191,13 +191,14 @@ def build_tokens(
     if problems:
         raise StoreError("\n".join(problems))
     sizes = [
+        # Finished stores take no time, so they have no share in the progress.
         0 if one.built is not None and one.built.shards is not None else sum(source.size for source in identity.sources)
         for one, identity in zip(sets, identities, strict=True)
     ]
     opened: list[Tokens] = []
     total, before, tokens = max(sum(sizes), 1), 0, 0
     for one, identity, size in zip(sets, identities, sizes, strict=True):
-
+        # The defaults bind the values of this round of the loop.
         def report(progress: BuildProgress, size: int = size, before: int = before, tokens: int = tokens) -> None:
             if on_progress is not None:
                 fraction = (before + progress.fraction * size) / total
@@ -218,13 +219,13 @@ def build_tokens(
 def compare_stores(
     config: LmDataConfig, sets: Sequence[TrainingSet], tokenizer: Tokenizer, *, vocab_size: int
 ) -> list[str]:
-    """What is wrong with the token stores that there are already, without reading a token of them.
+    """The problems of existing token stores, found without reading a token.
 
     Args:
         config: the `data:` block.
         sets: from `resolve_training`.
         tokenizer: the run's.
-        vocab_size: ids that the model tells apart.
+        vocab_size: the size of the model's vocabulary.
     """
     _, problems = _identities(config, sets, tokenizer)
     for one in sets:
@@ -234,7 +235,7 @@ def compare_stores(
 
 
 def template_lines(sets: Sequence[TrainingSet], tokenizer: Tokenizer) -> list[str]:
-    """For each set of conversations its template, and how what counts is found.
+    """For each set of conversations its template, and the rule for the tokens that count.
 
     Raises:
         DataError: a set has no template.
@@ -250,11 +251,12 @@ def template_lines(sets: Sequence[TrainingSet], tokenizer: Tokenizer) -> list[st
 def _identities(
     config: LmDataConfig, sets: Sequence[TrainingSet], tokenizer: Tokenizer
 ) -> tuple[list[StoreIdentity], list[str]]:
-    """What each set's token store is to be made from, and which stores were made from something else."""
+    """The identity of each set's token store by the configuration, and the problems of stores that have another one."""
     identities, problems = [], []
     for one in sets:
         try:
             identity = store_identity(config, one, tokenizer)
+        # A `StoreError` concerns storage rather than this set, so it is raised at once; other problems are collected.
         except StoreError:
             raise
         except DataError as error:
@@ -272,7 +274,8 @@ def _identities(
 
 
 def store_identity(config: LmDataConfig, one: TrainingSet, tokenizer: Tokenizer) -> StoreIdentity:
-    """What a set's token store is made from, by the configuration."""
+    """The identity of a set's token store by the configuration."""
+    # Chat templates write BOS and EOS themselves, and prebuilt ids contain them. Preferences may be plain texts.
     around = isinstance(one.format, TextLmDatasetFormat | SupervisedLmDatasetFormat | PreferenceChatLmDatasetFormat)
     return StoreIdentity(
         tokenizer=tokenizer.hash,
@@ -303,9 +306,10 @@ def _encoder(one: TrainingSet, identity: StoreIdentity, tokenizer: Tokenizer) ->
 
 
 def token_problems(sets: Sequence[TrainingSet], tokens: Sequence[Tokens], vocab_size: int) -> Iterator[str]:
-    """What makes sets useless: no text, ids that the model does not have, nothing that counts in the loss."""
+    """Problems that make a set useless: no text, ids that the model lacks, nothing that counts in the loss."""
     for one, set_tokens in zip(sets, tokens, strict=True):
         where = one.folder if one.document_sources is None else "; ".join(map(str, one.document_sources))
+        # Every document's first token is context, so at least one document needs two tokens.
         if set_tokens.starts[-1] - (len(set_tokens.starts) - 1) < 1:
             what = "no text" if set_tokens.starts[-1] == 0 else "no document with at least two tokens"
             if isinstance(one.format, ChatLmDatasetFormat):
@@ -330,7 +334,7 @@ _COUNTED_AT_ONCE = 1 << 22
 
 
 def counted_tokens(tokens: Tokens) -> tuple[int, int]:
-    """How many tokens count in the loss, and of how many: the first of them, more only where none of these counts.
+    """How many tokens count in the loss, and of how many: of the first tokens, of more only if none of these counts.
 
     Args:
         tokens: documents with weights.
@@ -339,6 +343,7 @@ def counted_tokens(tokens: Tokens) -> tuple[int, int]:
     counted = stop = 0
     while stop < total and not counted:
         begin, stop = stop, min(stop + _COUNTED_AT_ONCE, total)
+        # The documents that end within this stretch.
         first, behind = np.searchsorted(tokens.starts, [begin, stop], side="right")
         ends = tokens.starts[first:behind] - 1
         _, weights = tokens.read(np.array([begin]), np.array([stop - begin]))
@@ -349,7 +354,7 @@ def counted_tokens(tokens: Tokens) -> tuple[int, int]:
 
 
 def vocabulary_error(one: TrainingSet, largest: int, vocab_size: int) -> str:
-    """What is said of a set with ids that the model does not have."""
+    """The message about a set with ids that the model lacks."""
     where = one.folder if one.document_sources is None else "; ".join(map(str, one.document_sources))
     return (
         f"data set {one.name!r}: token id {largest} is outside the model's vocabulary of {vocab_size}; "
@@ -358,7 +363,7 @@ def vocabulary_error(one: TrainingSet, largest: int, vocab_size: int) -> str:
 
 
 def plan_rows(config: LmDataConfig, one: TrainingSet, tokens: Tokens, positions: int) -> Rows:
-    """How a set's documents lie in rows: `pack` of the component, or what its format says."""
+    """Lays a set's documents into rows, by `pack` of the component or of its format."""
     if isinstance(one.format, PreferenceChatLmDatasetFormat):
         try:
             return pair_rows(tokens, half=positions, slices=one.format.slice_strategy)
@@ -372,6 +377,7 @@ def plan_rows(config: LmDataConfig, one: TrainingSet, tokens: Tokens, positions:
     if pack is None or pack is False:
         if isinstance(one.format, TextLmDatasetFormat):
             return ConcatenatedRows(tokens=tokens, positions=positions, separate=separate)
+        # A record must stay whole, so `pack: false` puts one record in a row and pads it.
         pack = True if pack is None else "pad"
     most = None if pack is True else 1 if pack == "pad" else int(pack)
     try:
@@ -395,6 +401,8 @@ def _set_rows(
             f"{rows.positions} tokens each; nothing is left to train on"
         )
     if config.target_budget is not None and config.experiment_budget is not None:
+        # Upstream's simulated epoching: an experiment of a fraction of the target budget sees the same fraction of each
+        # set.
         used = max(int(used * (config.experiment_budget / config.target_budget)), 1)
     most = (config.max_train_batches or {}).get(name)
     if most is not None:
@@ -406,6 +414,7 @@ def _set_rows(
         used = most * first_batch
     key = subkey(seed, "set", name)
     divided = held_out > 0 or most is not None
+    # Without a division, all rows are used and their order within the set does not matter here.
     split: Permutation = Identity(total)
     if divided and config.shuffle_before_trainval_split and not share:
         # Not keyed by the seed: what is held out stays held out when another seed goes on with the same model.

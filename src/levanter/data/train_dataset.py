@@ -1,11 +1,11 @@
-"""Training data: a run's rows, any of them, from (configuration, seed, step) alone.
+"""Training data: any row of a run, computed from (configuration, seed, step) alone.
 
     step ──► draws g₀ … g₁      the batch schedule: how many rows came before
          ──► (set, turn)         the mixture: which set each draw takes from, and its index among that set's draws
          ──► row of the set      epoch = turn ÷ rows; an order for each epoch (the shuffle)
          ──► tokens              documents laid into rows, read from the token store
 
-Every arrow is arithmetic on what the process knows from the beginning, so every process makes the same global batch, a
+Every arrow is computed from what the process knows from the beginning, so every process makes the same global batch, a
 process may make only its rows of it, and a run that resumes at step n reads from step n on: nothing is replayed and no
 state of the data is saved.
 """
@@ -26,11 +26,11 @@ from levanter.data.shuffle import Blocks, Identity, Permutation, ShuffledWindows
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSchedule:
-    """Rows of each step.
+    """The number of rows of each step.
 
     Attributes:
         starts: the first step of each stage, ascending from 0.
-        sizes: rows of its steps.
+        sizes: the rows of each step of the stage.
     """
 
     starts: tuple[int, ...]
@@ -54,7 +54,8 @@ class BatchSchedule:
         return self._before[i] + (step - self.starts[i]) * self.sizes[i]
 
     def whole_steps(self, draws: int) -> int:
-        """How many steps so many rows are enough for."""
+        """The number of whole steps that `draws` rows suffice for."""
+        # The last stage that begins at or before this draw.
         i = max(i for i, before in enumerate(self._before) if before <= draws)
         return self.starts[i] + (draws - self._before[i]) // self.sizes[i]
 
@@ -82,7 +83,7 @@ class SetRows:
         split: the order in which rows are divided into used and held out.
         shuffle: the configuration's key.
         kind: of permutation, for `shuffle: true`.
-        key: what its orders are derived from.
+        key: the key from which its orders are derived.
     """
 
     name: str
@@ -102,15 +103,18 @@ class SetRows:
         for epoch in np.unique(epochs):
             here = epochs == epoch
             items[here] = self._order(int(epoch))(positions[here])
+        # `items` are positions in the divided set (used rows first); `split` maps them to rows.
         return self.split(items)
 
     def held_out_rows(self, start: int, stop: int) -> TrainRows:
         """Rows `start` to `stop` of those held out."""
         assert 0 <= start <= stop <= self.held_out, (start, stop, self.held_out)
+        # The last `held_out` positions of the division.
         return self.rows.take(self.split(np.arange(start, stop) + len(self.rows) - self.held_out))
 
     @cached_property
     def _order(self) -> Callable[[int], Permutation]:
+        # Setting up an order may take a search (`Blocks`), so the orders of recent epochs are cached.
         return lru_cache(maxsize=4)(self._make_order)
 
     def _make_order(self, epoch: int) -> Permutation:
@@ -135,10 +139,10 @@ class TrainingData:
         mixture: how they are mixed.
         schedule: rows of each step.
         ignored: the id that is never predicted (`data.ignore_token_id`); None where no id is.
-        draws: rows there are before the data ends, by the stop strategy; None where it does not.
-        described: lines about the sets, as they were found.
+        draws: the rows before the data ends, by the stop strategy; None if it never ends.
+        described: lines that describe the sets.
         notes: what the user should know about the configuration.
-        samples: a conversation of each set that has them, with what counts marked.
+        samples: a conversation of each set that has them, with the counted tokens marked.
     """
 
     positions: int
@@ -153,11 +157,12 @@ class TrainingData:
 
     @property
     def steps(self) -> int | None:
-        """How many full steps there is data for; None if it repeats."""
+        """The number of whole steps until the data ends; None if it repeats."""
         return None if self.draws is None else self.schedule.whole_steps(self.draws)
 
     def steps_of_epochs(self, epochs: int) -> int:
-        """Whole steps until every set has been read so many times."""
+        """Whole steps until every set has been read `epochs` times."""
+        # Counting every set `epochs` times as long turns "each set read `epochs` times" into "each set read once".
         draws = self.mixture.end([one.used * epochs for one in self.sets], "all_exhausted")
         if draws is None:
             raise DataError(
@@ -170,7 +175,7 @@ class TrainingData:
 
         Raises:
             DataError: a token store was damaged since it was opened.
-            IndexError: the data ends before.
+            IndexError: the data ends before this step.
         """
         size = self.schedule.rows(step)
         stop = size if stop is None else stop
@@ -185,6 +190,7 @@ class TrainingData:
             numbers[here] = self.sets[i].numbers(turns[here])
         batch = take_mixed([one.rows for one in self.sets], which, numbers)
         if self.ignored is not None:
+            # The prediction of the ignored id counts nowhere; its weight is at the position before it.
             batch.loss_weights[:, :-1] *= batch.tokens[:, 1:] != self.ignored
         return batch
 
@@ -213,10 +219,10 @@ class TrainingData:
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def describe(self, steps: int | None = None) -> list[str]:
-        """Lines for people: each set with its tokens and rows, what share of a run it makes up, and how many epochs.
+        """Lines for the user: each set with its tokens and rows, its share of the run, and its epochs.
 
         Args:
-            steps: the run's steps; without them nothing is said about epochs.
+            steps: the run's steps; without them, shares and epochs are omitted.
         """
         lines = list(self.described)
         if steps is not None:

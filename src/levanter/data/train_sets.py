@@ -1,7 +1,7 @@
-"""Resolves the `data:` block into training sets with weights, before a document is read.
+"""Resolves the `data:` block into training sets with weights, without reading a document.
 
 `resolve_training` looks at names only, as `resolve_evaluation` does: which components have training data, where their
-files and token stores are, which weights hold from which step. Everything that is wrong is listed at once.
+files and token stores are, which weights hold from which step. All problems are reported at once.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ class FileSource:
         )
 
     def describe(self) -> SourceFile:
-        """The file's path and size, by which a store is recognized, and its version, by which a change is."""
+        """The file's path and size, which identify it in a store, and its version, which shows changes."""
         return SourceFile(name=self.path, size=file_size(self.path), version=file_version(self.path))
 
 
@@ -69,7 +69,7 @@ class TextSource:
         return iter(self.documents)
 
     def describe(self) -> SourceFile:
-        """The text's name, bytes and SHA-256, by which a store is recognized."""
+        """The text's name, bytes and SHA-256, which identify it in a store."""
         digest, size = hashlib.sha256(), 0
         for document in self.documents:
             # With the length in front: moving text from one document to the next changes the digest.
@@ -87,11 +87,11 @@ class TrainingSet:
         name: the component's name.
         tags: names under which its numbers are aggregated.
         format: the format of a record.
-        document_sources: where its documents are; None where only its token store is here.
-        folder: its token store; None where it is tokenized at the start of the run.
+        document_sources: the sources of its documents; None if only its token store is available.
+        folder: its token store; None if it is tokenized at the start of the run.
         pack: the component's key.
-        built: the manifest of its token store, where there is one already.
-        note: what is said about it in the description.
+        built: the manifest of its token store, if there is one already.
+        note: a remark for its description.
     """
 
     name: str
@@ -117,7 +117,7 @@ class TrainingSet:
         """The format as recorded in a manifest.
 
         Args:
-            tokenizer: whose template conversations have where nothing else is said.
+            tokenizer: its template is used for conversations without another one.
 
         Raises:
             DataError: conversations without a template.
@@ -147,7 +147,7 @@ class TrainingSets:
     """The sets of a training run and their weights.
 
     Attributes:
-        sets: those that are drawn from at some step.
+        sets: the sets with a positive weight at some step.
         stages: (first step, weights), ascending from step 0.
         notes: what the user should know about the configuration.
     """
@@ -172,18 +172,19 @@ def resolve_training(config: LmDataConfig, *, formats: Formats = FORMATS) -> Tra
 
     Args:
         config: the block.
-        formats: of records that are trained on.
+        formats: the formats of records that can be trained on.
 
     Raises:
-        DataError: with everything that is wrong at once: files that are missing, sets that are weighted and have no
-            training data, formats and keys that training does not know, weights whose stages do not ascend.
-        AbsentTextError: one of them, where nothing but absent data is wrong (no data at all included): a run needs it,
-            planning does not.
+        DataError: with all problems at once: missing files, sets that have a weight and no training data, formats and
+            keys that training does not know, weights whose stages do not ascend.
+        AbsentTextError: one of them, if absent data is the only problem (no data at all included): a run needs the
+            data, planning does not.
     """
     problems, absent = list(_config_problems(config)), []
     stages, weighted = _stages(config, problems)
     sets, without = [], []
     for name, component in config.components.items():
+        # A set without a weight at any step is not resolved: its files need not exist.
         if weighted is not None and name not in weighted:
             continue
         where = f"data.components.{name}"
@@ -213,6 +214,7 @@ def resolve_training(config: LmDataConfig, *, formats: Formats = FORMATS) -> Tra
         raise AbsentTextError(absent)
     raise_problems([*problems, *absent])
     names = [one.name for one in sets]
+    # Without weights all sets are drawn equally often.
     if stages is None:
         stages = [(0, dict.fromkeys(names, 1.0))]
     notes = [f"data.components.{name}: no training data, so it is not trained on" for name in without]
@@ -230,7 +232,7 @@ def _at(where: str, error: Exception | str) -> str:
 def _stages(
     config: LmDataConfig, problems: list[str]
 ) -> tuple[list[tuple[int, Mapping[str, float]]] | None, set[str] | None]:
-    """The weights by first step, and the sets that have one above 0; None where the configuration gives none."""
+    """The weights by first step, and the sets that have one above 0; None if the configuration has no weights."""
     configured = config.train_weights
     if configured is None:
         return None, None
@@ -278,6 +280,7 @@ def _training_set(
         except MissingFileError as error:
             if not finished:
                 raise
+            # A finished store suffices for training, for instance on a machine without the original text.
             documents, note = (
                 None,
                 f"its files are not available here and were not compared ({str(error).splitlines()[0]})",
@@ -302,27 +305,29 @@ def _training_set(
 
 
 def _other_cache(folder: str | None) -> str:
-    """What is said of a token cache that upstream's Levanter wrote where our store goes."""
+    """The note about a token cache of upstream's Levanter in the folder of our store."""
     if folder is None or not exists(join(folder, UPSTREAM_LEDGER)):
         return ""
     return "upstream's token cache in this folder is not read; the text is tokenized again, beside it"
 
 
 def _manifest(where: str, folder: str) -> Manifest | None:
-    """The manifest of a store in which there is something."""
+    """The manifest of a store that has at least one finished shard, else None."""
     try:
         manifest = read_manifest(folder)
         return None if manifest is None or is_empty(folder, manifest) else manifest
     except StoreError:
         raise
     except (OSError, ValueError) as error:
+        # A local folder that cannot be read is an error; remote storage may only be out of reach, which planning
+        # tolerates.
         if not is_remote(folder):
             raise
         raise MissingFileError(f"{where}: {folder}: {error}") from error
 
 
 def _config_problems(config: LmDataConfig) -> Iterator[str]:
-    """What is wrong with the keys themselves."""
+    """Problems of the keys themselves."""
     if config.mixture_block_size < 1:
         yield f"data.mixture_block_size must be at least 1, got {config.mixture_block_size}"
     shuffle = config.shuffle
@@ -350,7 +355,7 @@ _UNUSED = ("cache_options.batch_size", "cache_options.target_size_per_flush")
 
 
 def _unused_keys(config: LmDataConfig) -> list[str]:
-    """A note for the keys that are set and that training has no use for."""
+    """Notes about keys that are set and that training does not use."""
     unused = [f"data.{key}" for key in _UNUSED if is_set(config.cache_options, key.split(".")[1])]
     notes = [f"{', '.join(unused)}: no effect; the token store chooses the sizes of its batches and files"]
     return notes if unused else []

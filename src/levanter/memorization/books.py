@@ -18,7 +18,7 @@ _SMALL_TENSORS = 8
 
 
 class TextError(ValueError):
-    """A book that cannot be read as text."""
+    """A file that cannot be read as text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +26,9 @@ class BookText:
     """A book.
 
     Attributes:
-        text: what is scored.
+        text: the text that is scored.
         sha256: of the file's bytes.
-        notes: what was changed when reading it.
+        notes: the changes that were made when reading it.
     """
 
     text: str = field(repr=False)
@@ -44,6 +44,7 @@ def read_book(path: str) -> BookText:
         TextError: it is empty, or not UTF-8 (with the first offending byte).
     """
     with open_read(path) as file:
+        # The hash is of the bytes as stored, before any change, so that it can be compared with published files.
         content = file.read()
     try:
         text = content.decode("utf-8")
@@ -56,6 +57,7 @@ def read_book(path: str) -> BookText:
     if text.startswith("\ufeff"):
         text = text[1:]
         notes.append("dropped a leading byte order mark")
+    # Also a lone `\r`, as Python's text mode does.
     if "\r" in text:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
         notes.append("converted Windows line endings to \\n")
@@ -77,6 +79,7 @@ def weights_digest(source: TensorSource) -> str:
     digest = hashlib.sha256()
     for name, info in sorted(source.tensors.items()):
         digest.update(repr((name, tuple(info.shape), info.dtype.name)).encode())
+    # Ties in size are ordered by name, so that the same tensors are read every time.
     smallest = sorted(source.tensors.items(), key=lambda item: (item[1].nbytes, item[0]))[:_SMALL_TENSORS]
     for name, info in smallest:
         digest.update(source.read(name, tuple(slice(0, size) for size in info.shape)).tobytes())

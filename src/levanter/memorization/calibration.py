@@ -26,7 +26,7 @@ BLOCK_WINDOWS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A percentile interval of a bootstrap.
+    """A percentile interval from a bootstrap.
 
     Attributes:
         low, high: its ends.
@@ -47,9 +47,9 @@ class Calibration:
     """A threshold from control texts.
 
     Attributes:
-        log_threshold: log τ; windows with log p_z at or above it count. Above 0 where more control windows than
-            allowed have p_z = 1: then nothing counts.
-        asked: the false-positive rate that was asked for.
+        log_threshold: log τ; windows with log p_z at or above it count. Above 0 if more control windows than allowed
+            have p_z = 1: then no window counts.
+        asked: the requested false-positive rate.
         reached: the share of control windows at or above τ, at most `asked`.
         windows: how many control windows there are.
         interval: of log τ.
@@ -74,6 +74,8 @@ def block_length(window: float, elements: int) -> int:
         window: elements that one window spans (characters of a window, or windows that overlap it).
         elements: the sequence's length.
     """
+    # √elements lets blocks grow with the sequence. At least four of them must fit, or all resamples are nearly the
+    # same.
     block = max(math.ceil(BLOCK_WINDOWS * window), math.isqrt(elements), 1)
     return max(1, min(block, elements // 4))
 
@@ -104,9 +106,12 @@ def block_bootstrap(
     values = np.asarray(values, dtype=np.float64).reshape(-1)
     length = values.size
     _check(length, block=block, resamples=resamples, confidence=confidence)
+    # ⌈length / block⌉ blocks, the last of them truncated to `last` elements.
     blocks = -(-length // block)
     last = length - (blocks - 1) * block
     # The ring, unrolled: the sum of any block is a difference of the running sum.
+    # The first `block` values follow the last one, so that a block may begin anywhere. running[i] is the sum of the
+    # first i.
     running = np.concatenate([[0.0], np.cumsum(np.concatenate([values, values[:block]]))])
     starts = np.random.default_rng(seed).integers(0, length, size=(resamples, blocks))
     sums = (running[starts[:, :-1] + block] - running[starts[:, :-1]]).sum(axis=1)
@@ -148,6 +153,7 @@ def calibrate(
         raise ValueError(f"false_positive_rate must be in [0, 1), got {false_positive_rate}")
     if values.size == 0:
         raise ValueError("no control windows: τ cannot be calibrated")
+    # A set of controls may be shorter than a block.
     block = min(block, values.size)
     _check(values.size, block=block, resamples=resamples, confidence=confidence)
     log_threshold = _upper_quantile(values, false_positive_rate)
@@ -156,6 +162,8 @@ def calibrate(
     offsets = np.arange(block)
     drawn = np.empty(resamples)
     for n in range(resamples):
+        # The same blocks as in `block_bootstrap`, but a quantile needs the values themselves: indices `[blocks,
+        # block]`, cut to the length and closed to a ring.
         at = (random.integers(0, values.size, size=blocks)[:, None] + offsets).reshape(-1)[: values.size]
         drawn[n] = _upper_quantile(values[at % values.size], false_positive_rate)
     # A quantile of resamples must be one of them: interpolating between τ = 0 and another is meaningless.
@@ -173,6 +181,8 @@ def _upper_quantile(values: np.ndarray, rate: float) -> float:
     """The smallest float that at most a fraction `rate` of the values reach."""
     # This many may reach it (rounding of rate × N must not lose one); the next largest may not.
     allowed = min(math.floor(rate * values.size * (1 + 1e-12) + 1e-12), values.size - 1)
+    # `np.partition` puts the element of rank `at` in its sorted place; the next float above it is the smallest τ that
+    # it misses.
     at = values.size - 1 - allowed
     return float(np.nextafter(np.partition(values, at)[at], np.inf))
 

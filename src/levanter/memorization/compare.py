@@ -1,7 +1,7 @@
-"""Comparisons: several runs side by side, and a warning if they are not comparable.
+"""Comparisons: several runs side by side, and warnings if they are not comparable.
 
-Runs over the same text share its characters, so their strips line up, and one can see which characters one run covers
-and another does not. Runs over different texts only share a table. p_z under another preset, scheme, suffix length or
+Runs over the same text share its characters, so their strips are aligned and show which characters one run covers and
+another does not. Runs over different texts only share a table. p_z under another preset, scheme, suffix length or
 threshold is a different quantity: `cautions` reports what differs.
 """
 
@@ -53,12 +53,13 @@ def by_text(runs: Sequence[Measurement]) -> list[list[Measurement]]:
 
 
 def text_key(run: Measurement) -> str:
-    """What identifies a text: the file's hash in the manifest, else the text's; else title and length."""
+    """The identity of a text: the file's hash in the manifest, else the text's; else title and length."""
     identity = run.book.manifest.get("identity", {})
     known = identity.get("text.sha256") if isinstance(identity, Mapping) else None
     if isinstance(known, str):
         return known
     if run.book.text is not None:
+        # Texts may contain surrogates from broken files, which strict UTF-8 refuses.
         return hashlib.sha256(run.book.text.encode("utf-8", "surrogatepass")).hexdigest()
     return f"{run.book.title}/{run.characters}"
 
@@ -69,13 +70,14 @@ def model_name(run: Measurement) -> str:
 
 
 def labels(runs: Sequence[Measurement]) -> list[str]:
-    """A distinguishing name for each run: title or model, with whatever else differs."""
+    """A distinguishing name for each run: title or model, and the settings that differ."""
     settings: dict[str, list[str]] = {
         "model": [model_name(run) for run in runs],
         "title": [run.book.title for run in runs],
         "preset": [run.book.preset for run in runs],
         "scheme": [run.scheme.name for run in runs],
     }
+    # Only settings in which the runs differ are shown; equal ones would make every label longer.
     differing = [name for name, values in settings.items() if len(set(values)) > 1] or ["title"]
     names = [" · ".join(value for name in differing if (value := settings[name][n])) or "run" for n in range(len(runs))]
     # Runs that nothing distinguishes are numbered.

@@ -1,4 +1,4 @@
-"""Conventions: which windows a study takes and which p_z it reports. They are not comparable with one another.
+"""Conventions: which windows a study takes and which p_z it reports. Results of different conventions do not compare.
 
 `levanter`: no BOS, the full vocabulary, every fifth token. `paper`: the extraction studies (Cooper et al.,
 arXiv:2505.12546), in which BOS is the first of the 100 tokens, tokens are sampled from the 40 most likely at
@@ -52,5 +52,6 @@ def preset_name(given: WindowConvention) -> str:
 
 
 def _relevant(given: WindowConvention) -> WindowConvention:
+    # A stride or slice of the other mode has no effect, so it must not turn a preset into `custom`.
     unused = {"stride_chars": 1, "slice_chars": 1} if given.windowing.token_mode else {"stride_tokens": 1}
     return replace(given, windowing=replace(given.windowing, **unused))

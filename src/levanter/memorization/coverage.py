@@ -7,10 +7,11 @@ splits belongs to the windows on both sides.
 
 Three definitions of the characters that a window covers (`Cover`):
 
-- `suffix`: those of the suffix, which is what the model produced. The definition above.
-- `window`: prefix and suffix. What upstream's curves paint.
+- `suffix`: those of the suffix, which is what the model produced. This is the definition above.
+- `window`: prefix and suffix. Upstream's curves use it.
 - `paper_v1`: from 50 characters after the window's start up to its last character, that one left out. The first
-  published code adds the *number of prefix tokens* to a *character* offset; here for comparison with its numbers.
+  published code adds the *number of prefix tokens* to a *character* offset; it is available for comparison with its
+  numbers.
 """
 
 from collections.abc import Mapping
@@ -37,6 +38,8 @@ def cover_spans(book: BookResult, cover: Cover = "suffix") -> np.ndarray:
     if cover == "window":
         return book.char_spans
     if cover == "paper_v1":
+        # A number of tokens added to a character offset, as in the published code; the stop never falls before the
+        # start.
         start = book.char_spans[:, 0] + book.prefix_tokens
         return np.stack([start, np.maximum(start, book.char_spans[:, 1] - 1)], axis=1)
     raise ValueError(f"cover: {cover!r} is not one of {', '.join(get_args(Cover))}")
@@ -48,6 +51,7 @@ def characters(book: BookResult) -> int:
         return len(book.text)
     identity = book.manifest.get("identity", {})
     known = identity.get("text.characters") if isinstance(identity, Mapping) else None
+    # Without text and manifest, nothing behind the last window is known.
     return known if isinstance(known, int) else int(book.char_spans[:, 1].max(initial=0))
 
 
@@ -74,6 +78,7 @@ def covered(spans: np.ndarray, characters: int) -> np.ndarray:
     """
     spans = checked_spans(spans, characters)
     # +1 where a span begins, −1 where it ends: the running sum is the number of spans over a character.
+    # One more entry than characters: a span may end at the end of the text.
     steps = np.bincount(spans[:, 0], minlength=characters + 1) - np.bincount(spans[:, 1], minlength=characters + 1)
     return np.cumsum(steps)[:characters] > 0
 

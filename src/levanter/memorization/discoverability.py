@@ -42,6 +42,7 @@ def log_threshold(log_n: ArrayLike, p: ArrayLike) -> np.ndarray:
         raise ValueError("n must be at least 1")
     # τ = 1 − e^(−x) with x = −log1p(−p) / n; for x below 1e-16, τ = x to the last bit.
     log_x = np.log(-np.log1p(-p)) - log_n
+    # Clipped only to keep `exp` from underflowing in the branch that `where` discards.
     x = np.exp(np.maximum(log_x, -700.0))
     return np.where(log_x < -37.0, log_x, np.log(-np.expm1(-x)))
 
@@ -68,6 +69,7 @@ def log_required_n(log_pz: ArrayLike, p: ArrayLike) -> np.ndarray:
     Returns:
         +inf where p_z = 0, −inf where p_z = 1.
     """
+    # In logarithms, so that n may be beyond float64.
     return np.log(-np.log1p(-_probabilities(p))) - _log_hazard(_log_probabilities(log_pz))
 
 
@@ -89,6 +91,8 @@ def required_n(log_pz: ArrayLike, p: ArrayLike) -> np.ndarray:
     with np.errstate(divide="ignore", over="ignore"):
         hazard = np.where(usual > -np.log(2), -np.log(-np.expm1(usual)), -np.log1p(-np.exp(np.minimum(usual, -0.5))))
         quotient = np.where(log_pz < -700.0, np.exp(log_required_n(log_pz, p)), -np.log1p(-p) / hazard)
+    # Without the correction, a quotient that should be 10 and came out as 10.000000000000002 would round up to 11. At
+    # least one sample is needed, even for p_z = 1.
     return np.maximum(np.ceil(quotient * (1 - _ROUNDING)), 1.0)
 
 
@@ -141,6 +145,7 @@ def survival(ordered: np.ndarray, log_threshold: ArrayLike) -> np.ndarray:
     if ordered.size == 0:
         raise ValueError("no windows: a share of zero windows is undefined")
     at = np.asarray(log_threshold, dtype=np.float64)
+    # Relative for large |log τ|, absolute near 0: it allows for the rounding of both numbers.
     at = at - _ROUNDING * np.maximum(np.abs(at), 1.0)
     return (ordered.size - np.searchsorted(ordered, at, side="left")) / ordered.size
 
@@ -172,6 +177,7 @@ def _log_hazard(log_pz: np.ndarray) -> np.ndarray:
     """log(−log1p(−p_z)); +inf at p_z = 1, −inf at p_z = 0."""
     with np.errstate(divide="ignore"):
         # Near 1: 1 − p_z is −expm1(log p_z). In between: as written. Below e^-37, −log1p(−p_z) = p_z to the last bit.
+        # The clipping keeps each branch in its own range; `where` below selects the branch that is exact for the value.
         near_one = np.log(-np.log(-np.expm1(np.maximum(log_pz, -1.0))))
         between = np.log(-np.log1p(-np.exp(np.clip(log_pz, -40.0, -0.5))))
     return np.where(log_pz > -np.log(2), near_one, np.where(log_pz > -37.0, between, log_pz))

@@ -2,7 +2,7 @@
 
 Windows that a study has prepared (rows of a prompt and its continuation) need not all have the same length. They are
 aligned at their ends: each is padded on the left up to the longest, tokens do not see the padding and count their
-positions from the first real token, so a row's scores are those it would have alone.
+positions from the first real token, so a row's scores do not depend on the other rows.
 
 A row whose suffix is shorter than the longest has log-probability 0 and rank 0 beyond its end: such positions are
 certain and change no p_z.
@@ -43,8 +43,8 @@ class Examples:
         ids: int32, the tokens of all rows, one after the other.
         ends: int64 `[N]`, where each row ends in `ids`.
         lengths: int64 `[N]`, tokens of each.
-        prompts: int64 `[N]`, how many of them are the prompt.
-        pad_id: the padding on the left.
+        prompts: int64 `[N]`, the number of tokens of each prompt.
+        pad_id: the id of the padding on the left.
     """
 
     ids: np.ndarray = field(repr=False)
@@ -60,6 +60,7 @@ class Examples:
         Raises:
             ValueError: lists the rows without a prompt or a continuation.
         """
+        # The model predicts the first suffix token from the prompt, so both parts need at least one token.
         bad = [n for n, (tokens, prompt) in enumerate(rows) if not 0 < prompt < len(tokens)]
         if bad or not rows:
             shown = ", ".join(f"row {n}: {len(rows[n][0])} tokens, prompt {rows[n][1]}" for n in bad[:5])
@@ -96,6 +97,8 @@ class Examples:
 
     def take(self, rows: np.ndarray) -> np.ndarray:
         """The tokens of some rows, aligned at their ends, int32 `[rows, positions]`."""
+        # The last column is the last token of each row; columns before a row's first token point into the row before,
+        # or below 0, and are masked.
         at = self.ends[rows][:, None] - self.positions + np.arange(self.positions)
         real = np.arange(self.positions) >= self.left_padding(rows)[:, None]
         return np.where(real, self.ids[np.maximum(at, 0)], np.int32(self.pad_id)).astype(np.int32)
@@ -105,14 +108,16 @@ class Examples:
         return (self.positions - self.lengths[rows]).astype(np.int32)
 
     def aligned(self, scores: Scores) -> Scores:
-        """Scores whose column j is the j-th token of each row's suffix; positions beyond its end are certain."""
+        """Scores whose column j is the j-th token of each row's suffix; positions beyond its end have log p = 0."""
         k = self.suffix_tokens
         lengths = (self.lengths - self.prompts)[:, None]
         column = np.arange(k)[None, :]
+        # Scores are of the last k tokens, so a suffix of length l begins in column k − l; move it to column 0.
         source = np.minimum(column + (k - lengths), k - 1)
         inside = column < lengths
 
         def move(array: np.ndarray) -> np.ndarray:
+            # Zero is rank 0 and log-probability 0: a certain token, which changes neither p_z nor a top-K rule.
             return np.where(inside, np.take_along_axis(array, source, axis=1), np.zeros((), array.dtype))
 
         return Scores.of_arrays({name: move(array) for name, array in scores.arrays.items()})
@@ -132,7 +137,7 @@ def prompt_pairs(records: Iterable[tuple[Any, str]], format: LmDatasetFormatBase
     """The prompt and the continuation of each record: texts, or lists of ids.
 
     Raises:
-        DataError: the format has no prompts, or a record does not match it (with the record's place).
+        DataError: the format has no prompts, or a record does not match it (the message names the record).
     """
     if isinstance(format, ChatLmDatasetFormat) and not format.single_turn:
         raise DataError(
@@ -147,20 +152,23 @@ def prompt_pairs(records: Iterable[tuple[Any, str]], format: LmDatasetFormatBase
 
 
 def tokenized(pairs: Sequence[tuple[Any, Any]], tokenizer: Tokenizer, *, bos: bool) -> list[tuple[np.ndarray, int]]:
-    """Each pair as ids, with the length of the prompt.
+    """Tokenizes each pair; returns its ids and the length of the prompt.
 
     Raises:
-        ValueError: BOS is asked for, and the tokenizer has none.
+        ValueError: BOS is requested, and the tokenizer has none.
     """
     if bos and tokenizer.bos_id is None:
         raise ValueError(f"bos: the tokenizer {tokenizer.name} has no BOS token; set bos: false")
     first = [] if not bos else [tokenizer.bos_id]
+    # One batch for all texts of the set, so that the tokenizer's threads are used; `next` takes the results in the same
+    # order.
     texts = [text for pair in pairs for text in pair if isinstance(text, str)]
     ids = iter(tokenizer.encode_batch(texts))
     rows = []
     for pair in pairs:
         prompt, rest = (next(ids) if isinstance(part, str) else np.asarray(part, np.int32) for part in pair)
         prompt = np.concatenate([np.asarray(first, np.int32), prompt])
+        # BOS counts as a part of the prompt.
         rows.append((np.concatenate([prompt, rest]).astype(np.int32), len(prompt)))
     return rows
 
@@ -189,6 +197,7 @@ def _pair(record: object, format: LmDatasetFormatBase, origin: str) -> tuple[Any
     for message in messages:
         if not isinstance(message, Mapping):
             raise DataError(f"{origin}: a message is an object with role and content, found {type(message).__name__}")
+        # The first message of each role; further turns do not belong to the example.
         contents.setdefault(_get(message, "role", str, origin), _get(message, "content", str, origin))
     lacking = [role for role in _ROLES if role not in contents]
     if lacking:
@@ -203,6 +212,7 @@ def _get(record: Mapping[str, Any], key: str, kind: type[T], origin: str) -> T:
     if key not in record:
         raise DataError(f"{origin}: no key {key!r}; it has {', '.join(map(repr, record)) or 'none'}")
     value = record[key]
+    # A boolean is an `int` in Python, but `true` is no length.
     if not isinstance(value, kind) or isinstance(value, bool):
         raise DataError(f"{origin}: {key!r} is {type(value).__name__}, expected {kind.__name__}")
     return value

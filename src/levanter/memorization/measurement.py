@@ -30,8 +30,8 @@ class Measurement:
         book: the model's scores.
         scheme: how tokens would be drawn.
         log_threshold: log τ.
-        cover: which characters a window covers.
-        characters: of the book; of a prepared set without a text, its rows.
+        cover: the definition of the characters that a window covers.
+        characters: the number of characters of the book, or of rows of a prepared set without a text.
         unit: what is counted along the book: `characters` or `rows`.
         log_pz: float64 `[N]`.
         spans: int64 `[N, 2]`, the characters that each window covers.
@@ -82,8 +82,9 @@ class Measurement:
 
     @cached_property
     def coverage_interval(self) -> Interval:
-        """Its interval: circular blocks of characters, several windows long."""
+        """The interval of `coverage`: circular blocks of characters, several windows long."""
         spans = self.spans if self.unit == "rows" else self.book.char_spans
+        # Blocks must be longer than whole windows (prefix included), because overlapping windows share their fate.
         window = float(np.mean(spans[:, 1] - spans[:, 0]))
         return block_bootstrap(self.covered, block=block_length(window, self.characters))
 
@@ -94,7 +95,7 @@ class Measurement:
 
     @cached_property
     def reached_interval(self) -> Interval:
-        """Its interval: circular blocks of windows."""
+        """The interval of `reached_rate`: circular blocks of windows."""
         return block_bootstrap(self.reached, block=windows_block(self.book))
 
     @cached_property
@@ -133,6 +134,7 @@ class Measurement:
         """The likeliest passages below the threshold, with p_z above 0."""
         rows = self.unit == "rows"
         suffixes = self.spans if rows else self.book.suffix_char_spans
+        # p_z = 0 is left out: such a window cannot be reproduced, so it is not nearly memorized.
         under = np.flatnonzero(~self.reached & (self.log_pz > -np.inf))
         above = top_passages(
             self.log_pz[under],
@@ -144,6 +146,8 @@ class Measurement:
         )
         # If a window next to it reaches the threshold, the passage is listed already.
         return tuple(
+            # Map the index back from the selected windows to all windows. No stretch is covered here, so the run is the
+            # suffix.
             replace(passage, window=int(under[passage.window]), run=passage.suffix)
             for passage in above
             if not self.covered[slice(*passage.suffix)].any()
@@ -155,6 +159,7 @@ class Measurement:
         return dict(published_coverages(self.book.title))
 
     def summary(self) -> dict[str, Any]:
+        # Other programs read these keys, so their names are fixed.
         """The measurement as JSON values; no text of the book, no times."""
         return {
             "title": self.book.title,
@@ -238,7 +243,7 @@ def measure(
         book: its windows, scored. Rows of a prepared set have no position in a text; coverage is then of rows.
         scheme: default the one that its preset reports first.
         threshold: τ, a probability; ignored if `calibration` is given.
-        cover: which characters a window covers.
+        cover: the definition of the characters that a window covers.
         calibration: τ from control texts.
 
     Raises:
@@ -260,11 +265,13 @@ def measure(
     if problems:
         raise ValueError("\n".join(problems))
     log_pz = book.log_pz(scheme)
+    # Row i of a prepared set covers the unit [i, i + 1), so the code for characters works for rows.
     first = np.arange(len(book), dtype=np.int64)
     spans = np.stack([first, first + 1], axis=1) if rows else cover_spans(book, cover)
     return Measurement(
         book=book,
         scheme=scheme,
+        # A calibration may give log τ slightly above 0 (nothing counts), which `log_or_minus_inf` would refuse.
         log_threshold=log_or_minus_inf(threshold) if calibration is None else calibration.log_threshold,
         cover=cover,
         characters=total,
@@ -284,9 +291,12 @@ def whole_suffix(book: BookResult) -> tuple[Scheme, ...]:
 def windows_block(book: BookResult) -> int:
     """Windows of a bootstrap block: several times as many as overlap one window; 1 for separate rows."""
     spans = book.char_spans
+    # Rows of a prepared set have character spans of −1.
     if len(book) == 0 or spans[0, 0] < 0:
         return 1
+    # The mean stride: windows that were left out as duplicates widen it in places.
     stride = max(1.0, float(spans[-1, 0] - spans[0, 0]) / max(1, len(book) - 1))
+    # Windows that overlap one window: its length over the stride.
     length = float(np.mean(spans[:, 1] - spans[:, 0]))
     return block_length(length / stride, len(book))
 
@@ -312,6 +322,7 @@ def _calibration_json(calibration: Calibration) -> dict[str, Any]:
 
 def _distribution(log_pz: np.ndarray) -> dict[str, Any]:
     """Quantiles of log p_z; null for −inf, which JSON lacks."""
+    # `nearest`, because interpolating between −inf and a number is meaningless.
     quantiles = np.quantile(log_pz, [0.0, 0.25, 0.5, 0.75, 1.0], method="nearest")
     names = ("min", "lower_quartile", "median", "upper_quartile", "max")
     return {

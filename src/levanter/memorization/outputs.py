@@ -7,7 +7,7 @@
     pz_data.npz      p_z of every window in upstream's layout
 
 Each file is written atomically, on any storage; the same measurement gives the same bytes. `windows.parquet` and
-`manifest.json`, from which all of them follow, are written with the results (`BookResult.write`).
+`manifest.json`, from which all of them are derived, are written with the results (`BookResult.write`).
 
 *Upstream's layout* (`pz_data.npz`): `pz_values` float64 `[N]`; `span_ranges` int64 `[N, 2]`, first and last token
 (token mode) or character (text mode) of each full window, both inclusive; `max_pz` float32, per token or character the
@@ -62,7 +62,7 @@ def write_outputs(
         scheme: default the one that the book's preset reports first.
         calibration: τ from control texts, instead of `threshold`.
         names: other names for some files, see `DEFAULT_NAMES`; absolute ones and URLs leave the folder.
-        with_text: whether `report.html` may hold the text.
+        with_text: whether `report.html` may contain the text.
         on_file: called with the name of every file that is written.
 
     Returns:
@@ -72,6 +72,7 @@ def write_outputs(
         ValueError: see `measure`.
     """
     measured = measure(book, scheme=scheme, threshold=threshold, cover=cover, calibration=calibration)
+    # Insertion order is the order of writing.
     named = {**DEFAULT_NAMES, **(names or {})}
     summary = measured.summary()
     files = {
@@ -92,8 +93,9 @@ def write_outputs(
 
 
 def npy_name(plot: str) -> str:
-    """The array of a picture: its name with `.npy`."""
+    """The file name of a picture's array: the picture's name with the ending `.npy`."""
     stem, dot, suffix = plot.rpartition(".")
+    # A dot in a folder's name is no ending.
     return f"{stem if dot and '/' not in suffix else plot}.npy"
 
 
@@ -105,6 +107,7 @@ def upstream_npz(measured: Measurement) -> bytes:
     np.savez(
         out,
         pz_values=np.exp(measured.log_pz),
+        # Our spans are half-open, upstream's include the last element.
         span_ranges=spans - np.array([0, 1]),
         max_pz=curve.astype(np.float32),
         config_info=np.array(
@@ -117,13 +120,16 @@ def upstream_npz(measured: Measurement) -> bytes:
 def _upstream_curve(measured: Measurement) -> tuple[np.ndarray, np.ndarray, int]:
     """Largest p_z over full windows, the windows' ranges, and the stride: in tokens if windows have token spans."""
     book = measured.book
+    # Text mode tokenizes every window separately, so its windows have no positions among the book's tokens (−1).
     in_tokens = bool((book.token_spans >= 0).all())
     spans = book.token_spans if in_tokens else book.char_spans
     length = int(spans[:, 1].max()) if in_tokens else measured.characters
     if measured.unit == "rows" and not in_tokens:
         spans = measured.spans
+    # The smallest distance of two windows is the stride even where windows were left out.
     steps = np.diff(np.unique(spans[:, 0]))
     stride = int(steps.min()) if steps.size else 0
+    # Without the suffix restriction: upstream paints prefix and suffix.
     return np.exp(character_heat(measured.log_pz, spans, length)), spans, stride
 
 

@@ -51,6 +51,7 @@ class PartStore(ResumableResults):
     def finished_identity(self, marker: object) -> object:
         """The identity in `.success`, which also records the digests of the results."""
         if not isinstance(marker, Mapping):
+            # A marker that is no object has no such keys; the comparison then reports it as another run's.
             return marker
         return {key: value for key, value in marker.items() if key != RESULTS}
 
@@ -62,6 +63,7 @@ class PartStore(ResumableResults):
         """
         try:
             super().begin()
+        # A lost lease is not a problem of the folder.
         except LeaseLostError:
             raise
         except OSError as error:
@@ -70,8 +72,9 @@ class PartStore(ResumableResults):
             ) from error
 
     def write(self, first: int, scores: Scores) -> None:
-        """Adds the windows from `first` on."""
+        """Writes a part with the scores of the windows from `first` on."""
         self.check_lease()
+        # The part describes itself, so that a renamed file, or one of another run, is not accepted.
         meta = {"identity": _digest(self.identity), "first": first, "rows": len(scores), "crc32": _checksum(scores)}
         table = pa.table(score_columns(scores)).replace_schema_metadata({b"part": json.dumps(meta).encode()})
         with atomic_write(self.parts.at(first)) as file:
@@ -82,6 +85,8 @@ class PartStore(ResumableResults):
         paths = self.parts.numbered()
         scores: list[Scores] = []
         done = 0
+        # Part names are their first windows, so a gap ends the loop: later parts are computed again, which keeps the
+        # batches of the run aligned.
         while done in paths and done < self.windows:
             part = self._read_part(paths[done], done)
             if part is None:
@@ -92,15 +97,18 @@ class PartStore(ResumableResults):
         return scores
 
     def finish(self, results: Sequence[str] = ()) -> None:
-        """Records that the results are written, and removes the parts.
+        """Records that the results are complete, and removes the parts.
 
         Args:
             results: names of the result files, which are read again for their digests.
         """
         self.check_lease()
+        # Read back from storage rather than from memory, so that a failed write is noticed before the parts are
+        # removed.
         record = {name: _size_and_digest(join(self.folder, name)) for name in results}
         with atomic_write(join(self.folder, DONE)) as file:
             file.write(as_json_bytes({**self.identity, RESULTS: record}))
+        # After the marker: a crash in between leaves parts that a later start ignores.
         self.clean()
 
     def missing_or_changed(self) -> dict[str, str]:
@@ -123,12 +131,13 @@ class PartStore(ResumableResults):
         except (pa.ArrowException, OSError, ValueError, KeyError):
             return None
         expected = {"identity": _digest(self.identity), "first": first, "rows": len(scores)}
+        # Also the number of rows: a part must not reach beyond the book.
         good = meta == {**expected, "crc32": _checksum(scores)}
         return scores if good and len(scores) and first + len(scores) <= self.windows else None
 
 
 def _size_and_digest(path: str) -> dict[str, int | str]:
-    """Size and digest of a file."""
+    """The size and SHA-256 of a file."""
     digest, size = hashlib.sha256(), 0
     with open_read(path) as file:
         while block := file.read(1 << 22):
@@ -138,11 +147,13 @@ def _size_and_digest(path: str) -> dict[str, int | str]:
 
 
 def _difference(path: str, recorded: object) -> str | None:
-    """Why a file is not the recorded one; None if it is."""
+    """How a file differs from what was recorded; None if it does not."""
     if not exists(path):
         return "gone"
     if not isinstance(recorded, Mapping):
+        # A run of an earlier version has only names; existence is all that can be checked.
         return None
+    # The size first: it needs no read of the file.
     size = file_size(path)
     if size != recorded.get("bytes"):
         return f"{size:,} bytes, {recorded.get('bytes')} were written"
@@ -156,5 +167,6 @@ def _digest(identity: PartsIdentity) -> str:
 def _checksum(scores: Scores) -> int:
     value = 0
     for name, array in sorted(scores.arrays.items()):
+        # Names are part of the checksum, so that two arrays of one size cannot be exchanged.
         value = zlib.crc32(array.tobytes(), zlib.crc32(name.encode(), value))
     return value

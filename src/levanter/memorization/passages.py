@@ -1,6 +1,6 @@
 """Top passages: the suffixes that a model reproduces most reliably, each with its prefix.
 
-Windows start every few tokens, so one memorized sentence shows up in dozens of them. A *passage* is the likeliest
+Windows start every few tokens, so one memorized sentence appears in dozens of windows. A *passage* is the likeliest
 window of its neighbourhood: windows are taken from the likeliest down, and one whose suffix overlaps the suffix of a
 passage already taken is merged into that passage. The *run* of a passage is the stretch of text around it in which
 every character is covered.
@@ -45,7 +45,7 @@ def top_passages(
     log_threshold: float,
     count: int = 20,
 ) -> tuple[Passage, ...]:
-    """The likeliest passages, at most `count`, likeliest first; of equally likely ones the earlier first.
+    """The likeliest passages, at most `count`, likeliest first; equally likely ones in text order.
 
     Args:
         log_pz: `[N]`.
@@ -59,13 +59,16 @@ def top_passages(
         ValueError: spans outside the text.
     """
     log_pz = np.asarray(log_pz, dtype=np.float64)
+    # A suffix without characters (special tokens only) has no place in the text.
     kept = np.flatnonzero((log_pz >= log_threshold) & (suffix_spans[:, 1] > suffix_spans[:, 0]))
     stretches = runs(covered(suffix_spans[kept], characters))
+    # Stable, so that equally likely windows stay in text order.
     remaining = kept[np.argsort(-log_pz[kept], kind="stable")]
     passages = []
     while remaining.size and len(passages) < count:
         best = int(remaining[0])
         start, stop = (int(x) for x in suffix_spans[best])
+        # Half-open ranges that do not intersect.
         apart = (suffix_spans[remaining, 1] <= start) | (suffix_spans[remaining, 0] >= stop)
         passages.append(
             Passage(
@@ -73,6 +76,7 @@ def top_passages(
                 log_pz=float(log_pz[best]),
                 prefix=(int(char_spans[best, 0]), start),
                 suffix=(start, stop),
+                # The passage itself is among the windows that overlap it.
                 merged=int(remaining.size - np.count_nonzero(apart)),
                 run=_run_around(stretches, start),
             )
@@ -85,12 +89,14 @@ def runs(inked: np.ndarray) -> np.ndarray:
     """The covered stretches of a text: int64 `[R, 2]`, half-open, in order.
 
     Args:
-        inked: bool `[characters]`, what is covered.
+        inked: bool `[characters]`, which characters are covered.
     """
+    # +1 where a stretch begins, −1 behind its end; the added False values close stretches at both ends of the text.
     steps = np.diff(np.concatenate([[False], inked, [False]]).astype(np.int8))
     return np.stack([np.flatnonzero(steps == 1), np.flatnonzero(steps == -1)], axis=1)
 
 
 def _run_around(stretches: np.ndarray, at: int) -> tuple[int, int]:
+    # The last stretch that begins at or before `at`; the suffix reaches τ, so it lies in one.
     start, stop = stretches[int(np.searchsorted(stretches[:, 0], at, side="right")) - 1]
     return int(start), int(stop)

@@ -19,13 +19,14 @@ from levanter.memorization.measurement import Measurement
 from levanter.memorization.passages import runs
 
 INK = ("#ffffff", "#cfe0f1", "#8fbbdf", "#4a8fc6", "#1f5fa5", "#0b2f66")
-"""From p_z below the threshold to p_z = 1."""
+"""The colours from p_z below the threshold to p_z = 1."""
 _STRIP_PIXELS = 1500
 _TEXT, _FAINT = "#1c2430", "#6b7684"
 
 
 def heatmap_png(measured: Measurement, *, scale: Scale = "log") -> bytes:
     """The book as one strip from first character to last; a column is the mean ink of its characters."""
+    # `Figure` instead of pyplot, which keeps global state and is not thread-safe.
     figure = Figure(figsize=(16, 2.6), dpi=100)
     axes = figure.subplots()
     if scale == "log" and not measured.reached.any():
@@ -33,6 +34,7 @@ def heatmap_png(measured: Measurement, *, scale: Scale = "log") -> bytes:
         scale = "token"
     tokens = measured.scheme.suffix_tokens or measured.book.suffix_tokens
     shaded = shade(measured.heat, log_threshold=measured.log_threshold, scale=scale, tokens=tokens)
+    # One mean per pixel column: matplotlib would otherwise pick single characters and lose narrow passages.
     ink = columns(shaded, _STRIP_PIXELS)
     axes.imshow(
         ink[None, :],
@@ -43,6 +45,7 @@ def heatmap_png(measured: Measurement, *, scale: Scale = "log") -> bytes:
         interpolation="nearest",
         extent=(0, measured.characters, 0, 1),
     )
+    # Hatched: white alone would read as "not memorized".
     for start, stop in runs(~measured.scored):
         axes.axvspan(start, stop, facecolor="#ffffff", edgecolor="#b4bcc8", hatch="////", linewidth=0)
     axes.set_yticks([])
@@ -56,13 +59,14 @@ def heatmap_png(measured: Measurement, *, scale: Scale = "log") -> bytes:
         loc="left",
         fontsize=11,
         color=_TEXT,
+        # Titles may contain `$`, which matplotlib would parse as a formula.
         parse_math=False,
     )
     return _png(figure)
 
 
 def histogram_png(measured: Measurement) -> bytes:
-    """Windows by p_z, both axes logarithmic; what is below the lowest bin is counted above the bars."""
+    """Windows by p_z, both axes logarithmic; the text above the bars counts the windows below the lowest bin."""
     counted = measured.histogram
     figure = Figure(figsize=(8, 4.6), dpi=100)
     axes = figure.subplots()
@@ -78,9 +82,11 @@ def histogram_png(measured: Measurement) -> bytes:
         counts,
         width=np.concatenate([[0.6, 0.6], np.diff(counted.edges)]),
         align="edge",
+        # Bars at or above the threshold are dark; the tolerance covers a threshold that is an edge.
         color=np.where(edges[:-1] >= at - 1e-9, INK[4], INK[2]).tolist(),
         edgecolor="white",
         linewidth=0.6,
+        # A logarithmic axis needs at least one positive count.
         log=bool(counts.any()),
     )
     if counts.any():

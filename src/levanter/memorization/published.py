@@ -1,4 +1,4 @@
-"""Published coverages, to compare with one's own.
+"""Published coverages, for comparison with own results.
 
 Share of a book's characters, in %, inside at least one 50-token suffix with p_z ≥ 0.1 %: prefix 50 tokens (BOS and 49
 of the text), a window every 10 characters, top-k 40, T = 1, which is the preset `paper`. From the results that
@@ -85,6 +85,7 @@ def published_coverages(title: str, model: str | None = None) -> Mapping[str, fl
     values = PUBLISHED[book] if book is not None else {}
     if model is None:
         return values
+    # Compared word by word, so that "Llama-3-8B" does not match "Llama-3.1-8B".
     wanted = _plain(model).split()
     coverages = [name for name in values if _is_within(_plain(name).split(), wanted)]
     return {name: values[name] for name in coverages}
@@ -98,5 +99,6 @@ def _is_within(part: list[str], whole: list[str]) -> bool:
 def _plain(text: str) -> str:
     """Lower case, words and numbers separated by one space, without apostrophes and a leading article."""
     text = re.sub(r"['’]", "", text.lower())
+    # A letter followed by a digit is split ("Llama3" and "Llama-3"); a number keeps the letters behind it ("8b").
     text = re.sub(r"(?<=[a-z])(?=\d)", " ", text)
     return re.sub(r"^(the|a|an) ", "", " ".join(re.findall(r"[a-z]+|\d+(?:\.\d+)?[a-z]*", text)))

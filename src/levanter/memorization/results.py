@@ -1,4 +1,4 @@
-"""Results: what one pass over a book's windows stores, and every p_z that follows from it.
+"""Results: the numbers that one pass over a book's windows stores, from which p_z under every scheme follows.
 
 For each suffix token the pass stores three numbers: its log-probability under the full vocabulary, its rank in the
 vocabulary (0 is the most likely; ties go to the lower id), and the log of the total probability of the 40 most likely
@@ -75,12 +75,13 @@ class Scheme:
 
     @property
     def law(self) -> "Scheme":
-        """Only the next-token law, without the suffix length."""
+        """The scheme's next-token distribution alone, without the suffix length."""
         return Scheme(top_k=self.top_k, temperature=self.temperature)
 
     @property
     def stored(self) -> bool:
         """Whether every run's results include it, without a normalizer of its own."""
+        # Greedy needs only ranks, and the two others only the normalizers that every run stores.
         return self.top_k == 1 or (self.temperature == 1.0 and self.top_k in (None, STORED_TOP))
 
     @classmethod
@@ -88,7 +89,7 @@ class Scheme:
         """The scheme that `name` names.
 
         Raises:
-            ValueError: the name is not of the form that `name` has.
+            ValueError: `name` has another form than the property `name` gives.
         """
         match = re.fullmatch(r"(full|greedy|k(\d+))(?:_t([0-9.eE+-]+))?(?:_s(\d+))?", name)
         if match is None:
@@ -108,7 +109,7 @@ STORED_SCHEMES = (FULL, TOP_40, GREEDY)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Scores:
-    """What the pass stores for some windows, `[n, k]` each; see `BookResult` for the meaning.
+    """The stored numbers of some windows, `[n, k]` each; see `BookResult` for the meaning.
 
     Attributes:
         logprobs: float32.
@@ -139,7 +140,7 @@ class Scores:
 
     @classmethod
     def joined(cls, pieces: Sequence["Scores"]) -> "Scores":
-        """The rows of all parts, in order."""
+        """Concatenates the rows of several scores."""
         names = pieces[0].arrays
         return cls.of_arrays({name: np.concatenate([part.arrays[name] for part in pieces]) for name in names})
 
@@ -152,8 +153,8 @@ class BookResult:
         title: the book's.
         preset: which convention the windows follow (`levanter`, `paper`, `custom`).
         scheme: the scheme that the preset reports first.
-        manifest: what was run, on what (no times): JSON values.
-        text: the book; None if it is not to be kept.
+        manifest: the run's settings and devices as JSON values, without times.
+        text: the book; None if it must not be stored.
         prefix_tokens: tokens of a window's prompt (BOS included if there is one).
         suffix_tokens: tokens that are scored, k.
         token_spans: int64 `[N, 2]`, tokens of the window in the book's ids (token mode); −1 in text mode, in which
@@ -200,7 +201,8 @@ class BookResult:
 
     @property
     def schemes(self) -> tuple[Scheme, ...]:
-        """The schemes of these results (at any suffix length up to k): the preset's own first."""
+        """The schemes of these results (at any suffix length up to k): the preset's scheme first."""
+        # Names are parsed rather than stored, because normalizers are columns and a column has only a name.
         requested = tuple(Scheme.parse(name) for name in self.normalizers)
         return tuple(dict.fromkeys((self.scheme, *STORED_SCHEMES, *requested)))
 
@@ -226,12 +228,15 @@ class BookResult:
         law = scheme.law
         ranks = self.ranks[:, part]
         if law.top_k == 1:
+            # Greedy decoding at any temperature: probability 1 for the likeliest token, 0 for the others.
             return np.where((ranks == 0).all(axis=1), 0.0, -np.inf)
+        # float64 from here on: a suffix has 50 terms or more, and thresholds are compared with their sum.
         terms = self.logprobs[:, part].astype(np.float64) / law.temperature
         if law != FULL:
             terms -= self._normalizer(law)[:, part].astype(np.float64)
         # The target is one of the tokens in its normalizer, so what is above 0 is rounding.
         total = np.minimum(terms, 0.0).sum(axis=1, dtype=np.float64)
+        # A token outside the top K has probability 0, whatever its log-probability is.
         return total if law.top_k is None else np.where((ranks < law.top_k).all(axis=1), total, -np.inf)
 
     def _normalizer(self, law: Scheme) -> np.ndarray:
@@ -254,10 +259,12 @@ class BookResult:
         """Writes the folder's files, each atomically; the same result gives the same bytes."""
         import pyarrow.parquet as pq
 
+        # The manifest last: `read` opens it first, so a folder without it has no result.
         if self.text is not None:
             with atomic_write(join(folder, TEXT)) as file:
                 file.write(self.text.encode("utf-8"))
         with atomic_write(join(folder, WINDOWS)) as file:
+            # Bounded row groups, so that readers can load a part of the windows.
             pq.write_table(self._table(), file, compression="zstd", row_group_size=1 << 16)
         with atomic_write(join(folder, MANIFEST)) as file:
             file.write(as_json_bytes(self.manifest))
@@ -310,6 +317,7 @@ class BookResult:
             columns[f"{name[:-1]}_start"] = pa.array(span[:, 0])
             columns[f"{name[:-1]}_stop"] = pa.array(span[:, 1])
         for scheme in self.schemes:
+            # Derived columns for users of the Parquet file; `read` ignores them.
             columns[f"log_pz_{scheme.name}"] = pa.array(self.log_pz(scheme))
         columns |= score_columns(self.scores)
         meta = {
@@ -320,6 +328,7 @@ class BookResult:
             "suffix_tokens": self.suffix_tokens,
         }
         table = pa.table(columns)
+        # Sorted keys, so that the same result gives the same bytes.
         return table.replace_schema_metadata({b"levanter": json.dumps(meta, sort_keys=True).encode()})
 
 
@@ -328,12 +337,13 @@ def score_columns(scores: Scores) -> "dict[str, pa.Array]":
     import pyarrow as pa
 
     k = scores.logprobs.shape[1]
+    # Parquet lists need flat, contiguous values.
     flat = {name: pa.array(np.ascontiguousarray(array).reshape(-1)) for name, array in scores.arrays.items()}
     return {name: pa.FixedSizeListArray.from_arrays(values, k) for name, values in flat.items()}
 
 
 def read_scores(table: "pa.Table", k: int) -> Scores:
-    """The scores in the columns that `score_columns` made."""
+    """The scores in the columns of `score_columns`."""
     names = [*_PER_TOKEN, *(name for name in table.column_names if name.startswith(_NORMALIZER))]
     return Scores.of_arrays({name: _matrix(table, name, k) for name in names})
 
@@ -352,5 +362,6 @@ def _matrix(table: "pa.Table", name: str, k: int) -> np.ndarray:
     import pyarrow as pa
 
     flat = table[name].combine_chunks()
+    # `combine_chunks` may return one array or a chunked one, depending on the version of pyarrow.
     values = flat.values if not isinstance(flat, pa.ChunkedArray) else pa.concat_arrays(flat.chunks).values
     return values.to_numpy(zero_copy_only=False).reshape(-1, k).astype(_PER_TOKEN.get(name, np.float32))

@@ -1,6 +1,6 @@
-"""The runner: windows through a model, batch after batch, with host work overlapping device work.
+"""The runner: scores windows in batches, with host work overlapping device work.
 
-One Program scores one batch. Batches are dispatched in order and their scores fetched a few batches later, so that
+One Program scores one batch. Batches are dispatched in order and their scores are fetched a few batches later, so that
 the devices never wait for the host; a thread stores them as parts. The last batch is padded with copies of its last
 row, and the padding rows are dropped before anything else sees them.
 """
@@ -33,7 +33,7 @@ from levanter.runplan import NonFiniteResultError
 FETCH_BEHIND = 4
 """Batches in flight before the first result is fetched."""
 AGREED_SECONDS = 3600.0
-"""How long processes wait for process 0 to check existing results; if it is lost, they learn that within seconds."""
+"""How long processes wait for process 0 to check existing results; if process 0 is lost, they notice within seconds."""
 WINDOWS_A_PART = 8192
 """Windows after which a part is written even if little time has passed."""
 
@@ -54,13 +54,13 @@ class WindowSource(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchShape:
-    """What one execution scores.
+    """The shape of one batch.
 
     Attributes:
         rows: windows of a global batch.
         positions: tokens of a window.
         suffix: tokens at its end that are scored.
-        padded: some windows are shorter and padded on the left.
+        padded: whether some windows are shorter and padded on the left.
     """
 
     rows: int
@@ -93,12 +93,12 @@ def score_program(
 
     Args:
         model: abstract, its weights in the compute dtype.
-        shape: of the batch.
-        mappings: in scope.
-        placement: where the parameters are; default `mappings`.
+        shape: the shape of the batch.
+        mappings: the axis mappings in scope.
+        placement: the placement of the parameters; default `mappings`.
         batch_axis: the name of the batch's axis.
         laws: the laws whose normalizers are computed, besides that of the 40 most likely.
-        name: the Program's.
+        name: the name of the Program.
         options: further fields of `Program`.
     """
     Batch, Pos = hax.Axis(batch_axis, shape.rows), hax.Axis("position", shape.positions)
@@ -111,8 +111,11 @@ def score_program(
         if padding is None:
             return suffix_scores(model, tokens, targets, laws=wanted)
         index = hax.arange(Pos).broadcast_to(tokens.axes)
+        # Position 0 is the first real token, as in an unpadded row; positions before it are negative.
         positions = index - padding.broadcast_to(tokens.axes)
         is_token = (positions >= 0).astype(np.int32)
+        # Padding gets segment 0 and tokens segment 1, so that no token sees the padding. Padding has position 0, so
+        # that no position is negative.
         return suffix_scores(model, tokens, targets, laws=wanted, segment_ids=is_token, positions=positions * is_token)
 
     def declared(*axes: hax.Axis) -> hax.NamedArray:
@@ -147,16 +150,18 @@ def score_batches(
     Args:
         program: from `score_program`, for this shape and these laws.
         model: the weights, sharded as the Program expects.
-        mesh: of devices.
+        mesh: the devices.
         source: the windows.
-        shape: of the batch.
-        laws: those of the Program.
+        shape: the shape of the batch.
+        laws: the laws of the Program.
         first: where to begin, a multiple of the batch, so that every batch is the same as in an uninterrupted run.
         fetch_behind: batches in flight before the first result is fetched.
     """
+    # All batches were scored already, and no Program needs to be compiled.
     if first == len(source):
         return  # a run that ended between its last part and its results
     assert first % shape.rows == 0, f"window {first} does not begin a batch of {shape.rows}"
+    # A generator: batches are assembled one by one, while the devices work on the earlier ones.
     batches = (_batch(source, begin, shape) for begin in range(first, len(source), shape.rows))
     for real, outputs in results(program, mesh, model, batches, behind=fetch_behind, jit=jit_together):
         yield _scores(real, outputs, laws)
@@ -164,8 +169,10 @@ def score_batches(
 
 def _batch(source: WindowSource, begin: int, shape: BatchShape) -> tuple[int, list[np.ndarray]]:
     """How many of a batch's rows are not padding, and the Program's inputs besides the model."""
+    # Rows beyond the last window repeat it, so that every batch has the same shape and is compiled once.
     rows = np.minimum(np.arange(begin, begin + shape.rows), len(source) - 1)
     tokens = source.take(rows)
+    # `targets` are the last `suffix` tokens, because windows are aligned at their ends.
     inputs = [tokens, tokens[:, -shape.suffix :]]
     if shape.padded:
         padding = source.left_padding(rows)
@@ -177,8 +184,10 @@ def _scores(real: int, outputs: SuffixScores, laws: Sequence[Scheme]) -> Scores:
     """The first rows of a batch's scores, on the host."""
 
     def host(named: hax.NamedArray) -> np.ndarray:
+        # Batches are padded only at their end, so the first `real` rows are the windows.
         return np.asarray(named.array)[:real]
 
+    # `suffix_scores` returns the normalizer of the 40 most likely tokens first, then those of `laws`.
     top, *others = (host(named) for named in outputs.normalizers)
     return Scores(
         logprobs=host(outputs.logprobs),
@@ -208,6 +217,7 @@ def score_and_store(
     """
     writes = jax.process_index() == 0
     pieces = store.read() if writes else []
+    # All processes must begin with the same window, because they execute the same batches together.
     done = int(agreed(np.int32(sum(map(len, pieces)))))
     if writes:
         store.begin()
@@ -217,18 +227,22 @@ def score_and_store(
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="parts") as writer:
         pending: deque[Future[None]] = deque()
         for scores in batches(done):
+            # Before the part is written: a part with NaN would be accepted when the run is resumed.
             _refuse_nan(scores, done)
             done += len(scores)
             on_windows(done)
             if not writes:
                 continue
             fresh.append(scores)
+            # Also after the last window, so that nothing is left in `fresh`.
             full = done - first >= WINDOWS_A_PART or done == store.windows
             if full or time.monotonic() - since >= save_seconds:
                 part = Scores.joined(fresh)
                 pending.append(writer.submit(store.write, first, part))
                 pieces.append(part)
                 fresh, first, since = [], done, time.monotonic()
+            # Await writes that have finished, to raise their errors early; more than two pending writes would pile up
+            # memory.
             while pending and (len(pending) > 2 or pending[0].done()):
                 pending.popleft().result()
         for future in pending:
@@ -243,6 +257,7 @@ def _refuse_nan(scores: Scores, first: int) -> None:
     Raises:
         NonFiniteResultError: names the first such token and its window.
     """
+    # −inf is a valid log-probability (a token whose probability underflows), NaN and +inf are not.
     bad = np.argwhere(np.isnan(scores.logprobs) | (scores.logprobs == np.inf))
     if len(bad):
         window, token = bad[0]
@@ -254,7 +269,7 @@ def _refuse_nan(scores: Scores, first: int) -> None:
 
 
 def agreed(value: ArrayLike) -> np.ndarray:
-    """Process 0's parts, in every process; all of them call it. Folders change, so only one process reads them."""
+    """Broadcasts a value of process 0; all processes must call it. Folders change, so only one process reads them."""
     texts = json.dumps(np.asarray(value).tolist())
     return np.asarray(json.loads(process_group().follow("existing results", lambda: texts, seconds=AGREED_SECONDS)))
 
@@ -296,11 +311,11 @@ def score_windows(
         model: on the devices of `mesh`, sharded by `mappings`.
         windows: token ids, int `[N, positions]`.
         prefix_tokens: how many tokens of each are the prompt; the others are scored.
-        mesh: of devices.
+        mesh: the devices.
         mappings: named axes to mesh axes; default: everything replicated.
         batch_size: windows at a time; a multiple of the batch shards.
         schemes: decoding schemes besides full, K = 40 and greedy, which are always included.
-        matmul_precision: JAX's; None leaves it to the dtype.
+        matmul_precision: the precision of JAX's matrix products; None for the default of the dtype.
 
     Raises:
         ValueError: `windows` is not a matrix, or leaves no suffix.
@@ -320,6 +335,7 @@ def score_windows(
     pieces = list(score_batches(program, model, mesh, source, shape, laws=laws))
     if pieces:
         return Scores.joined(pieces)
+    # No windows: arrays of the right shapes and dtypes without a row.
     nothing = np.zeros((0, shape.suffix), np.float32)
     return Scores(
         logprobs=nothing,

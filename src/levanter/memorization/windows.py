@@ -1,4 +1,4 @@
-"""Windows: the stretches of a book that a model is asked to continue.
+"""Windows: the stretches of a book that a model has to continue.
 
 A *window* is `window_tokens` tokens: a *prefix*, the prompt, and a *suffix* that is scored. There are two ways to slide
 over a book.
@@ -24,7 +24,7 @@ import numpy as np
 from levanter.data import Tokenizer
 
 CHARACTERS_A_TOKEN = 4.25
-"""Of English prose under a vocabulary of 128k entries; only for estimates if a text is unavailable."""
+"""Mean of English prose under a vocabulary of 128k entries; only for estimates if a text is unavailable."""
 _SLICES_AT_ONCE = 64
 
 
@@ -63,7 +63,7 @@ class Windowing:
         return self.window_tokens - int(self.bos)
 
     def problems(self) -> list[str]:
-        """Its problems, by config key."""
+        """Problems of the settings, each with its configuration key."""
         found = []
         if not 0 < self.prefix_tokens < self.window_tokens:
             found.append(
@@ -83,6 +83,7 @@ class Windowing:
     def count(self, tokens: int) -> int:
         """How many windows a book of `tokens` tokens has: exact in token mode, an estimate in text mode."""
         if self.token_mode:
+            # A window needs `text_tokens` tokens behind its start; a shorter book has none.
             return max(0, (tokens - self.text_tokens) // self.stride_tokens + 1)
         return self.count_in_text(int(tokens * CHARACTERS_A_TOKEN))
 
@@ -91,6 +92,7 @@ class Windowing:
         if self.token_mode:
             return self.count(int(characters / CHARACTERS_A_TOKEN))
         last = characters - self.text_tokens * CHARACTERS_A_TOKEN
+        # The last cursor must leave enough characters for a window, by the mean length of a token.
         return max(0, int(last // self.stride_chars) + 1)
 
 
@@ -99,7 +101,7 @@ class Windows:
     """N windows of one book, in order.
 
     Attributes:
-        windowing: how they were made.
+        windowing: the settings of the windows.
         ids: int32, the tokens that windows are slices of.
         starts: int64 `[N]`, where each begins in `ids`.
         bos_id: the token that each begins with, if `windowing.bos`.
@@ -123,6 +125,7 @@ class Windows:
 
     def take(self, rows: np.ndarray) -> np.ndarray:
         """The tokens of some windows, int32 `[rows, window_tokens]`."""
+        # BOS is not in `ids`; it is added here, so overlapping windows can share the book's tokens.
         tokens = self.ids[self.starts[rows][:, None] + np.arange(self.windowing.text_tokens)]
         if not self.windowing.bos:
             return tokens
@@ -160,8 +163,8 @@ def build_windows(
     Args:
         text: the book.
         tokenizer: the model's.
-        windowing: how.
-        max_windows: take only the first so many.
+        windowing: the settings.
+        max_windows: the maximum number of windows, from the beginning of the book; None for all.
         on_progress: called with the number of characters done.
 
     Raises:
@@ -186,7 +189,9 @@ def _in_tokens(
     on_progress(len(text))
     starts = np.arange(windowing.count(len(ids)), dtype=np.int64) * windowing.stride_tokens
     ends = starts + windowing.text_tokens
+    # The suffix is the last `suffix_tokens` tokens of the window, with or without BOS.
     suffixes = ends - windowing.suffix_tokens
+    # Offsets are characters of the book: start of the first token, end of the last.
     offsets = offsets.astype(np.int64)
     windows = Windows(
         windowing=windowing,
@@ -208,18 +213,21 @@ def _in_text(
     length = windowing.text_tokens
     first_of_suffix = length - windowing.suffix_tokens
     tokens: list[np.ndarray] = []
+    # `text_tokens` excludes BOS, which belongs to the prefix.
     spans: list[tuple[int, int, int]] = []
     seen: set[bytes] = set()
     duplicates = 0
     for cursor, ids, offsets in _slices(text, tokenizer, windowing):
         if len(tokens) == limit:
             break
+        # About every 10,000 characters; a cursor need not hit a multiple.
         if cursor % 10_000 < windowing.stride_chars:
             on_progress(cursor)
         if len(ids) < length:
             continue
         window = ids[:length]
         if windowing.drop_duplicates:
+            # Only the tokens decide: the same words at another place are the same window.
             key = window.tobytes()
             if key in seen:
                 duplicates += 1
@@ -227,12 +235,14 @@ def _in_text(
             seen.add(key)
         tokens.append(window)
         stop = int(offsets[length - 1, 1])
+        # Offsets are within the slice, so the cursor is added.
         spans.append((cursor + int(offsets[0, 0]), cursor + int(offsets[first_of_suffix, 0]), cursor + stop))
     on_progress(len(text))
     span = np.array(spans, np.int64).reshape(-1, 3)
     return Windows(
         windowing=windowing,
         ids=np.concatenate(tokens) if tokens else np.zeros(0, np.int32),
+        # Windows of separate slices share no tokens, so each has its own stretch of `ids`.
         starts=np.arange(len(tokens), dtype=np.int64) * length,
         bos_id=tokenizer.bos_id if windowing.bos else None,
         token_spans=np.full((len(tokens), 2), -1, np.int64),
@@ -250,6 +260,7 @@ def _slices(text: str, tokenizer: Tokenizer, windowing: Windowing) -> Iterator[t
         return cursor, *tokenizer.encode_with_offsets(text[cursor : cursor + windowing.slice_chars])
 
     with ThreadPoolExecutor(thread_name_prefix="tokenize") as pool:
+        # A bounded number of slices at a time: `pool.map` would submit all of them at once.
         while some := list(itertools.islice(cursors, _SLICES_AT_ONCE)):
             yield from pool.map(encode, some)
 

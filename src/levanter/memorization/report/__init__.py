@@ -1,3 +1,3 @@
-"""The report: one self-contained HTML file, which needs nothing else, now or in ten years."""
+"""The report: one self-contained HTML file, without references to other files or servers."""
 
 from levanter.memorization.report.page import report_html as report_html

@@ -13,7 +13,7 @@ from levanter.memorization.measurement import Measurement
 STRIP_COLUMNS = 600
 _AXES = Axes()
 _UNDERFLOW = 76
-"""Width at the left of a histogram for what a logarithmic axis cannot show: p_z = 0, and p_z below the lowest edge."""
+"""Width of the two bars left of a logarithmic axis: windows with p_z = 0, and with p_z below the lowest edge."""
 _LEGEND = 38
 """Width at the right of the curves for their names."""
 
@@ -22,11 +22,13 @@ def histogram_svg(measured: Measurement, name: str) -> Html:
     """Windows by p_z, both axes logarithmic."""
     histogram, axes = measured.histogram, _AXES
     tallest = max(int(histogram.counts.max(initial=0)), histogram.below, histogram.zero)
+    # The axis ends at the next power of ten above the tallest bar, with some room for labels.
     top = max(1, math.ceil(math.log10(max(10, tallest * 1.2))))
     low = float(histogram.edges[0])
     plot_left = axes.left + _UNDERFLOW
 
     def x(log10: float) -> float:
+        # log10 p_z from `low` to 0 fills the plot to the right of the underflow bars.
         return plot_left + (log10 - low) / -low * (axes.inner_width - _UNDERFLOW)
 
     def y(windows: float) -> float:
@@ -34,6 +36,7 @@ def histogram_svg(measured: Measurement, name: str) -> Html:
         return axes.top + axes.inner_height * (1 - (math.log10(windows) + 0.15) / (top + 0.15))
 
     elements = [axes.rule(y(10**e), f"10{superscript(e)}" if e > 1 else str(10**e)) for e in range(top + 1)]
+    # With an underflow bar, the tick at the lowest edge would overlap its label, so it is left out.
     elements += [axes.tick(x(e), power_of_ten(e)) for e in range(int(low) + 2 * bool(histogram.below), 1, 2)]
     log10_threshold = measured.log_threshold / math.log(10)
     underflow = (
@@ -48,8 +51,10 @@ def histogram_svg(measured: Measurement, name: str) -> Html:
             elements.append(axes.tick(begin + width / 2, label))
     for start, stop, windows in zip(histogram.edges[:-1], histogram.edges[1:], histogram.counts, strict=True):
         if windows:
+            # The tolerance covers a threshold that is an edge, whose logarithms differ by rounding.
             css_class = "reached" if start >= log10_threshold - 1e-9 else "bar"
             title = f"{integer_text(windows)} windows with p_z from 10^{start:g} to 10^{stop:g}"
+            # Gaps of 1.5 units separate the bars.
             begin, width = x(start) + 0.75, x(stop) - x(start) - 1.5
             elements.append(axes.bar(begin, width, y(int(windows)), css_class=css_class, title=title))
     if low <= log10_threshold <= 0:
@@ -66,6 +71,7 @@ def curves_svg(measured: Measurement, name: str) -> Html:
     curve, axes = measured.curve, _AXES
     high = float(curve.rate.max())
     step = round_step(high)
+    # The smallest multiple of the step that is not below the highest rate; 1e-9 absorbs rounding.
     top = max(step, math.ceil(high / step - 1e-9) * step)
     log_n = np.log10(curve.n)
     width = axes.inner_width - _LEGEND
@@ -77,6 +83,7 @@ def curves_svg(measured: Measurement, name: str) -> Html:
     elements += [axes.tick(axes.left + e / log_n[-1] * width, power_of_ten(e)) for e in range(0, int(log_n[-1]) + 1, 3)]
     # The names are at the right ends of the lines.
     ends = axes.top + axes.inner_height * (1 - curve.rate[:, -1] / top)
+    # Curves that end close together would have overlapping names.
     label_y = separate_labels(ends.tolist(), 13.0, axes.baseline)
     for n, (p, rate) in enumerate(zip(curve.p, curve.rate, strict=True)):
         y = axes.top + axes.inner_height * (1 - rate / top)
@@ -96,6 +103,7 @@ def strip_svg(measured: Measurement, name: str) -> Html:
     ink = np.rint(columns(shaded, STRIP_COLUMNS) * 10).astype(int)
     # 0 is no ink and 10 full ink; 11 marks a column of which more than half was not scored.
     ink = np.where(columns((~measured.scored).astype(float), STRIP_COLUMNS) > 0.5, 11, ink)
+    # Runs of equal ink become one rectangle, which keeps the page small.
     starts = np.flatnonzero(np.diff(ink, prepend=-1))
     widths = np.diff(starts, append=STRIP_COLUMNS)
     bars = "".join(

@@ -40,6 +40,7 @@ def report_html(
     if not runs:
         raise ValueError("no runs to report")
     names = labels(runs) if names is None else names
+    # By identity, because several runs may have equal names.
     name_of = {id(run): name for run, name in zip(runs, names, strict=True)}
     groups = by_text(runs)
     title = groups[0][0].book.title if len(groups) == 1 else f"{len(groups)} books"
@@ -87,6 +88,7 @@ def _section(
         ("Most likely passages", _passages(runs, names, count=passages, with_text=has_text)),
         ("Settings and methods", _settings(runs, names)),
     ]
+    # The text is in the page once per section, as JSON for the script.
     payload = script_json(book_payload(runs, names, with_text=has_text))
     return escaped(
         [
@@ -155,6 +157,7 @@ def passage_list(run: Measurement, index: int, *, count: int, with_text: bool) -
     """
     above = run.passages(count)
     text = run.book.text if with_text else None
+    # Passages below the threshold only fill up a list that would otherwise be shorter than `count`.
     below = run.below(max(count - len(above), 0))
     items_below = _ordered_list(
         [_passage(passage, n, index, text, run.unit, reached=False) for n, passage in enumerate(below, 1)]
@@ -179,6 +182,7 @@ def _ordered_list(items: Sequence[Html]) -> Html:
 
 
 def _passage(passage: Passage, rank: int, index: int, text: str | None, unit: str, *, reached: bool = True) -> Html:
+    # Samples after which the suffix has appeared with probability one half.
     needed = sample_count_text(float(log_required_n(passage.log_pz, 0.5)))
     start, stop = passage.suffix
     remarks = [

@@ -123,13 +123,16 @@ def _legend(runs: Sequence[Measurement]) -> str:
 
 def levels(measured: Measurement) -> np.ndarray:
     """The level of every character: uint8 `[characters]`."""
+    # Inverts the logarithmic scale: `LIGHTEST` becomes level 1, full ink level 100.
     ink = shade(measured.heat, log_threshold=measured.log_threshold)
     above = 1 + np.rint((ink - LIGHTEST) / (1 - LIGHTEST) * (LEVELS - 1))
     tokens = measured.scheme.suffix_tokens or measured.book.suffix_tokens
+    # The threshold per token; a calibration may give log τ above 0, where no level is.
     top, log_p = min(measured.log_threshold / tokens, 0.0), measured.heat / tokens
     # If the threshold itself is below the floor, no level lies between them.
     depth = (log_p - top) / (FLOOR - top) if top > FLOOR else np.full_like(log_p, np.inf)
     below = np.where(depth <= 1, LEVELS + 1 + np.rint(np.clip(depth, 0, 1) * (LEVELS - 1)), 0)
+    # Unscored characters first: they have no heat, which is not the same as unlikely.
     return np.where(measured.scored, np.where(ink > 0, above, below), UNSCORED).astype(np.uint8)
 
 
@@ -144,6 +147,7 @@ def encode_levels(levels: np.ndarray) -> str:
         while length > 0x7F:
             out.append(0x80 | length & 0x7F)
             length >>= 7
+        # The last byte of a varint has its high bit clear.
         out.append(length)
         out.append(level)
     return base64.b64encode(bytes(out)).decode("ascii")
@@ -159,6 +163,7 @@ def book_payload(runs: Sequence[Measurement], names: Sequence[str], *, with_text
         "runs": [
             {
                 "name": name,
+                # As in `levels`: the script needs the threshold to turn levels back into log p_z.
                 "logThreshold": min(run.log_threshold, 0.0),
                 "tokens": run.scheme.suffix_tokens or run.book.suffix_tokens,
                 "levels": encode_levels(levels(run)),

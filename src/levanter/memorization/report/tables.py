@@ -91,11 +91,13 @@ def published_table(run: Measurement) -> Html:
     if not coverages:
         return Html("")
     run_name = f"this run ({model_name(run) or run.book.preset})"
+    # This run is sorted in among the published values, the highest coverage first.
     values = sorted([*coverages.items(), (run_name, run.coverage * 100)], key=lambda item: -item[1])
     marked = next(n for n, (name, _) in enumerate(values) if name == run_name)
     differences = []
     if run.book.preset != published.PRESET or run.scheme.name != published.SCHEME:
         differences.append(f"preset {run.book.preset} and scheme {run.scheme.name} here, paper and k40 there")
+    # Relative, because a threshold from a configuration may differ in its last digits.
     if abs(run.threshold / published.THRESHOLD - 1) > 1e-9:
         differences.append(f"threshold {run.threshold:.3g} here, {published.THRESHOLD:g} there")
     if run.cover != "suffix":
@@ -153,6 +155,7 @@ def _threshold(run: Measurement) -> str:
     threshold, calibration = probability_text(run.log_threshold), run.calibration
     if calibration is None:
         return f"p_z = {threshold}"
+    # A calibrated threshold may be just above 1, which is shown as 1.
     low, high = (probability_text(min(end, 0.0)) for end in (calibration.interval.low, calibration.interval.high))
     windows = integer_text(calibration.windows)
     return (
