@@ -96,19 +96,21 @@ def _fit_kinds(
             return RowShape(length=length, slots=slots, rows=rows, branches=branches or 0)
 
         @functools.cache
-        def padded_rows(length: int, count: int, max_lengths: int = tokens) -> int:
-            rows = rows_per_batch(limits.num_shards * max(1, max_lengths // length), [count], limits)
+        def padded_rows(length: int, count: int, max_tokens: int = tokens) -> int:
+            rows = rows_per_batch(limits.num_shards * max(1, max_tokens // length), [count], limits)
             return -(-count // rows) * rows
 
         weights = sorted(weight for table in pieces for weight, *_ in table)
         longest = max(shape.length for shape in kind_shapes)
-        initial_lengths = [[shape.length for shape in kind_shapes], *best_lengths(weights, max_lengths, padded_rows)]
+        initial_lengths = best_lengths(weights, max_lengths, padded_rows)
+        if len(kind_shapes) <= max_lengths:
+            initial_lengths.insert(0, [shape.length for shape in kind_shapes])
         length_choices = [
             sorted({_round_up(length, limits.multiple, longest) for length in candidate_lengths})
             for candidate_lengths in initial_lengths
         ]
         candidates = [
-            _shrink_to_fullest(candidate_lengths, pieces, cost, limits, shape_of_length)
+            _shrink_to_fullest(candidate_lengths, max_lengths, pieces, cost, limits, shape_of_length)
             for candidate_lengths in length_choices
         ]
         best_cost, best_shapes = min(candidates, key=lambda candidate: candidate[0])
@@ -165,12 +167,16 @@ def rows_per_batch(max_rows: int, counts: Sequence[int], limits: RowLimits) -> i
 
 def _shrink_to_fullest(
     lengths: Sequence[int],
+    max_lengths: int,
     pieces: Sequence[Sequence[Piece]],
     cost: Callable[[RowShape], float],
     limits: RowLimits,
     shape_of_length: Callable[[int], RowShape],
 ) -> tuple[float, list[RowShape]]:
-    """The cost of all batches, and the shapes: lengths that are used, each reduced to its fullest row."""
+    """The cost of all batches, and the shapes: lengths that are used, each reduced to its fullest row.
+
+    There are at most `max_lengths` of them, if there are no more `lengths`.
+    """
     longest = max(lengths)
 
     def packed(lengths: Sequence[int]) -> list[PackedQueries]:
@@ -178,7 +184,15 @@ def _shrink_to_fullest(
         small_shapes = [replace(shape_of_length(length), rows=limits.num_shards) for length in lengths]
         return [packed_rows for table in pieces for packed_rows in pack_cheapest(small_shapes, table, cost)]
 
-    shorter = sorted({_round_up(packed_rows.filled, limits.multiple, longest) for packed_rows in packed(lengths)})
+    first_packed = packed(lengths)
+    shorter = sorted({_round_up(packed_rows.filled, limits.multiple, longest) for packed_rows in first_packed})
+    if len(shorter) > max_lengths:
+        # Every table has a fullest row of its own: several tables may yield more lengths than they were packed with.
+        # The fullest row over all tables yields at most one for each.
+        fullest: dict[int, int] = {}
+        for packed_rows in first_packed:
+            fullest[packed_rows.shape.length] = max(fullest.get(packed_rows.shape.length, 0), packed_rows.filled)
+        shorter = sorted({_round_up(filled, limits.multiple, longest) for filled in fullest.values()})
     counts: dict[int, list[int]] = {}
     for packed_rows in packed(shorter):
         counts.setdefault(packed_rows.shape.length, []).append(len(packed_rows.rows))

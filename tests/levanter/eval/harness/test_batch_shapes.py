@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from levanter.eval.harness.batch_shapes import MAX_LENGTHS, RowLimits, best_lengths, fit_shapes, rows_per_batch
@@ -101,6 +101,7 @@ def test_lengths_are_the_closest_that_there_are():
 @given(
     seed=st.integers(0, 10_000), count=st.integers(1, 40), ways=st.sampled_from([1, 4]), unit=st.sampled_from([1, 16])
 )
+@example(seed=0, count=14, ways=1, unit=1)
 def test_no_question_is_without_a_place_and_no_more_is_computed(seed: int, count: int, ways: int, unit: int):
     dice = np.random.default_rng(seed)
     shapes = row_shapes(128, tokens=256, ways=ways)
@@ -114,8 +115,9 @@ def test_no_question_is_without_a_place_and_no_more_is_computed(seed: int, count
         price,
         RowLimits(num_shards=ways, multiple=unit, max_batch_factor=2.0, max_row_factor=4.0),
     )
-    # Known fault, older than this test's name: seed 0 of 14 requests gets one length more than MAX_LENGTHS.
-    assert len(found) <= MAX_LENGTHS + 1 and len({shape.name for shape in found}) == len(found)
+    # Every length is a Program to compile. Each table has fullest rows of its own: with seed 0 and 14 requests the
+    # lengths of both tables were kept once, one more than MAX_LENGTHS.
+    assert len(found) <= MAX_LENGTHS and len({shape.name for shape in found}) == len(found)
     assert all(shape.rows % ways == 0 and (shape.length % unit == 0 or shape.length == 128) for shape in found)
     before, after = (Table.from_queries(asked, each, price) for each in (shapes, found))
     assert sorted(n for packed in after.packed for row in packed.rows for n, *_ in row) == sorted(
