@@ -29,10 +29,10 @@ class ScoredText:
     """A piece of a document.
 
     Attributes:
-        name: of its data set.
+        name: name of its data set.
         place: its position in the data set, for display.
         ids: int32 `[n]`.
-        logprobs: float32 `[n]`, of each token given those before it; NaN for tokens that were not scored.
+        logprobs: float32 `[n]`, log-probability of each token given those before it; NaN if it was not scored.
     """
 
     name: str
@@ -61,9 +61,12 @@ def pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> Iterat
         before = decode(ids[context:first]) if first > context else ""
         whole = decode(ids[context : at + 1])
         last = at + 1 == len(ids)
+        # An incomplete character: wait for its other bytes. The limit keeps text that really contains U+FFFD from being
+        # held back for ever.
         if whole.endswith(_BROKEN) and not last and at - first < 8:
             continue
         yield first, at + 1, whole[len(before) :]
+        # The next piece is decoded behind this one only, so the cost does not grow with the text.
         context, first = first, at + 1
 
 
@@ -75,8 +78,8 @@ def logprob_page(
     Args:
         texts: the texts that are shown, in order.
         decode: tokens to text.
-        title: its heading.
-        facts: name → value, at the end.
+        title: heading of the page.
+        facts: name → value, shown as a table at the end.
     """
     scored = np.concatenate([text.scored for text in texts]).astype(np.float64)
     lead = (
@@ -106,10 +109,12 @@ def _section(scored_text: ScoredText, decode: Callable[[Sequence[int]], str]) ->
     spans: list[Content] = []
     for first, stop, text in pieces(scored_text.ids.tolist(), decode):
         logprobs = scored_text.logprobs[first:stop]
+        # Escaped before the symbol is inserted, so that the text cannot bring markup of its own.
         content = Html(escaped(text).replace("\n", "<i>↵</i>\n"))
         if np.isnan(logprobs).all():
             spans.append(tag("b", content, title="not scored"))
             continue
+        # A piece of several tokens may contain one that was not scored, the first one of a document.
         logprob = float(np.nansum(logprobs))
         tokens = f", {stop - first} tokens" if stop - first > 1 else ""
         hint = f"{-logprob:.2f} nats, p {_percent(logprob)}{tokens}"
@@ -121,10 +126,12 @@ def _section(scored_text: ScoredText, decode: Callable[[Sequence[int]], str]) ->
 
 def shade(logprob: float) -> int:
     """The step of the scale, 0 for a certain token."""
+    # A probability of 0 has infinite surprise, which has no integer.
     return min(STEPS, max(0, int(-logprob / NATS_A_STEP))) if logprob > -math.inf else STEPS
 
 
 def _percent(logprob: float) -> str:
+    # Rounding may give a log-probability slightly above 0.
     p = math.exp(min(logprob, 0.0))
     return f"{100 * p:.3g} %" if p >= 1e-4 else f"{p:.1e}"
 
@@ -151,13 +158,15 @@ def _legend() -> Html:
 
 
 def _histogram(scored: np.ndarray) -> Html:
-    """Bars of how many tokens had which surprise, two for each step of the scale."""
+    """A histogram of tokens by surprise, with two bars for each step of the scale."""
     bar_nats = NATS_A_STEP / 2
     axes = Axes(height=190)
     # The last bar has all tokens beyond the scale.
     indices = np.minimum((-scored / bar_nats).astype(np.int64).clip(0), BARS - 1)
     counts = np.bincount(indices, minlength=BARS)
     step = round_step(float(counts.max()))
+    # The upper end of the axis is a grid line. The small number keeps a count that equals one from getting another
+    # line.
     top = max(step, math.ceil(counts.max() / step - 1e-9) * step)
     width = axes.inner_width / BARS
     elements = [
@@ -169,9 +178,9 @@ def _histogram(scored: np.ndarray) -> Html:
         y = axes.baseline - axes.inner_height * count / top
         title = f"{nats} nats: {count:,} tokens"
         elements.append(
-            axes.bar(axes.left + n * width, width - 2, y, css_class=f"f{shade(-n * bar_nats)}", title=title)
+            axes.bar(axes.left_margin + n * width, width - 2, y, css_class=f"f{shade(-n * bar_nats)}", title=title)
         )
-    elements += [axes.tick(axes.left + n * width, f"{n * bar_nats:.1f}") for n in range(0, BARS, 4)]
+    elements += [axes.tick(axes.left_margin + n * width, f"{n * bar_nats:.1f}") for n in range(0, BARS, 4)]
     return axes.svg(elements, title="Tokens by surprise in nats", x_name="surprise, nats", y_name="tokens")
 
 

@@ -43,6 +43,7 @@ class Score:
     likeliest: int | None = None
 
     def __add__(self, other: "Score") -> "Score":
+        # A sum over sets has an accuracy only if every set has one.
         known = self.likeliest is not None and other.likeliest is not None
         return Score(
             nats=self.nats + other.nats,
@@ -136,9 +137,11 @@ class EvalResult:
     @property
     def tags(self) -> dict[str, Average]:
         """The average of every tag that is not just a set's own name, and of the parents of tags."""
+        # A set has its own name as a tag: that average would only repeat the set.
         names = {one.name for one in self.sets}
         sets_by_tag: dict[str, list[SetScore]] = {}
         for one in self.sets:
+            # Two tags of a set may have the same parent, which must count the set once.
             for tag in dict.fromkeys(itertools.chain.from_iterable(map(with_parents, one.tags))):
                 sets_by_tag.setdefault(tag, []).append(one)
         return {tag: _average(sets) for tag, sets in sets_by_tag.items() if tag not in names or len(sets) > 1}
@@ -172,6 +175,7 @@ class EvalResult:
             metrics[f"{start}{one.name}/bpb"] = one.score.bits_per_byte
             if one.score.accuracy is not None:
                 metrics[f"{start}{one.name}/accuracy"] = one.score.accuracy
+        # Upstream's names differ for tags that sets carry and for parents that only follow from them.
         explicit = {tag for one in self.sets for tag in one.tags}
         for tag, average in self.tags.items():
             metrics[f"{start}{tag}/{'loss' if tag in explicit else 'micro_loss'}"] = average.micro.loss
@@ -233,13 +237,15 @@ class RowScores:
         """
         block = (slice(None), slice(None)) if index is None else index
         mask, rows = batch.loss_mask[block], batch.rows[block[0]]
+        # A shape that broadcasts would be summed without an error, and wrongly.
         assert logprobs.shape == mask.shape, f"log-probabilities {logprobs.shape} for a block of {mask.shape}"
-        # Rows below 0 are padding of the batch.
+        # Rows below 0 are padding of the batch, which several batches may have: they must not be added anywhere.
         real = rows >= 0
         mask, rows, logprobs = mask[real], rows[real], logprobs[real]
         if likeliest is not None:
             self.likeliest = np.zeros(len(self.tokens), np.int64) if self.likeliest is None else self.likeliest
             self.likeliest[rows] += (likeliest[real] & mask).sum(axis=1)
+        # `where`, not a product: a position that is not scored may be NaN, and 0 · NaN is NaN.
         added = np.where(mask, logprobs, 0).sum(axis=1, dtype=np.float64)
         self.nats[rows] -= added
         self.tokens[rows] += mask.sum(axis=1)
@@ -248,6 +254,7 @@ class RowScores:
             # Entry t is the log-probability of token t + 1.
             position_and_value = (at + (block[1].start or 0) + 1, float(logprobs[n, at]))
             first = self._bad.get(int(rows[n]), position_and_value)
+            # Blocks arrive in any order, so the first position is the least one that was seen so far.
             self._bad[int(rows[n])] = min(position_and_value, first, key=lambda pair: pair[0])
 
     def first_not_finite(self, sequences: EvalSequences) -> str | None:
@@ -256,6 +263,7 @@ class RowScores:
             return None
         row = min(self._bad)
         position, value = self._bad[row]
+        # Rows are numbered over all sets, one set after the other.
         (span,) = [span for span in sequences.sets if span.first_row <= row < span.first_row + span.rows]
         where = f"token {position + 1:,} of row {row - span.first_row + 1:,} of {span.name}"
         return f"the first is {where} (log p = {value}), of {len(self._bad):,} such rows"
@@ -285,8 +293,11 @@ def summarize(sequences: EvalSequences, scores: RowScores, *, max_rows_per_set: 
         count = span.rows if max_rows_per_set is None else min(span.rows, max_rows_per_set)
         rows = np.arange(span.first_row, span.first_row + count)
         tokens = num_bytes = 0
+        # In pieces, so that a large set is not in memory as a whole.
         for start in range(0, count, 1024):
             taken = sequences.take(rows[start : start + 1024])
+            # Every scored token has to be added exactly once: a row that a process missed, or two added, would only
+            # show as a plausible loss.
             wrong = np.flatnonzero(scores.tokens[taken.rows] != taken.scored_tokens)
             assert not len(wrong), (
                 f"set {span.name}: row {taken.rows[wrong[0]]} scores {taken.scored_tokens[wrong[0]]} tokens, but "
@@ -302,6 +313,7 @@ def summarize(sequences: EvalSequences, scores: RowScores, *, max_rows_per_set: 
 
 def perplexity(loss: float) -> float:
     """exp(loss), infinite if that overflows a float."""
+    # exp(709.8) is the largest float64; `math.exp` raises beyond it.
     return math.exp(loss) if loss < 709 or math.isnan(loss) else math.inf
 
 
@@ -312,10 +324,12 @@ def with_parents(tag: str) -> tuple[str, ...]:
 
 
 def _average(sets: Sequence[SetScore]) -> Average:
+    # A set without scored tokens has no loss, and a macro average over it would be NaN.
     scored = [one.score for one in sets if one.score.tokens]
     with_bytes = [score.bits_per_byte for score in scored if score.bytes]
     return Average(
         sets=tuple(one.name for one in sets),
+        # The start is a real score: one with `likeliest` None would drop the accuracy.
         micro=sum(scored[1:], start=scored[0]) if scored else Score(nats=0.0, tokens=0, bytes=0),
         macro_loss=_mean([score.loss for score in scored]),
         macro_bits_per_byte=_mean(with_bytes),

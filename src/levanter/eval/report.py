@@ -24,6 +24,7 @@ def result_table(result: EvalResult) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for one in result.sets:
         table.add_row(Text(one.name), *_cells(one.score), *_accuracy(one.score))
+    # A tag of one set has the same numbers as the set.
     tags = {tag: average for tag, average in result.tags.items() if len(average.sets) > 1}
     if tags:
         table.add_section()
@@ -48,6 +49,7 @@ def format_result(result: EvalResult, facts: Mapping[str, str] | None = None, *,
         width: columns of the terminal.
     """
     out = io.StringIO()
+    # A fixed width and no colors: the text goes to logs and files too, and must not depend on the terminal.
     Console(file=out, width=width, color_system=None).print(result_table(result))
     text = "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
     if facts:
@@ -63,6 +65,7 @@ def format_result(result: EvalResult, facts: Mapping[str, str] | None = None, *,
 
 def result_json(result: EvalResult, facts: Mapping[str, Any] | None = None) -> str:
     """The result and facts as strict JSON; numbers that are not finite are strings."""
+    # JSON has no NaN and no infinity.
     return json.dumps(as_json({**result.to_json(), "run": facts or {}}), indent=2) + "\n"
 
 

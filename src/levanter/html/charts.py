@@ -18,35 +18,35 @@ class Axes:
     """The plot area of an SVG chart, in the units of its `viewBox`; y grows downwards.
 
     Attributes:
-        width: of the chart.
-        height: of the chart.
-        left: margin for the labels of the y axis.
-        right: margin.
-        top: margin.
-        bottom: margin for the labels and the name of the x axis.
+        width: width of the chart.
+        height: height of the chart.
+        left_margin: space for the labels of the y axis.
+        right_margin: space right of the plot area.
+        top_margin: space above the plot area.
+        bottom_margin: space for the labels and the name of the x axis.
     """
 
     width: float = 640
     height: float = 300
-    left: float = 58
-    right: float = 14
-    top: float = 16
-    bottom: float = 44
+    left_margin: float = 58
+    right_margin: float = 14
+    top_margin: float = 16
+    bottom_margin: float = 44
 
     @property
     def inner_width(self) -> float:
-        """Of the plot area."""
-        return self.width - self.left - self.right
+        """The width of the plot area."""
+        return self.width - self.left_margin - self.right_margin
 
     @property
     def inner_height(self) -> float:
-        """Of the plot area."""
-        return self.height - self.top - self.bottom
+        """The height of the plot area."""
+        return self.height - self.top_margin - self.bottom_margin
 
     @property
     def baseline(self) -> float:
         """The y coordinate of the x axis."""
-        return self.top + self.inner_height
+        return self.top_margin + self.inner_height
 
     def rule(self, y: float, label: str) -> str:
         """A horizontal grid line with a label on its left.
@@ -56,8 +56,9 @@ class Axes:
             label: markup.
         """
         return (
-            f'<line class="rule" x1="{self.left:g}" x2="{self.width - self.right:g}" y1="{y:.1f}" y2="{y:.1f}"/>'
-            f'<text x="{self.left - 7:g}" y="{y + 4:.1f}" text-anchor="end">{label}</text>'
+            f'<line class="rule" x1="{self.left_margin:g}" x2="{self.width - self.right_margin:g}" '
+            f'y1="{y:.1f}" y2="{y:.1f}"/>'
+            f'<text x="{self.left_margin - 7:g}" y="{y + 4:.1f}" text-anchor="end">{label}</text>'
         )
 
     def tick(self, x: float, label: str) -> str:
@@ -73,10 +74,10 @@ class Axes:
         """A bar from the x axis up to `y`.
 
         Args:
-            x: of its left edge.
-            width: of the bar.
-            y: of its top edge.
-            css_class: its color.
+            x: coordinate of its left edge.
+            width: width of the bar.
+            y: coordinate of its top edge.
+            css_class: class of its color.
             title: shown on hover; plain text.
         """
         return (
@@ -84,11 +85,11 @@ class Axes:
             f'height="{self.baseline - y:.1f}"><title>{escaped(title)}</title></rect>'
         )
 
-    def svg(self, parts: Iterable[str], *, title: str, x_name: str, y_name: str) -> Html:
+    def svg(self, elements: Iterable[str], *, title: str, x_name: str, y_name: str) -> Html:
         """The chart.
 
         Args:
-            parts: SVG elements in the plot area.
+            elements: SVG elements in the plot area.
             title: read by screen readers.
             x_name: name of the x axis.
             y_name: name of the y axis.
@@ -96,12 +97,12 @@ class Axes:
         return Html(
             f'<svg class="chart" viewBox="0 0 {self.width:g} {self.height:g}" role="img" '
             f'aria-label="{escaped(title)}">'
-            + "".join(parts)
-            + f'<line class="axis" x1="{self.left:g}" x2="{self.width - self.right:g}" y1="{self.baseline:g}" '
-            f'y2="{self.baseline:g}"/>'
-            f'<text class="name" x="{self.left + self.inner_width / 2:.0f}" y="{self.height - 6:g}" '
+            + "".join(elements)
+            + f'<line class="axis" x1="{self.left_margin:g}" x2="{self.width - self.right_margin:g}" '
+            f'y1="{self.baseline:g}" y2="{self.baseline:g}"/>'
+            f'<text class="name" x="{self.left_margin + self.inner_width / 2:.0f}" y="{self.height - 6:g}" '
             f'text-anchor="middle">{x_name}</text>'
-            f'<text class="name" transform="rotate(-90)" x="{-(self.top + self.inner_height / 2):.0f}" y="13" '
+            f'<text class="name" transform="rotate(-90)" x="{-(self.top_margin + self.inner_height / 2):.0f}" y="13" '
             f'text-anchor="middle">{y_name}</text></svg>'
         )
 
@@ -112,9 +113,10 @@ def power_of_ten(exponent: int) -> str:
 
 
 def round_step(high: float) -> float:
-    """The distance of grid lines between 0 and `high`: 1, 2, 2.5 or 5 times a power of ten, for four to eight lines."""
+    """The distance of grid lines between 0 and `high`: 1, 2, 2.5 or 5 times a power of ten, for at most five lines."""
     if high <= 0:
         return 0.25
+    # The largest power of ten with at least four lines; the multiples below leave five at most.
     power = 10.0 ** math.floor(math.log10(high / 4))
     return next(power * m for m in (1, 2, 2.5, 5, 10) if power * m * 8 >= high and power * m * 5 >= high)
 
@@ -128,10 +130,12 @@ def separate_labels(positions: Sequence[float], gap: float, lowest: float) -> li
         lowest: the largest y coordinate.
     """
     separated = [float(y) for y in positions]
+    # Labels keep their vertical order, and the result the order of the arguments.
     order = sorted(range(len(separated)), key=separated.__getitem__)
     # First push labels down until none overlaps, then push up those that have passed the lower limit.
     for before, after in pairwise(order):
         separated[after] = max(separated[after], separated[before] + gap)
+    # From the lowest label upwards: each pushes the one above by no more than needed.
     limit = lowest
     for index in reversed(order):
         separated[index] = min(separated[index], limit)

@@ -25,6 +25,7 @@ def _escape_code(match: re.Match[str]) -> str:
 
 def three_digits(value: float) -> str:
     """Three significant digits without an exponent: `0.0123`, `1.23`, `12.3`, `1,230`."""
+    # Bounds are those of rounding: 99.95 becomes `100`, and must not be written as `100.0`.
     size = abs(value)
     if size >= 99.95:
         return f"{round(value, 2 - math.floor(math.log10(size))):,.0f}"
@@ -42,6 +43,7 @@ def seconds_text(value: float) -> str:
 
 def span_text(low: float, high: float) -> str:
     """Two durations in one unit: `1.20–1.45 s`; one number where both read the same."""
+    # Units above a second begin at two of them: `90.0 s` is easier to compare than `1.50 min`.
     size, unit = next(((size, unit) for size, unit in _SECONDS if high >= size * (2 if size > 1 else 1)), (1e-6, "µs"))
     if high == 0:
         size, unit = 1.0, "s"
@@ -83,11 +85,12 @@ def integer_text(number: float) -> str:
 
 def exact_percent(share: float) -> str:
     """A share with at least two significant digits: `96.27 %`, `0.0013 %`; below 10⁻⁶ % as a power of ten."""
+    # 1 − ⌊log₁₀⌋ decimals give two significant digits.
     value = share * 100
     if 0 < value < 1e-6:
         return probability_text(math.log(share))
-    places = 2 if value >= 0.1 or value == 0 else min(8, 1 - math.floor(math.log10(value)))
-    return f"{value:.{places}f} %"
+    decimals = 2 if value >= 0.1 or value == 0 else min(8, 1 - math.floor(math.log10(value)))
+    return f"{value:.{decimals}f} %"
 
 
 def probability_text(log_p: float) -> str:
@@ -101,6 +104,7 @@ def probability_text(log_p: float) -> str:
     # Computed from the logarithm: exp(log_p) is zero where a long suffix has a p_z below the smallest float.
     exponent = math.floor(log_p / math.log(10))
     mantissa = math.exp(log_p - exponent * math.log(10))
+    # Rounding to one decimal may carry: 9.96 is written as 1.0 of the next power.
     if round(mantissa, 1) >= 10:
         mantissa, exponent = 1.0, exponent + 1
     return f"{mantissa:.1f} × 10{superscript(exponent)}"

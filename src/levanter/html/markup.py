@@ -36,11 +36,12 @@ def tag(name: str, /, *content: Content, **attributes: str | int | None) -> Html
     """An element.
 
     Args:
-        name: of the element.
-        content: what it contains.
+        name: name of the element.
+        content: its content.
         attributes: `class_` and `for_` lose the underscore, other underscores become hyphens; None omits an attribute.
     """
     rendered = "".join(
+        # Quotes are escaped too, so that a value cannot end its attribute.
         f' {key.rstrip("_").replace("_", "-")}="{escaped(str(value))}"'
         for key, value in attributes.items()
         if value is not None
@@ -82,6 +83,7 @@ def table(
         for index, row in enumerate(rows)
     ]
     caption_tag = tag("caption", caption) if caption else Html("")
+    # A wide table scrolls by itself; `tabindex` lets the keyboard reach it.
     return tag("div", tag("table", caption_tag, tag("thead", head), tag("tbody", body)), class_="scroll", tabindex=0)
 
 

@@ -56,11 +56,12 @@ def result_page(template: Path, data: Mapping[str, Any], *, title: str, facts: M
         template: a file with a `<style>`, a `<main>` and a `<script>`.
         data: JSON values, which the script reads as `data` together with `title` and `facts`; all numbers are finite.
         title: the page's heading.
-        facts: of the run, listed below the title, in order.
+        facts: facts of the run, listed below the title, in order.
 
     Raises:
         ValueError: a number in `data` is not finite.
     """
+    # The template is a file of this package: a mismatch is an error of ours, not of a user.
     match = _PIECES.fullmatch(template.read_text(encoding="utf-8"))
     assert match is not None, f"{template.name} is not a <style>, a <main> and a <script>"
     style, main, script = match.groups()

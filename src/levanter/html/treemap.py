@@ -24,17 +24,19 @@ def squarify(values: Sequence[float], area: Rectangle) -> list[Rectangle]:
 
     Args:
         values: not negative; zeros get rectangles without an area.
-        area: what is filled.
+        area: the rectangle that is filled.
     """
     assert all(value >= 0 for value in values), values
     order = sorted(range(len(values)), key=lambda n: -values[n])
     total = sum(values)
     if total <= 0 or area.width <= 0 or area.height <= 0:
         return [Rectangle(area.x, area.y, 0.0, 0.0) for _ in values]
+    # From values to areas, so that the areas of all rows fill the rectangle.
     scale = area.width * area.height / total
     rectangles: dict[int, Rectangle] = {}
     rest, at = area, 0
     while at < len(order):
+        # A row lies along the shorter side of the rest, where its rectangles are closest to squares.
         side = min(rest.width, rest.height)
         row = [values[order[at]] * scale]
         while at + len(row) < len(order):
@@ -50,6 +52,7 @@ def squarify(values: Sequence[float], area: Rectangle) -> list[Rectangle]:
 
 def _worst(row: Sequence[float], side: float) -> float:
     """The worst aspect ratio of a row along `side`."""
+    # Areas a of a row along side s: the row is Σa / s deep and a rectangle a · s / Σa long, a ratio of s²a / (Σa)².
     total, least, most = sum(row), min(row), max(row)
     if least <= 0 or side <= 0:
         return float("inf")
@@ -57,10 +60,11 @@ def _worst(row: Sequence[float], side: float) -> float:
 
 
 def _lay(row: Sequence[float], area: Rectangle) -> tuple[list[Rectangle], Rectangle]:
-    """Lays a row along the shorter side; returns it and what is left of the area."""
+    """Places a row along the shorter side; returns its rectangles and the rest of the area."""
     total = sum(row)
     upright = area.width >= area.height
     side = area.height if upright else area.width
+    # Rounding may make the last row a little deeper than the rest of the area.
     depth = min(total / side if side > 0 else 0.0, area.width if upright else area.height)
     placed, at = [], 0.0
     for value in row:

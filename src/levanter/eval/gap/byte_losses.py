@@ -29,7 +29,7 @@ class TokenLosses:
     Attributes:
         begins, ends: int64 `[tokens]`, the bytes that each token covers.
         nats: float64 `[tokens]`, −log p of each; NaN for a first token without a context.
-        bytes: of the text.
+        bytes: number of bytes of the text.
     """
 
     begins: np.ndarray
@@ -46,6 +46,7 @@ class TokenLosses:
     def begin(self) -> int:
         """The first byte that is scored."""
         scored = self.scored
+        # `argmax` of booleans is the index of the first true one.
         return int(self.begins[np.argmax(scored)]) if scored.any() else self.bytes
 
     @property
@@ -61,17 +62,20 @@ class TokenLosses:
         if not len(covering):
             return nats_per_byte
         receiver = covering[np.minimum(np.searchsorted(covering, np.arange(len(nats))), len(covering) - 1)]
+        # Sums at the receivers, of which there is one for each covering token.
         token_nats = np.bincount(receiver, weights=nats, minlength=len(nats))[covering]
         begins, widths = begins[covering], widths[covering]
         # Flat indices of all covered bytes: for each token, begins, begins + 1, …, begins + width − 1.
         firsts = np.cumsum(widths) - widths
         byte_index = np.arange(int(widths.sum())) + np.repeat(begins - firsts, widths)
+        # Unbuffered: tokens that are parts of one character cover the same bytes, and all of their losses count.
         np.add.at(nats_per_byte, byte_index, np.repeat(token_nats / widths, widths))
         return nats_per_byte
 
 
 def byte_offsets(text: str) -> np.ndarray:
     """int64 `[characters + 1]`: the byte at which each character begins, and the end."""
+    # Bytes of a character in UTF-8: one more above each of these code points.
     points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
     widths = 1 + (points > 0x7F).astype(np.int64) + (points > 0x7FF) + (points > 0xFFFF)
     return np.concatenate([[0], np.cumsum(widths)]).astype(np.int64)
@@ -83,10 +87,11 @@ def token_losses(text: str, offsets: ArrayLike, nats: ArrayLike, *, leading: int
     Args:
         text: the text.
         offsets: `[tokens, 2]`, the characters that each of its tokens covers.
-        nats: of the leading tokens and of the text's tokens.
+        nats: −log p of the leading tokens and of the text's tokens.
         leading: number of tokens before the text's own (BOS).
     """
     bytes_at = byte_offsets(text)
+    # Special tokens may have offsets outside of the text; clipped they cover nothing.
     spans = bytes_at[np.clip(np.asarray(offsets, np.int64).reshape(-1, 2), 0, len(text))]
     return TokenLosses(
         begins=spans[:, 0],
@@ -98,6 +103,7 @@ def token_losses(text: str, offsets: ArrayLike, nats: ArrayLike, *, leading: int
 
 def cells(one: TokenLosses, other: TokenLosses) -> np.ndarray:
     """int64 `[cells + 1]`: the bytes at which both tokenizations have a boundary, including the ends of the text."""
+    # Both ends of the text are boundaries, whether or not a token begins there.
     common = np.intersect1d(_borders(one), _borders(other))
     return np.unique(np.concatenate([[0], common, [one.bytes]]))
 
@@ -117,7 +123,7 @@ class GapSums:
         a, b: nats of the two models.
         bytes: number of counted bytes.
         count: number of documents or segments.
-        tokens: of the two tokenizers.
+        tokens: number of tokens of the two tokenizers.
     """
 
     a: float = 0.0
@@ -170,6 +176,7 @@ class ComparedDocument:
     @cached_property
     def begin(self) -> int:
         """The first byte that both models score and that counts."""
+        # Both models are compared on the same bytes: where one has no score yet, neither counts.
         return min(max(self.text.begin, self.a.begin, self.b.begin), self.a.bytes)
 
     @property

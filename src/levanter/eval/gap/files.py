@@ -37,6 +37,7 @@ _MODEL_MEASURED = (*_MEASURED, "bytes_per_second")
 def gap_files(folder: str, summary: Mapping[str, Any], page: str) -> dict[str, bytes]:
     """Path → content of a comparison's files, in the order in which they are written: the summary comes last."""
     lines = "".join(json.dumps(row, sort_keys=True, ensure_ascii=False) + "\n" for row in worst_documents(summary))
+    # The summary is the marker of a finished run: it is written when all other files are complete.
     contents = {
         WORST: lines,
         REPORT: markdown(summary),
@@ -74,6 +75,7 @@ def _section(title: str, rows: Sequence[Mapping[str, Any]], note: str | None) ->
 
 def _cell(value: object) -> str:
     text = "" if value is None else f"{value:.6f}" if isinstance(value, float) else str(value)
+    # A line break would end the row of the table.
     return _escaped(text).replace("\r", " ").replace("\n", "<br>")
 
 
@@ -86,6 +88,7 @@ def tracker_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for section, name in (("datasets", "datasets"), ("dataset_groups", "groups"), ("pattern_buckets", "patterns")):
         for row in summary[section]:
+            # A set without counted bytes; trackers take numbers only.
             if row["gap_bpb"] is None:
                 continue
             at = f"gap/{name}/{row['name']}"
@@ -119,6 +122,7 @@ def score_summary(summary: Mapping[str, Any]) -> dict[str, Any]:
         for row in summary[section]:
             bpb = row["model_a_bpb"]
             entry = {"name": row["name"], "documents": row["documents"], "bytes": row["bytes"], "bpb": bpb}
+            # Rows are sorted by bits, not by bits per byte: what weighs most comes first.
             entry["bits"] = 0.0 if bpb is None else bpb * row["bytes"]
             rows.append(entry | {key: row[f"model_a_{key}"] for key in _MODEL_MEASURED if f"model_a_{key}" in row})
         result[section] = sorted(rows, key=lambda row: -row["bits"])
@@ -156,6 +160,7 @@ def score_files(
 
 
 def _parquet(texts: Sequence[ComparedDocument], ids: Sequence[np.ndarray]) -> bytes:
+    # Imported here: only the scores of one model are written as Parquet, and the import takes long.
     import pyarrow as pa
     import pyarrow.parquet as pq
 

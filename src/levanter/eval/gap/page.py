@@ -26,8 +26,8 @@ def gap_page(
     Args:
         summary: see `GapReport.summary`.
         shown: the texts that are drawn, in order.
-        title: its heading.
-        facts: of the run.
+        title: heading of the page.
+        facts: facts of the run, by name.
     """
     keys = ("name", "bytes", "model_a_bpb", "model_b_bpb", "gap_bpb", "delta_bits")
     models = {"model A": summary["model_a"], "model B": summary["model_b"]}
@@ -56,6 +56,7 @@ def text_cells(one: ComparedDocument) -> dict[str, Any]:
     for n in range(first, end):
         low, high = int(borders[n]), int(borders[n + 1])
         piece = content[low:high].decode(errors="replace")
+        # Bytes before the first scored one are shown without numbers.
         if low < one.begin:
             text_pieces.append([piece])
         else:
@@ -76,6 +77,7 @@ def text_cells(one: ComparedDocument) -> dict[str, Any]:
 def _sum_by_cell(losses: TokenLosses, borders: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Sums over the tokens of each cell; a token belongs to the cell in which it begins."""
     where = np.clip(np.searchsorted(borders, losses.begins, side="right") - 1, 0, max(len(borders) - 2, 0))
+    # A token without a loss is NaN, and adds nothing.
     return np.bincount(where, weights=np.nan_to_num(values), minlength=len(borders) - 1)
 
 
@@ -84,6 +86,8 @@ def _visible_cells(borders: np.ndarray, delta: np.ndarray) -> tuple[int, int]:
     if borders[-1] <= SHOWN_BYTES or not len(delta):
         return 0, len(borders) - 1
     middle = int(borders[int(np.argmax(np.abs(delta)))])
+    # Centered on the largest difference, and moved inwards at the ends of the text.
     low = max(0, min(middle - SHOWN_BYTES // 2, int(borders[-1]) - SHOWN_BYTES))
     first = int(np.searchsorted(borders, low))
+    # At least one cell, even if it alone is longer than the limit.
     return first, max(first + 1, int(np.searchsorted(borders, low + SHOWN_BYTES, side="right")) - 1)

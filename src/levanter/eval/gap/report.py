@@ -23,7 +23,7 @@ from levanter.eval.gap.byte_losses import ComparedDocument, GapSums, TokenLosses
 from levanter.eval.perplexity import with_parents
 
 DOCUMENTS, SEGMENTS, LITERALS = 25, 40, 40
-"""Of each how many are listed for each model."""
+"""How many documents, segments and literals are listed for each model."""
 LITERAL_BYTES = 32
 
 
@@ -33,6 +33,7 @@ _CONNECTORS = "'\u2019-.,:/"
 _SHADOW = re.compile(
     r"(?P<space> +)|(?P<number>0+(?:[.,:/-]0+)*)|(?P<word>[a_]+(?:['\u2019-][a_]+)*)|(?P<other>[^a0 ]+)"
 )
+# The first letters of what `_URL` matches: the expression is tried at these characters only.
 _MAY_BE_URL = frozenset("hw")
 
 
@@ -54,11 +55,13 @@ class _Shadows(dict[int, str]):
         return character_class
 
 
+# Shared by all texts: there are far fewer distinct characters than characters.
 _SHADOWS = _Shadows()
 
 
 def segments(text: str) -> Iterator[tuple[int, int, str]]:
     """A text's segments in order, as (first character, end, category); together they are the text."""
+    # One character for each, so that positions in the shadow are positions in the text.
     shadow = text.translate(_SHADOWS)
     at = 0
     while at < len(text):
@@ -108,6 +111,7 @@ def window(text: str, first: int, end: int, limit: int = _WINDOW) -> str:
     """The surroundings of a span of a text, with symbols for white space."""
     if len(text) <= limit:
         return text.translate(_WHITESPACE_SYMBOLS)
+    # The span in the middle, moved inwards at the ends of the text.
     begin = max(0, min((first + end) // 2 - limit // 2, len(text) - limit))
     shown = text[begin : begin + limit].translate(_WHITESPACE_SYMBOLS)
     return f"{'…' if begin else ''}{shown}{'…' if begin + limit < len(text) else ''}"
@@ -115,6 +119,7 @@ def window(text: str, first: int, end: int, limit: int = _WINDOW) -> str:
 
 def boundaries(text: bytes, losses: TokenLosses, first: int, end: int) -> str:
     """The tokens of a span of a text, separated by bars; an ellipsis where one extends beyond the span."""
+    # Tokens that overlap with the span; those that cover no bytes cannot be shown.
     here = np.flatnonzero((losses.ends > first) & (losses.begins < end) & (losses.ends > losses.begins))
     if not len(here):
         return "(no token)"
@@ -122,6 +127,7 @@ def boundaries(text: bytes, losses: TokenLosses, first: int, end: int) -> str:
     spans = [(int(losses.begins[n]), int(losses.ends[n])) for n in here]
     # Tokens that share a character are shown once.
     for begin, stop in dict.fromkeys(spans):
+        # The span of a token may cut a character.
         shown = text[max(begin, first) : min(stop, end)].decode(errors="replace").translate(_WHITESPACE_SYMBOLS)
         pieces.append(f"{'…' if begin < first else ''}{shown}{'…' if stop > end else ''}")
     return f"|{'|'.join(pieces)}|"
@@ -155,6 +161,7 @@ class Literals:
         """
         delta = abs(sums.delta_bits)
         entry = self.rows.get((kind, text))
+        # Memory grows with the distinct short segments, not with their occurrences.
         if entry is None:
             self.rows[kind, text] = _Literal(sums=sums, delta=delta, example=where, place=place)
             return
@@ -166,6 +173,7 @@ class Literals:
         """The literals with the largest differences, for each model."""
         ordered = sorted(self.rows.items(), key=lambda item: -item[1].sums.delta_bits)
         return {
+            # Differences are A minus B, in falling order: A is worse at the beginning, B at the end.
             "model_a_worse": _rows([item for item in ordered[:count] if item[1].sums.delta_bits > 0]),
             "model_b_worse": _rows([item for item in ordered[::-1][:count] if item[1].sums.delta_bits < 0]),
         }
@@ -177,6 +185,7 @@ def _rows(literals: Sequence[tuple[tuple[str, str], _Literal]]) -> list[dict[str
         row = one.sums.row(visible(text))
         document = one.example.text.text
         content = document.encode()
+        # From a byte of the document to its character.
         first = len(content[: one.place[0]].decode(errors="ignore"))
         rows.append(
             {
@@ -219,6 +228,7 @@ class _Top:
 
     def _largest(self, *, above: bool) -> list[tuple[float, dict[str, Any]]]:
         largest = sorted((entry for entry in self.rows if (entry[0] > 0) == above), key=lambda entry: -abs(entry[0]))
+        # The list is full: only larger differences than its last one can still enter.
         if len(largest) >= self.count:
             self.floors[above] = abs(largest[self.count - 1][0])
         return largest[: self.count]
@@ -255,9 +265,11 @@ class GapReport:
         self.sets[name] = self.sets.get(name, GapSums()) + whole
         for tag in {part for tag_name in (*document.text.tags, name) for part in with_parents(tag_name)}:
             self.leaves.setdefault(tag, set()).add(name)
+        # Nothing of it is scored by both models; it still counts as a document of its set.
         if not whole.bytes:
             return
         worst = self._add_segments(document)
+        # The row with its preview is built only if it can be listed.
         if not self._documents.may_rank(whole.delta_bits):
             return
         worst_place = worst.get(whole.delta_bits > 0)
@@ -285,13 +297,16 @@ class GapReport:
         text, begin = document.text.text, document.begin
         bytes_at = byte_offsets(text)
         first_counted = int(np.searchsorted(bytes_at, begin))
+        # Prefix sums: the nats of any span are one subtraction.
         prefix_a, prefix_b = (
             np.concatenate([[0.0], np.cumsum(losses.per_byte)]) for losses in (document.a, document.b)
         )
         worst: dict[bool, _Place] = {}
         for first, end, kind in segments(text):
+            # The segment lies before the first byte that counts; one that spans it is cut there.
             if bytes_at[end] <= begin:
                 continue
+            # The text of a cut segment begins at the first counted character.
             first = max(first, first_counted)
             low, high = max(int(bytes_at[first]), begin), int(bytes_at[end])
             sums = GapSums(
@@ -330,11 +345,12 @@ class GapReport:
         """The summary, with the largest differences first.
 
         Args:
-            seconds: of scoring, by model.
+            seconds: seconds of scoring, by model.
         """
         groups = {
             tag: sum((self.sets[leaf] for leaf in sorted(leaves)), GapSums())
             for tag, leaves in sorted(self.leaves.items())
+            # A set's own name is a tag, and would repeat the set as a group.
             if not (tag in self.sets and leaves == {tag})
         }
         everything = sum(self.sets.values(), GapSums())
@@ -342,6 +358,7 @@ class GapReport:
         def timed(name: str, sums: GapSums) -> dict[str, Any]:
             row = sums.row(name)
             for model, tokens, total, took in zip("ab", sums.tokens, everything.tokens, seconds, strict=True):
+                # Sets are scored in common batches, so their time is not measured: it is divided by tokens.
                 share = took * tokens / total if total else 0.0
                 row |= {
                     f"model_{model}_tokens": tokens,

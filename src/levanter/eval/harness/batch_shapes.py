@@ -1,8 +1,8 @@
-"""Row shapes that suit a known list of queries: lengths that are filled, and few empty rows.
+"""Row shapes for a known list of queries, with little padding and few empty rows.
 
-The lengths of `packing.row_shapes` suit any requests, and few documents fill them badly: a row of 128 positions for 102
-tokens, four rows where two are used. Where every request is known, each length that is used is reduced to that of its
-fullest row, and lengths that split the requests into equal parts are tried as well.
+The lengths of `packing.row_shapes` suit any requests, but a small number of documents fills them badly: a row of 128
+positions for 102 tokens, four rows where two are used. If every request is known, each used length is reduced to that
+of its fullest row, and lengths that split the requests into equal parts are tried as well.
 """
 
 import bisect
@@ -36,10 +36,10 @@ class RowLimits:
     """Limits of the rows of a batch on given devices.
 
     Attributes:
-        num_shards: of a batch; its number of rows is a multiple of it.
+        num_shards: shards of a batch; the number of rows is a multiple of it.
         multiple: lengths are multiples of it.
-        max_batch_factor: how many times as many batches are accepted in exchange for fewer empty rows.
-        max_row_factor: how many times as many rows a batch may have for the same reason.
+        max_batch_factor: factor by which the number of batches may grow in exchange for fewer empty rows.
+        max_row_factor: factor by which the rows of a batch may grow for the same reason.
     """
 
     num_shards: int
@@ -59,8 +59,8 @@ def fit_shapes(
     Args:
         query_lists: the queries of each table.
         shapes: shapes for any queries, with the largest number of rows.
-        cost: of a batch, in any unit.
-        limits: of the rows.
+        cost: cost of a batch, in any unit.
+        limits: limits of the rows.
     """
     candidates = [_fit_kinds(query_lists, shapes, cost, limits)]
     if max_branch_tokens(shapes) is not None:
@@ -85,12 +85,14 @@ def _fit_kinds(
     total_cost, selected = 0.0, []
     kinds = [dense for dense in (False, True) if any(table[dense] for table in tables)]
     for dense in kinds:
+        # Two lengths are kept for dense rows while the sparse ones are chosen.
         max_lengths = MAX_LENGTHS - len(selected) if dense == kinds[-1] else MAX_LENGTHS - 2
         pieces = [sorted(table[dense], reverse=True) for table in tables if table[dense]]
         # Sparse and dense rows are fitted separately: the last kind may use all lengths that the other one did not.
         kind_shapes = [shape for shape in shapes if shape.is_dense == dense]
         tokens = max(shape.rows * shape.length for shape in kind_shapes) // limits.num_shards
 
+        # Default arguments bind the values of this iteration, as a closure would see those of the last one.
         def shape_of_length(length: int, dense: bool = dense, tokens: int = tokens) -> RowShape:
             slots, rows = length if dense else length // SPARSE_RATIO, limits.num_shards * max(1, tokens // length)
             return RowShape(length=length, slots=slots, rows=rows, branches=branches or 0)
@@ -113,6 +115,7 @@ def _fit_kinds(
             _shrink_to_fullest(candidate_lengths, max_lengths, pieces, cost, limits, shape_of_length)
             for candidate_lengths in length_choices
         ]
+        # Candidates are compared by the cost of their real batches: `best_lengths` ignores that items share rows.
         best_cost, best_shapes = min(candidates, key=lambda candidate: candidate[0])
         total_cost, selected = total_cost + best_cost, selected + best_shapes
     return total_cost, tuple(selected)
@@ -126,7 +129,8 @@ def best_lengths(weights: Sequence[int], max_lengths: int, rows: Callable[[int, 
         max_lengths: the largest number of lengths.
         rows: (length, used rows) → the rows of all batches of that length.
     """
-    # Weights as they are, where these are few; of many the lengths that split them into equal parts.
+    # All weights if there are few; otherwise those that split them into equal parts.
+    # The largest weight is always a candidate: the longest item needs a row.
     step = -(-len(weights) // _MAX_CANDIDATES)
     ends = sorted({*weights[step - 1 :: step], weights[-1]})
     counts_below = [0, *(bisect.bisect_right(weights, end) for end in ends)]
@@ -134,6 +138,8 @@ def best_lengths(weights: Sequence[int], max_lengths: int, rows: Callable[[int, 
     # `chosen[k]` are the lengths that reach it. Each iteration allows one more length.
     least, chosen, choices = [0.0, *[math.inf] * len(ends)], [[] for _ in counts_below], []
     for _ in range(min(max_lengths, len(ends))):
+        # The weights of candidates n + 1 to `last` get rows of length `end`, those below are covered by the earlier
+        # lengths.
         next_least, next_chosen = [math.inf] * len(counts_below), [[] for _ in counts_below]
         for last, end in enumerate(ends, 1):
             for n in range(last):
@@ -149,19 +155,21 @@ def rows_per_batch(max_rows: int, counts: Sequence[int], limits: RowLimits) -> i
 
     Args:
         max_rows: the largest number of rows of a batch.
-        counts: the rows of each table.
-        limits: by how much batches and rows may exceed it.
+        counts: the number of rows of each table.
+        limits: factors by which the numbers of batches and rows may exceed that.
     """
 
     def batches(rows: int) -> int:
         return sum(-(-count // rows) for count in counts)
 
+    # Smaller batches have fewer empty rows, and more of them cost more time between executions.
     max_batches = int(batches(max_rows) * limits.max_batch_factor)
     usable = [
         rows
         for rows in range(limits.num_shards, int(max_rows * limits.max_row_factor) + 1, limits.num_shards)
         if batches(rows) <= max_batches
     ]
+    # Fewest rows in total; of equal ones the fewest executions.
     return min(usable or [max_rows], key=lambda rows: (batches(rows) * rows, batches(rows)))
 
 
@@ -200,6 +208,7 @@ def _shrink_to_fullest(
         replace(shape_of_length(n), rows=rows_per_batch(shape_of_length(n).rows, row_counts, limits))
         for n, row_counts in sorted(counts.items())
     ]
+    # Packed a third time: with the final rows per batch another set of shapes may cost least, and some may be unused.
     final = [packed_rows for table in pieces for packed_rows in pack_cheapest(shapes, table, cost)]
     used = [shape for shape in shapes if any(packed_rows.shape == shape for packed_rows in final)]
     return sum(packed_rows.batches * cost(packed_rows.shape) for packed_rows in final) * (

@@ -39,6 +39,7 @@ def lead_processes() -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        # All processes exit with the same code, as a launcher may report that of any of them.
         code = getattr(error, "exit_code", BAD_INPUT if isinstance(error, (ValueError, OSError)) else INTERNAL_ERROR)
         broadcast(_TOPIC, {"what": "failed", "said": str(error), "code": code})
         raise
@@ -62,10 +63,12 @@ def follow_process_0(scorer: Scorer, follow_engine: Callable[[], object]) -> int
     count = 0
     while (message := receive_broadcast(_TOPIC))["what"] != "done":
         if message["what"] == "failed":
+            # Raised here as well, so that this process does not wait for a table that never comes.
             raise Process0Error(message["said"], message["code"])
         if message["what"] == "texts":
             follow_engine()
         else:
+            # The results are dropped: only process 0 knows which query a target belongs to.
             scorer.run(Table.from_message(message["table"]))
             count += 1
     return count

@@ -78,6 +78,7 @@ def run_tasks(
     finally:
         while bars:
             bars.pop().__exit__(None, None, None)
+    # Samples have files of their own.
     samples = results.pop("samples", {})
     log = model.log
     results["levanter"] = {
@@ -119,6 +120,7 @@ def evaluate(model: "HarnessLM", tasks: LoadedTasks, config: HarnessConfig, *, n
     """
     from lm_eval.evaluator import evaluate as evaluate_tasks
 
+    # Immediately before the requests are built, as other code may have used the generators since the tasks were loaded.
     seed_everything()
     for task in tasks.tasks.values():
         task.set_fewshot_seed(seed=FEWSHOT_SEED)
@@ -130,17 +132,21 @@ def evaluate(model: "HarnessLM", tasks: LoadedTasks, config: HarnessConfig, *, n
                 tasks.as_lm_eval(),  # pyright: ignore[reportArgumentType]
                 limit=config.max_examples,
                 bootstrap_iters=config.bootstrap_iters,
+                # The page and comparisons need the samples; `select_samples` decides which of them are written.
                 log_samples=True,
                 apply_chat_template=config.apply_chat_template,
+                # Turns exist only in a conversation, which a chat template renders.
                 fewshot_as_multiturn=config.fewshot_as_multiturn and config.apply_chat_template,
                 confirm_run_unsafe_code=config.confirm_run_unsafe_code,
             )
     except Exception as error:
+        # An error of this package is not the task's: it keeps its type and its traceback.
         if (message := task_error_message(error)) is None:
             raise
         raise HarnessError(message) from error
     assert evaluated is not None, "process 0 has the results"
     results: dict[str, Any] = dict(evaluated)
+    # lm_eval's `simple_evaluate` adds these keys; other tools that read result files expect them.
     results["config"] = {
         "model": name,
         "model_args": None,

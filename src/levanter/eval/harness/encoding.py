@@ -82,6 +82,7 @@ class QueryEncoder:
         if bare or not self.adds_bos or self.tokenizer.bos_id is None:
             return ids
         bos = np.asarray([self.tokenizer.bos_id], np.int32)
+        # A chat template may write BOS itself; a second one would change every score.
         has_bos = [text.startswith(self._prefix_text) for text in texts]
         return [
             text_ids if starts_with_bos else np.concatenate([bos, text_ids])
@@ -107,6 +108,8 @@ class QueryEncoder:
         queries, errors = [], []
         for (context, continuation), name in zip(adjusted, names, strict=True):
             if context:
+                # lm_eval's rule: the continuation is what follows as many tokens as the context alone has, even if
+                # joining the texts changes the last of them.
                 whole, begin = encoded[context + continuation], len(encoded[context])
                 before, after = encoded[context], whole[begin:]
             else:
@@ -122,6 +125,7 @@ class QueryEncoder:
         return queries
 
     def _without_context(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        # A text that begins with BOS itself: it serves as the context, and is not scored.
         if len(ids) and ids[0] == self.prefix:
             return ids[:1], ids[1:]
         return np.asarray([self.prefix], np.int32), ids
@@ -140,6 +144,7 @@ class QueryEncoder:
     def make_query(self, before: np.ndarray, after: np.ndarray) -> Query:
         """The query for context tokens and scored tokens, truncated at the beginning to the model's context."""
         whole = np.concatenate([before, after]).astype(np.int32)
+        # One token more than the context: the last one is a target only, and no input.
         kept = whole[-(self.max_length + 1) :]
         return Query(inputs=kept[:-1], targets=kept[-len(after) :], truncated=len(whole) - len(kept))
 
@@ -151,6 +156,8 @@ class QueryEncoder:
         for begin in range(0, len(ids), self.max_length):
             end = min(begin + self.max_length, len(ids))
             # `whole[n]` is the token before `ids[n]`, so that `end` is exclusive for both.
+            # Every window ends at its last target and has the full context if there is one; only the new tokens are
+            # targets.
             inputs = whole[max(0, end - self.max_length) if begin else 0 : end]
             queries.append(Query(inputs=inputs, targets=ids[begin:end]))
         return queries

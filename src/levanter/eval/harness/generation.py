@@ -28,7 +28,7 @@ class Continuation:
         until: stop strings; the text ends before the first of them.
         max_tokens: maximum number of generated tokens.
         sampling: the engine's sampling parameters; empty for greedy decoding.
-        seed: of the random numbers; None for one derived from the index in the list.
+        seed: seed of the sampling noise; None for one derived from the index in the list.
     """
 
     tokens: np.ndarray
@@ -72,7 +72,7 @@ class GenerationKeys:
             request: the request's keys.
             defaults: the run's keys, for those that the request does not set.
             more_stops: further stop strings.
-            name: of the request in errors.
+            name: name of the request in errors.
 
         Raises:
             HarnessError: lists unknown keys and invalid values.
@@ -81,10 +81,12 @@ class GenerationKeys:
             f"{key}: not a key of generation here{did_you_mean(key, _KNOWN)}" for key in request if key not in _KNOWN
         ]
         keys = {**{key: value for key, value in defaults.items() if value is not None}}
+        # A length of the task replaces that of the run, whatever the two are called.
         if any(request.get(key) is not None for key in _LENGTHS):
             keys = {key: value for key, value in keys.items() if key not in _LENGTHS}
         keys |= {key: value for key, value in request.items() if value is not None}
         until = keys.get("until") or []
+        # lm_eval accepts a single string.
         stops = [until] if isinstance(until, str) else list(until)
         length = next((keys[key] for key in _LENGTHS if key in keys), 256)
         if not isinstance(length, int) or length < 1:
@@ -103,6 +105,7 @@ class GenerationKeys:
                 or (key == "top_k" and value != int(value))
             ):
                 errors.append(f"{key}: expected {'an integer' if key == 'top_k' else 'a number'}, got {value!r}")
+        # After an error the values may not be numbers; all errors are raised together below.
         sampling = {key: int(value) if key == "top_k" else value for key, value in numbers.items() if not errors}
         if keys.get("do_sample") is False or not sampling.get("temperature"):
             # Decoding is greedy at temperature 0, where the other sampling keys have no effect; penalties still have
@@ -110,5 +113,6 @@ class GenerationKeys:
             sampling = {key: value for key, value in sampling.items() if key.endswith("penalty")}
         if errors:
             raise HarnessError("\n".join(f"{name}: generation_kwargs.{error}" for error in errors))
+        # An empty stop string would end every text at its beginning.
         all_stops = tuple(dict.fromkeys(stop for stop in [*stops, *more_stops] if stop))
         return GenerationKeys(until=all_stops, max_tokens=length, sampling=sampling, seed=keys.get("seed"))

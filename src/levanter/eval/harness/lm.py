@@ -34,9 +34,9 @@ class RequestLog:
 
     Attributes:
         requests: number of requests of each kind.
-        tokens: that the Programs processed, padding included.
+        tokens: tokens that the Programs processed, padding included.
         unshared_tokens: inputs of all queries together, if none were shared.
-        seconds: on the devices, compilation included.
+        seconds: seconds of execution, compilation included.
         truncated: number of queries whose beginning was dropped because they exceed the context.
         digest: hex SHA-256 of all tables and prompts.
         first_ids: the token ids of the first request of each kind.
@@ -53,6 +53,7 @@ class RequestLog:
     def note(self, kind: str, requests: int, token_ids: Sequence[np.ndarray], digest: str) -> None:
         """Records a list of requests of one kind."""
         self.requests[kind] = self.requests.get(kind, 0) + requests
+        # A chain: the digest of a run covers all lists of requests and their order.
         self.digest = hashlib.sha256(f"{self.digest}|{kind}|{digest}".encode()).hexdigest()
         if token_ids:
             self.first_ids.setdefault(kind, token_ids[0].tolist())
@@ -90,6 +91,7 @@ class HarnessLM(TemplateLM):
     @property
     def eot_token_id(self) -> int:
         """The id that ends a text."""
+        # lm_eval requires an id, even of a tokenizer without EOS.
         eos = self.encoder.tokenizer.eos_id
         return self.encoder.prefix if eos is None else eos
 
@@ -144,6 +146,7 @@ class HarnessLM(TemplateLM):
         """The log-probability of each text."""
         del disable_tqdm
         windows = [self.encoder.rolling_windows(request.args[0]) for request in requests]
+        # A text has several windows, and errors name the text of each.
         names = [
             _request_name(request)
             for request, text_windows in zip(requests, windows, strict=True)
@@ -152,6 +155,7 @@ class HarnessLM(TemplateLM):
         scores = self._answer(
             "loglikelihood_rolling", len(requests), [one for text_windows in windows for one in text_windows], names
         )
+        # The sum over the windows of a text, whose targets are disjoint.
         ends = np.cumsum([len(text_windows) for text_windows in windows])
         return [float(part.sum()) for part in np.split(scores.logprobs, ends[:-1])]
 
@@ -174,9 +178,11 @@ class HarnessLM(TemplateLM):
         self.log.tokens += table.computed_tokens
         self.log.unshared_tokens += table.tokens
         began = time.perf_counter()
+        # Before this process executes it: the Programs have collectives, which wait for all processes.
         send_table(table)
         scores = query_scores(table, len(queries), self.scorer.run(table, self.watch(kind, table.computed_tokens)))
         self.log.seconds += time.perf_counter() - began
+        # lm_eval would compare NaN with other answers, and count the document as wrong without an error.
         if len(not_finite := scores.not_finite):
             raise NonFiniteResultError(
                 f"log-probabilities are not finite: the first is of {names[not_finite[0]]}, of {len(not_finite):,} "
@@ -198,6 +204,7 @@ class HarnessLM(TemplateLM):
         digest = hashlib.sha256(b"|".join(ids.astype("<i8").tobytes() for ids in token_ids)).hexdigest()
         self.log.note("generate_until", len(requests), token_ids, digest)
         began = time.perf_counter()
+        # The other processes now follow the engine, which broadcasts its own calls.
         send_generation()
         texts = self.generate(prompts)
         self.log.seconds += time.perf_counter() - began
@@ -230,6 +237,7 @@ def continuations(
     contexts = encoder.encode([request.args[0] for request in requests])
     prompts, errors, cut = [], [], 0
     for ids, key, request in zip(contexts, keys, requests, strict=True):
+        # The whole generated text must fit behind the prompt, so a long prompt loses its beginning (lm_eval's rule).
         max_prompt = encoder.max_length - key.max_tokens
         if max_prompt < 1:
             errors.append(
@@ -237,6 +245,7 @@ def continuations(
                 "context of "
                 f"{encoder.max_length:,} tokens (eval_harness.max_length)"
             )
+        # An empty context has no token from which the first one could be predicted.
         ids = ids if len(ids) else np.asarray([encoder.prefix], np.int32)
         cut += len(ids) > max_prompt
         prompts.append(

@@ -42,7 +42,7 @@ class RowShape:
     Attributes:
         length: positions of a row.
         slots: targets of a row.
-        rows: of a batch.
+        rows: rows of a batch.
         branches: the largest number of tokens, and of targets, of an item with branches, for all shapes of a run; 0 for
             rows without branches.
     """
@@ -68,7 +68,7 @@ def row_shapes(max_length: int, *, tokens: int, ways: int, branches: bool = Fals
 
     Args:
         max_length: positions of the longest rows.
-        tokens: of a batch on each of its shards.
+        tokens: tokens of a batch on each of its shards.
         ways: number of shards of a batch.
         branches: whether segments may continue other segments.
     """
@@ -77,6 +77,7 @@ def row_shapes(max_length: int, *, tokens: int, ways: int, branches: bool = Fals
     def shape_of_length(length: int, slots: int) -> RowShape:
         return RowShape(length=length, slots=slots, rows=ways * max(1, tokens // length), branches=branch_tokens)
 
+    # Lengths below the minimum are left out, unless the context itself is shorter: then there is one length.
     sparse = [n for n in (max_length, max_length // 2, max_length // 4, max_length // 8) if n >= MIN_LENGTH]
     dense = [n for n in (max_length, max_length // 4) if n >= MIN_LENGTH]
     sparse, dense = sparse or [max_length], dense or [max_length]
@@ -107,11 +108,13 @@ def group_queries(queries: Sequence[Query], *, branch_tokens: int | None = None)
         queries: the queries.
         branch_tokens: the largest number of tokens, and of targets, of an item with branches; None for no branches.
     """
+    # Token ids are not negative, so big-endian bytes compare like the sequences themselves.
     keys = [query.inputs.astype(">i4").tobytes() for query in queries]
     order = sorted(range(len(keys)), key=keys.__getitem__)
     # In sorted order (big-endian bytes sort like token ids) a sequence is directly followed by one that begins with it,
     # if there is any. The owner of a query is the longest sequence that contains its inputs.
     owner: dict[int, int] = {}
+    # From the last to the first: the owner of the following sequence is known when its beginning is reached.
     for at in range(len(order) - 1, -1, -1):
         current = order[at]
         following = order[at + 1] if at + 1 < len(order) else None
@@ -121,6 +124,7 @@ def group_queries(queries: Sequence[Query], *, branch_tokens: int | None = None)
     queries_by_owner: dict[int, list[int]] = {}
     for n in range(len(queries)):
         queries_by_owner.setdefault(owner[n], []).append(n)
+    # Only these are computed; all others are beginnings of one of them.
     whole = [n for n in order if owner[n] == n]
     groups = (
         [[n] for n in whole]
@@ -128,7 +132,9 @@ def group_queries(queries: Sequence[Query], *, branch_tokens: int | None = None)
         else _group_by_trunk(queries, whole, queries_by_owner, branch_tokens)
     )
     inputs, targets, segment_sizes = [], [], []
+    # Items in the order of the queries, so that the table does not depend on how tokens sort.
     for group in sorted(sorted(group) for group in groups):
+        # A sequence alone is all trunk, and has no branches.
         trunk = len(queries[group[0]].inputs) if len(group) == 1 else _common_prefix_length(queries, group)
         ids, item_targets, sizes = [queries[group[0]].inputs[:trunk]], [], [trunk]
         for member in group:
@@ -171,11 +177,13 @@ def _group_by_trunk(
         most, begin = saved[last], last
         trunk, size, count, longest = sizes[last], sizes[last], counts[last], sizes[last]
         for first in range(last - 1, max(-1, last - _MAX_BRANCHES), -1):
+            # In sorted order the common prefix of a group is the least of its neighbors' common prefixes.
             trunk, size, count = min(trunk, common[first]), size + sizes[first], count + counts[first]
             longest, shared = max(longest, sizes[first]), (last - first) * trunk
             # Adding further sequences only shortens the trunk and adds targets: no longer group can be valid.
             if trunk * _MIN_SHARED < longest or count > branch_tokens:
                 break
+            # Of n + 1 sequences n need not compute the trunk again: `shared` tokens are saved.
             if size - shared <= branch_tokens and saved[first] + shared > most:
                 most, begin = saved[first] + shared, first
         saved.append(most)
@@ -231,7 +239,7 @@ def pack(
     Args:
         items: the items; none is longer than the longest shape.
         shapes: the available shapes.
-        cost: of the execution of one batch, in any unit.
+        cost: cost of the execution of one batch, in any unit.
     """
     packed = []
     for dense, pieces in split_by_density(items, shapes).items():
@@ -258,6 +266,7 @@ def split_by_density(items: UniqueQueries, shapes: Sequence[RowShape]) -> Mappin
             pieces[False].append((len(tokens), item, 0, count))
             continue
         # More targets than slots of a row: the sequence is computed again for the remaining ones.
+        # Each of these pieces holds the whole sequence, and scores another part of its targets.
         for first in range(0, count, longest):
             size = min(longest, count - first)
             pieces[True].append((max(len(tokens), size), item, first, size))
@@ -272,7 +281,7 @@ def pack_cheapest(
     Args:
         shapes: only sparse ones, or only dense ones.
         pieces: of that kind, in descending order of weight.
-        cost: of a batch.
+        cost: cost of a batch.
 
     Raises:
         HarnessError: a piece is longer than all rows.
@@ -285,6 +294,7 @@ def pack_cheapest(
             "its documents or prompts change between runs\n"
             "  → trainer.per_device_eval_parallelism: a number of rows; rows then have the model's full context"
         )
+    # Pieces are sorted by weight, so every n-th one is a sample of all weights.
     step = -(-len(pieces) // _SAMPLED_ITEMS)
     sample = pieces[::step]
 
@@ -295,6 +305,7 @@ def pack_cheapest(
         return sum(step * len(rows.rows) / rows.shape.rows * cost(rows.shape) for rows in packed_sample)
 
     ladder = sorted(shapes, key=lambda shape: shape.length)
+    # All subsets of the shapes, as bits of a number: there are at most six shapes.
     choices = [[shape for n, shape in enumerate(ladder) if chosen >> n & 1] for chosen in range(1, 1 << len(ladder))]
     usable = [allowed for allowed in choices if allowed[-1].length >= longest]
     return _fill_rows(min(usable, key=price), pieces, cost)
@@ -325,7 +336,9 @@ def _fill_rows(
         return piece
 
     while weights_left:
+        # The heaviest piece determines the row, since later ones fit wherever it does.
         shape = shape_by_weight[weights_left[-1]]
+        # Weights bound targets as well: pieces that fit into a row's positions fit into its slots.
         row, space = [], shape.length
         while (piece := pop_longest(space)) is not None:
             row.append(piece[1:])

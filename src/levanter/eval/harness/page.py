@@ -31,8 +31,8 @@ def harness_page(
     Args:
         results: lm_eval's results.
         samples: task → samples; empty for a page without documents.
-        title: its heading.
-        facts: of the run.
+        title: heading of the page.
+        facts: facts of the run, by name.
         differences: from another run.
         against: the name of the other run.
     """
@@ -58,6 +58,7 @@ def _metrics(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     for (task, metric), value in values.items():
         if "_stderr" in metric:
             continue
+        # lm_eval appends the filter of the answers to both: `acc_stderr,strict` is the error of `acc,strict`.
         name, _, filtered = metric.partition(",")
         error = values.get((task, f"{name}_stderr{',' + filtered if filtered else ''}"))
         rows.append(
@@ -91,8 +92,10 @@ def _sample_json(sample: Sample) -> dict[str, Any]:
                 }
             )
         else:
+            # A rolling log-probability is a number alone; generated text is a string.
             number = isinstance(answer, float)
             answers.append({"text": None if number else str(answer), "logprob": _finite(answer) if number else None})
+    # The choices of a document usually have one context; tasks like Winogrande have one for each.
     contexts = list(dict.fromkeys(str(arguments[0]) for arguments in sample.arguments))
     return {
         "id": sample.doc_id,

@@ -74,8 +74,8 @@ class Table:
 
         Args:
             queries: the queries.
-            shapes: of the rows for which there are Programs.
-            cost: of a batch, in any unit.
+            shapes: shapes of the rows for which there are Programs.
+            cost: cost of a batch, in any unit.
         """
         items = group_queries(queries, branch_tokens=max_branch_tokens(shapes))
         tokens = sum(len(query.inputs) for query in queries)
@@ -105,7 +105,9 @@ class Table:
         yield from self.items.inputs
         yield np.asarray([len(array) for array in self.items.targets], np.int64)
         for array in self.items.targets:
+            # Without the query of a target, which other processes do not know: their digest must be the same.
             yield array[:, :2]
+        # Items without branches have one segment, whose size is the length that is hashed above.
         if any(len(sizes) > 1 for sizes in self.items.segment_sizes):
             yield np.asarray([len(array) for array in self.items.segment_sizes], np.int64)
             yield np.concatenate(self.items.segment_sizes)
@@ -121,6 +123,7 @@ class Table:
             yield self._batch(packed.shape, packed.rows[first : first + packed.shape.rows])
 
     def _batch(self, shape: RowShape, rows: Sequence[Sequence[tuple[int, int, int]]]) -> Batch:
+        # Positions and slots without content keep these values; results of the query `PADDING` are skipped.
         row_shape, slot_shape = (shape.rows, shape.length), (shape.rows, shape.slots)
         tokens, positions = np.zeros(row_shape, np.int32), np.zeros(row_shape, np.int32)
         segments, trunks = np.full(row_shape, PADDING, np.int32), np.full(row_shape, PADDING, np.int32)
@@ -138,6 +141,7 @@ class Table:
                 item_positions = np.concatenate(
                     [np.arange(sizes[0]), *(sizes[0] + np.arange(row_shape) for row_shape in sizes[1:])]
                 )
+                # All segments of an item continue its first one, the trunk, whose own entry is its own id.
                 tokens[n, at:end], positions[n, at:end], trunks[n, at:end] = ids, item_positions, segment
                 segments[n, at:end] = segment + np.repeat(np.arange(len(sizes)), sizes)
                 target_positions[n, slot : slot + count], targets[n, slot : slot + count] = (
@@ -189,6 +193,7 @@ class Table:
         inputs = _cut(_array(message["ids"]), _array(message["lengths"]))
         segment_sizes = _cut(_array(message["segment_sizes"]), _array(message["branches"]))
         targets = _cut(_array(message["targets"]).reshape(-1, 2), _array(message["counts"]))
+        # Columns of the query and the index, which the message does not contain.
         unknown = [np.pad(values, ((0, 0), (0, 2)), constant_values=PADDING) for values in targets]
         packed = []
         for values in message["rows"]:
@@ -203,6 +208,7 @@ class Table:
             segment_sizes=tuple(tuple(values.tolist()) for values in segment_sizes),
         )
         table = Table(items=items, packed=tuple(packed))
+        # Two processes with different rows would run the same collectives on different data, and return wrong numbers.
         if table.digest != message["digest"]:
             raise ValueError(f"a table of requests was damaged in transit: {table.digest} is not {message['digest']}")
         return table
@@ -217,7 +223,7 @@ class RequestCount:
         requests: number of requests of all tasks.
         exact: whether every document was read.
         is_assumed: whether the number of requests is an assumption.
-        shapes: of the rows: as planned, or fitted to the requests where all are known.
+        shapes: shapes of the rows: as planned, or fitted to the requests if all are known.
     """
 
     executions: Mapping[str, int]
@@ -248,9 +254,10 @@ class RequestCount:
 
         Args:
             requests: number of requests.
-            tokens: of each request.
-            shapes: of the rows.
+            tokens: tokens of each request.
+            shapes: shapes of the rows.
         """
+        # The usual request scores a few tokens of many.
         sparse = [shape for shape in shapes if not shape.is_dense] or list(shapes)
         fitting = [shape for shape in sparse if shape.length >= tokens] or sparse[-1:]
         shape = min(fitting, key=lambda candidate: candidate.length)
@@ -265,6 +272,7 @@ class RequestCount:
 
 
 def _packed_array(values: ArrayLike) -> str:
+    # The fastest level suffices: most of the eight bytes of each number are zero.
     return base64.b64encode(zlib.compress(np.asarray(values, "<i8").tobytes(), 1)).decode()
 
 

@@ -38,10 +38,10 @@ def result_files(
     """Path → content of a run's files, in the order in which they are written: the results come last.
 
     Args:
-        folder: of the files.
+        folder: folder of the files.
         results: lm_eval's results.
         samples: task → samples to write.
-        date: of the run, see `date_id`.
+        date: date of the run, see `date_id`.
     """
     contents = {}
     for task, lines in samples.items():
@@ -59,6 +59,7 @@ def _line(sample: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **sample,
         "arguments": arguments,
+        # lm_eval writes numbers and flags of answers as text; `_answer` reads them back.
         "resps": _texts(sample["resps"]),
         "filtered_resps": _texts(sample["filtered_resps"]),
         "target": str(sample["target"]),
@@ -85,6 +86,7 @@ def metric_values(results: Mapping[str, Any]) -> Iterator[tuple[str, str, float]
             if table == "groups" and task in (results.get("results") or {}):
                 continue
             for name, value in metrics.items():
+                # Keys without a comma (`alias`, `sample_len`) are no metrics.
                 if isinstance(value, (int, float)) and not isinstance(value, bool) and "," in name:
                     yield task, name.removesuffix(NO_FILTER), float(value)
 
@@ -100,6 +102,7 @@ def averages(results: Mapping[str, Any]) -> dict[str, float]:
     counts = {task: sizes.get("effective", 0) for task, sizes in (results.get("n-samples") or {}).items()}
     by_metric: dict[str, list[tuple[float, int]]] = {}
     for task, metric, value in metric_values(results):
+        # Groups have no count of their own, and their tasks are in the average already.
         if task in counts and "_stderr" not in metric and math.isfinite(value):
             by_metric.setdefault(metric, []).append((value, counts[task]))
     result = {}
@@ -180,6 +183,7 @@ def parse_samples(lines: Sequence[Mapping[str, Any]]) -> tuple[Sample, ...]:
 
 def _sample(line: Mapping[str, Any]) -> Sample:
     arguments = line["arguments"]
+    # Files name the arguments (`gen_args_0: {arg_0: …}`); samples in memory list them.
     if isinstance(arguments, Mapping):
         arguments = [list(item.values()) for item in arguments.values()]
     return Sample(
@@ -210,7 +214,7 @@ def read_run(path: str) -> tuple[dict[str, Any], dict[str, tuple[Sample, ...]]]:
     """The results of a run and its samples, which are files in the same folder.
 
     Args:
-        path: of a `results_<date>.json`.
+        path: path of a `results_<date>.json`.
 
     Raises:
         HarnessError: the file is not a run's results, or there are no samples.
@@ -236,6 +240,7 @@ def read_run(path: str) -> tuple[dict[str, Any], dict[str, tuple[Sample, ...]]]:
 def _read_samples(folder: str, tasks: Sequence[str], date: str) -> Iterator[tuple[str, tuple[Sample, ...]]]:
     for task in tasks:
         path = join(folder, f"samples_{task.replace('/', '__')}_{date}.jsonl")
+        # Groups are among the results too, and have no samples.
         if not exists(path):
             continue
         samples, number = [], 0

@@ -40,15 +40,16 @@ def score_programs(
     With branches, it takes the trunks as well.
 
     Args:
-        model: abstract, its weights in the compute dtype, or in the dtype that `usable` converts.
-        shapes: of batches.
-        mappings: in scope.
-        placement: of the parameters.
+        model: the abstract model, its weights in the compute dtype, or in the dtype that `usable` converts.
+        shapes: shapes of batches.
+        mappings: the mappings of the run.
+        placement: the sharding of the parameters.
         batch_axis: the name of the batch axis.
         matmul_precision, compiler_options: see `Program`.
         usable: converts the model to the form in which it computes.
     """
     return {
+        # Compiler settings are the same for all shapes of a run.
         shape: replace(
             _score_program(model, shape, mappings, placement, batch_axis, usable),
             matmul_precision=matmul_precision,
@@ -83,6 +84,7 @@ def _score_program(
         return scores.logprobs, scores.ranks
 
     def declared(name: str, *axes: hax.Axis) -> Input:
+        # A declaration has a shape and no data: Programs are planned before there are devices.
         ids = hax.NamedArray(jax.ShapeDtypeStruct([a.size for a in axes], np.int32), axes)  # pyright: ignore
         return Input(name=name, value=ids, placement=mappings.compute)
 
@@ -124,10 +126,10 @@ class Scorer:
     """A loaded model and its Programs.
 
     Attributes:
-        programs: by shape.
+        programs: Programs by shape.
         mesh: the devices.
         model: the weights.
-        cost: of a batch of a shape, in any unit.
+        cost: cost of a batch of a shape, in any unit.
     """
 
     programs: Mapping[RowShape, Program]
@@ -153,6 +155,7 @@ class Scorer:
             for _, (logprobs, ranks) in results(
                 program, self.mesh, self.model, batches, behind=FETCH_LOOKAHEAD, jit=jit_together
             ):
+                # Ranks as float32: only whether one is 0 is read of them.
                 outputs.append(np.stack([logprobs.array, ranks.array.astype(np.float32)]))
                 done += size
                 on_tokens(done)
@@ -172,9 +175,10 @@ def query_scores(table: Table, count: int, outputs: Sequence[np.ndarray]) -> Que
     Args:
         table: the executed table.
         count: number of queries.
-        outputs: of its batches.
+        outputs: the outputs of its batches.
     """
     queries, numbers, logprobs, ranks = [], [], [], []
+    # `outputs` are in the order in which `Scorer.run` executes: by shape, then batch.
     computed = iter(outputs)
     for packed in table.packed:
         for batch in table.batches(packed):
@@ -183,6 +187,7 @@ def query_scores(table: Table, count: int, outputs: Sequence[np.ndarray]) -> Que
             real = batch.queries != PADDING
             queries.append(batch.queries[real])
             numbers.append(batch.target_indices[real])
+            # float64 before the sum: the sum over a long text would lose digits in float32.
             logprobs.append(values[0][real].astype(np.float64))
             ranks.append(values[1][real])
     # Sort all targets by query and by their index in it, so that a query's sum does not depend on the packing.
@@ -194,5 +199,5 @@ def query_scores(table: Table, count: int, outputs: Sequence[np.ndarray]) -> Que
         # Unbuffered: `sums[owners] += …` would add only the last target of each query.
         np.add.at(sums, owners, np.concatenate(logprobs)[order])
         np.logical_and.at(greedy, owners, np.concatenate(ranks)[order] == 0)
-    assert np.all(np.bincount(owners, minlength=count) > 0), "a question was not answered"
+    assert np.all(np.bincount(owners, minlength=count) > 0), "a query has no score"
     return QueryScores(logprobs=sums, is_greedy=greedy)

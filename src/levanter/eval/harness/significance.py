@@ -24,6 +24,7 @@ Aggregate = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def _perplexity(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    # The bound keeps the exponential finite in float64.
     return np.exp(np.minimum(-values / weights, 700.0))
 
 
@@ -63,6 +64,7 @@ class Difference:
         """`better`, `worse`, `equal`, or `noise` if the interval contains 0."""
         if self.ours == self.theirs and self.low == self.high == 0:
             return "equal"
+        # The p-value may disagree with the interval by the resolution of the draws; the interval decides.
         if self.low <= 0 <= self.high:
             return "noise"
         lower = self.metric.partition(",")[0] in LESS_IS_BETTER
@@ -77,7 +79,7 @@ def compare(
     Args:
         ours: task → samples of this run.
         theirs: task → samples of the other run.
-        seed: of the draws.
+        seed: seed of the draws.
 
     Raises:
         HarnessError: the runs have no document in common, or different documents have the same index.
@@ -85,9 +87,11 @@ def compare(
     differences, other_documents = [], []
     for task in ours:
         pairs = _pairs(ours[task], theirs.get(task, ()))
+        # Documents are paired by index: another version of the data set would pair different documents.
         if any(ours_sample.doc_hash != theirs_sample.doc_hash for ours_sample, theirs_sample in pairs):
             other_documents.append(task)
             continue
+        # A new generator for each task: a task has the same interval whatever other tasks are compared.
         differences += _differences(task, pairs, np.random.default_rng(seed))
     if other_documents:
         raise HarnessError(
@@ -114,6 +118,7 @@ def _differences(task: str, pairs: Sequence[tuple[Sample, Sample]], generator: n
         for name in mine.metrics.keys() & other.metrics.keys():
             by_metric.setdefault((name, mine.filter), []).append((mine.metrics[name], other.metrics[name]))
     differences = []
+    # Sorted, because the keys above are a set, and the draws of a metric depend on those before it.
     for (name, filtered), values in sorted(by_metric.items()):
         if not all(_is_value(value) for pair in values for value in pair):
             continue
@@ -121,6 +126,7 @@ def _differences(task: str, pairs: Sequence[tuple[Sample, Sample]], generator: n
         aggregate = _AGGREGATES.get(name, lambda values, weights: values / weights)
         draws = _bootstrap_differences(a, b, aggregate, generator)
         low, high = np.percentile(draws, [2.5, 97.5])
+        # Twice the smaller tail of the bootstrap distribution.
         p = 2 * min((draws <= 0).mean(), (draws >= 0).mean())
         differences.append(
             Difference(
@@ -158,6 +164,7 @@ def _bootstrap_differences(
     count, differences = len(a), []
     step = max(1, _DRAWS_PER_STEP // count)
     for first in range(0, DRAWS, step):
+        # `[draw, document]`: the same documents for both runs, which makes the bootstrap a paired one.
         rows = generator.integers(0, count, (min(step, DRAWS - first), count))
         mine, other = (aggregate(*np.moveaxis(values[rows].sum(axis=1), -1, 0)) for values in (a, b))
         differences.append(mine - other)

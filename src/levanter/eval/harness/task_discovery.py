@@ -75,11 +75,13 @@ def discover_tasks(config: HarnessConfig, include_path: Sequence[str]) -> Discov
     """
     loaded = None
     message: dict[str, object] = {}
+    # Loading reads data sets and takes minutes: it happens once for all processes.
     if is_process_0():
         try:
             loaded = load_tasks(config, include_path)
             message = {"kinds": sorted(loaded.kinds), "documents": loaded.documents(config.max_examples)}
         except HarnessError as error:
+            # Sent instead of raised, so that all processes refuse the run with the same message.
             message = {"error": str(error), "unavailable": isinstance(error, UnavailableTaskError)}
     received = json.loads(from_process_0("the tasks", json.dumps(message)))
     return DiscoveredTasks(**{**received, "kinds": frozenset(received.get("kinds", ()))}, loaded=loaded)
@@ -101,9 +103,9 @@ def count_requests(
         config: how requests are built.
         encoder: texts to tokens; None if there is no tokenizer.
         template: renders conversations; None if the tokenizer has no chat template.
-        shapes: of the rows.
-        cost: of a batch.
-        limits: limits within which rows are fitted to the requests where all are known; None to keep the shapes.
+        shapes: shapes of the rows.
+        cost: cost of a batch.
+        limits: limits within which rows are fitted to the requests if all are known; None to keep the shapes.
 
     Returns:
         The count, and a check with the error of a request; None for no error.
@@ -112,6 +114,7 @@ def count_requests(
     if tasks.loaded is not None and encoder is not None:
         try:
             message = count_documents(tasks.loaded, config, encoder, template, shapes, cost, limits).message()
+        # As above: an invalid request is an error of all processes.
         except ValueError as error:
             message = {"error": str(error)}
     received = json.loads(from_process_0("the requests", json.dumps(message)))
@@ -153,6 +156,7 @@ def count_documents(
     # Only process 0 counts, and only it may import lm_eval.
     from levanter.eval.harness.lm import HarnessLM, continuations
 
+    # It only encodes and renders: without a scorer it cannot execute a request.
     model = HarnessLM(
         encoder=encoder, scorer=None, template=template, generation={}, stops={}, watch=lambda *_: lambda _: None
     )
@@ -174,6 +178,7 @@ def count_documents(
             exact = False
             sampled.append((queries, num_documents / num_read))
         else:
+            # lm_eval passes requests of one kind at once, so those of one kind are one table over all tasks.
             rolling = bool(instances) and instances[0].request_type == "loglikelihood_rolling"
             kinds["loglikelihood_rolling" if rolling else "loglikelihood"] += queries
     shapes = fit_shapes(list(kinds.values()), shapes, cost, limits) if exact and limits is not None else tuple(shapes)

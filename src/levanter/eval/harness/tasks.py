@@ -104,6 +104,7 @@ class LoadedTasks:
     @property
     def kinds(self) -> frozenset[str]:
         """The kinds of requests: `loglikelihood`, `loglikelihood_rolling`, `generate_until`."""
+        # lm_eval makes a request of log-probability for each choice.
         kinds = {str(task.get_config("output_type")) for task in self.tasks.values()}
         return frozenset("loglikelihood" if kind == "multiple_choice" else kind for kind in kinds)
 
@@ -136,6 +137,7 @@ def load_tasks(config: HarnessConfig, include_path: Sequence[str] = ()) -> Loade
     ]
     if unknown:
         raise HarnessError("\n".join(f"eval_harness.task_spec: {message}" for message in unknown))
+    # Names are the keys of the results, so they must be unique over all entries.
     tasks: dict[str, LmTask] = {}
     groups: dict[str, Any] = {}
     group_map: dict[str, list[str]] = {}
@@ -151,6 +153,7 @@ def load_tasks(config: HarnessConfig, include_path: Sequence[str] = ()) -> Loade
         groups |= loaded.get("groups") or {}
         group_map |= loaded.get("group_map") or {}
         stops |= dict.fromkeys(task_by_name, tuple(spec.additional_stop_strings or ()))
+    # Refused here, when the run is planned; lm_eval refuses it only when it evaluates.
     unsafe = [name for name, task in tasks.items() if getattr(task, "UNSAFE_CODE", False)]
     if unsafe and not config.confirm_run_unsafe_code:
         raise HarnessError(
@@ -158,8 +161,10 @@ def load_tasks(config: HarnessConfig, include_path: Sequence[str] = ()) -> Loade
             "  → eval_harness.confirm_run_unsafe_code: true, on a machine where that is safe"
         )
     for task in tasks.values():
+        # As lm_eval's `simple_evaluate` does, which this package does not call.
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
+        # lm_eval chooses few-shot examples by a generator of each task.
         task.set_fewshot_seed(seed=FEWSHOT_SEED)
     return LoadedTasks(tasks=tasks, groups=groups, group_map=group_map, stops=stops)
 
@@ -172,6 +177,7 @@ def task_error_message(error: BaseException) -> str | None:
     if isinstance(error, HarnessError) or any("/levanter/" in file or "/haliax_ext/" in file for file in files):
         return None
     last = frames[-1]
+    # `datasets` wraps the real reason, such as a network error, in an error of its own.
     causes = [error, *([error.__cause__] if error.__cause__ is not None else [])]
     description = "; ".join(
         f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}".rstrip(": ") for cause in causes
@@ -193,8 +199,10 @@ def silence_lm_eval() -> Iterator[None]:
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     with ExitStack() as stack:
+        # Only if it is imported already: looking it up must not import lm_eval.
         task = sys.modules.get("lm_eval.api.task")
         if task is not None:
+            # This progress bar of lm_eval has no setting, so the function is replaced while the block runs.
             stack.callback(setattr, task, "tqdm", task.tqdm)
             task.tqdm = _no_progress  # pyright: ignore[reportAttributeAccessIssue]
         bars = sys.modules.get("datasets")
@@ -230,6 +238,7 @@ class _Manager:
                 module = importlib.import_module("lm_eval.tasks")
                 return module.TaskManager(include_path=self._folders or None, include_defaults=defaults)
         except ModuleNotFoundError as error:
+            # A package that lm_eval needs is missing: that is another error, with its own name.
             if (error.name or "").split(".")[0] != "lm_eval":
                 raise
             raise UnavailableTaskError(
@@ -296,6 +305,7 @@ def _working_directory(entry: "_Entry | None", manager: "_LmManager", name: str)
     folder = _task_folder(entry, manager, name)
     before = os.getcwd()
     if folder is not None:
+        # lm_eval and `datasets` resolve `data_files` against the working directory of the process.
         os.chdir(folder)
     try:
         yield

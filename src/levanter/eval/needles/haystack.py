@@ -75,6 +75,7 @@ def prose(random: np.random.Generator) -> Iterator[str]:
 def keys(random: np.random.Generator, count: int) -> list[str]:
     """Distinct names such as `swift-lantern`, with further words if there are not enough of two words."""
     lists = [ADJECTIVES, NOUNS]
+    # At most half of the combinations are used, so that `_distinct` does not draw long for the last ones.
     while count > np.prod([len(words) for words in lists]) // 2:
         lists.insert(0, ADJECTIVES)
     return _distinct(count, lambda: "-".join(_choose(random, words) for words in lists))
@@ -87,6 +88,7 @@ def numbers(random: np.random.Generator, count: int, digits: int = 7) -> list[st
 
 def uuids(random: np.random.Generator, count: int) -> list[str]:
     """Distinct names such as `1b4e28ba-2fa1-41d2-883f-0016d3cca427`."""
+    # `uuid.uuid4` would use the system's random numbers, and another run would have other prompts.
     return _distinct(count, lambda: str(uuid.UUID(bytes=random.bytes(16), version=4)))
 
 
@@ -106,6 +108,7 @@ def _choose(random: np.random.Generator, of: tuple[str, ...] | str) -> str:
 
 
 def _distinct(count: int, draw: Callable[[], str]) -> list[str]:
+    # A dictionary keeps the order of the draws, which a set does not.
     values: dict[str, None] = {}
     while len(values) < count:
         values[draw()] = None

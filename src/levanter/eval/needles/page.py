@@ -23,8 +23,8 @@ def needle_page(summary: Mapping[str, Any], answered: Answered, *, title: str, f
     Args:
         summary: see `summarize_needles`.
         answered: prompts and answers.
-        title: its heading.
-        facts: of the run.
+        title: heading of the page.
+        facts: facts of the run, by name.
     """
     data = {
         "lengths": [int(value) for value in summary["overall"]],
@@ -45,6 +45,7 @@ def _missed(answered: Answered) -> list[dict[str, Any]]:
                 continue
             logprobs = [score for score, owner in zip(answer.logprobs, prompt.owners, strict=True) if owner == n]
             ranks = [score for score, owner in zip(answer.ranks, prompt.owners, strict=True) if owner == n]
+            # JSON has no NaN: a value that overflowed has no probability.
             probability = math.exp(sum(logprobs)) if all(map(math.isfinite, logprobs)) else None
             rows.append(
                 {
@@ -57,6 +58,7 @@ def _missed(answered: Answered) -> list[dict[str, Any]]:
                     "tokens": len(ranks),
                 }
             )
+    # A model that finds nothing would otherwise make a page of every prompt.
     return rows[:SHOWN]
 
 

@@ -30,15 +30,16 @@ def needle_program(
     """(model, tokens, target positions, targets) → float32 log-probabilities and int32 ranks, both `[batch, suffix]`.
 
     Args:
-        model: abstract, its weights in the compute dtype.
-        rows: of a batch.
+        model: the abstract model, its weights in the compute dtype.
+        rows: rows of a batch.
         length: tokens of a row.
-        mappings: in scope.
-        placement: of the parameters.
+        mappings: the mappings of the run.
+        placement: the sharding of the parameters.
         batch_axis: the name of the batch axis.
         matmul_precision, compiler_options: see `Program`.
     """
     Batch, Pos = hax.Axis(batch_axis, rows), hax.Axis("position", length)
+    # The size is that of the longest answer, not of the batch: all batches of a length use one Program.
     Suffix = hax.Axis("suffix", SLOTS)
 
     def declared(name: str, *axes: hax.Axis) -> Input:
@@ -87,6 +88,7 @@ def _score_answers(
         hax.auto_sharded(target_activations.rearrange((Batch, Suffix, ...))),
         model.head,
         targets,
+        # Only log-probabilities and ranks: no probabilities of sampling settings.
         laws=(),
         vocab_size=model.config.vocab_size,
         soft_cap=model.config.logit_soft_cap,

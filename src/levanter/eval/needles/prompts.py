@@ -79,6 +79,7 @@ class NeedleSpec:
         if self.samples >= self.depths:
             at = number % self.depths
         else:
+            # Fewer prompts than depths: the first at the beginning, the last at the end. A single one is in the middle.
             at = round(number * (self.depths - 1) / max(1, self.samples - 1)) if self.samples > 1 else self.depths // 2
         return at / (self.depths - 1)
 
@@ -116,6 +117,7 @@ def build_prompts(
                     on_prompt(count)
                 by_task.append(task_prompts)
             except NeedleError as error:
+                # The other tasks and lengths are tried too, so that one run reports all problems.
                 problems.append(str(error))
         # Tasks are interleaved, so that an interrupted run has results of every task.
         prompts[length] = [task_prompts[n] for n in range(spec.samples) for task_prompts in by_task]
@@ -137,8 +139,10 @@ class _PromptBuilder:
         least = self.task.least
         # The first prompt measures the tokens per unit of haystack from two short texts.
         if self.units is None:
+            # The task's own text (question, example) is in both, so their difference is the haystack alone.
             low, high = least, least + 16
             short, longer = self._tokenize(number, low)[0], self._tokenize(number, high)[0]
+            # A lower bound, so that the quotients below stay finite.
             self.tokens_per_unit = max((longer - short) / (high - low), 0.25)
             self.units = max(least, low + int((self.length - short) / self.tokens_per_unit))
         # Search between the largest number of units that fits and the smallest that does not; the next guess divides
@@ -158,11 +162,13 @@ class _PromptBuilder:
                 too_many = units
             else:
                 fits = units, question, ids, offsets
+            # Close enough: one more unit would hardly fit, or is known not to fit.
             if remaining >= 0 and (remaining < 2 * self.tokens_per_unit or units + 1 == too_many):
                 break
             lowest = least if fits is None else fits[0]
             if too_many is not None and fits is not None and fits[0] + 1 >= too_many:
                 break
+            # The next guess lies strictly between what fits and what does not, so the search ends.
             units = max(
                 lowest,
                 units
@@ -177,17 +183,22 @@ class _PromptBuilder:
             if too_many is not None:
                 units = min(units, too_many - 1)
         if fits is None:
+            # No guess fitted within the limit of tries: the shortest text does, or the first branch above had raised.
             size, question, ids, offsets = self._tokenize(number, least)
             assert size <= self.length, f"{self.task.name}: {size} tokens for {self.length}"
             fits = least, question, ids, offsets
         units, question, ids, offsets = fits
+        # The next prompt of this task and length begins here: most need about the same haystack.
         self.units = units
         return self._build(number, question, ids, offsets)
 
     def _tokenize(self, number: int, units: int) -> tuple[int, NeedleText, np.ndarray, np.ndarray]:
+        # The seed of a prompt does not depend on other tasks or lengths: adding one leaves all prompts as they are.
+        # CRC-32, because `hash` of a string differs from process to process.
         seed = [self.spec.seed, zlib.crc32(self.task.name.encode()), self.length, number]
         make = self.task.make_for_length(self.length)
         question = make(np.random.default_rng(seed), units, self.spec.depth(number))
+        # Encoded together, as a token may span the border of prompt and answer.
         ids, offsets = self.encode(question.prompt + question.answer)
         return len(ids) + (self.bos is not None), question, ids, offsets
 
@@ -198,6 +209,7 @@ class _PromptBuilder:
         for owner, value in enumerate(question.hidden):
             first, last = (len(question.prompt) + needle for needle in (value.begin, value.end))
             overlapping = np.flatnonzero((offsets[:, 1] > first) & (offsets[:, 0] < last)) + begin
+            # A token that two values share is scored once, as part of the first.
             new = [n for n in overlapping.tolist() if n not in indices]
             indices += new
             owners += [owner] * len(new)
@@ -211,6 +223,7 @@ class _PromptBuilder:
                 f"{self.task.name}: an answer has {len(indices)} tokens, more than the {SLOTS} that can be scored"
             )
         target_tokens = np.asarray(indices, np.int32)
+        # The first token of a sequence has no prediction.
         if target_tokens[0] == 0:
             raise NeedleError(f"{self.task.name}: no token precedes the answer")
         return NeedlePrompt(
@@ -218,6 +231,7 @@ class _PromptBuilder:
             length=self.length,
             number=number,
             tokens=whole[:-1].astype(np.int32),
+            # Position n predicts token n + 1.
             target_positions=target_tokens - 1,
             targets=whole[target_tokens].astype(np.int32),
             owners=np.asarray(owners, np.int32),
@@ -252,6 +266,7 @@ def batches(prompts: Sequence[NeedlePrompt], rows: int, length: int) -> Iterator
     """The prompts of one length in batches."""
     for first in range(0, len(prompts), rows):
         batch = tuple(prompts[first : first + rows])
+        # Unused slots have position 0 and target 0; they are computed, and nobody reads them.
         tokens = np.zeros((rows, length), np.int32)
         target_positions, targets = (np.zeros((rows, SLOTS), np.int32) for _ in range(2))
         for n, prompt in enumerate(batch):

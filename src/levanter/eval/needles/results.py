@@ -34,6 +34,7 @@ class NeedleAnswer:
 
     def hits(self, prompt: NeedlePrompt) -> list[bool]:
         """Whether each value was found."""
+        # Unbuffered: a value has several tokens, all of which must have rank 0.
         hit = np.ones(len(prompt.values), bool)
         np.logical_and.at(hit, prompt.owners, np.asarray(self.ranks) == 0)
         return hit.tolist()
@@ -74,9 +75,11 @@ def _summarize_length(answered: Answered, depths: int | None) -> dict[str, Any]:
     nats = [-sum(answer.logprobs) / len(answer.logprobs) for _, answer in answered]
     row: dict[str, Any] = {
         "samples": len(answered),
+        # Prompts weigh the same, however many values they hide: RULER's score.
         "score": _mean([_mean(value_hit) for value_hit in hits]),
         "all_found": _mean([all(value_hit) for value_hit in hits]),
         "nats_per_token": _mean(nats),
+        # `tokens` of a prompt are inputs, which lack the last token.
         "tokens": _mean([len(prompt.tokens) + 1 for prompt, _ in answered]),
     }
     if depths is not None:
@@ -86,6 +89,7 @@ def _summarize_length(answered: Answered, depths: int | None) -> dict[str, Any]:
         for (prompt, _), hit in zip(answered, hits, strict=True):
             for depth, value_hit in zip(prompt.depths, hit, strict=True):
                 if depth is not None:
+                    # Depths of further values are random: they count in the nearest row.
                     cell = cells[round(depth * (depths - 1))]
                     cell["asked"] += 1
                     cell["found"] += int(value_hit)

@@ -94,6 +94,7 @@ def _separators(count: int) -> list[str]:
 def _insert(sentences: Iterator[str], units: int, inserted: Sequence[tuple[float, str]]) -> str:
     """Haystack with sentences inserted at their depths."""
     texts = [next(sentences) for _ in range(units)]
+    # From the end to the beginning: an insertion does not move the places that follow.
     for depth, text in sorted(inserted, key=lambda item: -item[0]):
         texts.insert(round(depth * units), text)
     return " ".join(texts)
@@ -119,21 +120,24 @@ def _needle(
 
     The first value is at `depth`.
     """
-    num_own = max(keys, queries)
-    names = (haystack.uuids if uuid_keys else haystack.keys)(random, num_own + (units if hay == "needles" else 0))
-    count = num_own * values + (units if hay == "needles" else 0)
+    num_names = max(keys, queries)
+    # A haystack of needles consists of further names with one value each.
+    names = (haystack.uuids if uuid_keys else haystack.keys)(random, num_names + (units if hay == "needles" else 0))
+    count = num_names * values + (units if hay == "needles" else 0)
     drawn_values = _VALUES[kind](random, count)
     needles = [
         f"One of the special magic {kind} for "
-        f"{names[n // values if n < num_own * values else n - num_own * (values - 1)]} is: "
+        f"{names[n // values if n < num_names * values else n - num_names * (values - 1)]} is: "
         f"{value}."
         for n, value in enumerate(drawn_values)
     ]
-    depths = [float(x) for x in random.uniform(size=num_own * values)]
+    depths = [float(x) for x in random.uniform(size=num_names * values)]
+    # Only the first value is at the requested depth: the others must not be predictable from it.
     depths[0] = depth
-    sentences = iter(needles[num_own * values :]) if hay == "needles" else haystack.noise()
+    sentences = iter(needles[num_names * values :]) if hay == "needles" else haystack.noise()
     if hay == "prose":
         sentences = haystack.prose(random)
+    # `zip` ends with the depths: the needles of the haystack have none.
     context = _insert(sentences, units, list(zip(depths, needles, strict=False)))
     query_order = list(range(queries * values))
     names = names[:queries]
@@ -174,6 +178,7 @@ def _chain(random: np.random.Generator, units: int, hops: int) -> tuple[str, lis
     assignments += [f"VAR {b} = VAR {a}." for a, b in pairwise(names)]
     depths = sorted(float(x) for x in random.uniform(size=len(assignments)))
     sentences = [sentence for _, sentence in zip(range(units), haystack.noise(), strict=False)]
+    # Sorted depths keep the chain in order; inserted from the end, so that earlier places do not move.
     for depth, sentence in reversed(list(zip(depths, assignments, strict=True))):
         sentences.insert(round(depth * units), sentence)
     prompt = (
@@ -234,9 +239,9 @@ def _word_list(
 
 
 def _frequent_words(random: np.random.Generator, units: int, depth: float, *, power: float = 2.0) -> NeedleText:
-    """RULER's `fwe`: words with frequencies by a power law; the answer is the three most frequent ones behind the "
-    "dots."""
+    """RULER's `fwe`: words with frequencies by a power law. The three most frequent ones are the answer."""
     del depth
+    # Dots are the most frequent "word", which the question excludes.
     words = ["....", *haystack.invented_words(random, max(4, min(units // 8, 2000)))]
     shares = np.arange(1, len(words) + 1, dtype=np.float64) ** -power
     counts = np.maximum(1, np.floor(units * shares / shares.sum())).astype(int)

@@ -28,9 +28,10 @@ def training_documents(
         encode: the tokenizer.
         length: maximum number of tokens; every second document is shorter.
         count: number of documents.
-        seed: of the generator.
+        seed: seed of the random generator.
     """
     for n in range(count):
+        # A generator per document: documents do not depend on how many there are.
         random = np.random.default_rng([seed, n])
         size = length if n % 2 else int(random.integers(min(96, length), length + 1))
         ids, weights = training_document(random, encode, size)
@@ -39,6 +40,7 @@ def training_documents(
 
 def training_document(random: np.random.Generator, encode: Encode, length: int) -> tuple[np.ndarray, np.ndarray]:
     """One document: ids, and the weight of each."""
+    # Leaves room for the instructions, and for each needle with its question and its answer.
     most = max(1, min(MAX_NEEDLES, (length - 40) // 56))
     count = 1 if random.random() < 0.2 else int(random.integers(1, most + 1))
     names, values = haystack.keys(random, count), haystack.numbers(random, count)
@@ -46,6 +48,7 @@ def training_document(random: np.random.Generator, encode: Encode, length: int) 
     haystack_sentences = list(_haystack(random, length // 5))
     depths = random.uniform(size=count)
     query_order = random.permutation(count)
+    # The tokens without haystack; the rest of the length is filled with as many sentences as fit by the average.
     bare = len(encode(_text(needles, names, values, query_order)[0])[0])
     tokens_per_sentence = max(1.0, len(encode(" ".join(haystack_sentences[:40]))[0]) / len(haystack_sentences[:40]))
     units = max(0, min(len(haystack_sentences), int((length - bare) / tokens_per_sentence)))
@@ -57,6 +60,7 @@ def training_document(random: np.random.Generator, encode: Encode, length: int) 
         ids, offsets = encode(written)
         if len(ids) <= length or not units:
             break
+        # At least one sentence less in each try, so the loop ends.
         units = max(0, units - max(1, round((len(ids) - length) / tokens_per_sentence)))
     return ids[:length], token_weights(offsets, spans)[:length]
 
@@ -65,6 +69,7 @@ def token_weights(offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarr
     """1 for tokens that overlap with the spans, `OTHER_WEIGHT` for others."""
     weights = np.full(len(offsets), OTHER_WEIGHT, np.float32)
     for begin, end in spans:
+        # A token that spans the border of an answer predicts a part of it, and counts as well.
         weights[(offsets[:, 1] > begin) & (offsets[:, 0] < end)] = 1.0
     return weights
 

@@ -25,7 +25,7 @@ def histogram_svg(measured: Measurement, name: str) -> Html:
     # The axis ends at the next power of ten above the tallest bar, with some room for labels.
     top = max(1, math.ceil(math.log10(max(10, tallest * 1.2))))
     low = float(histogram.edges[0])
-    plot_left = axes.left + _UNDERFLOW
+    plot_left = axes.left_margin + _UNDERFLOW
 
     def x(log10: float) -> float:
         # log10 p_z from `low` to 0 fills the plot to the right of the underflow bars.
@@ -33,7 +33,7 @@ def histogram_svg(measured: Measurement, name: str) -> Html:
 
     def y(windows: float) -> float:
         # The axis begins a little below 1, so that a single window is a visible bar.
-        return axes.top + axes.inner_height * (1 - (math.log10(windows) + 0.15) / (top + 0.15))
+        return axes.top_margin + axes.inner_height * (1 - (math.log10(windows) + 0.15) / (top + 0.15))
 
     elements = [axes.rule(y(10**e), f"10{superscript(e)}" if e > 1 else str(10**e)) for e in range(top + 1)]
     # With an underflow bar, the tick at the lowest edge would overlap its label, so it is left out.
@@ -45,7 +45,7 @@ def histogram_svg(measured: Measurement, name: str) -> Html:
     )
     for column, (windows, values, label) in enumerate(underflow):
         if windows:
-            begin, width = axes.left + column * _UNDERFLOW / 2 + 3, _UNDERFLOW / 2 - 8
+            begin, width = axes.left_margin + column * _UNDERFLOW / 2 + 3, _UNDERFLOW / 2 - 8
             title = f"{integer_text(windows)} windows with {values}"
             elements.append(axes.bar(begin, width, y(windows), css_class="bar underflow", title=title))
             elements.append(axes.tick(begin + width / 2, label))
@@ -60,8 +60,8 @@ def histogram_svg(measured: Measurement, name: str) -> Html:
     if low <= log10_threshold <= 0:
         at = x(log10_threshold)
         elements.append(
-            f'<line class="threshold" x1="{at:.1f}" x2="{at:.1f}" y1="{axes.top:g}" y2="{axes.baseline:g}"/>'
-            f'<text class="threshold" x="{at - 5:.1f}" y="{axes.top + 10:g}" text-anchor="end">threshold</text>'
+            f'<line class="threshold" x1="{at:.1f}" x2="{at:.1f}" y1="{axes.top_margin:g}" y2="{axes.baseline:g}"/>'
+            f'<text class="threshold" x="{at - 5:.1f}" y="{axes.top_margin + 10:g}" text-anchor="end">threshold</text>'
         )
     return axes.svg(elements, title=f"Histogram of p_z: {name}", x_name="p_z of a window", y_name="windows")
 
@@ -75,18 +75,20 @@ def curves_svg(measured: Measurement, name: str) -> Html:
     top = max(step, math.ceil(high / step - 1e-9) * step)
     log_n = np.log10(curve.n)
     width = axes.inner_width - _LEGEND
-    x = axes.left + log_n / log_n[-1] * width
+    x = axes.left_margin + log_n / log_n[-1] * width
     elements = [
-        axes.rule(axes.top + axes.inner_height * (1 - value / top), f"{value * 100:.3g} %")
+        axes.rule(axes.top_margin + axes.inner_height * (1 - value / top), f"{value * 100:.3g} %")
         for value in np.arange(0, top + step / 2, step)
     ]
-    elements += [axes.tick(axes.left + e / log_n[-1] * width, power_of_ten(e)) for e in range(0, int(log_n[-1]) + 1, 3)]
+    elements += [
+        axes.tick(axes.left_margin + e / log_n[-1] * width, power_of_ten(e)) for e in range(0, int(log_n[-1]) + 1, 3)
+    ]
     # The names are at the right ends of the lines.
-    ends = axes.top + axes.inner_height * (1 - curve.rate[:, -1] / top)
+    ends = axes.top_margin + axes.inner_height * (1 - curve.rate[:, -1] / top)
     # Curves that end close together would have overlapping names.
     label_y = separate_labels(ends.tolist(), 13.0, axes.baseline)
     for n, (p, rate) in enumerate(zip(curve.p, curve.rate, strict=True)):
-        y = axes.top + axes.inner_height * (1 - rate / top)
+        y = axes.top_margin + axes.inner_height * (1 - rate / top)
         points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
         elements.append(f'<polyline class="line p{n}" points="{points}"><title>p = {p:g}</title></polyline>')
         elements.append(f'<text class="end p{n}" x="{x[-1] + 6:.1f}" y="{label_y[n] + 4:.1f}">p = {p:g}</text>')
