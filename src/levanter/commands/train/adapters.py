@@ -1,4 +1,4 @@
-"""The adapters of a training run: which there are, and how they are saved as peft reads them."""
+"""The adapters of a training run: what they adapt, what they start from, and their export in peft's format."""
 
 from collections.abc import Callable
 
@@ -45,6 +45,8 @@ def resolve_adapters(config: TrainLmConfig, model: LmConfig, Vocab: hax.Axis, mo
     if config.lora is None:
         return None
     rules = model.weight_rules(Vocab)
+    # All groups that an adapter could attach to, not only the chosen ones: files of peft are matched against all of
+    # them.
     every = target_groups(module, rules)
     targets = find_targets(every, config.lora)
     whole = find_whole(leaves(module), rules, config.lora, targets)
@@ -54,7 +56,7 @@ def resolve_adapters(config: TrainLmConfig, model: LmConfig, Vocab: hax.Axis, mo
 def open_initial_adapters(
     adapted: Adapted | None, model: LmConfig, Vocab: hax.Axis, module: LmHeadModel
 ) -> PeftAdapter | None:
-    """The adapters that a run begins with; reads headers only. None for fresh ones.
+    """The stored adapters that a run starts from, or None for fresh ones; reads headers only.
 
     Args:
         adapted: those of the run.
@@ -66,17 +68,19 @@ def open_initial_adapters(
         CheckpointError: the folder is none, or of another model.
         AdapterError: it has other adapters than the run trains; lists all that differ.
     """
+    # Fresh adapters need no file; whole-model training has none.
     source = None if adapted is None else adapted.config.initialize_from
     if adapted is None or source is None:
         return None
     key, config, rules = f"{KEY}.initialize_from", adapted.config, model.weight_rules(Vocab)
     opened = open_peft(source).per_expert(adapted.every)
-    # Unasked, peft writes the matrix of a head that has factors.
+    # Without being told to, peft also writes the full matrix of an output head that has LoRA factors. Such a matrix is
+    # a copy of a frozen weight and no entry of `modules_to_save`.
     adapted_weights = {f"{member.path}.weight" for group in adapted.targets for member in group.members}
     copied_paths = opened.copied_paths(leaves(module), rules)
     whole = tuple(path for path in copied_paths if path not in adapted_weights)
-    theirs = {each.path: each for each in opened.targets(adapted.every, rules, select_leaves(module, copied_paths))}
-    ours = {each.path: each for each in adapted.targets}
+    theirs = {group.path: group for group in opened.targets(adapted.every, rules, select_leaves(module, copied_paths))}
+    ours = {group.path: group for group in adapted.targets}
 
     def describe_group(group: TargetGroup | None, scale: Callable[[int, float], float]) -> str:
         if group is None:
@@ -85,6 +89,7 @@ def open_initial_adapters(
         return f"rank {group.rank}, scale {scale(group.rank, group.alpha):g} ({members})"
 
     problems = []
+    # The union of both sides, so that a group that only one of them has is reported with "none" on the other.
     for path in sorted(theirs.keys() | ours.keys()):
         theirs_text, ours_text = (
             describe_group(theirs.get(path), opened.config.scale),
@@ -92,8 +97,9 @@ def open_initial_adapters(
         )
         if theirs_text != ours_text:
             problems.append(f"{path}: {theirs_text} in {opened.where}, {ours_text} in this run")
+    # Whole copies are a set of paths; the symmetric difference lists those that only one side has.
     for path in sorted(set(whole) ^ set(adapted.whole)):
-        theirs_text, ours_text = ("whole" if path in each else "not whole" for each in (whole, adapted.whole))
+        theirs_text, ours_text = ("whole" if path in paths else "not whole" for paths in (whole, adapted.whole))
         problems.append(f"{path}: {theirs_text} in {opened.where}, {ours_text} in this run (modules_to_save)")
     if problems:
         listed = "\n  ".join(problems)
@@ -102,7 +108,7 @@ def open_initial_adapters(
 
 
 def load_initial_adapters(work: TrainWork, mesh: Mesh) -> Adapters:
-    """The adapters that a run begins with, in their shards.
+    """Reads the adapters that a run starts from, each array into its final sharding.
 
     Raises:
         CorruptFileError: they hold numbers that are not finite; lists all of these.
@@ -116,14 +122,16 @@ def load_initial_adapters(work: TrainWork, mesh: Mesh) -> Adapters:
         state.whole,
         true_sizes={"vocab": work.model.vocab_size},
     )
+    # Collects the arrays by path; `or x` returns each leaf unchanged, since `map_arrays` rebuilds the tree.
     arrays: dict[str, np.ndarray] = {}
     map_arrays(lambda leaf, x: arrays.__setitem__(leaf.path, x) or x, read)
 
     def on_mesh(path: str, x: np.ndarray) -> jax.Array:
+        # Every device receives only its own slice of the host array; no device holds the whole of it.
         sharding = work.state_plan.parameters.sharding(path, mesh)
         return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
-    # The scale of the run's own, which is the same.
+    # `with_arrays` keeps the run's own scale. It equals that of the files: `open_initial_adapters` refuses others.
     return with_arrays(state, {path: on_mesh(path, x) for path, x in arrays.items()})
 
 
@@ -135,7 +143,7 @@ def frozen_base(
     Vocab: hax.Axis,
     module: LmHeadModel,
 ) -> tuple[LmHeadModel, WeightRules | None]:
-    """The model that adapters are of, abstract, and where its arrays come from; None for where its names say.
+    """The abstract base model of the adapters and the rules of its weights; None if its own rules apply.
 
     Args:
         config: the run.
@@ -152,10 +160,11 @@ def frozen_base(
     if origin is None:
         if int8:
             raise QuantizationError(
-                f"{KEY}.base_dtype: int8 is made of a checkpoint's weights while they are read, and the run begins "
+                f"{KEY}.base_dtype: weights are quantized to int8 while a checkpoint is read, and the run begins "
                 "from no Hugging Face checkpoint (hf_checkpoint, initialize_from_hf)"
             )
         return module, None
+    # A merge adds a float update to each weight; a weight stored as int8 cannot represent the sum.
     if origin.has_int8 and config.merged_hf_save_path is not None:
         raise QuantizationError(
             f"merged_hf_save_path: the weights of {origin.reference} are 8-bit integers, to which nothing can be "
@@ -163,6 +172,7 @@ def frozen_base(
         )
     rules = origin.weight_rules(model, Vocab, leaves(module))
     quantized = quantize_projections(module, rules, quantize_all=int8, tied_head="share", is_stored=origin.is_int8)
+    # A quantized weight has leaves of other paths (`.weight.q`, `.weight.scale`), so a whole copy of it finds no leaf.
     if quantized is not None and (integers := set(adapted.whole) - {leaf.path for leaf in leaves(quantized.module)}):
         raise QuantizationError(
             f"{KEY}.modules_to_save: {', '.join(sorted(integers))} would be held in 8-bit integers, of which there is "
@@ -174,7 +184,7 @@ def frozen_base(
 def plan_peft_export(
     config: TrainLmConfig, adapted: Adapted | None, model: LmConfig, Vocab: hax.Axis, plan: StatePlan
 ) -> PeftPlan | None:
-    """What a run saves of its adapters, or gathers to merge it; None for nothing.
+    """The plan of the adapter export, also used to gather adapters for merging; None if nothing is exported.
 
     Raises:
         UnsupportedTargetError: a target has no place in such files; lists all.
@@ -182,6 +192,7 @@ def plan_peft_export(
     if adapted is None or config.exports is None:
         return None
     return plan_peft(
+        # Groups that are not trained are passed too: the names in peft's config must match the chosen modules only.
         adapted.targets,
         adapted.every,
         model.weight_rules(Vocab),
@@ -193,7 +204,7 @@ def plan_peft_export(
 
 
 def save_adapters(work: TrainWork, state: TrainState, dirs: RunDirs, taken: int, *, show: bool) -> str:
-    """Writes the adapters of a state as peft reads them, and merged into their base, as the run is asked to.
+    """Exports the adapters of a state: in peft's format, merged into their base, or both, as configured.
 
     Args:
         work: the run's.
@@ -206,6 +217,7 @@ def save_adapters(work: TrainWork, state: TrainState, dirs: RunDirs, taken: int,
         The folder of the adapters, or of the merged model where only that is asked for.
     """
     assert work.peft is not None
+    # Collects the arrays by path, as above.
     arrays: dict[str, jax.Array] = {}
     map_arrays(lambda leaf, x: arrays.__setitem__(leaf.path, x) or x, state.eval_params)
     tokenizer = work.tokenizer if isinstance(work.tokenizer, FastTokenizer) else None
@@ -217,9 +229,10 @@ def save_adapters(work: TrainWork, state: TrainState, dirs: RunDirs, taken: int,
     if work.config.merged_hf_save_path is not None:
         merged = folder if dirs.merged is None else join(dirs.merged, f"step-{taken}")
         assert work.adapted is not None
+        # Collective: all processes send their shards, process 0 alone receives the factors.
         adapter = gather_adapter(work.peft, arrays, where=f"step {taken}").per_expert(work.adapted.every)
         _save_merged(work, adapter, merged, tokenizer, show=show)
-    # Process 0 was still writing when the others had nothing left to send.
+    # The other processes have sent their last array while process 0 is still writing, so this barrier waits longer.
     barrier("exported", seconds=ONE_FOR_ALL_SECONDS)
     return folder
 
@@ -227,11 +240,11 @@ def save_adapters(work: TrainWork, state: TrainState, dirs: RunDirs, taken: int,
 def _save_merged(
     work: TrainWork, adapter: PeftAdapter, folder: str, tokenizer: FastTokenizer | None, *, show: bool
 ) -> None:
-    """Merges adapters into the files that the run began from; nothing of it is on a device."""
+    """Merges adapters into the checkpoint files that the run began from, on the host; no device is used."""
     assert work.adapted is not None and work.origin is not None and work.origin.checkpoint is not None
     model, source = work.model, work.origin.checkpoint.source
     assert model.vocab_size is not None
-    # Files have no rows that a mesh rounds up to.
+    # Files hold the true vocabulary, without the rows that pad it to a multiple of its shards.
     Vocab = hax.Axis("vocab", model.vocab_size)
     rules = model.weight_rules(Vocab)
     module = abstract(lambda: model.build(Vocab, key=jax.random.PRNGKey(0)))

@@ -1,4 +1,4 @@
-"""Commands that are `train_lm` by other keys: the same run, under a name of its own."""
+"""Entry points that translate their own configuration to a `train_lm` run and execute that run."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +25,8 @@ def aliased_entry_point(
         training: a configuration → the run of `train_lm` that it is.
     """
 
-    def described(run: TrainLmConfig, source: C, target: Target, written: ExplicitKeys | None) -> TrainPlan:
+    def describe_translated(run: TrainLmConfig, source: C, target: Target, written: ExplicitKeys | None) -> TrainPlan:
+        # The keys are those of the command's own config: its translation also sets keys that the user did not write.
         written = ExplicitKeys.in_python(source) if written is None else written
         return replace(describe_training(run, target, written=written), entry_point=name)
 
@@ -40,11 +41,11 @@ def aliased_entry_point(
         Raises:
             ValueError: see `train_lm`.
         """
-        return described(training(config), config, target, written)
+        return describe_translated(training(config), config, target, written)
 
     def describe_full_finetune(config: C, target: Target, *, written: ExplicitKeys | None = None) -> TrainPlan:
         """Describes the same run without adapters, every weight trained; see `describe`."""
-        return described(training(config).without_adapter, config, target, written)
+        return describe_translated(training(config).without_adapter, config, target, written)
 
     return EntryPoint(
         name=name,

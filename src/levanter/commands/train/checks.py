@@ -55,11 +55,16 @@ def data_checks(
         return []
     try:
         training = resolve_training(config, formats=formats)
+    # The machine that runs may have the text, so its absence is not an error here; any other DataError is one
+    # everywhere.
     except AbsentTextError as error:
         return [Check(name="data", status="unchecked", message=str(error), error=error)]
     except DataError as error:
         return [Check(name="data", status="error", message=str(error), error=error)]
+    # Token stores can only be compared with a tokenizer at hand.
     problems = [] if tokenizer is None else compare_stores(config, training.sets, tokenizer, vocab_size=vocab_size)
+    # A store that does not match may have been built with another template, so templates are shown only for matching
+    # ones.
     templates = [] if tokenizer is None or problems else template_lines(training.sets, tokenizer)
     return [
         *(Check(name="data", status="ok", message=line) for line in (*training.describe(), *templates)),
@@ -92,7 +97,8 @@ def run_dir_checks(config: TrainLmConfig, model: LmConfig, plan: StatePlan, froz
             checks += output_checks(key, path)
     changes: list[str] = []
     for error in _checkpoint_problems(config, model, plan, frozen, changes):
-        # A checkpoint may be complete elsewhere; a configuration that contradicts it does so everywhere.
+        # Another machine may have the checkpoint in full, but a configuration that contradicts it does so on every
+        # machine.
         status = "error" if isinstance(error, ChangedRunError) else "unchecked"
         checks.append(Check(name="checkpoint", status=status, message=str(error), error=error))
     return [*checks, *(Check(name="resume", status="note", message=line) for line in changes)]
@@ -101,7 +107,8 @@ def run_dir_checks(config: TrainLmConfig, model: LmConfig, plan: StatePlan, froz
 def _checkpoint_problems(
     config: TrainLmConfig, model: LmConfig, plan: StatePlan, frozen: FrozenPart | None, changes: list[str]
 ) -> Iterator[ValueError]:
-    """What keeps the run from its checkpoint; permitted changes are added to `changes`."""
+    """Yields the reasons why the run cannot use its checkpoint; adds permitted changes to `changes`."""
+    # Without an id the run gets a random one when it starts, so it has no folder to look into yet.
     run_id = config.trainer.id or os.environ.get("RUN_ID")
     problems: list[ValueError] = []
     resumed = None
@@ -112,6 +119,8 @@ def _checkpoint_problems(
     if resumed is not None:
         attempted(problems, lambda: _check_resumed(resumed, model, plan, frozen))
         changes += attempted(problems, lambda: judge(resumed, config, model)) or ()
+    # Keys that initialize a run have no effect on one that resumes. After a problem above it is unknown whether it
+    # resumes.
     elif not problems:
         begins = {
             config.initialize_from_checkpoint_path: (MODEL, OPTIMIZER),
@@ -121,6 +130,7 @@ def _checkpoint_problems(
             if path is not None:
                 attempted(
                     problems,
+                    # The defaults bind this iteration's values.
                     lambda path=path, prefixes=prefixes: _check_parts(config, model, plan, path, prefixes),
                 )
     yield from problems
@@ -138,10 +148,13 @@ def _check_parts(
     """Whether some parts of a checkpoint match the run's."""
     ref = checkpoint_at(path)
     prefixes = tuple(f"{part}." for part in groups)
+    # A checkpoint has the statistics and counters under their own paths, and parameters under `model.`, the base of
+    # adapters included, which is no part of this run's state.
     others = (planned.leaf for planned in plan.whole.leaves if not planned.leaf.path.startswith(f"{MODEL}."))
     parameters = (replace(planned.leaf, path=under_model(planned.leaf.path)) for planned in plan.loaded.leaves)
     leaves = _wanted(model, [*parameters, *others])
     wanted = {path: leaf for path, leaf in leaves.items() if path.startswith(prefixes)}
+    # A partial checkpoint: leaves that it lacks are initialized, so there is nothing to compare for them.
     if config.trainer.allow_partial_checkpoint:
         wanted = {path: leaf for path, leaf in wanted.items() if path in ref.leaves}
     check_leaves(ref, wanted, within=prefixes)
@@ -150,6 +163,7 @@ def _check_parts(
 
 def _wanted(model: LmConfig, leaves: Sequence[Leaf]) -> Mapping[str, SavedLeaf]:
     assert model.vocab_size is not None
+    # Padding rows of the vocabulary depend on the mesh; a checkpoint must agree on the used rows only.
     used = used_shapes(leaves, {"vocab": model.vocab_size})
     return {leaf.path: saved_leaf(leaf.shape, leaf.dtype, used=used.get(leaf.path)) for leaf in leaves}
 
@@ -167,6 +181,7 @@ def refuse_all(checks: Sequence[Check], problems: Sequence[ValueError]) -> None:
     """Raises the one problem, or all of them with the findings so far; does nothing if there are none."""
     if not problems:
         return
+    # Errors found by earlier checks are raised with the new ones, so that the user sees all of them in one attempt.
     before = [check.error for check in checks if check.error is not None and check.status == "error"]
     if len(problems) == 1 and not before:
         raise problems[0]

@@ -85,16 +85,17 @@ class TrainLmConfig(Ranged):
     def __post_init__(self) -> None:
         super().__post_init__()
         problems = []
-        begins = {
+        # Each of these gives the parameters of step 0, so at most one may be set.
+        origins = {
             "hf_checkpoint": self.hf_checkpoint,
             "initialize_from_hf": self.initialize_from_hf,
             "initialize_from_checkpoint_path": self.initialize_from_checkpoint_path,
             "initialize_model_from_checkpoint_path": self.initialize_model_from_checkpoint_path,
             "trainer.initialize_from": self.trainer.initialize_from,
         }
-        given = [name for name, value in begins.items() if value]
-        if len(given) > 1:
-            problems.append(f"{' and '.join(given)}: a run begins from one of them only; keep one")
+        keys = [name for name, value in origins.items() if value]
+        if len(keys) > 1:
+            problems.append(f"{' and '.join(keys)}: a run begins from one of them only; keep one")
         if self.use_hf_model_config and not (self.initialize_from_hf or self.hf_checkpoint):
             problems.append("use_hf_model_config: needs initialize_from_hf, which names the checkpoint")
         if self.initialize_from_hf is True and self.model.reference_checkpoint is None:
@@ -103,34 +104,38 @@ class TrainLmConfig(Ranged):
             )
         problems += self._token_problems()
         problems += self._adapter_problems()
+        # The targets of a row are its tokens shifted by one: one token alone has no target.
         if self.train_seq_len is not None and self.train_seq_len < 2:
             problems.append(f"train_seq_len must be at least 2 (a token and the next), got {self.train_seq_len}")
         if problems:
             raise ValueError("\n".join(problems))
 
     def _token_problems(self) -> list[str]:
-        """What does not go with `reinit_tokens`."""
+        """Problems of `reinit_tokens` with other keys."""
         if not self.reinit_tokens:
             return []
         if self.reinit_tokens is True:
-            return ["reinit_tokens: true meant tokens of one model's tokenizer; name those that begin anew"]
+            return ["reinit_tokens: true meant the tokens of one model's tokenizer; list the tokens to reinitialize"]
         problems = []
         if not self.pretrained:
             problems.append(
-                "reinit_tokens: rows of a checkpoint begin anew, and the run begins from no Hugging Face checkpoint "
+                "reinit_tokens: reinitializes rows of a checkpoint, and the run begins from no Hugging Face checkpoint "
                 "(hf_checkpoint, initialize_from_hf)"
             )
         if self.lora is not None and self.lora.initialize_from is not None:
-            problems.append("reinit_tokens and adapter.initialize_from: its copies have rows of their own; keep one")
+            problems.append(
+                "reinit_tokens and adapter.initialize_from: the stored adapters contain these rows already; keep one"
+            )
         return problems
 
     def _adapter_problems(self) -> list[str]:
         """Keys that contradict `adapter:`, or its absence."""
         if self.lora is None:
             needs = "saves adapters, and the run trains none; add adapter: {type: lora}"
-            asked = {"peft_save_path": self.peft_save_path, "merged_hf_save_path": self.merged_hf_save_path}
-            return [f"{key}: {needs}" for key, path in asked.items() if path is not None]
+            paths = {"peft_save_path": self.peft_save_path, "merged_hf_save_path": self.merged_hf_save_path}
+            return [f"{key}: {needs}" for key, path in paths.items() if path is not None]
         problems = []
+        # Parameters of the model and adapters are never trained together; the adapter freezes all of the model's own.
         if self.trainer.trainable is not None:
             problems.append("trainer.trainable: what is trained is the adapter; leave one of the two out")
         if self.hf_save_path is not None:
@@ -142,6 +147,7 @@ class TrainLmConfig(Ranged):
             )
         if self.peft_save_path is not None and self.peft_save_path == self.merged_hf_save_path:
             problems.append("peft_save_path and merged_hf_save_path: one folder cannot hold both; give each its own")
+        # The merged export rewrites the checkpoint's own files, so there must be such files.
         if self.merged_hf_save_path is not None and self.pretrained is None:
             problems.append(
                 "merged_hf_save_path: adapters are merged into the files of a Hugging Face checkpoint, and the run "
@@ -153,10 +159,10 @@ class TrainLmConfig(Ranged):
 
     @property
     def without_adapter(self) -> "TrainLmConfig":
-        """The same run with the model's own weights trained.
+        """The same run without adapters: the model's own weights are trained.
 
         Raises:
-            ValueError: they are.
+            ValueError: the run trains no adapters.
         """
         if self.lora is None:
             raise ValueError("adapter: there is none, so the run trains the model's own weights already")
@@ -165,6 +171,7 @@ class TrainLmConfig(Ranged):
     @property
     def exports(self) -> str | None:
         """The folder of what is exported: whole models, adapters, or merged models."""
+        # `peft_save_path` comes first where both folders are set; `merged` then gives the second one.
         return self.hf_save_path if self.lora is None else self.peft_save_path or self.merged_hf_save_path
 
     @property
@@ -180,6 +187,7 @@ class TrainLmConfig(Ranged):
     @property
     def pretrained(self) -> str | None:
         """The Hugging Face checkpoint that the run begins from."""
+        # `true` stands for the reference checkpoint of the model's family.
         named = self.hf_checkpoint or self.initialize_from_hf
         return self.model.reference_checkpoint if named is True else named or None
 

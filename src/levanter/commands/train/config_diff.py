@@ -28,7 +28,7 @@ FIXED = frozenset(
         "initialize_from_checkpoint_path",
         "initialize_model_from_checkpoint_path",
         "adapter",
-        # Of preferences: what is minimized, and what answers are compared with.
+        # Of preference training: the loss, and the reference that the policy is compared with.
         "beta",
         "loss",
         "reference",
@@ -55,9 +55,9 @@ FIXED = frozenset(
         "data.experiment_budget",
     }
 )
-"""What must not change."""
+"""Keys that must not change between a checkpoint and the run that resumes from it."""
 
-SAID = frozenset(
+REPORTED = frozenset(
     {
         "model",
         "optimizer",
@@ -80,11 +80,11 @@ SAID = frozenset(
         "trainer.crash_on_inf",
         "trainer.allow_nonfinite",
         "trainer.jax_config",
-        # The same sums in another order.
+        # Compiler options: the same sums, perhaps in another order.
         "trainer.compiler",
         "trainer.compiler_options",
         "trainer.initialize_from",
-        # Of the first state, which is long past.
+        # These only determine the first state, which a resumed run does not create again.
         "reinit_tokens",
         "reinit_embeddings",
         "reinit_lm_head",
@@ -98,7 +98,7 @@ SAID = frozenset(
         "merged_hf_upload",
     }
 )
-"""What may change, and is reported."""
+"""Keys that may change; every change is reported."""
 
 SILENT = frozenset(
     {
@@ -132,10 +132,10 @@ SILENT = frozenset(
         "trainer.trainable",
     }
 )
-"""What does not affect the results of a run, or is compared elsewhere."""
+"""Keys that do not affect the results of a run, or are compared elsewhere; changes are not reported."""
 
-PLACES = frozenset({"cache_dir", "flat_cache"})
-"""Names within data sets that say where tokens are kept, not which they are."""
+LOCATION_KEYS = frozenset({"cache_dir", "flat_cache"})
+"""Keys of data sets that locate token stores; they do not affect which tokens there are."""
 
 ORIGIN = ("initialize_from_hf", "hf_checkpoint", "initialize_model_from_checkpoint_path")
 """Where parameters came from. Frozen ones are compared by value: the same weights may be elsewhere by now."""
@@ -151,11 +151,11 @@ class Changes:
 
     Attributes:
         fixed: differences in what must not change.
-        said: differences in what may.
+        reported: differences in what may.
     """
 
     fixed: tuple[str, ...]
-    said: tuple[str, ...]
+    reported: tuple[str, ...]
 
 
 def judge(ref: CheckpointRef, config: TrainLmConfig, model: LmConfig) -> tuple[str, ...]:
@@ -173,9 +173,9 @@ def judge(ref: CheckpointRef, config: TrainLmConfig, model: LmConfig) -> tuple[s
         return ("the checkpoint does not record its configuration, so changes since then are unknown",)
     differences = changes(ref, config, model)
     if not differences.fixed:
-        return differences.said
+        return differences.reported
     if config.trainer.resume_with_changes:
-        return (*(f"{line} (trainer.resume_with_changes)" for line in differences.fixed), *differences.said)
+        return (*(f"{line} (trainer.resume_with_changes)" for line in differences.fixed), *differences.reported)
     raise ChangedRunError(
         f"{ref.path}: this checkpoint was saved by a different run than the one that would resume from it; "
         f"{len(differences.fixed)} difference{'s' if len(differences.fixed) > 1 else ''}:\n  "
@@ -185,47 +185,58 @@ def judge(ref: CheckpointRef, config: TrainLmConfig, model: LmConfig) -> tuple[s
 
 
 def changes(ref: CheckpointRef, config: TrainLmConfig, model: LmConfig) -> Changes:
-    """What differs; keys that the checkpoint lacks, because its program did, are not compared."""
+    """Lists the differences; keys that one side lacks are not compared."""
     before = cast("dict[str, object]", ref.metadata["config"])
+    # Through JSON and back, as the checkpoint's own copy went: tuples become lists, dates and enums strings.
     now = cast("dict[str, object]", json.loads(json.dumps(plain(config), default=str)))
-    fixed, said = [], []
+    fixed, reported = [], []
     was = ref.metadata.get("model")
+    # The resolved architecture is compared, not the `model:` block: the block may leave everything to a checkpoint.
     if isinstance(was, Mapping):
-        own = json.loads(json.dumps(model_metadata(model, tokenizer=None)["model"], default=str))
+        current = json.loads(json.dumps(model_metadata(model, tokenizer=None)["model"], default=str))
         for key, value in cast("Mapping[str, object]", was).items():
-            # Rows of text may get longer or shorter; everything else here is arithmetic.
-            if key in own and own[key] != value:
-                (said if key == "max_seq_len" else fixed).append(_line(f"model.{key}", value, own[key]))
-    for key in sorted(FIXED | SAID):
+            # `max_seq_len` only sets the length of rows; every other key here changes what the model computes.
+            if key in current and current[key] != value:
+                (reported if key == "max_seq_len" else fixed).append(_line(f"model.{key}", value, current[key]))
+    for key in sorted(FIXED | REPORTED):
+        # Their keys are compared one by one below.
         if key in ("model", "optimizer"):
             continue
-        (old, there), (new, here) = _at(before, key), _at(now, key)
+        (old, in_checkpoint), (new, in_run) = _at(before, key), _at(now, key)
         if key == "adapter":
+            # Two spellings of the same adapter must compare as equal.
             old, new = _adapter(old), _adapter(new)
-        if there and here and not any(line.startswith(f"{key}: ") for line in fixed):
+        # A key that one side lacks is not compared: the program that wrote the checkpoint may not have known it. A key
+        # that the model's metadata reported above is not reported a second time.
+        if in_checkpoint and in_run and not any(line.startswith(f"{key}: ") for line in fixed):
             whole = [_line(key, old, new)] if old != new else []
-            found = _differences(key, old, new) if key in ("data.components", "reference") else whole
-            (fixed if key in FIXED else said).extend(found)
-    named = {line.split(":")[0] for line in (*fixed, *said)}
-    # Another kind of optimizer, or model, has other fields.
+            # Sets of data and references are nested blocks with a line for each value that differs.
+            lines = _differences(key, old, new) if key in ("data.components", "reference") else whole
+            (fixed if key in FIXED else reported).extend(lines)
+    named = {line.split(":")[0] for line in (*fixed, *reported)}
+    # Fields of another kind of optimizer or model are not comparable; the changed `type` is reported already.
     blocks = [block for block in ("model", "optimizer") if f"{block}.type" not in named]
-    said += [line for block in blocks for line in _below(block, before, now) if line.split(":")[0] not in named]
+    reported += [line for block in blocks for line in _below(block, before, now) if line.split(":")[0] not in named]
+    # Frozen weights are compared by digest after loading, so a changed origin is only reported.
     if config.trainer.trainable is not None or config.lora is not None:
         moved = [line for line in fixed if line.split(":")[0] in ORIGIN]
-        fixed, said = [line for line in fixed if line not in moved], [*said, *moved]
+        fixed, reported = [line for line in fixed if line not in moved], [*reported, *moved]
+    # `trainer.initialize_from` continues the model and the optimizer state of another run, but on data of its own.
     other = config.trainer.initialize_from
+    # The prefix compares the run's folder with the path of one of its checkpoints, `<folder>/step-<N>`.
     if other is not None and ref.path.startswith(other.rstrip("/")):
-        # Another run's on purpose: its model and its optimizer state are used, not its data.
+        # Differences in data and seeds are intended there, so they are reported instead of refused.
         taken = [line for line in fixed if line.startswith(("model.", "optimizer."))]
-        fixed, said = taken, [*said, *(line for line in fixed if line not in taken)]
-    return Changes(fixed=tuple(fixed), said=tuple(said))
+        fixed, reported = taken, [*reported, *(line for line in fixed if line not in taken)]
+    return Changes(fixed=tuple(fixed), reported=tuple(reported))
 
 
 def _adapter(written: object) -> object:
-    """An `adapter:` block: the two ways to say none are one, and with what adapters began is in their checkpoint."""
+    """Normalizes an `adapter:` block: `null` and `{type: none}` are equal, and `initialize_from` is dropped."""
     if not isinstance(written, dict):
         return written
     block = cast("dict[str, object]", written)
+    # `initialize_from` is dropped: the checkpoint contains the adapters' current values.
     kept = {key: value for key, value in block.items() if value is not None and key != "initialize_from"}
     return None if block.get("type") == "none" else kept
 
@@ -234,35 +245,42 @@ def _below(block: str, before: Mapping[str, object], now: Mapping[str, object]) 
     old, new = before.get(block), now.get(block)
     if not isinstance(old, dict) or not isinstance(new, dict):
         return []
-    was, own = cast("dict[str, object]", old), cast("dict[str, object]", new)
+    old_block, new_block = cast("dict[str, object]", old), cast("dict[str, object]", new)
+    # Only keys that both sides have; see `changes` for why.
     return [
-        _line(f"{block}.{key}", was[key], own[key]) for key in sorted(was.keys() & own.keys()) if was[key] != own[key]
+        _line(f"{block}.{key}", old_block[key], new_block[key])
+        for key in sorted(old_block.keys() & new_block.keys())
+        if old_block[key] != new_block[key]
     ]
 
 
 def _at(document: Mapping[str, object], key: str) -> tuple[object, bool]:
     """The value of a dotted key, and whether there is one."""
-    found: object = document
+    value: object = document
     for part in key.split("."):
-        if not isinstance(found, dict) or part not in found:
+        # A key below a value that is no mapping (null, say) is absent, like a missing key.
+        if not isinstance(value, dict) or part not in value:
             return None, False
-        found = cast("dict[str, object]", found)[part]
-    return found, True
+        value = cast("dict[str, object]", value)[part]
+    return value, True
 
 
 def _differences(key: str, old: object, new: object) -> list[str]:
     """A line for each value that differs, under its own key; locations of token stores are skipped."""
     if not isinstance(old, dict) or not isinstance(new, dict):
         return [] if old == new else [_line(key, old, new)]
-    was, own = cast("dict[str, object]", old), cast("dict[str, object]", new)
+    old_block, new_block = cast("dict[str, object]", old), cast("dict[str, object]", new)
     lines: list[str] = []
-    for name in sorted(was.keys() | own.keys()):
-        if name in PLACES:
+    for name in sorted(old_block.keys() | new_block.keys()):
+        # A token store may move to another folder between two attempts.
+        if name in LOCATION_KEYS:
             continue
-        if name in was and name in own:
-            lines += _differences(f"{key}.{name}", was[name], own[name])
+        if name in old_block and name in new_block:
+            lines += _differences(f"{key}.{name}", old_block[name], new_block[name])
         else:
-            lines.append(f"{key}.{name}: present when it was saved, gone now" if name in was else f"{key}.{name}: new")
+            lines.append(
+                f"{key}.{name}: present when it was saved, gone now" if name in old_block else f"{key}.{name}: new"
+            )
     return lines
 
 
@@ -271,5 +289,6 @@ def _line(key: str, old: object, new: object) -> str:
 
 
 def _short(value: object) -> str:
+    # Sorted keys, so that the same value is always shown as the same text.
     text = json.dumps(value, sort_keys=True)
     return text if len(text) <= 120 else text[:120] + " …"

@@ -17,7 +17,7 @@ from levanter.runplan import Check
 
 
 class StageError(ValueError):
-    """A model's context cannot be stretched so; the message says why, and how it can be."""
+    """A model's context cannot be extended as configured; the message has the reason and a fix."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class ContextStage:
     Attributes:
         block: the `model:` block, with the checkpoint's own rotary embeddings.
         rope: those of the run.
-        checks: what is said of it.
+        checks: lines of the plan that describe it.
     """
 
     block: ModelBlock
@@ -43,12 +43,13 @@ class ContextStage:
 
 
 def resolve_context_stage(config: TrainLmConfig, written: ExplicitKeys) -> ContextStage | None:
-    """The stretch that a run asks for; None where it asks for none, or where the checkpoint is not here.
+    """The context extension of a run; None if it has none, or if the checkpoint is not reachable from here.
 
     Raises:
         StageError: the block's rotary embeddings do not follow from the checkpoint's; lists every difference.
     """
     rope = getattr(config.model, "rope", None)
+    # With `takes_architecture` the checkpoint's own rotary embeddings are used, so the block cannot stretch them.
     if config.pretrained is None or config.takes_architecture or not isinstance(rope, YarnRotaryConfig):
         return None
     try:
@@ -56,9 +57,11 @@ def resolve_context_stage(config: TrainLmConfig, written: ExplicitKeys) -> Conte
     except UnknownArchitectureError:
         return None
     before = getattr(architecture, "rope", None)
+    # Embeddings of other kinds (Llama 3's, linear scaling) have no YaRN fields to compare or to complete.
     if type(architecture) is not type(config.model) or not isinstance(before, DefaultRotaryConfig | YarnRotaryConfig):
         return None
     original = trained_length(architecture)
+    # Fields that the user did not write are the checkpoint's, not the defaults of the class.
     rope = replace(
         rope,
         theta=rope.theta if "model.rope.theta" in written else before.theta,
@@ -73,6 +76,7 @@ def resolve_context_stage(config: TrainLmConfig, written: ExplicitKeys) -> Conte
             else before.partial_rotary_factor
         ),
     )
+    # The checkpoint is an earlier stage with exactly this stretch; training goes on in it.
     if rope == before:
         return None
     problems = [
@@ -88,6 +92,8 @@ def resolve_context_stage(config: TrainLmConfig, written: ExplicitKeys) -> Conte
         raise StageError(
             "\n".join([*problems, f"  → leave {'it' if len(problems) == 1 else 'them'} out: they are the checkpoint's"])
         )
+    # peft's adapter_config.json has no field for the base model's rotary embeddings, so an adapter would later be
+    # loaded onto the unstretched model.
     if config.lora is not None:
         raise StageError(
             "model.rope and adapter: files of adapters do not say that the context of their model was stretched\n"
@@ -95,9 +101,11 @@ def resolve_context_stage(config: TrainLmConfig, written: ExplicitKeys) -> Conte
         )
     block = ModelBlock.of(config.model, written)
     assert block is not None
+    # YaRN's factor counts from the original context, also if the checkpoint was stretched before.
     reach = rope.factor * original
     message = f"rotary embeddings are stretched by {rope.factor:g}, from {original:,} tokens to {reach:,.0f} (YaRN)"
     checks = [Check(name="stage", status="ok", message=message)]
+    # Longer rows train, but their last positions lie outside the range that the factor was computed for.
     if config.positions > reach:
         more = (
             f"rows of {config.positions:,} tokens are longer than these {reach:,.0f}; factor "
@@ -110,13 +118,15 @@ def resolve_context_stage(config: TrainLmConfig, written: ExplicitKeys) -> Conte
 def trained_length(architecture: LmConfig) -> int:
     """The context that a checkpoint was trained on before anything stretched it."""
     rope = getattr(architecture, "rope", None)
+    # `max_seq_len` of a stretched checkpoint is the stretched length, hence the original one first.
     return getattr(rope, "original_max_position_embeddings", None) or architecture.max_seq_len
 
 
 def context_checks(origin: ModelSource, config: TrainLmConfig) -> list[Check]:
-    """Says so where rows are longer than a checkpoint was trained on, and nothing stretches its positions."""
+    """A note if rows are longer than the checkpoint's trained context and no rotary scaling extends it."""
     architecture, length = getattr(origin.checkpoint, "config", None), config.positions
     rope = getattr(architecture, "rope", None)
+    # Without rotary embeddings (learned positions) there is no context to extrapolate from.
     if (
         not isinstance(architecture, LmConfig)
         or not isinstance(rope, RotaryConfig)
@@ -134,6 +144,7 @@ def context_checks(origin: ModelSource, config: TrainLmConfig) -> list[Check]:
 
 def _factor(length: int, original: int) -> float:
     """The factor that reaches a length, in quarters."""
+    # Rounded up to quarters: 2.1 becomes 2.25.
     return math.ceil(4 * length / original) / 4
 
 

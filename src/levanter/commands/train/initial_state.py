@@ -52,19 +52,25 @@ def initial_state(
     work: TrainWork = plan.work
     config = work.config
     if resumed is not None:
+        # Compares patterns and origins before any weight is read; digests can only be compared once the weights are
+        # there.
         check_partition(resumed, work.frozen_part)
+        # All parameters are in the checkpoint, so it alone gives the state.
         if work.frozen is None:
             return restore_state(plan, mesh, resumed), None
     key = jax.random.PRNGKey(config.trainer.seed)
     if work.adapted is not None:
+        # No checkpoint of the run contains the base, so it is loaded or initialized again on every start.
         base = adapted_model(plan, mesh, key, show=show)
         if resumed is not None:
             return restore_state(plan, mesh, resumed), base
         if work.begun is not None:
             return jit_together(plan.program(INIT), mesh)(key, load_initial_adapters(work, mesh)), base
+        # Whole copies (`modules_to_save`) start as the base's own arrays; INIT takes them only if there are some.
         copied = work.adapted.copied(base)
         return jit_together(plan.program(INIT), mesh)(key, *(() if copied is None else (copied,))), base
     if config.pretrained is not None:
+        # One pass over the files loads both parts; each of them takes its own paths from it.
         assert plan.load is not None and work.origin is not None and work.origin.checkpoint is not None
         loaded = load_weights(
             plan.load,
@@ -76,10 +82,13 @@ def initial_state(
         )
         frozen = with_arrays(work.frozen, loaded.arrays)
         if resumed is not None:
+            # Drops the loaded arrays of the trained part before the checkpoint's are allocated; `frozen` keeps its own
+            # alive.
             del loaded
             return restore_state(plan, mesh, resumed), frozen
         trained = with_arrays(work.state.model, loaded.arrays)
         return jit_together(plan.program("init_optimizer"), mesh)(trained, key), frozen
+    # The frozen part from the same seed is the same in every attempt, so it needs no checkpoint.
     frozen = None if work.frozen is None else jit_together(plan.program("init_frozen"), mesh)(key)
     if resumed is not None:
         assert frozen is not None
@@ -134,6 +143,7 @@ def restore_state(plan: TrainPlan, mesh: Mesh, ref: CheckpointRef) -> TrainState
         CheckpointMismatchError: the checkpoint does not match; lists the leaves that differ.
     """
     targets = _targets(plan, mesh)
+    # Targets cover the frozen part too, which the run's own checkpoints do not have.
     wanted = {leaf.path: targets[leaf.path] for leaf in leaves(plan.work.state)}
     return with_arrays(plan.work.state, restore(ref, wanted))
 
@@ -153,6 +163,7 @@ def initialize_from_checkpoint(
         CheckpointMismatchError: the checkpoint does not match; lists the leaves that differ.
     """
     work: TrainWork = plan.work
+    # The other checkpoint may have split the model differently. The whole model is restored and then split anew.
     config, whole = work.config, bind(fresh.model, frozen)
     if config.initialize_model_from_checkpoint_path is not None:
         ref = checkpoint_at(config.initialize_model_from_checkpoint_path)
@@ -164,10 +175,13 @@ def initialize_from_checkpoint(
             trained, frozen = work.partition.split(_restore_part(plan, mesh, ref, whole, MODEL))
             optimizer = _restore_part(plan, mesh, ref, fresh.optimizer, OPTIMIZER)
         except CheckpointMismatchError as error:
+            # The optimizer state matches only the same optimizer over the same trained leaves; parameters alone often
+            # fit.
             raise CheckpointMismatchError(
                 f"{error}\n  → use initialize_model_from_checkpoint_path to take only the parameters"
             ) from error
         average = _initial_average(plan, mesh, ref, fresh, whole)
+        # The moments stay, the learning rate starts at step 0 of the new schedule.
         rewound = _reset_schedule(optimizer, fresh.optimizer)
         return replace(fresh, model=trained, optimizer=rewound, average=average), frozen
     return fresh, frozen
@@ -179,6 +193,7 @@ def _initial_average(
     """The average of a run that begins with a checkpoint's parameters: a copy of these."""
     if fresh.average is None:
         return None
+    # Checkpoints of another run may have another average or none, so the average starts as the current parameters.
     return replace(fresh.average, parameters=plan.work.partition.split(_restore_part(plan, mesh, ref, whole, MODEL))[0])
 
 
@@ -194,6 +209,7 @@ def initial_frozen_part(plan: TrainPlan, mesh: Mesh, frozen: LmHeadModel) -> LmH
     if begun is None:
         return frozen
     ref = checkpoint_at(begun)
+    # Without the checkpoint's trained leaves, which `restore` would refuse as unexpected.
     return _restore_part(plan, mesh, replace(ref, leaves=_frozen_leaves(ref, frozen)), frozen, MODEL)
 
 
@@ -209,13 +225,16 @@ def _restore_part(plan: TrainPlan, mesh: Mesh, ref: CheckpointRef, fresh: Any, p
     targets = _targets(plan, mesh)
     wanted = {path: targets[path] for path in (f"{prefix}{leaf.path}" for leaf in leaves(fresh))}
     if plan.work.config.trainer.allow_partial_checkpoint:
+        # A missing leaf keeps its fresh value, with a warning for each.
         for path in sorted(wanted.keys() - ref.leaves.keys()):
             logger.warning("%s: does not contain %s, which is initialized", ref.path, path)
         wanted = {path: target for path, target in wanted.items() if path in ref.leaves}
+    # `restore` refuses leaves that no target takes, so the other parts of the state are hidden from it.
     others = {path for path in ref.leaves if not path.startswith(prefix)}
     part_of = replace(ref, leaves={path: leaf for path, leaf in ref.leaves.items() if path not in others})
     restored_arrays = {path.removeprefix(prefix): x for path, x in restore(part_of, wanted).items()}
     logger.info("%s from the %s", "parameters" if part == MODEL else "optimizer state", ref)
+    # Fresh values first, so that restored ones replace them.
     initial = {leaf.path: x for leaf, x in zip(leaves(fresh), jax.tree.leaves(fresh), strict=True)}
     return with_arrays(fresh, {**initial, **restored_arrays})
 
@@ -224,6 +243,7 @@ def _reset_schedule(optimizer: Any, fresh: Any) -> Any:
     """The optimizer state with its schedule reset; the step count of Adam's averages stays."""
 
     def is_schedule(node: object) -> bool:
+        # Optax counts the schedule's steps here, apart from the steps in the state of Adam.
         return isinstance(node, optax.ScaleByScheduleState)
 
     return jax.tree.map(lambda old, new: new if is_schedule(old) else old, optimizer, fresh, is_leaf=is_schedule)
@@ -236,6 +256,7 @@ def _targets(plan: TrainPlan, mesh: Mesh) -> Mapping[str, RestoreTarget]:
     targets = planned_targets(work.state_plan.resident, mesh, true_sizes={"vocab": work.model.vocab_size})
     rest = f"{FROZEN}."
     return {
+        # Frozen leaves are planned under `frozen.`, but a checkpoint that trained them has them under `model.`.
         under_model(path.removeprefix(rest)) if path.startswith(rest) else path: target
         for path, target in targets.items()
     }

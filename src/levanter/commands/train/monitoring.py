@@ -1,6 +1,6 @@
-"""What measures and supervises a training run: metrics, watchdog, profile, guard; and what is logged once.
+"""Instruments of a training run (metrics, watchdog, profiler, NaN guard) and the facts that are logged once.
 
-They are assembled here from the configuration and the plan; `trainer` has the individual parts.
+This module assembles them from the configuration and the plan; `trainer` has the individual parts.
 """
 
 import logging
@@ -37,7 +37,7 @@ PACKAGES = ("jax", "jaxlib", "libtpu", "optax", "equinox", "marin-haliax", "orba
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionImbalance:
-    """Counts what the rows of this process have the busiest device visit; told of rows, asked by the step's number.
+    """Measures the imbalance of attention over devices: receives the rows of each step, gives the step's metric.
 
     Attributes:
         of_rows: segments of rows → busiest over mean; None where there is nothing to balance.
@@ -46,23 +46,26 @@ class AttentionImbalance:
 
     of_rows: Callable[[np.ndarray | None], float] | None
     segments: bool
-    _found: dict[int, float] = field(default_factory=dict[int, float])
+    _by_step: dict[int, float] = field(default_factory=dict[int, float])
 
     @classmethod
     def of(cls, plan: TrainPlan) -> "AttentionImbalance":
-        """Of a run; pairs of answers are not looked at."""
+        """The measurement for a run; preference pairs are not measured."""
+        # Every stage of a batch schedule has the same inputs but for the number of rows.
         batch = stage_program(plan, plan.work.batches, 0).input("batch").value
         of_rows = batch_imbalance(plan) if plan.work.pairs is None else None
         return cls(of_rows=of_rows, segments=getattr(batch, "segment_ids", None) is not None)
 
     def __call__(self, step: int, rows: TrainRows) -> None:
-        """Looks at the rows of a step."""
+        """Measures the rows of a step."""
         if self.of_rows is not None:
-            self._found[step] = self.of_rows(rows.segment_ids if self.segments else None)
+            # Rows are read ahead of the steps, so values wait here until the step's metrics are logged.
+            self._by_step[step] = self.of_rows(rows.segment_ids if self.segments else None)
 
     def numbers(self, step: int) -> Mapping[str, float]:
-        """What is logged of a step."""
-        return {"throughput/attention_imbalance": self._found.pop(step)} if step in self._found else {}
+        """The metrics of a step."""
+        # `pop`, since a value is logged once; the dict never grows beyond the rows read ahead.
+        return {"throughput/attention_imbalance": self._by_step.pop(step)} if step in self._by_step else {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +78,7 @@ class Instruments:
         watchdog: reports where a run hangs.
         profile: of some steps; None for none.
         tracker: where metrics go.
-        balance: is told of the rows of each step.
+        balance: measures the rows of each step.
     """
 
     track: Track
@@ -91,6 +94,8 @@ class Instruments:
         assert self.track.peak is not None
         logger.info("devices: %s", self.track.peak)
         self.tracker.log_summary(self.track.peak.summary)
+        # The summary is logged even if the loop raises. The watchdog encloses the profiler, whose start and stop may
+        # hang too.
         try:
             with self.watchdog:
                 if self.profile is None:
@@ -137,8 +142,11 @@ def build_instruments(
             steps=steps,
             tokens=tokens,
             peak=device_peak(plan, mesh),
+            # Only the devices of this process: others report no memory statistics here.
             devices=[device for device in mesh.devices.flat if device.process_index == jax.process_index()],
             names={} if watch is None else watched_names(watch, work.state),
+            # A count of 0 makes the metric appear from the first step on; None leaves it out where no step can be
+            # skipped.
             skipped=0 if trainer.skip_nonfinite_steps or work.config.optimizer.outliers is not None else None,
             more=balance.numbers,
         ),
@@ -163,8 +171,10 @@ def device_peak(plan: TrainPlan, mesh: Mesh) -> Peak:
 
 def _matmuls(precision: Precision) -> Any:
     """`levanter.hardware`'s name for the products of a precision policy."""
+    # Operands of 16 bits are multiplied in bf16 passes whatever precision is requested.
     if np.dtype(precision.compute).itemsize < 4:
         return "bf16"
+    # JAX's names: `high` is three bf16 passes, `highest` six (float32).
     return {"default": "bf16", "high": "high", "highest": "f32"}[precision.matmul]
 
 
@@ -190,7 +200,8 @@ def run_facts(plan: TrainPlan) -> Mapping[str, Any]:
     """What a run logs about itself once: its resolved configuration, a summary of its plan, and the versions of its
     packages."""
     work: TrainWork = plan.work
-    parameters = [each.leaf for each in work.state_plan.parameters.leaves]
+    # The stored total of bytes over the item size is the number of elements.
+    parameters = [planned.leaf for planned in work.state_plan.parameters.leaves]
     return {
         "config": plain(work.config),
         "mesh": str(plan.mesh),
@@ -209,12 +220,13 @@ def run_facts(plan: TrainPlan) -> Mapping[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that affect a run's results, if they are installed."""
-    found = {"python": platform.python_version()}
+    result = {"python": platform.python_version()}
+    # Each of these packages can change results to the last bit; those that are not installed are left out.
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            result[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
     if "GIT_COMMIT" in os.environ:
-        found["git_commit"] = os.environ["GIT_COMMIT"]
-    return found
+        result["git_commit"] = os.environ["GIT_COMMIT"]
+    return result

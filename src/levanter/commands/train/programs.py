@@ -42,7 +42,7 @@ from levanter.trainer.watch import Watch
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainedRun:
-    """What is trained and how; determines all Programs.
+    """A training run in abstract form: the model, its state and its objective. All Programs derive from it.
 
     Attributes:
         config: as the user wrote it, completed by its checkpoint.
@@ -57,12 +57,12 @@ class TrainedRun:
         frozen: the rest of it, abstract; None if there is none.
         adapted: the adapters that are trained; None if parameters of the model are.
         state_plan: its placement.
-        compiler: what XLA is told.
+        compiler: options for XLA.
         platform: of the devices.
         kind: the objective, before the configuration's settings are applied.
-        pairs: what pairs are learned from with; None where text is.
-        rules: where the arrays come from that are loaded; None for where their names say.
-        renewed: the rows of a checkpoint that begin anew; None for none.
+        pairs: the setup of preference training; None for training on text.
+        rules: weight rules of what is loaded; None for the model's own.
+        renewed: the rows of the checkpoint that are reinitialized; None for none.
     """
 
     config: TrainLmConfig
@@ -93,7 +93,7 @@ class TrainedRun:
     def resident(self) -> ShardingPlan:
         """Everything that stays on the devices."""
         plan = self.state_plan.resident
-        return plan if self.pairs is None else self.pairs.beside(plan)
+        return plan if self.pairs is None else self.pairs.with_reference(plan)
 
     @property
     def resident_bytes(self) -> dict[str, int]:
@@ -129,6 +129,7 @@ class TrainedRun:
         """
         return plan_head(
             self.model,
+            # A row of pairs is two sequences, chosen and rejected, so twice as many rows reach the head.
             batch=(self.resolved.batch_axis, rows * self.sequences),
             positions=self.config.positions,
             vocab=self.Vocab.size,
@@ -137,6 +138,7 @@ class TrainedRun:
             dtype=np.dtype(self.precision.compute),
             platform=self.platform,
             requested_chunk=self.kind.chunk,
+            # The loss of a pair depends on sums over both whole texts, so no chunk of the head knows its gradient yet.
             in_loop=self.pairs is None and self.kind.gradient_in_loop,
             learned=head_gradient_inputs(self.model, self.state.model),
         )
@@ -150,6 +152,7 @@ class TrainedRun:
         return plan_activation_sharding(
             self.model,
             self.resolved,
+            # As above: activations are those of sequences, not of pairs.
             rows=rows * self.sequences,
             positions=self.config.positions,
             Vocab=self.Vocab,
@@ -163,18 +166,21 @@ def first_programs(run: TrainedRun) -> list[Program]:
     plan, partition, averaging = run.state_plan, run.partition, run.config.trainer.model_averaging
     if run.adapted is not None:
         base = init_base_program(plan, run.build, run.adapted.base_dtype(run.precision))
+        # With a checkpoint the base is loaded by the load plan, and no Program initializes it.
         first = [] if run.config.pretrained is not None else [base]
         if run.adapted.config.initialize_from is None:
             first.append(run.adapted.init_program(plan, run.transformation, averaging, base=run.frozen))
         else:
             first.append(run.adapted.begin_program(run.state, plan, run.transformation, averaging))
     elif run.config.pretrained is not None:
+        # Rows of `reinit_tokens` are replaced in the Program that takes the loaded parameters.
         renewed = unchanged if run.renewed is None else run.renewed
         first = [init_optimizer_program(run.state, plan, run.transformation, averaging, renewed)]
     else:
         first = [init_program(plan, run.build, run.transformation, run.precision, partition, averaging)]
         if run.frozen is not None:
             first.append(init_frozen_program(plan, run.build, run.precision, partition))
+    # Checkpoints identify the frozen part by a digest of each array; this Program computes them on the devices.
     if run.frozen is not None:
         first.append(digest_program(run.frozen, plan))
     return [replace(program, compiler_options=run.compiler.default) for program in first]
@@ -183,6 +189,7 @@ def first_programs(run: TrainedRun) -> list[Program]:
 def step_programs(run: TrainedRun, batches: tuple[BatchStage, ...]) -> list[Program]:
     """One train step per batch size; if histograms are watched, a second one of each with them."""
     watch = Watch.of(run.config.trainer.watch)
+    # The cheap statistics are in every step. A second step with histograms is compiled only if some are watched.
     steps = [_step(run, stage, None if watch is None else watch.cheap) for stage in distinct_stages(batches)]
     if watch is not None and watch.histograms:
         steps += [_step(run, stage, watch, WATCHED) for stage in distinct_stages(batches)]
@@ -192,12 +199,14 @@ def step_programs(run: TrainedRun, batches: tuple[BatchStage, ...]) -> list[Prog
 def _recipe(run: TrainedRun, batches: BatchPlan, watch: Watch | None) -> StepRecipe[Any]:
     trainer, optimizer = run.config.trainer, run.config.optimizer
     return StepRecipe(
+        # The head's chunk is chosen for this stage's microbatch; stages of a batch schedule may need different ones.
         objective=replace(run.objective, chunk=run.head(batches.microbatch).chunk),
         optimizer=run.transformation,
         schedule=optimizer.schedule(trainer.num_train_steps),
         precision=run.precision,
         accumulation=batches.accumulation,
         parameters=run.state_plan.parameters,
+        # Pairs bind several models, so their placement has paths such as `policy.…`.
         model=run.state_plan.model if run.pairs is None else run.pairs.model_plan(run.state_plan),
         bind=bind if run.pairs is None else run.pairs.bind,
         skip_nonfinite=trainer.skip_nonfinite_steps > 0,
@@ -205,12 +214,15 @@ def _recipe(run: TrainedRun, batches: BatchPlan, watch: Watch | None) -> StepRec
         curvature=optimizer.curvature,
         outliers=optimizer.outliers,
         watch=watch,
+        # XLA for CPUs does not order a read of a donated array before its write; see `StepRecipe`.
         norms_first=run.platform == "cpu",
+        # Only dropout of adapters needs random bits, and a step without it carries none.
         draws=run.adapted is not None and run.adapted.config.dropout > 0,
     )
 
 
 def _step(run: TrainedRun, stage: BatchStage, watch: Watch | None, suffix: str = "") -> Program:
+    # A separate reference is an input of the step; the base of adapters already is one, as `frozen`.
     second = None if run.pairs is None else run.pairs.resident
     return step_program(
         _recipe(run, stage.plan, watch),
@@ -220,7 +232,9 @@ def _step(run: TrainedRun, stage: BatchStage, watch: Watch | None, suffix: str =
         reference_plan=None if second is None else second.plan,
         plan=run.state_plan,
         batch=run.objective.abstract_batch(
-            hax.Axis(run.resolved.batch_axis, stage.plan.placed_rows), hax.Axis("position", run.config.positions)
+            # `placed_rows` includes the padding rows of a batch that does not divide over the devices.
+            hax.Axis(run.resolved.batch_axis, stage.plan.placed_rows),
+            hax.Axis("position", run.config.positions),
         ),
         mappings=run.resolved.mappings,
         name=program_name(stage) + suffix,
@@ -237,6 +251,7 @@ def evaluation_program(run: TrainedRun, largest: BatchPlan, *, accuracy: bool = 
         accuracy: whether it also tells which tokens were the likeliest.
     """
     per_device = run.config.trainer.per_device_eval_parallelism
+    # -1 means as many rows on a device as a training microbatch has, whose memory is known to suffice.
     rows = run.resolved.batch_ways * (largest.per_device if per_device == -1 else per_device)
     return evaluate_program(
         replace(run.of_text, chunk=run.head(rows).chunk),
@@ -260,6 +275,7 @@ def pair_programs(run: TrainedRun, largest: BatchPlan) -> list[Program]:
     """
     assert run.pairs is not None
     per_device = run.config.trainer.per_device_eval_parallelism
+    # As in `evaluation_program`.
     rows = run.resolved.batch_ways * (largest.per_device if per_device == -1 else per_device)
     settings: dict[str, Any] = {
         "rows": rows,
@@ -274,4 +290,5 @@ def pair_programs(run: TrainedRun, largest: BatchPlan) -> list[Program]:
         programs.append(evaluation_program(run, largest))
     if run.pairs.stores is None:
         return programs
+    # Stored log-probabilities need one more Program, which runs once and before the others.
     return [reference_program(run.pairs, *run.pairs.scored_once(run.frozen, run.state_plan), **settings), *programs]

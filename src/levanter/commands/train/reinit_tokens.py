@@ -1,4 +1,4 @@
-"""`reinit_tokens`: which rows of a checkpoint's table and head begin anew."""
+"""`reinit_tokens`: which rows of a checkpoint's embedding table and output head are reinitialized."""
 
 from haliax_ext.abstract import leaves
 from levanter.commands.train.config import TrainLmConfig
@@ -21,26 +21,28 @@ def resolve_reinit_rows(
     partition: Partition,
     adapted: Adapted | None,
 ) -> RenewedRows | None:
-    """The rows that begin anew; None for none.
+    """The rows to reinitialize; None for none.
 
     Args:
         config: the run.
         module: the model, abstract.
-        tokenizer: of its tokens; None where it is not available, and which they are is not known.
-        vocab: tokens that there are.
-        partition: which parameters are trained, where those of the model are.
+        tokenizer: of its tokens; None if it is not available, in which case their ids are unknown.
+        vocab: size of the vocabulary.
+        partition: which of the model's own parameters are trained.
         adapted: the adapters that are trained; None for none.
 
     Raises:
-        ValueError: a token is none, or its rows are frozen; lists all.
+        ValueError: a string is not a single token, or its rows are frozen; lists all problems.
     """
     tokens = config.reinit_tokens or ()
     if not isinstance(tokens, list | tuple) or not tokens:
         return None
     wanted = {EMBEDDING: config.reinit_embeddings, HEAD: config.reinit_lm_head}
+    # Leaves with a vocabulary axis: the embedding table, and the head unless it is tied to the table.
     chosen = [leaf for leaf in leaves(module) if VOCAB in leaf.names and wanted.get(parameter_group(leaf), False)]
     problems: list[str] = []
     for leaf in chosen:
+        # New rows are random. If they were frozen, no step would ever give them a meaning.
         if not partition.trains(leaf):
             problems.append(f"{KEY}: {leaf.path} is frozen (trainer.trainable), and its new rows would stay random")
         if adapted is not None and leaf.path not in adapted.whole:
@@ -49,15 +51,17 @@ def resolve_reinit_rows(
                 f"{KEY}: {leaf.path} is frozen beside adapters, and its new rows would stay random; name it in "
                 f"adapter.modules_to_save, or leave it as it is with {key}: false"
             )
+    # Without a tokenizer the plan still needs the number of rows; the ids then only stand in for it.
     ids = list(range(len(tokens)))
     if tokenizer is not None:
         encodings = [encoded.tolist() for encoded in tokenizer.encode_batch(list(tokens))]
         multi_token = [token for token, its in zip(tokens, encodings, strict=True) if len(its) != 1]
         if multi_token:
             problems.append(f"{KEY}: {', '.join(map(repr, multi_token))}: no single token of {tokenizer.name}")
+        # An empty encoding has no first id; it is listed among the problems already.
         ids = [its[0] for its in encodings if its]
     if not chosen:
-        problems.append(f"{KEY}: reinit_embeddings and reinit_lm_head leave nothing that would begin anew")
+        problems.append(f"{KEY}: reinit_embeddings and reinit_lm_head exclude every row, so nothing is reinitialized")
     if problems:
         raise ValueError("\n".join(problems))
     return RenewedRows(paths=tuple(leaf.path for leaf in chosen), ids=tuple(ids), vocab=vocab)

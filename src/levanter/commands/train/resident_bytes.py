@@ -1,8 +1,8 @@
-"""What stays on a device while a Program of a training run works, and is none of what it takes.
+"""Memory that is resident on a device while a Program of a training run executes, but is none of its inputs.
 
-The state of a run, and what is frozen, lie on the devices from beginning to end. A step takes all of it; evaluation
-takes the parameters, and the optimizer's statistics stay beside them; an export takes one array at a time, and all
-others stay.
+The training state and the frozen parameters are on the devices throughout the run. A step takes all of them;
+evaluation takes the parameters while the optimizer's statistics stay in memory; an export takes one array at a time
+while all others stay.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,26 +26,27 @@ def coresident_bytes(
     saving: Iterable[Program],
     pairs: Preferences | None = None,
 ) -> Mapping[str, int]:
-    """By Program, bytes on a device of what is there and not taken.
+    """Bytes on a device that are resident during each Program but no inputs of it, by the Program's name.
 
     Args:
-        plan: where the state and what is frozen lie.
+        plan: the placement of the state and of the frozen parameters.
         computing: the Programs of the work.
         saving: those of checkpoints and exports.
-        pairs: what pairs are learned from with; None where text is.
+        pairs: the setup of preference training; None for training on text.
     """
+    # `resident` is state plus frozen parameters, `whole` the state alone.
     resident = plan.resident.bytes_per_device
     frozen = resident - plan.whole.bytes_per_device
     parameters = plan.parameters.bytes_per_device
     if plan.adapters is not None:
-        # What has a copy is no part of the model that is computed with.
+        # A parameter with a whole copy is computed with the copy; the base's own array is no part of the bound model.
         copied = set(leaf_paths(plan.adapters.whole))
         parameters -= sum(leaf.bytes_per_device for leaf in plan.loaded.leaves if leaf.leaf.path in copied)
     known = {
-        # Made first, and what is trained is made beside it.
+        # The frozen part is made or loaded first and stays while the state is initialized.
         "init_state": frozen,
         INIT: frozen,
-        # What was loaded is frozen, or becomes the state.
+        # Of the loaded arrays, the trained ones are inputs here (they become the state), the frozen ones are not.
         "init_optimizer": frozen,
         DIGEST: resident - frozen,
         EVALUATE: resident - parameters,
@@ -54,8 +55,9 @@ def coresident_bytes(
     for program in computing:
         if program.name == INIT and any(leaf.name == COPIED for leaf in program.inputs):
             taken = program_residents(program, plan.parameters.mesh)
+            # The base's arrays of which INIT makes copies are its inputs, so they are not counted as coresident too.
             nbytes_by_program[INIT] -= sum(leaf.nbytes for leaf in taken if leaf.path.startswith(f"{COPIED}."))
-    # The harness's Programs take what an evaluation takes.
+    # The harness binds the parameters exactly as an evaluation does.
     nbytes_by_program |= {
         leaf.name: resident - parameters for leaf in computing if leaf.name.startswith(PROGRAM_PREFIX)
     }
@@ -63,21 +65,26 @@ def coresident_bytes(
     if pairs is not None and pairs.model is not None and pairs.model.load is not None:
         load, stays = pairs.model.load, pairs.resident is not None
         second = pairs.model.plan.bytes_per_device if stays else 0
-        # Loaded last, where it stays; else before anything.
+        # A reference that stays is loaded after the state; a precomputed one is loaded, used and dropped before
+        # anything else.
         already = loading_coresident_bytes(load)
         state_bytes = resident if stays else 0
+        # Programs that run while the reference stays, without taking it.
         grows = (name for name in nbytes_by_program if name in (EVALUATE, DIGEST) or name.startswith(PROGRAM_PREFIX))
         nbytes_by_program |= {name: nbytes_by_program[name] + second for name in grows}
         nbytes_by_program |= {program.name: state_bytes + already.get(program.name, 0) for program in load.programs}
     for program in computing:
         if program.name == EVALUATE_PAIRS:
+            # With stored log-probabilities the pairs are scored by the policy alone, and a resident reference is no
+            # input.
             unused = second if pairs is not None and pairs.evaluates_alone else 0
             nbytes_by_program[program.name] = resident - frozen - trained_parameter_bytes(plan) + unused
         elif program.name == SCORE and pairs is not None and pairs.kind != "precomputed":
-            # The base of adapters is a part of what is resident, a second model is beside it.
+            # The base of adapters is part of `resident` and an input here; a second model is counted in its own plan.
             nbytes_by_program[program.name] = resident - (frozen if pairs.kind == "adapter_base" else 0)
     for program in saving:
         taken = sum(leaf.nbytes for leaf in program_residents(program, plan.parameters.mesh))
+        # What the Program takes is subtracted. It may take arrays that are not resident, hence the cut at zero.
         nbytes_by_program[program.name] = max(resident + second - taken, 0)
     return {name: nbytes for name, nbytes in nbytes_by_program.items() if nbytes}
 

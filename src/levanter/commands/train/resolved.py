@@ -1,7 +1,7 @@
-"""A training run's configuration, settled: every choice made that needs no array.
+"""The resolved configuration of a training run: every choice that needs no array is made.
 
-The checkpoint it begins from has completed it, the model has its kernels, the mesh its mappings, the batch its division
-and the optimizer its schedule. What is wrong with any of them is raised together.
+The config is completed from the checkpoint that the run begins from, the model has its kernels, the mesh its mappings,
+the batch its division and the optimizer its schedule. Problems of all of them are raised together.
 """
 
 from dataclasses import dataclass, replace
@@ -40,7 +40,7 @@ class ResolvedTraining:
         written: the keys that the user wrote.
         origin: the checkpoint that it begins from; None for none.
         model: the architecture, with the choices for this platform made.
-        vocab: ids that there are.
+        vocab: size of the vocabulary.
         precision: the dtype policy.
         tokenizer: None if it is not available here.
         validation: the sets that are scored; None for none.
@@ -75,6 +75,7 @@ def resolve_training_config(config: TrainLmConfig, target: Target, written: Expl
     checks = [*(() if origin is None else origin.checks), *unsupported_option_checks(config, written)]
     checks += [] if config.takes_architecture else default_notes(config.model, written.below("model"))
     architecture = config.model if origin is None else origin.architecture
+    # The kernels are chosen once the mesh is known, but their lines belong here in the report.
     kernels_at = len(checks)
     checks += body_checks(architecture)
     checks.append(Check(name="precision", status="ok", message=str(precision)))
@@ -82,10 +83,13 @@ def resolve_training_config(config: TrainLmConfig, target: Target, written: Expl
     formats = data_formats(config)
     checks += data_checks(config.data, tokenizer, vocab_size=vocab, formats=formats)
     validation, validation_checks = find_validation(config.data, formats)
+    # Training and validation describe the same sets; each message is shown once.
     known = {check.message for check in checks}
     checks += [check for check in validation_checks if check.message not in known]
+    # Each step below may fail; `attempted` collects its error and lets the next one run.
     problems: list[ValueError] = []
     resolved = attempted(problems, lambda: _resolved(config, architecture, vocab, target))
+    # Without a mesh the batch cannot be divided, and the mesh's problem is recorded already.
     batches = attempted(problems, lambda: () if resolved is None else _batches(config, resolved))
     transformation = attempted(problems, lambda: config.optimizer.build_for(trainer.num_train_steps, target.platform))
     attempted(problems, lambda: check_averaging(trainer.model_averaging, precision))
@@ -94,12 +98,15 @@ def resolve_training_config(config: TrainLmConfig, target: Target, written: Expl
     model, reasons = architecture.for_platform(
         target.platform, compute_dtype=precision.compute, length=config.positions, sequence_shards=resolved.query_ways
     )
+    # Kernels are known only after `for_platform`, so this check cannot come earlier.
     refuse_kernels(config.optimizer, model)
     checks += splash_position_checks(model, resolved, positions=config.positions)
+    # A run that never evaluates needs no compiler options for scoring.
     scores = validation is not None or config.eval_harness is not None
     works: tuple[Work, ...] = ("train", "score") if scores else ("train",)
     compiler = choose_compiler(trainer, target, resolved, works=works)
     checks += compiler.checks
+    # Inserted where `kernels_at` was noted, before the checks that were added since.
     checks[kernels_at:kernels_at] = [Check(name="kernels", status="ok", message=reason) for reason in reasons]
     checks += [
         Check(name="schedule", status="note", message=line)
@@ -142,13 +149,14 @@ def _batches(config: TrainLmConfig, resolved: ResolvedMesh) -> tuple[BatchStage,
 
 
 def _vocabulary(config: TrainLmConfig, model: LmConfig) -> tuple[int, Tokenizer | None, tuple[Check, ...]]:
-    """How many ids there are, the tokenizer if it is available, and the check that tells how this is known."""
+    """The size of the vocabulary, the tokenizer if it is available, and checks with the source of both."""
     name = config.data.tokenizer
+    # A configured size counts only if the architecture leaves it open.
     if model.vocab_size is None and config.data.vocab_size is not None:
         model = replace(model, vocab_size=config.data.vocab_size)
-    found, tokenizer = find_tokenizer(name, origin=None, size=model.vocab_size)
-    size, how = vocabulary(model, tokenizer=found, names=(name, model.tokenizer))
-    return size, found, (tokenizer, Check(name="vocabulary", status="ok", message=f"{size} ids, {how}"))
+    tokenizer, tokenizer_check = find_tokenizer(name, origin=None, size=model.vocab_size)
+    size, how = vocabulary(model, tokenizer=tokenizer, names=(name, model.tokenizer))
+    return size, tokenizer, (tokenizer_check, Check(name="vocabulary", status="ok", message=f"{size} ids, {how}"))
 
 
 def resolve_base(config: TrainLmConfig, written: ExplicitKeys) -> ModelSource | None:
@@ -162,7 +170,7 @@ def resolve_base(config: TrainLmConfig, written: ExplicitKeys) -> ModelSource | 
     else:
         origin = resolve_source(config.pretrained, block, block_is_whole=not replaces, block_yields=replaces)
         origin = replace(origin, checks=(*origin.checks, *context_checks(origin, config)))
-    # Adapters leave the weights as they are.
+    # Adapters leave the weights as they are, so a base of 8-bit integers is acceptable for them only.
     return origin if config.lora is not None else replace(origin, checks=(*origin.checks, *_integers(origin)))
 
 
@@ -179,6 +187,7 @@ def _integers(origin: ModelSource) -> list[Check]:
 
 def complete_config(config: TrainLmConfig, origin: ModelSource | None, written: ExplicitKeys) -> TrainLmConfig:
     """`config` with what it leaves to its checkpoint: the length of rows, and the tokenizer."""
+    # A run that keeps its own `model:` block has its own length and tokenizer too.
     if origin is None or not config.takes_architecture:
         return config
     if config.train_seq_len is None:

@@ -1,4 +1,4 @@
-"""What `train_lm` does once it is described: data, first state, steps, checkpoints, exports.
+"""Executes a described training run: data, first state, steps, checkpoints, exports.
 
 Whatever is wrong with the input is reported as early as possible: folders and checkpoints first, then the text, then
 weights, then steps. A run that finds a checkpoint of its own resumes from it; since the batch and the random bits of
@@ -33,7 +33,7 @@ from levanter.commands.train.dpo.run import (
 from levanter.commands.train.dpo.setup import data_formats
 from levanter.commands.train.initial_state import checked_frozen, initial_state
 from levanter.commands.train.lm.evaluation import PROGRAM, Evaluate, validation_rows
-from levanter.commands.train.lm.lm_eval_hook import AskHarness
+from levanter.commands.train.lm.lm_eval_hook import HarnessEvaluation
 from levanter.commands.train.monitoring import build_instruments, build_nan_guard
 from levanter.commands.train.run_dirs import (
     RunDirs,
@@ -159,6 +159,7 @@ def _prepare(plan: TrainPlan, session: Session, dirs: RunDirs) -> PreparedRun:
     """Checks folders and checkpoints, then the data; problems are reported before a weight is read."""
     work, config = plan.work, plan.work.config
     resumed = find_resume(config, dirs)
+    # Hosts that do not share storage would start at different steps and wait for each other in the first collective.
     require_same(
         "the checkpoint to resume from",
         "none" if resumed is None else f"step {resumed.step} ({resumed.path})",
@@ -166,7 +167,9 @@ def _prepare(plan: TrainPlan, session: Session, dirs: RunDirs) -> PreparedRun:
     )
     refuse_existing_exports(dirs, resumed)
     if session.show:
+        # One process writes exports (the one that prints), so one test is enough.
         check_exports_writable(dirs)
+    # Process 0 tokenizes while the others wait, so that hosts with shared storage read one finished store.
     with process_0_first("preparing data", seconds=ONE_FOR_ALL_SECONDS):
         data = _data(work, show=session.show)
     require_same(
@@ -183,14 +186,16 @@ def _prepare(plan: TrainPlan, session: Session, dirs: RunDirs) -> PreparedRun:
         logger.info("data: %s", sample)
     if resumed is not None:
         logger.info("resuming from the %s", resumed)
+        # Changes that must not be were refused by `judge`; what it returns is reported only.
         for line in judge(resumed, config, work.model):
             logger.warning("resume: %s", line)
         _compare_data(resumed, data)
-    return PreparedRun(places=dirs, resumed=resumed, data=data, stop=stop)
+    return PreparedRun(dirs=dirs, resumed=resumed, data=data, stop=stop)
 
 
 def last_step(config: TrainLmConfig, data: TrainingData) -> int:
     """How many steps the run takes: as configured, or as many as the data lasts for."""
+    # The schedule ends the run, unless the data (`stop_strategy`) or `epoch` end it earlier.
     limits = [config.trainer.num_train_steps]
     if data.steps is not None:
         limits.append(data.steps)
@@ -204,18 +209,20 @@ def _data(work: TrainWork, *, show: bool) -> TrainingData:
     assert work.tokenizer is not None, "a plan without its tokenizer must not run: RunPlan.check() comes first"
     with Progress("tokenizing", total=None, unit="tokens", show=show, lazy=True) as progress:
 
-        def tell(step: BuildProgress) -> None:
+        def report_progress(step: BuildProgress) -> None:
             progress.advance_to(step.tokens, note=f"{step.fraction:.0%}")
 
         return build_training(
             config.data,
             work.tokenizer,
             positions=config.positions,
+            # The batch schedule is part of the data's order: rows are drawn batch by batch.
             batch_sizes=[(stage.start, stage.plan.rows) for stage in work.batches],
             seed=config.trainer.seed if config.data_seed is None else config.data_seed,
             vocab_size=work.model.vocab_size,
-            on_progress=tell,
+            on_progress=report_progress,
             formats=data_formats(config),
+            # Only preference runs have this key.
             last_held_out=getattr(config, "validation_split_fraction", None) or 0.0,
         )
 
@@ -255,12 +262,12 @@ def _evaluation(
 
 def _harness(
     plan: TrainPlan, mesh: Mesh, session: Session, frozen: LmHeadModel | None, *, last: int
-) -> AskHarness | None:
-    """The tasks that are asked between steps, if there are any."""
+) -> HarnessEvaluation | None:
+    """The harness evaluation between steps, if there is one."""
     config, harness = plan.work.config, plan.work.harness
     if harness is None:
         return None
-    return AskHarness(
+    return HarnessEvaluation(
         harness=harness,
         frozen=frozen,
         mesh=mesh,
@@ -275,6 +282,7 @@ def _harness(
 
 def _compare_data(resumed: CheckpointRef, data: TrainingData) -> None:
     """Warns if the run continues elsewhere in the data than it stopped."""
+    # After a changed batch schedule the same step lies at another row; data may be skipped or repeated.
     saved_rows, rows = resumed.metadata.get("rows_drawn"), data.schedule.first_draw(resumed.step)
     if saved_rows != rows:
         logger.warning(
@@ -289,11 +297,13 @@ def _compare_data(resumed: CheckpointRef, data: TrainingData) -> None:
 def _steps(
     plan: TrainPlan, mesh: Mesh, extra_inputs: Sequence[LmHeadModel | None], watched: Callable[[int], bool]
 ) -> Callable[[int], Step[Any]]:
-    """The compiled step for every step, with the frozen part and what else it is given."""
+    """Step number → the compiled step, with the frozen part and a reference bound to it."""
+    # Several stages and watched steps share Programs; each is compiled once, when its first step comes.
     jitted: dict[str, Step[Any]] = {}
 
     def jit_step(program: Program) -> Step[Any]:
         step = jit_together(program, mesh)
+        # The inputs of the Program in order: state, frozen part, reference, batch.
         return lambda state, batch: step(state, *extra_inputs, batch)
 
     def select_step(step: int) -> Step[Any]:
@@ -312,7 +322,9 @@ def _sizes(plan: TrainPlan) -> Callable[[int], StepSize]:
     flops = {workload.program: (workload.flops_full, workload.flops_causal) for workload in plan.workloads}
 
     def step_size(step: int) -> StepSize:
+        # Stages are ordered by first step; the last one that has started is in force.
         stage = [stage for stage in plan.work.batches if stage.start <= step][-1]
+        # FLOPs are those of the stage's plain step; histograms are not counted as work of the model.
         name = stage_program(plan, plan.work.batches, step).name
         full, causal = flops[name]
         sequences = 1 if plan.work.pairs is None else 2

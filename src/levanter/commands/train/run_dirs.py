@@ -20,14 +20,14 @@ from levanter.trainer.config_blocks import CheckpointDebugConfig
 logger = logging.getLogger(__name__)
 
 EXPORT_KEYS = ("hf_save_path", "peft_save_path", "merged_hf_save_path")
-"""What names the folders of exports."""
+"""Keys that name the folders of exports."""
 
 LEASE_SECONDS = 600.0
 """How long the others wait for process 0, which may watch a minute for signs of life of an earlier run."""
 
 
 class MissingResumeError(ValueError):
-    """A run was told to resume, and there is nothing to resume from."""
+    """The configuration requires a run to resume, and there is no checkpoint to resume from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +65,9 @@ class RunDirs:
         """The folders that are searched for checkpoints."""
         return (self.checkpoints,) if self.temporary is None else (self.checkpoints, self.temporary)
 
-    def own(self, ref: CheckpointRef) -> bool:
+    def contains(self, ref: CheckpointRef) -> bool:
         """Whether a checkpoint is one of this run's."""
+        # By path, not by contents: a copy of a checkpoint elsewhere is another run's.
         return any(ref.path == join(base, base_name(ref.path)) for base in self.bases)
 
     def newest(self) -> CheckpointRef | None:
@@ -75,6 +76,7 @@ class RunDirs:
         Raises:
             UnreadableCheckpointError: it is damaged.
         """
+        # Permanent and temporary checkpoints are compared by step, whichever folder they are in.
         return latest(*self.bases)
 
     def export(self, taken: int) -> str:
@@ -84,11 +86,12 @@ class RunDirs:
 
     def lacks_export(self, taken: int) -> bool:
         """Whether there is no export after a number of steps."""
+        # Both folders must be complete where two are configured.
         return not all(is_complete(join(folder, f"step-{taken}")) for folder in self.exported)
 
     @property
     def exported(self) -> tuple[str, ...]:
-        """The folders of everything that is exported."""
+        """The folders of all exports."""
         return tuple(folder for folder in (self.exports, self.merged) if folder is not None)
 
 
@@ -106,6 +109,7 @@ def lease_run_dirs(dirs: RunDirs, run_id: str) -> Iterator[tuple[Lease, ...]]:
         leases: list[Lease] = []
 
         def take() -> str:
+            # Both keys may name one folder, which can be leased only once.
             for base in dict.fromkeys(dirs.bases):
                 advice = "give this run its own folder (trainer.id, trainer.checkpointer.base_path)"
                 leases.append(stack.enter_context(leased(base, what=f"training run {run_id}", advice=advice)))
@@ -126,19 +130,20 @@ def find_resume(config: TrainLmConfig, dirs: RunDirs) -> CheckpointRef | None:
         ValueError: a given path has none, or a checkpoint is damaged.
     """
     trainer = config.trainer
+    # Looked up even if it is not used: a run that starts over warns about what it leaves behind.
     newest = dirs.newest()
     if trainer.load_checkpoint is False:
         if newest is not None:
             logger.warning(
                 "trainer.load_checkpoint is false: the run starts over, in a folder that has the %s; without this "
-                "key, the "
-                "next start resumes from the highest step in it",
+                "key, the next start resumes from the highest step in it",
                 newest,
             )
     elif newest is not None:
         return newest
     elif trainer.load_checkpoint_path is not None:
         return checkpoint_at(trainer.load_checkpoint_path)
+    # Reached without a checkpoint of its own, or with `load_checkpoint: false`.
     if trainer.initialize_from is not None:
         return checkpoint_at(trainer.initialize_from)
     if trainer.load_checkpoint:
@@ -159,7 +164,8 @@ def refuse_existing_exports(dirs: RunDirs, resumed: CheckpointRef | None) -> Non
         ExportPathError: a new run would write to a folder that exists.
         ValueError: no installed package handles the URL's scheme.
     """
-    begins = resumed is None or not dirs.own(resumed)
+    # An earlier attempt of this run may have exported; its folders are replaced.
+    begins = resumed is None or not dirs.contains(resumed)
     for folder in dirs.exported:
         if begins and exports_in(folder):
             raise ExportPathError(
@@ -175,6 +181,8 @@ def check_exports_writable(dirs: RunDirs) -> None:
     Raises:
         ValueError: the folder is not writable.
     """
+    # A local folder is created when it is needed. Object storage shows a missing permission only when something is
+    # written.
     for folder in filter(is_remote, dirs.exported):
         try:
             filesystem(folder)
@@ -204,6 +212,7 @@ def run_outputs(config: TrainLmConfig, run_id: str) -> tuple[Output, ...]:
 def interrupted_message(config: TrainLmConfig, run_id: str) -> str:
     """What an interrupted run can resume from, in a line."""
     dirs = RunDirs.of(config, run_id)
+    # This runs while the process ends: a listing that fails must not hide the reason for which it ends.
     try:
         ref = dirs.newest()
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What a training run keeps of its states: checkpoints, and exports after them."""
+"""Saves the states of a training run: checkpoints, and an export after each."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,16 +30,16 @@ from levanter.trainer.trainable import bind
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PreparedRun:
-    """What is known before a weight is read.
+    """The state of a run that is known before any weight is read: folders, checkpoint, data, last step.
 
     Attributes:
-        places: the run's folders.
+        dirs: the run's folders.
         resumed: the checkpoint it resumes from; None if it begins.
         data: its training data.
         stop: the step after its last.
     """
 
-    places: RunDirs
+    dirs: RunDirs
     resumed: CheckpointRef | None
     data: TrainingData
     stop: int
@@ -55,7 +55,7 @@ class PreparedRun:
 
 
 class Saver:
-    """What a run saves of its states: checkpoints, and exports after them."""
+    """Saves checkpoints and exports of a run's states, at the steps that the configuration names."""
 
     def __init__(
         self,
@@ -71,12 +71,14 @@ class Saver:
         self._work, self._show, self._frozen = plan.work, session.show, frozen
         self._prepared, self._checkpointer = prepared, checkpointer
         config = plan.work.config
+        # Exists only if some arrays are replicated: it slices them, so that each device with a copy stores a part.
         slicing = next((program for program in plan.saving if program.name == PROGRAM_NAME), None)
         self._save = SaveCheckpoint(
             checkpointer=checkpointer,
             slice_replicas=None if slicing is None else jit_together(slicing, mesh),
             sliced_paths=frozenset() if slicing is None else frozenset(slicing.input("arrays").value),
             metadata=lambda taken: {
+                # Called with every save: `taken` differs, everything else is that of the run.
                 "run_id": session.run_id,
                 "rows_drawn": prepared.data.schedule.first_draw(taken),
                 "config": plain(config),
@@ -86,7 +88,8 @@ class Saver:
             },
         )
         self._exports = None
-        if prepared.places.exports is not None:
+        # The last step is exported by `the_end`, so the periodic export stops before it.
+        if prepared.dirs.exports is not None:
             self._exports = Every(steps=config.hf_save_steps, action=self._save_and_export, until=prepared.stop)
 
     @property
@@ -101,16 +104,21 @@ class Saver:
         perhaps to a local disk: it decides whether one is missing.
         """
         first = self._prepared.first
+        # At step 0 there is nothing that an earlier attempt could have exported.
         if self._exports is None or not first or not self._exports.due(first):
             return
-        if agreed("its export", str(self._prepared.places.lacks_export(first))) == "True":
+        # All processes take part in an export, so all must follow process 0's answer.
+        if agreed("its export", str(self._prepared.dirs.lacks_export(first))) == "True":
             self._export(first, state)
 
     def the_end(self, ended: Ended) -> str | None:
         """Saves the last state and exports it; returns the export's path, None for none."""
+        # A resumed run that took no step would only write the same checkpoint again.
         if ended.taken > self._prepared.first or self._prepared.resumed is None:
+            # The last checkpoint is kept for good; after a signal it may be a temporary one.
             self._save.save(ended.taken, ended.state, force=not ended.preempted)
             self._checkpointer.wait()
+        # After a signal the time is short; the resumed run makes up for the export.
         if self._exports is None or ended.preempted:
             return None
         return self._export(ended.taken, ended.state)
@@ -124,9 +132,10 @@ class Saver:
 
     def _export(self, taken: int, state: TrainState) -> str:
         if self._work.peft is not None:
-            return save_adapters(self._work, state, self._prepared.places, taken, show=self._show)
+            return save_adapters(self._work, state, self._prepared.dirs, taken, show=self._show)
+        # Exports are of the average of the parameters, where the run keeps one.
         model = bind(state.eval_params, self._frozen)
-        return _export(self._work, model, self._prepared.places.export(taken), show=self._show)
+        return _export(self._work, model, self._prepared.dirs.export(taken), show=self._show)
 
 
 def build_checkpointer(plan: TrainPlan, dirs: RunDirs, leases: Sequence[Lease]) -> Checkpointer:

@@ -1,4 +1,4 @@
-"""What the plan of a training run carries besides its Programs."""
+"""`TrainWork`: what the plan of a training run contains besides its Programs. `Trained`: the result of a run."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +30,7 @@ from levanter.trainer.trainable import Partition
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainWork:
-    """What a training plan carries.
+    """The resolved inputs of a training run that `execute` needs besides the plan's Programs.
 
     Attributes:
         config: as the user wrote it.
@@ -50,8 +50,8 @@ class TrainWork:
         origin: where the first weights come from; None if they are initialized.
         tokenizer: text to ids; None if it is unavailable.
         validation: what is evaluated between steps; None for nothing.
-        pairs: what pairs are learned from with; None where text is.
-        harness: the tasks that are asked between steps; None for none.
+        pairs: the setup of preference training; None for training on text.
+        harness: the harness evaluation between steps; None for none.
     """
 
     config: TrainLmConfig
@@ -85,8 +85,8 @@ class Trained:
 
     Attributes:
         taken: steps taken, earlier attempts included.
-        stop: steps that were to be taken.
-        preempted: whether it was told to stop before that.
+        stop: steps of the complete run.
+        preempted: whether a signal stopped it before that.
         loss: of its last step; None if no step was taken.
         checkpoint: the last complete checkpoint.
         exported: the Hugging Face export of the final state.
@@ -110,6 +110,7 @@ class Trained:
         """Summary values for trackers."""
         values = {"train/loss": self.loss, "throughput/tokens_per_second": self.throughput.tokens_per_second}
         if self.evaluation is not None:
+            # `metrics()` has the names under which evaluations were logged during the run.
             values.update(self.evaluation.metrics())
         return {name: value for name, value in values.items() if value is not None}
 

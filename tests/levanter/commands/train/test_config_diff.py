@@ -8,7 +8,7 @@ import pytest
 from levanter.checkpoint import CheckpointRef
 from levanter.commands.model.saved_model import model_metadata
 from levanter.commands.train.config import TrainLmConfig
-from levanter.commands.train.config_diff import FIXED, SAID, SILENT, ChangedRunError, changes, judge
+from levanter.commands.train.config_diff import FIXED, REPORTED, SILENT, ChangedRunError, changes, judge
 from levanter.commands.train.dpo.config import TrainDpoConfig
 from levanter.config import parse, plain
 from levanter.data.config import LmDataConfig
@@ -24,7 +24,7 @@ def keys() -> set[str]:
 
 
 def test_every_field_is_classified_once():
-    named = [*FIXED, *SAID, *SILENT]
+    named = [*FIXED, *REPORTED, *SILENT]
     assert len(named) == len(set(named))
     # Of these two, what matters most is fixed, and the rest is said.
     below = {"model.type", "model.initializer_range", "optimizer.type"}
@@ -135,7 +135,7 @@ def test_nothing_changed_and_nothing_known():
 def test_all_differences_are_listed():
     found = changes(saved(), *made(trainer__seed=4, model__activation_function="gelu", trainer__num_train_steps=9))
     assert [line.split(":")[0] for line in found.fixed] == ["model.activation_function", "trainer.seed"]
-    assert [line.split(":")[0] for line in found.said] == ["trainer.num_train_steps"]
+    assert [line.split(":")[0] for line in found.reported] == ["trainer.num_train_steps"]
 
 
 def test_another_runs_checkpoint_is_taken_with_its_model_alone():

@@ -166,7 +166,7 @@ CONFIGURATIONS = {
             "initialize_from_hf": False,
             "use_hf_model_config": False,
         },
-        "adapter.base_dtype: int8 is made of a checkpoint's weights while they are",
+        "adapter.base_dtype: weights are quantized to int8 while a checkpoint is read",
     ),
     "rows that do not divide": (
         {"trainer": {"train_batch_size": 24, "per_device_parallelism": 2}},

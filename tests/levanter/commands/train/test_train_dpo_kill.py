@@ -210,7 +210,7 @@ def check_went_on(
     assert all(found[name] == expected[name] for name in found if name.endswith(".f32"))
     done = run_script(PARTS.replace("WRITTEN", ""), cut, cache=cache)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "2 of 5 parts are there already" in done.stderr
+    assert "2 of 5 chunks are stored already" in done.stderr
     assert contents(tmp_path / "cut" / "said") == expected
     assert logged(tmp_path / "cut") == logged(tmp_path / "whole")
 

@@ -211,7 +211,7 @@ TABLES = {"model.embed_tokens.weight", "lm_head.weight"}
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--reinit_tokens", "true"), "reinit_tokens: true meant tokens of one model's tokenizer; name those"),
+        (("--reinit_tokens", "true"), "reinit_tokens: true meant the tokens of one model's tokenizer; list"),
         (
             RENEWED,
             "embeddings.token_embeddings.weight is frozen beside adapters, and its new rows would stay random; name it "
@@ -220,7 +220,7 @@ TABLES = {"model.embed_tokens.weight", "lm_head.weight"}
         ((*RENEWED, "--initialize_from_hf", "false", "--use_hf_model_config", "false"), "begins from no Hugging Face"),
         (
             (*RENEWED, "--reinit_embeddings", "false", "--reinit_lm_head", "false"),
-            "leave nothing that would begin anew",
+            "so nothing is reinitialized",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""The configuration of `train_dpo`: `train_lm`'s, with what preferences have beside it."""
+"""The configuration of `train_dpo`: the keys of `train_lm`, and those of the preference loss and its reference."""
 
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, cast
@@ -15,11 +15,11 @@ from levanter.trainer.dpo import PreferenceLossConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceConfig(Ranged, draccus.ChoiceRegistry):
-    """What answers are compared with (`reference: {type: …}`; `separate` where no type is given)."""
+    """The reference of a preference loss (`reference: {type: …}`; `separate` if no type is given)."""
 
     @classmethod
     def default_choice_name(cls) -> str | None:
-        """What a reference without `type` is: a model of its own."""
+        """The type of a reference without `type`: a separate model."""
         return "separate"
 
 
@@ -40,18 +40,18 @@ class SeparateReferenceConfig(ReferenceConfig):
 @ReferenceConfig.register_subclass("adapter_base")
 @dataclass(frozen=True, kw_only=True)
 class AdapterBaseReferenceConfig(ReferenceConfig):
-    """The model that adapters are trained of, without them: nothing more is in memory."""
+    """The base model of the trained adapters, without the adapters; needs no further memory."""
 
 
 @ReferenceConfig.register_subclass("precomputed")
 @dataclass(frozen=True, kw_only=True)
 class PrecomputedReferenceConfig(ReferenceConfig):
-    """A model that scores all pairs before the first step, and is then not needed again.
+    """A model that scores all pairs before the first step and is not in memory afterwards.
 
     Attributes:
         model_path: the model; null for the Hugging Face checkpoint that the run begins from.
         is_hf: whether that is Hugging Face files, or one of our checkpoints.
-        cache_dir: the folder of what it said; `reference_logprobs` in `data.cache_dir` by default.
+        cache_dir: the folder of its log-probabilities; `reference_logprobs` in `data.cache_dir` by default.
     """
 
     model_path: PathText | None = None
@@ -61,7 +61,7 @@ class PrecomputedReferenceConfig(ReferenceConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceEvalCacheConfig(Ranged):
-    """Whether what the reference says of the validation pairs is made once and stored.
+    """Whether the reference's log-probabilities of validation pairs are computed once and stored.
 
     Attributes:
         mode: `build_or_load`, or `disabled`.
@@ -110,14 +110,16 @@ class TrainDpoConfig(TrainLmConfig):
         problems = [*self._reference_problems(), *self._data_problems()]
         if self.z_loss_weight:
             problems.append("z_loss_weight: preferences have no z-loss; leave it out")
-        if said := name_problem(self.lm_validation_prefix, max_components=0):
-            problems.append(f"lm_validation_prefix: {said}")
+        if problem := name_problem(self.lm_validation_prefix, max_components=0):
+            problems.append(f"lm_validation_prefix: {problem}")
         if problems:
             raise ValueError("\n".join(problems))
 
     def _reference_problems(self) -> list[str]:
+        # Losses without a reference (SimPO, ORPO) accept the key's default only.
         reference, named = self.reference, getattr(self.reference, "model_path", None)
         if not self.loss.has_reference:
+            # The default is `separate` without a path, which means that the user wrote nothing.
             if named or not isinstance(reference, SeparateReferenceConfig):
                 return [f"reference: {self.loss.type} compares with no reference; leave it out"]
             if self.reference_eval_cache.mode != "disabled":
@@ -131,12 +133,14 @@ class TrainDpoConfig(TrainLmConfig):
                     "reference.model_path: null means the Hugging Face checkpoint that the run begins from, and it "
                     "begins from none (hf_checkpoint, initialize_from_hf); name the reference"
                 ]
+            # It would store the same numbers twice.
             if self.reference_eval_cache.mode != "disabled":
                 return ["reference_eval_cache: a precomputed reference stores validation pairs too; leave it out"]
         return []
 
     def _data_problems(self) -> list[str]:
         if self.validation_split_fraction and self.data.num_validation_sequences:
+            # Each of the two would hold out other pairs of the same set.
             return [
                 "validation_split_fraction and data.num_validation_sequences: both hold pairs out of the training "
                 "sets; set one of them to null"
@@ -148,12 +152,13 @@ class TrainDpoConfig(TrainLmConfig):
         """The same run with the model's own weights trained, compared with the model that the adapters were of.
 
         Raises:
-            ValueError: they are, or there is no second model to compare with.
+            ValueError: the run trains no adapters, or no checkpoint can serve as the reference.
         """
         if self.lora is None or not isinstance(self.reference, AdapterBaseReferenceConfig):
             return cast("TrainDpoConfig", super().without_adapter)
         if self.pretrained is None:
             raise ValueError("reference: without adapters it is a model of its own, and the run begins from no files")
+        # Fully trained weights change, so the adapters' base must be loaded a second time as the reference.
         other = SeparateReferenceConfig(model_path=self.pretrained)
         return replace(self, adapter=None, peft_save_path=None, merged_hf_save_path=None, reference=other)
 
@@ -170,6 +175,7 @@ class TrainDpoConfig(TrainLmConfig):
     @property
     def reference_model(self) -> str | None:
         """The model that is loaded to compare with; None where there is none beside the policy."""
+        # The base of adapters is part of the policy, so nothing is loaded besides it.
         if not self.loss.has_reference or isinstance(self.reference, AdapterBaseReferenceConfig):
             return None
         named = getattr(self.reference, "model_path", None)

@@ -1,7 +1,7 @@
-"""Evaluation on pairs during training: what the steps show, of pairs that are not trained on, between two steps.
+"""Evaluation on preference pairs during training: the metrics of the steps, on validation pairs, between two steps.
 
-The Program gives the log-probabilities of each text by the policy and by the reference; means over pairs are made of
-them on the host, in float64, so that they do not depend on batches or devices.
+The Program returns the log-probability of each text under the policy and under the reference. The host averages over
+pairs in float64, so that the means do not depend on batches or devices.
 """
 
 import logging
@@ -41,11 +41,11 @@ FETCH_BEHIND = 1
 
 
 class BoundModels(eqx.Module):
-    """What models are bound of, as a run holds it.
+    """The parameters of which policy and reference are bound: one input of the Program.
 
     Attributes:
         trained: what is trained.
-        frozen: what is frozen beside it; None for nothing.
+        frozen: the frozen rest of it; None for nothing.
         reference: a second model; None where there is none.
     """
 
@@ -55,7 +55,7 @@ class BoundModels(eqx.Module):
 
     @property
     def rest(self) -> PyTree:
-        """What a binding takes beside the trained part."""
+        """The second argument of a binding: all that is not trained."""
         return self.frozen if self.reference is None else (self.frozen, self.reference)
 
 
@@ -84,12 +84,12 @@ def evaluate_pairs_program(
     resolved: ResolvedMesh,
     compiler_options: Mapping[str, str],
 ) -> Program:
-    """The Program that scores a batch of pairs: (held, tokens, targets) → log-probabilities, `[…, pairs, 2]`.
+    """The Program that scores a batch of pairs: (held, tokens, targets) → log-probabilities, `[pairs, 2]` by model.
 
-    What it returns has the policy's first, and then the reference's, where it is there.
+    The first output is the policy's, the second, if the reference is an input, the reference's.
 
     Args:
-        pairs: what they are compared with.
+        pairs: the setup of preference training.
         trained, frozen: the parameters, abstract.
         plan: their placement.
         rows: pairs of a batch.
@@ -101,16 +101,18 @@ def evaluate_pairs_program(
     """
     Batch, Pos = hax.Axis(resolved.batch_axis, rows), hax.Axis("position", positions)
     batch = pairs.objective.abstract_batch(Batch, Pos)
+    # With stored log-probabilities, or without a reference, only the policy is an input.
     single = pairs.evaluates_alone
     bind = alone if single else pairs.bind
     model_plan = pair_plan(plan.model, None) if single else pairs.model_plan(plan)
     second = None if single else pairs.resident
 
-    def evaluate(held: BoundModels, tokens: hax.NamedArray, targets: hax.NamedArray) -> tuple[jax.Array, ...]:
-        models = in_compute_dtype(bind(held.trained, held.rest), precision.compute, model_plan)
+    def evaluate(bound: BoundModels, tokens: hax.NamedArray, targets: hax.NamedArray) -> tuple[jax.Array, ...]:
+        models = in_compute_dtype(bind(bound.trained, bound.rest), precision.compute, model_plan)
         scored = PairBatch(tokens=tokens, targets=targets)
-        asked = [each for each in (models.policy, models.reference) if each is not None]
-        return tuple(pair_logprobs(each, scored, chunk=chunk) for each in asked)
+        # Policy first: `_score` stores the outputs in this order.
+        scorers = [model for model in (models.policy, models.reference) if model is not None]
+        return tuple(pair_logprobs(model, scored, chunk=chunk) for model in scorers)
 
     value = BoundModels(trained=trained, frozen=frozen, reference=None if second is None else second.module)
     return Program(
@@ -126,6 +128,7 @@ def evaluate_pairs_program(
             Input(name="targets", value=batch.targets, placement=resolved.mappings.compute),
         ),
         mappings=resolved.mappings,
+        # `[pairs, 2]` numbers that every host reads, hence replicated.
         out_placement=AxisMapping(),
         matmul_precision=precision.matmul,
         compiler_options=compiler_options,
@@ -139,8 +142,8 @@ class PairSet:
     Attributes:
         name: of the set, in metrics' names.
         rows: of which set they are.
-        numbers: which rows.
-        reference: float32 `[pairs, 2]`: the reference's log-probabilities, where they were made before.
+        numbers: indices of its pairs in `rows`.
+        reference: float32 `[pairs, 2]`: the reference's stored log-probabilities; None if they are not stored.
     """
 
     name: str
@@ -163,12 +166,13 @@ class PairResult:
 
     def metrics(self) -> dict[str, float]:
         """By upstream's names: `eval/<set>/loss`, `eval/<set>/dpo_accuracy`, …; `eval/loss` is of all pairs."""
-        found = {f"eval/{name}/{key}": value for name, means in self.sets.items() for key, value in means.items()}
-        return {"eval/loss": self.mean(LOSS), **found}
+        by_set = {f"eval/{name}/{key}": value for name, means in self.sets.items() for key, value in means.items()}
+        return {"eval/loss": self.mean(LOSS), **by_set}
 
     def mean(self, name: str) -> float:
         """The mean of a metric over all pairs."""
         total = sum(self.pairs.values())
+        # Weighted by the number of pairs, so that sets of different sizes count by pair.
         return sum(means[name] * self.pairs[one] for one, means in self.sets.items()) / max(total, 1)
 
     @property
@@ -197,7 +201,7 @@ class EvaluatePairs:
         last: the run's last step, which is always evaluated.
         max_batches: batches of each set; None for all.
         show: whether this process prints.
-        beside: evaluates text at the same times; None where there is none.
+        text_evaluation: evaluates text at the same steps; None where there is none.
         result: of the last evaluation.
     """
 
@@ -214,7 +218,7 @@ class EvaluatePairs:
     last: int
     max_batches: int | None = None
     show: bool = False
-    beside: Evaluate | None = None
+    text_evaluation: Evaluate | None = None
     result: PairResult | None = None
 
     def due(self, taken: int) -> bool:
@@ -226,30 +230,36 @@ class EvaluatePairs:
         """Scores all sets."""
         if self.sets:
             self._score(taken, state)
-        if self.beside is not None:
-            self.beside(taken, state)
+        if self.text_evaluation is not None:
+            self.text_evaluation(taken, state)
 
     def _score(self, taken: int, state: TrainState) -> None:
         rows = self.program.inputs[1].value.axes[0].size
+        # The limit counts batches of each set.
         most = None if self.max_batches is None else self.max_batches * rows
-        held = BoundModels(trained=state.eval_params, frozen=self.frozen, reference=self.reference)
-        chosen = [each.numbers[:most] for each in self.sets]
+        models = BoundModels(trained=state.eval_params, frozen=self.frozen, reference=self.reference)
+        chosen = [pair_set.numbers[:most] for pair_set in self.sets]
         batches = list(_batches(self.sets, chosen, rows))
+        # Axes: policy or reference, pair, chosen or rejected.
         scores = [np.zeros((2, len(numbers), 2), np.float64) for numbers in chosen]
+        # Tokens of each text that count, for losses that normalize by length.
         counts = [np.zeros((len(numbers), 2), np.float64) for numbers in chosen]
         with Progress("evaluating", total=len(batches), unit="batches", show=self.show) as progress:
-            given = (((n, start), pair_inputs(self.sets[n], some, rows)) for n, start, some in batches)
-            for (n, start), found in results(
-                self.program, self.mesh, held, given, behind=FETCH_BEHIND, jit=jit_together
+            inputs = (((n, start), pair_inputs(self.sets[n], some, rows)) for n, start, some in batches)
+            for (n, start), logprobs in results(
+                self.program, self.mesh, models, inputs, behind=FETCH_BEHIND, jit=jit_together
             ):
+                # The last batch of a set is padded with pairs that are cut off here.
                 stop = min(start + rows, len(chosen[n]))
-                for which, sums in enumerate(found):
+                for which, sums in enumerate(logprobs):
                     scores[n][which, start:stop] = sums[: stop - start]
                 progress.advance(1)
         for n, (one, numbers) in enumerate(zip(self.sets, chosen, strict=True)):
+            # Token counts come from the targets, which the host has anyway; the Program need not return them.
             for start in range(0, len(numbers), rows):
                 _, targets = pair_targets(one.rows.take(numbers[start : start + rows]))
                 counts[n][start : start + rows] = (targets >= 0).sum(axis=-1)
+            # Stored log-probabilities take the place of outputs that the Program did not compute.
             if one.reference is not None:
                 scores[n][1] = one.reference[: len(numbers)]
         self.result = PairResult(
@@ -260,19 +270,22 @@ class EvaluatePairs:
         logger.info("step %d: %s", taken, self.result)
 
     def _means(self, scores: np.ndarray, counts: np.ndarray) -> dict[str, float]:
+        # A loss without a reference ignores `scores[1]`, which is then all zeros.
         reference = scores[1] if self.loss.has_reference else None
-        found = pair_terms(self.loss, self.beta, scores[0], counts, reference, xp=np)
-        return {name: float(np.mean(values)) for name, values in found.items()}
+        terms = pair_terms(self.loss, self.beta, scores[0], counts, reference, xp=np)
+        return {name: float(np.mean(values)) for name, values in terms.items()}
 
 
 def _batches(sets: Sequence[PairSet], chosen: Sequence[np.ndarray], rows: int) -> Iterator[tuple[int, int, np.ndarray]]:
     for n in range(len(sets)):
+        # Batches never mix sets, since metrics are by set.
         for start in range(0, len(chosen[n]), rows):
             yield n, start, chosen[n][start : start + rows]
 
 
 def pair_inputs(one: PairSet, numbers: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and targets of a batch; what is missing of it is padding, in which nothing counts."""
+    """Tokens and targets of a batch, `[rows, 2, positions]`; missing pairs are padding that does not count."""
     tokens, targets = pair_targets(one.rows.take(numbers))
+    # A target of -1 counts in no sum.
     missing = [(0, rows - len(numbers)), (0, 0), (0, 0)]
     return np.pad(tokens, missing), np.pad(targets, missing, constant_values=-1)

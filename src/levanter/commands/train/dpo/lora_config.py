@@ -69,7 +69,8 @@ class LoraDpoConfig(Ranged):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # What does not go together is said at once, and not when the run begins.
+        # Builds the translated config now, so that keys that contradict each other are refused with the config, not
+        # later.
         _ = self.training
 
     @property
@@ -79,6 +80,7 @@ class LoraDpoConfig(Ranged):
             initialize_from_hf=self.initialize_from_hf,
             use_hf_model_config=True,
             adapter=self.lora,
+            # Upstream's command always compares with the base.
             reference=AdapterBaseReferenceConfig(),
             data=self.data,
             trainer=self.trainer,

@@ -1,8 +1,8 @@
-"""What the reference says of pairs, made once and stored: before the first step, or before the first evaluation.
+"""The reference's log-probabilities of pairs, computed once and stored before the first step.
 
-With `reference: {type: precomputed}` that is all that steps need of it: the reference is loaded, scores every pair of
-the training and the validation sets, and goes. With `reference_eval_cache` it is what evaluations need, and steps score
-with the reference that they have. A store that is complete is read; then nothing is scored, and what only scoring needs
+With `reference: {type: precomputed}` steps need nothing else of the reference: it is loaded, scores every pair of the
+training and the validation sets, and is freed. With `reference_eval_cache` only the validation pairs are stored, and
+steps score with the resident reference. A complete store is read; then nothing is scored, and a model that only scores
 is not loaded.
 """
 
@@ -37,6 +37,7 @@ from levanter.trainer.train_state import REFERENCE
 
 logger = logging.getLogger(__name__)
 
+# Elements read along each axis but the first, for each row: a digest must not read a whole checkpoint.
 _ELEMENTS = 256
 
 
@@ -55,9 +56,9 @@ def reference_program(
     """The Program that scores a batch of pairs with the reference alone: (reference, tokens, targets) → `[pairs, 2]`.
 
     Args:
-        pairs: what is compared with.
+        pairs: the setup of preference training.
         module: the reference, abstract.
-        plan: where it lies.
+        plan: its placement.
         rows, positions, chunk, precision, resolved, compiler_options: see `evaluate_pairs_program`.
     """
     Batch, Pos = hax.Axis(resolved.batch_axis, rows), hax.Axis("position", positions)
@@ -88,10 +89,12 @@ def digest_of_source(source: TensorSource) -> str:
     A fine-tuning that leaves norms alone (adapters that were merged) still changes rows of matrices.
     """
     digest = hashlib.sha256()
+    # Sorted: the order of tensors depends on how files are sharded.
     for name, info in sorted(source.tensors.items()):
         digest.update(repr((name, tuple(info.shape), info.dtype.name)).encode())
         if not info.size:
             continue
+        # The first and the middle row; one row alone where both are the same. Scalars count by name and shape only.
         for row in {0, info.shape[0] // 2} if info.shape else ():
             index = (slice(row, row + 1), *(slice(0, min(size, _ELEMENTS)) for size in info.shape[1:]))
             digest.update(np.ascontiguousarray(source.read(name, index)).tobytes())
@@ -105,7 +108,7 @@ class ReferenceRequest:
     Attributes:
         name: of the set, and of its folder.
         rows: its pairs.
-        template: what its texts were made with.
+        template: the chat template of its texts.
     """
 
     name: str
@@ -116,13 +119,14 @@ class ReferenceRequest:
 def reference_stores(
     wanted: Sequence[ReferenceRequest], root: str, *, reference: str, digest: str, precision: Precision
 ) -> list[ReferenceStore]:
-    """Where the log-probabilities of each set are, whether they are there or not.
+    """The store of each set's log-probabilities, complete or not.
 
     Raises:
         ReferenceStoreError: a folder has those of another reference, or of other pairs; lists all.
     """
     stores, problems = [], []
     for one in wanted:
+        # Everything that determines the numbers. A folder whose store has another identity is refused.
         identity = {
             "reference": reference,
             "reference_digest": digest,
@@ -131,6 +135,7 @@ def reference_stores(
             "pairs_digest": pairs_digest(one.rows),
             "positions": one.rows.half,
             "template": one.template,
+            # Log-probabilities in bfloat16 and float32 differ.
             "compute_dtype": np.dtype(precision.compute).name,
         }
         store = ReferenceStore(folder=join(root, one.name), identity=identity, pairs=len(one.rows))
@@ -153,13 +158,13 @@ def build_stores(
     *,
     show: bool,
 ) -> dict[str, np.ndarray]:
-    """What the reference says of each set: read, where it is stored; else made by the Program, and stored.
+    """The reference's log-probabilities of each set; missing chunks are computed by the Program and stored.
 
     Args:
         stores, wanted: the sets.
         program: `reference_logprobs`.
         mesh: the devices.
-        reference: gives the model; is not called where nothing is missing.
+        reference: returns the model; not called if nothing is missing.
         show: whether this process prints.
     """
     missing = _missing(stores)
@@ -170,16 +175,19 @@ def build_stores(
             for store, one, chunks in zip(stores, wanted, missing, strict=True):
                 if chunks:
                     _build(store, one, chunks, program, mesh, model, progress)
+        # Drops the last reference to a model that was loaded for this only, before the training state is allocated.
         del model
     else:
         folders = ", ".join(store.folder for store in stores)
         logger.info("the reference's log-probabilities are read from %s; it is not loaded for them", folders)
+    # All processes read the store below, so they wait for the writes of process 0.
     barrier("reference log-probabilities", seconds=ONE_FOR_ALL_SECONDS)
     return {one.name: store.all() for store, one in zip(stores, wanted, strict=True)}
 
 
 def _missing(stores: Sequence[ReferenceStore]) -> list[list[int]]:
-    """The parts of each store that are to be made, the same on every process: process 0 looks."""
+    """The numbers of the missing chunks of each store, as process 0 finds them; the same on every process."""
+    # On other hosts the folder may look different (local disks, delayed listings), but scoring is a collective.
     local = [store.missing() for store in stores] if is_process_0() else []
     agreed_chunks = agreed("the missing log-probabilities", ";".join(",".join(map(str, chunks)) for chunks in local))
     return [[int(n) for n in chunks.split(",") if n] for chunks in agreed_chunks.split(";")]
@@ -188,36 +196,43 @@ def _missing(stores: Sequence[ReferenceStore]) -> list[list[int]]:
 def _build(
     store: ReferenceStore,
     one: ReferenceRequest,
-    parts: Sequence[int],
+    missing_chunks: Sequence[int],
     program: Program,
     mesh: Mesh,
     model: PyTree,
     progress: Progress,
 ) -> None:
     rows = program.inputs[1].value.axes[0].size
-    if len(parts) < len(store.chunks):
+    if len(missing_chunks) < len(store.chunks):
         logger.info(
-            "%s: %d of %d parts are there already", store.folder, len(store.chunks) - len(parts), len(store.chunks)
+            "%s: %d of %d chunks are stored already",
+            store.folder,
+            len(store.chunks) - len(missing_chunks),
+            len(store.chunks),
         )
     here = PairSet(name=one.name, rows=one.rows, numbers=np.arange(len(one.rows)))
 
     def batches() -> Iterator[tuple[tuple[int, int], tuple[np.ndarray, np.ndarray]]]:
-        for number in parts:
-            part = store.chunks[number]
-            for start in range(part.start, part.stop, rows):
-                numbers = np.arange(start, min(start + rows, part.stop))
+        for number in missing_chunks:
+            chunk = store.chunks[number]
+            # Batches do not cross chunks, so that a chunk is complete with its last batch.
+            for start in range(chunk.start, chunk.stop, rows):
+                numbers = np.arange(start, min(start + rows, chunk.stop))
                 yield (number, start), pair_inputs(here, numbers, rows)
 
     def run() -> None:
         values: dict[int, np.ndarray] = {}
         scored = results(program, mesh, model, batches(), behind=FETCH_BEHIND, jit=jit_together)
-        for (number, start), found in scored:
-            part = store.chunks[number]
-            into = values.setdefault(number, np.zeros((len(part), 2), np.float32))
-            stop = min(start + rows, part.stop)
-            into[start - part.start : stop - part.start] = found[: stop - start]
+        for (number, start), logprobs in scored:
+            chunk = store.chunks[number]
+            # float32 `[pairs of the chunk, 2]`.
+            into = values.setdefault(number, np.zeros((len(chunk), 2), np.float32))
+            stop = min(start + rows, chunk.stop)
+            # Rows beyond the chunk are padding.
+            into[start - chunk.start : stop - chunk.start] = logprobs[: stop - start]
             progress.advance(stop - start)
-            if stop == part.stop:
+            if stop == chunk.stop:
+                # A stored NaN would spoil every later run that reads it.
                 if not np.isfinite(into).all():
                     raise DataError(f"{one.name}: the reference gives pairs that are not finite; nothing is stored")
                 if is_process_0():
@@ -226,6 +241,7 @@ def _build(
     if not is_process_0():
         run()
         return
+    # `wait`: another run may build the same store at this moment; its result is then read.
     advice = "give another cache_dir"
     with leased(store.folder, what="storing log-probabilities of a reference", advice=advice, wait=True):
         store.begin()

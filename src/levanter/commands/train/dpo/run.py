@@ -1,4 +1,4 @@
-"""What a run on preferences does beside one on text: it loads the reference, checks its first loss, evaluates pairs."""
+"""What a run on preference pairs executes in addition: loading the reference, checking the first loss, evaluation."""
 
 import hashlib
 import json
@@ -49,7 +49,7 @@ TOLERANCE_16, MOST_16 = 0.02, 0.1
 
 
 class FirstLossError(ValueError):
-    """Policy and reference are one model before the first step, and the loss says that they are not."""
+    """Policy and reference start as the same model, but the first loss shows that they compute different values."""
 
 
 def loaded_reference(plan: TrainPlan, mesh: Mesh, *, show: bool) -> LmHeadModel | None:
@@ -76,27 +76,29 @@ def _loaded(plan: TrainPlan, second: ReferenceModel, mesh: Mesh, *, show: bool) 
 
 
 def first_loss_checked(pairs: Preferences, precision: Precision) -> Callable[[StepReport], None]:
-    """Looks at the loss of step 0, which is known where a policy begins as its reference (ln 2, for DPO).
+    """Checks the loss of step 0, which is known if the policy starts as its reference (ln 2, for DPO).
 
     Raises:
-        FirstLossError: from what is returned, where it is another one.
+        FirstLossError: raised by the returned function if the loss differs.
     """
     expected = pairs.first_loss
 
     def check(report: StepReport) -> None:
         if report.step != 0 or expected is None:
             return
+        # In 16 bits the two forward passes may round differently, so the tolerances are wider.
         wide = np.dtype(precision.compute).itemsize >= 4
+        # Relative for losses above 1, absolute below.
         off = abs(report.loss - expected) / max(expected, 1.0)
         warned, refused = (TOLERANCE, MOST) if wide else (TOLERANCE_16, MOST_16)
         message = f"the loss of the first step is {report.loss:.7f}; policy and reference are one model, which makes it"
         if off > refused:
             raise FirstLossError(
                 f"{message} {expected:.7f}: they do not compute the same\n"
-                "  → is the reference the model that the run begins from, in every file of it?"
+                "  → check that all files of the reference are those of the model that the run begins from"
             )
         if off > warned:
-            logger.warning("%s %.7f, and rounding another one", message, expected)
+            logger.warning("%s %.7f; the difference is larger than that of rounding", message, expected)
         else:
             logger.info("%s %.7f", message, expected)
 
@@ -111,19 +113,20 @@ def pair_evaluation(
     session: Session,
     frozen: LmHeadModel | None,
     reference: LmHeadModel | None,
-    said: Mapping[str, np.ndarray],
+    logprobs: Mapping[str, np.ndarray],
     *,
     last: int,
 ) -> EvaluatePairs | None:
-    """What is evaluated between steps; None where there are no pairs to evaluate."""
+    """The evaluation between steps; None if there is nothing to evaluate."""
     config, trainer = pairs.config, pairs.config.trainer
-    sets = tuple(validation_pairs(plan, data, said))
+    sets = tuple(validation_pairs(plan, data, logprobs))
     text = None if pairs.text is None else _text_evaluation(plan, pairs.text, mesh, session, frozen, last=last)
     if not sets and text is None:
         return None
     return EvaluatePairs(
         program=plan.program(PROGRAM),
         frozen=frozen,
+        # With stored log-probabilities the Program has no input for a reference.
         reference=None if pairs.evaluates_alone else reference,
         mesh=mesh,
         sets=sets,
@@ -135,7 +138,7 @@ def pair_evaluation(
         last=last,
         max_batches=trainer.max_eval_batches,
         show=session.show,
-        beside=text,
+        text_evaluation=text,
     )
 
 
@@ -148,7 +151,7 @@ def _text_evaluation(
     *,
     last: int,
 ) -> Evaluate:
-    """What evaluates the policy on text (`lm_validation_data`)."""
+    """The evaluation of the policy on text (`lm_validation_data`)."""
     work: TrainWork = plan.work
     assert work.pairs is not None and work.tokenizer is not None
     config = work.pairs.config
@@ -174,29 +177,32 @@ def _text_evaluation(
     )
 
 
-def validation_pairs(plan: TrainPlan, data: TrainingData, said: Mapping[str, np.ndarray]) -> Iterator[PairSet]:
+def validation_pairs(plan: TrainPlan, data: TrainingData, logprobs: Mapping[str, np.ndarray]) -> Iterator[PairSet]:
     """The pairs that are evaluated: those held out of training sets, and sets with validation data of their own.
 
     Args:
         plan: the run's.
         data: its training data.
-        said: what the reference says of sets, where that is stored; see `stored_logprobs`.
+        logprobs: the reference's stored log-probabilities by set; see `stored_logprobs`.
     """
     work: TrainWork = plan.work
     assert work.tokenizer is not None
-    own = () if work.validation is None else work.validation.sets
-    taken = {one.name for one in own}
+    with_text = () if work.validation is None else work.validation.sets
+    # A set may have both held-out pairs and validation data of its own; two sets must not share a name in the metrics.
+    taken = {one.name for one in with_text}
     for one in data.sets:
         if one.held_out:
             assert isinstance(one.rows, PairRows)
+            # The held-out pairs are the last ones of the set; `split` maps positions of this order to row numbers.
             numbers = one.split(np.arange(one.held_out) + len(one.rows) - one.held_out)
             name = f"{one.name}/held_out" if one.name in taken else one.name
-            told = said.get(f"{one.name}/{TRAIN}")
-            stored = None if told is None else told[numbers]
+            set_logprobs = logprobs.get(f"{one.name}/{TRAIN}")
+            # The store covers the set's rows in their own order.
+            stored = None if set_logprobs is None else set_logprobs[numbers]
             yield PairSet(name=name, rows=one.rows, numbers=numbers, reference=stored)
     for one, rows in _process_rows(plan):
         yield PairSet(
-            name=one.name, rows=rows, numbers=np.arange(len(rows)), reference=said.get(f"{one.name}/{VALIDATION}")
+            name=one.name, rows=rows, numbers=np.arange(len(rows)), reference=logprobs.get(f"{one.name}/{VALIDATION}")
         )
 
 
@@ -206,6 +212,7 @@ def _process_rows(plan: TrainPlan) -> Iterator[tuple[EvaluationSet, PairRows]]:
     assert work.tokenizer is not None
     for one in () if work.validation is None else work.validation.sets:
         records = as_training_set(one, folder=one.folder)
+        # The same token stores as in training, built on first use.
         (tokens,) = build_tokens(work.config.data, [records], work.tokenizer)
         rows = plan_rows(work.config.data, records, tokens, work.config.positions)
         assert isinstance(rows, PairRows)
@@ -213,7 +220,7 @@ def _process_rows(plan: TrainPlan) -> Iterator[tuple[EvaluationSet, PairRows]]:
 
 
 def stored_logprobs(plan: TrainPlan, mesh: Mesh, data: TrainingData, *, show: bool) -> dict[str, np.ndarray]:
-    """What a precomputed reference says of all pairs, float32 `[pairs, 2]` by set and split; nothing for other ones.
+    """All log-probabilities of a precomputed reference, float32 `[pairs, 2]` by set and split; empty for other kinds.
 
     The model is on the devices while it scores, and is gone when this returns.
     """
@@ -222,8 +229,10 @@ def stored_logprobs(plan: TrainPlan, mesh: Mesh, data: TrainingData, *, show: bo
         return {}
     second = work.pairs.model
     assert second is not None and second.origin.checkpoint is not None
+    # Training and validation pairs are both scored, since the model is not in memory later.
     wanted = [_wanted(work, one.name, TRAIN, one.rows) for one in data.sets]
     wanted += [_wanted(work, one.name, VALIDATION, rows) for one, rows in _process_rows(plan)]
+    # Weights are identified by contents, not by path: a folder may be replaced.
     digest = digest_of_source(second.origin.checkpoint.source)
     return _score_pairs(plan, mesh, wanted, digest, lambda: _loaded(plan, second, mesh, show=show), show=show)
 
@@ -238,16 +247,18 @@ def validation_logprobs(
     *,
     show: bool,
 ) -> dict[str, np.ndarray]:
-    """Likewise of validation pairs, by the reference that steps have (`reference_eval_cache`)."""
+    """Likewise of validation pairs only, under the resident reference (`reference_eval_cache`)."""
     work: TrainWork = plan.work
     if work.pairs is None or work.pairs.stores is None:
         return {}
+    # Only held-out rows are evaluated, but a store covers a whole set, as `precomputed` does.
     wanted = [_wanted(work, one.name, TRAIN, one.rows) for one in data.sets if one.held_out]
     wanted += [_wanted(work, one.name, VALIDATION, rows) for one, rows in _process_rows(plan)]
     if reference is not None:
         second = work.pairs.model
         assert second is not None and second.origin.checkpoint is not None
         digest = digest_of_source(second.origin.checkpoint.source)
+    # Without a second model the reference is the frozen base, whose digests were computed on the devices.
     else:
         assert part is not None
         digest = hashlib.sha256(json.dumps(dict(part.digests), sort_keys=True).encode()).hexdigest()
@@ -278,17 +289,20 @@ def _score_pairs(
 def step_logprobs(
     plan: TrainPlan, data: TrainingData, logprobs: Mapping[str, np.ndarray]
 ) -> Callable[[int, int, int], np.ndarray] | None:
-    """What the reference says of rows of a step, where steps are given that; None where they are not."""
+    """(step, first row, end) → the reference's stored log-probabilities; None if steps score with the reference."""
     work: TrainWork = plan.work
     if work.pairs is None or not work.pairs.objective.stored:
         return None
+    # In the order of `data.sets`, by which `data.sources` numbers them.
     logprobs_by_set = [logprobs[f"{one.name}/{TRAIN}"] for one in data.sets]
 
     def row_logprobs(step: int, start: int, stop: int) -> np.ndarray:
+        # For each row of the step's batch: the index of its set, and its row in the set.
         which, numbers = data.sources(step)
         values = [
             logprobs_by_set[one][number] for one, number in zip(which[start:stop], numbers[start:stop], strict=True)
         ]
+        # `np.stack` refuses an empty list; a process without rows still needs the right shape.
         return np.stack(values) if values else np.zeros((0, 2), np.float32)
 
     return row_logprobs

@@ -1,4 +1,4 @@
-"""What a run on preferences has beside one on text: the loss of pairs, and what they are compared with."""
+"""The setup of training on preference pairs: the objective, the reference model and its placement."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,11 +44,11 @@ Kind = Literal["none", "adapter_base", "separate", "precomputed"]
 SCORE = "reference_logprobs"
 """The Program that scores pairs with the reference alone, once."""
 STORES = "reference_logprobs"
-"""The folder of what references say, in `data.cache_dir`."""
+"""The default folder of stored log-probabilities, in `data.cache_dir`."""
 
 
 class ReferenceModelError(ValueError):
-    """A reference cannot be compared with."""
+    """The configured reference model cannot be used with the policy."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,10 +76,10 @@ class Preferences:
 
     Attributes:
         config: the run's.
-        kind: what pairs are compared with.
-        model: the second model, where one is loaded.
-        text: what is evaluated besides, as text; None for nothing.
-        checks: what was found out about it.
+        kind: of the reference.
+        model: the second model; None if none is loaded.
+        text: text data on which the policy is also evaluated; None for none.
+        checks: lines of the plan.
     """
 
     config: TrainDpoConfig
@@ -90,44 +90,47 @@ class Preferences:
 
     @property
     def objective(self) -> PreferenceObjective:
-        """What is minimized."""
+        """The preference objective that is minimized."""
         return PreferenceObjective(loss=self.config.loss, beta=self.config.beta, stored=self.kind == "precomputed")
 
     @property
     def bind(self) -> Callable[..., PairModels]:
-        """What is trained and what is not → the models that pairs are scored by."""
+        """The function from trained and other parameters to the models that score pairs."""
+        # `alone` covers "none" and "precomputed": the policy is the only model in memory.
         return {"adapter_base": with_base, "separate": with_other}.get(self.kind, alone)
 
     def model_plan(self, state: StatePlan) -> ShardingPlan:
-        """Where the parameters lie of the models that pairs are scored by, by their paths in `PairModels`."""
+        """The placement of the scoring models' parameters, by their paths in `PairModels`."""
+        # The base of adapters is placed by the run's own state; a separate model has a plan of its own.
         of_kind = {"adapter_base": state.loaded, "separate": None if self.model is None else self.model.plan}
         return pair_plan(state.model, of_kind.get(self.kind))
 
     @property
     def resident(self) -> ReferenceModel | None:
-        """The second model, where it is there during steps."""
+        """The second model, if it stays on the devices during steps."""
         return self.model if self.kind == "separate" else None
 
-    def beside(self, plan: ShardingPlan) -> ShardingPlan:
-        """A plan of what a run holds, with the second model where it holds that."""
+    def with_reference(self, plan: ShardingPlan) -> ShardingPlan:
+        """A plan of resident arrays, extended by the second model if that is resident."""
         return under_reference(plan, None if self.resident is None else self.resident.plan)
 
     @property
     def stores(self) -> str | None:
-        """The folder of what the reference says of pairs, where that is made once; None where it is not."""
+        """The folder of the reference's stored log-probabilities; None if they are not stored."""
         config = self.config
         if self.kind == "precomputed":
             return cache_root(
                 getattr(config.reference, "cache_dir", None), config.data.cache_dir, "reference.cache_dir"
             )
+        # A reference that is resident for steps may still store the numbers of its evaluations.
         if self.kind != "none" and config.reference_eval_cache.mode == "build_or_load":
-            own = config.reference_eval_cache.cache_dir
-            return cache_root(own, config.data.cache_dir, "reference_eval_cache.cache_dir")
+            cache_dir = config.reference_eval_cache.cache_dir
+            return cache_root(cache_dir, config.data.cache_dir, "reference_eval_cache.cache_dir")
         return None
 
     @property
     def evaluates_alone(self) -> bool:
-        """Whether evaluations score with the policy alone: the reference has said it, or nothing is compared."""
+        """Whether evaluations run the policy alone: the reference's numbers are stored, or there is no reference."""
         return self.kind == "none" or self.stores is not None
 
     def scored_once(self, frozen: PyTree, state: StatePlan) -> tuple[PyTree, ShardingPlan]:
@@ -140,17 +143,19 @@ class Preferences:
         return (frozen, state.loaded) if self.model is None else (self.model.module, self.model.plan)
 
     def in_order(self, programs: Sequence[Program]) -> list[Program]:
-        """The Programs of a run as it runs them: a precomputed reference scores before anything is made."""
-        first = [each for each in programs if each.name == SCORE and self.kind == "precomputed"]
-        return [*first, *(each for each in programs if each not in first)]
+        """The Programs in their order of execution: a precomputed reference scores before all others."""
+        first = [program for program in programs if program.name == SCORE and self.kind == "precomputed"]
+        return [*first, *(program for program in programs if program not in first)]
 
     @property
     def first_loss(self) -> float | None:
-        """The loss of the first step, where that is known: policy and reference begin as one model."""
+        """The loss of the first step; None unless policy and reference start as the same model."""
         config = self.config
         lora = config.lora
+        # Dropout draws bits, and a base in another dtype than the reference rounds differently.
         if lora is not None and (lora.dropout or (lora.base_dtype is not None and self.kind != "adapter_base")):
             return None
+        # Our own checkpoint may hold any parameters; only a shared Hugging Face source is known to be equal.
         if config.begun_from_checkpoint is not None or config.trainer.initialize_from is not None:
             return None
         if self.kind == "adapter_base" or (self.model is not None and config.reference_model == config.pretrained):
@@ -160,6 +165,7 @@ class Preferences:
     @property
     def scored_besides(self) -> float:
         """Forward passes of a step beside the policy's, in those of the policy."""
+        # 1.0: one forward pass of a model of the policy's size, without a backward pass.
         return 1.0 if self.kind in ("adapter_base", "separate") else 0.0
 
     @property
@@ -169,7 +175,7 @@ class Preferences:
 
 
 def cache_root(folder: str | None, cache_dir: str | None, key: str) -> str:
-    """The folder of what references say.
+    """The folder of stored log-probabilities.
 
     Raises:
         ReferenceModelError: none is named.
@@ -185,7 +191,7 @@ def data_formats(config: TrainLmConfig) -> Formats:
 
 
 def kind_of_reference(config: TrainDpoConfig) -> Kind:
-    """What the pairs of a run are compared with."""
+    """The kind of a run's reference."""
     if not config.loss.has_reference:
         return "none"
     if isinstance(config.reference, AdapterBaseReferenceConfig):
@@ -205,7 +211,7 @@ def find_preferences(
     hbm_bytes: int | None,
     base_bytes: int,
 ) -> Preferences | None:
-    """What a run learns from pairs with; None where it learns from text.
+    """The preference setup of a run; None if it trains on text.
 
     Args:
         config: the run.
@@ -224,29 +230,35 @@ def find_preferences(
     if not isinstance(config, TrainDpoConfig):
         return None
     kind = kind_of_reference(config)
-    text, found = (None, []) if config.lm_validation_data is None else find_validation(config.lm_validation_data)
+    text, text_checks = (None, []) if config.lm_validation_data is None else find_validation(config.lm_validation_data)
+    # `stores` and `_store_checks` need the kind and the config only.
     bare = Preferences(config=config, kind=kind, text=text)
     if kind == "separate" and not getattr(config.reference, "model_path", None):
         raise ReferenceModelError(
             "reference.model_path: type separate compares with a model of its own, and none is named; name it, use "
             "reference: {type: adapter_base} with an adapter, or {type: precomputed}"
         )
-    bare = replace(bare, checks=(*(replace(check, name="lm_validation_data") for check in found), *_store_checks(bare)))
+    bare = replace(
+        bare, checks=(*(replace(check, name="lm_validation_data") for check in text_checks), *_store_checks(bare))
+    )
     if config.reference_model is None:
         return bare if kind == "none" else replace(bare, checks=(*bare.checks, _side_by_side(kind, base_bytes)))
     theirs = _origin(config, written, origin)
     Vocab, ids = vocab
-    own = theirs.architecture.vocab_size
-    if own is not None and own != ids:
+    # None where the architecture leaves the size of the vocabulary open.
+    reference_ids = theirs.architecture.vocab_size
+    if reference_ids is not None and reference_ids != ids:
         raise ReferenceModelError(
-            f"reference: {config.reference_model} has {own} ids, the model that is trained has {ids}; of another "
-            "vocabulary log-probabilities do not compare"
+            f"reference: {config.reference_model} has {reference_ids} ids, the model that is trained has {ids}; "
+            "log-probabilities over different vocabularies cannot be compared"
         )
     if theirs.has_int8:
         raise ReferenceModelError(f"reference: {config.reference_model} has 8-bit weights, which are not read here yet")
+    # The same kernels as the policy's, so that equal weights give equal log-probabilities.
     model, _ = replace(theirs.architecture, vocab_size=ids).for_platform(
         target.platform, compute_dtype=precision.compute, length=config.positions, sequence_shards=resolved.query_ways
     )
+    # In the compute dtype: the reference takes no updates, so it has no float32 copy.
     module = cast(abstract(lambda: model.build(Vocab, key=jax.random.PRNGKey(0))), precision.compute)
     plan = plan_sharding(leaves(module), resolved.mappings, resolved.spec, hbm_bytes=hbm_bytes)
     load, problems = None, []
@@ -259,6 +271,7 @@ def find_preferences(
             config=model,
             module=module,
             plan=plan,
+            # The policy's load plan is there as well, and two transfers must not share a name.
             load=None if load is None else replace(load, name=f"load.{REFERENCE}"),
         ),
         checks=(
@@ -271,7 +284,7 @@ def find_preferences(
 
 
 def _store_checks(pairs: Preferences) -> list[Check]:
-    """Where what the reference says is stored."""
+    """Checks of the folder in which log-probabilities are stored."""
     folder = pairs.stores
     if folder is None:
         return []
@@ -283,7 +296,7 @@ def _store_checks(pairs: Preferences) -> list[Check]:
 
 
 def _side_by_side(kind: Kind, nbytes: int) -> Check:
-    """What each way to compare would take, whichever the run has.
+    """A note with the cost of each kind of reference, whichever the run has.
 
     Args:
         kind: the run's.
@@ -294,8 +307,8 @@ def _side_by_side(kind: Kind, nbytes: int) -> Check:
         "adapter_base": "nothing on a device and one more forward pass a step (of adapters)",
         "precomputed": "nothing on a device and no pass in a step, after one pass over all pairs",
     }
-    said = [f"{name}: {takes}{' (this run)' if name == kind else ''}" for name, takes in what.items()]
-    return Check(name="reference", status="note", message="; ".join(said))
+    choices = [f"{name}: {takes}{' (this run)' if name == kind else ''}" for name, takes in what.items()]
+    return Check(name="reference", status="note", message="; ".join(choices))
 
 
 def _origin(config: TrainDpoConfig, written: ExplicitKeys, policy: ModelSource | None) -> ModelSource:
@@ -303,7 +316,9 @@ def _origin(config: TrainDpoConfig, written: ExplicitKeys, policy: ModelSource |
     assert path is not None
     block = ModelBlock.of(config.model, written)
     if not getattr(config.reference, "is_hf", True):
+        # A `model:` block that yields to the checkpoint says nothing about the reference's architecture.
         return resolve_saved_source(path, block if not config.takes_architecture else None, key="reference.model_path")
+    # The same files: its headers are read and its checks are listed once.
     if policy is not None and path == config.pretrained:
         return policy
     return resolve_source(path, block, block_is_whole=not config.takes_architecture, block_yields=True)
@@ -314,7 +329,7 @@ def _renamed(checks: Iterable[Check]) -> list[Check]:
 
 
 def under(name: str, planned: LeafPlan) -> LeafPlan:
-    """A leaf's plan where its path has one more part in front."""
+    """A leaf's plan with `name` as a prefix of its path."""
     return replace(planned, leaf=replace(planned.leaf, path=f"{name}.{planned.leaf.path}"))
 
 
@@ -323,9 +338,10 @@ def under_reference(plan: ShardingPlan, reference: ShardingPlan | None) -> Shard
     if reference is None:
         return plan
     moved = (under(REFERENCE, planned) for planned in reference.leaves)
-    found = (
+    errors = (
+        # Errors only: notes about the reference are among its own checks.
         replace(planned, path=f"{REFERENCE}.{planned.path}")
         for planned in reference.findings
         if planned.error is not None
     )
-    return replace(plan, leaves=(*plan.leaves, *moved), findings=(*plan.findings, *found))
+    return replace(plan, leaves=(*plan.leaves, *moved), findings=(*plan.findings, *errors))

@@ -1,8 +1,7 @@
 """Evaluation during training: the validation sets of a run, scored with the training state between two steps.
 
 With validation sets a configuration has one more Program, `evaluate`. The results are those of `eval_lm`, under the
-same
-names: the same rows, the same scoring, the same averages.
+same names: the same rows, the same scoring, the same averages.
 """
 
 import logging
@@ -50,6 +49,7 @@ from levanter.trainer.trainable import bind
 logger = logging.getLogger(__name__)
 
 PROGRAM = "evaluate"
+# While a batch is fetched to the host, the next one is already dispatched.
 FETCH_BEHIND = 1
 
 
@@ -63,10 +63,12 @@ def find_validation(config: LmDataConfig, formats: Formats = FORMATS) -> tuple[E
     try:
         data = resolve_evaluation(config, in_training=True, formats=formats)
     except AbsentTextError as error:
+        # An empty value keeps the Program in the plan; the `unchecked` check prevents a run before the value is used.
         absent = EvaluationData(sets=(), notes=())
         return absent, [Check(name="validation", status="unchecked", message=str(error), error=error)]
     except DataError as error:
         return None, [Check(name="validation", status="error", message=str(error), error=error)]
+    # Components without a source are legal (weights may name them) but have nothing to score.
     notes = [
         Check(name="validation", status="note", message=f"data.components.{name}: has no source; nothing is evaluated")
         for name, component in config.components.items()
@@ -74,6 +76,7 @@ def find_validation(config: LmDataConfig, formats: Formats = FORMATS) -> tuple[E
     ]
     if not data.sets and not config.num_validation_sequences:
         return None, notes
+    # Rows held out of training sets are cut once the token stores exist, so only their number is known here.
     held_out = [f"{name}: {count} rows held out" for name, count in (config.num_validation_sequences or {}).items()]
     message = "; ".join([*map(str, data.sets), *held_out])
     return data, [Check(name="validation", status="ok", message=message), *notes]
@@ -110,15 +113,17 @@ def evaluate_program(
     def evaluate(
         model: LmHeadModel, tokens: hax.NamedArray, targets: hax.NamedArray, segment_ids: hax.NamedArray
     ) -> hax.NamedArray | tuple[hax.NamedArray, hax.NamedArray]:
+        # Cast inside the Program: the parameters keep their dtype on the devices, and XLA can fuse the casts.
         usable = in_compute_dtype(model, precision.compute, plan.model)
         batch = LmBatch(tokens=tokens, targets=targets, segment_ids=segment_ids)
         if not accuracy:
             return objective.logprobs(usable, batch)
-        found = token_hits(usable, tokens, targets, segment_ids=segment_ids, chunk=objective.chunk)
+        # `token_hits` gives log-probabilities and hits in one pass through the head.
+        scored = token_hits(usable, tokens, targets, segment_ids=segment_ids, chunk=objective.chunk)
         if type(objective).logprobs is LmObjective.logprobs:
-            return found
-        # Log-probabilities of a script's own.
-        return objective.logprobs(usable, batch), found[1]
+            return scored
+        # An objective from Python may define its own log-probabilities; only the hits are taken from the default ones.
+        return objective.logprobs(usable, batch), scored[1]
 
     return Program(
         name=PROGRAM,
@@ -130,7 +135,7 @@ def evaluate_program(
             Input(name="segment_ids", value=ids, placement=resolved.mappings.compute),
         ),
         mappings=resolved.mappings,
-        # A few kilobytes that every host reads: replicated.
+        # A few kilobytes that every host reads, hence replicated.
         out_placement=AxisMapping(),
         matmul_precision=precision.matmul,
         compiler_options=compiler_options,
@@ -141,15 +146,18 @@ def validation_rows(
     config: LmDataConfig, validation: EvaluationData, data: TrainingData, tokenizer: Tokenizer, *, vocab_size: int
 ) -> EvalSequences:
     """The rows of all validation sets: those with text of their own, and those held out of training data."""
-    own = None
+    with_text = None
+    # A set may have text of its own, rows held out of the training rows, or both.
     if validation.sets:
-        own = evaluation_rows(config, validation.sets, tokenizer, max_length=data.positions, vocab_size=vocab_size)
+        with_text = evaluation_rows(
+            config, validation.sets, tokenizer, max_length=data.positions, vocab_size=vocab_size
+        )
     held_out = held_out_sequences(
         data, tokenizer.byte_lengths(), separate_documents=config.block_cross_document_attention
     )
-    found = concatenate_sequences(own, held_out)
-    assert found is not None, "a run without validation sets has no evaluation"
-    return found
+    sequences = concatenate_sequences(with_text, held_out)
+    assert sequences is not None, "a run without validation sets has no evaluation"
+    return sequences
 
 
 @dataclass(kw_only=True)
@@ -188,30 +196,37 @@ class Evaluate:
 
     def __call__(self, taken: int, state: TrainState) -> None:
         """Scores all sets."""
+        # The Program fixes the batch; the last batch of a set is padded to it.
         (Batch, _) = self.program.inputs[1].value.axes
         batches = EvalBatches(
             sequences=self.sequences,
             batch_size=Batch.size,
+            # The limit counts batches of each set, the reader rows.
             max_rows_per_set=None if self.max_batches is None else self.max_batches * Batch.size,
         )
         scores = RowScores(self.sequences.row_count)
-        given = ((batch, batch.inputs) for batch in batches)
+        inputs = ((batch, batch.inputs) for batch in batches)
         with Progress("evaluating", total=len(batches), unit="batches", show=self.show) as progress:
-            for batch, found in results(
+            for batch, outputs in results(
                 self.program,
                 self.mesh,
+                # The average of the parameters, where the run keeps one.
                 bind(state.eval_params, self.frozen),
-                given,
+                inputs,
                 behind=FETCH_BEHIND,
                 jit=jit_together,
             ):
-                logprobs, hits = fetch_scores(found)
+                # Fetched while the next batch is being computed.
+                logprobs, hits = fetch_scores(outputs)
                 scores.add(batch, logprobs, likeliest=hits)
                 progress.advance(1)
         self.result = summarize(self.sequences, scores, max_rows_per_set=batches.max_rows_per_set)
+        # Trackers number steps from 0: after `taken` steps the last one is `taken - 1`. An evaluation before the first
+        # step is logged under 0.
         self.tracker.log(self.result.metrics(self.prefix), step=max(taken - 1, 0))
         overall = self.result.overall.micro
         bits = overall.bits_per_byte
+        # NaN where a tokenizer has no byte lengths.
         progress_note = "" if np.isnan(bits) else f", {bits:.4f} bits per byte"
         progress_note += (
             "" if overall.accuracy is None else f", {overall.accuracy:.1%} of the tokens were the likeliest"

@@ -1,8 +1,8 @@
-"""The evaluation harness between steps: `eval_harness:` of a training run.
+"""Evaluation on lm-evaluation-harness tasks during training: `eval_harness:` of a training run.
 
-Every `eval_harness_steps` steps, and after the last one, the tasks are asked of the parameters as they are, adapters
-bound, by Programs of the same form as those of `eval_harness`. Results go to the trackers by lm_eval's names, and into
-a folder of the run. Process 0 asks; the others compute the tables that it tells.
+Every `eval_harness_steps` steps, and after the last one, the tasks are evaluated with the current parameters, adapters
+bound, by Programs of the same form as those of `eval_harness`. Results go to the trackers under lm_eval's names, and
+into a folder of the run. Process 0 runs lm_eval; the other processes execute the tables of rows that it broadcasts.
 """
 
 import logging
@@ -50,17 +50,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainingHarness:
-    """What is asked between steps.
+    """The harness tasks of a training run and the Programs that score them.
 
     Attributes:
         config: the block.
-        tasks: what is asked.
-        encoder: makes tokens of texts; None where there is no tokenizer.
-        template: writes conversations; None where there is none.
-        programs: that score rows, by their shape.
+        tasks: the selected tasks.
+        encoder: encodes the texts; None without a tokenizer.
+        template: formats conversations; None for none.
+        programs: score rows of tokens, one for each shape.
         run: what is trained.
-        counted: how often they run in one evaluation; None where that is not known here.
-        checks: those made.
+        counted: requests, and executions of each Program, in one evaluation; None if unknown here.
+        checks: lines of the plan.
     """
 
     config: HarnessConfig
@@ -80,6 +80,7 @@ class TrainingHarness:
     def workloads(self) -> tuple[Workload, ...]:
         """The work of all evaluations."""
         config: TrainLmConfig = self.run.config
+        # Rounded up: the last step is evaluated too, whether or not the interval divides the run.
         times = -(-config.trainer.num_train_steps // config.eval_harness_steps)
         reason = "the tasks' documents are not available here"
         if self.counted is not None:
@@ -112,6 +113,7 @@ def find_harness(run: TrainedRun, tokenizer: Tokenizer | None, largest: BatchPla
         return None
     tasks = discover_tasks(config, listed(config.include_path))
     checks = [tasks.check, *sampling_checks(logged=config.sample_logging.logs)]
+    # Generation needs an engine with a KV cache beside the training state, which is neither planned nor allocated here.
     if tasks.generates:
         error = HarnessError(
             "eval_harness.task_spec: there are tasks that want texts written (generate_until), and between steps there "
@@ -119,27 +121,30 @@ def find_harness(run: TrainedRun, tokenizer: Tokenizer | None, largest: BatchPla
             "--checkpoint_path …"
         )
         checks.append(Check(name="tasks", status="error", message=str(error), error=error))
-    length, found = context_length(config.max_length, run.model, run.config.positions)
-    checks += found
+    length, length_checks = context_length(config.max_length, run.model, run.config.positions)
+    checks += length_checks
     per_device = run.config.trainer.per_device_eval_parallelism
     rows = largest.per_device if per_device == -1 else per_device
+    # Rows may be longer than the context if their segments are not; `branches`: segments may share a prefix.
     longest, branches = rows_reach(run.model, run.resolved, run.platform, length=length, tokens=rows * length)
     checks += reading_checks(run.model, longest)
     shapes = row_shapes(longest, tokens=rows * length, ways=run.resolved.batch_ways, branches=branches)
 
-    encoder, found = query_encoder(tokenizer, length)
-    template, more = conversation_template(tokenizer, required=config.apply_chat_template)
-    checks += [*found, *more]
+    encoder, encoder_checks = query_encoder(tokenizer, length)
+    template, template_checks = conversation_template(tokenizer, required=config.apply_chat_template)
+    checks += [*encoder_checks, *template_checks]
 
     def cost(shape: RowShape) -> float:
         return rows_flops(run.model, run.Vocab.size, shape, "full")
 
-    # Who says how many rows there are has them, in any case.
+    # A configured number of rows is used as it is. Otherwise the batch's shape may follow the requests, within these
+    # limits.
     batch_shapes = batch_limits(run.resolved, run.platform) if per_device == -1 else None
     counted, problem = count_requests(tasks, config, encoder, template, shapes, cost, batch_shapes)
     checks += [] if problem is None else [problem]
     shapes = shapes if counted is None else counted.shapes
 
+    # As in `evaluate`: parameters are cast to the compute dtype inside the Program.
     def usable(model: LmHeadModel) -> LmHeadModel:
         return in_compute_dtype(model, run.precision.compute, run.state_plan.model)
 
@@ -154,8 +159,10 @@ def find_harness(run: TrainedRun, tokenizer: Tokenizer | None, largest: BatchPla
         usable=usable,
     )
     every = f"every {run.config.eval_harness_steps:,} steps and after the last one"
-    asked = "" if counted is None else f", {counted.requests:,} requests"
-    checks.append(Check(name="harness", status="ok", message=f"{every}{asked}, in rows of {length:,} tokens at most"))
+    requests = "" if counted is None else f", {counted.requests:,} requests"
+    checks.append(
+        Check(name="harness", status="ok", message=f"{every}{requests}, in rows of {length:,} tokens at most")
+    )
     return TrainingHarness(
         config=config,
         tasks=tasks,
@@ -169,11 +176,11 @@ def find_harness(run: TrainedRun, tokenizer: Tokenizer | None, largest: BatchPla
 
 
 @dataclass(kw_only=True)
-class AskHarness:
-    """Asks the tasks between two steps, and logs the results under the last step's number.
+class HarnessEvaluation:
+    """Evaluates the tasks between two steps, and logs the results under the last step's number.
 
     Attributes:
-        harness: what is asked.
+        harness: the tasks and their Programs.
         frozen: the part of the model that is not in the state; None for nothing.
         mesh: the devices.
         tracker: where the numbers go.
@@ -199,17 +206,19 @@ class AskHarness:
         return taken % self.every == 0 or taken == self.last
 
     def __call__(self, taken: int, state: TrainState) -> None:
-        """Asks all tasks."""
+        """Evaluates all tasks."""
         harness = self.harness
         scorer = Scorer(
             programs=harness.programs, mesh=self.mesh, model=bind(state.eval_params, self.frozen), cost=harness.cost
         )
+        # lm_eval runs in process 0 only. The others execute the same Programs in the same order until it ends or fails.
         if not is_process_0():
             follow_process_0(scorer, _no_texts)
             return
         assert harness.encoder is not None and harness.tasks.loaded is not None, "RunPlan.check() comes before a run"
+        # Releases the other processes at the end, and passes them an error instead of leaving them in a collective.
         with lead_processes():
-            found, samples = run_tasks(
+            task_results, samples = run_tasks(
                 harness.tasks.loaded,
                 harness.config,
                 encoder=harness.encoder,
@@ -219,12 +228,13 @@ class AskHarness:
                 name=f"{self.name}, step {taken}",
                 show=self.show,
             )
-        self.tracker.log(tracker_metrics(found), step=max(taken - 1, 0))
-        logger.info("step %d:\n%s", taken, results_table(found))
+        # Numbered from 0, as in `Evaluate`.
+        self.tracker.log(tracker_metrics(task_results), step=max(taken - 1, 0))
+        logger.info("step %d:\n%s", taken, results_table(task_results))
         where = join(self.folder, f"step-{taken}")
         logged = select_samples(harness.config, samples)
         try:
-            for path, content in result_files(where, found, logged, date_id(datetime.now())).items():
+            for path, content in result_files(where, task_results, logged, date_id(datetime.now())).items():
                 with atomic_write(path) as file:
                     file.write(content)
         except OutputError as error:
@@ -232,5 +242,6 @@ class AskHarness:
             logger.error("step %d: the harness's results cannot be written in %s: %s", taken, where, error)
 
 
+# A task that generates is refused in `find_harness`, so no table of texts can arrive here.
 def _no_texts() -> None:
     raise AssertionError("a plan without texts must not write any")

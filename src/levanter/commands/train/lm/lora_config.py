@@ -50,13 +50,15 @@ class LoraLmConfig(Ranged):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # What does not go together is said at once, and not when the run begins.
+        # Builds the translated config now, so that keys that contradict each other are refused with the config, not
+        # later.
         _ = self.training
 
     @property
     def training(self) -> TrainLmConfig:
         """The run of `train_lm` that this is."""
         return TrainLmConfig(
+            # The architecture is always the checkpoint's; `model` only adds runtime settings.
             initialize_from_hf=self.initialize_from_hf,
             use_hf_model_config=True,
             adapter=self.lora,

@@ -2,7 +2,7 @@
 
     python -m levanter.main.train_lm --config_path config/train/llama2_7b_v4-32.yaml
 
-`describe` tells what a run will do from the config and the number of devices alone: the batch and how it is divided,
+`describe` derives what a run will do from the config and the number of devices alone: the batch and how it is divided,
 the placement of every parameter and of the optimizer state, the Programs (`init_state`, or `init_optimizer` after
 loading weights; then `train_step`, one for each batch size of a schedule). `levanter.main.plan train_lm` compiles these
 same Programs for a pod that you do not have.
@@ -91,6 +91,7 @@ def describe(
     batches, resolved, checks = settled.batches, settled.resolved, list(settled.checks)
     trainer = config.trainer
     Vocab = vocabulary_axis(vocab, resolved)
+    # The true size; `Vocab` is rounded up so that it divides over its shards.
     model = replace(model, vocab_size=vocab)
     if Vocab.size != vocab:
         rounded = f"{Vocab.size} rows of embedding and head, a multiple of their shards"
@@ -104,17 +105,20 @@ def describe(
     state_plan = run.state_plan
     part = frozen_part(trainer, state_plan, begun_from=config.pretrained or config.begun_from_checkpoint)
     checks += [*partition_notes(state_plan), *head_notes(state_plan)]
+    # The largest microbatch needs the most memory for the head and the activations.
     largest = max((stage.plan for stage in batches), key=lambda plan: plan.microbatch)
     checks.append(Check(name="output head", status="note", message=str(run.head(largest.microbatch))))
     load = None
+    # A placement with errors has no byte ranges to read.
     if origin is not None and not state_plan.parameters.errors:
-        load, found = plan_weight_loading(origin, model, Vocab, state_plan.loaded, target, rules=run.rules)
-        checks += found
+        load, load_checks = plan_weight_loading(origin, model, Vocab, state_plan.loaded, target, rules=run.rules)
+        checks += load_checks
     programs = [*first_programs(run), *step_programs(run, batches), *_scoring(settled, run, largest)]
     harness = find_harness(run, settled.tokenizer, largest)
     if harness is not None:
         checks += harness.checks
         programs += harness.programs.values()
+    # A precomputed reference runs before all others; the plan lists Programs in their order.
     if run.pairs is not None:
         programs = run.pairs.in_order(programs)
     checks += run_dir_checks(config, model, state_plan, part)
@@ -169,16 +173,18 @@ def describe_full_finetune(config: TrainLmConfig, target: Target, *, written: Ex
 def _trained(
     settled: ResolvedTraining, model: LmConfig, Vocab: hax.Axis, target: Target, objective: LmObjective
 ) -> TrainedRun:
-    """What is trained and what is frozen, abstract, and its placement."""
+    """The abstract trained and frozen parts of the model, and their placement."""
 
     def build(key: jax.Array) -> LmHeadModel:
         return model.build(Vocab, key=key)
 
+    # Only traced by `abstract`: shapes and dtypes, no array. The seed does not matter.
     def example() -> LmHeadModel:
         return build(jax.random.PRNGKey(0))
 
     trainer, resolved = settled.config.trainer, settled.resolved
     partition = Partition.of(trainer.trainable, abstract(example))
+    # None unless `adapter:` is set; then all of the model's own parameters are frozen.
     adapted = resolve_adapters(settled.config, model, Vocab, abstract(example))
     mappings, rules = resolved.mappings, None
     renewed = resolve_reinit_rows(
@@ -189,15 +195,18 @@ def _trained(
         partition=partition,
         adapted=adapted,
     )
+    # Adapters own the copies of table and head, so they reinitialize their rows.
     if adapted is not None and renewed is not None:
         adapted = replace(adapted, renewed=renewed)
     if adapted is None:
         state = abstract_state(example, settled.transformation, settled.precision, partition, trainer.model_averaging)
         frozen = abstract_frozen(example, settled.precision, partition)
     else:
-        held = cast(abstract(example), adapted.base_dtype(settled.precision))
-        frozen, rules = frozen_base(settled.config, adapted, settled.origin, model, Vocab, held)
+        # A frozen base needs no float32 master copy: it is held in the compute dtype, or in int8.
+        base = cast(abstract(example), adapted.base_dtype(settled.precision))
+        frozen, rules = frozen_base(settled.config, adapted, settled.origin, model, Vocab, base)
         state = adapted.abstract_state(settled.transformation, trainer.model_averaging, base=frozen)
+        # Overrides that place the factors (`adapter.placement`).
         mappings = adapted.placed(mappings, resolved.spec)
     hbm_bytes = trainer.mesh.hbm_bytes(target.hbm_bytes)
     return TrainedRun(
@@ -222,7 +231,7 @@ def _trained(
 
 
 def _with_pairs(settled: ResolvedTraining, run: TrainedRun, target: Target) -> TrainedRun:
-    """The run with what it learns from pairs with, where it does that."""
+    """The run, with its preference setup if it trains on pairs."""
     pairs = find_preferences(
         settled.config,
         settled.written,
@@ -266,32 +275,37 @@ def _saving(
 ) -> tuple[Program, ...]:
     """The Programs of checkpoints and of exports."""
     parameters = state.parameters
+    # There is no gather to plan for an array without a valid placement; the errors are in the plan already.
     if parameters.errors or state.whole.errors:
         return ()
-    parts = replica_slices_program(state.whole)
-    programs = () if parts is None else (parts,)
+    # None if no array is replicated over devices.
+    slicing = replica_slices_program(state.whole)
+    programs = () if slicing is None else (slicing,)
     if peft is not None:
         return (*programs, *saving_programs(peft.tensors, parameters, hosts=target.hosts))
     if config.hf_save_path is None:
         return programs
-    files = plan_export([each.leaf for each in parameters.leaves], model, Vocab, dtype=config.hf_save_dtype)
+    # A whole-model export gathers every parameter in the order of the files.
+    files = plan_export([planned.leaf for planned in parameters.leaves], model, Vocab, dtype=config.hf_save_dtype)
     return (*programs, *saving_programs(files.tensors, parameters, hosts=target.hosts))
 
 
 def _searchable(run: TrainedRun, plan: StatePlan, Vocab: hax.Axis) -> Searchable | str:
     """What the layout search needs to know."""
     parameters, whole = plan.parameters, plan.whole
-    rows, own = run.config.trainer.train_batch_size, {each.leaf.path for each in parameters.leaves}
+    rows, parameter_paths = run.config.trainer.train_batch_size, {planned.leaf.path for planned in parameters.leaves}
     if not isinstance(rows, int):
         return "trainer.train_batch_size is a schedule; search with a single size"
     sizes = {axis.name: axis.size for axis in run.model.axes.values()}
+    # The search tries other meshes on these sizes, without building the model again.
     return Searchable(
         training=True,
-        parameters=tuple(each.leaf for each in parameters.leaves),
+        parameters=tuple(planned.leaf for planned in parameters.leaves),
         statistics=tuple(
-            each.leaf
-            for each in whole.leaves
-            if each.leaf.path.startswith((OPTIMIZER, AVERAGE)) and each.leaf.path not in own
+            # Moments and averages, which the search places in addition to the parameters.
+            planned.leaf
+            for planned in whole.leaves
+            if planned.leaf.path.startswith((OPTIMIZER, AVERAGE)) and planned.leaf.path not in parameter_paths
         ),
         frozen=plan.frozen,
         sizes={**sizes, "vocab": Vocab.size, "position": run.config.positions},
@@ -300,6 +314,7 @@ def _searchable(run: TrainedRun, plan: StatePlan, Vocab: hax.Axis) -> Searchable
         windows=tuple((group.window, group.features) for group in run.model.attention_groups),
         summed=sum(bool(part.tensor_axes) for layer in run.model.layers for part in layer.parts),
         batch_axis=run.resolved.batch_axis,
+        # A row of pairs is two sequences, and the search counts sequences.
         global_batch=rows * run.sequences,
         compute_bytes=np.dtype(run.precision.compute).itemsize,
         keys=lambda rows, _: {"trainer.per_device_parallelism": rows // run.sequences},
@@ -316,7 +331,7 @@ def finish(plan: TrainPlan, done: Trained, session: Session) -> int:
         print(done, flush=True)
     if done.preempted:
         return PREEMPTED
-    # With `crash_on_nan: false` a run continues to its end; that it failed is reported there.
+    # With `crash_on_nan: false` a run continues to its end, and its failure is reported here.
     if done.loss is not None and not math.isfinite(done.loss):
         raise NonFiniteResultError(f"the loss of the last step is {done.loss}")
     if done.evaluation is not None and done.evaluation.not_finite:
