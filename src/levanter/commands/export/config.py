@@ -65,10 +65,11 @@ class ConvertLmConfig(Ranged):
             problems.append("checkpoint_path: missing; or hf_checkpoint and adapter_path, to merge an adapter")
         if self.checkpoint_path is not None and self.hf_checkpoint is not None:
             problems.append("checkpoint_path and hf_checkpoint: one of them is exported; keep one")
+        # An adapter needs a base and vice versa; our own checkpoint of adapters has both.
         if (self.hf_checkpoint is None) != (self.adapter_path is None):
             absent = "hf_checkpoint, which it is of" if self.hf_checkpoint is None else "adapter_path, to merge into it"
-            given = "adapter_path" if self.hf_checkpoint is None else "hf_checkpoint"
-            problems.append(f"{given}: needs {absent}")
+            key = "adapter_path" if self.hf_checkpoint is None else "hf_checkpoint"
+            problems.append(f"{key}: needs {absent}")
         if self.int8 and self.adapter_path is not None:
             problems.append(
                 "int8: not implemented for merged adapters; export again from the merged folder's checkpoint"

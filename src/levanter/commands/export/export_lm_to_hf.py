@@ -6,7 +6,7 @@
 No device is needed: each tensor is assembled from the checkpoint's shards and written, one after another, so the host
 needs memory for the largest of them. The folder appears under its name once it is complete and has been verified.
 `transformers`, `eval_lm` and everything else that reads Hugging Face checkpoints accepts it. The second form merges an
-adapter into its base, in float32 with one rounding, and says what the rounding took.
+adapter into its base, in float32 with one rounding, and prints the rounding errors.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ConvertWork:
-    """What `execute` needs.
+    """The resolved inputs of `execute`.
 
     Attributes:
         config: as the user wrote it.
@@ -78,11 +78,12 @@ def describe(config: ConvertLmConfig, target: Target, *, written: ExplicitKeys |
     model = origin.architecture
     saved = origin.checkpoint if isinstance(origin.checkpoint, SavedModel) else None
     checks = list(origin.checks)
-    found = tokenizer = None
+    source_tokenizer = tokenizer = None
     if config.save_tokenizer:
-        found, check = find_tokenizer(config.tokenizer, origin=origin, size=model.vocab_size)
-        tokenizer = found if isinstance(found, FastTokenizer) else None
-        if found is not None and tokenizer is None:
+        source_tokenizer, check = find_tokenizer(config.tokenizer, origin=origin, size=model.vocab_size)
+        # Only a tokenizer with files can be written; data of token ids has none.
+        tokenizer = source_tokenizer if isinstance(source_tokenizer, FastTokenizer) else None
+        if source_tokenizer is not None and tokenizer is None:
             check = Check(
                 name="tokenizer", status="note", message="none is written: the training data was token ids, not text"
             )
@@ -92,43 +93,50 @@ def describe(config: ConvertLmConfig, target: Target, *, written: ExplicitKeys |
         rows, check = _rows(config.override_vocab_size, model.vocab_size, tokenizer)
         checks.append(check)
     if rows is None:
-        rows = _known_rows(model, found, config, checks)
+        rows = _known_rows(model, source_tokenizer, config, checks)
+    # `override_vocab_size` cuts rows while tensors are written; the model keeps all of them.
     Vocab = hax.Axis("vocab", model.vocab_size or rows)
     module = abstract(lambda: model.build(Vocab, key=jax.random.PRNGKey(0)))
     merge = None
+    # A checkpoint of adapters is exported merged into the base that it names.
     if config.adapter_path is not None or origin.adapters is not None:
         checks += _refused_of_adapters(config)
         of_model = replace(model, vocab_size=rows)
-        merge, found_of = find_merge(config.adapter_path, origin, of_model, Vocab, module, leaves(module))
-        checks += found_of
-    own = _stored(leaves(module), saved, origin.stored) if merge is None else merge.own
+        merge, merge_checks = find_merge(config.adapter_path, origin, of_model, Vocab, module, leaves(module))
+        checks += merge_checks
+    stored = _stored(leaves(module), saved, origin.stored) if merge is None else merge.stored
     if saved is not None:
         try:
-            same_names(own).match(own, saved.source.tensors)
+            # Names are compared without reading arrays: missing, unexpected and mis-shaped tensors are all listed.
+            same_names(stored).match(stored, saved.source.tensors)
         except WeightMismatchError as error:
             checks.append(Check(name="weights", status="error", message=str(error), error=error))
     files = plan_export(
-        own,
+        stored,
         replace(model, vocab_size=rows),
         Vocab,
         vocab_size=rows,
+        # None keeps each tensor's own dtype.
         dtype=_dtype(config.dtype),
         max_bytes=config.max_shard_bytes,
+        # Scales lie along the output channels, so the input axes of each projection are needed.
         int8={f"{path}.weight": x.In for path, x in quantizable(module).items()} if config.int8 else None,
         linear=[f"{path}.weight" for path in projections(module)],
     )
+    # Tensors are written one after another, so the largest one bounds the memory of the host.
     largest = max(files.tensors, key=lambda tensor: tensor.nbytes)
     as_integers = sum(isinstance(tensor, Int8Tensor) for tensor in files.tensors)
-    of_integers = f" ({as_integers} of them int8)" if as_integers else ""
-    held = "one tensor at a time" if merge is None else "some rows of a tensor at a time"
-    said = (
-        f"{len(files.tensors)} tensors{of_integers}, {files.nbytes / GIB:,.2f} GiB in {len(files.shards)} "
-        f"file{'s' if len(files.shards) > 1 else ''}; the host holds {held}, the largest "
+    int8_note = f" ({as_integers} of them int8)" if as_integers else ""
+    buffer = "one tensor at a time" if merge is None else "some rows of a tensor at a time"
+    message = (
+        f"{len(files.tensors)} tensors{int8_note}, {files.nbytes / GIB:,.2f} GiB in {len(files.shards)} "
+        f"file{'s' if len(files.shards) > 1 else ''}; the host holds {buffer}, the largest "
         f"{largest.nbytes / GIB:,.2f} GiB ({largest.name})"
     )
-    checks.append(Check(name="export", status="ok", message=said))
+    checks.append(Check(name="export", status="ok", message=message))
     checks += _output(config)
     mesh = MeshSpec.of(data=target.devices)
+    # No device takes part; the plan still needs a mesh and two empty placements.
     nothing = plan_sharding((), Mappings(), mesh)
     return RunPlan(
         entry_point=NAME,
@@ -151,17 +159,21 @@ def describe(config: ConvertLmConfig, target: Target, *, written: ExplicitKeys |
 
 
 def _refused_of_adapters(config: ConvertLmConfig) -> list[Check]:
-    """What is not implemented for a checkpoint that turns out to be one of adapters."""
-    asked = {"int8": config.int8, "override_vocab_size": config.override_vocab_size is not None}
-    errors = [ValueError(f"{key}: not implemented for merged adapters; leave it out") for key in asked if asked[key]]
+    """Errors of options that are not implemented for a checkpoint of adapters."""
+    unsupported = {"int8": config.int8, "override_vocab_size": config.override_vocab_size is not None}
+    errors = [
+        ValueError(f"{key}: not implemented for merged adapters; leave it out")
+        for key in unsupported
+        if unsupported[key]
+    ]
     return [Check(name="adapter", status="error", message=str(error), error=error) for error in errors]
 
 
 def _known_rows(model: LmConfig, tokenizer: Tokenizer | None, config: ConvertLmConfig, checks: Sequence[Check]) -> int:
-    """How many ids a model has whose checkpoint is absent and whose configuration does not say.
+    """The size of the vocabulary if neither the checkpoint nor the configuration has it.
 
     Raises:
-        RunRefused: nothing says; lists what could not be read.
+        RunRefused: the size is unknown; lists what could not be read.
     """
     try:
         return vocabulary(model, tokenizer=tokenizer, names=(config.tokenizer, model.tokenizer))[0]
@@ -170,23 +182,27 @@ def _known_rows(model: LmConfig, tokenizer: Tokenizer | None, config: ConvertLmC
         raise RunRefused([*before, error], exit_code=BAD_INPUT) from error
 
 
-def _rows(asked: int, there: int | None, tokenizer: FastTokenizer | None) -> tuple[int, Check]:
-    """How many ids are exported."""
+def _rows(wanted: int, available: int | None, tokenizer: FastTokenizer | None) -> tuple[int, Check]:
+    """The number of exported ids, and a check on it."""
+    # The tokenizer's ids must stay: only rows that pad the table may be dropped.
     least = 1 if tokenizer is None else tokenizer.vocab_size
-    if there is not None and not least <= asked <= there:
+    if available is not None and not least <= wanted <= available:
         why = "" if tokenizer is None else f", of which the tokenizer has {least}"
-        error = ValueError(f"override_vocab_size: {asked}, but the checkpoint has {there} ids{why}")
-        return there, Check(name="vocabulary", status="error", message=str(error), error=error)
-    return asked, Check(name="vocabulary", status="ok", message=f"{asked} of {there} ids (override_vocab_size)")
+        error = ValueError(f"override_vocab_size: {wanted}, but the checkpoint has {available} ids{why}")
+        return available, Check(name="vocabulary", status="error", message=str(error), error=error)
+    return wanted, Check(name="vocabulary", status="ok", message=f"{wanted} of {available} ids (override_vocab_size)")
 
 
-def _stored(own: Any, saved: SavedModel | None, stored: np.dtype) -> tuple[Leaf, ...]:
+def _stored(model_leaves: Any, saved: SavedModel | None, stored: np.dtype) -> tuple[Leaf, ...]:
     """The leaves with the checkpoint's dtypes."""
     tensors = {} if saved is None else saved.source.tensors
-    return tuple(replace(leaf, dtype=tensors[leaf.path].dtype if leaf.path in tensors else stored) for leaf in own)
+    return tuple(
+        replace(leaf, dtype=tensors[leaf.path].dtype if leaf.path in tensors else stored) for leaf in model_leaves
+    )
 
 
 def _dtype(name: str | None) -> np.dtype | None:
+    # NumPy has no bfloat16 of its own.
     import ml_dtypes
 
     return None if name is None else np.dtype(getattr(ml_dtypes, name, name))
@@ -216,6 +232,7 @@ def execute(plan: RunPlan[ConvertWork], mesh: Mesh | None = None, session: Sessi
     work, show = plan.work, session is not None and session.show
     assert work.source is not None, "a plan without its checkpoint must not run: RunPlan.check() comes first"
     config = work.config
+    # Read lazily: each tensor is merged when it is written.
     merged = None if work.merge is None else work.merge.tensors(work.source)
     with Progress("exporting", total=work.files.nbytes, unit="bytes", show=show) as progress:
         folder = write_export(
@@ -230,6 +247,7 @@ def execute(plan: RunPlan[ConvertWork], mesh: Mesh | None = None, session: Sessi
             overwrite=config.overwrite,
             progress=lambda done, _: progress.advance_to(done),
         )
+    # Known only now, since rounding errors are collected during the merge.
     if merged is not None and show:
         print("\n".join(rounding_lines(tuple(merged.rounding.values()))), flush=True)
     return folder

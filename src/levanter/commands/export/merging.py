@@ -1,4 +1,4 @@
-"""An adapter to be merged into its base while that is exported."""
+"""Merging an adapter into its base while the base is exported."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,18 +25,18 @@ from levanter.runplan import Check
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Merge:
-    """What is merged.
+    """A base and the adapter that is merged into it.
 
     Attributes:
-        own: the leaves of the base, with the dtypes that they are stored in.
+        stored: the leaves of the base, with the dtypes that they are stored in.
         rules: of its weights.
         adapter: the adapter; None where it is not available here.
         targets: the modules that it changes.
-        saved: the checkpoint of ours that it is out of; None where it is in files of peft.
+        saved: our checkpoint that contains it; None if it is in files of peft.
         whole: paths of the leaves of which the adapter has whole copies.
     """
 
-    own: tuple[Leaf, ...]
+    stored: tuple[Leaf, ...]
     rules: WeightRules
     adapter: PeftAdapter | None
     targets: tuple[TargetGroup, ...]
@@ -44,23 +44,29 @@ class Merge:
     whole: tuple[str, ...] = ()
 
     def tensors(self, source: TensorSource) -> MergedTensors:
-        """The base's tensors with the adapter in them, read when they are asked for."""
+        """The base's tensors with the adapter merged, read on access."""
         assert self.adapter is not None, "a plan without its adapter must not run: RunPlan.check() comes first"
+        # Our checkpoints record digests of the base, which is compared before anything is merged.
         if self.saved is not None:
-            self.saved.check_base(self.rules, self.own, source)
+            self.saved.check_base(self.rules, self.stored, source)
         return MergedTensors(
             source=source,
             rules=self.rules,
             adapter=self.adapter,
             targets=self.targets,
-            copies=copied_tensors(self.own, self.rules, self.whole),
+            copies=copied_tensors(self.stored, self.rules, self.whole),
         )
 
 
 def find_merge(
-    adapter_path: str | None, origin: ModelSource, model: LmConfig, Vocab: hax.Axis, module: PyTree, own: Sequence[Leaf]
+    adapter_path: str | None,
+    origin: ModelSource,
+    model: LmConfig,
+    Vocab: hax.Axis,
+    module: PyTree,
+    model_leaves: Sequence[Leaf],
 ) -> tuple[Merge, list[Check]]:
-    """What merging an adapter into a checkpoint means; reads headers only.
+    """Plans the merge of an adapter into a checkpoint; reads headers only.
 
     Args:
         adapter_path: where the adapter is; None for that of the checkpoint.
@@ -68,12 +74,12 @@ def find_merge(
         model: its architecture, with `vocab_size`.
         Vocab: rows of its embedding.
         module: the model, abstract.
-        own: its leaves.
+        model_leaves: its leaves.
     """
     rules = model.weight_rules(Vocab)
     source = None if origin.checkpoint is None else origin.checkpoint.source
-    stored = stored_leaves(own, rules, source, origin.stored)
-    nothing = Merge(own=stored, rules=rules, adapter=None, targets=())
+    stored = stored_leaves(model_leaves, rules, source, origin.stored)
+    nothing = Merge(stored=stored, rules=rules, adapter=None, targets=())
     try:
         if origin.has_int8:
             raise CheckpointError(
@@ -81,6 +87,7 @@ def find_merge(
                 "its weights are 8-bit integers, to which nothing can be added; merge into the checkpoint before it "
                 "was quantized",
             )
+        # Names and shapes first: a wrong base is reported as such, not as a wrong adapter.
         if source is not None:
             rules.match(stored, source.tensors)
         every = target_groups(module, rules)
@@ -88,17 +95,20 @@ def find_merge(
             adapter, targets, whole = _of_checkpoint(origin, every, rules, module)
         else:
             adapter = open_peft(adapter_path).per_expert(every)
-            whole = adapter.copied_paths(own, rules)
+            whole = adapter.copied_paths(model_leaves, rules)
             targets = adapter.targets(every, rules, select_leaves(module, whole))
+    # Files that are absent here may exist where the export runs.
     except (MissingCheckpointFileError, UnreachableError) as error:
         return nothing, [Check(name="adapter", status="unchecked", message=str(error), error=error)]
     except (CheckpointError, CheckpointMismatchError, WeightMismatchError, UnsupportedTargetError) as error:
         return nothing, [Check(name="adapter", status="error", message=str(error), error=error)]
     copies = f", and {len(whole)} arrays whole" if whole else ""
-    said = f"{adapter.where}: {len(targets)} kinds of modules, rank {_some({group.rank for group in targets})}{copies}"
-    checks = [Check(name="adapter", status="ok", message=said)]
+    message = (
+        f"{adapter.where}: {len(targets)} kinds of modules, rank {_some({group.rank for group in targets})}{copies}"
+    )
+    checks = [Check(name="adapter", status="ok", message=message)]
     if adapter_path is not None and adapter.config.base is not None and adapter.config.base != origin.reference:
-        message = f"the adapter says that it is of {adapter.config.base}; it is merged into {origin.reference}"
+        message = f"the adapter's config names the base {adapter.config.base}; it is merged into {origin.reference}"
         checks.append(Check(name="adapter", status="note", message=message))
     saved = origin.adapters if adapter_path is None else None
     return replace(nothing, adapter=adapter, targets=targets, saved=saved, whole=whole), checks
@@ -107,9 +117,10 @@ def find_merge(
 def _of_checkpoint(
     origin: ModelSource, every: Sequence[TargetGroup], rules: WeightRules, module: PyTree
 ) -> tuple[PeftAdapter, tuple[TargetGroup, ...], tuple[str, ...]]:
-    """The adapter of one of our checkpoints, the modules that it changes, and what it has whole copies of."""
+    """The adapter of one of our checkpoints, its target modules, and the paths of its whole copies."""
     saved = origin.adapters
     assert saved is not None
+    # With rules of its own the base is one of our checkpoints, not Hugging Face files.
     if origin.rules is not None:
         raise CheckpointError(
             saved.where,
@@ -117,10 +128,11 @@ def _of_checkpoint(
             "only; export that checkpoint, and merge what peft_save_path has into the export",
         )
     targets = saved.targets(every)
-    own = leaves(saved.tree(targets, select_leaves(module, saved.part.whole)))
-    plan = plan_peft(targets, every, rules, own, use_rslora=saved.config.use_rslora, base=origin.reference)
-    found = lazy_adapter(plan, Slices(saved.source), where=saved.where).per_expert(every)
-    return found, targets, saved.part.whole
+    # The adapter is read in peft's form, so that both sources of adapters share one merge.
+    adapter_leaves = leaves(saved.tree(targets, select_leaves(module, saved.part.whole)))
+    plan = plan_peft(targets, every, rules, adapter_leaves, use_rslora=saved.config.use_rslora, base=origin.reference)
+    adapter = lazy_adapter(plan, Slices(saved.source), where=saved.where).per_expert(every)
+    return adapter, targets, saved.part.whole
 
 
 class Slices(Mapping[str, Readable]):

@@ -65,6 +65,6 @@ class GenerateConfig(Ranged):
         super().__post_init__()
         problems = model_key_problems(self)
         if self.interactive and (self.input_path or self.output_path):
-            problems.append("interactive: asks at the terminal, so there is no input_path and no output_path")
+            problems.append("interactive: reads prompts from the terminal; remove input_path and output_path")
         if problems:
             raise ValueError("\n".join(problems))

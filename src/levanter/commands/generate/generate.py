@@ -3,10 +3,10 @@
     python -m levanter.main.generate --config_path config/generate/demo.yaml --input_path prompts.jsonl \\
         --output_path answers.jsonl
 
-What a line may hold says `levanter.inference.jsonl`. Lines are answered in their order, whatever order they end in. A
-run that is killed goes on where its answers end when it is started again, and what the two write is, byte for byte,
-what one would have written. A line that is no request gets its error for an answer, all others theirs, and the run ends
-with exit code 2.
+`levanter.inference.jsonl` documents the keys of a line. The output has the order of the input, whatever order the texts
+finish in. A run that was killed continues after its last answer when it is started again, and the output is byte for
+byte that of an uninterrupted run. An invalid line is answered with its error, all others are generated, and the run
+ends with exit code 2.
 """
 
 import math
@@ -46,16 +46,16 @@ from levanter.runplan import EntryPoint, RunPlan, Session
 
 @dataclass(kw_only=True)
 class GenerateResult:
-    """How a run went.
+    """The result of a run.
 
     Attributes:
-        loading: how loading went; None where every line had its answer before.
+        loading: report of the loading; None if nothing was loaded.
         lines: answers in the output.
         kept: of these, from earlier runs.
         tokens: generated here.
         seconds: from the first prompt to the last token, compilation included.
-        refused: what is wrong with the lines that are no requests, by number.
-        failed: what happened to requests that could not be finished, by number.
+        refused: errors of invalid lines, by line number.
+        failed: errors of requests that could not be finished, by line number.
         exit_code: of all processes.
     """
 
@@ -71,7 +71,7 @@ class GenerateResult:
 
 @dataclass(kw_only=True, eq=False)
 class _Pending:
-    """A request that is being answered."""
+    """A request in progress."""
 
     index: int
     line: int
@@ -83,7 +83,7 @@ class _Pending:
 
 @dataclass(kw_only=True, eq=False)
 class _Text:
-    """A choice as it grows."""
+    """A choice in progress."""
 
     text: ChoiceText
     pieces: list[str] = field(default_factory=list)
@@ -91,22 +91,22 @@ class _Text:
 
 
 class _Run:
-    """The requests of a file on their way through the engine."""
+    """The requests of an input file between reader, engine and output."""
 
     def __init__(
         self,
         work: GenerateWork,
         schedule: Schedule,
-        found: GenerateResult,
+        result: GenerateResult,
         reader: PromptReader,
         score: ScorePromptFn | None,
     ):
-        self.work, self.schedule, self.found, self.reader, self.score = work, schedule, found, reader, score
+        self.work, self.schedule, self.result, self.reader, self.score = work, schedule, result, reader, score
         self.pending: dict[str, _Pending] = {}
         self.answered: list[tuple[int, bytes]] = []
 
     def requests(self, first: int) -> Iterator[Request]:
-        """The requests of the input; lines that are none are answered with what is wrong with them.
+        """The requests of the input; an invalid line is answered with its error.
 
         Args:
             first: the index of the first line that has no answer yet.
@@ -114,33 +114,37 @@ class _Run:
         config = self.work.config
         assert config.input_path is not None
         with open_read(config.input_path) as file:
-            for index, asked in enumerate(request_lines(file, defaults=params_to_json(config.sampling))):
+            for index, request in enumerate(request_lines(file, defaults=params_to_json(config.sampling))):
+                # Answered by an earlier run: counted, but not generated again.
                 if index < first:
                     continue
-                if isinstance(asked, PromptRequest):
-                    asked = self._request(index, asked)
-                if isinstance(asked, InvalidLine):
-                    self.found.refused[asked.line] = asked.error
-                    self.answered.append((index, error_line(asked)))
-                elif asked is not None:
-                    yield asked
+                if isinstance(request, PromptRequest):
+                    request = self._request(index, request)
+                if isinstance(request, InvalidLine):
+                    self.result.refused[request.line] = request.error
+                    self.answered.append((index, error_line(request)))
+                elif request is not None:
+                    yield request
 
-    def _request(self, index: int, asked: PromptRequest) -> Request | InvalidLine | None:
-        """A line as a request; None where there is nothing to generate."""
+    def _request(self, index: int, prompt: PromptRequest) -> Request | InvalidLine | None:
+        """A line as a request; None if nothing is to be generated for it."""
         try:
-            request = self.reader.request(asked)
+            request = self.reader.request(prompt)
         except ValueError as error:
-            return InvalidLine(line=asked.line, id=asked.id, error=str(error))
+            return InvalidLine(line=prompt.line, id=prompt.id, error=str(error))
         tokenizer = self.reader.tokenizer
         limit = request.new_tokens(self.schedule.context)
+        # One detokenizer for each choice: a stream has state.
         texts = {
             ChoiceId(request.id, n): _Text(text=ChoiceText.for_request(request, tokenizer.stream(), limit=limit))
             for n in range(request.params.n)
         }
-        pending = _Pending(index=index, line=asked.line, request=request, texts=texts)
+        pending = _Pending(index=index, line=prompt.line, request=request, texts=texts)
         self.pending[request.id] = pending
+        # The prompt's scores were not finite, so the request is answered already.
         if request.params.echo and not self._echo(pending):
             return None
+        # `max_tokens: 0` only echoes and scores the prompt.
         if request.params.max_tokens == 0:
             empty = [Choice(of=of, text="", tokens=(), reason="length") for of in texts]
             self._answer(pending, answer_line(request, empty, echo=pending.echo))
@@ -148,7 +152,7 @@ class _Run:
         return request
 
     def _echo(self, pending: _Pending) -> bool:
-        """Makes the prompt part of the answer; whether its tokens have probabilities, where those are asked for."""
+        """Adds the prompt to the answer, scored if `logprobs` is set; False if a score is not finite."""
         request, scores = pending.request, None
         if request.params.logprobs is not None:
             assert self.score is not None, "a prompt is to be scored, and the plan has no Program for that"
@@ -160,51 +164,56 @@ class _Run:
         return True
 
     def _fail(self, pending: _Pending, error: str) -> None:
-        self.found.failed[pending.line] = error
+        self.result.failed[pending.line] = error
         self._answer(pending, error_line(InvalidLine(line=pending.line, id=pending.request.id, error=error)))
 
     def take(self, event: Event, engine: Engine) -> None:
-        """What an event does to its request."""
+        """Applies an event to its request."""
         pending = self.pending.get(event.of.request)
+        # The engine runs ahead of the host: tokens of a choice that has ended may still arrive.
         if pending is None or event.of not in pending.texts:
             return
         if isinstance(event, Failed):
+            # One failed choice fails the request; its other choices are stopped.
             for of in pending.texts:
                 engine.cancel(of)
             self._fail(pending, event.error)
             return
         if isinstance(event, Token):
-            self.found.tokens += 1
-            own = pending.texts[event.of]
-            piece = own.text.push(event.id)
-            own.tokens.append(event)
-            own.pieces.append(piece.text)
+            self.result.tokens += 1
+            state = pending.texts[event.of]
+            piece = state.text.push(event.id)
+            state.tokens.append(event)
+            state.pieces.append(piece.text)
+            # A stop string is known to the host only, so the engine must be told to free the slot.
             if piece.reason is not None:
                 engine.cancel(event.of)
-                pending.done.append(_choice(event.of, own, piece.reason))
+                pending.done.append(_choice(event.of, state, piece.reason))
                 del pending.texts[event.of]
         if not pending.texts:
             self._answer(pending, answer_line(pending.request, pending.done, echo=pending.echo))
 
     def _answer(self, pending: _Pending, line: bytes) -> None:
+        # Removed before the last events of the request arrive; `take` ignores those.
         del self.pending[pending.request.id]
         self.answered.append((pending.index, line))
 
 
-def _choice(of: ChoiceId, own: _Text, reason: str) -> Choice:
-    asked = own.tokens[0].logprob is not None
+def _choice(of: ChoiceId, state: _Text, reason: str) -> Choice:
+    # All tokens of a request have probabilities, or none has.
+    scored = state.tokens[0].logprob is not None
     return Choice(
         of=of,
-        text="".join(own.pieces),
-        tokens=tuple(token.id for token in own.tokens),
+        text="".join(state.pieces),
+        tokens=tuple(token.id for token in state.tokens),
         reason=reason,
-        logprobs=tuple(token.logprob for token in own.tokens if token.logprob is not None) if asked else None,
-        top=tuple(token.top for token in own.tokens) if own.tokens[0].top else (),
+        logprobs=tuple(token.logprob for token in state.tokens if token.logprob is not None) if scored else None,
+        top=tuple(token.top for token in state.tokens) if state.tokens[0].top else (),
     )
 
 
 def identity(work: GenerateWork, reader: PromptReader) -> Mapping[str, Json]:
-    """Everything that the answers depend on."""
+    """Everything that the answers depend on; stored answers of another identity are not continued."""
     config, digest = work.config, sha256()
     assert config.input_path is not None
     with open_read(config.input_path) as file:
@@ -226,7 +235,7 @@ def identity(work: GenerateWork, reader: PromptReader) -> Mapping[str, Json]:
         "tied_head": config.tied_head if config.quantize else None,
         "cache_dtype": str(work.programs.cache.abstract.pages[0].dtype),
         "max_seq_len": work.programs.cache.max_seq_len,
-        # Absent where there is none: answers of before go on.
+        # Only present with an adapter, so that outputs of runs without one keep their identity.
         **({} if adapter is None else {"adapter": f"{adapter.config} {weights_digest(adapter.source)}"}),
     }
 
@@ -237,65 +246,71 @@ def execute(plan: RunPlan[GenerateWork], mesh: Mesh | None, session: Session | N
     work, show = plan.work, session is not None and session.show
     schedule = make_schedule(work.programs, share_prefixes=work.config.inference.share_prefixes)
     reader = prompt_reader(work, schedule)
-    with ExitStack() as held:
+    with ExitStack() as stack:
         answers = None
+        # Only process 0 reads and writes files. The lease keeps a second run from writing the same output.
         if jax.process_index() == 0 and not work.config.interactive:
             path = work.config.output_path
             assert path is not None, "a plan without an output must not run: RunPlan.check() comes first"
-            lease = held.enter_context(
+            lease = stack.enter_context(
                 leased(f"{path}.parts", what="a generation run", advice="give another output_path")
             )
             answers = OutputWriter(path, identity(work, reader), lease=lease)
-        found = GenerateResult(kept=int(agreed("answers", str(0 if answers is None else answers.begin()))))
+        # Only process 0 has the stored answers; their number becomes the same on all processes.
+        result = GenerateResult(kept=int(agreed("answers", str(0 if answers is None else answers.begin()))))
         with running(work, mesh, schedule=schedule, reader=reader, show=show) as ready:
-            found.loading = ready.loading
+            result.loading = ready.loading
             if ready.engine is not None and work.config.interactive:
-                _converse(ready.engine, reader, found)
+                _converse(ready.engine, reader, result)
             elif ready.engine is not None:
                 assert answers is not None
-                # What is ready when the run is interrupted is stored too.
-                held.callback(answers.store)
-                _answer_all(_Run(work, schedule, found, reader, ready.score), ready.engine, answers, show=show)
-        found.exit_code = int(agreed("how it went", str(_exit_code(found))))
+                # Also called on an interrupt, so that finished answers are stored.
+                stack.callback(answers.store)
+                _answer_all(_Run(work, schedule, result, reader, ready.score), ready.engine, answers, show=show)
+        # All processes end with the same exit code.
+        result.exit_code = int(agreed("how it went", str(_exit_code(result))))
+        # Assembles the output file from its parts.
         if answers is not None:
-            found.lines = answers.finish()
-    return found
+            result.lines = answers.finish()
+    return result
 
 
-def _converse(engine: Engine, reader: PromptReader, found: GenerateResult) -> None:
+def _converse(engine: Engine, reader: PromptReader, result: GenerateResult) -> None:
     """A session at the terminal."""
     terminal = Terminal(Dialogue(engine, reader, reader.defaults))
     session = terminal.run()
-    found.tokens, found.seconds, found.lines = session.tokens, session.seconds, session.answers
-    # Who sits at the terminal has seen what was refused, and went on.
-    found.refused, found.failed = ({} if at_terminal() else session.refused), session.failed
+    result.tokens, result.seconds, result.lines = session.tokens, session.seconds, session.answers
+    # At a terminal the user saw the refusal and continued; from a pipe it makes the exit code 2.
+    result.refused, result.failed = ({} if at_terminal() else session.refused), session.failed
 
 
 def _answer_all(run: "_Run", engine: Engine, answers: OutputWriter, *, show: bool) -> None:
     """Answers every line of the input that has no answer yet."""
-    began, found = time.perf_counter(), run.found
+    began, result = time.perf_counter(), run.result
     with Progress("generating", total=None, unit="tokens", show=show) as progress:
-        for event in engine.run(run.requests(found.kept)):
+        # `engine.run` draws requests from the iterator as slots become free.
+        for event in engine.run(run.requests(result.kept)):
             run.take(event, engine)
             _hand_over(run, answers)
-            progress.advance_to(found.tokens)
+            progress.advance_to(result.tokens)
+    # Lines that need no generation may follow the last event.
     _hand_over(run, answers)
-    found.seconds = time.perf_counter() - began
+    result.seconds = time.perf_counter() - began
 
 
-def _exit_code(found: GenerateResult) -> int:
-    return INTERNAL_ERROR if found.failed else BAD_INPUT if found.refused else OK
+def _exit_code(result: GenerateResult) -> int:
+    return INTERNAL_ERROR if result.failed else BAD_INPUT if result.refused else OK
 
 
 def _hand_over(run: _Run, answers: OutputWriter) -> None:
-    """Gives the answers that are ready to whoever writes them."""
+    """Passes finished answers to the writer, which puts them in order."""
     for index, line in run.answered:
         answers.add(index, line)
     run.answered.clear()
 
 
 def finish(plan: RunPlan[GenerateWork], done: GenerateResult, session: Session) -> int:
-    """Says how it went; which lines are no requests, and which requests could not be finished."""
+    """Prints the result: throughput, invalid lines, and requests that could not be finished."""
     rate = done.tokens / max(done.seconds, 1e-9)
     metrics = {"tokens": done.tokens, "seconds": done.seconds, "tokens_per_second": rate, "lines": done.lines}
     session.tracker.log_summary(metrics)
@@ -324,11 +339,11 @@ def outputs(plan: RunPlan[GenerateWork], session: Session) -> tuple[Output, ...]
 
 
 def interrupted_message(plan: RunPlan[GenerateWork], session: Session) -> str:
-    """Where an interrupted run goes on."""
+    """Where an interrupted run resumes."""
     del session
     if plan.work.config.interactive:
         return "the session ended"
-    return f"answers so far are kept beside {plan.work.config.output_path}; the same command goes on behind them"
+    return f"the answers so far are stored beside {plan.work.config.output_path}; the same command continues after them"
 
 
 ENTRY_POINT = EntryPoint(

@@ -1,4 +1,4 @@
-"""What `generate` will do, before it does it: the model, its cache, and the Programs that fill and read it."""
+"""The plan of `generate`: the model, its KV cache, and the Programs that fill and read it."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -28,10 +28,10 @@ from levanter.trainer.config import TrainerConfig
 
 NAME = "generate"
 TILE = 128
-"""Positions of a page that a TPU reads as they lie, or a multiple of them."""
+"""Positions of a TPU tile: pages of a multiple of it are read without a relayout."""
 CPU_BLOCK = 128
-"""Positions of the cache that a decode step on CPUs reads at a time, as many times as its longest row has filled them.
-A TPU is given one product over all of them."""
+"""Positions of the cache that a decode step on CPUs reads at a time, up to the end of its longest row. A TPU computes
+one product over all positions."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,8 +41,8 @@ class GenerateWork:
     Attributes:
         config: as the user wrote it.
         pretrained: the model.
-        programs: what fills and reads the cache.
-        serving: what they hold and move.
+        programs: the Programs that fill and read the cache.
+        serving: memory and traffic of a decode step.
     """
 
     config: GenerateConfig
@@ -54,7 +54,7 @@ class GenerateWork:
 def describe(config: GenerateConfig, target: Target, *, written: ExplicitKeys | None = None) -> RunPlan[GenerateWork]:
     """Describes the run for `target`; reads metadata, no weights.
 
-    At a terminal one row is asked for at a time: there are as many as the mesh shards the batch into, at least.
+    At a terminal one row is used at a time; there are as many rows as the mesh has shards of the batch.
 
     Args:
         config: what is generated.
@@ -76,7 +76,7 @@ def describe(config: GenerateConfig, target: Target, *, written: ExplicitKeys | 
             tokenizer=config.tokenizer,
         ),
         target,
-        # A part of one prompt on each shard is the largest that a call computes.
+        # One part of one prompt on each shard is the largest call, so it decides the activations.
         batch=lambda ways: ways,
         positions=CHUNK if inference.prefill_chunk == "auto" else inference.prefill_chunk,
         work="generate",
@@ -90,7 +90,8 @@ def describe(config: GenerateConfig, target: Target, *, written: ExplicitKeys | 
         inference = replace(inference, max_rows=rows)
         notes = (*notes, f"inference.max_rows: {rows}, one for each shard of the batch: a terminal asks one at a time")
 
-    def cache_of(rows: int) -> CachePlan:
+    # Called for several row counts while the number of rows is chosen.
+    def cache_with(rows: int) -> CachePlan:
         return plan_cache(
             model,
             pretrained.resolved.mappings,
@@ -105,7 +106,7 @@ def describe(config: GenerateConfig, target: Target, *, written: ExplicitKeys | 
             hbm_bytes=trainer.mesh.hbm_bytes(target.hbm_bytes),
         )
 
-    cache, why = plan_slots(cache_of, model, inference, pretrained, target, shards=ways)
+    cache, why = plan_slots(cache_with, model, inference, pretrained, target, shards=ways)
     programs = _programs(pretrained, cache, inference, target)
     checks = _checks(config, written, pretrained, cache, why, target)
     checks += _chunk_notes(inference, cache, target)
@@ -133,7 +134,9 @@ def describe(config: GenerateConfig, target: Target, *, written: ExplicitKeys | 
         work=GenerateWork(config=config, pretrained=pretrained, programs=programs, serving=serving),
         resident_bytes={"parameters": parameters, "cache": cache.bytes_per_device},
         coresident_bytes={
+            # Allocating the cache takes no input; the parameters are already there.
             programs.start.name: parameters,
+            # Prompt scoring does not take the cache, which stays in memory.
             **{planned.name: cache.bytes_per_device for planned in programs.score.values()},
         },
         searchable="layouts of generation are not searched yet",
@@ -148,9 +151,9 @@ def _checks(
     why: str | None,
     target: Target,
 ) -> tuple[Check, ...]:
-    """What was looked at; `why` says where the number of rows comes from."""
+    """The checks of the plan; `why` explains the number of rows."""
     assert isinstance(pretrained.config, DecoderConfig)
-    # Which kernel attends within whole sequences says nothing of attention to a cache.
+    # The kernel check is about attention within whole sequences; attention to a cache has its own line below.
     checks = [check for check in pretrained.checks if check.name != "kernels"]
     checks += [*unsupported_option_checks(config, written), *_length_checks(cache.max_seq_len, pretrained.config)]
     checks += [*_tile_notes(cache, target), *_slow_cache_notes(cache, target)]
@@ -162,7 +165,7 @@ def _checks(
 
 
 def _chunk_notes(inference: InferenceConfig, cache: CachePlan, target: Target) -> tuple[Check, ...]:
-    """Says where the longest call for prompts comes from, where it is not what it is elsewhere."""
+    """A note on the prefill chunk where `auto` differs from the common value."""
     rows = cache.rows_of_shard
     if inference.prefill_chunk != "auto" or (chunk := inference.chunk(rows, platform=target.platform)) == CHUNK:
         return ()
@@ -174,17 +177,20 @@ def _chunk_notes(inference: InferenceConfig, cache: CachePlan, target: Target) -
 
 
 def _at_terminal(inference: InferenceConfig, ways: int) -> int:
-    """The rows of a run that is asked one thing at a time, over so many shards."""
+    """The rows of an interactive run: one for each shard, or the configured number."""
     wanted = inference.max_rows
+    # Rounded up to a multiple of the shards.
     return ways if wanted == "auto" else -(-wanted // ways) * ways
 
 
 def _whole_parameters(trainer: TrainerConfig, written: ExplicitKeys) -> tuple[TrainerConfig, tuple[str, ...]]:
-    """The trainer with parameters that lie as they are used: gathering them would cost every token all of them."""
+    """The trainer with parameters stored as they are used: FSDP would gather all of them for every token."""
     mesh = trainer.mesh
+    # A placement that the user wrote is not changed.
     if "embed" in mesh.param_mapping and "trainer.mesh.param_mapping" in written:
         return trainer, ()
     rules = {**mesh.param_mapping, "embed": None}
+    # Parameters that lie whole on the batch axes are intended here, so they are no finding of silent replication.
     allowed = [*mesh.allow_replicated, *DEFAULT_BATCH_AXES]
     changed = replace(mesh, param_mapping=rules, allow_replicated=allowed)
     note = "trainer.mesh.param_mapping: embed is whole on every device, so that no token waits for gathered weights"
@@ -192,7 +198,7 @@ def _whole_parameters(trainer: TrainerConfig, written: ExplicitKeys) -> tuple[Tr
 
 
 def _cache_dtype(inference: InferenceConfig, pretrained: PretrainedModel, target: Target) -> np.dtype:
-    """That of keys and values in the cache: the compute dtype unless something else is asked for.
+    """The dtype of keys and values in the cache: the compute dtype unless the config has another one.
 
     On CPUs float32 takes the place of bfloat16: XLA converts the entire cache and back for what a layer writes.
     """
@@ -201,17 +207,19 @@ def _cache_dtype(inference: InferenceConfig, pretrained: PretrainedModel, target
     if inference.cache_dtype is not None:
         return jnp.dtype(inference.cache_dtype)
     compute = pretrained.precision.compute
+    # See `_slow_cache_notes`.
     return jnp.dtype(jnp.float32) if target.platform == "cpu" and compute == jnp.bfloat16 else compute
 
 
 def _programs(
     pretrained: PretrainedModel, cache: CachePlan, inference: InferenceConfig, target: Target
 ) -> GenerationPrograms:
-    """The run's Programs: short parts of prompts are taken several at a time, where that costs nobody anything."""
+    """The Programs of the run."""
     served = ServedModel(
         abstract=pretrained.abstract,
         sharding=pretrained.sharding,
         counts_tokens=inference.penalties,
+        # On CPUs the time grows with the positions read, so only filled blocks are read.
         cache_block=CPU_BLOCK if target.platform == "cpu" else None,
         matrix_unit=target.platform == "tpu",
         matmul_precision=pretrained.precision.matmul,
@@ -219,12 +227,13 @@ def _programs(
     )
     prefill = inference.prefill_calls(cache.rows_of_shard, cache.max_seq_len, platform=target.platform)
     longest = min(CHUNK if inference.prefill_chunk == "auto" else inference.prefill_chunk, cache.max_seq_len)
+    # Prompt scores need the longest chunk and the whole context.
     score = (longest, cache.max_seq_len) if inference.prompt_logprobs else ()
     return generation_programs(served, cache, prefill=prefill, steps=inference.steps, score=score)
 
 
 def _length_checks(length: int, model: DecoderConfig) -> list[Check]:
-    """Refuses or notes rows that are longer than anything the model was trained on."""
+    """Refuses or notes rows that are longer than the trained context."""
     if length <= model.max_seq_len:
         return []
     message = f"inference.max_seq_len: {length:,} positions"
@@ -232,7 +241,7 @@ def _length_checks(length: int, model: DecoderConfig) -> list[Check]:
 
 
 def _tile_notes(cache: CachePlan, target: Target) -> list[Check]:
-    """Says of pages that a TPU does not read as they lie, since their positions do not fill its tiles."""
+    """A note if the pages of a TPU's cache do not fill its tiles."""
     if target.platform != "tpu" or cache.page_size % TILE == 0:
         return []
     key = "inference.max_seq_len" if cache.allocation == "fixed" else "inference.page_size"
@@ -245,12 +254,12 @@ def _tile_notes(cache: CachePlan, target: Target) -> list[Check]:
 
 
 def _slow_cache_notes(cache: CachePlan, target: Target) -> list[Check]:
-    """Says of a cache that was asked for in bfloat16 on CPUs what it costs."""
+    """A note on the cost of a bfloat16 cache on CPUs."""
     if target.platform != "cpu" or cache.abstract.pages[0].dtype.name != "bfloat16":
         return []
     message = (
         "inference.cache_dtype: bfloat16: XLA for CPUs converts the entire cache and back for what each layer writes, "
-        "which took a hundred times as long as the rest of a step; float32, the default here, and float16 are "
+        "which takes a hundred times as long as the rest of a step; float32, the default here, and float16 are "
         "written in place"
     )
     return [Check(name="cache", status="note", message=message)]
@@ -277,8 +286,9 @@ def _file_checks(config: GenerateConfig) -> list[Check]:
 
 
 def _not_files(config: GenerateConfig) -> Iterator[tuple[str, str]]:
-    """What is wrong with paths of something that is there and no file of its own, by key."""
+    """Problems of paths that exist but are no regular files, or the same file twice; by key."""
     read, written = config.input_path, config.output_path
+    # Read twice: for the identity of the run, and for its requests.
     if read is not None and (kind := _kind(read)) is not None:
         yield "input_path", f"input_path: {read} is a {kind}; a run reads its prompts twice\n  → name a file"
     if written is not None and (kind := _kind(written)) is not None:
@@ -296,20 +306,22 @@ def _kind(path: str) -> str | None:
 
 def _same_file(one: str, other: str) -> bool:
     if is_remote(one) or is_remote(other):
+        # Symbolic links and relative paths may name one file.
         return one == other
     return os.path.realpath(local_path(one)) == os.path.realpath(local_path(other))
 
 
 def _workloads(pretrained: PretrainedModel, programs: GenerationPrograms) -> tuple[Workload, ...]:
-    """A decode step at full length, and a call of each size for prompts."""
+    """The work of a decode step at full length, and of each prefill call."""
     cache = programs.cache
 
-    def of(rows: int, tokens: int, kind: Literal["causal", "full"]) -> float:
-        each = pretrained.config.flops(
+    def total_flops(rows: int, tokens: int, kind: Literal["causal", "full"]) -> float:
+        flops = pretrained.config.flops(
             vocab_size=pretrained.Vocab.size, context_length=cache.max_seq_len, attention=kind
         )
-        return rows * tokens * each.scoring
+        return rows * tokens * flops.scoring
 
+    # A decode call gives each row `steps` tokens.
     sizes = [(programs.decode.name, cache.rows, programs.steps)]
     sizes += [(program.name, rows, tokens) for (rows, tokens), program in programs.prefill.items()]
     sizes += [(program.name, cache.shards, tokens) for tokens, program in programs.score.items()]
@@ -319,9 +331,9 @@ def _workloads(pretrained: PretrainedModel, programs: GenerationPrograms) -> tup
             tokens=rows * tokens,
             unit="tokens",
             items=rows * tokens,
-            flops_full=of(rows, tokens, "full"),
-            # A new token meets all before it.
-            flops_causal=of(rows, tokens, "full" if name == programs.decode.name else "causal"),
+            flops_full=total_flops(rows, tokens, "full"),
+            # A decode step attends to every position before its token, which is the full context here.
+            flops_causal=total_flops(rows, tokens, "full" if name == programs.decode.name else "causal"),
             executions=None,
             reason="how many depends on the prompts and on how long the texts get",
         )
@@ -330,14 +342,14 @@ def _workloads(pretrained: PretrainedModel, programs: GenerationPrograms) -> tup
 
 
 def template_checks(template: str | None) -> Iterator[Check]:
-    """Looks for the file of a template."""
+    """An `unchecked` check if the template's file does not exist here."""
     if template is not None and not is_template(template) and not exists(template):
         error = ValueError(f"chat_template: {template}: no such file, and no Jinja either")
         yield Check(name="chat_template", status="unchecked", message=str(error), error=error)
 
 
 HOST_SHARE = 2
-"""Of memory that a host's devices share with everything else there, rows take one part in so many."""
+"""The divisor for memory that devices share with the rest of a host: rows take at most this part of it."""
 
 
 def plan_slots(
@@ -349,7 +361,7 @@ def plan_slots(
     *,
     shards: int,
 ) -> tuple[CachePlan, str]:
-    """The cache of a run, and how its number of rows came about; nothing to say where the config has it.
+    """The cache of a run, and the reason for its number of rows; "" if the config sets the number.
 
     Args:
         make: rows → cache.
@@ -360,7 +372,7 @@ def plan_slots(
         shards: of the rows.
 
     Raises:
-        ValueError: the number is to be found, and nothing limits it.
+        ValueError: the number is `auto`, and the memory of a device is unknown.
     """
     if inference.max_rows != "auto":
         return make(inference.max_rows), ""
@@ -375,10 +387,13 @@ def plan_slots(
     shared = configured is None and target.hbm_bytes is None
     value = plan_decode_cost(model, pretrained, least, inference, decode={}, prefill={})
     reserved = program_bytes(pretrained)
+    # The largest number of rows whose cache, with weights and temporaries, stays below the limit.
     most = value.fitting(limit // (HOST_SHARE if shared else 1), pages_per_slot(least, inference), temp_bytes=reserved)
+    # Configured pages limit the rows too: each row needs at least the pages of one context.
     if inference.pages is not None:
         most = min(most, inference.pages // shards // least.pages_of_row * shards)
     taken = MAX_CPU_ROWS if target.platform == "cpu" else MAX_ROWS
+    # A multiple of the shards, and at least one row on each.
     rows = max(shards, min(most, taken // shards * shards))
     why = f"{most:,} of {least.max_seq_len:,} positions fit {gib(limit)} a device"
     why += ", of which the machine keeps half" if shared else ""
@@ -390,7 +405,8 @@ def plan_slots(
 
 
 def pages_per_slot(cache: CachePlan, inference: InferenceConfig) -> int:
-    """Positions that a row takes of a cache: whole pages, or one where its pages are counted by themselves."""
+    """Positions that a slot reserves: its whole pages, or 1 if the number of pages is configured separately."""
+    # With configured pages the size of the cache is fixed, so further rows cost hardly anything.
     return cache.pages_of_row * cache.page_size if inference.pages is None else 1
 
 
@@ -409,7 +425,7 @@ def plan_decode_cost(
     prefill: dict[str, tuple[int, int]],
     chip_hour_price: float | None = None,
 ) -> DecodeCost:
-    """What the run holds and moves.
+    """Memory and traffic of decoding.
 
     Args:
         model: the architecture.

@@ -1,4 +1,4 @@
-"""How a run of `generate` reads its prompts: `levanter.inference.prompts` with what its config says."""
+"""The prompt reader of a `generate` run: `levanter.inference.prompts` with the settings of the config."""
 
 from levanter.commands.generate.plan import GenerateWork
 from levanter.data.chat import template_text
@@ -7,11 +7,11 @@ from levanter.inference.scheduler import Schedule
 
 
 def prompt_reader(work: GenerateWork, schedule: Schedule) -> PromptReader:
-    """What makes requests of lines.
+    """The reader that converts lines to requests.
 
     Args:
         work: the run's.
-        schedule: what there is room for.
+        schedule: limits of the engine.
     """
     config, vocab_size = work.config, work.pretrained.config.vocab_size
     assert vocab_size is not None

@@ -1,9 +1,9 @@
-"""A model at the terminal, by the keys and commands of upstream's `inference_repl`.
+"""An interactive session with a model, with the keys and commands of upstream's `inference_repl`.
 
     python -m levanter.main.inference_repl --checkpoint HuggingFaceTB/SmolLM2-135M-Instruct
     python -m levanter.main.inference_repl --checkpoint … --command complete --args "The chicken liked to eat"
 
-It is `generate` with `interactive: true`, and the same plan; what each of upstream's keys became says the plan.
+It is `generate` with `interactive: true` and has the same plan. The plan lists upstream's keys that have no effect.
 """
 
 import json
@@ -34,16 +34,16 @@ from levanter.runplan import Check, EntryPoint, RunPlan, Session, Target
 
 NAME = "inference_repl"
 HELP = """\
-chat [MESSAGE]   says something; without a message, a conversation until `exit`
-complete TEXT    goes on with a text
+chat [MESSAGE]   sends a message; without one, starts a conversation until `exit`
+complete TEXT    continues a text
 batch REQUESTS   answers a list of requests, as JSON or a file of it: objects with `prompt` or `messages`
 help             shows this
-exit, Ctrl-D     ends; Ctrl-C ends an answer"""
+exit, Ctrl-D     ends the session; Ctrl-C ends an answer"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReplWork:
-    """What `execute` needs besides the Programs.
+    """The resolved inputs of `execute` besides the Programs.
 
     Attributes:
         config: as the user wrote it.
@@ -58,7 +58,7 @@ def describe(config: InferenceReplConfig, target: Target, *, written: ExplicitKe
     """Describes the run for `target`; reads metadata, no weights.
 
     Args:
-        config: which model is talked to.
+        config: the run.
         target: the devices.
         written: the keys that the user wrote; None for a config made in Python.
 
@@ -66,11 +66,15 @@ def describe(config: InferenceReplConfig, target: Target, *, written: ExplicitKe
         ValueError: the model is broken or unknown, the mesh cannot be resolved, or the rows cannot be cut over it.
     """
     written = ExplicitKeys.in_python(config) if written is None else written
+    # Upstream's `checkpoint` names either kind of model; ours are recognized by their files.
     ours = _is_ours(config.checkpoint)
     planned = generation.describe(config.generating(written, ours=ours), target, written=written)
-    checks = [*planned.checks, *(Check(name="keys", status="note", message=said) for said in config.notes(written))]
+    checks = [
+        *planned.checks,
+        *(Check(name="keys", status="note", message=message) for message in config.notes(written)),
+    ]
     work = ReplWork(config=config, generate=planned.work)
-    # The same plan with other work: a type checker cannot see that `replace` changes what a plan is of.
+    # `replace` changes the type parameter of the plan, which a type checker cannot follow.
     return cast("RunPlan[ReplWork]", replace(cast(Any, planned), entry_point=NAME, checks=tuple(checks), work=work))
 
 
@@ -89,24 +93,26 @@ def execute(plan: RunPlan[ReplWork], mesh: Mesh | None, session: Session | None 
     work, config = plan.work.generate, plan.work.config
     schedule = make_schedule(work.programs, share_prefixes=work.config.inference.share_prefixes)
     reader = prompt_reader(work, schedule)
-    show, talked = session is not None and session.show, SessionStats()
+    show, stats = session is not None and session.show, SessionStats()
     with running(work, mesh, schedule=schedule, reader=reader, show=show) as ready:
         if ready.engine is not None:
             repl = Repl(Terminal(Dialogue(ready.engine, reader, reader.defaults)))
-            talked = repl.run(config.command, config.args)
-    talked.exit_code = int(agreed("how it went", str(talked.exit_code)))
-    return talked
+            stats = repl.run(config.command, config.args)
+    # Every process exits with the code of process 0, the only one that reads the terminal.
+    stats.exit_code = int(agreed("how it went", str(stats.exit_code)))
+    return stats
 
 
 class Repl:
-    """Upstream's commands.
+    """The commands of upstream's `inference_repl`.
 
     Args:
-        terminal: where they come from, and answers go.
+        terminal: reads the commands and shows the answers.
     """
 
     def __init__(self, terminal: Terminal):
         self._terminal = terminal
+        # The first word of a line → its handler, which receives the rest of the line.
         self._words: Mapping[str, Callable[[str], object]] = {
             "chat": self._chat,
             "complete": self._complete,
@@ -115,20 +121,21 @@ class Repl:
         }
 
     def run(self, command: str | None, args: str) -> SessionStats:
-        """Runs a command, or those that are typed until there are no more.
+        """Runs one command, or reads commands until the input ends.
 
         Returns:
-            What came of it; lines that were refused count only where nobody typed them.
+            The statistics; refused lines affect the exit code only if they were not typed at a terminal.
         """
         if command is None:
-            self._terminal.show("`help` says what there is")
-            self._terminal.each_line(self._take)
+            self._terminal.show("`help` lists the commands")
+            self._terminal.read_lines(self._take)
         else:
             self._terminal.once(lambda: self._words[command](args))
-        talked = self._terminal.session
-        refused = talked.refused and (command is not None or not at_terminal())
-        talked.exit_code = INTERNAL_ERROR if talked.failed else BAD_INPUT if refused else OK
-        return talked
+        stats = self._terminal.session
+        # At a terminal the user saw the refusal.
+        refused = stats.refused and (command is not None or not at_terminal())
+        stats.exit_code = INTERNAL_ERROR if stats.failed else BAD_INPUT if refused else OK
+        return stats
 
     def _take(self, line: str) -> bool:
         word, _, rest = line.strip().partition(" ")
@@ -146,10 +153,11 @@ class Repl:
         if text:
             self._terminal.complete(text)
         else:
-            self._terminal.refuse("complete: needs a text to go on with")
+            self._terminal.refuse("complete: needs a text to continue")
 
     def _chat(self, message: str) -> None:
         if message:
+            # A single message starts a conversation of its own.
             self._terminal.forget()
             self._terminal.chat(message)
             return
@@ -161,30 +169,33 @@ class Repl:
             self._terminal.chat(line)
             return True
 
-        self._terminal.each_line(say, "chat> ")
+        self._terminal.read_lines(say, "chat> ")
 
-    def _batch(self, given: str) -> None:
-        for number, one in enumerate(self._requests(given)):
+    def _batch(self, text: str) -> None:
+        for number, one in enumerate(self._requests(text)):
             self._terminal.show(f"--- {number + 1}")
             messages, prompt = one.get("messages"), one.get("prompt")
             if isinstance(messages, list):
+                # The default binds this iteration's messages.
                 self._terminal.ask(lambda dialogue, m=messages: dialogue.chat(m))
             elif isinstance(prompt, str):
                 self._terminal.complete(prompt)
             else:
                 self._terminal.refuse("batch: a request needs `prompt`, a text, or `messages`, a list")
 
-    def _requests(self, given: str) -> list[dict[str, Any]]:
+    def _requests(self, text: str) -> list[dict[str, Any]]:
         try:
-            there = Path(given).is_file()
+            is_file = Path(text).is_file()
+        # A JSON document as a path: too long a name, or a NUL in it.
         except (OSError, ValueError):
-            there = False
+            is_file = False
         try:
-            found = json.loads(Path(given).read_text(encoding="utf-8") if there else given)
+            document = json.loads(Path(text).read_text(encoding="utf-8") if is_file else text)
+        # RecursionError: deeply nested JSON.
         except (OSError, ValueError, RecursionError) as error:
             self._terminal.refuse(f"batch: neither a file nor JSON ({error})")
             return []
-        listed = found if isinstance(found, list) else [found]
+        listed = document if isinstance(document, list) else [document]
         if not all(isinstance(one, dict) for one in listed):
             self._terminal.refuse("batch: expected a list of objects")
             return []
@@ -192,7 +203,7 @@ class Repl:
 
 
 def finish(plan: RunPlan[ReplWork], done: SessionStats, session: Session) -> int:
-    """Says how fast it went."""
+    """Prints the number of answers and the speed."""
     del plan
     if session.show:
         print(f"{done.answers} answers, {done.tokens:,} tokens in {done.seconds:.1f} s")

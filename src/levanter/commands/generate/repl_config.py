@@ -1,4 +1,4 @@
-"""The configuration of `inference_repl`: upstream's keys, and what `generate` has for them."""
+"""The configuration of `inference_repl`: upstream's keys, translated to those of `generate`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,9 +15,9 @@ from levanter.models.registry import LmConfig
 from levanter.trainer.config import TrainerConfig
 
 COMMANDS = ("chat", "complete", "batch", "help")
-"""What `command` may be."""
+"""The values of `command`."""
 ELSEWHERE = {
-    "load": "start it again with another checkpoint",
+    "load": "restart with another checkpoint",
     "unload": "a model stays until the program ends",
     "serve": "`python -m levanter.main.serve` is the server",
 }
@@ -26,7 +26,7 @@ ELSEWHERE = {
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceServerConfig(Ranged):
-    """Upstream's `server:` block; of it `service` is used, and the rest says nothing where nobody is served.
+    """Upstream's `server:` block. Only `service` and `tokenizer` have an effect; no server is started.
 
     Attributes:
         trainer, model, checkpoint_path, hf_checkpoint: no effect; the top-level keys are used.
@@ -44,6 +44,7 @@ class InferenceServerConfig(Ranged):
     checkpoint_path: PathText | None = None
     hf_checkpoint: PathText | None = None
     tokenizer: PathText | None = None
+    # Upstream's defaults of this entry point, which differ from those of `InferenceEngineConfig`.
     service: InferenceEngineConfig = field(
         default_factory=lambda: InferenceEngineConfig(
             page_size=8,
@@ -110,24 +111,24 @@ class InferenceReplConfig(Ranged):
         elif self.command is not None and self.command not in COMMANDS:
             problems.append(f"command: one of {', '.join(COMMANDS)}, or null; got {self.command!r}")
         elif self.command in ("complete", "batch") and not self.args:
-            problems.append(f"args: `{self.command}` needs something to work on")
+            problems.append(f"args: `{self.command}` needs an argument")
         if problems:
             raise ValueError("\n".join(problems))
 
     @property
     def sampling(self) -> SamplingParams:
-        """How tokens are chosen."""
+        """The sampling parameters."""
         return SamplingParams(temperature=self.temperature, max_tokens=self.max_tokens, seed=self.seed)
 
     def generating(self, written: ExplicitKeys, *, ours: bool) -> GenerateConfig:
-        """The same as `generate` has it, at the terminal.
+        """The equivalent configuration of `generate`, interactive.
 
         Args:
             written: the keys of the document.
             ours: whether the checkpoint is one of our own training runs.
         """
         engine = self.server.service
-        # How many tokens a call brings is said by upstream's default, too.
+        # `max_rounds` counts as written: upstream's default of this entry point is a choice too.
         keys = {"engine.max_rounds", *(f"engine.{key}" for key in written_below(written, SERVICE))}
         return GenerateConfig(
             hf_checkpoint=None if ours else self.checkpoint,
@@ -135,6 +136,7 @@ class InferenceReplConfig(Ranged):
             tokenizer=self.tokenizer or self.server.tokenizer,
             model=self.model,
             trainer=self.trainer,
+            # One conversation at a time: `max_seqs` is both the need and the limit.
             inference=engine.inference(needed=engine.max_seqs, written=ExplicitKeys(frozenset(keys))),
             sampling=self.sampling,
             interactive=True,
@@ -145,10 +147,11 @@ class InferenceReplConfig(Ranged):
         )
 
     def notes(self, written: ExplicitKeys) -> Iterator[str]:
-        """What is said of keys that were written and change nothing."""
+        """Notes on keys that were written and have no effect."""
+        # The notes name keys as `engine.…`; here the block is `server.service`.
         below = ExplicitKeys(frozenset(f"engine.{key}" for key in written_below(written, SERVICE)))
-        for said in self.server.service.notes(below):
-            yield f"{SERVICE}{said.removeprefix('engine')}"
+        for note in self.server.service.notes(below):
+            yield f"{SERVICE}{note.removeprefix('engine')}"
         for key, why in WITHOUT_EFFECT.items():
             if f"server.{key}" in written:
                 yield f"server.{key}: without effect; {why}"
@@ -162,11 +165,11 @@ WITHOUT_EFFECT = {
     "hf_checkpoint": "the document's own `checkpoint` is used",
     "temperature": "the document's own `temperature` is used",
     "seed": "the document's own `seed` is used",
-    "batch_timeout": "nothing waits for other requests",
-    "host": "nobody is served",
-    "port": "nobody is served",
+    "batch_timeout": "requests are not delayed to form batches",
+    "host": "no server is started",
+    "port": "no server is started",
 }
-"""Keys of `server:` that nothing here depends on, and why."""
+"""Keys of `server:` without effect, and why."""
 
 
 def written_below(written: ExplicitKeys, block: str) -> frozenset[str]:

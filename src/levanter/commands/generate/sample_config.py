@@ -1,4 +1,4 @@
-"""The configuration of `sample_lm`: upstream's keys, and what `generate` has for them."""
+"""The configuration of `sample_lm`: upstream's keys, translated to those of `generate`."""
 
 from dataclasses import dataclass, field
 
@@ -18,7 +18,7 @@ PROMPTS = (
     "def fibonacci(n):",
     "It was the last train of the evening, and",
 )
-"""What is gone on with where a document names no prompts."""
+"""The default prompts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +71,7 @@ class SampleLmConfig(Ranged):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # Builds the parameters once, so that invalid ones are refused with the config.
         _ = self.sampling
 
     @property
@@ -82,22 +83,24 @@ class SampleLmConfig(Ranged):
 
     @property
     def sampling(self) -> SamplingParams:
-        """How tokens are chosen."""
+        """The sampling parameters."""
         return SamplingParams(
             temperature=self.temperature,
             n=self.n_generations,
             max_tokens=self.max_new_tokens,
+            # An empty string is no stop string.
             stop=(self.stop_sequence,) if self.stop_sequence else (),
         )
 
     def generating(self, written: ExplicitKeys) -> GenerateConfig:
-        """The same as `generate` has it, without files."""
+        """The equivalent configuration of `generate`, without files."""
         return GenerateConfig(
             hf_checkpoint=self.hf_checkpoint,
             checkpoint_path=self.checkpoint_path,
             tokenizer=self.tokenizer,
             model=self.model,
             trainer=self.trainer,
+            # All continuations of a round run at once, if the cache has the slots.
             inference=self.engine.inference(needed=len(self.texts) * self.n_generations, written=written),
             sampling=self.sampling,
             quantize=self.quantize,

@@ -2,8 +2,8 @@
 
     python -m levanter.main.sample_lm --config_path my_sampler.yaml
 
-It is `generate` with prompts from the configuration and texts for the terminal: the same plan, the same Programs, the
-same rows. What each of upstream's keys became says the plan.
+It is `generate` with prompts from the configuration and output to the terminal: the same plan, the same Programs, the
+same slots. The plan lists upstream's keys that have no effect.
 """
 
 import time
@@ -36,7 +36,7 @@ NAME = "sample_lm"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SampleWork:
-    """What `execute` needs besides the Programs.
+    """The resolved inputs of `execute` besides the Programs.
 
     Attributes:
         config: as the user wrote it.
@@ -50,18 +50,18 @@ class SampleWork:
 
     @property
     def serving(self) -> DecodeCost:
-        """What they hold and move."""
+        """Memory and traffic of a decode step."""
         return self.generate.serving
 
 
 @dataclass(kw_only=True)
 class SampledTexts:
-    """How a run went.
+    """The result of a run.
 
     Attributes:
-        loading: how loading went.
+        loading: report of the loading.
         texts: of each round, each prompt and each choice, in this order.
-        failed: what happened to choices that could not be finished.
+        failed: errors of choices that could not be finished.
         tokens: how many were generated.
         seconds: from the first prompt to the last token, compilation included.
     """
@@ -86,13 +86,14 @@ def describe(config: SampleLmConfig, target: Target, *, written: ExplicitKeys | 
     """
     written = ExplicitKeys.in_python(config) if written is None else written
     planned = generation.describe(config.generating(written), target, written=written)
+    # Prompts come from the config and texts go to the terminal, so there are no files.
     checks = [check for check in planned.checks if check.name not in ("input_path", "output_path")]
     requests = tuple(_requests(config, planned.work.pretrained))
     checks += _prompt_checks(requests, planned.work)
     notes = _notes(config, written, planned.work.serving)
-    checks += [Check(name="keys", status="note", message=said) for said in notes]
+    checks += [Check(name="keys", status="note", message=message) for message in notes]
     work = SampleWork(config=config, generate=planned.work, requests=requests)
-    # The same plan with other work: a type checker cannot see that `replace` changes what a plan is of.
+    # `replace` changes the type parameter of the plan, which a type checker cannot follow.
     return cast("RunPlan[SampleWork]", replace(cast(Any, planned), entry_point=NAME, checks=tuple(checks), work=work))
 
 
@@ -101,12 +102,13 @@ def _notes(config: SampleLmConfig, written: ExplicitKeys, served: DecodeCost) ->
     if config.profile:
         yield "profile: without effect; trainer.profiler profiles training runs"
     if config.log_kernel_jaxprs_path:
-        yield "log_kernel_jaxprs_path: without effect; there are no kernels to write down"
+        yield "log_kernel_jaxprs_path: without effect; no kernel jaxprs are written"
 
 
 def _requests(config: SampleLmConfig, pretrained: PretrainedModel) -> Iterator[Request]:
     """The prompts of the first round."""
     tokenizer = pretrained.tokenizer
+    # Every prompt begins with BOS if the tokenizer has one.
     begin = () if tokenizer.bos_id is None else (tokenizer.bos_id,)
     ends = end_of_text_ids(tokenizer)
     for n, ids in enumerate(tokenizer.encode_batch(config.texts)):
@@ -120,9 +122,10 @@ def _requests(config: SampleLmConfig, pretrained: PretrainedModel) -> Iterator[R
 
 
 def _prompt_checks(requests: Sequence[Request], work: GenerateWork) -> Iterator[Check]:
+    # The limits of the engine are those of `execute`, so a prompt that is too long is refused before loading.
     schedule = make_schedule(work.programs)
     if not requests:
-        error = ValueError("prompts: an empty list; there is nothing to go on with")
+        error = ValueError("prompts: an empty list; give at least one prompt")
         yield Check(name="prompts", status="error", message=str(error), error=error)
     for n, request in enumerate(requests):
         try:
@@ -141,16 +144,17 @@ def execute(plan: RunPlan[SampleWork], mesh: Mesh | None, session: Session | Non
     model = with_arrays(generate.pretrained.abstract, loaded.arrays)
     schedule = make_schedule(generate.programs, share_prefixes=generate.config.inference.share_prefixes)
     engine = Engine(DeviceRunner(generate.programs, mesh, model, jit=jit_together), schedule)
-    found = SampledTexts(loading=loaded.report)
+    result = SampledTexts(loading=loaded.report)
     began = time.perf_counter()
     for number in range(work.config.n_rounds):
-        _round(work, engine, number, found, show=show)
-    found.seconds = time.perf_counter() - began
-    return found
+        _round(work, engine, number, result, show=show)
+    result.seconds = time.perf_counter() - began
+    return result
 
 
-def _round(work: SampleWork, engine: Engine, number: int, found: SampledTexts, *, show: bool) -> None:
-    """Goes through all prompts once."""
+def _round(work: SampleWork, engine: Engine, number: int, result: SampledTexts, *, show: bool) -> None:
+    """Samples all prompts once."""
+    # A request's id is `<round>.<prompt>`; each round has another seed, so it samples other texts.
     requests = {f"{number}.{r.id}": replace(r, id=f"{number}.{r.id}", seed=r.seed + number) for r in work.requests}
     texts, pieces = {}, {}
     for request in requests.values():
@@ -160,23 +164,25 @@ def _round(work: SampleWork, engine: Engine, number: int, found: SampledTexts, *
             texts[of], pieces[of] = ChoiceText.for_request(request, stream, limit=work.config.max_new_tokens), []
     for event in engine.run(requests.values()):
         if isinstance(event, Failed):
-            found.failed.append(f"{event.of}: {event.error}")
+            result.failed.append(f"{event.of}: {event.error}")
         elif isinstance(event, Token):
-            found.tokens += 1
+            result.tokens += 1
             piece = texts[event.of].push(event.id)
             pieces[event.of].append(piece.text)
+            # The host found the stop string; the engine's slot is freed.
             if piece.reason is not None:
                 engine.cancel(event.of)
     for of, text in pieces.items():
-        found.texts.append("".join(text))
+        result.texts.append("".join(text))
         if show:
+            # The part of the id after the dot is the number of the prompt.
             prompt = work.config.texts[int(of.request.partition(".")[2])]
             print(f"--- round {number + 1}, prompt {of.request.partition('.')[2]}, text {of.choice + 1}")
-            print(f"{prompt}{found.texts[-1]}")
+            print(f"{prompt}{result.texts[-1]}")
 
 
 def finish(plan: RunPlan[SampleWork], done: SampledTexts, session: Session) -> int:
-    """Says how fast it went, and what could not be finished."""
+    """Prints the speed, and the choices that could not be finished."""
     del plan
     rate = done.tokens / max(done.seconds, 1e-9)
     session.tracker.log_summary({"tokens": done.tokens, "seconds": done.seconds, "tokens_per_second": rate})

@@ -1,8 +1,8 @@
-"""A model at the terminal: lines go in, texts come out as they grow.
+"""An interactive session: reads lines from the terminal and streams the answers.
 
-Ctrl-C ends the answer that is being written, and at the prompt the line; pressed twice during one answer it ends the
-program, as it does everywhere. Ctrl-D ends the session. Lines may come from a file or a pipe, too: then what cannot be
-answered is said and makes the exit code 2.
+Ctrl-C ends the current answer, or discards the line at the prompt; pressed twice during one answer it ends the program.
+Ctrl-D ends the session. Lines may also come from a file or a pipe; then a line that cannot be answered makes the exit
+code 2.
 """
 
 import sys
@@ -19,22 +19,22 @@ from levanter.inference.prompts import PromptRequest
 PROMPT = "> "
 HELP = """\
 a line         {line}
-/text TEXT     goes on with a text as it is
-/new           forgets the conversation
+/text TEXT     continues a text without the chat template
+/new           starts a new conversation
 /help          shows this
-/exit, Ctrl-D  ends; Ctrl-C ends an answer"""
+/exit, Ctrl-D  ends the session; Ctrl-C ends an answer"""
 
 
 @dataclass(kw_only=True)
 class SessionStats:
-    """What a session at the terminal came to.
+    """Statistics of a session.
 
     Attributes:
-        answers: how many.
-        tokens: generated.
-        seconds: from each question to its last token, together.
-        refused: what could not be answered, by number.
-        failed: what went wrong while it was answered, by number.
+        answers: number of answers.
+        tokens: generated tokens.
+        seconds: total time from each question to its last token.
+        refused: errors of lines that could not be answered, by line number.
+        failed: errors of answers that could not be finished, by line number.
         exit_code: of the program.
     """
 
@@ -47,12 +47,12 @@ class SessionStats:
 
 
 class Terminal:
-    """Asks for lines and answers them.
+    """Reads lines and answers them.
 
     Args:
         dialogue: the model.
         write: shows text.
-        read: the next line, after a prompt; raises EOFError behind the last one.
+        read: returns the next line after showing a prompt; raises EOFError after the last one.
     """
 
     def __init__(
@@ -71,16 +71,16 @@ class Terminal:
         self._line = 0
 
     def show(self, text: str) -> None:
-        """Shows a line of our own."""
+        """Shows a line of the program itself."""
         self._write(f"{text}\n")
 
     def run(self) -> SessionStats:
-        """Answers line by line, until there are no more."""
-        self.show(f"{'a conversation' if self.chats else 'a text'}; /help says what else there is")
+        """Answers line by line until the input ends."""
+        self.show(f"{'a conversation' if self.chats else 'a text'}; /help lists the commands")
         words: Mapping[str, Callable[[str], object]] = {
             "/text": self.complete,
             "/new": lambda _: self.forget(),
-            "/help": lambda _: self.show(HELP.format(line="says something" if self.chats else "is gone on with")),
+            "/help": lambda _: self.show(HELP.format(line="sends a message" if self.chats else "is continued")),
         }
 
         def take(line: str) -> bool:
@@ -95,16 +95,17 @@ class Terminal:
                 (self.chat if self.chats else self.complete)(line)
             return True
 
-        self.each_line(take)
+        self.read_lines(take)
         return self.session
 
     @property
     def chats(self) -> bool:
-        """Whether the model takes conversations."""
+        """Whether the model has a chat template."""
         return self.dialogue.reader.template is not None
 
-    def each_line(self, take: Callable[[str], bool], prompt: str = PROMPT) -> None:
-        """Gives `take` the lines that are not empty, until it has enough or there are no more."""
+    def read_lines(self, take: Callable[[str], bool], prompt: str = PROMPT) -> None:
+        """Passes each non-empty line to `take` until it returns False or the input ends."""
+        # SIGINT reaches `_pressed` instead of the handler that ends the run.
         with interrupts_delegated(self._pressed):
             while True:
                 try:
@@ -115,87 +116,94 @@ class Terminal:
                 except EOFError:
                     self._write("\n" if at_terminal() else "")
                     return
+                # Ctrl-C at the prompt discards the line, as in a shell; during an answer it arrives here only when
+                # pressed twice.
                 except KeyboardInterrupt:
                     if self._answering or not at_terminal():
                         raise
                     self._write("\n")
 
     def once(self, act: Callable[[], object]) -> None:
-        """Does one thing, whose answers Ctrl-C ends."""
+        """Runs one action during which Ctrl-C ends the current answer."""
         with interrupts_delegated(self._pressed):
             act()
 
-    def ask(self, asked: Callable[[Dialogue], PromptRequest]) -> ChatTurn | None:
-        """Answers a request that stands for itself."""
-        return self._answer(lambda: asked(self.dialogue))
+    def ask(self, make_request: Callable[[Dialogue], PromptRequest]) -> ChatTurn | None:
+        """Answers a request outside of the conversation."""
+        return self._answer(lambda: make_request(self.dialogue))
 
     def complete(self, text: str) -> ChatTurn | None:
-        """Goes on with a text."""
+        """Continues a text."""
         return self._answer(lambda: self.dialogue.complete(text))
 
     def chat(self, text: str) -> ChatTurn | None:
-        """Says something in the conversation; what could not be answered is no part of it."""
+        """Adds a message to the conversation and answers it; a message that fails is removed again."""
         self._messages.append({"role": "user", "content": text})
-        said = self._answer(lambda: self.dialogue.chat(self._messages))
-        if said is None or said.error is not None:
+        # The template is applied to the whole conversation, so the message must be in it already.
+        turn = self._answer(lambda: self.dialogue.chat(self._messages))
+        if turn is None or turn.error is not None:
+            # Otherwise the next turn would contain two user messages in a row.
             self._messages.pop()
         else:
-            self._messages.append({"role": "assistant", "content": said.text})
-        return said
+            self._messages.append({"role": "assistant", "content": turn.text})
+        return turn
 
     def forget(self) -> None:
-        """Begins another conversation."""
+        """Starts a new conversation."""
         self._messages.clear()
 
     def refuse(self, why: str) -> None:
-        """Says that a line cannot be answered."""
+        """Records and shows that a line cannot be answered."""
         self.session.refused[self._line] = why
         self.show(f"error: {why}")
 
-    def _answer(self, asked: Callable[[], PromptRequest]) -> ChatTurn | None:
+    def _answer(self, make_request: Callable[[], PromptRequest]) -> ChatTurn | None:
         try:
-            request = asked()
+            request = make_request()
+            # From here on Ctrl-C ends the answer instead of discarding the line.
             self._answering, self._stop = True, False
-            said = self.dialogue.say(request, self._write, lambda: self._stop)
+            turn = self.dialogue.say(request, self._write, lambda: self._stop)
         except ValueError as error:
             self.refuse(str(error))
             return None
+        # In any case, so that the next Ctrl-C counts as one at the prompt.
         finally:
             self._answering = False
         self._write("\n")
         self.session.answers += 1
-        self.session.tokens += said.tokens
-        self.session.seconds += said.seconds
-        if said.error is not None:
-            self.session.failed[self._line] = said.error
-            self.show(f"error: {said.error}")
+        self.session.tokens += turn.tokens
+        self.session.seconds += turn.seconds
+        if turn.error is not None:
+            self.session.failed[self._line] = turn.error
+            self.show(f"error: {turn.error}")
         else:
-            self.show(_figures(said))
-        return said
+            self.show(_figures(turn))
+        return turn
 
     def _pressed(self) -> None:
-        """What Ctrl-C does."""
+        """Handles Ctrl-C."""
+        # The first Ctrl-C asks the answer to end after its current token, the second one does not wait.
         if self._answering and not self._stop:
             self._stop = True
         else:
             raise KeyboardInterrupt
 
 
-def _figures(said: ChatTurn) -> str:
-    """How fast an answer came, and why it ended where it did."""
-    ended = {"stop": "", "length": ", cut at max_tokens or the context", "cancelled": ", stopped"}[said.reason]
-    first = "" if said.first is None else f", the first after {said.first:.2f} s"
-    rate = "" if said.rate is None else f", then {said.rate:.1f} a second"
-    return f"[{said.tokens} tokens{first}{rate}{ended}]"
+def _figures(turn: ChatTurn) -> str:
+    """The speed of an answer and the reason for its end, in a line."""
+    ended = {"stop": "", "length": ", cut at max_tokens or the context", "cancelled": ", stopped"}[turn.reason]
+    first = "" if turn.first is None else f", the first after {turn.first:.2f} s"
+    rate = "" if turn.rate is None else f", then {turn.rate:.1f} a second"
+    return f"[{turn.tokens} tokens{first}{rate}{ended}]"
 
 
 def at_terminal() -> bool:
-    """Whether somebody sits at it: lines come from no file and no pipe."""
+    """Whether standard input is a terminal, not a file or a pipe."""
     return sys.stdin is not None and sys.stdin.isatty()
 
 
 def _reader() -> Callable[[str], str]:
-    """How lines are read: with editing and a history at a terminal, without a prompt elsewhere."""
+    """The function that reads a line: with editing and history at a terminal, without a prompt elsewhere."""
     if not at_terminal():
         return lambda _: input()
     with suppress(ImportError):

@@ -1,4 +1,4 @@
-"""`InferenceEngineConfig`: upstream's `engine:` block, and what becomes of each of its keys here."""
+"""`InferenceEngineConfig`: upstream's `engine:` block, and its translation to `InferenceConfig`."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32"}
 """Short names of `compute_dtype`."""
 LEAST_ROWS = 8
-"""Rows that are planned where fewer are needed: as many as most meshes divide."""
+"""The smallest number of planned rows; most meshes divide it."""
 MOST_STEPS = 8
-"""Tokens that a row gets in a call at most, whatever `max_rounds` says."""
+"""Largest number of decode steps in a call, whatever `max_rounds` is."""
 WITHOUT_EFFECT = {
-    "hbm_utilization": "the cache has the size that the plan says, whatever is free",
+    "hbm_utilization": "the size of the cache is planned, not taken from free memory",
     "max_stop_seqs": "there may be any number of stop strings",
     "max_stop_tokens": "a stop string may have any number of tokens",
     "seed": "the noise comes from the request's seed",
-    "max_queued_tokens": "prompts are taken as there is room for them",
+    "max_queued_tokens": "prompts are admitted when slots are free",
     "max_seqs_in_prefill": "the calls for prompts have the sizes that the plan lists",
     "max_tokens_per_round": "the calls for prompts have the sizes that the plan lists",
 }
-"""Keys that nothing here depends on, and why."""
+"""Keys without effect, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,46 +62,52 @@ class InferenceEngineConfig(Ranged):
     max_tokens_per_round: PositiveInt | None = None
 
     def inference(self, *, needed: int, written: ExplicitKeys) -> InferenceConfig:
-        """The rows and the cache that the keys stand for.
+        """The equivalent `InferenceConfig`.
 
         Args:
-            needed: rows that there is work for.
+            needed: number of rows that can be used at once.
             written: the keys of the document.
         """
         rows = LEAST_ROWS
+        # Powers of two from 8 on: batch axes of most meshes divide them.
         while rows < needed:
             rows *= 2
+        # Upstream's default, bfloat16, would lower the precision of a float32 model, so only a written key counts.
         dtype = DTYPES.get(self.compute_dtype, self.compute_dtype) if "engine.compute_dtype" in written else None
         defaults = InferenceConfig()
         return InferenceConfig(
             max_rows=min(rows, self.max_seqs),
             max_seq_len=self.max_seq_len or 1024,
             prefill_chunk=self.max_prefill_size or defaults.prefill_chunk,
+            # Longer calls delay the start of waiting requests.
             steps=min(self.max_rounds, MOST_STEPS) if "engine.max_rounds" in written else defaults.steps,
             cache_dtype=dtype,
+            # Without `max_pages` a row has one contiguous page: page tables would only cost.
             allocation="fixed" if self.max_pages is None else "paged",
             page_size=self.page_size,
             pages=self.max_pages,
+            # Upstream's engine has no penalties, whose token counts take memory for each row.
             penalties=False,
         )
 
     def notes(self, written: ExplicitKeys, *, served: "DecodeCost | None" = None) -> tuple[str, ...]:
-        """What is said of keys that were written and change nothing, or not all that they ask for.
+        """Notes on keys that were written and have no effect, or less than their full effect.
 
         Args:
             written: the keys of the document.
-            served: what the plan came to; None before there is one.
+            served: cost of the planned cache; None before it is planned.
         """
-        said = [
+        notes = [
             f"engine.{key}: without effect; {why}" for key, why in WITHOUT_EFFECT.items() if f"engine.{key}" in written
         ]
+        # The note names the planned size, which this key would have limited in upstream.
         if "engine.hbm_utilization" in written and served is not None:
             from haliax_ext.errors import gib
 
             cache = f"{served.rows} rows of {served.context:,} positions, {gib(served.cache_bytes)} a device"
-            said = [f"{each}: {cache}" if "hbm_utilization" in each else each for each in said]
+            notes = [f"{note}: {cache}" if "hbm_utilization" in note else note for note in notes]
         if "engine.max_rounds" in written and self.max_rounds > MOST_STEPS:
-            said.append(f"engine.max_rounds: {MOST_STEPS} instead of {self.max_rounds} tokens a call")
+            notes.append(f"engine.max_rounds: {MOST_STEPS} instead of {self.max_rounds} tokens a call")
         if "engine.page_size" in written and self.max_pages is None:
-            said.append("engine.page_size: without effect; each row owns its positions (max_pages makes pages of them)")
-        return tuple(said)
+            notes.append("engine.page_size: without effect; each row has its own contiguous cache (max_pages pages it)")
+        return tuple(notes)

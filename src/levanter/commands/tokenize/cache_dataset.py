@@ -46,7 +46,7 @@ from levanter.runplan import BAD_INPUT, RunRefused
 logger = logging.getLogger(__name__)
 
 VERIFIED_AT_ONCE = 1 << 22
-"""Tokens of one read."""
+"""Tokens of one read during verification."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class CacheDatasetConfig(TrainLmConfig):
 
 def main(config: CacheDatasetConfig, *, written: ExplicitKeys | None = None) -> int:
     """Builds what is missing and prints what exists."""
-    # What a training run would refuse does not affect its rows.
+    # Problems of other keys would stop a training run, but they do not affect its rows, so they are not checked here.
     if config.hf_checkpoint is not None and (written is None or "data.tokenizer" not in written):
         config = replace(config, data=replace(config.data, tokenizer=config.hf_checkpoint))
     join_processes(config.trainer.distributed)
@@ -73,7 +73,7 @@ def main(config: CacheDatasetConfig, *, written: ExplicitKeys | None = None) -> 
 
 
 def _build(config: CacheDatasetConfig, *, show: bool) -> None:
-    say = print if show else logger.debug
+    log = print if show else logger.debug
     sets, lines = _sets(config.data)
     size = config.model.vocab_size if config.data.vocab_size is None else config.data.vocab_size
     tokenizer, check = find_tokenizer(config.data.tokenizer, origin=None, size=size)
@@ -81,45 +81,48 @@ def _build(config: CacheDatasetConfig, *, show: bool) -> None:
         assert check.error is not None
         raise check.error
     stored = [one for one in sets if one.folder is not None]
+    # Before hours of tokenizing: is every cache folder writable?
     probe(
         Output(key=f"data.cache_dir of {one.name}", path=one.folder, kind="folder")
         for one in stored
         if one.folder is not None and one.document_sources is not None
     )
     for line in lines:
-        say(line)
+        log(line)
+    # Such sets have no folder to build a store in.
     without = [one.name for one in sets if one.folder is None]
     if without:
-        say(f"{', '.join(without)}: tokenized at the start of a run (data.cache_dir is null, or the text is in memory)")
+        log(f"{', '.join(without)}: tokenized at the start of a run (data.cache_dir is null, or the text is in memory)")
     if not stored:
         return
-    say(f"tokenizer: {tokenizer.name}, {tokenizer.vocab_size:,} ids")
+    log(f"tokenizer: {tokenizer.name}, {tokenizer.vocab_size:,} ids")
     began = time.perf_counter()
     with Progress("tokenizing", total=None, unit="tokens", show=show, lazy=True) as progress:
 
-        def tell(step: BuildProgress) -> None:
-            # The number of tokens is known at the end; until then it is estimated from the files' sizes.
+        def report_progress(step: BuildProgress) -> None:
+            # The total is known at the end only; until then it is estimated from the share of bytes that was read.
             if step.fraction > 0:
                 progress.meter.total = max(step.tokens / step.fraction, step.tokens)
             progress.advance_to(step.tokens)
 
-        tokens = build_tokens(config.data, stored, tokenizer, tell)
-        made = progress.meter.done
+        tokens = build_tokens(config.data, stored, tokenizer, report_progress)
+        new_tokens = progress.meter.done
+        # Ends the progress line without a total, which may be off by a few tokens.
         progress.meter.total = None
     seconds = time.perf_counter() - began
     for one, its in zip(stored, tokens, strict=True):
         assert isinstance(its, StoredTokens)
-        say(f"  {store_line(one, its)}")
-    if made:
-        say(f"{made:,.0f} tokens in {duration(seconds)}, {made / seconds:,.0f} tokens/s")
+        log(f"  {store_line(one, its)}")
+    if new_tokens:
+        log(f"{new_tokens:,.0f} tokens in {duration(seconds)}, {new_tokens / seconds:,.0f} tokens/s")
     else:
-        say("nothing was missing")
+        log("nothing was missing")
     if config.verify:
         pairs = [(one, its) for one, its in zip(stored, tokens, strict=True) if isinstance(its, StoredTokens)]
         _verify([its for _, its in pairs], show=show)
         for one, its in pairs:
-            say(_verify_sources(one, its, store_identity(config.data, one, tokenizer)))
-        say("verified: every token was read against its checksum")
+            log(_verify_sources(one, its, store_identity(config.data, one, tokenizer)))
+        log("verified: every token was read against its checksum")
 
 
 def _sets(config: LmDataConfig) -> tuple[list[TrainingSet], list[str]]:
@@ -134,19 +137,23 @@ def _sets(config: LmDataConfig) -> tuple[list[TrainingSet], list[str]]:
     try:
         trained = resolve_training(config)
     except AbsentTextError as error:
-        # A configuration that only evaluates rightly has no training data.
-        (problems if any(_has_training(each) for each in config.components.values()) else nothing).append(error)
+        # A configuration that only evaluates has no training data, which is no problem then.
+        (problems if any(_has_training(component) for component in config.components.values()) else nothing).append(
+            error
+        )
     except DataError as error:
         problems.append(error)
     validation: list[TrainingSet] = []
     try:
-        found = resolve_evaluation(config, in_training=True).sets
+        evaluation_sets = resolve_evaluation(config, in_training=True).sets
         validation = [
-            replace(as_training_set(one, folder=one.folder), name=f"{one.name} (validation)") for one in found
+            replace(as_training_set(one, folder=one.folder), name=f"{one.name} (validation)") for one in evaluation_sets
         ]
     except DataError as error:
-        if str(error) not in [str(each) for each in problems]:
+        # Both resolutions report problems of the same component; each is listed once.
+        if str(error) not in [str(problem) for problem in problems]:
             problems.append(error)
+    # Only now is the missing training data a problem: there is nothing to evaluate either.
     if not problems and trained is None and not validation:
         problems = nothing
     if problems:
@@ -158,6 +165,7 @@ def _sets(config: LmDataConfig) -> tuple[list[TrainingSet], list[str]]:
 
 
 def _has_training(component: DatasetComponentBase) -> bool:
+    # `source` is absent from components that are sources themselves.
     source = getattr(component, "source", component)
     return bool(getattr(source, "train_urls", None)) or source is None
 
@@ -175,40 +183,42 @@ def store_line(one: TrainingSet, tokens: StoredTokens) -> str:
 
 
 def _verify_sources(one: TrainingSet, tokens: StoredTokens, wanted: StoreIdentity) -> str:
-    """Compares the sources of a store with their recorded digests; the finding, in a line.
+    """Compares the sources of a store with their recorded digests; returns the result in a line.
 
     Raises:
         StoreError: lists those whose text has changed.
     """
     if one.document_sources is None:
         return f"{one.name}: unverified: its sources are not available here"
-    found = compare_sources(tokens.manifest, wanted, thorough=True)
-    if found.problems:
-        raise StoreError(stale_message(tokens.folder, found.problems))
-    if found.unverified:
-        return f"{one.name}: unverified: the store has no digests of {found.unverified:,} of its sources"
+    comparison = compare_sources(tokens.manifest, wanted, thorough=True)
+    if comparison.problems:
+        raise StoreError(stale_message(tokens.folder, comparison.problems))
+    if comparison.unverified:
+        return f"{one.name}: unverified: the store has no digests of {comparison.unverified:,} of its sources"
     return f"{one.name}: {len(wanted.sources):,} sources match the store"
 
 
 def _verify_files(stores: list[StoredTokens]) -> None:
     """Compares every file with its recorded digest, which also finds files that were swapped."""
-    for each in stores:
-        problems, unknown = changed_files(each.folder, each.manifest)
+    for store in stores:
+        problems, unknown = changed_files(store.folder, store.manifest)
         if problems:
             listed = "\n".join(f"  {problem}" for problem in problems[:8])
-            raise StoreError(f"{each.folder}: this token store is damaged; delete it to build it again\n{listed}")
+            raise StoreError(f"{store.folder}: this token store is damaged; delete it to build it again\n{listed}")
         if unknown:
-            logger.info("%s: %d files have no digest; only their checksums are verified", each.folder, unknown)
+            logger.info("%s: %d files have no digest; only their checksums are verified", store.folder, unknown)
 
 
 def _verify(stores: list[StoredTokens], *, show: bool) -> None:
     """Reads every token; raises a `StoreError` if a checksum is wrong."""
+    # File digests find swapped files; the reads below check the checksums within each file.
     _verify_files(stores)
-    everything = sum(int(each.starts[-1]) for each in stores)
+    everything = sum(int(store.starts[-1]) for store in stores)
     with Progress("verifying", total=everything, unit="tokens", show=show) as progress:
-        for each in stores:
-            total = int(each.starts[-1])
+        for store in stores:
+            total = int(store.starts[-1])
+            # Bounded reads, so that memory does not grow with the store.
             for begin in range(0, total, VERIFIED_AT_ONCE):
                 count = min(VERIFIED_AT_ONCE, total - begin)
-                each.read(np.array([begin]), np.array([count]))
+                store.read(np.array([begin]), np.array([count]))
                 progress.advance(count)

@@ -154,7 +154,7 @@ def messages(base, adapter, out, *words):
 def test_adapters_of_other_models_are_refused_before_anything_is_written(made, tmp_path):
     _name, base, adapter, factors = made
     said = messages(base, adapter, tmp_path / "out")
-    assert "the adapter says that it is of somebody/else" in said and "2 kinds of modules, rank 4" in said
+    assert "the adapter's config names the base somebody/else" in said and "2 kinds of modules, rank 4" in said
     other = {key.replace("attn", "attention"): x for key, x in factors.items()}
     write_adapter(tmp_path / "other", other, r=4)
     assert "does not go with the model" in messages(base, tmp_path / "other", tmp_path / "out")

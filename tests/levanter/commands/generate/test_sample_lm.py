@@ -58,7 +58,7 @@ def test_texts_of_an_upstream_document(model, tmp_path, capsys, devices):
             assert f"--- round {number}, prompt {n}, text 1\n{prompt}{text}\n" in said
     for note in (
         "engine.hbm_utilization: without effect; ",
-        "whatever is free: 4 rows of 64 positions, ",
+        "not taken from free memory: 4 rows of 64 positions, ",
         "engine.max_rounds: 8 instead of 16",
         "profile: without effect",
     ):

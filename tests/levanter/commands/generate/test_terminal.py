@@ -172,7 +172,7 @@ def test_the_repl_runs_upstreams_commands(model, theirs, tmp_path, capsys, monke
         *(("u:x\na:", (), 2), ("the mat", (1,), 1)),
     ):
         assert out.count(f"{theirs(text, 8, begin=begin)}\n[") == times, text
-    assert "error: load: start it again with another checkpoint" in out
+    assert "error: load: restart with another checkpoint" in out
     assert "error: fly: no such command" in out and "error: batch: a request needs `prompt`" in out
     assert "server.service.hbm_utilization: without effect" in out and "server.port: without effect" in out
     assert "5 answers" in out
@@ -183,7 +183,7 @@ def test_the_repl_runs_upstreams_commands(model, theirs, tmp_path, capsys, monke
     [
         (["--command", "serve"], "command: serve: `python -m levanter.main.serve` is the server"),
         (["--command", "fly"], "command: one of chat, complete, batch, help"),
-        (["--command", "complete"], "args: `complete` needs something to work on"),
+        (["--command", "complete"], "args: `complete` needs an argument"),
     ],
 )
 def test_commands_that_cannot_be(model, tmp_path, words, said, capsys):
@@ -200,5 +200,5 @@ def test_sizes_that_upstream_has_where_a_document_says_nothing():
 
 def test_files_and_a_terminal_do_not_go_together(model, tmp_path):
     words = document(model, tmp_path, hf_checkpoint=str(model), interactive=True, input_path="a.jsonl")
-    with pytest.raises(ValueError, match="interactive: asks at the terminal"):
+    with pytest.raises(ValueError, match="interactive: reads prompts from the terminal"):
         load_written(generate.GenerateConfig, words)

@@ -121,13 +121,13 @@ def test_a_run_resumes_bit_for_bit(folder, tmp_path):
 @pytest.mark.slow
 def test_a_precomputed_reference_is_made_once(folder, tmp_path, monkeypatch):
     """The second run reads what the first one stored: it loads no reference, and trains the same."""
-    from levanter.commands.train.dpo import run
+    from levanter.commands.train.dpo import run as dpo_run
 
     reference = {"type": "precomputed", "model_path": str(folder / "other"), "cache_dir": str(tmp_path / "said")}
     plan, _, first = run(read(folder, tmp_path / "one", reference=reference))
     assert own_programs(plan)[0] == "reference_logprobs" and "reference" not in plan.resident_bytes
     assert {each.name for each in plan.program("train_step").inputs} == {"state", "frozen", "batch"}
-    monkeypatch.setattr(run, "_loaded", lambda *_, **__: pytest.fail("the reference was loaded again"))
+    monkeypatch.setattr(dpo_run, "_loaded", lambda *_, **__: pytest.fail("the reference was loaded again"))
     _, _, second = run(read(folder, tmp_path / "two", reference=reference))
     assert second.series("train/loss") == first.series("train/loss")
     other = {**reference, "model_path": str(folder / "model")}
