@@ -63,6 +63,7 @@ class EvalLmConfig(Ranged):
     @property
     def reference(self) -> str:
         """The model's reference under either key; empty if there is none."""
+        # Both keys may be set to one value; two different values were refused.
         return self.hf_checkpoint or self.initialize_from_hf or ""
 
 
@@ -108,6 +109,7 @@ class VizLmConfig(Ranged):
     def __post_init__(self) -> None:
         super().__post_init__()
         problems = []
+        # Exactly one of the two: both equal to None, or both set, is a mistake.
         if (self.checkpoint_path is None) == (self.hf_checkpoint is None):
             problems.append("give one model: checkpoint_path, or hf_checkpoint")
         if self.comparison_model_path is not None:

@@ -68,7 +68,7 @@ FETCH_BEHIND = 2
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EvalWork:
-    """What `execute` needs besides the Programs.
+    """The resolved inputs of `execute` besides the Programs.
 
     Attributes:
         config: as the user wrote it.
@@ -91,7 +91,7 @@ class Evaluation:
 
     Attributes:
         result: the results.
-        loading: how loading went.
+        loading: report of the loading.
         scoring_seconds: from the first batch to the last result, compilation included.
         compile_seconds: until the first batch was done.
         scored_tokens: tokens scored.
@@ -127,16 +127,20 @@ def describe(config: EvalLmConfig, target: Target, *, written: ExplicitKeys | No
             files=config.reference or None,
             saved=config.checkpoint_path,
             model=ModelBlock.of(config.model, written),
+            # The checkpoint's own tokenizer is used unless the user wrote another one; the config's default does not
+            # count.
             tokenizer=config.data.tokenizer if "data.tokenizer" in written else None,
         ),
         target,
         batch=lambda ways: batch_rows(config, ways)[0],
         positions=config.max_eval_length,
     )
-    meant_for = pretrained.config.max_seq_len
-    if "max_eval_length" not in written and config.max_eval_length > meant_for:
+    trained_length = pretrained.config.max_seq_len
+    # The default may exceed the model's context, which is known only now. Described again with the shorter length,
+    # marked as written so that this happens once.
+    if "max_eval_length" not in written and config.max_eval_length > trained_length:
         chosen = replace(written, keys=written.keys | {"max_eval_length"})
-        return describe(replace(config, max_eval_length=meant_for), target, written=chosen)
+        return describe(replace(config, max_eval_length=trained_length), target, written=chosen)
     checks += [*pretrained.checks, *unsupported_option_checks(config, written)]
     checks += _length_checks(config.max_eval_length, pretrained.config)
     rows, why = batch_rows(config, pretrained.resolved.batch_ways)
@@ -171,7 +175,7 @@ def describe(config: EvalLmConfig, target: Target, *, written: ExplicitKeys | No
 
 
 def _length_checks(length: int, model: LmConfig) -> list[Check]:
-    """Refuses or notes rows that are longer than anything the model was trained on."""
+    """Refuses or notes rows that are longer than the trained context."""
     if length <= model.max_seq_len:
         return []
     return context_length_checks(
@@ -182,6 +186,7 @@ def _length_checks(length: int, model: LmConfig) -> list[Check]:
 def _find_data(config: EvalLmConfig) -> tuple[EvaluationData | None, list[Check]]:
     """The data sets, if they are available here."""
     try:
+        # Absent text is no error here: another machine may have it.
         data = resolve_evaluation(config.data, split="train" if config.eval_on_train else None)
     except AbsentTextError as error:
         return None, [Check(name="text", status="unchecked", message=str(error), error=error)]
@@ -192,18 +197,20 @@ def _find_data(config: EvalLmConfig) -> tuple[EvaluationData | None, list[Check]
 
 
 def _count_batches(work: EvalWork) -> tuple[int | None, str, EvalSequences | None]:
-    """How many batches the text makes, how that is known, and the text's rows if they had to be made for that."""
+    """The number of batches, the reason for it, and the text's rows if they were needed to count."""
     config, limit = work.config, work.config.trainer.max_eval_batches
     if (tokens := config.plan.assume_tokens) is not None:
         # A row shares one token with the next, so that every token but the first is scored once.
         rows = -(-(tokens - 1) // (config.max_eval_length - 1)) if tokens > 1 else 1
         batches = -(-rows // work.batch_rows)
         return batches if limit is None else min(batches, limit), f"{tokens:,} tokens (plan.assume_tokens)", None
+    # Without text or tokenizer nothing can be counted; the plan's work stays unknown.
     if work.data is None or work.pretrained.local_tokenizer is None:
         what = "the text" if work.data is None else "the tokenizer"
         return None, f"{what} is not available here; set plan.assume_tokens (--assume_tokens N)", None
-    if not all(is_short(each) for each in work.data.sets):
+    if not all(is_short(dataset) for dataset in work.data.sets):
         return None, f"the text has more than {COUNTED_CHARACTERS:,} characters; set plan.assume_tokens", None
+    # Short text is tokenized while planning, and the rows are passed on to `execute`.
     sequences = tokenize(work, show=False)
     batches = _batches(work, sequences)
     return len(batches), f"{sequences.token_count:,} tokens of text", sequences
@@ -211,6 +218,7 @@ def _count_batches(work: EvalWork) -> tuple[int | None, str, EvalSequences | Non
 
 def batch_rows(config: EvalLmConfig, ways: int) -> tuple[int, str]:
     """Rows of a global batch, and why."""
+    # Per device and step by configuration; a batch covers all shards of the batch axis.
     rows, why = configured_rows(config.trainer) or (DEFAULT_ROWS_PER_DEVICE, "the default")
     return rows * ways, per_device(rows, why, ways)
 
@@ -231,6 +239,7 @@ def score_program(pretrained: PretrainedModel, *, rows: int, positions: int, acc
     def score(
         model: Any, tokens: hax.NamedArray, targets: hax.NamedArray, segment_ids: hax.NamedArray
     ) -> hax.NamedArray | tuple[hax.NamedArray, hax.NamedArray]:
+        # Hits cost a pass over the logits for the argmax, so they are computed for chats only.
         if not accuracy:
             return token_logprobs(model, tokens, targets, segment_ids=segment_ids)
         return token_hits(model, tokens, targets, segment_ids=segment_ids)
@@ -245,7 +254,7 @@ def score_program(pretrained: PretrainedModel, *, rows: int, positions: int, acc
             Input(name="segment_ids", value=ids, placement=mappings.compute),
         ),
         mappings=mappings,
-        # A few kilobytes that every host reads: replicated.
+        # A few kilobytes that every host reads, hence replicated.
         out_placement=AxisMapping(),
         matmul_precision=pretrained.precision.matmul,
         compiler_options=pretrained.compiler_options,
@@ -258,6 +267,7 @@ def execute(plan: RunPlan[EvalWork], mesh: Mesh | None, session: Session | None 
     work, show = plan.work, session is not None and session.show
     # Text first: whatever is wrong with it is reported before a weight is read.
     sequences = work.sequences or tokenize(work, show=show)
+    # Hosts with different text would run different numbers of batches and hang.
     require_same_text(sequences)
     batches = _batches(work, sequences)
     loaded = load_pretrained(work.pretrained, mesh, show=show)
@@ -267,10 +277,11 @@ def execute(plan: RunPlan[EvalWork], mesh: Mesh | None, session: Session | None 
     first = done = 0.0
     program = plan.program("score")
     with Progress("scoring", total=_scored_tokens(batches), unit="tokens", show=show) as progress:
-        given = ((batch, batch.inputs) for batch in batches)
-        for batch, outputs in results(program, mesh, model, given, behind=FETCH_BEHIND, jit=jit_together):
+        inputs = ((batch, batch.inputs) for batch in batches)
+        for batch, outputs in results(program, mesh, model, inputs, behind=FETCH_BEHIND, jit=jit_together):
             logprobs, hits = fetch_scores(outputs)
             scores.add(batch, logprobs, likeliest=hits)
+            # The first result includes compilation.
             first = first or time.perf_counter() - began
             done += batch.scored_tokens.sum()
             progress.advance_to(done)
@@ -316,6 +327,7 @@ def tokenize(work: EvalWork, *, show: bool) -> EvalSequences:
 
 def finish(plan: RunPlan[EvalWork], done: Evaluation, session: Session) -> int:
     """Prints the results, then writes them: if writing fails, they have been shown."""
+    # Metrics go to trackers even if the output cannot be written.
     try:
         if session.show:
             (output,) = outputs(plan, session)

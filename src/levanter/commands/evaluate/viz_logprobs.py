@@ -35,11 +35,11 @@ NAME = "viz_logprobs"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class VizWork:
-    """What `execute` needs beside the Programs.
+    """The resolved inputs of `execute` besides the Programs.
 
     Attributes:
         config: as the user wrote it.
-        evaluation: what the rows are scored with.
+        evaluation: the evaluation that scores the rows.
     """
 
     config: VizLmConfig
@@ -52,15 +52,16 @@ def describe(config: VizLmConfig, target: Target, *, written: ExplicitKeys | Non
     plan = eval_lm.describe(config.evaluation, target, written=written)
     work = plan.work
     batches = -(-config.num_docs // work.batch_rows)
+    # The Program is that of `eval_lm`; only the number of its executions differs.
     (workload,) = plan.workloads
     reason = f"num_docs: at most {config.num_docs} rows"
-    found = replace(
+    viz_plan = replace(
         plan,
         entry_point=NAME,
         workloads=(replace(workload, executions=batches, reason=reason),),
         work=VizWork(config=config, evaluation=work),
     )
-    return cast(RunPlan[VizWork], found)
+    return cast(RunPlan[VizWork], viz_plan)
 
 
 def execute(plan: RunPlan[VizWork], mesh: Mesh | None, session: Session | None = None) -> list[ScoredText]:
@@ -73,22 +74,25 @@ def execute(plan: RunPlan[VizWork], mesh: Mesh | None, session: Session | None =
     chosen = chosen_rows(sequences, count=config.num_docs, seed=config.data_seed)
     model = with_arrays(work.pretrained.abstract, load_pretrained(work.pretrained, mesh, show=show).arrays)
     pieces = [chosen[first : first + work.batch_rows] for first in range(0, len(chosen), work.batch_rows)]
+    # The last batch is padded with row -1, an empty row.
     batches = [sequences.take(np.pad(part, (0, work.batch_rows - len(part)), constant_values=-1)) for part in pieces]
-    given = (((part, batch), batch.inputs) for part, batch in zip(pieces, batches, strict=True))
-    found: list[ScoredText] = []
+    inputs = (((part, batch), batch.inputs) for part, batch in zip(pieces, batches, strict=True))
+    texts: list[ScoredText] = []
     with Progress("scoring", total=len(chosen), unit="rows", show=show) as progress:
-        scored = results(plan.program("score"), mesh, model, given, behind=eval_lm.FETCH_BEHIND, jit=jit_together)
+        scored = results(plan.program("score"), mesh, model, inputs, behind=eval_lm.FETCH_BEHIND, jit=jit_together)
         for (part, batch), outputs in scored:
             logprobs, _ = fetch_scores(outputs)
+            # A fresh accumulator for each batch: it is only used to find values that are not finite.
             scores = RowScores(sequences.row_count)
             scores.add(batch, logprobs)
             if (bad := scores.first_not_finite(sequences)) is not None:
                 raise NonFiniteResultError(f"log-probabilities are not finite: {bad}")
+            # NaN marks positions without a scored target.
             values = np.where(batch.loss_mask, logprobs, np.nan)
             for n, row in enumerate(part.tolist()):
-                found.append(_scored(sequences, row, batch.tokens[n], batch.segment_ids[n], values[n]))
+                texts.append(_scored(sequences, row, batch.tokens[n], batch.segment_ids[n], values[n]))
             progress.advance(len(part))
-    return found
+    return texts
 
 
 def chosen_rows(sequences: EvalSequences, *, count: int, seed: int | None) -> np.ndarray:
@@ -102,16 +106,19 @@ def chosen_rows(sequences: EvalSequences, *, count: int, seed: int | None) -> np
     available = sequences.row_count
     if seed is None or count >= available:
         return np.arange(min(count, available))
+    # Sorted, so that the page has the order of the data.
     return np.sort(np.random.default_rng(seed).choice(available, count, replace=False))
 
 
 def _scored(
-    sequences: EvalSequences, row: int, tokens: np.ndarray, segments: np.ndarray, behind: np.ndarray
+    sequences: EvalSequences, row: int, tokens: np.ndarray, segments: np.ndarray, shifted: np.ndarray
 ) -> ScoredText:
     """A row without its padding; the log-probability of a token is at the position before it."""
+    # Padding has segment -1.
     real = int((segments >= 0).sum())
     (span,) = [span for span in sequences.sets if span.first_row <= row < span.first_row + span.rows]
-    logprobs = np.concatenate([[np.nan], behind[: real - 1]]).astype(np.float32)
+    # A value at position i is that of token i + 1; the first token has none.
+    logprobs = np.concatenate([[np.nan], shifted[: real - 1]]).astype(np.float32)
     place = f"row {row - span.first_row + 1:,} of {span.rows:,}"
     return ScoredText(name=span.name, place=place, ids=tokens[:real], logprobs=logprobs)
 
@@ -133,6 +140,7 @@ def finish(plan: RunPlan[VizWork], texts: list[ScoredText], session: Session) ->
                 "jax": jax.__version__,
             },
         )
+        # Written by one process, which has all texts: results are replicated.
         scored = np.concatenate([text.scored for text in texts])
         print(f"{len(scored):,} tokens, {-scored.mean(dtype=np.float64):.4f} nats per token; page in {config.path}")
         write_or_keep(config.path, page.encode())

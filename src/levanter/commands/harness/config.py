@@ -79,20 +79,22 @@ class EvalHarnessConfig(Ranged):
 
     @property
     def harness(self) -> HarnessConfig:
-        """The tasks and how they are asked, whichever keys say so."""
+        """The tasks and their settings, from both sets of keys."""
+        # Names alone, without settings; `task_spec` may have some. Both at once were refused above.
         named = [HarnessTaskConfig(task=name) for name in listed(self.tasks)]
         block = self.eval_harness
         return replace(
             block,
             task_spec=[*named, *block.task_spec],
             max_examples=self.limit or block.max_examples,
+            # True in either place enables them, since false is the default of both.
             apply_chat_template=self.apply_chat_template or block.apply_chat_template,
             fewshot_as_multiturn=self.fewshot_as_multiturn or block.fewshot_as_multiturn,
         )
 
     @property
     def folders(self) -> list[str]:
-        """Folders with tasks beside lm_eval's own, whichever keys name them."""
+        """Folders with tasks in addition to lm_eval's own, from both keys."""
         return list(dict.fromkeys([*listed(self.include_path), *listed(self.eval_harness.include_path)]))
 
     @property

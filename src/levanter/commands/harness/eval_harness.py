@@ -89,27 +89,33 @@ class TextGenerator:
         tokenizer = self.work.pretrained.tokenizer
         for n, prompt in enumerate(prompts):
             requests.append(self._request(n, prompt))
+            # One stream of text for each request; the entry is deleted when its text ends.
             unfinished[str(n)] = ChoiceText.for_request(requests[-1], tokenizer.stream(), limit=prompt.max_tokens)
             limits[str(n)] = prompt.max_tokens
         texts: dict[str, list[str]] = {request.id: [] for request in requests}
         runner = self._runner()
         peers = current_peers()
+        # Process 0 broadcasts each device call before it runs; a single process needs no leader.
         leader = None if peers is None else LeaderRunner(runner, lambda text: peers.follow(_CALLS, lambda: text))
         engine = Engine(runner if leader is None else leader, schedule)
         with Progress("writing texts", total=len(requests), unit="texts", show=self.show) as progress:
             for event in engine.run(requests):
                 name = event.of.request
+                # An answer that is missing would change a metric silently, so one failed text ends the run.
                 if isinstance(event, Failed):
                     raise HarnessError(f"text {int(name) + 1} of {len(requests)}: {event.error}")
+                # The engine may deliver tokens of a text whose stop string was found already.
                 if name not in unfinished or not isinstance(event, Token):
                     continue
                 piece = unfinished[name].push(event.id)
                 texts[name].append(piece.text)
                 if piece.reason is not None:
+                    # Stop strings are known on the host only; the slot is freed for the next request.
                     engine.cancel(ChoiceId(name, 0))
                     del unfinished[name]
                     progress.advance(1)
         assert not unfinished, f"{len(unfinished)} texts are unfinished"
+        # Releases the followers, which wait for the next call otherwise.
         if leader is not None:
             leader.end()
         return ["".join(texts[request.id]) for request in requests]
@@ -124,7 +130,9 @@ class TextGenerator:
         return DeviceRunner(self.work.programs, self.mesh, self.model, jit=jit_together)
 
     def _request(self, n: int, prompt: Continuation) -> Request:
+        # Deterministic, and different for each request.
         seed = prompt.seed if prompt.seed is not None else self.work.config.trainer.seed + n
+        # lm_eval's tasks expect greedy decoding unless they set a temperature.
         sampling: dict[str, Any] = {"temperature": 0.0, **prompt.sampling}
         params = SamplingParams(**sampling, max_tokens=prompt.max_tokens, stop=prompt.until, seed=seed)
         return Request(
@@ -140,6 +148,7 @@ def execute(plan: RunPlan[HarnessWork], mesh: Mesh | None, session: Session | No
     """Loads the model and evaluates it; only Programs of `plan` are executed."""
     assert mesh is not None, "models run on devices"
     work, show = plan.work, session is not None and session.show
+    # All processes load, each its own shards.
     loaded = load_pretrained(work.pretrained, mesh, show=show)
     model = with_arrays(work.pretrained.abstract, loaded.arrays)
     scorer = Scorer(programs=work.programs, mesh=mesh, model=model, cost=work.cost)
@@ -148,8 +157,9 @@ def execute(plan: RunPlan[HarnessWork], mesh: Mesh | None, session: Session | No
     if not is_process_0():
         follow_process_0(scorer, _nothing if texts is None else texts.follow)
         return HarnessResult(loading=loaded.report, seconds=time.perf_counter() - began)
+    # Releases the other processes at the end, and passes them an error.
     with lead_processes():
-        results, samples = _ask(plan, scorer, texts, show=show)
+        results, samples = _run_lm_eval(plan, scorer, texts, show=show)
     return HarnessResult(results=results, samples=samples, loading=loaded.report, seconds=time.perf_counter() - began)
 
 
@@ -157,7 +167,7 @@ def _nothing() -> None:
     raise AssertionError("a plan without texts must not write any")
 
 
-def _ask(
+def _run_lm_eval(
     plan: RunPlan[HarnessWork], scorer: Scorer, texts: TextGenerator | None, *, show: bool
 ) -> tuple[dict[str, Any], Mapping[str, Any]]:
     """Runs lm_eval on process 0."""
@@ -180,6 +190,7 @@ def _ask(
 
 def finish(plan: RunPlan[HarnessWork], done: HarnessResult, session: Session) -> int:
     """Prints the results, writes their files, and logs metrics to trackers."""
+    # Only process 0 has results.
     if not done.results:
         return OK
     (output,) = outputs(plan, session)
@@ -198,6 +209,7 @@ def finish(plan: RunPlan[HarnessWork], done: HarnessResult, session: Session) ->
             )
         date = results.date_id(datetime.now())
         logged = select_samples(config.harness, done.samples)
+        # Compared after the results exist; a failed comparison must not lose them.
         differences, problem = _differences(config.against, samples)
         page = harness_page(
             done.results,
@@ -213,8 +225,10 @@ def finish(plan: RunPlan[HarnessWork], done: HarnessResult, session: Session) ->
             if differences:
                 print(f"\nbeside {config.against}:\n{differences_table(differences)}")
             print(f"results in {paths[-1]}\npage in {paths[0]}")
+        # Raised last, after everything is written.
         if problem is not None:
             raise problem
+    # Metrics go to trackers even if a file cannot be written.
     finally:
         session.tracker.log(metrics, step=0)
         session.tracker.log_summary(metrics)

@@ -40,9 +40,10 @@ from levanter.runplan import Check, RunPlan, Target, Workload
 from levanter.trainer.config import TrainerConfig
 
 NAME = "eval_harness"
+# On CPUs the time of a batch grows with its tokens, so batches are small.
 TOKENS_ON_CPU, TOKENS = 512, 16384
-"""Tokens of a batch on each of its shards, where nobody says: enough for the products to be fast, few enough for the
-last batches, which are not full, to cost little."""
+"""Default tokens of a batch on each of its shards: enough for fast matrix products, few enough that the last, partly
+empty batches cost little."""
 LONGEST = 4096
 """Default maximum number of tokens of an input: rows of a model's full context often do not fit."""
 ASSUMED_TOKENS = 128
@@ -86,11 +87,15 @@ def describe(config: EvalHarnessConfig, target: Target, *, written: ExplicitKeys
     """
     written = ExplicitKeys.in_python(config) if written is None else written
     tasks = discover_tasks(config.harness, config.folders)
+    # Described for scoring first: the context length depends on the architecture.
     pretrained, texts = _pretrained(config, target, written), None
     length, length_checks = context_length(config.harness.max_length, pretrained.config, LONGEST)
+    # Generation has its own placement (weights whole along `embed`), and one set of weights serves both kinds of
+    # Programs.
     if tasks.generates:
         generation = generating.describe(_generation(config, length), target, written=written)
         pretrained, texts = generation.work.pretrained, generation.work
+        # Prompts come from the tasks; there are no files, and the rows of scoring are listed below.
         checks = [check for check in generation.checks if check.name not in ("input_path", "output_path", "rows")]
         notes, coresident, resident = generation.notes, dict(generation.coresident_bytes), generation.resident_bytes
         more, more_work = generation.computing, tuple(generation.workloads)
@@ -114,6 +119,7 @@ def describe(config: EvalHarnessConfig, target: Target, *, written: ExplicitKeys
     request_count, problem = count_requests(tasks, config.harness, encoder, template, shapes, cost, limits)
     checks += [] if problem is None else [problem]
     shapes = shapes if request_count is None else request_count.shapes
+    # `plan.assume_requests` stands in for documents that are not available.
     if request_count is None and problem is None and config.plan.assume_requests is not None:
         request_count = RequestCount.assumed(config.plan.assume_requests, ASSUMED_TOKENS, shapes)
     programs = score_programs(
@@ -191,6 +197,7 @@ def _pretrained(config: EvalHarnessConfig, target: Target, written: ExplicitKeys
                 tokenizer=config.tokenizer,
             ),
             target,
+            # As many rows as the configured tokens make, at least one on each shard.
             batch=lambda ways: ways * max(1, _tokens(config.trainer, target, length) // length),
             positions=length,
         )
@@ -198,6 +205,7 @@ def _pretrained(config: EvalHarnessConfig, target: Target, written: ExplicitKeys
     requested = config.harness.max_length or LONGEST
     pretrained = describe_length(requested)
     max_seq_len = pretrained.config.max_seq_len
+    # The default length may exceed the model's context, which is known only now.
     return describe_length(max_seq_len) if config.harness.max_length is None and max_seq_len < requested else pretrained
 
 
@@ -220,6 +228,7 @@ def _tokens(trainer: TrainerConfig, target: Target, length: int) -> int:
 
 def _against_checks(config: EvalHarnessConfig, tasks: DiscoveredTasks) -> list[Check]:
     """Checks that the other run of a comparison exists, before anything is computed."""
+    # Read before hours of evaluation, on the process that will compare.
     if config.against is None or not is_process_0():
         return []
     try:

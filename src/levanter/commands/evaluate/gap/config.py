@@ -91,6 +91,7 @@ class PerplexityGapConfig(Ranged):
         super().__post_init__()
         problems = []
         source_keys = [name for name in MODELS if getattr(self, name) is not None]
+        # A pair or a single model, nothing else: half a pair is most likely a mistake.
         if source_keys not in (["model_a", "model_b"], ["model"]):
             sources = ", ".join(source_keys) or "none"
             problems.append(f"give model_a and model_b, which are compared, or one model to score; there is {sources}")
@@ -106,8 +107,8 @@ class PerplexityGapConfig(Ranged):
     @property
     def models(self) -> dict[str, GapModelConfig]:
         """The models by their keys."""
-        found = {name: getattr(self, name) for name in MODELS}
-        return {name: model for name, model in found.items() if model is not None}
+        by_key = {name: getattr(self, name) for name in MODELS}
+        return {name: model for name, model in by_key.items() if model is not None}
 
     @property
     def folder(self) -> str:

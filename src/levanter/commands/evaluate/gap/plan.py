@@ -1,7 +1,7 @@
-"""What `perplexity_gap` will do: its texts, and for each model an evaluation of them as `eval_lm` describes it.
+"""The plan of `perplexity_gap`: its texts, and for each model an evaluation of them as described by `eval_lm`.
 
-The models are loaded one after the other. What is resident is the larger one; the plan of places and of loading is that
-of the larger one too, and the other one's loading is beside it.
+The models are loaded one after the other, so at most one is resident. The sharding and load plans are those of the
+larger model; the other model's load plan is `second_load`.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class ModelHalf:
     Attributes:
         key: of the model in the configuration.
         program: the name of its Program.
-        work: what the evaluation needs.
+        work: the evaluation's own inputs.
     """
 
     key: str
@@ -41,17 +41,17 @@ class ModelHalf:
 
     @property
     def label(self) -> str:
-        """What the model is called in reports."""
+        """The name of the model in reports."""
         return self.work.pretrained.checkpoint.description.split(" (")[0]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GapWork:
-    """What `execute` needs beside the Programs.
+    """The resolved inputs of `execute` besides the Programs.
 
     Attributes:
         config: as the user wrote it.
-        texts: the documents; nothing where they are not available here.
+        texts: the documents; empty if they are not available here.
         halves: the models, in order.
     """
 
@@ -75,14 +75,16 @@ def describe(config: PerplexityGapConfig, target: Target, *, written: ExplicitKe
         plans[key] = eval_lm.describe(_evaluation(config, model, texts), target, written=_written(key, model, written))
         checks += _checks(key, model, plans[key], bool(texts))
     if config.trainer.max_eval_batches is not None:
-        message = "trainer.max_eval_batches: no effect; max_docs_per_dataset and max_doc_bytes say how much is read"
+        message = "trainer.max_eval_batches: no effect; max_docs_per_dataset and max_doc_bytes limit what is read"
         checks.append(Check(name="config", status="note", message=message))
     checks += [*unsupported_option_checks(config, written), *output_checks("output_path", config.folder)]
+    # The larger model decides whether the run fits.
     by_size = sorted(plans, key=lambda key: -plans[key].sharding.bytes_per_device)
     first, others = plans[by_size[0]], [plans[key] for key in by_size[1:]]
     for other in others:
         errors = (*other.sharding.errors, *other.activations.errors)
         checks += [Check(name="sharding", status="error", message=str(error), error=error) for error in errors]
+        # One Program list has one mesh; models whose heads split differently over `model` resolve to different ones.
         if other.mesh != first.mesh:
             error = ValueError(
                 f"trainer.mesh.split_heads: the models have different meshes, {first.mesh} and {other.mesh}, since "
@@ -92,6 +94,7 @@ def describe(config: PerplexityGapConfig, target: Target, *, written: ExplicitKe
     halves, programs, workloads = [], [], []
     for key, plan in plans.items():
         (program,), (workload,) = plan.computing, plan.workloads
+        # Both Programs are called "score" in `eval_lm`; names within a plan must differ.
         name = f"score{_SUFFIX[key]}"
         programs.append(replace(program, name=name))
         workloads.append(replace(workload, program=name))
@@ -108,6 +111,7 @@ def describe(config: PerplexityGapConfig, target: Target, *, written: ExplicitKe
         second_load=None if second_load is None else replace(second_load, name=f"load.{by_size[1]}"),
         computing=tuple(programs),
         workloads=tuple(workloads),
+        # Both evaluations have the same notes about mesh and precision.
         notes=tuple(dict.fromkeys(note for plan in plans.values() for note in plan.notes)),
         work=GapWork(config=config, texts=texts, halves=tuple(halves)),
         searchable=first.searchable if not others else "a layout of two models is not searched",
@@ -121,28 +125,33 @@ def _texts(config: PerplexityGapConfig) -> tuple[tuple[ComparedText, ...], list[
             data.sets, max_documents=config.max_docs_per_dataset, max_bytes=config.max_doc_bytes
         )
     except (AbsentTextError, DataError, MissingFileError, UnreadableFileError) as error:
+        # Absent files may exist on another machine; broken ones are broken everywhere.
         absent = isinstance(error, (AbsentTextError, MissingFileError))
         problem = DataError(
+            # `eval_lm` names its own keys in messages; the user wrote `datasets`.
             str(error).replace("data.components.", "datasets.").replace("data.components:", "datasets:")
         )
         return (), [Check(name="text", status="unchecked" if absent else "error", message=str(problem), error=problem)]
     counts = {one.name: sum(text.name == one.name for text in texts) for one in data.sets}
     message = ", ".join(f"{name} ({count:,} documents)" for name, count in counts.items())
+    # UTF-8 bytes: the unit in which the models are compared.
     total = sum(len(text.text.encode()) for text in texts)
     notes = [Check(name="data", status="note", message=note) for note in data.notes]
     return texts, [Check(name="text", status="ok", message=f"{message}; {total:,} bytes"), *notes]
 
 
 def _evaluation(config: PerplexityGapConfig, model: GapModelConfig, texts: Sequence[ComparedText]) -> EvalLmConfig:
-    """The same texts as `eval_lm` takes them: documents begin with BOS, and their end is not scored."""
-    parts: dict[str, DirectDatasetComponent] = {}
+    """An `eval_lm` configuration for the same texts: documents begin with BOS, and EOS is not scored."""
+    components: dict[str, DirectDatasetComponent] = {}
     for name in dict.fromkeys(text.name for text in texts):
         mine = [text.text for text in texts if text.name == name]
-        parts[name] = DirectDatasetComponent(datasets={"validation": mine})
-    data = LmDataConfig(components=dict(parts), enforce_eos=False, cache_dir=None)
+        # The documents are passed in memory, so that both models see exactly the same text.
+        components[name] = DirectDatasetComponent(datasets={"validation": mine})
+    data = LmDataConfig(components=dict(components), enforce_eos=False, cache_dir=None)
     return EvalLmConfig(
         hf_checkpoint=model.files,
         checkpoint_path=model.saved,
+        # A limit in batches would give models with other tokenizers other texts.
         trainer=replace(config.trainer, max_eval_batches=None),
         data=data if model.tokenizer is None else replace(data, tokenizer=model.tokenizer),
         model=model.model,
@@ -158,18 +167,21 @@ def _evaluation(config: PerplexityGapConfig, model: GapModelConfig, texts: Seque
 
 
 def _written(key: str, model: GapModelConfig, written: ExplicitKeys) -> ExplicitKeys:
-    """What the user wrote, as keys of `eval_lm`; rows are as long as a model takes them."""
+    """The explicit keys of a model, as keys of `eval_lm`; without `max_eval_length`, which may be shortened."""
     prefix = f"{key}.model."
-    block = {f"model.{each.removeprefix(prefix)}" for each in written.keys if each.startswith(prefix)}
+    block = {
+        f"model.{written_key.removeprefix(prefix)}" for written_key in written.keys if written_key.startswith(prefix)
+    }
     if model.model is not None:
         block.add("model")
     return ExplicitKeys(frozenset(block | ({"data.tokenizer"} if model.tokenizer is not None else set())))
 
 
 def _checks(key: str, model: GapModelConfig, plan: RunPlan[EvalWork], has_texts: bool) -> list[Check]:
-    """The checks of a model's evaluation, by the model's key; those of texts are made once."""
+    """The checks of a model's evaluation under the model's key, without repeated checks of the texts."""
     checks = []
     for check in plan.checks:
+        # Text and output are checked once for both models, except for errors that a tokenizer causes.
         if check.name in _ABOUT_TEXT and (check.status != "error" or not has_texts):
             continue
         checks.append(replace(check, name=f"{key}: {check.name}"))

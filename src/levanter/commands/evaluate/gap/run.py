@@ -1,9 +1,9 @@
-"""Compares two models on the same bytes: where one finds text harder than the other, whatever their tokenizers.
+"""Compares the losses of two models on the same bytes, independent of their tokenizers.
 
     python -m levanter.main.perplexity_gap --config_path config/gap/demo.yaml
 
-What happens, in order: the texts are read, and each model is described as `eval_lm` would evaluate it on them; then A
-is loaded, scores all of them, and goes, and then B. Losses of tokens are spread over the bytes that they cover and
+The steps: the texts are read, and each model is described as in `eval_lm`; then A is loaded, scores all texts and is
+freed, and then B. Losses of tokens are spread over the bytes that they cover and
 summed up by set and by kind of text. With `model` in place of `model_a` and `model_b` one model is scored by itself.
 """
 
@@ -46,17 +46,17 @@ from levanter.io import Output, Progress
 from levanter.runplan import OK, EntryPoint, NonFiniteResultError, RunPlan, Session
 
 SHOWN_TEXTS = 12
-"""Texts that a page draws of each direction."""
+"""Texts on the page for each direction of the difference."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelLosses:
-    """What one model says.
+    """The losses of one model.
 
     Attributes:
-        documents: of each text.
-        ids: of each text, its tokens without BOS.
-        loading: how loading went.
+        documents: losses of each text.
+        ids: tokens of each text, without BOS.
+        loading: report of the loading.
         seconds: that scoring took, compilation included.
     """
 
@@ -70,7 +70,7 @@ def execute(plan: RunPlan[GapWork], mesh: Mesh | None, session: Session | None =
     """Scores the texts by each model in turn; nothing runs that is not in `plan`."""
     assert mesh is not None, "models run on devices"
     show = session is not None and session.show
-    # Texts of both first: whatever is wrong with one is reported before a weight is read.
+    # Texts of both models first: problems with them are reported before a weight is read.
     rows = [half.work.sequences or eval_lm.tokenize(half.work, show=show) for half in plan.work.halves]
     for sequences in rows:
         require_same_text(sequences)
@@ -83,19 +83,20 @@ def execute(plan: RunPlan[GapWork], mesh: Mesh | None, session: Session | None =
 def _scored(
     work: GapWork, half: ModelHalf, sequences: EvalSequences, program: Program, mesh: Mesh, *, show: bool
 ) -> ModelLosses:
-    """Loads a model, scores all texts, and lets it go."""
+    """Loads a model, scores all texts, and frees the model."""
     loaded = load_pretrained(half.work.pretrained, mesh, show=show)
     model = with_arrays(half.work.pretrained.abstract, loaded.arrays)
     batches = EvalBatches(sequences=sequences, batch_size=half.work.batch_rows)
+    # One loss for each token of the concatenated documents; NaN until it is scored.
     nats = np.full(len(sequences.stream), np.nan)
     scores = RowScores(sequences.row_count)
     began = time.perf_counter()
     with Progress(f"scoring by {half.key}", total=sequences.token_count, unit="tokens", show=show) as progress:
-        given = ((batch, batch.inputs) for batch in batches)
-        for batch, outputs in results(program, mesh, model, given, behind=eval_lm.FETCH_BEHIND, jit=jit_together):
+        inputs = ((batch, batch.inputs) for batch in batches)
+        for batch, outputs in results(program, mesh, model, inputs, behind=eval_lm.FETCH_BEHIND, jit=jit_together):
             logprobs, _ = fetch_scores(outputs)
             scores.add(batch, logprobs)
-            # What is at a position is of the token behind it.
+            # The value at position i of a row is that of token i + 1 of the stream.
             nats[sequences.stream_indices(batch.rows)[batch.loss_mask] + 1] = -logprobs[batch.loss_mask].astype(
                 np.float64
             )
@@ -118,11 +119,13 @@ def _by_document(
     work: GapWork, half: ModelHalf, sequences: EvalSequences, nats: np.ndarray
 ) -> Iterator[tuple[np.ndarray, TokenLosses]]:
     tokenizer = half.work.pretrained.tokenizer
+    # BOS, if the tokenizer has one, is a token of the stream but covers no bytes.
     leading = 0 if tokenizer.bos_id is None else 1
     at = 0
     for text in work.texts:
         ids, offsets = tokenizer.encode_with_offsets(text.text)
         end = at + leading + len(ids)
+        # The second tokenization gives byte offsets; it must agree with the first one token for token.
         assert np.array_equal(sequences.stream[at + leading : end], ids), (
             f"{text.shard}: tokens differ from their spans"
         )
@@ -132,10 +135,11 @@ def _by_document(
 
 
 def finish(plan: RunPlan[GapWork], done: tuple[ModelLosses, ...], session: Session) -> int:
-    """Prints the comparison, writes its files, tells trackers."""
+    """Prints the comparison, writes its files, and logs metrics to trackers."""
     work = plan.work
     if not session.show:
         return OK
+    # With a single model, `first` and `last` are the same losses.
     first, last = done[0], done[-1]
     report = GapReport(model_a=work.halves[0].label, model_b=work.halves[-1].label)
     texts = [
@@ -154,6 +158,7 @@ def finish(plan: RunPlan[GapWork], done: tuple[ModelLosses, ...], session: Sessi
         page = gap_page(summary, _shown(texts), title="Two models on the same bytes", facts=_facts(plan, done))
         files, metrics = gap_files(work.config.folder, summary, page), tracker_metrics(summary)
     try:
+        # Metrics go to trackers even if the files cannot be written.
         print("\n".join(write_all(files)))
     finally:
         session.tracker.log(metrics, step=0)
@@ -162,10 +167,11 @@ def finish(plan: RunPlan[GapWork], done: tuple[ModelLosses, ...], session: Sessi
 
 
 def _shown(texts: list[ComparedDocument]) -> list[ComparedDocument]:
-    """The texts that a page draws: those on which the models part most, either way."""
-    ordered = sorted(texts, key=lambda each: -each.sums.delta_bits)
+    """The texts on the page: those with the largest differences in either direction."""
+    ordered = sorted(texts, key=lambda document: -document.sums.delta_bits)
+    # Largest positive differences from the front, largest negative ones from the back; few texts appear once only.
     both = [*ordered[:SHOWN_TEXTS], *ordered[SHOWN_TEXTS:][-SHOWN_TEXTS:]]
-    return sorted(both, key=lambda each: -abs(each.sums.delta_bits))
+    return sorted(both, key=lambda document: -abs(document.sums.delta_bits))
 
 
 def _facts(plan: RunPlan[GapWork], done: tuple[ModelLosses, ...]) -> dict[str, str]:

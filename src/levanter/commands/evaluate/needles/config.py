@@ -14,7 +14,7 @@ from levanter.trainer.config import TrainerConfig
 
 SHORTEST, LONGEST = 16, 1 << 24
 MOST_TOKENS = 1 << 30
-"""Of all questions together, which are in the host's memory at once."""
+"""Largest number of tokens of all questions, which are in the host's memory at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,26 +73,27 @@ class EvalNeedlesConfig(Ranged):
             if name not in TASKS:
                 problems.append(f"tasks: {name!r} is none of {', '.join(TASKS)}{did_you_mean(name, TASKS)}")
         for key, values in (("tasks", self.tasks), ("lengths", self.lengths)):
-            again = [each for n, each in enumerate(values) if each in values[:n]]
+            again = [value for n, value in enumerate(values) if value in values[:n]]
             if again:
                 problems.append(f"{key}: {', '.join(map(str, again))} is named more than once")
         if not self.lengths:
             problems.append("lengths: none is given; expected tokens, such as [4096, 8192]")
+        # Every task has the given number of samples at every length.
         tokens = self.samples * len(self.tasks or TASKS) * sum(self.lengths)
         if tokens > MOST_TOKENS:
             fewer = max(1, self.samples * MOST_TOKENS // tokens)
             problems.append(
                 f"samples: {self.samples:,} questions of each task and length are {tokens:,} tokens, and "
-                f"{MOST_TOKENS:,} are asked at once at most; {fewer:,} samples are fewer"
+                f"the limit is {MOST_TOKENS:,}; reduce samples to {fewer:,}"
             )
-        problems += [f"lengths: {each} is below {SHORTEST} tokens" for each in self.lengths if each < SHORTEST]
-        problems += [f"lengths: {each:,} is above {LONGEST:,} tokens" for each in self.lengths if each > LONGEST]
+        problems += [f"lengths: {length} is below {SHORTEST} tokens" for length in self.lengths if length < SHORTEST]
+        problems += [f"lengths: {length:,} is above {LONGEST:,} tokens" for length in self.lengths if length > LONGEST]
         if problems:
             raise ValueError("\n".join(problems))
 
     @property
-    def asked(self) -> NeedleSpec:
-        """What is asked."""
+    def spec(self) -> NeedleSpec:
+        """The questions: tasks, lengths, samples, depths and seed."""
         return NeedleSpec(
             tasks=tuple(self.tasks or TASKS),
             lengths=tuple(sorted(self.lengths)),

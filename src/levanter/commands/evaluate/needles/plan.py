@@ -1,6 +1,6 @@
-"""What `eval_needles` will do: the model, a Program for each length of text, how often each runs.
+"""The plan of `eval_needles`: the model, a Program for each length of text, and the number of its executions.
 
-Neither texts nor a tokenizer are needed for that: how many questions there are is in the configuration.
+The plan needs neither texts nor a tokenizer: the configuration determines the number of questions.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ NAME = "eval_needles"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NeedleWork:
-    """What `execute` needs besides the Programs.
+    """The resolved inputs of `execute` besides the Programs.
 
     Attributes:
         config: as the user wrote it.
@@ -51,17 +51,17 @@ class NeedleWork:
 
     @property
     def output(self) -> Output:
-        """The folder of the files, with the key that says so."""
+        """The output folder and the key that names it."""
         return result_output(self.config, "needles", kind="folder")
 
     @property
     def bos(self) -> int | None:
-        """What stands before a text: BOS, if the tokenizer puts it there."""
+        """The token before a text: BOS, if the tokenizer adds it."""
         return bos_id(self.pretrained.tokenizer)
 
 
 def bos_id(tokenizer: Tokenizer) -> int | None:
-    """BOS, if a tokenizer puts it before a text."""
+    """The BOS id if the tokenizer adds BOS to a text, otherwise None."""
     return tokenizer.bos_id if getattr(tokenizer, "adds_bos", False) else None
 
 
@@ -69,13 +69,14 @@ def describe(config: EvalNeedlesConfig, target: Target, *, written: ExplicitKeys
     """Describes the run for `target`; reads metadata, no weights.
 
     Args:
-        config: what is asked.
+        config: the configuration.
         target: the devices.
         written: the keys that the user wrote; None for a config made in Python.
     """
     written = ExplicitKeys.in_python(config) if written is None else written
-    asked = config.asked
-    longest = max(asked.lengths)
+    spec = config.spec
+    # The longest length has the largest activations, so it decides whether the run fits.
+    longest = max(spec.lengths)
     pretrained = describe_pretrained(
         ModelChoice.of(
             config,
@@ -93,26 +94,28 @@ def describe(config: EvalNeedlesConfig, target: Target, *, written: ExplicitKeys
     checks = [
         *pretrained.checks,
         *unsupported_option_checks(config, written),
-        *_length_checks(asked.lengths, pretrained.config),
+        *_length_checks(spec.lengths, pretrained.config),
     ]
-    checks += _axis_checks(pretrained, asked.lengths[:-1], rows)
-    message = f"{asked.count} of each length: {', '.join(asked.tasks)}; batches of {rows} ({why})"
+    # `lengths` is sorted, so all but the last are the shorter ones.
+    checks += _axis_checks(pretrained, spec.lengths[:-1], rows)
+    message = f"{spec.count} of each length: {', '.join(spec.tasks)}; batches of {rows} ({why})"
     checks.append(Check(name="questions", status="ok", message=message))
     if config.trainer.max_eval_batches is not None:
-        message = "trainer.max_eval_batches: no effect; samples says how much is asked"
+        message = "trainer.max_eval_batches: no effect; samples sets the number of questions"
         checks.append(Check(name="config", status="note", message=message))
     checks += output_checks(*output_key(config))
-    batches = -(-asked.count // rows)
+    # The last batch of each length may be partly empty.
+    batches = -(-spec.count // rows)
     workloads = [
         scoring_workload(
             pretrained,
             rows=rows,
             positions=length,
             runs=batches,
-            reason=f"{asked.count} questions of {length:,} tokens",
+            reason=f"{spec.count} questions of {length:,} tokens",
             program=program_name(length),
         )
-        for length in asked.lengths
+        for length in spec.lengths
     ]
     return RunPlan(
         entry_point=NAME,
@@ -122,7 +125,7 @@ def describe(config: EvalNeedlesConfig, target: Target, *, written: ExplicitKeys
         sharding=pretrained.sharding,
         activations=pretrained.activations,
         load=pretrained.load_plan,
-        computing=tuple(_program(pretrained, rows, length) for length in asked.lengths),
+        computing=tuple(_program(pretrained, rows, length) for length in spec.lengths),
         workloads=tuple(workloads),
         notes=pretrained.notes,
         work=NeedleWork(config=config, pretrained=pretrained, rows=rows),
@@ -147,13 +150,15 @@ def _program(pretrained: PretrainedModel, rows: int, length: int) -> Program:
 
 def _rows(config: EvalNeedlesConfig, ways: int) -> tuple[int, str]:
     """Rows of a batch, and why."""
-    if (asked := configured_rows(config.trainer)) is None:
+    if (per_shard := configured_rows(config.trainer)) is None:
+        # One row per shard by default: rows are long, and a batch of several would need that many times the
+        # activations.
         return ways, f"one per batch shard, of which there are {ways}"
-    return asked[0] * ways, per_device(*asked, ways)
+    return per_shard[0] * ways, per_device(*per_shard, ways)
 
 
 def _axis_checks(pretrained: PretrainedModel, lengths: tuple[int, ...], rows: int) -> list[Check]:
-    """What is wrong with texts of the shorter lengths on this mesh; the longest one is in the plan."""
+    """Errors of the shorter lengths on this mesh; the plan itself covers the longest one."""
     checks = []
     for length in lengths:
         plan = plan_activation_sharding(
@@ -165,13 +170,14 @@ def _axis_checks(pretrained: PretrainedModel, lengths: tuple[int, ...], rows: in
             precision=pretrained.precision,
         )
         for error in plan.errors:
+            # A bare ValueError gets the length as its key; typed errors name their axis and sizes already.
             message = type(error)(f"lengths: {length}: {error}") if type(error) is ValueError else error
             checks.append(Check(name="lengths", status="error", message=str(message), error=message))
     return checks
 
 
 def _length_checks(lengths: tuple[int, ...], model: LmConfig) -> list[Check]:
-    """Refuses or notes texts that are longer than anything the model was trained on."""
+    """Refuses or notes texts that are longer than the trained context."""
     longer = [length for length in lengths if length > model.max_seq_len]
     if not longer:
         return []

@@ -1,11 +1,11 @@
-"""Looks for needles: what a model finds of what was hidden in texts of given lengths, by task and by depth.
+"""Needle-in-a-haystack evaluation: which hidden values a model finds in long texts, by task, length and depth.
 
     python -m levanter.main.eval_needles --hf_checkpoint DIR --lengths '[4096, 8192]' --samples 10
 
-What happens, in order: the run is described (model, mesh, a Program for each length) and checked; the texts are made,
-by a seed, as long as the model's own tokens say; the weights are streamed into their final shards; the questions are
-scored, and each batch of answers is kept as soon as it is there: a run that was killed goes on with the same command.
-Nothing is generated: a value counts as found where each of its tokens is the likeliest one.
+The steps: the run is described (model, mesh, a Program for each length) and checked; the texts are built from a seed,
+with lengths in the model's own tokens; the weights are streamed into their final shards; the questions are scored, and
+each batch of answers is stored at once, so that the same command resumes a run that was killed. Nothing is generated: a
+value counts as found if each of its tokens is the most likely one.
 """
 
 import json
@@ -49,20 +49,20 @@ from levanter.memorization.books import weights_digest
 from levanter.runplan import OK, EntryPoint, NonFiniteResultError, RunPlan, Session
 
 FETCH_BEHIND = 1
-"""Batches in flight before a result is fetched: rows are long, so a batch that is killed is dear."""
+"""Batches in flight before a result is fetched: rows are long, so each batch that is lost by a kill is expensive."""
 SAMPLES, PAGE = "samples.jsonl", "page.html"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NeedlesResult:
-    """What came of a run.
+    """The result of a run.
 
     Attributes:
-        answered: the questions with their answers, by length, task and number; nothing where a run had finished here.
-        identity: every fact that they depend on.
-        loading: how loading went; None where there was nothing to load for.
-        seconds: that asking took, compilation included.
-        kept: questions that a run before had asked.
+        answered: the questions with their answers, by length, task and number; empty if the folder has a finished run.
+        identity: everything that the answers depend on.
+        loading: report of the loading; None if nothing was loaded.
+        seconds: duration of scoring, compilation included.
+        kept: questions that an earlier run had scored.
     """
 
     answered: Answered
@@ -73,12 +73,12 @@ class NeedlesResult:
 
 
 def execute(plan: RunPlan[NeedleWork], mesh: Mesh | None, session: Session | None = None) -> NeedlesResult:
-    """Makes the questions, loads the model, asks; nothing runs that is not in `plan`."""
+    """Builds the questions, loads the model, scores; nothing runs that is not in `plan`."""
     assert mesh is not None, "models run on devices"
     show = session is not None and session.show
     work = plan.work
     with ExitStack() as leases:
-        # Texts first: whatever is wrong with them is reported before a weight is read.
+        # Texts first: problems with them are reported before a weight is read.
         prompts = _prompts(work, show=show)
         require_same("the questions", digest(prompts)[:16], advice="the tokenizer must be the same on all hosts")
         identity = _identity(plan, prompts)
@@ -88,8 +88,10 @@ def execute(plan: RunPlan[NeedleWork], mesh: Mesh | None, session: Session | Non
             return NeedlesResult(answered=(), identity=identity, loading=None, seconds=0.0, kept=0)
         store, answers = resumed
         numbered = list(enumerate(_batches(prompts, work.rows)))
+        # A store of the same identity has the same batches; numbers beyond them would be of no use.
         answered_batches = {n for n in answers if n < len(numbered)}
         answered_batches = set(
+            # Scoring is a collective, so all processes must skip the same batches.
             json.loads(agreed("needles that are found already", json.dumps(sorted(answered_batches))))
         )
         remaining = [(n, length, batch) for n, (length, batch) in numbered if n not in answered_batches]
@@ -99,8 +101,9 @@ def execute(plan: RunPlan[NeedleWork], mesh: Mesh | None, session: Session | Non
             loaded = load_pretrained(work.pretrained, mesh, show=show)
             model = with_arrays(work.pretrained.abstract, loaded.arrays)
             loading, began = loaded.report, time.perf_counter()
-            _ask(plan, mesh, model, remaining, store, answers, show=show)
+            _score_batches(plan, mesh, model, remaining, store, answers, show=show)
         seconds = time.perf_counter() - began
+        # Process 0 alone reads the stored answers, so it alone can put all of them together.
         if not is_process_0():
             return NeedlesResult(answered=(), identity=identity, loading=loading, seconds=seconds, kept=kept)
         answered = [pair for n, (_, batch) in numbered for pair in zip(batch.prompts, answers[n], strict=True)]
@@ -108,23 +111,25 @@ def execute(plan: RunPlan[NeedleWork], mesh: Mesh | None, session: Session | Non
 
 
 def _prompts(work: NeedleWork, *, show: bool) -> dict[int, list[NeedlePrompt]]:
-    spec, tokenizer = work.config.asked, work.pretrained.tokenizer
+    spec, tokenizer = work.config.spec, work.pretrained.tokenizer
     total = spec.count * len(spec.lengths)
     with Progress("making texts", total=total, unit="texts", show=show, lazy=True) as progress:
         return build_prompts(spec, tokenizer.encode_with_offsets, bos=work.bos, on_prompt=progress.advance_to)
 
 
 def _batches(prompts: Mapping[int, Sequence[NeedlePrompt]], rows: int) -> list[tuple[int, NeedleBatch]]:
+    # Batches of one length only: each length has a Program of its own.
     return [(length, batch) for length, mine in prompts.items() for batch in batches(mine, rows, length)]
 
 
 def _resume(
     work: NeedleWork, store: NeedleStore, leases: ExitStack
 ) -> tuple[NeedleStore, dict[int, tuple[NeedleAnswer, ...]]] | None:
-    """The store, and what is in it; None if the run has finished. Every process refuses another run's folder."""
+    """The store and its answers; None if the run has finished. Every process refuses the folder of another run."""
     replaces = work.config.if_exists == "replace"
     done, answers = False, {}
     if is_process_0():
+        # The lease keeps a second run from writing into the same store.
         lease = leased(store.folder, what="a search for needles", advice="give another output_path")
         store = replace(store, lease=leases.enter_context(lease))
         if replaces:
@@ -134,26 +139,29 @@ def _resume(
             store.begin()
             answers = store.read()
     elif not replaces:
+        # Reading the identity file refuses a folder of another run on every process, not on process 0 alone.
         store.is_done()
     finished = json.loads(agreed("whether all needles are found already", json.dumps(done)))
     return None if finished else (store, answers)
 
 
-def _ask(
+def _score_batches(
     plan: RunPlan[NeedleWork],
     mesh: Mesh,
     model: PyTree,
-    todo: Sequence[tuple[int, int, NeedleBatch]],
+    remaining: Sequence[tuple[int, int, NeedleBatch]],
     store: NeedleStore,
     answers_by_batch: dict[int, tuple[NeedleAnswer, ...]],
     *,
     show: bool,
 ) -> None:
-    """Runs the batches that are not there yet, and keeps what comes of each."""
-    total = sum(len(batch.prompts) * length for _, length, batch in todo)
+    """Scores the remaining batches and stores the answers of each."""
+    total = sum(len(batch.prompts) * length for _, length, batch in remaining)
     with Progress("looking for needles", total=total, unit="tokens", show=show) as progress:
-        for length in dict.fromkeys(length for _, length, _ in todo):
-            batches = (((n, batch), batch.inputs) for n, at, batch in todo if at == length)
+        # All batches of one length in a row, so that its Program is compiled once and stays loaded.
+        for length in dict.fromkeys(length for _, length, _ in remaining):
+            batches = (((n, batch), batch.inputs) for n, at, batch in remaining if at == length)
+            # `jit_together`: all processes compile, then meet, before the first call.
             program = plan.program(program_name(length))
             for (n, batch), outputs in results(program, mesh, model, batches, behind=FETCH_BEHIND, jit=jit_together):
                 logprobs, ranks = (prompt.array for prompt in outputs)
@@ -162,6 +170,7 @@ def _ask(
                     if not answer.is_finite:
                         where = f"{prompt.task}, {prompt.length} tokens, question {prompt.number + 1}"
                         raise NonFiniteResultError(f"log-probabilities are not finite: {where}")
+                # Nothing that is not finite may be stored: a resumed run would take it for an answer.
                 answers_by_batch[n] = answers
                 if is_process_0():
                     store.write(n, answers)
@@ -169,22 +178,24 @@ def _ask(
 
 
 def _answer(prompt: NeedlePrompt, logprobs: np.ndarray, ranks: np.ndarray) -> NeedleAnswer:
+    # Rows are padded to the longest answer; only the tokens of this one count.
     count = len(prompt.targets)
     return NeedleAnswer(logprobs=tuple(logprobs[:count].tolist()), ranks=tuple(ranks[:count].tolist()))
 
 
 def _identity(plan: RunPlan[NeedleWork], prompts: dict[int, list[NeedlePrompt]]) -> NeedleIdentity:
-    """What the answers depend on."""
+    """Everything that the answers depend on."""
     pretrained, config = plan.work.pretrained, plan.work.config
     choice = pretrained.choice
     return {
-        "tasks": list(config.asked.tasks),
-        "lengths": list(config.asked.lengths),
+        "tasks": list(config.spec.tasks),
+        "lengths": list(config.spec.lengths),
         "samples": config.samples,
         "depths": config.depths,
         "seed": config.seed,
         "questions": digest(prompts),
         "model": choice.saved or choice.reference,
+        # A digest of the weights: a folder may be replaced under the same name.
         "weights": weights_digest(pretrained.source),
         "architecture": repr(pretrained.config),
         "precision": str(pretrained.precision),
@@ -196,7 +207,7 @@ def _identity(plan: RunPlan[NeedleWork], prompts: dict[int, list[NeedlePrompt]])
 
 
 def finish(plan: RunPlan[NeedleWork], done: NeedlesResult, session: Session) -> int:
-    """Prints the table, writes the files, tells trackers."""
+    """Prints the table, writes the files, and logs metrics to trackers."""
     if not is_process_0():
         return OK
     folder = plan.work.folder
@@ -216,10 +227,11 @@ def finish(plan: RunPlan[NeedleWork], done: NeedlesResult, session: Session) -> 
             {
                 join(folder, SAMPLES): lines.encode(),
                 join(folder, PAGE): needle_page(summary, done.answered, title=title, facts=_facts(plan, done)).encode(),
-                # Last: with it a run is finished.
+                # Last: a folder with the results file counts as finished.
                 join(folder, RESULTS): json.dumps(written, indent=2, ensure_ascii=False).encode(),
             }
         )
+        # The partial answers are in the results now.
         NeedleStore(folder=folder, identity=done.identity).clean()
         if session.show:
             print("\n".join(paths), flush=True)
@@ -230,7 +242,7 @@ def finish(plan: RunPlan[NeedleWork], done: NeedlesResult, session: Session) -> 
 
 
 def _facts(plan: RunPlan[NeedleWork], done: NeedlesResult) -> dict[str, str]:
-    """What a page says of a run."""
+    """The facts of the run on its page."""
     pretrained, config = plan.work.pretrained, plan.work.config
     return {
         "model": pretrained.checkpoint.description,

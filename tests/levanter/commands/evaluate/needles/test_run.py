@@ -85,7 +85,7 @@ def judged(folder: Path, lines: list[dict], lengths: list[int]) -> list[int]:
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = load_tokenizer(str(folder))
-    asked = EvalNeedlesConfig(hf_checkpoint="x", tasks=TASKS, samples=2, lengths=lengths).asked
+    asked = EvalNeedlesConfig(hf_checkpoint="x", tasks=TASKS, samples=2, lengths=lengths).spec
     made = build_prompts(asked, tokenizer.encode_with_offsets, bos=bos_id(tokenizer))
     mine = [each for some in made.values() for each in some]
     assert len(lines) == len(mine) == 4 * len(lengths)
@@ -208,7 +208,7 @@ def test_a_killed_run_goes_on_and_a_finished_one_is_left_alone(folder, tmp_path,
         ({"lengths": [64]}, "niah_single_1: its shortest text has"),
         ({"lengths": [90_000_000]}, "lengths: 90,000,000 is above 16,777,216 tokens"),
         ({"samples": 0}, "samples"),
-        ({"samples": 10**9}, "tokens, and 1,073,741,824 are asked at once at most; 199,728 samples are fewer"),
+        ({"samples": 10**9}, "tokens, and the limit is 1,073,741,824; reduce samples to 199,728"),
         ({"hf_checkpoint": None}, "no model to evaluate"),
         ({"hf_checkpoint": "/not/here"}, "/not/here"),
         ({"if_exists": "keep"}, "if_exists"),
