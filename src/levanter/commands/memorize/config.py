@@ -165,10 +165,12 @@ class EvalCarelessLmConfig(Ranged):
             )
         if not self.books and self.txt_path is None:
             problems.append("no book: give txt_path, or several under books")
+        # An unknown preset is one problem among others, not an exception at this point.
         problems += _collected(lambda: convention(self.preset))
         problems += scheme_problems([name for name in (self.scheme, *self.schemes) if name is not None])
         for title in [title for title in self.books if not title.strip()]:
             problems.append(f"books: {title!r} cannot be the name of a book")
+        # Books can only be resolved with a valid preset and valid schemes.
         if not problems:
             resolved = [resolve_book(self, key, book) for key, book in self.books.items()]
             for book in resolved or [single_book(self)]:
@@ -210,12 +212,12 @@ class Book:
 
     def problems(self) -> list[str]:
         """Its problems, by config key."""
-        found = self.convention.windowing.problems()
+        problems = self.convention.windowing.problems()
         if self.batch_size is not None and self.batch_size < 1:
-            found.append(f"eval_batch_size: must be at least 1, got {self.batch_size}")
+            problems.append(f"eval_batch_size: must be at least 1, got {self.batch_size}")
         if self.max_windows is not None and self.max_windows < 1:
-            found.append(f"max_examples: must be at least 1, or null for all; got {self.max_windows}")
-        return found
+            problems.append(f"max_examples: must be at least 1, or null for all; got {self.max_windows}")
+        return problems
 
 
 def resolve_books(config: EvalCarelessLmConfig) -> tuple[Book, ...]:
@@ -225,6 +227,7 @@ def resolve_books(config: EvalCarelessLmConfig) -> tuple[Book, ...]:
 
 def single_book(config: EvalCarelessLmConfig) -> Book:
     """The one book of a config without `books:`."""
+    # With the default folder each book gets a subfolder; an explicit folder is the book's own.
     in_default = config.output_base_path == DEFAULT_OUTPUT
     folder = join(config.output_base_path, slug(config.book_title)) if in_default else config.output_base_path
     assert config.txt_path is not None
@@ -237,17 +240,18 @@ def resolve_book(config: EvalCarelessLmConfig, key: str, book: BookConfig) -> Bo
     return _book(config, key, book.book_title or key, book.txt_path, join(config.output_base_path, slug(key)), book)
 
 
-def _book(config: EvalCarelessLmConfig, key: str, title: str, path: str, folder: str, own_values: BookConfig) -> Book:
+def _book(config: EvalCarelessLmConfig, key: str, title: str, path: str, folder: str, values: BookConfig) -> Book:
+    # A value of the book comes before one of the run; a value that neither sets is left to the preset.
     explicit = {
         target: value
         for name, target in _WINDOWING.items()
-        if (value := getattr(own_values, name) if getattr(own_values, name) is not None else getattr(config, name))
-        is not None
+        if (value := getattr(values, name) if getattr(values, name) is not None else getattr(config, name)) is not None
     }
     names = {
+        # An empty file name counts as not set.
         name: value
         for name in ("plot_path", "histogram_path", "pz_data_path")
-        if (value := getattr(own_values, name) or getattr(config, name)) is not None
+        if (value := getattr(values, name) or getattr(config, name)) is not None
     }
     return Book(
         key=key,
@@ -257,28 +261,29 @@ def _book(config: EvalCarelessLmConfig, key: str, title: str, path: str, folder:
         convention=convention(
             config.preset, scheme=None if config.scheme is None else Scheme.parse(config.scheme), **explicit
         ),
-        batch_size=config.eval_batch_size if own_values.eval_batch_size is None else own_values.eval_batch_size,
-        max_windows=config.max_examples if own_values.max_examples is None else own_values.max_examples,
+        batch_size=config.eval_batch_size if values.eval_batch_size is None else values.eval_batch_size,
+        max_windows=config.max_examples if values.max_examples is None else values.max_examples,
         names=names,
     )
 
 
 def model_problems(config: Any) -> list[str]:
-    """What is wrong with a config's model and devices."""
+    """Problems of a config's model keys."""
     return model_key_problems(config, alias=config.initialize_from_hf)
 
 
 def scheme_problems(names: Sequence[str]) -> list[str]:
-    """What is wrong with the names of decoding schemes."""
+    """Problems of the names of decoding schemes."""
     problems = []
     for name in names:
-        found = _collected(lambda name=name: Scheme.parse(name))
-        if not found and Scheme.parse(name).suffix_tokens is not None:
-            found.append(
+        # The default binds this iteration's name.
+        scheme_errors = _collected(lambda name=name: Scheme.parse(name))
+        if not scheme_errors and Scheme.parse(name).suffix_tokens is not None:
+            scheme_errors.append(
                 f"scheme {name}: the suffix length is chunk_size − prompt_tokens; shorter ones follow from the "
                 "results and need no key"
             )
-        problems += found
+        problems += scheme_errors
     return problems
 
 
@@ -291,6 +296,7 @@ def _collected(attempt: Callable[[], object]) -> list[str]:
 
 
 def _twice(folders: list[str]) -> list[str]:
+    # Folder names are slugs of the keys, so different keys may give the same folder.
     repeated = sorted({folder for folder in folders if folders.count(folder) > 1})
     return [
         f"books: several would write to {folder}; give them keys that differ in letters or digits"

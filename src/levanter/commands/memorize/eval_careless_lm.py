@@ -53,7 +53,7 @@ def _read(book: Book) -> tuple[BookText | None, list[Check]]:
     except TextError as error:
         return None, [Check(name="text", status="error", message=f"{book.title}: {error}", error=error)]
     except (ValueError, OSError) as error:
-        # Absent or unreachable: a run needs it, planning does not.
+        # Absent or unreachable text is needed by a run, not by a plan. Other errors are raised at once.
         if not isinstance(error, MissingFileError) and not is_remote(book.path):
             raise
         missing = MissingFileError(str(error))
@@ -68,11 +68,13 @@ def _job(config: EvalCarelessLmConfig, book: Book, text: BookText | None) -> Boo
     windowing = convention.windowing
     windows, reason = _count(config, book, text)
 
+    # Called during a run, in another thread: tokenizing a book takes minutes.
     def opened(tokenizer: Tokenizer) -> OpenJob:
         assert text is not None, "RunPlan.check() comes before a run"
         windows = build_windows(text.text, tokenizer, windowing, max_windows=book.max_windows)
         return OpenJob(
             source=windows,
+            # Positions of every window in tokens and characters; reports need them to map p_z to the text.
             spans={
                 "token_spans": windows.token_spans,
                 "char_spans": windows.char_spans,
@@ -81,6 +83,7 @@ def _job(config: EvalCarelessLmConfig, book: Book, text: BookText | None) -> Boo
             facts={"duplicate_windows_dropped": windows.duplicates},
         )
 
+    # One window is enough to find a prefix that is too long, or a tokenizer without BOS, before weights are read.
     def checked(tokenizer: Tokenizer) -> None:
         assert text is not None, "RunPlan.check() comes before a run"
         build_windows(text.text, tokenizer, windowing, max_windows=1)
@@ -96,6 +99,7 @@ def _job(config: EvalCarelessLmConfig, book: Book, text: BookText | None) -> Boo
         batch_size=book.batch_size,
         windows=windows,
         windows_reason=reason,
+        # Results of another text or other windows are never continued.
         identity={} if text is None else windows_identity(text, convention, max_windows=book.max_windows),
         text=text.text if text is not None and config.keep_text else None,
         check=checked,
@@ -108,6 +112,7 @@ def _count(config: EvalCarelessLmConfig, book: Book, text: BookText | None) -> t
     """How many windows the book has, as far as that is known without tokenizing it."""
     windowing, assumed = book.convention.windowing, config.plan.assume_tokens
     if text is not None:
+        # The text is not tokenized here, so the count is an estimate from its characters.
         count = windowing.count_in_text(len(text.text))
         reason = f"about {count:,} windows in {len(text.text):,} characters"
     elif assumed is not None:
@@ -115,6 +120,7 @@ def _count(config: EvalCarelessLmConfig, book: Book, text: BookText | None) -> t
         reason = f"{count:,} windows in {assumed:,} tokens (plan.assume_tokens)"
     else:
         return None, "the text is not available here; set plan.assume_tokens to the number of tokens to plan for"
+    # `max_examples` is an upper limit; fewer windows make it irrelevant.
     if book.max_windows is not None and book.max_windows < count:
         return book.max_windows, f"the first {book.max_windows:,} windows (max_examples)"
     return count, reason

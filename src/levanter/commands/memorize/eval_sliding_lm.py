@@ -39,7 +39,7 @@ from levanter.runplan import Check, EntryPoint, RunPlan, Target
 
 NAME = "eval_sliding_lm"
 PLANNED_POSITIONS = 100
-"""What planning assumes of rows that are not available here; half of it is scored."""
+"""Assumed tokens of a row if the rows are not available here; half of them are scored."""
 
 
 def describe(
@@ -47,12 +47,14 @@ def describe(
 ) -> RunPlan[MemorizationWork]:
     """Describes the run for `target`; reads metadata and the rows, no weights."""
     written = ExplicitKeys.in_python(config) if written is None else written
+    # The checkpoint's own tokenizer is used unless the user wrote another one.
     named = config.data.tokenizer if "data.tokenizer" in written else None
     model, _ = model_block(config, written)
     if config.checkpoint_path is not None:
         origin = resolve_saved_source(config.checkpoint_path, model)
     else:
         origin = resolve_source(config.reference, model, allow_pickle=config.allow_pickle)
+    # The rows' lengths depend on the tokenizer, so it is needed before the model is described.
     tokenizer, _ = find_tokenizer(named, origin=origin, size=origin.architecture.vocab_size)
     checks: list[Check] = []
     jobs = []
@@ -66,7 +68,7 @@ def describe(
         jobs,
         entry_point=NAME,
         checks=checks,
-        schemes=[Scheme.parse(each) for each in config.schemes] + [job.scheme for job in jobs],
+        schemes=[Scheme.parse(name) for name in config.schemes] + [job.scheme for job in jobs],
         tokenizer=named,
         written=written,
     )
@@ -81,8 +83,10 @@ def _job(
     try:
         paths, format = _files(config, name, component)
         pairs = [pair for path in paths for pair in prompt_pairs(read_records(path), format)]
+        # Upstream limits batches, so the limit in rows depends on the batch size.
         if config.max_batches is not None:
             pairs = pairs[: config.max_batches * (config.eval_batch_size or DEFAULT_BATCH)]
+        # The digest is of the text, so that it is known without a tokenizer.
         digest = pairs_digest(pairs)
         if tokenizer is not None:
             examples = Examples.of(tokenized(pairs, tokenizer, bos=config.bos))
@@ -90,6 +94,7 @@ def _job(
         check = Check(name="rows", status="ok", message=f"{name}: {len(pairs):,} rows in {len(paths)} files")
     except MissingFileError as error:
         check = Check(name="rows", status="unchecked", message=f"{name}: {error}", error=error)
+    # Problems of a set name the set's key.
     except ValueError as error:
         bad = DataError(f"data.components.{name}: {error}")
         check = Check(name="rows", status="error", message=str(bad), error=bad)
@@ -98,6 +103,7 @@ def _job(
         assert examples is not None, "RunPlan.check() comes before a run"
         return OpenJob(source=examples, spans=examples.spans(), aligned=examples.aligned)
 
+    # Rows that are not available are planned with an assumed length, at most the model's context.
     positions = min(PLANNED_POSITIONS, longest) if examples is None else examples.positions
     job = BookJob(
         key=name,
@@ -107,6 +113,7 @@ def _job(
         scheme=FULL if config.scheme is None else Scheme.parse(config.scheme),
         positions=positions,
         suffix_tokens=positions // 2 if examples is None else examples.suffix_tokens,
+        # Rows of different lengths are padded; then each row has its own suffix.
         padded=examples is not None and examples.padded,
         batch_size=config.eval_batch_size,
         windows=None if examples is None else len(examples),
@@ -132,6 +139,7 @@ def _files(config: EvalSlidingLmConfig, name: str, component: object) -> tuple[l
     try:
         return expand(patterns), component.format
     except (ValueError, OSError) as error:
+        # A remote file that cannot be listed here may be there for the machine that runs.
         if isinstance(error, MissingFileError) or not any(map(is_remote, patterns)):
             raise
         raise MissingFileError(f"{name}: {error}") from error

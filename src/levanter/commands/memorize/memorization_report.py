@@ -63,18 +63,20 @@ class ReportRequest:
 
 
 class NoRunError(ValueError):
-    """A path is not a scored book; the message says what it holds."""
+    """A path has no scored book; the message lists what it contains."""
 
 
 def main(config: ReportRequest) -> int:
     """Reads the runs, measures them, writes the page and prints a summary of it."""
     books = _books(config.runs)
+    # Before the runs are read: can the page and the numbers be written?
     files = {"--output": config.output, "--json": config.json}
     probe(Output(key=key, path=path, kind="file") for key, path in files.items() if path is not None)
     if config.names and len(config.names) != len(books):
         raise ValueError(
             f"--name: {len(config.names)} names for {len(books)} runs ({', '.join(b.title for b in books)})"
         )
+    # By object identity: several runs may be of the same book.
     scheme_of = {id(book): book.scheme if config.scheme is None else config.scheme for book in books}
     thresholds = _calibrations(config, {scheme_of[id(book)] for book in books})
     runs = [
@@ -83,12 +85,14 @@ def main(config: ReportRequest) -> int:
             scheme=scheme_of[id(book)],
             threshold=config.threshold,
             cover=config.cover,
+            # Control texts give a threshold for each scheme that some run uses.
             calibration=thresholds.get(scheme_of[id(book)]),
         )
         for book in books
     ]
     names = list(config.names) or labels(runs)
     page = report_html(runs, with_text=config.with_text, passages=config.passages, names=names)
+    # The table of the terminal comes first, so that it is seen even if a file cannot be written.
     for name, run in zip(names, runs, strict=True):
         print(_line(name, run))
     for caution in cautions(runs):
@@ -159,6 +163,7 @@ def _books(paths: Sequence[str]) -> list[BookResult]:
 def _folders(path: str) -> list[str]:
     """The folders of scored books that a path stands for."""
     if exists(join(path, WINDOWS)):
+        # Not a scored book itself: perhaps a folder of several.
         return [path]
     fs, name = filesystem(path)
     if not fs.isdir(name):
@@ -183,6 +188,7 @@ def _calibrations(config: ReportRequest, schemes: set[Scheme]) -> dict[Scheme, C
         scheme: calibrate(
             [control.log_pz(scheme) for control in controls],
             false_positive_rate=config.false_positive_rate,
+            # Overlapping windows are correlated: calibration counts blocks of windows, not single ones.
             block=max(windows_block(control) for control in controls),
         )
         for scheme in schemes

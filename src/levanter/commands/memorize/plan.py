@@ -1,7 +1,7 @@
-"""What memorization entry points share when planning: from jobs to a described run.
+"""Planning shared by the memorization entry points: from jobs to a described run.
 
-A `BookJob` is one book or one prepared set: where its results go, the shape of its batches, and how its windows are
-made. `describe_jobs` makes the `RunPlan` of a model and its jobs, with one Program per batch shape.
+A `BookJob` is one book or one prepared set: its output folder, the shape of its batches, and how its windows are made.
+`describe_jobs` makes the `RunPlan` of a model and its jobs, with one Program per batch shape.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -48,18 +48,17 @@ class BookJob:
 
     Attributes:
         key: short, for metrics and listings.
-        title: for people.
+        title: for reports.
         folder: of its results.
         preset, scheme: the convention it follows, and what is reported first.
         positions, suffix_tokens, padded: of its windows.
         batch_size: windows of a batch as configured; None if left open.
-        windows: how many there are, as far as known now; None if unknown.
-        windows_reason: how that is known.
+        windows: number of windows, possibly estimated; None if unknown.
+        windows_reason: the source of that number.
         identity: what its results depend on besides the model.
         text: the text; None if there is none, or none to keep.
-        check: raises what is wrong with the windows, if that can be found out quickly; called before weights are
-            read.
-        open: makes the windows; called once, in a run.
+        check: raises errors of the windows that can be found quickly; called before weights are read.
+        open: builds the windows; called once, in a run.
         output_names: names of output files that differ from the defaults.
     """
 
@@ -83,13 +82,13 @@ class BookJob:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MemorizationWork:
-    """What `execute_jobs` needs besides the Programs.
+    """The resolved inputs of `execute_jobs` besides the Programs.
 
     Attributes:
         config: of the entry point.
         pretrained: the model.
         jobs: in order, each with its batch shape and the name of its Program.
-        laws: those that need a normalizer of their own.
+        laws: the schemes that need a normalizer of their own.
     """
 
     config: Any
@@ -114,16 +113,16 @@ def describe_jobs(
     Args:
         config: with the fields that all memorization entry points have.
         target: the devices.
-        jobs: what is scored.
+        jobs: the books or sets to score.
         entry_point: its name.
         checks: those made already.
         schemes: those that results must include.
         tokenizer: a tokenizer other than the checkpoint's own.
         written: the keys that the user wrote.
     """
-    model, found = model_block(config, written)
+    model, model_checks = model_block(config, written)
     assert jobs, "a run without jobs has nothing to describe"
-    _own_folders(jobs)
+    _check_folders_distinct(jobs)
     pretrained = describe_pretrained(
         ModelChoice.of(
             config,
@@ -133,17 +132,20 @@ def describe_jobs(
             tokenizer=tokenizer,
         ),
         target,
+        # The largest batch and the longest windows decide the activations.
         batch=lambda ways: max(_rounded(job.batch_size or DEFAULT_BATCH, ways) for job in jobs),
         positions=max(job.positions for job in jobs),
     )
+    # The stored scores give full, greedy and k40; other schemes need a normalizer of their own from the Program.
     laws = sampling_laws(schemes)
-    all_checks = [*checks, *found, *pretrained.checks, *unsupported_option_checks(config, written)]
+    all_checks = [*checks, *model_checks, *pretrained.checks, *unsupported_option_checks(config, written)]
     shaped: list[tuple[BookJob, BatchShape, str]] = []
     names: dict[BatchShape, str] = {}
     for job in jobs:
         check, rows = _batch(config, job, pretrained.resolved.batch_ways)
         all_checks += [check, *_length_checks(job, pretrained.config)]
         shape = BatchShape(rows=rows, positions=job.positions, suffix=job.suffix_tokens, padded=job.padded)
+        # Jobs of the same shape share a Program; the first one is called `score`, as upstream's only one.
         names.setdefault(shape, "score" if not names else f"score_{len(names) + 1}")
         shaped.append((job, shape, names[shape]))
     programs = tuple(
@@ -164,6 +166,7 @@ def describe_jobs(
         entry_point=entry_point,
         target=target,
         mesh=pretrained.resolved.spec,
+        # Several jobs may give the same note.
         checks=tuple(dict.fromkeys(all_checks)),
         sharding=pretrained.sharding,
         activations=pretrained.activations,
@@ -179,7 +182,7 @@ def describe_jobs(
     )
 
 
-def _own_folders(jobs: Sequence[BookJob]) -> None:
+def _check_folders_distinct(jobs: Sequence[BookJob]) -> None:
     """Refuses jobs that would overwrite each other: names that differ in punctuation only share a folder."""
     by_folder: dict[str, list[str]] = {}
     for job in jobs:
@@ -188,7 +191,7 @@ def _own_folders(jobs: Sequence[BookJob]) -> None:
     if shared:
         listed = "; ".join(f"{', '.join(map(repr, keys))} in {folder}" for folder, keys in shared.items())
         raise ValueError(
-            f"several would be written to one folder; give them names that differ in letters or digits: {listed}"
+            f"several results would be written to one folder; use names that differ in letters or digits: {listed}"
         )
 
 
@@ -198,6 +201,7 @@ def model_block(config: Any, written: ExplicitKeys) -> tuple[ModelBlock | None, 
     Upstream never gave the block to the loader, so its configs carry blocks of other models.
     """
     block = ModelBlock.of(config.model, written)
+    # The block is only relaxed where the user wrote `use_hf_model_config`.
     if block is None or getattr(config, "use_hf_model_config", None) is None or not config.reference:
         return block, []
     try:
@@ -207,10 +211,11 @@ def model_block(config: Any, written: ExplicitKeys) -> tuple[ModelBlock | None, 
     try:
         merge_architecture(block, checkpoint.config, where=checkpoint.where)
     except CheckpointError as error:
+        # Architecture fields are the checkpoint's; runtime settings (`gradient_checkpointing`, …) stay the user's.
         free = block.keys - set(family_for_config(type(checkpoint.config)).architecture_fields)
         model = replace(checkpoint.config, **{key: getattr(block.config, key) for key in sorted(free)})
         message = f"the checkpoint's architecture is used, as upstream does whatever the block says: {error}"
-        # Nothing else in the block contradicts, so all of it may count.
+        # What remains contradicts nothing, so all of it counts as written.
         kept = ModelBlock(config=model, keys=ExplicitKeys.in_python(model).top)
         return kept, [Check(name="model block", status="note", message=message)]
     return block, []
@@ -221,18 +226,20 @@ def _rounded(rows: int, ways: int) -> int:
 
 
 def _batch(config: Any, job: BookJob, ways: int) -> tuple[Check, int]:
-    asked = job.batch_size or DEFAULT_BATCH
-    rows = _rounded(asked, ways)
+    requested = job.batch_size or DEFAULT_BATCH
+    rows = _rounded(requested, ways)
     message = f"{rows} windows of {job.positions} tokens, {job.suffix_tokens} scored"
-    if rows == asked:
+    if rows == requested:
         why = "eval_batch_size" if job.batch_size else "the default"
         return Check(name="batch", status="ok", message=f"{message}: {why}, sharded {ways} ways"), rows
+    # The default batch size may be changed silently; an explicit one only with permission.
     if job.batch_size is None or config.allow_nondivisible_batch_size:
-        why = f"{asked}, rounded up to a multiple of {ways} shards"
+        why = f"{requested}, rounded up to a multiple of {ways} shards"
         return Check(name="batch", status="ok", message=f"{message}: {why}"), rows
-    legal = [n for n in (asked // ways * ways, rows) if n]
+    # The two nearest multiples of the shards; zero is none.
+    legal = [n for n in (requested // ways * ways, rows) if n]
     error = ValueError(
-        f"eval_batch_size: {asked} windows do not divide over the {ways} batch shards of the mesh\n"
+        f"eval_batch_size: {requested} windows do not divide over the {ways} batch shards of the mesh\n"
         f"  → eval_batch_size: {' or '.join(map(str, legal))}, or allow_nondivisible_batch_size: true"
     )
     return Check(name="batch", status="error", message=str(error), error=error), rows
@@ -249,16 +256,18 @@ def _length_checks(job: BookJob, model: LmConfig) -> list[Check]:
 def _workload(
     shape: BatchShape, name: str, jobs: Sequence[tuple[BookJob, BatchShape, str]], model: PretrainedModel
 ) -> Workload:
-    """How much a Program does: every position through the blocks, the suffix through the head."""
+    """The work of a Program: all positions pass through the blocks, only the suffix through the head."""
+    # 2 FLOPs a weight and token. The head is the difference of the counts with and without a vocabulary.
     body = 2.0 * model.config.matmul_parameters(0)
     head = 2.0 * model.config.matmul_parameters(model.Vocab.size) - body
     weights = shape.rows * (shape.positions * body + shape.suffix * head)
 
     def attention(pairs: Literal["causal", "full"]) -> float:
+        # Attention FLOPs depend on the pairs of positions, weights do not.
         flops = model.config.flops(vocab_size=model.Vocab.size, context_length=shape.positions, attention=pairs)
         return flops.attention * shape.rows * shape.positions
 
-    mine = [job for job, _, of in jobs if of == name]
+    mine = [job for job, _, program in jobs if program == name]
     counts = [job.windows for job in mine]
     return Workload(
         program=name,
@@ -267,6 +276,7 @@ def _workload(
         items=shape.rows,
         flops_full=weights + attention("full"),
         flops_causal=weights + attention("causal"),
+        # One unknown count makes the total unknown.
         executions=None if None in counts else sum(shape.batches(count) for count in counts if count is not None),
         reason="; ".join(f"{job.title}: {job.windows_reason}" for job in mine),
     )

@@ -1,7 +1,7 @@
-"""Checks finished jobs: results that are missing or changed are made again.
+"""Checks the results of finished jobs, and restores files that are missing or changed.
 
 The scores are in `windows.parquet` and `manifest.json`; without one of them the windows are scored again. Everything
-else is derived from those and rewritten in a second.
+else is derived from these two and is rewritten within a second.
 """
 
 from contextlib import ExitStack
@@ -21,13 +21,14 @@ def open_store(work: MemorizationWork, job: BookJob, store: PartStore, leases: E
         work: of the run.
         job: the job.
         store: its store.
-        leases: keeps the lease.
+        leases: holds the lease until the run ends.
 
     Raises:
         OtherRunError: the folder holds results of another run.
         LeaseTakenError: another process writes there.
     """
     replaces = work.config.if_exists == "replace"
+    # None: not finished (or to be replaced). Empty: finished and intact, which needs no lease.
     changed = store.missing_or_changed() if not replaces and store.is_done() else None
     if changed is not None and not changed:
         return store, True
@@ -37,7 +38,7 @@ def open_store(work: MemorizationWork, job: BookJob, store: PartStore, leases: E
         store.start_over()
         return store, False
     if changed is None:
-        # Whoever held the lease may have finished the job.
+        # Another process may have finished the job while this one waited for the lease.
         return store, store.is_done()
     details = "".join(f"\n  {name}: {what}" for name, what in changed.items())
     if changed.keys() & {WINDOWS, MANIFEST}:
@@ -45,6 +46,7 @@ def open_store(work: MemorizationWork, job: BookJob, store: PartStore, leases: E
         store.start_over()
         return store, False
     print(f"{job.title}: files in {job.folder} are missing or changed; they are rewritten from its scores{details}")
+    # The text is not in the scores; it is the one just read.
     result = replace(BookResult.read(job.folder), text=job.text)
     result.write(job.folder)
     write_results(work, job, result, store)
@@ -63,5 +65,6 @@ def write_results(work: MemorizationWork, job: BookJob, result: BookResult, stor
         with_text=work.config.keep_text,
         on_file=written.append,
     )
+    # Last: only with the marker does the folder count as finished.
     store.finish([*result.files, *written])
     return summary

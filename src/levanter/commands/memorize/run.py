@@ -1,7 +1,7 @@
-"""What memorization entry points share when running: from a described run to results, one load for all jobs.
+"""Execution shared by the memorization entry points: from a described run to results, with one load for all jobs.
 
-Finished jobs are left alone, unfinished ones resume. A job's results are written once all its windows are scored, and
-the marker of that last, so a run that is killed at any moment is resumed by the same command.
+Finished jobs are unchanged, unfinished ones resume. A job's results are written once all its windows are scored, and
+its marker last, so the same command resumes a run that was killed at any moment.
 """
 
 import hashlib
@@ -42,8 +42,8 @@ class FinishedJob:
     Attributes:
         title: of the book.
         folder: of its results.
-        windows: how many were scored in this run; 0 if nothing was left to do.
-        summary: its numbers, as in `summary.json`, on process 0; None if it was done before.
+        windows: windows scored in this run; 0 if the job was finished before.
+        summary: its numbers, as in `summary.json`, on process 0; None if the job was finished before.
     """
 
     title: str
@@ -65,45 +65,51 @@ def _execute(
     plan: RunPlan[MemorizationWork], mesh: Mesh, session: Session, leases: ExitStack
 ) -> tuple[FinishedJob, ...]:
     work, tracker = plan.work, session.tracker
-    # Process 0 keeps the results, whether or not it prints.
+    # Process 0 holds the results, whether or not it prints.
     show = jax.process_index() == 0
     model_facts = _model_identity(plan)
     stores = [_store(work, job, shape, model_facts) for job, shape, _ in work.jobs]
     done = [FinishedJob(title=job.title, folder=job.folder, windows=0) for job, _, _ in work.jobs]
-    # Every process refuses another run's folder; process 0 decides whether this run is finished.
+    # Every process refuses the folder of another run; process 0 decides which jobs of this run are finished.
     if show:
-        found = [open_store(work, job, store, leases) for (job, _, _), store in zip(work.jobs, stores, strict=True)]
-        stores = [store for store, _ in found]
-        finished = agreed([is_done for _, is_done in found])
+        opened_stores = [
+            open_store(work, job, store, leases) for (job, _, _), store in zip(work.jobs, stores, strict=True)
+        ]
+        stores = [store for store, _ in opened_stores]
+        finished = agreed([is_done for _, is_done in opened_stores])
     else:
+        # Arguments of other processes are not used; the call itself raises for another run's folder.
         finished = agreed([work.config.if_exists != "replace" and store.is_done() for store in stores])
-    for each, store, is_done in zip(done, stores, finished, strict=True):
+    for job_result, store, is_done in zip(done, stores, finished, strict=True):
         if show and is_done:
+            # A run that was killed right after its marker left partial files.
             store.clean()
-            print(f"{each.title}: nothing to do; its results are in {each.folder}")
-    todo = [int(n) for n in np.flatnonzero(~finished)]
-    if not todo:
+            print(f"{job_result.title}: nothing to do; its results are in {job_result.folder}")
+    remaining = [int(n) for n in np.flatnonzero(~finished)]
+    if not remaining:
         return tuple(done)
     tokenizer = work.pretrained.tokenizer
+    # Hosts with different texts would score different windows in one batch.
     digest = hashlib.sha256(repr([(job.title, job.identity) for job, _, _ in work.jobs]).encode()).hexdigest()
     advice = "the same files must be on all hosts"
     require_same("what is scored", f"{len(work.jobs)} sets of windows, sha256 {digest[:16]}…", advice=advice)
-    # Every book and every folder come before the weights: what is wrong with them is reported now.
-    for n in todo:
+    # All books and folders are checked before weights are read, so that problems are reported early.
+    for n in remaining:
         work.jobs[n][0].check(tokenizer)
         if show:
             stores[n].begin()
-    # A book's windows are made while the weights are read, or while the previous book is scored.
+    # The windows of a book are built while the weights are read, or while the previous book is scored.
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="windows") as opener:
-        upcoming = opener.submit(work.jobs[todo[0]][0].open, tokenizer)
+        upcoming = opener.submit(work.jobs[remaining[0]][0].open, tokenizer)
         loaded = load_pretrained(work.pretrained, mesh, show=show)
         model = with_arrays(work.pretrained.abstract, loaded.arrays)
         before = 0
-        for n, following in zip(todo, (*todo[1:], None), strict=True):
+        for n, following in zip(remaining, (*remaining[1:], None), strict=True):
             opened = upcoming.result()
             if following is not None:
                 upcoming = opener.submit(work.jobs[following][0].open, tokenizer)
             done[n] = _score(plan, n, opened, stores[n], model, mesh, tracker, before=before)
+            # Tracker steps continue from one book to the next.
             before += len(opened.source)
     return tuple(done)
 
@@ -124,7 +130,7 @@ def _score(
     job, shape, program = work.jobs[n]
     total = len(opened.source)
     store = replace(store, windows=total)
-    # Process 0 still writes the previous book's results when the others arrive here.
+    # The other processes may arrive while process 0 still writes the previous book's results.
     barrier(f"scoring {job.title}")
     name = _metric_prefix(work, job)
     report = _Report(name=name, shape=shape, total=total, tracker=tracker, before=before)
@@ -140,10 +146,12 @@ def _score(
 
         scores = score_and_store(batches, store, save_seconds=work.config.save_seconds, on_windows=on_windows)
     summary = None
+    # None on all processes but 0.
     if scores is not None:
         summary = _finish(plan, job, opened, scores, store)
         tracker.log_summary(_numbers(f"{name}memorization", summary))
         _log_pictures(tracker, job)
+        # Released early, so that another run may read or replace this book while the next one is scored.
         if store.lease is not None:
             store.lease.release()
     return FinishedJob(title=job.title, folder=job.folder, windows=total, summary=summary)
@@ -176,21 +184,23 @@ class _Report:
 
 
 def _log_pictures(tracker: Recorder, job: BookJob) -> None:
-    """Gives the tracker the pictures and the summary, which hold no text, but not the report, which may."""
+    """Logs the pictures and the summary, which contain no text, but not the report, which may contain some."""
     names = {**DEFAULT_NAMES, **job.output_names}
     for name in (names["plot_path"], names["histogram_path"], CURVES, SUMMARY):
         path = join(job.folder, name)
+        # Trackers take local files only.
         if not is_remote(path):
             tracker.log_artifact(path, name=name, type="memorization")
 
 
 def _store(work: MemorizationWork, job: BookJob, shape: BatchShape, model_facts: Mapping[str, Any]) -> PartStore:
+    # The batch shape and the schemes change the stored numbers, so they are part of the identity.
     identity = {**job.identity, **model_facts, "batch": shape.rows, "schemes": [law.name for law in work.laws]}
     return PartStore(folder=job.folder, identity=identity, windows=0, suffix_tokens=job.suffix_tokens)
 
 
 def _model_identity(plan: RunPlan[MemorizationWork]) -> dict[str, Any]:
-    """What the results depend on: the model and the devices."""
+    """The facts about model and devices that the results depend on."""
     pretrained: PretrainedModel = plan.work.pretrained
     spec, mappings, choice = plan.mesh, pretrained.resolved.mappings, pretrained.choice
     return {
@@ -199,7 +209,7 @@ def _model_identity(plan: RunPlan[MemorizationWork]) -> dict[str, Any]:
         "model.weights": weights_digest(pretrained.source),
         **flat("model", plain(pretrained.config)),
         "precision": str(pretrained.precision),
-        # Absent where it is not asked for: results of before go on.
+        # Only present where it is set, so that results of earlier runs keep their identity.
         **({} if choice.quantize is None else {"quantize": choice.quantize, "tied_head": choice.tied_head}),
         **({} if pretrained.adapter is None else {"adapter": str(pretrained.adapter.config)}),
         "mesh": str(spec),
@@ -215,7 +225,9 @@ def _finish(
     plan: RunPlan[MemorizationWork], job: BookJob, opened: OpenJob, scores: Scores, store: PartStore
 ) -> Mapping[str, Any]:
     """Writes a job's results and reports, and the marker last."""
+    # Another process may have taken over an expired lease; then nothing may be written.
     store.check_lease()
+    # From padded rows to each row's own suffix; nothing to do for windows.
     scores = opened.aligned(scores)
     result = BookResult(
         title=job.title,
@@ -236,14 +248,14 @@ def _finish(
 
 
 def result_message(done: FinishedJob) -> str:
-    """A job's main results, and where the rest is."""
-    found = done.summary
-    assert found is not None
-    low, high = found["coverage_interval"]["low"], found["coverage_interval"]["high"]
+    """A job's main results and its folder, as text."""
+    summary = done.summary
+    assert summary is not None
+    low, high = summary["coverage_interval"]["low"], summary["coverage_interval"]["high"]
     return (
-        f"{done.title} (preset {found['preset']}, {found['scheme']}): {found['coverage']:.2%} of "
-        f"{found['characters']:,} {found['unit']} covered at p_z ≥ {found['threshold']:.2%} [{low:.2%}, {high:.2%}]; "
-        f"{found['windows_reached']:,} of {found['windows']:,} windows\n  {done.folder}"
+        f"{done.title} (preset {summary['preset']}, {summary['scheme']}): {summary['coverage']:.2%} of "
+        f"{summary['characters']:,} {summary['unit']} covered at p_z ≥ {summary['threshold']:.2%} [{low:.2%}, "
+        f"{high:.2%}]; {summary['windows_reached']:,} of {summary['windows']:,} windows\n  {done.folder}"
     )
 
 
@@ -255,8 +267,9 @@ def _numbers(prefix: str, value: Any) -> dict[str, float]:
 
 
 def _manifest(plan: RunPlan[MemorizationWork], job: BookJob, opened: OpenJob, store: PartStore) -> dict[str, Any]:
-    """What was run, on what; without times and paths, so that equal runs have equal manifests."""
+    """The record of the run and its inputs, without times and paths, so that equal runs have equal manifests."""
     config = {key: value for key, value in plain(plan.work.config).items() if key not in _NOT_IN_MANIFEST}
+    # Settings of the machine do not change results.
     config["trainer"] = {key: value for key, value in config["trainer"].items() if key not in _NOT_OF_TRAINER}
     return {
         "title": job.title,
@@ -288,7 +301,7 @@ def outputs(plan: RunPlan[MemorizationWork], session: Session) -> tuple[Output, 
 def finish(plan: RunPlan[MemorizationWork], done: Sequence[FinishedJob], session: Session) -> int:
     """Prints the main results of the jobs of this run."""
     del plan, session
-    for each in done:
-        if each.summary is not None:
-            print(result_message(each))
+    for job_result in done:
+        if job_result.summary is not None:
+            print(result_message(job_result))
     return OK

@@ -85,11 +85,13 @@ class ServeConfig(Ranged):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # A server that other machines reach answers everyone, so it needs a key or an explicit decision.
         if not (self.is_local or self.api_key or self.insecure):
             raise ValueError(
                 f"host: {self.host} accepts requests of other machines, and has no key\n"
                 "  → api_key: a file with a key, or host: 127.0.0.1, or insecure: true"
             )
+        # Builds the equivalent config now, so that its errors are raised with this one's.
         _ = self.generating
 
     @property
@@ -97,6 +99,7 @@ class ServeConfig(Ranged):
         """Whether only this machine reaches the server."""
         try:
             return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+        # A name other than `localhost` may resolve to any address, so it does not count as local.
         except ValueError:
             return False
 

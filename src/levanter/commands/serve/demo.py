@@ -2,8 +2,8 @@
 
     make demo-serve
 
-The server is `levanter.main.serve` as a process of its own, on a port that is free. What is answered is shown as it is
-typed, the answer as it comes back.
+The server is `levanter.main.serve` in a separate process, on a free port. The demo prints each request as a user would
+type it, and the response.
 """
 
 import json
@@ -23,7 +23,7 @@ from levanter.base.exit_codes import INTERNAL_ERROR, OK
 
 READY = re.compile(r"ready: (http://\S+)")
 SECONDS = 600.0
-"""After which something hangs."""
+"""Timeout of every wait, in seconds."""
 QUESTION = {
     "messages": [{"role": "user", "content": "What is the capital of France?"}],
     "temperature": 0,
@@ -44,7 +44,7 @@ for chunk in answer:
 print()
 """
 COUNTED = ("levanter_requests_total", "levanter_tokens_total", "levanter_compiles_after_ready_total")
-"""What is shown of the metrics."""
+"""The metrics that the demo prints."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -54,10 +54,10 @@ def main(words: Sequence[str]) -> int:
         words: the server's command line.
 
     Returns:
-        The exit code: 0 if every question has an answer and the server ended as it was told.
+        The exit code: 0 if every request was answered and the server shut down cleanly.
     """
     with _server(words) as (process, url):
-        answered = [_curl(url), _client(url)]
+        succeeded = [_curl(url), _client(url)]
         with urllib.request.urlopen(f"{url}/metrics", timeout=SECONDS) as answer:
             lines = answer.read().decode().splitlines()
         print("\n=== of its metrics")
@@ -66,21 +66,23 @@ def main(words: Sequence[str]) -> int:
         process.send_signal(signal.SIGTERM)
         code = process.wait(SECONDS)
     print(f"the server ended with exit code {code}")
-    return OK if code == OK and all(answered) else INTERNAL_ERROR
+    return OK if code == OK and all(succeeded) else INTERNAL_ERROR
 
 
 @contextmanager
 def _server(words: Sequence[str]) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server and its address, once it is ready; it is gone behind the block."""
+    """Starts a server and yields it with its address once it is ready; stops it after the block."""
     command = [sys.executable, "-m", "levanter.main.serve", *words, "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, encoding="utf-8")
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
+    # A thread, so that a server that prints nothing runs into the timeout of the queue.
     def read() -> None:
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)
             lines.put(line)
+        # None marks the end of the output: the server has exited.
         lines.put(None)
 
     reading = threading.Thread(target=read, daemon=True)
@@ -92,6 +94,7 @@ def _server(words: Sequence[str]) -> Iterator[tuple[subprocess.Popen[str], str]]
                 break
         else:
             raise RuntimeError(f"the server ended with exit code {process.wait(SECONDS)} before it was ready")
+    # Also after an error or a timeout, so that no server outlives the demo.
     finally:
         if process.poll() is None:
             process.kill()
@@ -100,7 +103,7 @@ def _server(words: Sequence[str]) -> Iterator[tuple[subprocess.Popen[str], str]]
 
 
 def _curl(url: str) -> bool:
-    """Asks as a shell does; whether there is an answer."""
+    """Sends a request with curl; returns whether it was answered."""
     body = json.dumps(QUESTION)
     print(f"\n=== curl {url}/v1/chat/completions -d '{body}'", flush=True)
     curl = shutil.which("curl")
@@ -117,9 +120,9 @@ def _curl(url: str) -> bool:
 
 
 def _client(url: str) -> bool:
-    """Asks as a program does; whether there is an answer."""
+    """Sends a request with the openai package; returns whether it was answered."""
     print(f"\n=== the openai package\n{CLIENT}\n---", flush=True)
-    # A client behind a proxy would ask that one.
+    # A proxy of the environment would receive the request otherwise.
     environment = {**os.environ, "NO_PROXY": "127.0.0.1,localhost"}
     command = [sys.executable, "-c", CLIENT, url]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment, check=False)

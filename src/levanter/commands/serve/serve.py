@@ -1,6 +1,4 @@
-"""How many computations JAX compiles: once a server is ready there should be none.
-
-A model over HTTP, for clients of OpenAI's interface.
+"""Serves a model over HTTP with OpenAI's API.
 
     python -m levanter.main.plan serve --config_path config/serve/llama3.1_70b_int8.yaml --target v5e-8
     python -m levanter.main.serve --hf_checkpoint HuggingFaceTB/SmolLM2-135M-Instruct --trainer.mp f32
@@ -138,6 +136,7 @@ def describe(config: ServeConfig, target: Target, *, written: ExplicitKeys | Non
     address = f"{config.host}:{config.port}, {_who(config)}; {limits}"
     checks.append(Check(name="address", status="ok", message=address))
     checks += _key_checks(config)
+    # The plan needs no HTTP packages; a run does.
     if not is_installed():
         error = NotInstalledError(NOT_INSTALLED)
         checks.append(Check(name=NAME, status="unchecked", message=NOT_INSTALLED, error=error))
@@ -148,6 +147,7 @@ def describe(config: ServeConfig, target: Target, *, written: ExplicitKeys | Non
         programs=work.programs,
         serving=work.serving,
         server=config,
+        # A default of the config class would cap every chat; only a written value counts.
         chat_max_tokens=config.sampling.max_tokens if "sampling.max_tokens" in written else None,
     )
     return cast("RunPlan[ServeWork]", replace(planned, entry_point=NAME, checks=tuple(checks), work=serve_work))
@@ -177,13 +177,14 @@ def model_names(work: ServeWork) -> tuple[str, ...]:
     where = config.hf_checkpoint or config.checkpoint_path
     if where is None:
         return ("model",)
+    # The source may have parts separated by bars; the first one names the model.
     first = where.split(" | ")[0].strip().rstrip("/")
     short = first.rpartition("/")[2].partition("@")[0].removesuffix(".gguf")
     return tuple(dict.fromkeys((short or first, first, where)))
 
 
 def execute(plan: RunPlan[ServeWork], mesh: Mesh | None, session: Session | None = None) -> ServedRun:
-    """Serves until the process is told to end; nothing runs that is not in `plan`."""
+    """Serves until the process is asked to stop; nothing runs that is not in `plan`."""
     from levanter.serving.server import bind_socket
 
     assert mesh is not None, "a model runs on devices"
@@ -195,12 +196,14 @@ def execute(plan: RunPlan[ServeWork], mesh: Mesh | None, session: Session | None
     )
     reader = prompt_reader(work, schedule)
     address, listening = None, None
+    # Process 0 alone listens; the others execute its calls.
     if jax.process_index() == 0:
         # Bound before weights are read, so that a port in use is an error at once; nothing listens on it yet.
         listening = bind_socket(work.server.host, work.server.port)
     with running(work, mesh, schedule=schedule, reader=reader, show=show, following=_until_process_0_ends()) as ready:
         if ready.engine is not None:
             assert listening is not None
+            # Before the port answers: the first client must not wait for a compiler.
             warm(ready, schedule)
             # Objects that exist now live as long as the server: `freeze` exempts them from later collections.
             gc.collect()
@@ -220,13 +223,16 @@ def warm(ready: LoadedEngine, schedule: Schedule) -> None:
     """
     assert ready.engine is not None
     rows, programs = ready.engine.device, ready.engine.device.programs
+    # Page tables of empty slots point to the fill page, so that warming up touches no sequence.
     tables = np.full((schedule.rows, schedule.row_pages), schedule.fill, np.int32)
-    nobody = [None] * schedule.rows
+    no_requests = [None] * schedule.rows
+    # No tokens and no requests: the Programs run on padding and change nothing.
     for bucket in programs.prefill:
-        rows.prefill(bucket, (), tables, nobody)
-    rows.decode((), tables, nobody)
+        rows.prefill(bucket, (), tables, no_requests)
+    rows.decode((), tables, no_requests)
     for tokens in programs.score:
         assert ready.score is not None
+        # Scoring needs a sequence: zeros of the full length of the Program.
         ready.score((0,) * tokens, 0)
 
 
@@ -265,20 +271,23 @@ def make_application(plan: RunPlan[ServeWork], service: "Service") -> "Applicati
     config = plan.work.server
     facts = ServerInfo(version=version(), model=service.names[0], devices=plan.work.serving.devices)
     metrics = Metrics(facts, load=lambda: service.load, compiles=count_compiles())
+    # Observers see every request, so metrics are complete from the first one on.
     service.observers.append(metrics)
     key = None if config.api_key is None else read_key(config.api_key)
-    entrance = middleware_stack(
+    middleware = middleware_stack(
         limits=config.limits,
         key=key,
+        # Without a key, a browser page of another site could reach a local server (DNS rebinding), so only local host
+        # names are accepted.
         names=(*LOCAL_NAMES, config.host) if key is None and config.is_local and not config.insecure else None,
         observe=service.observe,
     )
-    shown = PageData(metrics=metrics, service=service, plan=plan.report())
-    return app(service, routes=page_routes(shown), middleware=entrance)
+    page_data = PageData(metrics=metrics, service=service, plan=plan.report())
+    return app(service, routes=page_routes(page_data), middleware=middleware)
 
 
 def answer(plan: RunPlan[ServeWork], ready: LoadedEngine, listening: socket, address: str, *, show: bool) -> None:
-    """Serves at an address until the process is told to end."""
+    """Serves at an address until the process is asked to stop."""
     from levanter.serving.server import HttpServer
 
     def opened() -> None:
@@ -286,6 +295,7 @@ def answer(plan: RunPlan[ServeWork], ready: LoadedEngine, listening: socket, add
             print(f"ready: {address}", flush=True)
 
     work = plan.work
+    # Everything that may raise is built before the signal handlers are replaced.
     service = make_service(work, ready)
     server = HttpServer(
         make_application(plan, service),
@@ -295,6 +305,7 @@ def answer(plan: RunPlan[ServeWork], ready: LoadedEngine, listening: socket, add
         opened=opened,
     )
     with (
+        # Ctrl-C and SIGTERM start the server's own shutdown, which drains requests; a lost peer fails them.
         interrupts_delegated(server.stop),
         _termination(server.stop),
         peer_loss_reported(service.fail),
@@ -323,6 +334,7 @@ def short_turns() -> Iterator[None]:
 def rare_collections() -> Iterator[None]:
     """Makes garbage collections rarer within the block."""
     before = gc.get_threshold()
+    # Only the first generation: older ones are collected in proportion.
     gc.set_threshold(NEW_OBJECTS, *before[1:])
     try:
         yield
@@ -345,6 +357,7 @@ def _termination(take: Callable[[], object]) -> Iterator[None]:
         del number, frame
         take()
 
+    # The previous handler is restored after the block.
     before = signal.signal(signal.SIGTERM, handler)
     try:
         yield
@@ -353,7 +366,7 @@ def _termination(take: Callable[[], object]) -> Iterator[None]:
 
 
 def finish(plan: RunPlan[ServeWork], done: ServedRun, session: Session) -> int:
-    """Says that it has ended."""
+    """Prints that the server has stopped."""
     del plan
     if session.show and done.address is not None:
         print(f"{done.address} is closed")
