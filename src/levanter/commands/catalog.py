@@ -46,6 +46,7 @@ ENTRY_POINTS: Mapping[str, EntryPointRef] = MappingProxyType(
             config_module=f"levanter.commands.{config_module}",
             summary=summary,
         )
+        # Names instead of imports, so that `plan --help` stays fast.
         for name, module, config_module, config, summary in (
             (
                 "eval_lm",

@@ -136,12 +136,15 @@ def parse_plan_request(argv: Sequence[str]) -> PlanRequest:
     while words:
         word = words.pop(0)
         flag, equals, text = word.removeprefix("--").partition("=")
+        # `--no-compile` and `--no_compile` are the same flag.
         flag = flag.replace("-", "_")
+        # Only the first bare word names the entry point.
         if not word.startswith("-") and not names and not rest:
             names.append(word)
         elif word.startswith("--") and flag in _SWITCHES and not equals:
             switches.add(flag)
         elif word.startswith("--") and flag in _WITH_VALUE:
+            # A word that starts with `--` is the next flag, not a value.
             if not equals and (not words or words[0].startswith("--")):
                 problems.append(f"--{flag} needs a value")
             else:
@@ -152,12 +155,14 @@ def parse_plan_request(argv: Sequence[str]) -> PlanRequest:
                 # The next word is the key's value, whatever it looks like.
                 while words and not words[0].startswith("--"):
                     rest.append(words.pop(0))
+    # `--help` behind an entry point shows that entry point's keys, so no target is needed then.
     wants_help = any(word in ("-h", "--help") for word in rest)
     entry = ENTRY_POINTS.get(names[0]) if names else None
     if entry is None:
         what = f"unknown entry point {names[0]!r}" if names else "the entry point must come first"
         hint = did_you_mean(names[0], ENTRY_POINTS) if names else ""
         problems.append(f"{what}{hint} (known: {', '.join(ENTRY_POINTS)})")
+    # `--target A,B` and repeated flags are equal.
     targets = [name.strip() for value in values["target"] for name in value.split(",") if name.strip()]
     if not targets and not wants_help:
         problems.append("no target: give --target v4-256 (any accelerator; several are planned in turn) or local")
@@ -165,6 +170,7 @@ def parse_plan_request(argv: Sequence[str]) -> PlanRequest:
         problems.append(f"--compare {values['compare'][0]}: what a run is compared with is `{FULL}`, full fine-tuning")
     if {"all_programs", "timed_only"} <= switches:
         problems.append("--all_programs and --timed_only contradict each other")
+    # A repeated option is most likely a mistake; only targets may be repeated.
     for name in ("json", "html", *_OF_PLAN_BLOCK, "keep_hlo", "compare"):
         if len(values[name]) > 1:
             problems.append(f"--{name} is given {len(values[name])} times")
@@ -177,6 +183,7 @@ def parse_plan_request(argv: Sequence[str]) -> PlanRequest:
 
     return PlanRequest(
         entry_point=entry,
+        # Options of the block `plan:` become overrides of the entry point's configuration.
         argv=(*rest, *(f"--plan.{name}={one(name)}" for name in _OF_PLAN_BLOCK if values[name])),
         targets=tuple(dict.fromkeys(targets)),
         json=one("json"),
@@ -195,6 +202,7 @@ def suggest_plan_option(problem: Problem) -> Problem:
     """Adds the nearest option of `plan` to the error for an unknown key on the command line."""
     words = re.fullmatch(r"--([\w-]+) needs a value", problem.message)
     key = words[1] if words else problem.key if problem.message.startswith("unknown key") else ""
+    # Only errors of the command line: in a file an unknown key is no option of `plan`.
     here = problem.mark is not None and problem.mark.source == COMMAND_LINE
     if not here or not key or "." in key:
         return problem

@@ -43,11 +43,13 @@ def describe(payload: Mapping[str, Any], target: "Target") -> "RunPlan":
         payload: `entry_point`, `argv`, for a searched layout `candidate`, and `compare` for the run without adapters.
         target: as the worker sees it.
     """
+    # Imported here, since only the worker calls this function.
     from levanter.commands.cli.devices import set_jax_options
     from levanter.plan.search.space import with_candidate
 
     entry_point = ENTRY_POINTS[payload["entry_point"]].load()
     loaded = load_written(entry_point.config, payload["argv"])
+    # JAX options of the run change what its Programs compile to.
     set_jax_options(loaded.config.trainer)
     if payload.get("compare"):
         assert entry_point.describe_full_finetune is not None
@@ -77,6 +79,7 @@ def _environment(**values: str) -> Iterator[None]:
         yield
     finally:
         for name, value in before.items():
+            # Removed first, so that a variable that did not exist before does not exist afterwards.
             os.environ.pop(name)
             if value is not None:
                 os.environ[name] = value
@@ -88,6 +91,7 @@ def _planned(request: PlanRequest) -> int:
         say(f"reading the configuration of {request.entry_point.name}")
         # A misspelt target is reported before anything is done for the others.
         targets = _checked(request.targets)
+        # Before minutes of compilation: are the output paths writable?
         _try_outputs(request)
         name = request.entry_point.name
         program = f"python -m levanter.main.plan {name}"
@@ -95,6 +99,7 @@ def _planned(request: PlanRequest) -> int:
             loaded = load_written(request.entry_point.config_class(), list(request.argv), program=program)
         except ConfigError as error:
             raise ConfigError(map(suggest_plan_option, error.problems)) from error
+        # Only now, after the configuration was parsed: importing the entry point takes seconds.
         entry_point = request.entry_point.load()
         import jax
 
@@ -108,6 +113,7 @@ def _planned(request: PlanRequest) -> int:
         question = Question(
             target=LOCAL,
             describe=lambda target: entry_point.describe(loaded.config, target, written=loaded.written),
+            # The provider is named by text, since the worker is another process.
             provider="levanter.commands.planning:describe",
             payload={"entry_point": request.entry_point.name, "argv": list(request.argv)},
             local=devices_here,
@@ -121,6 +127,7 @@ def _planned(request: PlanRequest) -> int:
         verdicts: list[Verdict] = []
         comparisons: list[Comparison] = []
         searches: dict[str, Searched] = {}
+        # One target after another; the verdicts are printed together at the end.
         for target in targets:
             folder = None if request.keep_hlo is None else Path(request.keep_hlo) / target.replace(":", "_")
             say(f"planning {request.entry_point.name} for {target}")
@@ -132,6 +139,7 @@ def _planned(request: PlanRequest) -> int:
                 searches |= _searched(one, entry_point, loaded, verdicts[-1], say)
     _report(request, verdicts, searches, comparisons)
     codes = {verdict.exit_code for verdict in verdicts}
+    # The order of severity: a run that does not fit outweighs a crash, which outweighs bad input.
     return next((code for code in (DOES_NOT_FIT, COMPILER_CRASH, BAD_INPUT, NOT_DECIDED) if code in codes), OK)
 
 
@@ -153,6 +161,7 @@ def _compared(
         question,
         describe=lambda target: describe_full(loaded.config, target, written=loaded.written),
         payload={**question.payload, "compare": FULL},
+        # A comparison of step times needs only the timed Programs.
         scope="timed",
         keep_text=None if question.keep_text is None else question.keep_text / FULL,
         require_inputs=False,
@@ -179,6 +188,7 @@ def _searched(
         return {}
     try:
         run = LayoutCompiler(
+            # The layouts of a search would overwrite each other's files.
             question=replace(question, keep_text=None),
             config=loaded.config,
             describe=lambda config, target: entry_point.describe(config, target, written=loaded.written),
@@ -212,6 +222,7 @@ def _checked(targets: Sequence[str]) -> tuple[str, ...]:
     """
     from levanter.hardware import AcceleratorError, parse_accelerator
 
+    # All names are checked before the first target is planned.
     names, problems = [], []
     for target in targets:
         try:

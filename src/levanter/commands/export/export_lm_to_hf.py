@@ -81,7 +81,6 @@ def describe(config: ConvertLmConfig, target: Target, *, written: ExplicitKeys |
     source_tokenizer = tokenizer = None
     if config.save_tokenizer:
         source_tokenizer, check = find_tokenizer(config.tokenizer, origin=origin, size=model.vocab_size)
-        # Only a tokenizer with files can be written; data of token ids has none.
         tokenizer = source_tokenizer if isinstance(source_tokenizer, FastTokenizer) else None
         if source_tokenizer is not None and tokenizer is None:
             check = Check(
@@ -94,11 +93,9 @@ def describe(config: ConvertLmConfig, target: Target, *, written: ExplicitKeys |
         checks.append(check)
     if rows is None:
         rows = _known_rows(model, source_tokenizer, config, checks)
-    # `override_vocab_size` cuts rows while tensors are written; the model keeps all of them.
-    Vocab = hax.Axis("vocab", model.vocab_size or rows)
+    Vocab = hax.Axis("vocab", model.vocab_size or rows)  # rows are dropped only while tensors are written
     module = abstract(lambda: model.build(Vocab, key=jax.random.PRNGKey(0)))
     merge = None
-    # A checkpoint of adapters is exported merged into the base that it names.
     if config.adapter_path is not None or origin.adapters is not None:
         checks += _refused_of_adapters(config)
         of_model = replace(model, vocab_size=rows)
@@ -107,8 +104,7 @@ def describe(config: ConvertLmConfig, target: Target, *, written: ExplicitKeys |
     stored = _stored(leaves(module), saved, origin.stored) if merge is None else merge.stored
     if saved is not None:
         try:
-            # Names are compared without reading arrays: missing, unexpected and mis-shaped tensors are all listed.
-            same_names(stored).match(stored, saved.source.tensors)
+            same_names(stored).match(stored, saved.source.tensors)  # names and shapes; reads no array
         except WeightMismatchError as error:
             checks.append(Check(name="weights", status="error", message=str(error), error=error))
     files = plan_export(
@@ -116,15 +112,12 @@ def describe(config: ConvertLmConfig, target: Target, *, written: ExplicitKeys |
         replace(model, vocab_size=rows),
         Vocab,
         vocab_size=rows,
-        # None keeps each tensor's own dtype.
-        dtype=_dtype(config.dtype),
+        dtype=_dtype(config.dtype),  # None keeps each tensor's own
         max_bytes=config.max_shard_bytes,
-        # Scales lie along the output channels, so the input axes of each projection are needed.
         int8={f"{path}.weight": x.In for path, x in quantizable(module).items()} if config.int8 else None,
         linear=[f"{path}.weight" for path in projections(module)],
     )
-    # Tensors are written one after another, so the largest one bounds the memory of the host.
-    largest = max(files.tensors, key=lambda tensor: tensor.nbytes)
+    largest = max(files.tensors, key=lambda tensor: tensor.nbytes)  # tensors are written one after another
     as_integers = sum(isinstance(tensor, Int8Tensor) for tensor in files.tensors)
     int8_note = f" ({as_integers} of them int8)" if as_integers else ""
     buffer = "one tensor at a time" if merge is None else "some rows of a tensor at a time"
@@ -136,8 +129,7 @@ def describe(config: ConvertLmConfig, target: Target, *, written: ExplicitKeys |
     checks.append(Check(name="export", status="ok", message=message))
     checks += _output(config)
     mesh = MeshSpec.of(data=target.devices)
-    # No device takes part; the plan still needs a mesh and two empty placements.
-    nothing = plan_sharding((), Mappings(), mesh)
+    nothing = plan_sharding((), Mappings(), mesh)  # no device takes part
     return RunPlan(
         entry_point=NAME,
         target=target,

@@ -119,7 +119,6 @@ def describe(config: EvalHarnessConfig, target: Target, *, written: ExplicitKeys
     request_count, problem = count_requests(tasks, config.harness, encoder, template, shapes, cost, limits)
     checks += [] if problem is None else [problem]
     shapes = shapes if request_count is None else request_count.shapes
-    # `plan.assume_requests` stands in for documents that are not available.
     if request_count is None and problem is None and config.plan.assume_requests is not None:
         request_count = RequestCount.assumed(config.plan.assume_requests, ASSUMED_TOKENS, shapes)
     programs = score_programs(

@@ -54,15 +54,18 @@ def choose_compiler(
     default = default_options(target.platform, target.kind)
     layout = sharding_layout(resolved)
     written, skipped = _written(trainer, target.platform)
+    # All kinds of work get options, since a run may build Programs of a kind that its plan does not report.
     chosen: dict[Work, tuple[CompilerOption, ...]] = dict.fromkeys(_WORK, default)
     if trainer.compiler == "tuned":
         chosen = {work: tuned_options(target.platform, target.kind, work=work, layout=layout) for work in _WORK}
     messages = _tuned_notes(target, {work: chosen[work] for work in works}, default, written)
     messages += [f"{_WRITTEN}: {name}={value}{_unknown(name)}" for name, value in written.items()]
+    # Options of another platform are skipped rather than refused, so that one file serves several targets.
     if skipped:
         messages.append(f"{_WRITTEN}: {', '.join(skipped)}: no options of {target.platform} programs, skipped")
     return CompilerChoice(
         default=as_values(default),
+        # The user's options come last and win.
         working={work: {**as_values(options), **written} for work, options in chosen.items()},
         checks=tuple(Check(name="compiler", status="note", message=line) for line in messages),
     )
@@ -77,10 +80,12 @@ def sharding_layout(resolved: ResolvedMesh) -> Layout:
     mappings, sizes = resolved.mappings, resolved.spec.shape
     compute = mappings.compute
     token_axes = {*compute.mesh_axes(resolved.batch_axis), *compute.mesh_axes("position")}
+    # Axes of size 1 shard nothing.
     data_axes = {axis for axis in token_axes if sizes[axis] > 1}
     mappings_used = (mappings.params, compute, mappings.residual, mappings.attention)
     all_mappings = (*mappings_used, *(rules for _, rules in mappings.overrides))
     other_axes = {axis for mapping in all_mappings for axis in mapping.used_mesh_axes if sizes[axis] > 1} - data_axes
+    # Experts add all-to-all or gather collectives inside a layer, so the layout counts as `other`.
     experts = {axis for mapping in all_mappings for axis in mapping.mesh_axes("expert") if sizes[axis] > 1}
     if experts or not data_axes & mappings.params.used_mesh_axes:
         return "other"
@@ -101,6 +106,7 @@ def _text(value: bool | int | float | str, platform: str) -> str:
 
 def _unknown(name: str) -> str:
     """The note on an option without a measurement of ours, with a suggestion for a misspelt name."""
+    # A list of names to compare with exists for TPU options only.
     hint = "" if name in PUBLISHED or platform_of_option(name) != "tpu" else did_you_mean(name, PUBLISHED)
     return f" (as written{hint})"
 
@@ -115,6 +121,7 @@ def _tuned_notes(
     return [
         f"tuned for {_WORK[work]} on {target.kind}: {option}"
         for work, options in chosen.items()
+        # An option that the user set is reported as the user's.
         for option in options
         if option not in default and option.name not in written
     ]

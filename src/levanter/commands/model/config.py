@@ -71,6 +71,7 @@ class HasLoadKeys(Protocol):
 
 def hf_files(config: HasCheckpointKeys) -> str | None:
     """The Hugging Face files that the configuration names, under either key."""
+    # `hf_checkpoint` comes first; a second, different model is refused by `model_key_problems`.
     return config.hf_checkpoint or (config.checkpoint_path if config.checkpoint_is_hf else None)
 
 
@@ -88,10 +89,12 @@ def model_key_problems(config: HasModelKeys, *, alias: str | None = None, purpos
         purpose: the purpose in messages, such as `to evaluate`.
     """
     problems, files = [], config.hf_checkpoint or alias
+    # The alias may repeat the same name.
     if alias and files != alias:
         problems.append("hf_checkpoint and initialize_from_hf name two models; set one")
     if config.checkpoint_path and files:
         problems.append("checkpoint_path and hf_checkpoint name two models; set one")
+    # A `model:` block alone is enough to plan.
     elif not (config.checkpoint_path or files or config.model is not None):
         problems.append(
             f"no model{purpose and f' {purpose}'}: set hf_checkpoint (a folder, a hub id, or a .gguf file) or "

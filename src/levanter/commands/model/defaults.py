@@ -49,6 +49,7 @@ def changed_defaults(kind: str, keys: Collection[str]) -> Iterator[str]:
     """
     if kind not in UPSTREAM:
         return
+    # The defaults of the family's config class.
     ours = plain(LmConfig.get_choice_class(kind)())
     for key, theirs in UPSTREAM[kind].items():
         if key not in keys:
@@ -67,6 +68,8 @@ def default_notes(model: LmConfig, keys: Collection[str]) -> list[Check]:
 def format_value(value: object) -> str:
     """Formats a value on one line; of a RoPE config only the keys that upstream also has."""
     if isinstance(value, Mapping):
+        # Our RoPE configs have more fields than upstream's.
         value = {key: value[key] for key in ("type", "theta", "factor")}
     text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=1000)
+    # PyYAML ends a bare scalar with a document end marker.
     return text.strip().removesuffix("...").strip()

@@ -18,6 +18,7 @@ def query_encoder(tokenizer: Tokenizer | None, length: int) -> tuple[QueryEncode
     """The encoder of requests of at most `length` tokens; None without a tokenizer."""
     if tokenizer is None:
         return None, []
+    # lm_eval's own rule: BOS only if the tokenizer's files add it.
     adds = isinstance(tokenizer, FastTokenizer) and tokenizer.adds_bos
     prefix = "BOS is prepended to a text" if adds else "nothing is prepended to a text"
     check = Check(name="encoding", status="ok", message=f"{prefix}, as configured in the tokenizer's files")
@@ -32,6 +33,7 @@ def conversation_template(tokenizer: object, *, required: bool) -> tuple[ChatTem
         required: whether prompts use a chat template.
     """
     if not isinstance(tokenizer, FastTokenizer) or tokenizer.chat_template is None:
+        # A tokenizer that is unavailable here may have a template.
         if not required or tokenizer is None:
             return None, []
         error = HarnessError(
@@ -39,6 +41,7 @@ def conversation_template(tokenizer: object, *, required: bool) -> tuple[ChatTem
             "  → remove the key, or set a tokenizer that has one (tokenizer: …)"
         )
         return None, [Check(name="chat template", status="error", message=str(error), error=error)]
+    # Templates refer to these tokens by text.
     bos, eos = ("" if i is None else tokenizer.token(i) or "" for i in (tokenizer.bos_id, tokenizer.eos_id))
     return ChatTemplate(text=tokenizer.chat_template, bos_token=bos, eos_token=eos, where="eval_harness"), []
 
@@ -51,6 +54,7 @@ def context_length(max_length: int | None, model: LmConfig, most: int) -> tuple[
         model: the architecture.
         most: upper limit of the default.
     """
+    # Texts longer than the trained context are possible only on request.
     length = max_length or min(model.max_seq_len, most)
     if max_length is None and length < model.max_seq_len:
         message = (
@@ -84,9 +88,11 @@ def rows_reach(model: LmConfig, resolved: ResolvedMesh, platform: str, *, length
         length: the context length in tokens.
         tokens: tokens of a batch on each batch shard.
     """
+    # One segment per query: a row is one sequence, which cannot be longer than the context.
     if platform == "tpu" or resolved.position_ways > 1:
         return length, False
     longest = max(length, min(tokens, 2 * length))
+    # Length-dependent rotary embeddings would give other angles in longer rows.
     return (longest if model.reads_alike(length, longest) else length), True
 
 
@@ -128,6 +134,7 @@ def rows_flops(model: LmConfig, vocab: int, shape: RowShape, attention: Literal[
         shape: shape of the batch.
         attention: whether attention FLOPs count the causal half of the position pairs, or all pairs.
     """
+    # The difference with and without a vocabulary is the head.
     body = 2.0 * model.matmul_parameters(0)
     head = 2.0 * model.matmul_parameters(vocab) - body
     per_token = model.flops(vocab_size=vocab, context_length=shape.length, attention=attention)

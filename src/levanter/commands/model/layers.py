@@ -38,8 +38,10 @@ def splash_position_checks(model: LmConfig, resolved: ResolvedMesh, *, positions
     ways, method = resolved.query_ways, resolved.method
     if method in (None, "heads") or ways == 1 or getattr(model, "attn_backend", None) != "splash":
         return ()
+    # Positions of a sequence on one device.
     shard_length = positions // ways
     if method == "gather":
+        # `gather`: every device attends with its own queries, whose block may be smaller than a lane tile.
         padded = -(-shard_length // LANES) * LANES
         text = f"a device has {shard_length} positions of a sequence, and the kernel pads them to {padded}: its blocks "
         return (
@@ -47,6 +49,7 @@ def splash_position_checks(model: LmConfig, resolved: ResolvedMesh, *, positions
             if shard_length < LANES
             else ()
         )
+    # In zigzag order a device has an early and a late run of positions, so there are two runs for each device.
     runs = num_runs(ways, "zigzag" if resolved.mappings.zigzag else "natural")
     if positions % (runs * LANES) == 0:
         return ()

@@ -273,10 +273,11 @@ def describe_pretrained(
     ]
     compiler = choose_compiler(trainer, target, resolved, works=(work,))
     checks += compiler.checks
-    Vocab = vocabulary_axis(vocab, resolved)
+    Vocab = vocabulary_axis(vocab, resolved)  # rounded up to shards; `config.vocab_size` stays the true size
     module = cast(abstract(lambda: config.build(Vocab, key=jax.random.PRNGKey(0))), precision.compute)
     rules = origin.weight_rules(config, Vocab, leaves(module))
     base = None if origin.adapters is None else BaseLeaves(rules=rules, leaves=tuple(leaves(module)))
+    # Quantized before adapters are bound: an adapter wraps the int8 matrix.
     int8, quantizing = _quantized(choice, origin, module, rules)
     if int8 is not None:
         module, rules = int8.module, int8.rules
@@ -285,7 +286,7 @@ def describe_pretrained(
         module, rules = adapted.module, adapted.rules
     # Decoding on CPUs multiplies one row by each matrix, so the matrices are laid out for that.
     if work == "generate" and target.platform == "cpu":
-        if resolved.spec.size == 1:
+        if resolved.spec.size == 1:  # several devices keep the stacked arrays, with contracted axes first
             module, rules = with_cpu_layout(module, rules)
         module = contracted_first(module)
     sharding = plan_sharding(
@@ -346,10 +347,12 @@ def _adapted(
 ) -> "tuple[AdaptedModel | None, list[Check]]":
     if choice.adapter is None and origin.adapters is None:
         return None, []
+    # At most one source of adapters.
     if choice.adapter is None or origin.adapters is None:
         from levanter.commands.model.with_adapter import bind_adapter
 
         adapted, checks = bind_adapter(choice.adapter or origin.adapters, module, rules, config, Vocab, precision)
+        # The adapters compensated the rounding of an int8 base; a base in full precision computes something else.
         if origin.adapters is not None and origin.adapters.config.base_dtype == "int8" and choice.quantize is None:
             message = "the adapters were trained on a base model in int8; set quantize: int8 for the same model"
             checks.append(Check(name="adapter", status="note", message=message))
@@ -376,6 +379,7 @@ def _quantized(
             module, rules, quantize_all=requested, tied_head=choice.tied_head, is_stored=origin.is_int8
         )
         return model, []
+    # Reported with all other problems of the plan.
     except QuantizationError as error:
         return None, [Check(name="int8", status="error", message=str(error), error=error)]
 
@@ -386,6 +390,7 @@ def load_pretrained(model: PretrainedModel, mesh: Mesh, *, show: bool) -> Loaded
     if model.adapter is not None:
         from levanter.commands.model.saved_adapters import SavedAdapters
 
+        # Compared before the first byte of a large array is read.
         if isinstance(model.adapter, SavedAdapters):
             assert model.base is not None, "saved adapters need their base to be compared with"
             model.adapter.check_base(model.base.rules, model.base.leaves, model.checkpoint.source)
@@ -417,24 +422,29 @@ def with_cpu_layout(module: PyTree, rules: WeightRules) -> tuple[PyTree, WeightR
     table, rewritten = rules.by_target(), dict[str, tuple[WeightRule, ...]]()
 
     def visit(keys: KeyPath, x: object) -> object:
+        # Integers and adapters are no plain arrays, and keep their layout.
         if not isinstance(x, Linear | Embedding) or not isinstance(x.weight, NamedArray):
             return x
         target, weight = f"{path_string(keys)}.weight", x.weight
         rule = table.get(target)
+        # Experts are multiplied in groups, not one row at a time.
         if rule is None or EXPERT in (axis.name for axis in weight.axes):
             return x
         Layers = next((axis for axis in weight.axes if axis.name == LAYERS), None)
         if Layers is None:
+            # The same tensor; only the array in memory has another axis order.
             rewritten[target] = (replace(rule, target=f"{target}.array"),)
             return replace(x, weight=MatrixFirst(weight))
         # One tensor of the checkpoint has all layers: it cannot be read in pieces of one layer each.
         if LAYERS not in rule.stacked:
             return x
+        # The rule of a stacked leaf names a tensor for each layer, so each layer gets a rule of its own.
         rewritten[target] = tuple(_layer_rule(rule, n) for n in range(Layers.size))
         matrix = _abstract_array(tuple(axis for axis in weight.axes if axis != Layers), weight)
         return replace(x, weight=LayerMatrices((MatrixFirst(matrix),) * Layers.size))
 
     converted = jax.tree_util.tree_map_with_path(visit, module, is_leaf=lambda x: isinstance(x, Linear | Embedding))
+    # Rules of leaves that did not change stay as they are.
     read_rules = tuple(new_rule for rule in rules.rules for new_rule in rewritten.get(rule.target, (rule,)))
     return converted, replace(rules, rules=read_rules)
 
@@ -442,6 +452,7 @@ def with_cpu_layout(module: PyTree, rules: WeightRules) -> tuple[PyTree, WeightR
 def _layer_rule(rule: WeightRule, layer: int) -> WeightRule:
     """The weight rule of one layer's matrix."""
     target = f"{rule.target}.matrices.{layer}.array"
+    # The tensor of this layer.
     return replace(rule, target=target, source=rule.source_at(LAYERS, layer))
 
 

@@ -50,6 +50,7 @@ class _Derive:
     path: str
     inputs: tuple[str, ...]
 
+    # Runs on the devices, in a Program of loading.
     def __call__(self, weight: NamedArray) -> Mapping[str, NamedArray]:
         matrix = int8_matrix(weight, self.inputs)
         return {f"{self.path}.q": matrix.q, f"{self.path}.scale": matrix.scale}
@@ -80,6 +81,7 @@ def quantize_projections(
     """
     # An int8 copy of the embedding table becomes the head; the table itself stays in the compute dtype.
     untied = with_untied_head(module) if quantize_all and tied_head == "copy" else module
+    # The head gets a weight rule of its own, from the tensor of the table: it is read twice, quantized once.
     if untied is not module:
         head = module.head.weight
         (table,) = (path for path, x in leaves_with_paths(module) if x is head)
@@ -90,10 +92,12 @@ def quantize_projections(
             f"quantize: int8: {type(module).__name__} has no projection that can be int8: it has no module "
             "levanter.layers.linear.Linear with a weight array\n  → quantize: null"
         )
+    # Only where every layer of a stacked array is stored as int8 can the array be read as int8.
     stored = _stored(candidates, rules, {leaf.path: leaf for leaf in leaves(untied)}, is_stored)
     chosen = tuple(path for path in candidates if quantize_all or path in stored)
     if not chosen:
         return None
+    # Each derived rule reads one weight and yields its integers and scales; the weight itself is not kept.
     derived = [
         LoadTransformRule(
             path=f"{path}.weight",
@@ -102,6 +106,7 @@ def quantize_projections(
             derive=_Derive(f"{path}.weight", candidates[path].In),
         )
         for path in chosen
+        # Stored integers need no transform.
         if path not in stored
     ]
     stored_weights = {f"{path}.weight": path for path in stored}
@@ -122,6 +127,7 @@ def quantize_projections(
 
 def _stored_int8_rules(rule: WeightRule, path: str) -> tuple[WeightRule, WeightRule]:
     """The rules of the stored integers and scales of a weight; the rows of a stored matrix are its output channels."""
+    # A stored matrix is [output, input]; scales have the output axes only.
     out, _ = rule.axes
     return (
         replace(rule, target=f"{path}.weight.q"),
@@ -141,8 +147,10 @@ def _stored(
     for path, linear in candidates.items():
         rule = table.get(f"{path}.weight")
         if rule is None:
+            # Weights without a rule are not read from files.
             continue
         names = rule.source_names(leaves_by_path[rule.target])
+        # A tensor may have several spellings (prefixes of wrapped models).
         is_int8 = [any(map(is_stored, rules.spellings(name))) for name in names]
         if not any(is_int8):
             continue
@@ -152,6 +160,7 @@ def _stored(
             problems.append(
                 f"{rule.target} is one array of {len(names)} tensors, of which {without}{more} are not stored as int8"
             )
+        # Scales per row fit only if rows are the output channels; another order would mix channels.
         elif len(rule.axes) != 2 or set(rule.axes[1]) != set(linear.In):
             problems.append(f"{rule.target} is stored as int8, but rows of {names[0]} are not its output channels")
         else:
@@ -174,8 +183,10 @@ def quantization_check(model: QuantizedModel, sharding: ShardingPlan) -> Check:
     for planned in sharding.leaves:
         leaf = planned.leaf
         kind = kinds_by_path.get(leaf.path, "")
+        # Leaves that are neither integers nor scales of a projection count as other.
         total_bytes[kind] += leaf.nbytes
         device_bytes[kind] += planned.bytes_per_device
+        # The embedding table is usually the largest leaf that stays unquantized.
         if "vocab" in leaf.names and not kind:
             tables.append(f"{leaf.nbytes:,} in {leaf.path} ({leaf.dtype.name})")
     totals = ", ".join(f"{total_bytes[kind]:,} of {name}" for kind, name in kinds.items())

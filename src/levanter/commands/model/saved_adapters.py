@@ -71,6 +71,7 @@ class SavedAdapters:
             UnreadableCheckpointError: metadata.json has no valid configuration of them.
         """
         run_config = ref.metadata.get("config")
+        # Only the block `adapter` of the run's configuration is parsed: other keys may be of a newer version.
         block = run_config.get("adapter") if isinstance(run_config, Mapping) else None
         try:
             config = parse_text(_Saved, json.dumps({"adapter": block}), source=f"{ref.path}/metadata.json").adapter
@@ -92,6 +93,8 @@ class SavedAdapters:
             CheckpointMismatchError: the checkpoint has other groups or ranks.
         """
         try:
+            # The groups are derived from the configuration again and compared with the ranks that the checkpoint
+            # recorded.
             target_groups = find_targets(groups, self.config)
         except AdapterError as error:
             raise CheckpointMismatchError(f"{self.where}: its adapters do not match the model:\n{error}") from error
@@ -110,6 +113,7 @@ class SavedAdapters:
             targets: from `targets`.
             whole: the part of the model, abstract, that is trained as full copies; None for none.
         """
+        # `init` is only traced, for shapes.
         return abstract(lambda part: Adapters.init(targets, self.config, key=jax.random.PRNGKey(0), whole=part), whole)
 
     def check_base(self, rules: WeightRules, model_leaves: Sequence[Leaf], source: TensorSource) -> int:
@@ -126,16 +130,19 @@ class SavedAdapters:
         Raises:
             CheckpointMismatchError: some differ; names them and the sources of both models.
         """
+        # Without a common dtype the digests cannot be computed from the files.
         if self.part.dtype is None:
             return 0
         dtype = _dtype(self.part.dtype)
         table = rules.by_target()
         small = [
+            # In the dtype that the base was held in when its digests were made.
             replace(leaf, dtype=dtype)
             for leaf in model_leaves
             if leaf.path in self.part.digests and leaf.path in table and _size(leaf) * dtype.itemsize <= COMPARED_BYTES
         ]
         digests = {leaf.path: digest_on_host(x) for leaf, x in _read(small, rules, source)}
+        # Another model of the same shape differs in its norms and biases too, so small arrays suffice.
         if differing := sorted(path for path, digest in digests.items() if digest != self.part.digests[path]):
             raise CheckpointMismatchError(
                 f"{self.where}: its adapters were trained on another model: {len(differing)} of the {len(digests)} "
@@ -148,10 +155,13 @@ class SavedAdapters:
 def _read(leaves: Sequence[Leaf], rules: WeightRules, source: TensorSource):
     """Reads whole leaves into host memory, one after another."""
     for leaf in leaves:
+        # The whole leaf in host memory; only small leaves come here.
         array = np.zeros(leaf.shape, leaf.dtype)
         for name, (_, pieces) in rules.sources([leaf]).items():
+            # The files may use another prefix than the rules.
             stored_name = next(other for other in rules.spellings(name) if other in source.tensors)
             values = source.read(stored_name, tuple(slice(0, size) for size in source.tensors[stored_name].shape))
+            # `box` is the part of the leaf that a piece fills, as (start, stop) for each axis.
             for piece in pieces:
                 # Rounded to the dtype of loading first, so that the digest is that of the loaded array.
                 piece.read(values.astype(leaf.dtype), array[tuple(slice(start, stop) for start, stop in piece.box)])

@@ -98,6 +98,7 @@ class _WithTokenizer(Protocol):
 
 def _tokenizer(model: _WithTokenizer) -> Tokenizer:
     """The tokenizer of the training data; a passthrough of token ids if it had none."""
+    # Saved models always record the size.
     assert model.config.vocab_size is not None
     if model.tokenizer_name is None or model.tokenizer_name == PASSTHROUGH:
         return PassthroughTokenizer(model.config.vocab_size)
@@ -115,6 +116,7 @@ def model_metadata(model: LmConfig, *, tokenizer: str | None) -> dict[str, Any]:
     """
     assert model.vocab_size is not None
     fields = plain(model)
+    # Fields of the architecture only: runtime settings belong to the run that reads the checkpoint.
     names = (*family_for_config(type(model)).architecture_fields, *_EXTRA_FIELDS)
     return {
         "model": {"type": fields["type"], **{name: fields[name] for name in names if name in fields}},
@@ -132,6 +134,7 @@ def open_saved(path: str) -> SavedModel:
     ref = checkpoint_at(path)
     if not any(name.startswith(PREFIX) for name in ref.leaves):
         raise UnreadableCheckpointError(f"{ref.path}: contains no model parameters (leaves {PREFIX}…)")
+    # The frozen part is in no checkpoint, so such a checkpoint alone is no model.
     part = FrozenPart.of(ref)
     if part is not None and part.adapters is not None:
         raise UnreadableCheckpointError(f"{ref.path}: contains only adapters; their base model came from {part.origin}")
@@ -163,6 +166,7 @@ class _Base:
         return self.base.source
 
     def tokenizer(self) -> Tokenizer:
+        # The tokenizer of the adapters' data may differ from the base's own.
         return self.base.tokenizer() if self.tokenizer_name is None else _tokenizer(self)
 
 
@@ -172,6 +176,7 @@ def _resolve_adapter_source(ref: CheckpointRef, part: FrozenPart, model: ModelBl
     config, where = _architecture(ref), f"{ref.path}/metadata.json"
     run_config = ref.metadata["config"]
     reference, base_checkpoint = _base_checkpoint(run_config)
+    # The base as the training run found it, in its original place.
     if reference is not None:
         origin = resolve_source(reference, None)
     elif base_checkpoint is not None:
@@ -181,6 +186,7 @@ def _resolve_adapter_source(ref: CheckpointRef, part: FrozenPart, model: ModelBl
             f"{ref.path}: contains adapters of a model that was initialized from a seed and is in no checkpoint; train "
             "adapters on a checkpoint (hf_checkpoint, initialize_model_from_checkpoint_path)"
         )
+    # All architecture fields count as explicit: the base that is found now must have the recorded architecture.
     keys = {*family_for_config(type(config)).architecture_fields, *_EXTRA_FIELDS} & {
         field.name for field in fields(config)
     }
@@ -188,15 +194,18 @@ def _resolve_adapter_source(ref: CheckpointRef, part: FrozenPart, model: ModelBl
     description = f"{origin.description}, with the adapters of {ref.path} (step {ref.step})"
     tokenizer_name = ref.metadata.get("tokenizer")
     opened = origin.checkpoint
+    # None if the base is unavailable here; a plan needs no arrays.
     if opened is not None:
         opened = _Base(base=opened, config=architecture, description=description, tokenizer_name=tokenizer_name)
     return replace(
         origin,
+        # The tokenizer's name comes first, since `reference` is where tokenizers are looked up.
         reference=tokenizer_name or origin.reference,
         checkpoint=opened,
         architecture=merge_architecture(model, architecture, where=where),
         description=description,
         checks=(*origin.checks, Check(name="model", status="ok", message=description)),
+        # The vocabulary may be padded to other multiples than in training.
         adapters=replace(adapters, padded=("vocab",)),
     )
 
@@ -204,6 +213,7 @@ def _resolve_adapter_source(ref: CheckpointRef, part: FrozenPart, model: ModelBl
 def _base_checkpoint(config: Mapping[str, Any]) -> tuple[str | None, str | None]:
     """The Hugging Face files, or the checkpoint of `train_lm`, that a run was initialized from."""
     reference = config.get("hf_checkpoint") or config.get("initialize_from_hf")
+    # `true` meant the reference checkpoint that the `model:` block names.
     if reference is True:
         block = config.get("model")
         reference = block.get("reference_checkpoint") if isinstance(block, Mapping) else None
@@ -218,6 +228,7 @@ def _architecture(ref: CheckpointRef) -> LmConfig:
             f"{ref.path}: its metadata.json has no key `model`, which checkpoints of train_lm have"
         )
     try:
+        # Parsed like a configuration, so that unknown or invalid fields are errors with their key.
         config = parse_text(_Saved, json.dumps({"model": dict(block)}), source=f"{ref.path}/metadata.json").model
     except ConfigError as error:
         raise UnreadableCheckpointError(
@@ -244,12 +255,14 @@ def resolve_saved_source(path: str, model: ModelBlock | None, *, key: str = "che
     try:
         ref = checkpoint_at(path)
         part = FrozenPart.of(ref)
+        # A checkpoint of adapters names its base, which is resolved first.
         if part is not None and part.adapters is not None:
             return _resolve_adapter_source(ref, part, model)
         saved = open_saved(path)
     except MissingCheckpointError as error:
         return source_from_block(path, model, MissingCheckpointError(f"{key}: {error}"), rules=same_names, padded=True)
     where = f"{saved.ref.path}/metadata.json"
+    # The dtype of the first floating-point tensor; counters and masks do not count.
     (stored, *_) = (info.dtype for info in saved.source.tensors.values() if info.dtype.kind not in "iub")
     return ModelSource(
         reference=saved.tokenizer_name,

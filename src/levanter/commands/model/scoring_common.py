@@ -23,6 +23,7 @@ class WritesResults(Protocol):
 
 def configured_rows(trainer: TrainerConfig) -> tuple[int, str] | None:
     """Rows per batch shard and the key that sets them; None if no key does."""
+    # The key of evaluation comes first; -1 means that a key is not set.
     for key in ("per_device_eval_parallelism", "per_device_parallelism"):
         if (rows := getattr(trainer, key)) != -1:
             return rows, f"trainer.{key}"
@@ -44,6 +45,7 @@ def context_length_checks(model: LmConfig, subject: str, *, name: str, advice: s
         advice: the key to change; the message appends the number.
     """
     message = f"{subject} exceed the model's max_seq_len, {model.max_seq_len:,}"
+    # Rotary embeddings compute any position; learned ones end with their table.
     if not model.learned_positions:
         return [Check(name=name, status="note", message=f"{message}; it was not trained on longer texts")]
     error = ValueError(f"{message}; its position embeddings end there\n  → {advice} {model.max_seq_len}")

@@ -69,10 +69,12 @@ def resolve_mesh(
     itemsize = np.dtype(precision.compute).itemsize
     return resolve(
         mesh,
+        # Sizes by logical name; the resolver assigns mesh axes to them.
         model_axes(model.axes, vocab=vocab, positions=positions),
         devices=target.devices,
         granules=target.granules,
         hbm_bytes=target.hbm_bytes,
+        # Time estimates, from which `auto` chooses how attention is parallelized over positions.
         prices=context_parallel_cost(model, target, positions=positions, itemsize=itemsize, backward=backward),
     )
 
@@ -81,6 +83,7 @@ def vocabulary_axis(vocab: int, resolved: ResolvedMesh) -> hax.Axis:
     """The rows of embedding and head, rounded up to a multiple of their shards under parameter and compute mapping."""
     mappings = resolved.mappings
     shards = [resolved.spec.ways(mapping.mesh_axes("vocab")) for mapping in (mappings.params, mappings.compute)]
+    # The least common multiple suits both mappings; the two may shard the vocabulary differently.
     unit = math.lcm(*shards)
     return hax.Axis("vocab", -(-vocab // unit) * unit)
 
@@ -107,6 +110,7 @@ def plan_activation_sharding(
         chunk: positions whose logits are computed at a time; default that of scoring.
     """
     batch, mapping = (resolved.batch_axis, rows), resolved.mappings.compute
+    # The chunk decides the size of the logits, the largest activation.
     chunk = chunk or planned_chunk(model, batch=batch, vocab=Vocab.size, mapping=mapping, mesh=resolved.spec)
     named = transformer_activations(
         model, batch=batch, positions=positions, vocab=Vocab.size, chunk=chunk, dtype=precision.compute
@@ -140,14 +144,17 @@ def plan_weight_loading(
     Returns:
         The plan, or None and a check that lists the weights that do not match.
     """
+    # Leaves in the plan's order, which is that of the module.
     leaves = [planned.leaf for planned in parameters.leaves]
     rules = origin.weight_rules(model, Vocab, leaves) if rules is None else rules
     source = (
+        # Without files, tensors with the names and shapes of the rules stand in for them.
         ExpectedSource.of(rules, leaves, dtype=origin.stored) if origin.checkpoint is None else origin.checkpoint.source
     )
     if adapter is not None and origin.checkpoint is not None:
         from levanter.commands.model.with_adapter import WithAdapter
 
+        # Weights of the adapter are in other files, behind the same interface.
         source = WithAdapter(source, adapter.source)
     try:
         hosts = target.host_layout(parameters.mesh)
@@ -190,6 +197,7 @@ def load_weights(
     Raises:
         NonFiniteWeightsError: some weights are not finite.
     """
+    # All processes must read the same bytes, or shards of one array would come from different models.
     require_same_weights(source)
     barrier("loading weights")
     # A plan for one host has one entry, also where several processes read the same bytes.
@@ -203,6 +211,7 @@ def load_weights(
         loaded = load(
             plan, parameters, source, mesh, memory_bytes=memory_bytes, jit=jit_together, progress=report_progress
         )
+    # Counted while loading, so no second pass over the weights is needed.
     if loaded.report.not_finite:
         message = _nonfinite_message(loaded.report.not_finite)
         if not allow_nonfinite:

@@ -95,6 +95,7 @@ class ModelSource:
     def has_int8(self) -> bool:
         """Whether some weights are stored as 8-bit integers, as far as it is known on this machine."""
         if self.checkpoint is None:
+            # Without tensors, a function other than the default shows that the config has an int8 format.
             return self.is_int8 is not _none
         return any(self.is_int8(name) for name in self.checkpoint.source.tensors)
 
@@ -108,6 +109,7 @@ class ModelSource:
         """
         if self.rules is None:
             return config.weight_rules(Vocab)
+        # Rules by leaf path; the vocabulary may be padded only if its axis is.
         return self.rules(leaves, padded=("vocab",) if Vocab.size != config.vocab_size else ())
 
 
@@ -157,6 +159,7 @@ def resolve_source(
         # Reads the config, the index and the headers, no weights.
         checkpoint = open_checkpoint(reference, allow_pickle=allow_pickle)
     except (UnreachableError, MissingCheckpointFileError) as error:
+        # Files that exist but cannot be assembled are an error even in a plan.
         if _has_weight_files(reference):
             raise
         return _source_without_weights(reference, model, error, block_is_whole)
@@ -167,6 +170,7 @@ def resolve_source(
         reference=reference,
         checkpoint=checkpoint,
         architecture=architecture
+        # `block_yields` has merged them already; otherwise a contradiction is an error.
         or merge_architecture(model, checkpoint.config, where=checkpoint.where, block_is_whole=block_is_whole),
         description=checkpoint.description,
         stored=_stored(checkpoint.document),
@@ -194,6 +198,7 @@ def merge_with_checkpoint_priority(
     try:
         return merge_architecture(model, checkpoint_config, where=where), []
     except CheckpointError as error:
+        # Keys that do not define the architecture.
         free = model.keys - set(family_for_config(type(checkpoint_config)).architecture_fields)
         # A block of another family has fields that this one lacks.
         shared = {field.name for field in fields(checkpoint_config)}
@@ -218,12 +223,15 @@ def merge_architecture(
     """
     if model is None:
         return checkpoint_config
+    # `type` is always compared: a block of another family contradicts by itself.
     block = {key: value for key, value in plain(model.config).items() if key in model.keys or key == "type"}
     if block_is_whole:
         check_model_block({**plain(model.config), **block}, checkpoint_config, where=where)
+        # The block stands for the whole architecture, so only the vocabulary is the checkpoint's.
         return replace(model.config, vocab_size=checkpoint_config.vocab_size)
     check_model_block(block, checkpoint_config, where=where)
     free = model.keys - set(family_for_config(type(checkpoint_config)).architecture_fields)
+    # The checkpoint defines the architecture; the block's other keys are runtime settings.
     return replace(checkpoint_config, **{key: getattr(model.config, key) for key in sorted(free)})
 
 
@@ -245,11 +253,13 @@ def _has_weight_files(reference: str) -> bool:
 def _source_without_weights(
     reference: str, model: ModelBlock | None, error: CheckpointError, block_is_whole: bool
 ) -> ModelSource:
+    # Weights are absent: the config alone still defines all shapes.
     try:
         document = hf_config(reference)
     except (UnreachableError, MissingCheckpointFileError):
         return source_from_block(reference, model, error, block_is_whole=block_is_whole)
     where = f"{reference}/config.json"
+    # The quantization entry of the document is separated, since the config bridge does not know it.
     document, int8 = int8_format(document, where=where)
     bridged = read_config(document, where=where)
     stored = _stored(document)
@@ -288,6 +298,7 @@ def source_from_block(
     Raises:
         UnknownArchitectureError: the block is incomplete.
     """
+    # A block that counts as whole has its defaults as sizes.
     missing = [] if model is None or block_is_whole else _missing_sizes(model)
     if model is None or missing:
         block = "there is no model: block" if model is None else f"model: does not set {', '.join(missing)}"
@@ -324,6 +335,7 @@ def _unavailable_check(error: ValueError, stored: np.dtype) -> Check:
 
 
 def _stored(document: Mapping[str, Any]) -> np.dtype:
+    # transformers writes `dtype` in new files, `torch_dtype` in old ones, perhaps as `torch.bfloat16`.
     stated = document.get("dtype") or document.get("torch_dtype")
     name = _STORED.get(stated.removeprefix("torch."), DEFAULT_STORED) if isinstance(stated, str) else DEFAULT_STORED
     return np.dtype(_named(name))
@@ -350,6 +362,7 @@ def find_tokenizer(
     """
     reference = named or (None if origin is None else origin.reference)
     try:
+        # Data of token ids needs no files.
         if named == PASSTHROUGH and size is not None:
             tokenizer: Tokenizer = PassthroughTokenizer(size)
         elif named is None and origin is not None and origin.checkpoint is not None:
@@ -358,6 +371,7 @@ def find_tokenizer(
             raise MissingCheckpointFileError("tokenizer", "none is named, and there is no checkpoint to take it from")
         else:
             tokenizer = load_tokenizer(reference)
+            # More ids than embedding rows would index out of range.
             if size is not None:
                 check_vocabulary(tokenizer, size, where="model" if origin is None else origin.description)
     except (UnreachableError, MissingCheckpointFileError) as error:
@@ -383,6 +397,7 @@ def vocabulary(model: LmConfig, *, tokenizer: Tokenizer | None, names: tuple[str
         return tokenizer.vocab_size, f"tokenizer {tokenizer.name}"
     for name in filter(None, names):
         if (size := known_vocabulary(name)) is not None:
+            # Published vocabularies, so that a plan works without files.
             return size, f"the known size of {name}"
     tried = ", ".join(dict.fromkeys(filter(None, names))) or "none is named"
     raise ValueError(

@@ -24,6 +24,7 @@ REFUSED: Mapping[str, str] = {
 
 def unsupported_option_checks(config: Any, written: ExplicitKeys) -> list[Check]:
     """Errors for unsupported options that are set, and notes on keys without effect."""
+    # Null, false and `none` ask for nothing.
     refused = [f"{key}: {why}" for key, why in REFUSED.items() if asks(_value(config, key))]
     refused += [row.message for row in written.not_carried if row.refused]
     checks = [Check(name="config", status="error", message=message, error=ValueError(message)) for message in refused]

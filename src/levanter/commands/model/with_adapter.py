@@ -64,16 +64,19 @@ def bind_adapter(
     """
     if adapter is None:
         return None, []
+    # Targets are defined by the family's names, also for a quantized module.
     family_rules = config.weight_rules(Vocab)
     try:
         if isinstance(adapter, SavedAdapters):
             opened, targets = adapter, adapter.targets(target_groups(module, family_rules))
             part = _copied_part(module, adapter.part.whole, adapter.where)
             tree = cast(opened.tree(targets, part), precision.compute)
+            # Our own checkpoints store adapters by leaf path.
             adapter_rules = same_names(leaves(tree), padded=adapter.padded)
         else:
             groups = target_groups(module, family_rules)
             opened = open_peft(adapter).per_expert(groups)
+            # The unquantized model: copies in peft's files have the shapes of plain weights.
             plain = abstract(lambda: config.build(Vocab, key=jax.random.PRNGKey(0)))
             part = _copied_part(module, opened.copied_paths(leaves(plain), family_rules), opened.where)
             targets = opened.targets(groups, family_rules, part)
@@ -104,11 +107,13 @@ def _bound_rules(
         tree: the factors.
     """
     table = adapter_rules.by_target()
+    # Weights whose leaves move one element deeper.
     adapted = {f"{member.path}.weight" for group in targets for member in group.members}
     read = {rule.path for rule in rules.derived}
 
     def bound_path(path: str) -> str:
         """The path of a base leaf in the bound model, where an adapted matrix is one element deeper (`.base`)."""
+        # Quantized weights have two leaves below the weight's path (`.q`, `.scale`), hence the prefix.
         whole = next((weight for weight in adapted if path == weight or path.startswith(f"{weight}.")), None)
         return path if whole is None else f"{whole}.base{path.removeprefix(whole)}"
 
@@ -128,6 +133,7 @@ def _bound_rules(
     )
     of_factors = (replace(table[factor.adapter_path], target=factor.bound_path) for factor in factors(tree))
     aliases = (*rules.aliases, *adapter_rules.aliases)
+    # Tensors that a copy replaces stay in the base's files unread, and must not count as unexpected.
     unread = (
         _name_pattern(name) for rule in rules.rules if rule.target in copies for name in rules.spellings(rule.source)
     )
@@ -176,6 +182,7 @@ class WithAdapter:
 
     def __init__(self, base: TensorSource, adapter: TensorSource):
         self._base, self._adapter = base, adapter
+        # Names cannot clash: the adapter's tensors have peft's or a checkpoint's names.
         self._tensors = {**base.tensors, **adapter.tensors}
 
     @property
@@ -186,6 +193,7 @@ class WithAdapter:
     @property
     def remote(self) -> RemoteAccess | None:
         """Remote access to the base's files, if they are on another machine."""
+        # Adapter files are small, so only the base's access matters.
         return self._base.remote if isinstance(self._base, RemoteSource) else None
 
     def byte_ranges(self, name: str, index: Index) -> Sequence[ByteRange]:

@@ -23,6 +23,7 @@ COUNTED_CHARACTERS = 1_000_000
 def is_short(evaluation_set: EvaluationSet) -> bool:
     """Whether a set's text is local and short enough for planning to tokenize it."""
     remaining = COUNTED_CHARACTERS
+    # File sizes first: text that is too long by bytes is not opened.
     for part in evaluation_set.document_sources:
         if isinstance(part, FileDocuments) and any(
             is_remote(path) or file_size(path) > remaining for path in part.paths
@@ -30,6 +31,7 @@ def is_short(evaluation_set: EvaluationSet) -> bool:
             return False
     if not evaluation_set.is_text:
         return True
+    # Then by characters, up to the limit.
     for document in evaluation_set.documents():
         remaining -= len(document.text)
         if remaining < 0:
@@ -92,13 +94,16 @@ def training_workloads(
         sequences: sequences per row of a batch.
         scored_besides: additional forward passes, such as that of a reference model.
     """
+    # A stage ends where the next one starts, the last one with the run.
     ends = (*(stage.start for stage in batches[1:]), steps)
+    # Stages behind the last step take no steps.
     done = [max(0, min(end, steps) - stage.start) for stage, end in zip(batches, ends, strict=True)]
     for distinct in distinct_stages(batches):
         # Stages of equal size run the same Program, so their steps are counted together.
         alike = [n for n, stage in enumerate(batches) if _size(stage) == _size(distinct)]
         tokens = distinct.plan.placed_rows * sequences * positions
 
+        # The default binds this iteration's tokens.
         def flops(attention: Literal["causal", "full"], tokens: int = tokens) -> float:
             per_token = model.flops(vocab_size=vocab, context_length=positions, attention=attention)
             return tokens * (per_token.training - spared(per_token) + scored_besides * per_token.scoring)
@@ -126,8 +131,10 @@ def program_name(stage: BatchStage) -> str:
 
 def stage_program(plan: RunPlan, batches: tuple[BatchStage, ...], step: int, *, watched: bool = False) -> Program:
     """The Program of a step; with `watched`, the one with histograms, if there is one."""
+    # The last stage that has started by this step.
     (*_, stage) = [stage for stage in batches if stage.start <= step]
     name = program_name(next(other for other in distinct_stages(batches) if _size(other) == _size(stage)))
+    # A run without watched histograms has no such Program.
     names = {program.name for program in plan.programs}
     return plan.program(name + WATCHED if watched and name + WATCHED in names else name)
 

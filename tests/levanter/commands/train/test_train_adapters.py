@@ -323,7 +323,10 @@ def test_a_base_may_be_made_from_the_seed_or_come_from_a_checkpoint(tmp_path, de
         (("--initialize_from_checkpoint_path", "x"), "initialize_from_checkpoint_path: its optimizer state"),
         (("--adapter.r", "0"), "r"),
         (("--adapter.dropout", "1.0"), "dropout: 1 leaves nothing of what A is multiplied by"),
-        (("--adapter.base_dtype", "int8"), "adapter.base_dtype: weights are quantized to int8 while a checkpoint is read"),
+        (
+            ("--adapter.base_dtype", "int8"),
+            "adapter.base_dtype: weights are quantized to int8 while a checkpoint is read",
+        ),
         (("--adapter.zero_init_b", "false"), "neither factor would begin as 0"),
         (("--adapter.use_dora", "true"), "use_dora"),
         (
