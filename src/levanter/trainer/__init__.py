@@ -1,4 +1,4 @@
-"""The training loop's room; its configuration serves every entry point."""
+"""Training: state, objectives, step and loop. The configuration `TrainerConfig` serves every entry point."""
 
 from levanter.distributed.initialize import DistributedConfig
 from levanter.trainer.config import TrainerConfig

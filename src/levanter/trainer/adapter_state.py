@@ -1,4 +1,4 @@
-"""The state of a run that trains adapters: made from a key alone, beside a model that is frozen."""
+"""The state of a run that trains adapters of a frozen model; it is initialized from a key alone."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -27,21 +27,21 @@ from levanter.trainer.train_state import MODEL, TrainState
 
 INIT = "init_adapters"
 COPIED = "copied"
-"""The name of the input that is what is copied of the model."""
+"""Name of the Program's input with the copied parameters of the model."""
 INIT_BASE = "init_frozen"
 _KEY = jax.ShapeDtypeStruct((2,), np.dtype(np.uint32))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adapted:
-    """Which adapters are trained.
+    """The adapters that are trained.
 
     Attributes:
-        targets: the projections that get one.
-        config: how they begin.
+        targets: the projections that have one.
+        config: their configuration.
         every: all projections of the model.
-        whole: the paths of the model's parameters that are trained whole beside them.
-        renewed: what is done to copies of these before the first step.
+        whole: the paths of the model's parameters of which full copies are trained as well.
+        renewed: applied to these copies before the first step.
     """
 
     targets: tuple[TargetGroup, ...]
@@ -51,23 +51,25 @@ class Adapted:
     renewed: Renewal[PyTree] = unchanged
 
     def base_dtype(self, precision: Precision) -> np.dtype:
-        """In what the frozen model is held, but for integers of it."""
+        """The dtype of the frozen model's floating-point arrays."""
+        # The base is never updated, so by default it needs no more precision than the computation.
         named = self.config.base_dtype
         return np.dtype(precision.compute if named in (None, "int8") else jnp.dtype(named))
 
     def placed(self, mappings: Mappings, mesh: MeshSpec) -> Mappings:
-        """The mappings that place the factors as they are asked to be; those of a model's own arrays are the same."""
+        """The mappings, with overrides for the adapters' factors; the model's own arrays keep theirs."""
         mappings = self._as_copied(mappings)
         if self.config.placement == "as_base":
             return mappings
-        # What is whole on every device on purpose is no fault.
+        # Declared, so that the plan does not report this replication as a finding.
         meant = DeclaredReplication(has=RANK, lacks="", mesh_axes=mesh.names, reason="adapter.placement: whole")
         nowhere = AxisMapping(dict.fromkeys(sorted({name for group in self.targets for name in group.axis_names})))
         overrides = (*mappings.overrides, (PAIRS, nowhere))
         return replace(mappings, overrides=overrides, declared=(*mappings.declared, meant))
 
     def _as_copied(self, mappings: Mappings) -> Mappings:
-        """The mappings with which a copy lies where its parameter does, whatever path that is mapped by."""
+        """The mappings, with overrides that give copies the shards of their parameters."""
+        # A pattern with `**` matches a copy's path too; only patterns that miss it need a second override.
         copied = tuple(
             (copy_path(pattern), mapping)
             for pattern, mapping in mappings.overrides
@@ -76,7 +78,7 @@ class Adapted:
         return replace(mappings, overrides=(*mappings.overrides, *copied)) if copied else mappings
 
     def copied(self, base: PyTree) -> PyTree:
-        """What is copied of the model; None for nothing."""
+        """The copied part of the model; None for none."""
         return select_leaves(base, self.whole)
 
     def abstract_state(
@@ -85,9 +87,9 @@ class Adapted:
         """The state without memory.
 
         Args:
-            optimizer: whose statistics it has.
+            optimizer: its statistics are part of the state.
             averaging: of the parameters; None for none.
-            base: the model, abstract; needed where something is copied.
+            base: the model, abstract; required if parameters are copied.
         """
         part = self.copied(base)
         return abstract(lambda key, part: self._first(key, part, optimizer, averaging), _KEY, part)
@@ -100,7 +102,7 @@ class Adapted:
         *,
         base: PyTree = None,
     ) -> Program:
-        """The Program that makes the first state from a key, and from what is copied of the model; see `copied`."""
+        """The Program that initializes the first state from a key and the copied part of the model; see `copied`."""
         part = self.copied(base)
         copied_input = () if part is None else (Input(name=COPIED, value=part, placement=plan.parameters),)
         return Program(
@@ -118,16 +120,17 @@ class Adapted:
         optimizer: optax.GradientTransformation,
         averaging: ModelAveragingConfig | None,
     ) -> Program:
-        """The Program that makes the first state of adapters that were read.
+        """The Program that makes the first state from loaded adapters.
 
         Args:
             state: abstract.
-            plan: where it lies.
-            optimizer: whose statistics it has.
+            plan: its placement.
+            optimizer: its statistics are part of the state.
             averaging: of the parameters; None for none.
         """
 
         def begin(key: jax.Array, adapters: Adapters) -> TrainState:
+            # The same half of the key as in `_first`: steps do not depend on where the adapters came from.
             _, for_steps = jax.random.split(key)
             return start(adapters, optimizer, for_steps, averaging)  # pyright: ignore[reportArgumentType]
 
@@ -151,14 +154,15 @@ class Adapted:
         averaging: ModelAveragingConfig | None,
     ) -> TrainState:
         for_factors, for_steps = jax.random.split(key)
-        # The first half is what a model is made from, and may have been.
+        # `init_base_program` initializes the model from `for_factors` itself, so factors and copies use keys derived
+        # from it by other numbers.
         copies = None if part is None else self.renewed(part, jax.random.fold_in(for_factors, 2))
         adapters = Adapters.init(self.targets, self.config, key=jax.random.fold_in(for_factors, 1), whole=copies)
         return start(adapters, optimizer, for_steps, averaging)  # pyright: ignore[reportArgumentType]
 
 
 def init_base_program(plan: StatePlan, build: Callable[[jax.Array], LmHeadModel], dtype: np.dtype) -> Program:
-    """The Program that makes a model to adapt from a key, where none is loaded; in the dtype that it is held in."""
+    """The Program that initializes the base model from a key, in its storage dtype, if none is loaded."""
 
     def initialize(key: jax.Array) -> LmHeadModel:
         for_model, _ = jax.random.split(key)

@@ -1,14 +1,14 @@
-"""An average of the parameters over the steps, kept beside them: what is evaluated and exported in their place.
+"""An average of the parameters over the steps, which is evaluated and exported instead of the parameters.
 
     trainer.model_averaging: {type: ema, beta: 0.999}
 
-    ema              a ← beta · a + (1 − beta) · θ after each step, beginning with the first parameters
+    ema              a ← beta · a + (1 − beta) · θ after each step, starting from the initial parameters
     ema_decay_sqrt   the mean of θ over all steps, each with a weight w(t) (t steps taken before it):
-                     1 − beta up to `switch_step`, then 1 − √x where x is the part of `decay_steps` that has passed,
-                     and 0 behind it: Hägele et al., arXiv:2405.18392, whose learning rate falls like this
+                     1 − beta before `switch_step`, then 1 − √x, where x is the fraction of `decay_steps` that has
+                     passed, and 0 afterwards (Hägele et al., arXiv:2405.18392, whose learning rate decays like this)
 
-Training itself does not look at it: with and without it, losses are the same to the bit. It is part of the state, in
-checkpoints (`average.…`) and in every plan; a step that is left out leaves it as it was.
+Training does not depend on the average: losses with and without it are equal to the bit. It is part of the state, of
+checkpoints (`average.…`) and of every plan. A skipped step leaves it unchanged.
 """
 
 from typing import TypeVar
@@ -24,15 +24,16 @@ from levanter.trainer.config_blocks import EmaDecaySqrtConfig, EmaModelAveraging
 M = TypeVar("M")
 
 LEAST_BYTES = 4
-"""Of a number of the average: in 16 bits `1 − beta` of a difference is lost to rounding, and it would never move."""
+"""Bytes per element of the average: in 16 bits, `1 − beta` of a difference is rounded away, and the average never
+changes."""
 
 
 class ParameterAverage(eqx.Module):
     """The average between two steps.
 
     Attributes:
-        parameters: of the model's structure, shards and dtype.
-        weight: the sum of the weights so far, float32; None where there is none to remember.
+        parameters: with the structure, shards and dtype of the model.
+        weight: the sum of the weights so far, float32; None if the rule needs none.
     """
 
     parameters: PyTree
@@ -40,10 +41,10 @@ class ParameterAverage(eqx.Module):
 
 
 def check_averaging(rule: ModelAveragingConfig | None, precision: Precision) -> None:
-    """Refuses an average whose steps would be lost to rounding.
+    """Refuses an average whose updates would be rounded away.
 
     Raises:
-        ValueError: the parameters are kept in 16 bits.
+        ValueError: the parameters are stored in 16 bits.
     """
     if rule is not None and jnp.dtype(precision.params).itemsize < LEAST_BYTES:
         raise ValueError(
@@ -53,32 +54,34 @@ def check_averaging(rule: ModelAveragingConfig | None, precision: Precision) -> 
 
 
 def begin(rule: ModelAveragingConfig | None, model: PyTree) -> ParameterAverage | None:
-    """The average before the first step: the parameters themselves; None where there is none."""
+    """The average before the first step: the parameters themselves; None without a rule."""
     if rule is None:
         return None
     weight = jnp.zeros((), jnp.float32) if isinstance(rule, EmaDecaySqrtConfig) else None
+    # A copy: the step donates parameters and average as separate buffers.
     return ParameterAverage(parameters=jax.tree.map(jnp.copy, model), weight=weight)
 
 
 def averaged(rule: ModelAveragingConfig, before: ParameterAverage, model: PyTree, step: jax.Array) -> ParameterAverage:
-    """The average with the parameters behind one more step.
+    """The average after one more step.
 
     Args:
-        rule: which average.
+        rule: the kind of average.
         before: the average so far.
-        model: the parameters behind the step.
+        model: the parameters after the step.
         step: steps taken before it, int32.
     """
     share, weight = _share(rule, before, step)
 
     def mixed(old: jax.Array, new: jax.Array) -> jax.Array:
+        # As a correction of `old`: with share 0 the average is unchanged to the bit.
         return old + share.astype(old.dtype) * (new - old)
 
     return ParameterAverage(parameters=jax.tree.map(mixed, before.parameters, model), weight=weight)
 
 
 def _share(rule: ModelAveragingConfig, before: ParameterAverage, step: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """What part of the new average the newest parameters are, and the sum of weights then."""
+    """The newest parameters' share of the new average, and the new sum of weights."""
     if isinstance(rule, EmaModelAveragingConfig):
         return jnp.float32(1 - rule.beta), None
     assert isinstance(rule, EmaDecaySqrtConfig), type(rule)
@@ -86,5 +89,6 @@ def _share(rule: ModelAveragingConfig, before: ParameterAverage, step: jax.Array
     passed = (step - rule.switch_step).astype(jnp.float32) / jnp.float32(rule.decay_steps)
     falling = 1 - jnp.sqrt(jnp.clip(passed, 0.0, 1.0))
     weight = jnp.where(step < rule.switch_step, jnp.float32(1 - rule.beta), falling)
+    # A weighted mean as a running one: aₜ = aₜ₋₁ + wₜ / (w₁ + … + wₜ) · (θₜ − aₜ₋₁); with beta = 1 the sum may be 0.
     total = before.weight + weight
     return jnp.where(total > 0, weight / jnp.maximum(total, jnp.finfo(jnp.float32).tiny), 0.0), total

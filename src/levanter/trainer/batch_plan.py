@@ -1,11 +1,11 @@
-"""`BatchPlan`: how a global batch becomes what a device holds at once, resolved before a device is touched.
+"""`BatchPlan`: how a global batch is divided over devices and microbatches, resolved before a device is touched.
 
     dp    = devices / (model × group × context)      the shards of the batch
-    accum = global batch / (rows that a device takes at once × dp)
+    accum = global batch / (rows per device at a time × dp)
 
-Rows are sequences. A *microbatch* is what all devices take at once: `rows × dp`. Gradients of `accum` microbatches are
-added up before the parameters move. Pure arithmetic; every number comes with its reason, and what does not divide is
-refused with the nearest sizes that are.
+Rows are sequences. A *microbatch* is the rows of all devices at a time: `rows × dp`. The gradients of `accum`
+microbatches are added up before the update. Pure arithmetic; every number has a reason, and sizes that do not divide
+are refused with the nearest ones that do.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,21 +16,21 @@ from levanter.trainer.config_blocks import BatchSizeStage
 
 
 class BatchError(ValueError):
-    """A batch that cannot be divided as asked; the message has the nearest that can."""
+    """A batch that cannot be divided as configured; the message has the nearest sizes that can."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """One batch size, resolved.
+    """One resolved batch size.
 
     Attributes:
-        rows: sequences of a step that count.
-        padding: rows of zero weight added so that the devices divide the batch.
-        ways: how many shards the batch has.
-        per_device: rows that a device takes at once.
+        rows: sequences per step, without padding.
+        padding: rows of weight zero, added to make the batch divisible.
+        ways: number of shards of the batch.
+        per_device: rows per device at a time.
         accumulation: microbatches whose gradients are added up.
-        positions: tokens in a row.
-        reasons: a line for each number.
+        positions: tokens per row.
+        reasons: one line per number.
     """
 
     rows: int
@@ -48,12 +48,12 @@ class BatchPlan:
 
     @property
     def microbatch(self) -> int:
-        """Rows that all devices take at once."""
+        """Rows of all devices at a time."""
         return self.per_device * self.ways
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
+        """Tokens per step, without padding."""
         return self.rows * self.positions
 
     def __str__(self) -> str:
@@ -78,15 +78,15 @@ def plan_batch(
     """Resolves one batch size.
 
     Args:
-        batch: rows of a step; -1 for `per_device × ways`.
-        per_device: rows that a device takes at once; -1 for all of its share.
-        ways: how many shards the mesh makes of the batch.
-        positions: tokens in a row.
-        pad: a reason to pad a batch that does not divide; without one it is refused.
-        mesh: for the messages.
+        batch: rows per step; -1 for `per_device × ways`.
+        per_device: rows per device at a time; -1 for its whole share.
+        ways: number of shards of the batch on the mesh.
+        positions: tokens per row.
+        pad: reasons for padding a batch that does not divide; if empty, such a batch is refused.
+        mesh: the mesh as text, for messages.
 
     Raises:
-        BatchError: it does not divide.
+        BatchError: the batch does not divide.
     """
     on = f" on mesh {mesh}" if mesh else ""
     reasons = [f"the batch is sharded {ways} ways{on}"]
@@ -99,6 +99,7 @@ def plan_batch(
         reasons.append(f"train_batch_size -1: {per_device} rows per device × {ways} batch shards")
     placed = batch
     if pad:
+        # Padding rows have weight 0, so filling up to whole microbatches does not change the loss.
         unit = ways if per_device == -1 else ways * per_device
         placed = -(-batch // unit) * unit
         if placed != batch:
@@ -110,6 +111,7 @@ def plan_batch(
         reasons.append(f"per_device_parallelism -1: {placed} / {ways} = {per_device} rows, nothing is accumulated")
     micro = per_device * ways
     if placed % micro:
+        # If the batch divides over the shards, another number of rows per device suffices; the batch size can stay.
         share = _cut_positions(batch, ways)
         if placed % ways == 0:
             share = f"; or per_device_parallelism {_listed(divisors(placed // ways))}"
@@ -139,10 +141,10 @@ def plan_batches(
     allow_padding: bool = False,
     mesh: str = "",
 ) -> tuple[BatchStage, ...]:
-    """Resolves a batch size, or a schedule of them.
+    """Resolves a batch size, or a schedule of batch sizes.
 
     Raises:
-        BatchError: lists every stage that does not divide.
+        BatchError: lists all stages that do not divide.
     """
     stages = [(0, sizes)] if isinstance(sizes, int) else [(stage.start, stage.value) for stage in sizes]
     pad = ("trainer.allow_nondivisible_batch_size",) if allow_padding else ()
@@ -165,7 +167,7 @@ def _uneven(batch: int, unit: int, what: str, on: str) -> str:
 
 
 def _cut_positions(batch: int, ways: int) -> str:
-    """What shards that would have no row are good for."""
+    """A suggestion for idle shards: to split positions instead of rows; empty if it does not apply."""
     if batch >= ways or ways % batch:
         return ""
     return (

@@ -1,8 +1,8 @@
-"""`TrainerConfig`: what `trainer:` holds, for every entry point.
+"""`TrainerConfig`: the block `trainer:` of every entry point.
 
-One block serves training and evaluation alike; an entry point passes on the parts it uses. Nothing here touches a
-device: the mesh is text until `levanter.mesh` resolves it, precision policies are text until `levanter.models` reads
-them. Old spellings are translated in `levanter.config.upstream` before this class is built.
+Training and evaluation share one block; an entry point uses the fields that it needs. Nothing here touches a device:
+the mesh is text until `levanter.mesh` resolves it, precision policies are text until `levanter.models` parses them. Old
+spellings are translated in `levanter.config.upstream` before this class is constructed.
 """
 
 import re
@@ -120,6 +120,7 @@ class TrainerConfig(Ranged):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # Python callers may pass a `Precision` or a policy of `jmp`; the field of the frozen class holds its text.
         object.__setattr__(self, "mp", PolicyText.of(self.mp))
         refuse(self._problems())
 
@@ -136,6 +137,7 @@ class TrainerConfig(Ranged):
         yield from self._batch_problems()
         for name in self.compiler_options:
             if not _OPTION_NAME.fullmatch(name):
+                # The likely mistake is a flag as on a command line: `--xla_option=value`.
                 bare = re.sub(r"\W+", "_", name.strip("- ").partition("=")[0]) or "xla_…"
                 yield f"compiler_options: {name!r} is not the name of an option; expected it bare, like {bare}"
         if self.load_checkpoint and self.initialize_from is not None:
@@ -149,6 +151,7 @@ class TrainerConfig(Ranged):
             return
         if not size or size[0].start != 0:
             yield "train_batch_size: the first stage must start at step 0"
+        # All problems are yielded, not only the first, so that one error lists them together.
         for i, stage in enumerate(size):
             if i and stage.start <= size[i - 1].start:
                 yield f"train_batch_size[{i}].start: must be greater than {size[i - 1].start}, the start before it"

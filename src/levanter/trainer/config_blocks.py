@@ -1,6 +1,6 @@
-"""The parts of `trainer:` that are blocks of their own: checkpoints, processes, profiler, watching, averaging.
+"""The nested blocks of `trainer:`: checkpoints, profiler, watching, averaging, batch size stages.
 
-They hold what the user asked for; the rooms that act on them take these values as arguments.
+These classes only hold configuration; the packages that implement the features take them as arguments.
 """
 
 from collections.abc import Iterable
@@ -24,11 +24,11 @@ def refuse(problems: Iterable[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointInterval(Ranged):
-    """Keep a checkpoint every so many steps, until a step (for ever where `until` is null).
+    """An interval of permanent checkpoints, until a step (without end if `until` is null).
 
     Attributes:
-        every: steps between two checkpoints that are kept.
-        until: the step up to which this interval holds.
+        every: steps between two permanent checkpoints.
+        until: the step up to which this interval applies.
     """
 
     every: PositiveInt
@@ -37,7 +37,7 @@ class CheckpointInterval(Ranged):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointDebugConfig(Ranged):
-    """What a slow or memory-hungry save reports about itself.
+    """Diagnostics of slow or memory-hungry saves.
 
     Attributes:
         enabled: whether diagnostics are logged.
@@ -90,6 +90,7 @@ class CheckpointerConfig(Ranged):
         previous = 0
         for i, interval in enumerate(self.keep):
             if interval.until is None:
+                # Only the last interval may be open-ended.
                 if i + 1 < len(self.keep):
                     yield f"keep[{i}]: has no `until`, so the intervals after it never begin"
             elif interval.until <= previous:
@@ -100,7 +101,7 @@ class CheckpointerConfig(Ranged):
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptionsConfig(Ranged):
-    """Options of the JAX profiler; null leaves one to JAX.
+    """Options of the JAX profiler; null keeps JAX's default.
 
     Attributes:
         host_tracer_level: how much of the host is traced (0 to 3).
@@ -179,12 +180,12 @@ class EmaModelAveragingConfig(ModelAveragingConfig):
 @ModelAveragingConfig.register_subclass("ema_decay_sqrt")
 @dataclass(frozen=True, kw_only=True)
 class EmaDecaySqrtConfig(ModelAveragingConfig):
-    """The mean of the parameters of all steps, of which those of a final phase weigh most.
+    """The weighted mean of the parameters of all steps; steps of a final phase have the largest weights.
 
     Attributes:
         beta: each step before `switch_step` has the weight 1 - beta.
-        switch_step: the step from which on the weight is 1 - sqrt(x), x being the part of the phase that has passed.
-        decay_steps: the length of the phase; behind it the average stays as it is.
+        switch_step: the first step of the phase, in which the weight is 1 - sqrt(x), x the fraction that has passed.
+        decay_steps: the length of the phase in steps; after it the average no longer changes.
     """
 
     beta: Decay = 0.999

@@ -1,4 +1,4 @@
-"""Rows of the data onto the devices: every process gives its devices their part of the global batch."""
+"""Places rows of the data on the devices: every process places the rows of the global batch that its devices hold."""
 
 from collections.abc import Callable, Generator
 from contextlib import closing
@@ -16,7 +16,7 @@ from levanter.trainer.loss import LmBatch
 
 
 def rows_here(declared: Input, mesh: Mesh) -> tuple[int, int]:
-    """The first row of the global batch that this process's devices hold, and the one behind the last.
+    """The range of rows of the global batch that this process's devices hold: first row, and row after the last.
 
     Args:
         declared: the step's input, abstract.
@@ -24,19 +24,20 @@ def rows_here(declared: Input, mesh: Mesh) -> tuple[int, int]:
     """
     shape = declared.value.tokens.array.shape
     size = shape[0]
+    # Devices that replicate rows have equal ranges; the union of a process's ranges is taken to be contiguous.
     indices = shardings(declared, mesh)["tokens"].addressable_devices_indices_map(shape).values()
     spans = [index[0].indices(size)[:2] for index in indices if index is not None]
     return min(start for start, _ in spans), max(stop for _, stop in spans)
 
 
 def place_rows(rows: TrainRows, declared: Input, mesh: Mesh, reference: np.ndarray | None = None) -> PyTree:
-    """Rows as the batch that a train step takes; what it has more rows is padding of no weight.
+    """Rows as the batch of a train step, filled up with padding rows of weight 0.
 
     Args:
-        rows: those of the global batch that `rows_here` says, as far as there are any.
+        rows: the rows of the global batch in the range `rows_here`, without padding.
         declared: the step's input, abstract.
         mesh: the devices.
-        reference: of pairs, what the reference says, float32 `[rows, 2]`.
+        reference: for pairs, the reference's log-probabilities, float32 `[rows, 2]`.
     """
     if isinstance(declared.value, PairBatch):
         return _place_pairs(rows, declared, mesh, reference)
@@ -44,18 +45,19 @@ def place_rows(rows: TrainRows, declared: Input, mesh: Mesh, reference: np.ndarr
     (Batch, Pos) = abstract.tokens.axes
     first, stop = rows_here(declared, mesh)
     if rows.tokens.shape[0] < stop - first:
+        # The batch is padded: rows of `TrainRows.empty` have weight 0 and a segment of their own.
         whole = TrainRows.empty(stop - first, Pos.size)
         whole.put(np.arange(rows.tokens.shape[0]), rows)
         rows = whole
     assert rows.tokens.shape == (stop - first, Pos.size), (rows.tokens.shape, Batch, Pos)
-    # Where the step knows of no segments, each row is one sequence.
+    # If the step's batch has no segments, each row is one sequence.
     targets = next_tokens(rows.tokens, None if abstract.segment_ids is None else rows.segment_ids)
     paths = shardings(declared, mesh).keys() - {"targets"}
     return place(declared, {"targets": targets, **{path: getattr(rows, path) for path in paths}}, mesh, first_row=first)
 
 
 def _place_pairs(rows: TrainRows, declared: Input, mesh: Mesh, reference: np.ndarray | None) -> PairBatch:
-    """Pairs as a batch; what it has more rows is padding, in which nothing counts."""
+    """Pairs as a batch, filled up with padding rows in which no token counts."""
     first, stop = rows_here(declared, mesh)
     missing = [(0, stop - first - rows.tokens.shape[0]), (0, 0), (0, 0)]
     tokens, targets = pair_targets(rows)
@@ -76,26 +78,29 @@ def placed_batches(
     reference: Callable[[int, int, int], np.ndarray] | None = None,
     seen: Callable[[int, TrainRows], None] = lambda *_: None,
 ) -> Generator[tuple[int, Any], None, None]:
-    """The batches of steps `first` to `stop` on the devices; the rows of the next `ahead` are made in the background.
+    """Yields the batches of steps `first` to `stop` on the devices; the next `ahead` are prepared in the background.
 
-    Every process makes the rows that its own devices hold, and no others.
+    Every process prepares only the rows that its devices hold.
 
     Args:
         data: the rows.
         input_of: step → the batch as the step's Program declares it.
         mesh: the devices.
         first: the first step.
-        stop: the step behind the last.
-        ahead: batches kept ready on the host.
-        reference: (step, first row, row behind the last) → what the reference says of these pairs; None for nothing.
-        seen: is told of each step's rows that are made here.
+        stop: the step after the last.
+        ahead: number of batches prepared on the host.
+        reference: (step, first row, row after the last) → the reference's log-probabilities of these pairs; None for
+            none.
+        seen: called with each step and this process's rows.
     """
 
     def local_rows(step: int) -> tuple[int, int]:
+        # The batch may be padded beyond the rows that the data has for the step.
         total_rows = data.schedule.rows(step)
         begin, end = rows_here(input_of(step), mesh)
         return min(begin, total_rows), min(end, total_rows)
 
+    # Closing the generator stops its background thread when the caller ends early.
     with closing(batches(data, first=first, stop=stop, rows=local_rows, ahead=ahead)) as row_batches:
         for step, rows in row_batches:
             seen(step, rows)

@@ -1,16 +1,16 @@
-"""Preferences as an objective: of two texts behind one prompt, the one that was preferred is to become likelier.
+"""The preference objective: of two texts after one prompt, the preferred one becomes more likely.
 
-Everything is made of four numbers a pair: the log-probabilities of the chosen and of the rejected text by the *policy*,
-which is trained, and by the *reference*, which is not. Chosen and rejected texts go through a model as one batch of
-twice the rows. With x = β (Δπ − Δref), Δ the difference of a model's two log-probabilities:
+The loss of a pair depends on four numbers: the log-probabilities of the chosen and the rejected text under the
+*policy*, which is trained, and under the *reference*, which is not. Chosen and rejected texts go through a model as one
+batch of twice the rows. With x = β (Δπ − Δref), where Δ is the difference of a model's two log-probabilities:
 
 - `sigmoid`: −(1−ε) log σ(x) − ε log σ(−x) (Rafailov et al., arXiv:2305.18290; ε > 0 is cDPO)
 - `robust`: (−(1−ε) log σ(x) + ε log σ(−x)) / (1 − 2ε) (Chowdhury et al., arXiv:2403.00409)
-- `ipo`: (Δπ − Δref − 1/(2β))², log-probabilities a token (Azar et al., arXiv:2310.12036)
+- `ipo`: (Δπ − Δref − 1/(2β))², log-probabilities per token (Azar et al., arXiv:2310.12036)
 - `hinge`: max(0, 1 − x) (Zhao et al., arXiv:2305.10425)
-- `simpo`: −log σ(β Δπ − γ), log-probabilities a token, no reference (Meng et al., arXiv:2405.14734)
-- `orpo`: −l − β log σ(o), l the chosen text's log-probability a token, o the difference of the two texts' log-odds, no
-  reference (Hong et al., arXiv:2403.07691)
+- `simpo`: −log σ(β Δπ − γ), log-probabilities per token, no reference (Meng et al., arXiv:2405.14734)
+- `orpo`: −l − β log σ(o), where l is the chosen text's log-probability per token and o the difference of the two texts'
+  log-odds, no reference (Hong et al., arXiv:2403.07691)
 
 A step minimizes the mean over its pairs.
 """
@@ -42,7 +42,7 @@ METRICS = (
     *("dpo_loss", "dpo_margin_policy", "dpo_margin_ref", "dpo_accuracy"),
     *("dpo_chosen_reward", "dpo_rejected_reward"),
 )
-"""Upstream's names of what is shown of pairs."""
+"""Upstream's names of the metrics of pairs."""
 
 Smoothing: TypeAlias = Annotated[float, Range(0, 0.5, below=True)]
 Kind = Literal["sigmoid", "robust", "ipo", "hinge", "simpo", "orpo"]
@@ -53,7 +53,7 @@ PER_TOKEN = ("ipo", "simpo", "orpo")
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceLossConfig(Ranged):
-    """What is minimized of a pair (`train_dpo.loss`).
+    """The loss of a pair (`train_dpo.loss`).
 
     Attributes:
         type: the formula; see `levanter.trainer.dpo`.
@@ -73,18 +73,18 @@ class PreferenceLossConfig(Ranged):
         problems = []
         if self.label_smoothing and self.type not in SMOOTHED:
             problems.append(
-                f"label_smoothing: {self.label_smoothing:g}, but {self.type} has none; {' and '.join(SMOOTHED)} have"
+                f"label_smoothing: {self.label_smoothing:g}, but {self.type} has none; {' and '.join(SMOOTHED)} have it"
             )
         if self.gamma is not None and self.type != "simpo":
-            problems.append(f"gamma: {self.gamma:g}, but {self.type} has no margin; simpo has")
+            problems.append(f"gamma: {self.gamma:g}, but {self.type} has no margin; only simpo has one")
         if self.type in REFERENCE_FREE and self.length_normalized is False:
-            problems.append(f"length_normalized: false, but {self.type} is made of means over tokens; leave it out")
+            problems.append(f"length_normalized: false, but {self.type} is defined by means over tokens; leave it out")
         if problems:
             raise ValueError("\n".join(problems))
 
     @property
     def has_reference(self) -> bool:
-        """Whether a reference model is part of it."""
+        """Whether the loss depends on a reference model."""
         return self.type not in REFERENCE_FREE
 
     @property
@@ -93,7 +93,8 @@ class PreferenceLossConfig(Ranged):
         return self.type in PER_TOKEN if self.length_normalized is None else self.length_normalized
 
     def at_start(self, beta: float) -> float | None:
-        """Its value where policy and reference are one model; None where that does not follow."""
+        """The loss if policy and reference are the same model; None if it depends on the data as well."""
+        # Then x = 0: −log σ(0) = log 2, also with label smoothing, since (1 − ε) + ε = (1 − 2ε) / (1 − 2ε) = 1.
         return {"sigmoid": math.log(2), "robust": math.log(2), "ipo": 1 / (4 * beta**2), "hinge": 1.0}.get(self.type)
 
 
@@ -106,16 +107,17 @@ def pair_terms(
     *,
     xp: ModuleType = jnp,
 ) -> dict[str, Numbers]:
-    """The loss of each pair, and what is shown of it, by name, each `[pairs]`.
+    """The loss and the metrics of each pair, by name, each `[pairs]`.
 
     Args:
         loss: the formula.
         beta: β.
-        policy: log-probabilities of the chosen and the rejected text, `[pairs, 2]`: sums over the tokens that count.
-        counts: how many tokens count, `[pairs, 2]`.
-        reference: the reference's log-probabilities; None where there is none.
-        xp: whose arrays these are: `jax.numpy` or NumPy.
+        policy: log-probabilities of the chosen and the rejected text, `[pairs, 2]`: sums over the counted tokens.
+        counts: number of counted tokens, `[pairs, 2]`.
+        reference: the reference's log-probabilities; None without a reference.
+        xp: the module of the arrays: `jax.numpy` or NumPy.
     """
+    # A row of padding counts no tokens; the caller drops its terms, which must not be NaN before that.
     tokens = xp.maximum(counts, 1)
     sums = policy / tokens if loss.per_token else policy
     delta = sums[:, 0] - sums[:, 1]
@@ -124,9 +126,11 @@ def pair_terms(
     margin = based[:, 0] - based[:, 1]
 
     def minus_log_sigmoid(x: Numbers) -> Numbers:
+        # −log σ(x) = log(1 + e⁻ˣ), without overflow for large negative x.
         return xp.logaddexp(-x, xp.zeros_like(x))
 
     x, e = beta * (delta - margin), loss.label_smoothing
+    # `e` is static: without label smoothing the second term is not computed at all.
     if loss.type == "sigmoid":
         losses = minus_log_sigmoid(x) if e == 0 else (1 - e) * minus_log_sigmoid(x) + e * minus_log_sigmoid(-x)
     elif loss.type == "robust":
@@ -139,21 +143,22 @@ def pair_terms(
         x = x - (0.5 if loss.gamma is None else loss.gamma)
         losses = minus_log_sigmoid(x)
     else:
-        # log(1 − p) = log1p(−exp(log p)); a text whose every token is certain has no odds.
+        # log(1 − p) = log1p(−exp(log p)). The odds of a text with p = 1 are infinite, hence the bound below 0.
         inverse = xp.log1p(-xp.exp(xp.minimum(sums, -1e-7)))
         losses = -sums[:, 0] + beta * minus_log_sigmoid(delta - (inverse[:, 0] - inverse[:, 1]))
+    # Upstream logs margins of sums over tokens, whatever the loss uses; rewards follow the loss.
     margins = (policy[:, 0] - policy[:, 1], base[:, 0] - base[:, 1])
     shown = (losses, *margins, (x > 0).astype(policy.dtype), *(beta * (sums - based)[:, side] for side in (0, 1)))
     return {LOSS: losses, **dict(zip(METRICS, shown, strict=True))}
 
 
 class PairBatch(eqx.Module):
-    """Pairs to learn from.
+    """A batch of preference pairs.
 
     Attributes:
-        tokens: int32 ids, `[batch, side, position]`; of `side`, 0 is the chosen text, 1 the rejected one.
-        targets: int32, over the same axes: the id that each position predicts; negative where nothing counts.
-        reference: float32, `[batch, side]`: the reference's log-probabilities, where they were made before.
+        tokens: int32 ids, `[batch, side, position]`; index 0 of `side` is the chosen text, 1 the rejected one.
+        targets: int32, over the same axes: the id that each position predicts; negative if it does not count.
+        reference: float32, `[batch, side]`: the reference's log-probabilities if they were computed beforehand.
     """
 
     tokens: NamedArray
@@ -162,11 +167,11 @@ class PairBatch(eqx.Module):
 
 
 class PairModels(eqx.Module):
-    """The models that a pair is scored by.
+    """The models that score a pair.
 
     Attributes:
-        policy: what is trained.
-        reference: what it is compared with; None where its log-probabilities are in the batch, or nothing is compared.
+        policy: the trained model.
+        reference: the reference model; None if its log-probabilities are in the batch, or the loss has no reference.
     """
 
     policy: LmHeadModel
@@ -174,7 +179,7 @@ class PairModels(eqx.Module):
 
 
 def pair_logprobs(model: LmHeadModel, batch: PairBatch, *, chunk: int | None = None) -> jax.Array:
-    """The log-probability of what counts of each text, float32 `[batch, 2]`: both of a pair in one forward pass.
+    """The log-probability of the counted tokens of each text, float32 `[batch, 2]`, in one forward pass for both.
 
     Args:
         model: its weights in the compute dtype.
@@ -185,7 +190,7 @@ def pair_logprobs(model: LmHeadModel, batch: PairBatch, *, chunk: int | None = N
     Rows = Batch.resize(Batch.size * Side.size)
 
     def texts(x: NamedArray) -> NamedArray:
-        # Side lies inside the batch, so each device has both texts of its pairs.
+        # `side` is the minor axis of the flattened rows, so both texts of a pair are on the same device.
         return hax.auto_sharded(NamedArray(x.array.reshape(Rows.size, Pos.size), (Rows, Pos)))
 
     tokens, targets = texts(batch.tokens), texts(batch.targets)
@@ -196,7 +201,7 @@ def pair_logprobs(model: LmHeadModel, batch: PairBatch, *, chunk: int | None = N
 
 
 def counted(batch: PairBatch) -> jax.Array:
-    """How many tokens count of each text, float32 `[batch, 2]`."""
+    """The number of counted tokens of each text, float32 `[batch, 2]`."""
     return jnp.sum(batch.targets.array >= 0, axis=-1).astype(jnp.float32)
 
 
@@ -217,7 +222,7 @@ class PreferenceObjective(Objective[PairModels, PairBatch]):
     chunk: int | None = None
 
     gradient_in_loop = False
-    """The gradient of a token's log-probability follows from those of all of its pair."""
+    """False: the weight of a token's gradient depends on the log-probabilities of its whole pair."""
 
     @property
     def terms(self) -> tuple[Term, ...]:
@@ -243,7 +248,7 @@ class PreferenceObjective(Objective[PairModels, PairBatch]):
         return batch.tokens.axes[0]
 
     def normalizer(self, batch: PairBatch) -> jax.Array:
-        """How many pairs there are; rows of padding are none."""
+        """The number of pairs, without rows of padding."""
         return jnp.sum(_is_pair(counted(batch)).astype(jnp.float32))
 
     def sums(self, model: PairModels, batch: PairBatch) -> Sums:
@@ -253,16 +258,18 @@ class PreferenceObjective(Objective[PairModels, PairBatch]):
         policy = pair_logprobs(model.policy, batch, chunk=self.chunk)
         with jax.named_scope("loss"):
             terms = pair_terms(self.loss, self.beta, policy, counts, reference)
+            # Select instead of multiplying by 0: the terms of padding rows may be infinite.
             is_pair = _is_pair(counts)
             return Sums({name: jnp.sum(jnp.where(is_pair, values, 0.0)) for name, values in terms.items()})
 
     def reference(self, model: PairModels, batch: PairBatch) -> jax.Array | None:
-        """The reference's log-probabilities, `[batch, 2]`; None where nothing is compared."""
+        """The reference's log-probabilities, `[batch, 2]`; None if the loss has no reference."""
         if not self.loss.has_reference:
             return None
         if batch.reference is not None:
             return batch.reference.array
         assert model.reference is not None, "nothing says what the reference is"
+        # With adapters the reference is the policy's own base: without stop_gradient it would be differentiated.
         with jax.named_scope("reference"):
             return jax.lax.stop_gradient(pair_logprobs(model.reference, batch, chunk=self.chunk))
 
@@ -277,18 +284,18 @@ def alone(trained: PyTree, frozen: PyTree, *, key: jax.Array | None = None) -> P
 
 
 def with_base(trained: PyTree, frozen: PyTree, *, key: jax.Array | None = None) -> PairModels:
-    """Adapters bound to their base, and the base itself, which they are compared with."""
+    """Adapters bound to their base as the policy, and the base itself as the reference."""
     return PairModels(policy=bind(trained, frozen, key=key), reference=frozen)
 
 
 def with_other(trained: PyTree, models: tuple[PyTree, PyTree], *, key: jax.Array | None = None) -> PairModels:
-    """The policy, and another model; `models` is what is frozen of the policy, and that model."""
+    """The policy, and another model as the reference; `models` is (frozen part of the policy, reference)."""
     frozen, reference = models
     return PairModels(policy=bind(trained, frozen, key=key), reference=reference)
 
 
 def pair_plan(policy: ShardingPlan, reference: ShardingPlan | None) -> ShardingPlan:
-    """Where the leaves of `PairModels` lie, by their paths in it."""
+    """The placement of the leaves of `PairModels`, by their paths in it."""
     both = {"policy": policy} if reference is None else {"policy": policy, "reference": reference}
     leaves = tuple(
         replace(leaf_plan, leaf=replace(leaf_plan.leaf, path=f"{name}.{leaf_plan.leaf.path}"))

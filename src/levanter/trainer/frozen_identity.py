@@ -1,11 +1,11 @@
-"""What a checkpoint says of the frozen part of a model, which is not in it.
+"""How a checkpoint identifies the frozen part of a model, which it does not contain.
 
-A run whose model is frozen in part saves what it trains. Its checkpoint names the rest: which parameters are frozen,
-where they came from, and a *digest* of each. Resuming from it needs the same partition, which is known before
-anything is read, and the same numbers, which are known once they are on the devices.
+A run with frozen parameters saves only the trained ones. Its checkpoint describes the rest: the paths of the frozen
+parameters, their origin, and a *digest* of each. Resuming requires the same partition, which is checked before anything
+is read, and the same values, which are checked once they are on the devices.
 
-A digest does not depend on the mesh: it is a sum, modulo 2³², of every element's bits times an odd number that its
-index gives. Zeros add nothing, so neither does the padding of an axis that a mesh rounds up.
+A digest does not depend on the mesh: it is the sum, modulo 2³², of every element's bits times an odd number that
+depends on its index. Zeros add nothing, so the padding of an axis that a mesh rounds up does not change it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,21 +27,21 @@ from levanter.trainer.trainable import KEY
 
 DIGEST = "digest_frozen"
 _GOLDEN = 0x9E3779B1
-"""2³² over the golden ratio, and odd: its multiples spread evenly over the 32-bit numbers."""
+"""2³² divided by the golden ratio, odd: its multiples are spread evenly over the 32-bit numbers (Knuth)."""
 _SHOWN = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenPart:
-    """The frozen part of a run's model, as its checkpoints name it.
+    """The frozen part of a run's model, as described in its checkpoints.
 
     Attributes:
-        patterns: of what is trained instead (`trainer.trainable`); none where adapters are.
-        origin: where the frozen parameters come from, in words.
-        digests: of each frozen parameter, by path, in hexadecimal; empty text where it is not known yet.
-        adapters: of the adapters that are trained instead, each target with its rank; None where parameters are.
-        dtype: in what the frozen parameters were held, which their digests depend on; None if that is not known.
-        whole: parameters of which copies are trained beside adapters.
+        patterns: patterns of the trained parameters (`trainer.trainable`); empty for adapters.
+        origin: where the frozen parameters come from, as text for messages.
+        digests: of each frozen parameter, by path, in hexadecimal; an empty string if not computed yet.
+        adapters: target → rank of the trained adapters; None if parameters of the model are trained.
+        dtype: the dtype of the frozen parameters, on which their digests depend; None if unknown.
+        whole: parameters of which full copies are trained together with adapters.
     """
 
     patterns: tuple[str, ...]
@@ -53,7 +53,8 @@ class FrozenPart:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What is saved beside the arrays of a checkpoint."""
+        """The description as metadata of a checkpoint."""
+        # Optional keys are left out, so that runs without adapters write what earlier versions wrote.
         adapters: dict[str, Any] = {} if self.adapters is None else {"adapters": dict(self.adapters)}
         if self.whole:
             adapters["whole"] = list(self.whole)
@@ -62,7 +63,7 @@ class FrozenPart:
 
     @staticmethod
     def of(ref: CheckpointRef) -> "FrozenPart | None":
-        """What a checkpoint names; None where everything was trained."""
+        """The description in a checkpoint; None if its run trained everything."""
         saved = ref.metadata.get(FROZEN)
         if saved is None:
             return None
@@ -77,10 +78,10 @@ class FrozenPart:
 
 
 def check_partition(ref: CheckpointRef, ours: FrozenPart | None) -> None:
-    """Refuses a checkpoint of a run that trained other parameters; nothing is read.
+    """Refuses a checkpoint of a run that trained other parameters; no array is read.
 
     Raises:
-        CheckpointMismatchError: says what each of them trains.
+        CheckpointMismatchError: with what each of the two runs trains.
     """
     theirs = FrozenPart.of(ref)
     _check_adapters(ref, theirs, ours)
@@ -148,10 +149,10 @@ def _rank(rank: int | None) -> str:
 
 
 def check_digests(ref: CheckpointRef, ours: FrozenPart) -> None:
-    """Refuses to resume with frozen parameters other than those that a checkpoint was trained with.
+    """Refuses to resume with frozen parameters other than those of the checkpoint's run.
 
     Raises:
-        CheckpointMismatchError: says which differ, and where both come from.
+        CheckpointMismatchError: with the parameters that differ, and the origin of both.
     """
     theirs = FrozenPart.of(ref)
     assert theirs is not None, "call check_partition first"
@@ -176,7 +177,7 @@ def _some(paths: Sequence[str]) -> str:
 
 
 def digest_program(frozen: PyTree, plan: StatePlan) -> Program:
-    """The Program that makes the digests, uint32 by path."""
+    """The Program that computes the digests, uint32 by path."""
 
     def digests(frozen: PyTree) -> dict[str, jax.Array]:
         flat = jax.tree_util.tree_flatten_with_path(frozen, is_leaf=is_named)[0]
@@ -188,34 +189,39 @@ def digest_program(frozen: PyTree, plan: StatePlan) -> Program:
         function=digests,
         inputs=(Input(name=FROZEN, value=frozen, placement=plan.parameters),),
         mappings=Mappings(),
+        # Replicated scalars: every process has all digests and compares them itself.
         out_placement=AxisMapping(),
     )
 
 
 def _digest(leaf: Leaf, x: jax.Array) -> jax.Array:
+    # The bits, not the values: −0.0 and 0.0 differ, and NaNs with equal bits are equal.
     if jnp.issubdtype(leaf.dtype, jnp.floating):
         x = jax.lax.bitcast_convert_type(x, np.dtype(f"uint{8 * leaf.dtype.itemsize}"))
+    # 1 + Σ_n index_n · 2 · golden · (2n + 1): odd for every index, so multiplication by it is a bijection modulo 2³²,
+    # and a change of any single element changes the sum. Axes have different multipliers: a transposed array differs.
     factor = jnp.ones((), jnp.uint32)
     for n in range(len(leaf.shape)):
         index = jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, n)
         factor = factor + index * np.uint32((2 * _GOLDEN * (2 * n + 1)) % 2**32)
+    # Unsigned addition wraps and is associative, so any order of summation, on any mesh, gives the same digest.
     return jnp.sum(x.astype(jnp.uint32) * factor, dtype=jnp.uint32)
 
 
 def digest_on_host(x: np.ndarray) -> str:
-    """The digest of an array in memory, as it is saved."""
+    """The digest of a NumPy array, as in a checkpoint."""
     bits = x.view(f"uint{8 * x.dtype.itemsize}").astype(np.uint32)
     factor = np.ones((), np.uint32)
     for n, size in enumerate(x.shape):
         step = np.uint32((2 * _GOLDEN * (2 * n + 1)) % 2**32)
-        # Integers of 32 bits that wrap, as on a device.
+        # Multiplied in 64 bits and truncated: the wraparound of 32-bit integers on a device, without NumPy's warning.
         index = (np.arange(size, dtype=np.uint64) * np.uint64(step)).astype(np.uint32)
         factor = factor + index.reshape((size, *([1] * (x.ndim - n - 1))))
     return f"{int(np.sum(bits * factor, dtype=np.uint32)):08x}"
 
 
 def on_host(digests: Mapping[str, jax.Array]) -> dict[str, str]:
-    """Digests as they are saved: eight hexadecimal digits each."""
+    """Digests as in a checkpoint: eight hexadecimal digits each."""
     return {path: f"{int(np.asarray(x.addressable_data(0))):08x}" for path, x in digests.items()}
 
 

@@ -1,6 +1,6 @@
-"""What hangs on the loop: progress listens to every step, checkpoints and exports pause it.
+"""Listeners and pauses of the training loop: the progress bar, checkpoints, and actions at intervals.
 
-What is logged of a step is in `trainer.metrics`.
+The metrics of a step are in `trainer.metrics`.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,12 +21,12 @@ from levanter.trainer.train_state import TrainState
 
 @dataclass(kw_only=True)
 class ShowProgress:
-    """Moves the bar: tokens, tokens per second, time left; step and loss beside it.
+    """Advances the progress bar: tokens, tokens per second, time left, and step and loss as a note.
 
     Attributes:
-        progress: counts the tokens that are left to train on.
-        size_of: how much a step does, by its number.
-        steps: of the whole run.
+        progress: the bar, in tokens.
+        size_of: step number → amount of work.
+        steps: number of steps of the whole run.
     """
 
     progress: Progress
@@ -34,20 +34,20 @@ class ShowProgress:
     steps: int
 
     def __call__(self, report: StepReport) -> None:
-        """Counts one step."""
+        """Advances by the tokens of one step."""
         note = f"step {report.taken:,} of {self.steps:,}, loss {report.loss:.4f}"
         self.progress.advance(self.size_of(report.step).tokens, note=note)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveCheckpoint:
-    """Saves the run where the checkpointer says so.
+    """Saves a checkpoint when the checkpointer says that one is due.
 
     Attributes:
         checkpointer: decides and saves.
-        metadata: steps taken → what is saved beside the arrays.
-        slice_replicas: arrays that several devices hold → the same, of which each device gives a part of its own; None
-            where there are none.
+        metadata: steps taken → metadata of the checkpoint.
+        slice_replicas: replicated arrays → the same arrays, sharded so that each device writes a different part; None
+            if there are none.
         sliced_paths: the paths of those arrays.
     """
 
@@ -57,19 +57,21 @@ class SaveCheckpoint:
     sliced_paths: frozenset[str] = frozenset()
 
     def due(self, taken: int) -> bool:
-        """Whether it is time, by step or by clock."""
+        """Whether a checkpoint is due, by step or by clock."""
         return self.checkpointer.due(taken)
 
     def __call__(self, taken: int, state: TrainState) -> None:
-        """Begins to save; the files are written behind the next steps."""
+        """Starts a save; files are written in the background during the next steps."""
         self.save(taken, state)
 
     def save(self, taken: int, state: TrainState, *, force: bool = False) -> None:
-        """Begins to save, for ever if `force`."""
+        """Starts a save; with `force`, of a permanent checkpoint."""
+        # One save at a time: the previous one must have finished before its arrays and its folder can be superseded.
         self.checkpointer.wait()
         if self.checkpointer.has(taken, force=force):
             return
         arrays = state_arrays(state)
+        # Without slices the first of the replicas would write the whole array.
         if self.slice_replicas is not None:
             arrays |= self.slice_replicas({path: arrays[path] for path in self.sliced_paths})
         self.checkpointer.save(taken, arrays, self.metadata(taken), force=force)
@@ -77,12 +79,12 @@ class SaveCheckpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Every:
-    """Does something every so many steps.
+    """Runs an action at an interval of steps.
 
     Attributes:
-        steps: how many.
-        action: told the steps taken and the state.
-        until: from this step on no more; the run's end is its own business.
+        steps: the interval.
+        action: called with the steps taken and the state.
+        until: from this step on the action is not due; the caller handles the end of the run itself.
     """
 
     steps: int
@@ -90,14 +92,14 @@ class Every:
     until: int
 
     def due(self, taken: int) -> bool:
-        """Whether it is time."""
+        """Whether the action is due."""
         return taken % self.steps == 0 and taken < self.until
 
     def __call__(self, taken: int, state: TrainState) -> None:
-        """Does it."""
+        """Runs the action."""
         self.action(taken, state)
 
 
 def state_arrays(state: TrainState) -> dict[str, jax.Array]:
-    """Every array of a state by its path, as a checkpoint holds them."""
+    """All arrays of a state by path, as in a checkpoint."""
     return {leaf.path: x for leaf, x in zip(leaves(state), jax.tree.leaves(state), strict=True)}

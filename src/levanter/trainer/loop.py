@@ -1,11 +1,11 @@
-"""The training loop: steps one after the other, what is said of each, and what happens between two of them.
+"""The training loop: runs the steps, reports the numbers of each, and pauses between steps.
 
-A step is *dispatched* to the devices and its numbers are *fetched* one step later, so that the host makes the next
-batch while the devices work. *Listeners* hear of every step when its numbers are there. *Pauses* (a checkpoint, an
-export, an evaluation) see the state between two steps; before one of them, the last step's numbers are fetched and
-guarded, so that no state behind a loss that is not a number is ever saved.
+A step is *dispatched* to the devices, and its numbers are *fetched* one step later, so that the host prepares the next
+batch while the devices compute. *Listeners* are called for every step once its numbers are on the host. *Pauses* (a
+checkpoint, an export, an evaluation) get the state between two steps. Before a pause, the numbers of the last step are
+fetched and checked, so that no state after a NaN loss is ever saved.
 
-The loop knows neither files nor trackers: it is given functions.
+The loop itself uses no files and no trackers: it calls functions.
 """
 
 import signal
@@ -30,14 +30,14 @@ Step = Callable[[TrainState, B], tuple[TrainState, StepMetrics]]
 
 
 class Pause(Protocol):
-    """Something that happens between two steps."""
+    """An action between two steps."""
 
     def due(self, taken: int) -> bool:
-        """Whether it happens after so many steps; asked once after each."""
+        """Whether the pause is due after `taken` steps; called once after each step."""
         ...
 
     def __call__(self, taken: int, state: TrainState) -> None:
-        """Does it. The state is donated to the next step when this returns."""
+        """Performs the action. The state must not be kept: the next step consumes it."""
         ...
 
 
@@ -46,9 +46,9 @@ class Ended:
     """How the loop ended.
 
     Attributes:
-        state: behind the last step.
+        state: after the last step.
         taken: steps taken since the beginning of the run.
-        preempted: whether it was asked to stop before its last step.
+        preempted: whether a stop was requested before the last step.
     """
 
     state: TrainState
@@ -58,16 +58,16 @@ class Ended:
 
 @dataclass(frozen=True, kw_only=True)
 class Loop(Generic[B]):
-    """What the loop is made of, for batches of type `B`.
+    """The training loop, for batches of type `B`.
 
     Attributes:
-        step_of: the step function of a step, by its number.
-        listeners: told of every step, in order.
-        pauses: asked after every step, in order.
-        guard: looks at every step's numbers.
-        around_pauses: entered for as long as pauses take.
-        watched: whether what was watched in a step is fetched, by its number.
-        stopping: whether the run is to stop after the current step.
+        step_of: step number → step function.
+        listeners: called with the report of every step, in order.
+        pauses: checked after every step, in order.
+        guard: checks the numbers of every step.
+        around_pauses: a context for the duration of the pauses.
+        watched: step number → whether the watched numbers of the step are fetched.
+        stopping: whether the run must stop after the current step.
         clock: seconds, monotonic.
     """
 
@@ -94,13 +94,16 @@ class Loop(Generic[B]):
         taken, since, waited, paused = first, self.clock(), 0.0, 0.0
         behind: tuple[int, StepMetrics, float] | None = None
 
+        # Fetches and reports the numbers of the last dispatched step, if that has not happened yet.
         def settle() -> None:
             nonlocal behind, since, paused
             if behind is None:
                 return
             (step, metrics, waiting), behind = behind, None
             if not self.watched(step):
+                # Not fetched: the watched vectors stay on the device and are freed.
                 metrics = replace(metrics, watched=None)
+            # Blocks until the step is done: this is where the host waits for the devices.
             numbers = {name: value for name, value in vars(jax.device_get(metrics)).items() if value is not None}
             watched, skipped = numbers.pop("watched", None), bool(numbers.pop("skipped", False))
             terms = {name: float(value) for name, value in numbers.pop("terms").items()}
@@ -116,6 +119,7 @@ class Loop(Generic[B]):
                 **{name: float(value) for name, value in numbers.items()},
             )
             since, paused = now, 0.0
+            # The guard first: a step that ends the run is not logged as one of it.
             self.guard.check(report)
             for tell in self.listeners:
                 tell(report)
@@ -124,15 +128,17 @@ class Loop(Generic[B]):
         for step, batch in batches:
             assert step == taken, (step, taken)
             waited = self.clock() - wait_started
+            # Dispatch step n, then fetch the numbers of step n − 1: the devices never wait for the host's reports.
             state, metrics = self.step_of(step)(state, batch)
             settle()
             behind, taken = (step, metrics, waited), step + 1
             due = [pause for pause in self.pauses if pause.due(taken)]
             stop = self.stopping()
             if due or stop:
+                # Checks this step's numbers before anyone sees its state.
                 settle()
             if stop:
-                # Who is told to end has seconds: saving is the caller's, everything else can wait.
+                # A preempted process has seconds left. The caller saves the state; pauses that are due are skipped.
                 return Ended(state=state, taken=taken, preempted=True)
             if due:
                 began = self.clock()
@@ -140,6 +146,7 @@ class Loop(Generic[B]):
                     for pause in due:
                         pause(taken, state)
                 paused = self.clock() - began
+                # The time of the pause belongs to no step.
                 since += paused
             wait_started = self.clock()
         settle()
@@ -147,15 +154,15 @@ class Loop(Generic[B]):
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-"""What schedulers send, and what a terminal that is closed does."""
+"""The signals of schedulers, and of a terminal that closes."""
 
 
 @contextmanager
 def stop_signal(numbers: Sequence[int] = STOP_SIGNALS) -> Iterator[Callable[[], bool]]:
-    """Whether the process was told to end, instead of ending at once; for `Loop.stopping`.
+    """Replaces the default action of some signals by a request to stop; yields a function for `Loop.stopping`.
 
-    Signals reach a program's main thread only: elsewhere the answer is always no. One that the process was started to
-    ignore (`nohup`) stays ignored.
+    Python handles signals in the main thread only; in other threads no stop is ever requested. Signals that the process
+    was started to ignore (`nohup`) stay ignored.
     """
     stop_requested = threading.Event()
     if threading.current_thread() is not threading.main_thread():

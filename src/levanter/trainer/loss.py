@@ -1,9 +1,9 @@
-"""Language modeling as an objective: `models.scoring`'s log-probabilities, summed with weights, in the compute dtype.
+"""The language modeling objective: log-probabilities from `models.scoring`, summed with weights, in the compute dtype.
 
-Weights are stored in one dtype and used in another. The cast happens where they are used: inside each layer of a scan,
-so that no second copy of a stack exists, and there the cast weight is pinned to its parameter's own shards. What the
-devices then gather is the narrow copy, and what they add up in the backward pass lands in the shards that hold the
-parameter, layer by layer. The embedding table is not cast, its rows are: the sum over a token's places is float32.
+Weights are stored in one dtype and used in another. Each layer casts its weights inside the scan, so that no second
+copy of a stack exists, and constrains the cast weights to their parameters' shards. So devices all-gather the narrow
+copy, and the backward pass reduces gradients into the shards of the parameters, layer by layer. Of the embedding table,
+only the looked-up rows are cast: the gradient of a row is summed over the positions of its token in float32.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,7 +36,7 @@ from levanter.trainer.objective import LOSS, Objective, Term
 M = TypeVar("M")
 
 Z_LOSS = "z_loss"
-"""The sum of the squared log-normalizers, which it keeps near 0."""
+"""Name of the sum of the squared log-normalizers, a term that keeps log-normalizers near 0."""
 
 
 class LmBatch(eqx.Module):
@@ -44,7 +44,7 @@ class LmBatch(eqx.Module):
 
     Attributes:
         tokens: int32 ids, `[batch, position]`.
-        targets: int32, `[batch, position]`: the id that each position predicts; negative where it predicts none.
+        targets: int32, `[batch, position]`: the id that each position predicts; negative for no target.
         loss_weights: float32 weight of each target; None for 1 everywhere.
         segment_ids: int32, `[batch, position]`; tokens see their own segment only. None for one segment.
     """
@@ -55,19 +55,19 @@ class LmBatch(eqx.Module):
     segment_ids: hax.NamedArray | None = None
 
     def counts(self) -> hax.NamedArray:
-        """Float32 weight of each position in the loss: 0 where it predicts nothing."""
+        """Float32 weight of each position in the loss: 0 without a target."""
         counts = has_target(self.targets).astype(jnp.float32)
         return counts if self.loss_weights is None else counts * self.loss_weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class LmObjective(Objective[LmHeadModel, LmBatch]):
-    """Predicting the next token: the weighted mean of −log p, in nats per token.
+    """Next-token prediction: the weighted mean of −log p, in nats per token.
 
     Attributes:
         weights: whether positions of a batch have weights.
-        segments: whether rows of a batch hold several segments.
-        z_loss_weight: of the squared log-normalizer, which is added to the loss; 0 for none.
+        segments: whether rows of a batch contain several segments.
+        z_loss_weight: weight of the squared log-normalizer in the loss; 0 for none.
         auxiliary_weights: of the model's auxiliary sums, by name; see `LmConfig.auxiliary_weights`.
         chunk: positions scored at a time; None for the model's own.
     """
@@ -119,6 +119,7 @@ class LmObjective(Objective[LmHeadModel, LmBatch]):
             )
         counts = batch.counts()
 
+        # Positions without weight may have NaN or infinite scores (padding rows), and 0 · NaN is NaN: select first.
         def counted(values: hax.NamedArray) -> jax.Array:
             return hax.sum(hax.where(counts != 0, values, 0.0) * counts).scalar()
 
@@ -127,13 +128,14 @@ class LmObjective(Objective[LmHeadModel, LmBatch]):
             return Sums({LOSS: -counted(logprobs), **z, **_over_tokens(outputs.auxiliary, counts)})
 
     def total(self, model: LmHeadModel, batch: LmBatch, scale: jax.Array) -> tuple[jax.Array, Sums]:
-        """See `Objective.total`; the gradient of the head and the activations is made in the loop that scores.
+        """See `Objective.total`; the scoring loop computes the gradients of the head and the activations as well.
 
-        Where a subclass has sums, terms or log-probabilities of its own, they are what is differentiated.
+        If a subclass overrides the sums, terms or log-probabilities, `Objective.total` differentiates those instead.
         """
         if not self.gradient_in_loop:
             return super().total(model, batch, scale)
         outputs, batch = self._forward(model, batch)
+        # `loss_sums` computes its gradient with these weights, so they must contain the scale already.
         counts = batch.counts() * scale
         loss = loss_sums(
             model,
@@ -151,7 +153,8 @@ class LmObjective(Objective[LmHeadModel, LmBatch]):
             return minimized, Sums({LOSS: loss.loss, **z, **auxiliary})
 
     def _forward(self, model: LmHeadModel, batch: LmBatch) -> tuple[Outputs, LmBatch]:
-        """The activations and sums, and the batch with its positions in the order of the activations."""
+        """The activations and auxiliary sums, and the batch with its positions in the order of the activations."""
+        # Permuting the targets (integers) is cheaper than permuting the activations or the scores back.
         num_shards, auxiliary = zigzag_shards(model), tuple(self.auxiliary_weights)
         outputs = zigzag_outputs(
             model, batch.tokens, segment_ids=batch.segment_ids, auxiliary=auxiliary, num_shards=num_shards
@@ -160,19 +163,20 @@ class LmObjective(Objective[LmHeadModel, LmBatch]):
 
     @property
     def gradient_in_loop(self) -> bool:
-        """Whether the gradient is made in the loop that scores: where what is minimized is what this class says."""
+        """Whether the scoring loop computes the gradient: only if no subclass overrides the minimized function."""
         overridable = ("terms", "sums", "minimized", "logprobs")
         return all(getattr(type(self), name) is getattr(LmObjective, name) for name in overridable)
 
     def logprobs(
         self, model: LmHeadModel, batch: LmBatch, *, activations: hax.NamedArray | None = None
     ) -> hax.NamedArray:
-        """Log-probability of each target, of which the loss is the weighted mean; what evaluation adds up.
+        """Log-probability of each target; the loss is their negative weighted mean, and evaluation sums them.
 
         Args:
             model: its weights in the compute dtype, or wrapped by `in_compute_dtype`.
-            batch: what to predict.
-            activations: the model's for these tokens, where they are there already; in the order of the targets.
+            batch: the tokens and targets.
+            activations: the model's activations for these tokens if they have been computed, in the order of the
+                targets.
         """
         return token_logprobs(
             model,
@@ -185,13 +189,13 @@ class LmObjective(Objective[LmHeadModel, LmBatch]):
 
 
 def _over_tokens(auxiliary: Sums, counts: hax.NamedArray) -> Sums:
-    """Means over tokens as what is added to sums over tokens."""
+    """Auxiliary sums, which are means over tokens, as terms of sums over tokens."""
     return auxiliary * hax.sum(counts).scalar() if auxiliary else auxiliary
 
 
 @dataclass(frozen=True)
 class _Placed:
-    """Where the leaves of one layer lie: path below the layer → PartitionSpec. Hashable, for static fields."""
+    """PartitionSpecs of the leaves of one layer, by path below the layer. Hashable, for static fields."""
 
     specs: tuple[tuple[str, PartitionSpec], ...]
 
@@ -211,7 +215,7 @@ class _CastInside(eqx.Module):
         specs, exact = self.placed.by_path, _exact(self.inner)
 
         def cast(leaf: Leaf, x: jax.Array) -> jax.Array:
-            # What is gathered for a projection is found under its name.
+            # The all-gather of a projection's weights then appears under its name in profiles.
             with jax.named_scope("/".join(leaf.path.split(".")[:-1]) or leaf.path):
                 dtype = leaf.dtype if leaf.path in exact else self.dtype
                 return cast_leaf(leaf, x, dtype, specs.get(leaf.path))
@@ -220,9 +224,10 @@ class _CastInside(eqx.Module):
 
 
 class _WideTable(eqx.Module):
-    """An embedding table whose rows are cast when they are looked up.
+    """An embedding table whose rows are cast after the lookup.
 
-    The gradient of a row is the sum over all places where its token stands; a frequent token's is lost in 16 bits.
+    The gradient of a row is a sum over all positions of its token; for a frequent token, 16 bits would round away most
+    terms.
     """
 
     inner: Embedding
@@ -231,6 +236,7 @@ class _WideTable(eqx.Module):
 
     def as_linear(self) -> Linear:
         """The table in the compute dtype, as the output head that shares it."""
+        # As a head the table is the matrix of one product, and is cast like any other weight.
         specs = self.placed.by_path
         cast = map_arrays(lambda leaf, x: cast_leaf(leaf, x, self.dtype, specs.get(leaf.path)), self.inner)
         return cast.as_linear()
@@ -240,26 +246,27 @@ class _WideTable(eqx.Module):
 
 
 def _exact(module: PyTree) -> frozenset[str]:
-    """Paths of arrays that are used as they are stored: scales of integers."""
+    """Paths of arrays that are used in their storage dtype: the scales of int8 matrices."""
     flat = jax.tree_util.tree_flatten_with_path(module, is_leaf=lambda x: isinstance(x, Int8Matrix))[0]
-    # A module that is integers itself has no path.
+    # If the module itself is an int8 matrix, its path is empty.
     return frozenset(f"{path_string(keys)}.scale".removeprefix(".") for keys, x in flat if isinstance(x, Int8Matrix))
 
 
 def cast_leaf(leaf: Leaf, x: jax.Array, dtype: np.dtype, spec: PartitionSpec | None) -> jax.Array:
-    """A floating-point array in `dtype`, kept (with its cotangent) in the shards of `spec`."""
+    """Casts a floating-point array to `dtype`, and constrains it and its cotangent to the shards of `spec`."""
+    # The constraint comes after the cast, so that a gather of the weight moves the narrow copy.
     if jnp.issubdtype(leaf.dtype, jnp.floating):
         x = x.astype(dtype)
     return x if spec is None else jax.lax.with_sharding_constraint(x, spec)
 
 
 def in_compute_dtype(model: M, dtype: np.dtype, plan: ShardingPlan | None) -> M:
-    """`model` whose weights are in `dtype` when they are used; call it inside `jit`.
+    """Wraps a model so that its weights are cast to `dtype` where they are used; call it inside `jit`.
 
     Args:
-        model: with the parameters as they are stored.
+        model: with parameters in their storage dtype.
         dtype: the compute dtype.
-        plan: where the parameters lie, by their paths in `model`; None pins nothing.
+        plan: the placement of the parameters, by their paths in `model`; None applies no constraints.
     """
 
     exact = _exact(model)
@@ -274,14 +281,14 @@ def in_compute_dtype(model: M, dtype: np.dtype, plan: ShardingPlan | None) -> M:
 
             if not isinstance(x.stacked, Period):
                 return Stacked(casting(x.stacked, ""), x.Block, x.gradient_checkpointing)
-            # Layer by layer, so that the narrow copy of one is not kept while the next one runs.
+            # Each layer of the period casts its own weights, so that narrow copies of one layer exist at a time.
             places = tuple(casting(place, f"places.{n}.") for n, place in enumerate(x.stacked.places))
             return Stacked(Period(places=places, policy=x.stacked.policy), x.Block, x.gradient_checkpointing)
         if isinstance(x, Embedding):
             placed = () if plan is None else _layer_specs(plan, f"{path}.", None)
             return _WideTable(x, np.dtype(dtype), _Placed(tuple(placed)))
         with jax.named_scope(path.split(".")[-2] if "." in path else path):
-            # Random bits are in no plan.
+            # Random keys (dropout) are leaves of the bound model but not parameters, so the plan has no entry for them.
             spec = None if plan is None or path not in plan.by_path else plan.spec(path)
             return map_arrays(lambda leaf, a: cast_leaf(leaf, a, leaf.dtype if path in exact else dtype, spec), x)
 
@@ -291,7 +298,7 @@ def in_compute_dtype(model: M, dtype: np.dtype, plan: ShardingPlan | None) -> M:
 
 
 def _layer_specs(plan: ShardingPlan, prefix: str, block: str | None) -> list[tuple[str, PartitionSpec]]:
-    """The specs of what is below a path; of one layer of a stack, without the stack's own axis `block`."""
+    """PartitionSpecs of the leaves below a path; for a layer of a stack, without the stack's axis `block`."""
 
     def spec(leaf_plan: LeafPlan) -> PartitionSpec:
         entries = zip(leaf_plan.leaf.names, leaf_plan.mesh_axes, strict=True)

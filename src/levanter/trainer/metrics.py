@@ -1,12 +1,12 @@
-"""What is logged of every step, under upstream's names.
+"""The metrics of every step, under upstream's names.
 
-`train/loss`, `throughput/tokens_per_second`, `optim/learning_rate`, `grad/norm/total` and so on, under the step's
-number from 0. A rate is that of one step; the first step's time is its compilation, so no rate is logged for it.
+`train/loss`, `throughput/tokens_per_second`, `optim/learning_rate`, `grad/norm/total` and so on, with the step's number
+from 0. A rate is that of one step; the first step's time is mostly compilation, so no rate is logged for it.
 
-*MFU* is the model FLOP/s of a step over the peak of the devices, in percent: the operations of the mathematics
-(`levanter.models.flops`) without what is recomputed. It is stated twice, because the two counts differ by as much as
-attention weighs: `throughput/mfu` counts every pair of positions, as upstream does, `throughput/mfu_causal` the pairs
-that a causal mask shows. Where the peak of a device is not known (a CPU), there is none.
+*MFU* is the model FLOP/s of a step as a percentage of the peak of the devices. It counts the operations of the
+mathematics (`levanter.models.flops`), not those of recomputation. It is logged twice, because the counts differ by
+attention's share: `throughput/mfu` counts every pair of positions, as upstream does, and `throughput/mfu_causal` the
+pairs that a causal mask shows. Without a known peak (CPUs) there is no MFU.
 """
 
 import os
@@ -32,16 +32,16 @@ PERCENTILES = (50, 90, 99)
 
 
 class HasMemory(Protocol):
-    """A device, as far as it is looked at here."""
+    """The part of a JAX device that this module uses."""
 
     def memory_stats(self) -> dict[str, int] | None:
-        """Its memory in bytes, by JAX's names; None where it does not say."""
+        """Its memory statistics in bytes, by JAX's names; None if it reports none."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSize:
-    """How much a step does.
+    """The amount of work of a step.
 
     Attributes:
         rows: sequences.
@@ -58,12 +58,12 @@ class StepSize:
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """What the devices can do.
+    """The peak FLOP/s of the devices.
 
     Attributes:
-        kind: the vendor's name of one.
-        devices: how many.
-        flops_per_device: peak matmul FLOP/s of one in the compute dtype; None where that is not known.
+        kind: the vendor's name of a device.
+        devices: number of devices.
+        flops_per_device: peak matmul FLOP/s of a device in the compute dtype; None if unknown.
     """
 
     kind: str
@@ -72,7 +72,7 @@ class Peak:
 
     @property
     def flops(self) -> float | None:
-        """FLOP/s of all."""
+        """Peak FLOP/s of all devices."""
         return None if self.flops_per_device is None else self.flops_per_device * self.devices
 
     @property
@@ -91,21 +91,22 @@ class Peak:
 
 
 def peak_flops(kind: str, precision: Precision) -> float | None:
-    """Peak matmul FLOP/s of one device of a kind, as `levanter.hardware` knows it; None where it does not."""
+    """Peak matmul FLOP/s of a device, from the table in `levanter.hardware`; None if it is not in the table."""
     generation = find_generation(kind)
     if generation is None:
         return None
     if precision == "f32" and generation.peak_f32_native is not None:
         return generation.peak_f32_native
+    # Without native float32, a float32 product is several bfloat16 passes; a chip may be several JAX devices (tpu7x).
     return generation.peak_bf16 / BF16_PASSES[precision] / generation.devices_per_chip
 
 
 @dataclass(kw_only=True)
 class Throughput:
-    """Tokens and steps since a listener began, without the first step, which compiles.
+    """Tokens and steps since the listener started, without the first step, which compiles.
 
     Attributes:
-        tokens, seconds, steps: all of them.
+        tokens, seconds, steps: totals.
         times: seconds of the last steps.
     """
 
@@ -115,7 +116,7 @@ class Throughput:
     times: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def add(self, tokens: int, seconds: float) -> None:
-        """Counts a step."""
+        """Adds a step."""
         self.tokens, self.seconds, self.steps = self.tokens + tokens, self.seconds + seconds, self.steps + 1
         self.times.append(seconds)
 
@@ -125,13 +126,14 @@ class Throughput:
         return self.tokens / self.seconds if self.seconds > 0 else None
 
     def percentiles(self) -> dict[int, float]:
-        """Seconds that so many percent of the last steps took at most."""
+        """Percentiles of the seconds of the last steps, by percentage."""
         if not self.times:
             return {}
         return dict(zip(PERCENTILES, np.percentile(list(self.times), PERCENTILES).tolist(), strict=True))
 
     def seconds_left(self, steps: int) -> float | None:
-        """How long so many steps more take, at the rate of the last ones."""
+        """The estimated time of `steps` more steps, at the rate of the last ones."""
+        # The mean of a few steps, not the median: slow steps cost time as well.
         last = list(self.times)[-RATE_WINDOW:]
         return steps * sum(last) / len(last) if last else None
 
@@ -141,16 +143,16 @@ class Track:
     """Logs every step to the run's tracker.
 
     Attributes:
-        tracker: where to.
-        size_of: how much a step does, by its number.
-        steps: of the whole run.
-        tokens: tokens of all steps before.
-        peak: of the devices; None where it is nobody's business.
-        devices: whose memory is looked at.
-        names: what the numbers that were watched are of; see `Watch.names`.
-        throughput: average so far.
-        skipped: steps left out so far; None where none ever is.
-        more: further numbers of a step, by its number.
+        tracker: the tracker.
+        size_of: step number → amount of work.
+        steps: number of steps of the whole run.
+        tokens: tokens of all previous steps.
+        peak: of the devices; None for no MFU.
+        devices: devices whose memory is logged.
+        names: names of the watched numbers; see `Watch.names`.
+        throughput: totals so far.
+        skipped: steps skipped so far; None if the run never skips.
+        more: step number → further metrics.
     """
 
     tracker: Recorder
@@ -206,6 +208,7 @@ class Track:
             "throughput/total_tokens": self.tokens,
             "throughput/total_gflops": self._flops / 1e9,
         }
+        # The first step of a process includes compilation, after a resume as well.
         first, self._first = self._first, False
         if first or report.seconds <= 0:
             return metrics
@@ -224,7 +227,7 @@ class Track:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Single values for trackers, at the end."""
+        """Summary values for trackers at the end of the run."""
         metrics: dict[str, Any] = {} if self.peak is None else self.peak.summary
         if self.mfu:
             low, middle, high = np.percentile(list(self.mfu), [10, 50, 90]).tolist()
@@ -236,7 +239,7 @@ class Track:
 
 
 def memory(devices: Iterable[HasMemory]) -> dict[str, int]:
-    """Bytes that this process and its fullest device hold; what the system or the device does not say is left out."""
+    """Bytes in use by this process and by its fullest device; values that are not reported are left out."""
     metrics = {}
     resident = host_bytes()
     if resident is not None:
@@ -250,8 +253,9 @@ def memory(devices: Iterable[HasMemory]) -> dict[str, int]:
 
 
 def host_bytes() -> int | None:
-    """Resident memory of this process; None where the system does not say."""
+    """Resident memory of this process in bytes; None if the system does not report it."""
     try:
+        # The second number of statm is the resident set, in pages.
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
         return None

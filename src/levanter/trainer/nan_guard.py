@@ -1,7 +1,7 @@
-"""The guard: what becomes of a run whose numbers are not finite.
+"""The guard: ends a run whose loss, gradient or update is not finite.
 
-It stops the run before the state behind a bad step is saved. Where the step's Program leaves such steps out by itself
-(`trainer.skip_nonfinite_steps`), it counts them, says so, and stops when too many come in a row.
+It ends the run before the state after a bad step is saved. If the step's Program skips such steps
+(`trainer.skip_nonfinite_steps`), the guard logs and counts them, and ends the run after too many in a row.
 """
 
 import logging
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class NonFiniteError(ValueError):
-    """A step gave a number that is none; the run stopped before its state was saved."""
+    """A number of a step is not finite; the run ended before its state was saved."""
 
     exit_code = INTERNAL_ERROR
 
@@ -28,8 +28,8 @@ class Guard:
     Attributes:
         nan: whether NaN ends it.
         inf: whether infinity ends it.
-        in_a_row: how many steps in a row may be left out because they are not finite.
-        last_checkpoint: what to go back to, for the message.
+        in_a_row: number of consecutive non-finite steps that may be skipped.
+        last_checkpoint: describes the last checkpoint, for the message.
     """
 
     nan: bool = True
@@ -39,10 +39,10 @@ class Guard:
     _row: int = field(default=0, init=False)
 
     def check(self, report: StepReport) -> None:
-        """Looks at the loss, the gradient and the update of a step.
+        """Checks the loss, the gradient norm and the update norm of a step.
 
         Raises:
-            NonFiniteError: one of them is not finite, and the step was not left out, or one too many were.
+            NonFiniteError: one of them is not finite and the step was not skipped, or too many steps were skipped.
         """
         bad = self._bad(report)
         if not report.skipped:
@@ -54,7 +54,7 @@ class Guard:
         logger.warning(
             "step %d is skipped: %s (loss %.6g, gradient norm %.6g)", report.step, why, report.loss, report.grad_norm
         )
-        # An outlier is judged by the steps before it, and ends no run; what is not finite does.
+        # Only non-finite steps count: skipped outliers are finite and never end a run.
         self._row = self._row + 1 if bad else 0
         if self._row > self.in_a_row:
             raise NonFiniteError(self._message(report, bad))

@@ -1,14 +1,14 @@
-"""`Objective`: what a training step minimizes, as a value.
+"""`Objective`: the function that a training step minimizes.
 
-An objective makes *sums* over the rows of a batch: float32 scalars, each under a name. A step minimizes
+An objective computes *sums* over the rows of a batch: named float32 scalars. A step minimizes
 
     L = Σ_terms weight · S / N        S: the term's sum over the global batch, N: the *normalizer* of the global batch
 
-and N is known from the batch alone, before any forward pass. So a batch may be taken in parts, on any mesh: each part
-contributes its sums over the same N, and the step is that of the global batch. What a step shows follows the same
-names: `train/<name>` is `weight · S / N`.
+N depends on the batch only and is known before any forward pass. So a batch may be split into microbatches on any mesh:
+each contributes its sums divided by the same N, and the step is that of the global batch. Metrics have the same names:
+`train/<name>` is `weight · S / N`.
 
-A *batch* is any pytree of named arrays that all have one axis of rows; microbatches take every n-th row. The language
+A *batch* is any pytree of named arrays with a common axis of rows; microbatches take every n-th row. The language
 modeling objective is in `trainer.loss`.
 """
 
@@ -25,7 +25,7 @@ M = TypeVar("M")
 B = TypeVar("B")
 
 LOSS = "loss"
-"""The first term of every objective: what progress shows, and what a guard watches."""
+"""The first term of every objective: shown by the progress bar, and checked by the guard."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,24 +34,24 @@ class Term:
 
     Attributes:
         name: of the sum, and of its metric `train/<name>`.
-        weight: what it counts in what is minimized; None where it is only shown.
+        weight: its weight in the minimized function; None for a term that is only logged.
     """
 
     name: str
     weight: float | None = 1.0
 
     def shown(self, value: jax.Array) -> jax.Array:
-        """What the term adds to what is minimized; the sum itself, where it adds nothing."""
+        """The term's contribution to the minimized function; the sum itself for a term that is only logged."""
         return value if self.weight is None or self.weight == 1.0 else self.weight * value
 
 
 class Objective(ABC, Generic[M, B]):
-    """What is minimized: for models of type `M`, over batches of type `B`."""
+    """The function that is minimized, for models of type `M` and batches of type `B`."""
 
     @property
     @abstractmethod
     def terms(self) -> tuple[Term, ...]:
-        """The sums, in the order in which they are added up; the first is called `LOSS`."""
+        """The terms, in the order of their summation; the first is named `LOSS`."""
 
     @abstractmethod
     def abstract_batch(self, Batch: Axis, Pos: Axis) -> B:
@@ -68,7 +68,7 @@ class Objective(ABC, Generic[M, B]):
 
     @abstractmethod
     def normalizer(self, batch: B) -> jax.Array:
-        """What the sums of a batch are divided by, a float32 scalar: how many tokens, pairs, … there are."""
+        """The divisor of the sums of a batch, a float32 scalar: the number of tokens, pairs, …"""
 
     @abstractmethod
     def sums(self, model: M, batch: B) -> Sums:
@@ -76,13 +76,13 @@ class Objective(ABC, Generic[M, B]):
 
         Args:
             model: its weights in the compute dtype.
-            batch: what to learn from.
+            batch: the training data.
         """
 
     def total(self, model: M, batch: B, scale: jax.Array) -> tuple[jax.Array, Sums]:
-        """`scale` × what is minimized, which a step differentiates; and `scale` × every sum, which it only shows.
+        """`scale` × the minimized function, which a step differentiates, and `scale` × all sums, for the metrics.
 
-        Both follow from `sums`. An objective that can have the same gradient cheaper says so here.
+        Both follow from `sums`. An objective with a cheaper way to compute the same gradient overrides this method.
 
         Args:
             model, batch: see `sums`.
@@ -92,12 +92,13 @@ class Objective(ABC, Generic[M, B]):
         return self.minimized(sums), sums
 
     def minimized(self, sums: Sums) -> jax.Array:
-        """What is differentiated: the terms that count, added up with their weights."""
+        """The differentiated function: the weighted sum of the terms that have a weight."""
+        # Not `sum`, which starts with 0 + first: an additional operation in the compiled step.
         first, *others = (term.shown(sums[term.name]) for term in self.terms if term.weight is not None)
         for other in others:
             first = first + other
         return first
 
     def shown(self, sums: Sums) -> Sums:
-        """The metrics that sums stand for, by name."""
+        """The metrics of sums, by name."""
         return Sums({term.name: term.shown(sums[term.name]) for term in self.terms})

@@ -1,8 +1,8 @@
-"""A profile of some steps by JAX's own profiler, in the folder of the run's logs.
+"""Profiles some steps with JAX's profiler, into the folder of the run's logs.
 
-It begins and ends between two steps, when the devices have nothing left to do, so that it holds whole steps and nothing
-else. What comes of it is a folder that `xprof` and TensorBoard show. A Perfetto trace is made of it only where one is
-asked for: making it takes longer than the steps that it shows.
+A profile starts and ends between two steps, when the devices are idle, so that it contains whole steps only. The result
+is a folder for `xprof` and TensorBoard. A Perfetto trace is created only on request: creating it takes longer than the
+steps that it shows.
 """
 
 import logging
@@ -20,12 +20,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class Profile:
-    """Profiles steps `start` to `stop`; a pause of the loop, and a context that ends what is under way.
+    """Profiles steps `start` to `stop`: a pause of the loop, and a context that ends a running profile.
 
     Attributes:
-        config: which steps, and how.
-        folder: where it is written.
-        done: told the folder when it is written.
+        config: the steps, and options of the profiler.
+        folder: where the profile is written.
+        done: called with the folder once it is written.
     """
 
     config: ProfilerConfig
@@ -35,25 +35,26 @@ class Profile:
 
     @property
     def start(self) -> int:
-        """The first step that is profiled."""
+        """The first profiled step."""
         return self.config.start_step
 
     @property
     def stop(self) -> int:
-        """The step behind the last one that is."""
+        """The step after the last profiled one."""
         return self.config.start_step + self.config.num_steps
 
     def begin(self, first: int) -> None:
-        """To be called before step `first`, the loop's first, which no pause comes before."""
+        """Starts the profile if it includes the loop's first step, which no pause precedes."""
         if self.start <= first < self.stop:
             self._start(first)
 
     def due(self, taken: int) -> bool:
-        """Whether it begins or ends after so many steps."""
+        """Whether the profile starts or ends after `taken` steps."""
         return taken == self.start or (self._running and taken >= self.stop)
 
     def __call__(self, taken: int, state: TrainState) -> None:
-        """Begins or ends."""
+        """Starts or ends the profile."""
+        # Dispatch is asynchronous: without waiting, the profile would contain earlier steps and miss its last ones.
         jax.block_until_ready(state)
         if self._running:
             self._end()
@@ -77,6 +78,7 @@ class Profile:
         self._running = True
 
     def _end(self) -> None:
+        # First, so that a failure to write is not followed by a second attempt in `__exit__`.
         self._running = False
         jax.profiler.stop_trace()
         logger.info("profile: %s", self.folder)
@@ -84,7 +86,7 @@ class Profile:
 
 
 def options(config: ProfileOptionsConfig) -> jax.profiler.ProfileOptions:
-    """The options as JAX takes them; what the config leaves out is left to JAX."""
+    """The options as JAX takes them; options that the config does not set keep JAX's defaults."""
     profile_options = jax.profiler.ProfileOptions()
     for name in ("host_tracer_level", "python_tracer_level", "device_tracer_level", "include_dataset_ops"):
         value = getattr(config, name)

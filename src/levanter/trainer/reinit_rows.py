@@ -1,7 +1,8 @@
-"""Rows of the embedding table and of the output head that begin anew, where everything else is a checkpoint's.
+"""Reinitializes rows of the embedding table and of the output head of a loaded model.
 
-For tokens that a checkpoint was never trained on. As upstream's, a new row is drawn with the mean and the deviation
-of its column over the whole vocabulary, cut off at three deviations.
+This is for tokens that a checkpoint was not trained on. As in upstream, each element of a new row is drawn from a
+normal distribution with the mean and standard deviation of its column over the vocabulary, truncated at three standard
+deviations.
 """
 
 from collections.abc import Callable
@@ -21,12 +22,12 @@ VOCAB = "vocab"
 
 @dataclass(frozen=True, kw_only=True)
 class RenewedRows:
-    """Which rows of a model begin anew.
+    """The rows of a model that are reinitialized.
 
     Attributes:
-        paths: of the arrays with an axis `vocab` that they are rows of.
-        ids: the tokens.
-        vocab: tokens that there are; what lies behind is padding.
+        paths: of the arrays with an axis `vocab`.
+        ids: the token ids of the rows.
+        vocab: number of tokens; rows from there on are padding.
     """
 
     paths: tuple[str, ...]
@@ -41,6 +42,7 @@ class RenewedRows:
             if path not in self.paths:
                 return x
             assert isinstance(x, NamedArray)
+            # Table and head have different keys: with tied shapes they would otherwise get equal rows.
             return self._renewed(x, jax.random.fold_in(key, self.paths.index(path)))
 
         return jax.tree_util.tree_map_with_path(visit, model, is_leaf=is_named)
@@ -48,22 +50,24 @@ class RenewedRows:
     def _renewed(self, x: NamedArray, key: jax.Array) -> NamedArray:
         Vocab = x.resolve_axis(VOCAB)
         others = tuple(axis for axis in x.axes if axis != Vocab)
+        # Statistics in float32 over real tokens only: padding rows are zeros and would shrink the deviation.
         wide, counts = x.astype(jnp.float32), hax.arange(Vocab) < self.vocab
         mean = hax.sum(hax.where(counts, wide, 0.0), Vocab) / self.vocab
         variance = hax.sum(hax.where(counts, (wide - mean) ** 2, 0.0), Vocab) / self.vocab
         New = Vocab.resize(len(self.ids))
         drawn = hax.random.truncated_normal(key, (New, *others), -3, 3, dtype=jnp.float32)
         fresh = (drawn * hax.sqrt(variance) + mean).astype(x.dtype).rearrange((New, *others))
+        # An index by array behind slices leaves its axis in place, so the new rows move to the axis of the vocabulary.
         at = (slice(None),) * x.axes.index(Vocab) + (jnp.asarray(self.ids),)
         moved = jnp.moveaxis(fresh.array, 0, x.axes.index(Vocab))
         return NamedArray(x.array.at[at].set(moved), x.axes)
 
 
 Renewal = Callable[[M, jax.Array], M]
-"""From what was loaded, and a key, to what a run begins with."""
+"""(loaded parameters, key) → the parameters that a run starts with."""
 
 
 def unchanged(model: M, key: jax.Array) -> M:
-    """What a run begins with where nothing begins anew."""
+    """The `Renewal` that changes nothing."""
     del key
     return model

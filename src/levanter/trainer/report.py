@@ -1,4 +1,4 @@
-"""`StepReport`: what is known of a step once its numbers are on the host."""
+"""`StepReport`: the numbers of a step on the host."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,22 +8,22 @@ from levanter.trainer.watch import Watched
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What is known of a step once its numbers are fetched.
+    """The numbers of a step on the host.
 
     Attributes:
         step: its number, from 0.
-        loss: the objective's first term; nats per token, where language is modeled.
-        weight: the objective's normalizer; the sum of the loss weights, where language is modeled.
+        loss: the objective's first term; nats per token for language modeling.
+        weight: the objective's normalizer; the sum of the loss weights for language modeling.
         grad_norm: of the full gradient, before clipping.
-        update_norm: of what was added to the parameters.
+        update_norm: of the update of the parameters.
         parameter_norm: before the step.
         learning_rate: of the step.
-        seconds: since the numbers of the step before, pauses left out; of the first, compilation included.
-        waited: seconds of them that the loop waited for its batch.
+        seconds: since the numbers of the previous step, without pauses; for the first step, with compilation.
+        waited: the part of `seconds` in which the loop waited for its batch.
         terms: the objective's other terms, by name.
-        skipped: whether the step was left out: the state behind it is the one before it.
-        watched: arrays on the host, where the step was watched.
-        paused: seconds of pauses between the step before and this one.
+        skipped: whether the step left the state unchanged.
+        watched: watched arrays on the host; None if the step was not watched.
+        paused: seconds of pauses between the previous step and this one.
     """
 
     step: int
@@ -42,5 +42,5 @@ class StepReport:
 
     @property
     def taken(self) -> int:
-        """Steps taken when this one was done."""
+        """The number of steps taken after this one."""
         return self.step + 1

@@ -1,11 +1,11 @@
-"""`TrainState`: what a training run carries from step to step, and where each piece of it lies.
+"""`TrainState`, which a training run carries from step to step, and the placement of its arrays.
 
-Optimizer state is made of statistics of parameters, under the parameters' own paths and axis names
-(`optimizer.1.mu.transformer.norm.weight`). So one parameter mapping, with its overrides written for the parameters'
-paths, places them all: `plan_state` plans the parameters, then every statistic by the parameter it belongs to.
+Optimizer state consists of statistics of parameters, with the parameters' paths and axis names
+(`optimizer.1.mu.transformer.norm.weight`). So the parameter mapping places all of them, including overrides by path:
+`plan_state` plans the parameters, then each statistic by the parameter that it belongs to.
 
-What is frozen (`trainer.trainable`) is no part of the state. It is planned with the parameters, under its path in the
-model, and made or loaded once.
+Frozen parameters (`trainer.trainable`) are not part of the state. They are planned with the parameters, under their
+paths in the model, and initialized or loaded once.
 """
 
 import math
@@ -60,25 +60,26 @@ def abstract_state(
     partition: Partition = EVERYTHING,
     averaging: ModelAveragingConfig | None = None,
 ) -> TrainState:
-    """The state without memory; `build` makes the model."""
+    """The state without memory, for the model that `build` returns."""
+    # Cast before the split and the optimizer's init: statistics take their dtype from the parameters'.
     trained, _ = partition.split(cast(abstract(build), precision.params))
     return abstract(lambda m, k: start(m, optimizer, k, averaging), trained, _KEY)
 
 
 def abstract_frozen(build: Callable[[], LmHeadModel], precision: Precision, partition: Partition) -> LmHeadModel | None:
-    """What is frozen of the model that `build` makes, without memory; None where everything is trained."""
+    """The frozen part of the model that `build` returns, without memory; None if everything is trained."""
     return partition.split(cast(abstract(build), precision.params))[1]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StatePlan:
-    """Where a `TrainState` lies, and what is frozen beside it.
+    """The placement of a `TrainState` and of the frozen parameters.
 
     Attributes:
         parameters: the parameters, trained and frozen, by their paths in the model; those of adapters by their own.
         whole: the `TrainState`, by paths in it; its findings are those of `parameters`.
         frozen: the paths in the model that are not trained.
-        adapters: the adapters that are trained, abstract; None where parameters of the model are.
+        adapters: the trained adapters, abstract; None if parameters of the model are trained.
     """
 
     parameters: ShardingPlan
@@ -88,12 +89,12 @@ class StatePlan:
 
     @property
     def model(self) -> ShardingPlan:
-        """Where the parameters of the model lie that is computed with, by their paths in it."""
+        """The placement of the parameters of the model that computes, by their paths in it."""
         return self.parameters if self.adapters is None else bound_plan(self.adapters, self.parameters)
 
     @property
     def loaded(self) -> ShardingPlan:
-        """Where the parameters lie that checkpoints of models have: all but those of adapters."""
+        """The placement of the parameters that model checkpoints contain: all except those of adapters."""
         if self.adapters is None:
             return self.parameters
         kept = tuple(plan for plan in self.parameters.leaves if plan.leaf.path in self.frozen)
@@ -101,18 +102,19 @@ class StatePlan:
 
     @property
     def resident(self) -> ShardingPlan:
-        """Everything that stays on the devices: the state, and under `frozen.` what is not trained."""
+        """All arrays that stay on the devices: the state, and the frozen parameters under `frozen.`."""
         kept = (plan for plan in self.parameters.leaves if plan.leaf.path in self.frozen)
         under = (replace(plan, leaf=replace(plan.leaf, path=_joined(FROZEN, plan.leaf.path))) for plan in kept)
         return replace(self.whole, leaves=(*self.whole.leaves, *under))
 
     @property
     def bytes_by_group(self) -> dict[str, int]:
-        """Bytes on a device of what a step holds from beginning to end, by kind; gradients are float32."""
+        """Bytes per device of the arrays that exist throughout a step, by kind; gradients are float32."""
         names = (*PARAMETER_GROUPS, ADAPTERS, *FROZEN_GROUPS, "gradients", OPTIMIZER, AVERAGE)
         groups: dict[str, int] = dict.fromkeys(names, 0)
         for plan in self.parameters.leaves:
             if plan.leaf.path in self.frozen:
+                # Frozen parameters have no gradient and no statistics.
                 groups[frozen_group(plan.leaf)] += plan.bytes_per_device
                 continue
             groups[parameter_group(plan.leaf)] += plan.bytes_per_device
@@ -132,13 +134,15 @@ def plan_state(
     frozen: LmHeadModel | None = None,
     hbm_bytes: int | None = None,
 ) -> StatePlan:
-    """Plans parameters, frozen ones too, and optimizer state under the parameter mapping.
+    """Plans parameters, including frozen ones, and optimizer state under the parameter mapping.
 
-    A rule that a statistic violates its parameter violates too, so findings are those of the parameters. Statistics
-    that are large where their parameter is not add theirs.
+    A statistic violates a rule only if its parameter does, so the findings are those of the parameters. Exceptions are
+    statistics that are larger than their parameter, whose own findings are added.
     """
     parameters = plan_sharding(all_parameters(state.model, frozen), mappings, mesh, hbm_bytes=hbm_bytes)
     parameter_paths = {plan.leaf.path for plan in parameters.leaves}
+    # A slot is a tree of one statistic (`optimizer.1.mu`): its leaves are planned under the paths of their parameters,
+    # so that overrides by path apply, and get their own paths back afterwards.
     slots: dict[str, list[Leaf]] = {}
     for leaf in leaves(state):
         prefix, path = _split(leaf.path, parameter_paths)
@@ -154,6 +158,7 @@ def plan_state(
             path = _joined(prefix, plan.leaf.path)
             plans[path] = replace(plan, leaf=replace(plan.leaf, path=path))
         if prefix != MODEL:
+            # The parameters' own findings are in the list already; a statistic repeats those of its parameter.
             findings += [_of_slot(f, prefix) for f in slot.findings if f.error is not None and f.path not in faulty]
     return StatePlan(
         parameters=parameters,
@@ -162,6 +167,7 @@ def plan_state(
         whole=ShardingPlan(
             mesh=mesh,
             mappings=mappings,
+            # In the order of the state's leaves, which slots have lost.
             leaves=tuple(plans[leaf.path] for leaf in leaves(state)),
             findings=tuple(findings),
             hbm_bytes=hbm_bytes,
@@ -170,8 +176,9 @@ def plan_state(
 
 
 def _split(path: str, parameters: set[str]) -> tuple[str, str]:
-    """A path in the state as (what comes before, the parameter's path); (path's parent, its name) for the rest."""
+    """A path in the state as (prefix, path of a parameter); ("", path) if it ends in no parameter's path."""
     names = path.split(".")
+    # The longest suffix first: a parameter's path may itself end in the path of another parameter.
     for n in range(len(names)):
         if (tail := ".".join(names[n:])) in parameters:
             return ".".join(names[:n]), tail
@@ -183,7 +190,7 @@ def _joined(prefix: str, path: str) -> str:
 
 
 def _relevant(mappings: Mappings, slot_leaves: list[Leaf]) -> tuple[Any, ...]:
-    """The overrides that apply to some leaf, so that the others are not reported as idle once more."""
+    """The overrides that apply to some leaf, so that `plan_sharding` does not report the others as unused again."""
     return tuple(o for o in mappings.overrides if any(o in mappings.overrides_at(leaf.path) for leaf in slot_leaves))
 
 
@@ -192,7 +199,7 @@ def _of_slot(finding: Finding, prefix: str) -> Finding:
 
 
 def at_output(plan: ShardingPlan, position: int, **scalars: np.dtype) -> ShardingPlan:
-    """The plan of a Program's output that is a tuple: the planned value at `position`, then scalars by path."""
+    """The plan of a Program's output tuple: the planned value at `position`, followed by scalars by path."""
     moved = [replace(p, leaf=replace(p.leaf, path=f"{position}.{p.leaf.path}")) for p in plan.leaves]
     return replace(plan, leaves=(*moved, *_scalars(plan, position + 1, scalars)), findings=())
 
@@ -212,9 +219,10 @@ def init_program(
     partition: Partition = EVERYTHING,
     averaging: ModelAveragingConfig | None = None,
 ) -> Program:
-    """The Program that makes the first state from a key, every piece in its final shards."""
+    """The Program that initializes the first state from a key, every array in its final shards."""
 
     def initialize(key: jax.Array) -> TrainState:
+        # The same split as in `init_frozen_program`: the two Programs initialize halves of one model.
         for_model, for_steps = jax.random.split(key)
         trained, _ = partition.split(precision.cast_to_param(build(for_model)))
         return start(trained, optimizer, for_steps, averaging)
@@ -232,7 +240,7 @@ def init_program(
 def init_frozen_program(
     plan: StatePlan, build: Callable[[jax.Array], LmHeadModel], precision: Precision, partition: Partition
 ) -> Program:
-    """The Program that makes what is frozen from the same key as `init_state`: both are parts of one model."""
+    """The Program that initializes the frozen part from the same key as `init_state`: both are parts of one model."""
 
     def initialize(key: jax.Array) -> LmHeadModel | None:
         for_model, _ = jax.random.split(key)
@@ -254,7 +262,7 @@ def init_optimizer_program(
     averaging: ModelAveragingConfig | None = None,
     renewed: Renewal[LmHeadModel] = unchanged,
 ) -> Program:
-    """The Program that adds optimizer state to the trained part of a model that was loaded."""
+    """The Program that adds optimizer state to the trained part of a loaded model."""
 
     def initialize(model: LmHeadModel, key: jax.Array) -> TrainState:
         return start(renewed(model, jax.random.fold_in(key, 1)), optimizer, key, averaging)
@@ -268,5 +276,6 @@ def init_optimizer_program(
         ),
         mappings=Mappings(compute=plan.parameters.mappings.params),
         out_placement=plan.whole,
+        # The loaded parameters become those of the state without a copy.
         donate=("model",),
     )

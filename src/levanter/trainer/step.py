@@ -1,10 +1,11 @@
 """The train step: one pure function, one Program.
 
-The objective's sums and their gradient of each microbatch, added up in float32 by a scan; the gradient's norm; the
-optimizer; the update. What a step minimizes is the mean over its global batch, whatever the number of microbatches: the
-normalizer comes first, and each microbatch contributes its sums over it. Gradients lie where their parameters lie.
+A scan adds up the objective's sums and gradients of all microbatches in float32; then follow the gradient's norm, the
+optimizer and the update. A step minimizes the mean over its global batch, whatever the number of microbatches: the
+normalizer of the global batch is computed first, and each microbatch contributes its sums divided by it. Gradients have
+the shards of their parameters.
 
-Microbatches take every n-th row of the batch, so each device finds its rows of every microbatch in its own memory.
+Each microbatch takes every n-th row of the batch, so the rows of every microbatch are on the devices that hold them.
 """
 
 from collections.abc import Callable, Mapping
@@ -43,22 +44,22 @@ from levanter.trainer.watch import Watch, Watched
 B = TypeVar("B")
 
 TINY = 1e-9
-"""The name of the input that is a second model."""
+"""Lower limit of the normalizer, for batches in which nothing counts."""
 
 
 class StepMetrics(eqx.Module):
-    """What a step reports; float32 scalars, but for what is watched.
+    """The numbers that a step returns: float32 scalars, except `watched`.
 
     Attributes:
-        loss: the objective's first term: nats per token, where language is modeled.
-        weight: the objective's normalizer: the sum of the weights of tokens, where language is modeled.
-        grad_norm: global norm of the gradient, before it is clipped.
-        update_norm: global norm of what was added to the parameters.
+        loss: the objective's first term; nats per token for language modeling.
+        weight: the objective's normalizer; the sum of the token weights for language modeling.
+        grad_norm: global norm of the gradient, before clipping.
+        update_norm: global norm of the update of the parameters.
         parameter_norm: global norm of the parameters before the step.
         learning_rate: of this step.
         terms: the objective's other terms, by name.
-        skipped: 1 where the state stayed as it was, else 0; None where no step is ever left out.
-        watched: see `trainer.watch`; None where nothing is.
+        skipped: 1 if the step left the state unchanged, else 0; None if the recipe never skips.
+        watched: see `trainer.watch`; None for nothing.
     """
 
     loss: jax.Array
@@ -74,25 +75,26 @@ class StepMetrics(eqx.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecipe(Generic[B]):
-    """What a train step is made of.
+    """The static parameters of a train step.
 
     Attributes:
-        objective: what is minimized.
-        bind: what is trained and what is frozen → the model that the objective is of; see `trainer.trainable`.
+        objective: the function that is minimized.
+        bind: (trained, frozen) → the model of the objective; see `trainer.trainable`.
         optimizer: from gradients to updates.
-        schedule: the learning rate, to report it.
-        precision: in which dtype one computes.
-        accumulation: microbatches of a step.
-        parameters: where what is trained lies, by its paths; None pins nothing.
-        model: where the parameters of the bound model lie, by their paths in it; None for `parameters`.
-        skip_nonfinite: whether a step whose loss or gradient is not finite leaves the state as it was.
-        averaging: which average of the parameters the state carries; None for none.
-        curvature: how often the optimizer is given an estimate of the Hessian's diagonal; None for never.
-        outliers: likewise for a step far from those before; the optimizer's state then ends with their numbers.
-        watch: what else is seen of the step; None for nothing.
-        norms_first: whether parameters change after the norms of the step are known. XLA for CPUs does not order a
-            reading of a donated array before its writing unless one needs the other: it copies every parameter.
-        draws: whether what is trained is bound with random numbers, as dropout of adapters is.
+        schedule: the learning rate, for the metrics.
+        precision: the dtypes of computation.
+        accumulation: microbatches per step.
+        parameters: the placement of the trained parameters, by their paths; None applies no constraints.
+        model: the placement of the bound model's parameters, by their paths in it; None for `parameters`.
+        skip_nonfinite: whether a step with a non-finite loss or gradient leaves the state unchanged.
+        averaging: the average of the parameters that the state carries; None for none.
+        curvature: how often the optimizer gets an estimate of the Hessian's diagonal; None for never.
+        outliers: when a step counts as an outlier among recent steps and leaves the state unchanged; None for never.
+            The optimizer's state then ends with the statistics of these steps.
+        watch: further numbers of the step; None for none.
+        norms_first: whether the update of the parameters waits for the norms of the step. XLA for CPUs does not order a
+            read of a donated array before its write unless one depends on the other: it copies every parameter.
+        draws: whether binding uses random numbers, as the dropout of adapters does.
     """
 
     objective: Objective[Any, B]
@@ -113,12 +115,13 @@ class StepRecipe(Generic[B]):
 
     @property
     def skips(self) -> bool:
-        """Whether a step may leave the state as it was."""
+        """Whether a step may leave the state unchanged."""
         return self.skip_nonfinite or self.outliers is not None
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """The paths of everything in the metrics of a step."""
+        """The paths of all arrays in the metrics of a step."""
+        # The fields without a default are in the metrics of every step.
         always = [metric.name for metric in fields(StepMetrics) if metric.default is metric.default_factory is MISSING]
         terms = (f"terms.{term.name}" for term in self.objective.terms if term.name != LOSS)
         watched = () if self.watch is None else self.watch.outputs()
@@ -130,14 +133,18 @@ def train_step(recipe: StepRecipe[B], state: TrainState, frozen: PyTree, batch: 
 
     Args:
         recipe: static.
-        state: is consumed where the Program donates it.
-        frozen: what the model is made of beside the state's; None for nothing.
+        state: consumed, since the Program donates it.
+        frozen: the frozen part of the model; None for none.
         batch: of the objective.
     """
+    # The normalizer is that of the global batch, known before the first microbatch: each microbatch's sums are divided
+    # by it, so the gradients add up to the gradient of the mean over all tokens, not to a mean of means.
     weight = recipe.objective.normalizer(batch)
     scale = 1 / jnp.maximum(weight, TINY)
+    # `_updated` splits the same key and keeps the first half for the next step; the second half is this step's.
     key = jax.random.split(state.key)[1] if recipe.draws else None
     sums, grads = sums_and_gradients(recipe, state.model, frozen, batch, scale, key)
+    # A skipped step also drops the curvature estimate, so `_kept` compares with the state before it.
     before = state
     if recipe.curvature is not None:
         with jax.named_scope("curvature"):
@@ -153,6 +160,7 @@ def _updated(
     updates, optimizer = recipe.optimizer.update(grads, state.optimizer, state.model)  # pyright: ignore
     key, _ = jax.random.split(state.key)
     shown = recipe.objective.shown(sums)
+    # `norms_first` is set on CPUs, where sums by layer keep XLA from copying the parameters (`optim.transforms`).
     norm = global_norm_by_layer if recipe.norms_first else global_norm
     metrics = StepMetrics(
         loss=shown[LOSS],
@@ -166,17 +174,20 @@ def _updated(
     )
     if recipe.norms_first:
         updates = jax.tree.map(_after(metrics.parameter_norm, metrics.update_norm), updates)
+    # Updates are float32; rounding them to the parameters' dtype keeps the donated buffers usable for the result.
     model = jax.tree.map(lambda p, u: p + u.astype(p.dtype), state.model, updates)
     average = state.average
     if average is not None:
         assert recipe.averaging is not None, "the state carries an average that the recipe does not know"
+        # The average includes the parameters after this step; `state.step` is the number of steps before it.
         with jax.named_scope("average"):
             average = averaged(recipe.averaging, average, model, state.step)
     return TrainState(step=state.step + 1, model=model, optimizer=optimizer, key=key, average=average), metrics
 
 
 def _after(*norms: jax.Array) -> Callable[[jax.Array], jax.Array]:
-    """The identity, of which the compiler cannot know that it needs no norms: none of them is negative."""
+    """The identity, with a dependence on norms that the compiler cannot remove."""
+    # Norms are not negative, so their sum is never −1 and the factor is always 1; the compiler does not know that.
     one = jnp.where(sum(norms) == -1.0, 0.0, 1.0)
     return lambda x: x * one.astype(x.dtype)
 
@@ -188,11 +199,12 @@ def _watched(watch: Watch | None, **trees: PyTree) -> Watched | None:
 def _kept(
     recipe: StepRecipe[B], state: TrainState, new: TrainState, metrics: StepMetrics
 ) -> tuple[TrainState, StepMetrics]:
-    """The state after a step: as it was, where the step is one to leave out.
+    """The state after a step; unchanged if the step is skipped.
 
-    A choice and not a branch: each piece of the state is written once, in place, and which of two values it is costs
-    nothing. What is left as it was includes the counters of the optimizer and of the schedule, and the random key.
+    An elementwise select instead of a branch: every array of the state is written once, in place. A skipped step also
+    leaves the counters of the optimizer and of the schedule and the random key unchanged.
     """
+    # The gradient's norm is not finite if any element of the gradient is not, so the elements need no second pass.
     loss, norm = metrics.loss, metrics.grad_norm
     left_out = jnp.bool_(False)
     if recipe.skip_nonfinite:
@@ -201,6 +213,7 @@ def _kept(
         left_out |= is_outlier(recipe.outliers, recent_statistics(state.optimizer), loss, norm)
     kept = jax.tree.map(lambda before, after: jnp.where(left_out, before, after), state, new)
     if recipe.outliers is not None:
+        # Also of skipped steps: the window of recent steps must move on, or a lasting change would be skipped for ever.
         recent = remembered(recent_statistics(state.optimizer), loss, norm)
         kept = replace(kept, optimizer=with_recent(kept.optimizer, recent))
     return kept, replace(
@@ -218,9 +231,9 @@ def sums_and_gradients(
     scale: jax.Array,
     key: jax.Array | None = None,
 ) -> tuple[Sums, LmHeadModel]:
-    """`scale` × the sums of the batch, and the gradient of what is minimized in float32, in the parameters' shards.
+    """`scale` × the sums of the batch, and the float32 gradient of the minimized function, in the parameters' shards.
 
-    There is a gradient of what is trained, and of nothing else. Each microbatch draws from a key of its own.
+    Only the trained tree has a gradient. Each microbatch has its own random key.
     """
     objective = recipe.objective
 
@@ -229,19 +242,24 @@ def sums_and_gradients(
 
         def minimized(parameters: LmHeadModel) -> tuple[jax.Array, Sums]:
             model = recipe.bind(parameters, frozen, **drawn)
+            # The cast is part of the differentiated function: gradients arrive in the dtype of the parameters.
             usable = in_compute_dtype(model, recipe.precision.compute, recipe.model or recipe.parameters)
             return objective.total(usable, part, scale)
 
         (_, sums), grads = jax.value_and_grad(minimized, has_aux=True)(trained)
+        # Constrained to the parameters' shards, the sum over data shards is a reduce-scatter, not an all-reduce.
         return sums, _pinned(_wide(grads), recipe.parameters)
 
+    # Without accumulation there is no loop and no zero-initialized buffer of gradients.
     if recipe.accumulation == 1:
         return of_part(batch)
     Micro, microbatches = _split_microbatches(recipe, batch)
 
     def add(carry: tuple[Sums, Any], part: B, number: hax.NamedArray | None = None) -> tuple[Sums, Any]:
         drawn = () if number is None else (number.scalar(),)
+        # A microbatch has lost the sharding of the batch by the slice: constrain its rows before the forward pass.
         sums, grads = of_part(jax.tree.map(_sharded, part, is_leaf=_is_named), *drawn)
+        # The carry stays sharded like the parameters, so a device accumulates its own shard of the gradients only.
         total = jax.tree.map(jnp.add, carry[1], grads)
         return carry[0] + sums, _pinned(total, recipe.parameters)
 
@@ -253,13 +271,15 @@ def sums_and_gradients(
 def _with_curvature(
     recipe: StepRecipe[B], rule: Hutchinson, state: TrainState, frozen: PyTree, batch: B, scale: jax.Array
 ) -> TrainState:
-    """The state whose optimizer knows one more estimate of the Hessian's diagonal, where it is time for one."""
+    """The state with a new estimate of the Hessian's diagonal in its optimizer, if one is due at this step."""
 
     def estimated(optimizer: PyTree) -> PyTree:
+        # Hutchinson: for random u with E[u uᵀ] = I, the expectation of u · (H u) is the diagonal of H.
         along = _pinned(direction(rule, state.model, state.step), recipe.parameters)
         turned = _products(recipe, state.model, frozen, batch, scale, along)
         return remembered_curvature(rule, optimizer, jax.tree.map(jnp.multiply, along, turned))
 
+    # A branch, not a select: a product with the Hessian costs more than a gradient, and most steps need none.
     due = state.step % rule.interval == 0
     return replace(state, optimizer=jax.lax.cond(due, estimated, lambda optimizer: optimizer, state.optimizer))
 
@@ -267,11 +287,12 @@ def _with_curvature(
 def _products(
     recipe: StepRecipe[B], trained: LmHeadModel, frozen: PyTree, batch: B, scale: jax.Array, along: PyTree
 ) -> PyTree:
-    """The Hessian of what is minimized times a direction, float32, in the parameters' shards."""
+    """The product of the minimized function's Hessian with a direction, float32, in the parameters' shards."""
     objective = recipe.objective
 
     def of_part(part: B) -> PyTree:
         def minimized(parameters: LmHeadModel) -> jax.Array:
+            # Without a key: the curvature is that of the model without dropout.
             model = recipe.bind(parameters, frozen)
             usable = in_compute_dtype(model, recipe.precision.compute, recipe.model or recipe.parameters)
             return objective.total(usable, part, scale)[0]
@@ -291,7 +312,9 @@ def _products(
 
 
 def _split_microbatches(recipe: StepRecipe[B], batch: B) -> tuple[hax.Axis, B]:
-    """The microbatches: their axis, and the batch with that axis; each takes every n-th row."""
+    """The axis of the microbatches, and the batch with that axis; each microbatch takes every n-th row."""
+    # `microbatch` is the minor of the two axes: row r is in microbatch r mod n. A device holds consecutive rows, so it
+    # has rows of every microbatch; with the axes the other way round, microbatches would move rows between devices.
     Batch = recipe.objective.rows(batch)
     Micro = hax.Axis("microbatch", recipe.accumulation)
     Rows = Batch.resize(Batch.size // recipe.accumulation)
@@ -311,7 +334,7 @@ def _wide(tree: PyTree) -> PyTree:
 
 
 def _pinned(tree: PyTree, plan: ShardingPlan | None) -> PyTree:
-    """A tree of the parameters' structure, in their shards."""
+    """Constrains a tree with the structure of the parameters to their shards."""
     if plan is None:
         return tree
     return map_arrays(lambda leaf, x: jax.lax.with_sharding_constraint(x, plan.spec(leaf.path)), tree)
@@ -333,18 +356,19 @@ def step_program(
     """The Program of a train step: (state, frozen, batch) → (state, metrics), or (state, frozen, reference, batch).
 
     Args:
-        recipe: what the step is made of.
+        recipe: the static parameters of the step.
         state: abstract.
-        frozen: abstract; None where everything is trained.
-        reference: a second model, abstract, which `recipe.bind` then gets with the frozen part; None for none.
-        reference_plan: where it lies.
-        plan: where the state lies, before and after, and what is frozen.
+        frozen: abstract; None if everything is trained.
+        reference: a second model, abstract, which `recipe.bind` gets together with the frozen part; None for none.
+        reference_plan: its placement.
+        plan: the placement of the state, before and after the step, and of the frozen part.
         batch: abstract.
         mappings: in scope while tracing.
-        name: how listings call it.
+        name: the Program's name in listings.
         compiler_options: see `Program`.
     """
 
+    # Inputs without arrays (`frozen` None) have no leaves, so one signature serves all cases.
     others = () if reference is None else (Input(name=REFERENCE, value=reference, placement=reference_plan),)
 
     def step(state: TrainState, frozen: PyTree, *rest: PyTree) -> tuple[TrainState, StepMetrics]:
@@ -363,6 +387,7 @@ def step_program(
         ),
         mappings=mappings,
         out_placement=at_output(plan.whole, 0, **metrics),
+        # Only the state: frozen parameters and the reference are inputs of every step, and stay.
         donate=("state",),
         matmul_precision=recipe.precision.matmul,
         compiler_options=compiler_options or {},

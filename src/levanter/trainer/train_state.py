@@ -29,9 +29,9 @@ class TrainState(eqx.Module):
 
     Attributes:
         step: steps taken, int32.
-        model: the parameters that are trained, in their storage dtype; None in the places of frozen ones.
+        model: the trained parameters, in their storage dtype; None in place of frozen ones.
         optimizer: the optimizer's statistics.
-        key: random bits of the steps to come, `uint32[2]`.
+        key: the random key of the next steps, `uint32[2]`.
         average: an average of the parameters over the steps (`trainer.averaging`); None for none.
     """
 
@@ -43,5 +43,5 @@ class TrainState(eqx.Module):
 
     @property
     def eval_params(self) -> "LmHeadModel":
-        """The parameters that are evaluated and exported: their average, where there is one."""
+        """The parameters that are evaluated and exported: the average if the state has one."""
         return self.model if self.average is None else self.average.parameters

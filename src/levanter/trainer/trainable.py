@@ -1,13 +1,13 @@
-"""What of a model is trained, and what is frozen.
+"""The partition of a model's parameters into trained and frozen ones.
 
-A training run carries a *trained* tree from step to step. What it needs beside that to be a model, the *frozen* tree,
-goes into every step and comes out of none. Inside the differentiated function, a *binding* makes the model of the two:
+A training run carries a *trained* tree from step to step. The rest of the model, the *frozen* tree, is an input of
+every step and an output of none. Inside the differentiated function, a *binding* combines the two:
 
     bind(trained, frozen) → model
 
-So no gradient of a frozen leaf exists, nor a statistic, and no checkpoint holds one. Here the trained tree is a *part*
-of the model: its leaves are the model's, and where a leaf is frozen there is None; the frozen tree is what is left, and
-None where everything is trained. Adapters (`models.adapters`) are a tree of their own, bound to a whole frozen model.
+So frozen leaves have no gradients, no statistics, and no place in checkpoints. Here the trained tree has the structure
+of the model, with None in place of frozen leaves; the frozen tree is the complement, and None if everything is trained.
+Adapters (`models.adapters`) are a separate tree that is bound to a whole frozen model.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,21 +30,21 @@ KEY = "trainer.trainable"
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """Which leaves of a model are trained.
+    """The trained leaves of a model.
 
     Attributes:
-        patterns: a leaf is trained where one of them matches: a group of parameters (`norm`, `embedding`, …; see
-            `models.groups`), or a path pattern as mappings have them (`**.self_attn`, `lm_head`). None for everything.
+        patterns: a leaf is trained if one of them matches: a group of parameters (`norm`, `embedding`, …; see
+            `models.param_groups`), or a path pattern as in mappings (`**.self_attn`, `lm_head`). None for everything.
     """
 
     patterns: tuple[str, ...] | None = None
 
     @staticmethod
     def of(patterns: Sequence[str] | None, module: PyTree) -> "Partition":
-        """The partition that a config means, for a model without memory.
+        """The partition by patterns of a config, for an abstract model.
 
         Raises:
-            ValueError: a pattern matches nothing, or there is none; lists all.
+            ValueError: a pattern matches nothing, or there are no patterns; lists all problems.
         """
         if patterns is None:
             return Partition()
@@ -65,7 +65,8 @@ class Partition:
         return self.patterns is None or any(_matches(pattern, leaf) for pattern in self.patterns)
 
     def split(self, model: M) -> tuple[M, M | None]:
-        """The trained part of a model and the frozen one, of the model's structure; see `bind`."""
+        """The trained and the frozen part of a model, each with the structure of the model; see `bind`."""
+        # None for the frozen part, not a tree of None: Programs then have no input of that name with leaves.
         if all(self.trains(leaf) for leaf in leaves(model)):
             return model, None
         return self._part(model, trained=True), self._part(model, trained=False)
@@ -78,19 +79,19 @@ class Partition:
 
 
 EVERYTHING = Partition()
-"""Nothing is frozen."""
+"""The partition in which all parameters are trained."""
 
 
 def bind(trained: M, frozen: M | None, *, key: jax.Array | None = None) -> M:
-    """The model of which `Partition.split` made two parts, or that adapters are bound to; nothing is computed.
+    """Combines trained and frozen parameters into the model, without any computation.
 
     Args:
-        trained: what is trained.
-        frozen: the rest, or what adapters are of.
-        key: of the dropout of adapters; None for none.
+        trained: the trained part from `Partition.split`, or adapters.
+        frozen: the frozen part from `Partition.split`, or the model of the adapters.
+        key: random key for the dropout of adapters; None for no dropout.
     """
     if isinstance(trained, Adapters):
-        assert frozen is not None, "adapters are of a model"
+        assert frozen is not None, "adapters need the model that they adapt"
         return trained.bound_to(frozen, key)
     if frozen is None:
         return trained
@@ -98,7 +99,7 @@ def bind(trained: M, frozen: M | None, *, key: jax.Array | None = None) -> M:
 
 
 def all_parameters(trained: PyTree, frozen: PyTree) -> tuple[Leaf, ...]:
-    """Every parameter, trained or frozen, under its path in its own tree; of two parts of a model, in its order."""
+    """All parameters, trained and frozen, with their paths in the model; those of adapters with their own paths."""
     if isinstance(trained, Adapters):
         return (*leaves(trained), *leaves(frozen))
     return leaves(bind(trained, frozen))
@@ -113,7 +114,7 @@ def _matches(pattern: str, leaf: Leaf) -> bool:
 
 
 def _hint(pattern: str, known: Iterable[Leaf]) -> str:
-    """What a pattern may have meant."""
+    """A clause that names what a pattern without matches may have meant."""
     if pattern in PARAMETER_GROUPS:
         groups = sorted({parameter_group(leaf) for leaf in known})
         return f"the groups of this model are {', '.join(groups)}"
@@ -123,7 +124,7 @@ def _hint(pattern: str, known: Iterable[Leaf]) -> str:
 
 
 def _names(leaf: Leaf) -> Iterator[str]:
-    """Patterns that match a leaf: its path, and its modules wherever they are."""
+    """Patterns that match a leaf: its path, and `**.name` for the modules on its path."""
     yield leaf.path
     for name in leaf.path.split(".")[:-1]:
         yield f"**.{name}"

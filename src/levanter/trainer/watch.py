@@ -1,9 +1,9 @@
-"""Watching a step from inside: norms, and histograms where asked for, of what a train step has in its hands.
+"""Norms, and optionally histograms, of the arrays of a train step, computed inside the step.
 
-Targets are gradients, parameters, updates, and the optimizer's statistics. A parameter of a stack of layers is watched
-layer by layer. Norms cost next to nothing, since every step adds up the squares of gradients and parameters anyway;
-they are a part of every step's Program, one vector for each target, and are fetched every so many steps. Histograms
-read everything again: a run that wants them has a second Program of its step, which runs every so many steps.
+Targets are gradients, parameters, updates, and the optimizer's statistics. Parameters of stacked layers are watched
+layer by layer. Norms cost almost nothing, since every step sums the squares of gradients and parameters anyway; they
+are part of every step's Program, one vector per target, and are fetched every `interval` steps. Histograms read all
+arrays again: a run with histograms has a second Program of its step, which runs every `interval` steps.
 
 Names are upstream's: `grad/norm/transformer.layers.3.mlp.up_proj.weight`, `params/hist/lm_head.weight`.
 """
@@ -27,7 +27,7 @@ BINS = 64
 
 
 class Histograms(eqx.Module):
-    """Histograms of some arrays, one a row.
+    """Histograms of several arrays, one per row.
 
     Attributes:
         least: float32 `[arrays]`, the smallest value of each.
@@ -41,11 +41,11 @@ class Histograms(eqx.Module):
 
 
 class Watched(eqx.Module):
-    """What one step saw, by target.
+    """The watched numbers of one step, by target.
 
     Attributes:
-        norms: float32, one for each name of `names`.
-        histograms: likewise; empty where the step's Program has none.
+        norms: float32 vectors, one entry per name in `Watch.names`.
+        histograms: with one row per name; empty if the step's Program has no histograms.
     """
 
     norms: dict[str, jax.Array]
@@ -54,14 +54,14 @@ class Watched(eqx.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Watch:
-    """What is watched.
+    """The configuration of watching.
 
     Attributes:
         targets: `grads`, `params`, `updates`, `opt_state`.
-        norms: whether the norm of each parameter is.
-        histograms: whether histograms are.
+        norms: whether norms are computed, per parameter.
+        histograms: whether histograms are computed.
         split: whether the layers of a stack are watched one by one.
-        every: steps between two times that it is fetched.
+        every: interval of fetching, in steps.
     """
 
     targets: tuple[str, ...]
@@ -72,7 +72,7 @@ class Watch:
 
     @classmethod
     def of(cls, config: WatchConfig) -> "Watch | None":
-        """What a config asks for; None for nothing beyond the totals that every step has."""
+        """From a config; None if it requests nothing beyond the total norms that every step has."""
         targets = (config.watch_targets,) if isinstance(config.watch_targets, str) else tuple(config.watch_targets)
         norms = config.include_norms and config.include_per_parameter_norms
         if config.interval == 0 or not targets or not (norms or config.include_histograms):
@@ -87,31 +87,32 @@ class Watch:
 
     @property
     def cheap(self) -> "Watch | None":
-        """What of it every step's Program has: all but histograms."""
+        """The part that every step's Program computes: all except histograms."""
         return replace(self, histograms=False) if self.norms else None
 
     def due(self, step: int) -> bool:
-        """Whether a step is one whose numbers are fetched."""
+        """Whether the numbers of a step are fetched."""
         return step % self.every == 0
 
     def outputs(self) -> tuple[str, ...]:
-        """The paths of everything that `see` returns, within `Watched`."""
+        """The paths, within `Watched`, of all arrays that `see` returns."""
         norms = [f"norms.{target}" for target in self.targets if self.norms]
         fields = ("least", "most", "counts")
         hists = [f"histograms.{target}.{name}" for target in self.targets for name in fields if self.histograms]
         return (*norms, *hists)
 
     def see(self, **trees: PyTree) -> Watched:
-        """Looks at trees, one for each target, inside a step.
+        """Computes the watched numbers, inside a step.
 
         Args:
-            trees: by target; those that are not watched are left alone.
+            trees: by target; those that are not watched are ignored.
         """
         norms: dict[str, jax.Array] = {}
         histograms: dict[str, Histograms] = {}
         for target in self.targets:
             with jax.named_scope(f"watch_{target}"):
                 pieces = [_Rows.of(x, split=self.split) for _, x in _arrays(trees[target])]
+                # One vector per target instead of one scalar per parameter: one transfer to the host.
                 if self.norms:
                     norms[target] = jnp.concatenate([rows.norms() for rows in pieces])
                 if self.histograms:
@@ -120,12 +121,12 @@ class Watch:
         return Watched(norms=norms, histograms=histograms)
 
     def names(self, **trees: PyTree) -> dict[str, tuple[str, ...]]:
-        """What piece_histograms number of `see` is of, from the same trees without memory."""
+        """The names of the numbers that `see` returns, by target, from the same trees without memory."""
         return {target: tuple(_names(trees[target], self.split)) for target in self.targets}
 
 
 def tracker_metrics(watched: Watched, names: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-    """What was seen under the names that trackers know, from arrays on the host."""
+    """The watched numbers under their metric names, from arrays on the host."""
     metrics: dict[str, Any] = {}
     for target, values in watched.norms.items():
         for name, value in zip(names[target], np.asarray(values), strict=True):
@@ -141,7 +142,7 @@ def tracker_metrics(watched: Watched, names: Mapping[str, tuple[str, ...]]) -> d
 
 
 def _arrays(tree: PyTree) -> Iterator[tuple[str, hax.NamedArray]]:
-    """The named arrays with floating-point numbers, by path; counters and keys have no norm worth a name."""
+    """The floating-point named arrays, by path; norms of counters and keys are meaningless."""
     is_named = lambda x: isinstance(x, hax.NamedArray)  # noqa: E731
     for keys, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named)[0]:
         if is_named(x) and jnp.issubdtype(x.dtype, jnp.floating):
@@ -154,15 +155,16 @@ def _names(tree: PyTree, split: bool) -> Iterator[str]:
         if not layers:
             yield path
         for n in range(layers[0] if layers else 0):
+            # Upstream's names have the layer's number in place of `stacked`: `transformer.layers.3.mlp.…`.
             before, _, behind = path.partition(".stacked.")
             yield f"{before}.{n}.{behind}" if behind else f"{path}.{n}"
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """An array as rows: its layers where they are watched one by one, else one row.
+    """An array as rows: one per layer if layers are watched one by one, else a single row.
 
-    Reductions keep the array's own axes, since merging axes that are sharded over devices would gather them.
+    Reductions keep the array's axes, since reshaping would merge sharded axes and gather the array.
     """
 
     array: jax.Array
@@ -178,12 +180,12 @@ class _Rows:
         return 1 if self.layers is None else self.array.shape[self.layers]
 
     def reduced(self, reduce: Callable[..., jax.Array], values: jax.Array) -> jax.Array:
-        """`[rows]` from values of the array's shape."""
+        """Reduces values of the array's shape to `[rows]`."""
         others = tuple(n for n in range(self.array.ndim) if n != self.layers)
         return reduce(values, axis=others).reshape(self.count)
 
     def spread(self, rows: jax.Array) -> jax.Array:
-        """A value a row, to be compared with the array."""
+        """Reshapes a value per row to broadcast against the array."""
         shape = [1] * self.array.ndim
         if self.layers is not None:
             shape[self.layers] = self.count
@@ -193,13 +195,15 @@ class _Rows:
         return jnp.sqrt(self.reduced(jnp.sum, jnp.square(self.array)))
 
     def histograms(self) -> Histograms:
-        """An edge at a time: nothing of the array's size is made beside it."""
+        """Counts one bin edge at a time, so that no array of the same size is allocated."""
         least, most = self.reduced(jnp.min, self.array), self.reduced(jnp.max, self.array)
         width = (most - least) / BINS
 
         def at_least(n: jax.Array) -> jax.Array:
             return self.reduced(jnp.sum, (self.array >= self.spread(least + width * n)).astype(jnp.int32))
 
+        # `[rows, BINS − 1]`: values at or above each inner edge. All values are above the first edge, and none counts
+        # above the last, so the differences of neighbours are the counts per bin; the maximum is in the last bin.
         above = jax.lax.map(at_least, jnp.arange(1, BINS, dtype=jnp.float32)).T
         whole = jnp.full((self.count, 1), self.array.size // self.count, jnp.int32)
         counts = jnp.concatenate([whole, above], axis=1) - jnp.concatenate([above, jnp.zeros_like(whole)], axis=1)

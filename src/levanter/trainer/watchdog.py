@@ -1,9 +1,9 @@
-"""The watchdog: says where a run hangs.
+"""The watchdog: records where a run hangs.
 
-A step that takes ten times as long as the median of the steps before it, and at least half a minute, is taken to hang:
-a peer that does not answer, a file system that blocks. The stacks of all Python threads are then written to a file
-beside the run's logs, once a step, and the run continues: ending it is not the watchdog's decision. Pauses
-(checkpoints, evaluations) are no steps, and the first steps of a run, which compile, are not judged.
+A step hangs if it takes ten times as long as the median of recent steps, and at least half a minute: a peer does not
+answer, or a file system blocks. The watchdog then writes the stacks of all Python threads to a file in the run's log
+folder, once per step. The run continues; the watchdog never ends it. Pauses (checkpoints, evaluations) do not count as
+steps, and the first steps of a run, which compile, are not checked.
 """
 
 import faulthandler
@@ -26,20 +26,20 @@ FACTOR = 10.0
 LEAST_SECONDS = 30.0
 HISTORY = 100
 JUDGED_FROM = 3
-"""Steps that must have been timed before a step can count as slow."""
+"""Number of timed steps before a step can count as slow."""
 
 
 @dataclass(kw_only=True)
 class Watchdog:
-    """Watches the time since the last step; a context, a listener of the loop, and what is entered around pauses.
+    """Watches the time since the last step: a context, a listener of the loop, and a context around pauses (`resting`).
 
     Attributes:
         file: where stacks are written.
-        factor: how many times the median a step may take.
+        factor: multiple of the median that a step may take.
         least: seconds that any step may take.
-        tick: seconds between two looks.
+        tick: seconds between two checks.
         clock: seconds, monotonic.
-        dumps: how often stacks were written.
+        dumps: number of times that stacks were written.
     """
 
     file: Path
@@ -58,8 +58,9 @@ class Watchdog:
     _thread: threading.Thread | None = field(default=None, init=False)
 
     def __call__(self, report: StepReport) -> None:
-        """Hears that a step is done."""
+        """Records the end of a step."""
         with self._lock:
+            # The first step compiles; its time would raise the median of the first steps.
             if not self._first:
                 self._times.append(report.seconds)
             self._first, self._taken = False, report.taken
@@ -67,7 +68,7 @@ class Watchdog:
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """Nothing is judged inside; the current step is timed anew afterwards."""
+        """Suspends the watchdog; afterwards the current step is timed from the start."""
         with self._lock:
             self._since = None
         try:
@@ -78,13 +79,13 @@ class Watchdog:
 
     @property
     def limit(self) -> float | None:
-        """Seconds that a step may take; None while too few were timed."""
+        """Seconds that a step may take; None while too few steps have been timed."""
         if len(self._times) < JUDGED_FROM:
             return None
         return max(self.factor * median(self._times), self.least)
 
     def look(self) -> bool:
-        """Writes stacks if the current step takes too long and they are not written yet; returns whether it did."""
+        """Writes the stacks once if the current step takes too long; returns whether it wrote them."""
         with self._lock:
             limit, since = self.limit, self._since
             if limit is None or since is None or self._reported:
@@ -93,6 +94,7 @@ class Watchdog:
             if seconds <= limit:
                 return False
             self._reported, usual, step = True, median(self._times), self._taken
+        # Outside the lock: writing may block on the same file system that hangs, and the loop needs the lock.
         self._dump(f"step {step} has taken {seconds:.0f} s, and {usual:.2g} s is usual")
         return True
 
@@ -100,6 +102,7 @@ class Watchdog:
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with self.file.open("a") as file:
+                # faulthandler writes to the file descriptor, so the buffered heading must be flushed before.
                 file.write(f"\n{datetime.now().isoformat(timespec='seconds')} {what}\n")
                 file.flush()
                 faulthandler.dump_traceback(file=file, all_threads=True)
@@ -110,6 +113,8 @@ class Watchdog:
         logger.warning("%s; stack of every thread: %s", what, self.file)
 
     def __enter__(self) -> "Watchdog":
+        # A thread: while the main thread hangs in a collective, only another thread can run. As a daemon it does not
+        # keep the process alive.
         self._thread = threading.Thread(target=self._watch, name="step-watchdog", daemon=True)
         self._thread.start()
         return self
