@@ -191,7 +191,7 @@ def _piece_bytes(gather: HostGather, part: tuple[int, ...]) -> int:
     if not gather.gathered:
         # What the device cuts out, and the copy of it that is sent to the host.
         return 2 * sent
-    ways = (1 if one else n for n, one in zip(gather.ways, gather.owned, strict=True))
+    ways = (1 if is_owned else n for n, is_owned in zip(gather.ways, gather.owned, strict=True))
     # Only axes without an owner grow when the parts of all shards are gathered.
     received = _padded(tuple(n * way for n, way in zip(part, ways, strict=True)), gather.dtype.itemsize)
     # Integers of four bytes are what is added.
@@ -289,7 +289,7 @@ def _piece_boxes(
         shards = tuple((s.start or 0) // n for s, n in zip(device_shard.index, part, strict=True))
         spans = tuple((shard, shard + 1) for shard in shards)
         # Along an owned axis every device cut something out, but only the owner's elements belong to the box.
-        if all(not one or at == owner for one, at, owner in zip(gather.owned, shards, owners, strict=True)):
+        if all(not is_owned or at == owner for is_owned, at, owner in zip(gather.owned, shards, owners, strict=True)):
             yield from _new_box(
                 gather, begin, part, spans, box, lambda shard=device_shard: np.asarray(shard.data), written
             )
@@ -304,8 +304,8 @@ def _blocks(
 ) -> Iterator[tuple[Shards, tuple[slice, ...]]]:
     """The blocks of a gathered piece whose elements lie together in the array."""
     choices: list[list[tuple[tuple[int, int], slice]]] = []
-    for n, ways, shard, one, owner in zip(part, gather.ways, gather.shard, gather.owned, owners, strict=True):
-        if one:
+    for n, ways, shard, is_owned, owner in zip(part, gather.ways, gather.shard, gather.owned, owners, strict=True):
+        if is_owned:
             choices.append([((owner, owner + 1), slice(0, n))])
         # Whole shards that follow one another are contiguous in the array.
         elif n == shard:
@@ -374,11 +374,11 @@ def _from_bits(x: jax.Array, dtype: np.dtype) -> jax.Array:
     return x.astype(dtype) if dtype == np.bool_ else jax.lax.bitcast_convert_type(x, dtype)
 
 
-def _broadcast_bits(x: jax.Array, mine: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """The integers of the device whose `mine` is true, on all devices along `axes`."""
+def _broadcast_bits(x: jax.Array, is_owner: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The integers of the device whose `is_owner` is true, on all devices along `axes`."""
     # All other devices add zeros, so the sum is the owner's bits exactly.
     bits = x.astype(np.uint32)
-    wide = jax.lax.select(mine, bits, jax.lax.full_like(bits, 0))
+    wide = jax.lax.select(is_owner, bits, jax.lax.full_like(bits, 0))
     return psum(wide, axes).astype(x.dtype)
 
 

@@ -152,16 +152,20 @@ class Readers:
             # A buffer for each core stays in its cache; they come on top of the budget, which is for blocks.
             cores = threads or min(16, max(2, os.cpu_count() or 2))
             return cls(threads=cores, read_bytes=read_bytes or READ_BYTES, buffers=cores)
-        many = threads or remote.reads_at_once
+        num_threads = threads or remote.reads_at_once
         # Where memory is short, reads become smaller before there are fewer buffers.
         affordable = budget // BUFFER_SHARE // BUFFERS
         size = read_bytes or min(remote.read_bytes, max(affordable, LEAST_READ_BYTES))
-        fewest = min(BUFFERS, budget // MAX_BUFFER_SHARE // size)
-        buffers = max(1, min(many, max(fewest, budget // BUFFER_SHARE // size)))
+        min_buffers = min(BUFFERS, budget // MAX_BUFFER_SHARE // size)
+        buffers = max(1, min(num_threads, max(min_buffers, budget // BUFFER_SHARE // size)))
         # Small reads have memory of their threads, second requests for slow ranges have some of their own.
-        reserved = buffers * size + many * size // SMALL + remote.hedge_bytes
+        reserved = buffers * size + num_threads * size // SMALL + remote.hedge_bytes
         return cls(
-            threads=many, read_bytes=size, buffers=buffers, held_bytes=min(reserved, budget), ahead_bytes=AHEAD * size
+            threads=num_threads,
+            read_bytes=size,
+            buffers=buffers,
+            held_bytes=min(reserved, budget),
+            ahead_bytes=AHEAD * size,
         )
 
 
@@ -270,11 +274,11 @@ class HostReader:
                     values = out if len(requests) == 1 else _columns(request, out, box[-1][0])
                     self._deliver(request, values, in_place=view is not None)
 
-    def _fetch(self, wanted: list[tuple[str, Index, np.ndarray]]) -> None:
-        if len(wanted) > 1 and isinstance(self._source, AdjacentSource):
-            self._source.read_adjacent(wanted)
+    def _fetch(self, slices: list[tuple[str, Index, np.ndarray]]) -> None:
+        if len(slices) > 1 and isinstance(self._source, AdjacentSource):
+            self._source.read_adjacent(slices)
             return
-        for name, index, out in wanted:
+        for name, index, out in slices:
             self._source.read(name, index, out)
 
     def _deliver(self, request: ReadRequest, values: np.ndarray, *, in_place: bool) -> None:

@@ -72,8 +72,8 @@ def distinct_boxes(boxes: np.ndarray) -> tuple[list[Box], np.ndarray]:
     """The distinct ones of `[n, axes, 2]` boxes, in order of first appearance, and the number of each row's."""
     numbers: dict[Box, int] = {}
     rows = [tuple((a, b) for a, b in box) for box in boxes.tolist()]
-    which = np.asarray([numbers.setdefault(row, len(numbers)) for row in rows], dtype=np.int64)
-    return list(numbers), which
+    box_numbers = np.asarray([numbers.setdefault(row, len(numbers)) for row in rows], dtype=np.int64)
+    return list(numbers), box_numbers
 
 
 def runs(box: Box, sizes: Sequence[int]) -> tuple[np.ndarray, int]:
@@ -325,7 +325,7 @@ class LeafLayout:
             place[position] = index - box[position][0]
         flat: list[int] = []
         pick: list[Span] = []
-        axis_of: list[int] = []
+        leaf_axes: list[int] = []
         for positions, group in zip(self.group_positions, digits, strict=True):
             # Positions within the read for `pick`, and within the block for `place`; both spans are in digits of the
             # source.
@@ -336,10 +336,10 @@ class LeafLayout:
                     return None
                 flat.append(stop - start)
                 pick.append((low - start, high - start))
-                axis_of.append(position)
+                leaf_axes.append(position)
                 place[position] = slice(low - begin, high - begin)
         # Digits come in the order of the source; sorting them by the leaf's axis gives the transposition.
-        order = tuple(sorted(range(len(axis_of)), key=axis_of.__getitem__))
+        order = tuple(sorted(range(len(leaf_axes)), key=leaf_axes.__getitem__))
         return BlockCopy(digits=tuple(flat), pick=tuple(pick), order=order, place=tuple(place))
 
     def cover(self, boxes: Sequence[Box], *, itemsize: int, gap_bytes: int) -> tuple[list[Span], ...]:

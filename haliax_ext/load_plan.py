@@ -93,8 +93,8 @@ class LeafLoad:
     @property
     def read_alike(self) -> Hashable:
         """The key that leaves have in common which are read together, piece by piece."""
-        alone = self.path if self.derived is not None else ""
-        return self.sources, self.pieces, self.reshard is None, alone
+        own_key = self.path if self.derived is not None else ""
+        return self.sources, self.pieces, self.reshard is None, own_key
 
     @property
     def reshard_key(self) -> Hashable:
@@ -158,32 +158,32 @@ def plan_steps(loads: Sequence[LeafLoad]) -> tuple[LoadStep, ...]:
             together.clear()
 
     # Leaves that are read alike form one group, which takes the place of its first member in the order.
-    kin: dict[Hashable, list[LeafLoad]] = {}
+    groups: dict[Hashable, list[LeafLoad]] = {}
     for load in loads:
-        kin.setdefault(load.read_alike, []).append(load)
+        groups.setdefault(load.read_alike, []).append(load)
     for load in loads:
-        same = kin[load.read_alike]
+        group = groups[load.read_alike]
         if load.reshard is None:
-            if same[0] is load:
-                steps.append(LoadStep(loads=tuple(same)))
+            if group[0] is load:
+                steps.append(LoadStep(loads=tuple(group)))
         # Pieces alternate between the leaves that share tensors: what is adjacent in the file is read at one time.
         elif load.reshard.cut is not None:
-            if same[0] is load:
-                steps += [LoadStep(loads=(leaf,), piece=piece) for piece in load.pieces for leaf in same]
+            if group[0] is load:
+                steps += [LoadStep(loads=(leaf,), piece=piece) for piece in load.pieces for leaf in group]
         elif load.derived is not None:
             steps.append(LoadStep(loads=(load,)))
-        elif same[0] is load:
+        elif group[0] is load:
             # Small leaves are resharded by one Program, as long as all of them fit TOGETHER_BYTES.
-            needed = sum(leaf.transient_device_bytes for leaf in same)
+            needed = sum(leaf.transient_device_bytes for leaf in group)
             transient += needed
             if transient > TOGETHER_BYTES:
                 flush()
                 transient = needed
-            if needed > TOGETHER_BYTES and len(same) > 1:
-                steps += [LoadStep(loads=(leaf,)) for leaf in same]
+            if needed > TOGETHER_BYTES and len(group) > 1:
+                steps += [LoadStep(loads=(leaf,)) for leaf in group]
                 transient = 0
             else:
-                together += same
+                together += group
     flush()
     return tuple(steps)
 

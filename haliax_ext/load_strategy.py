@@ -57,16 +57,16 @@ def plan_loading(
     """
     plan.check()
     mesh = plan.mesh
-    of_device = np.zeros(mesh.size, dtype=np.int64) if hosts is None else np.asarray(hosts).reshape(-1)
+    device_hosts = np.zeros(mesh.size, dtype=np.int64) if hosts is None else np.asarray(hosts).reshape(-1)
     # Hosts index arrays later on, so gaps in their numbers would be hosts that read nothing.
-    if len(of_device) != mesh.size or set(of_device.tolist()) != set(range(int(of_device.max()) + 1)):
+    if len(device_hosts) != mesh.size or set(device_hosts.tolist()) != set(range(int(device_hosts.max()) + 1)):
         raise ValueError(
-            f"hosts names {sorted(set(of_device.tolist()))} for {len(of_device)} devices; mesh {mesh} has {mesh.size}, "
-            "and hosts must be numbered from 0 without gaps"
+            f"hosts names {sorted(set(device_hosts.tolist()))} for {len(device_hosts)} devices; mesh {mesh} has "
+            f"{mesh.size}, and hosts must be numbered from 0 without gaps"
         )
     matches = rules.match([leaf_plan.leaf for leaf_plan in plan.leaves], source.tensors)
     limit = transient_limit
-    per_host = max(np.bincount(of_device).tolist())
+    per_host = max(np.bincount(device_hosts).tolist())
     remote = remote_access(source)
     if memory_bytes is None and remote is not None:
         memory_bytes = default_memory_bytes(plan.bytes_per_device * per_host)
@@ -79,16 +79,16 @@ def plan_loading(
         rule = derived.get(match.leaf.path)
         # A leaf that is read and not kept has no plan of its own: it is sharded like the result that the rule names.
         leaf_plan = plan.by_path[match.leaf.path if rule is None else rule.like]
-        load = _direct(match, leaf_plan, source, of_device, mesh, dtype)
+        load = _direct(match, leaf_plan, source, device_hosts, mesh, dtype)
         if rule is not None:
             load = _with_transform(
                 load, LoadTransform(rule=rule, results=tuple(plan.by_path[path] for path in rule.targets))
             )
         # A leaf whose source has no axes (a scalar) cannot be cut into slabs; it is read directly by every host.
         if load.direct_amplification > DIRECT_AMPLIFICATION and load.layout.part_shape:
-            load = _resharded(load, leaf_plan, of_device, mesh, limit)
+            load = _resharded(load, leaf_plan, device_hosts, mesh, limit)
         elif rule is not None:
-            load = _read_in_pieces(load, leaf_plan, of_device, mesh, limit)
+            load = _read_in_pieces(load, leaf_plan, device_hosts, mesh, limit)
         loads.append(load)
     total = sum(load.source_bytes for load in loads)
     # The worst first, until the job as a whole reads little enough.
@@ -99,7 +99,7 @@ def plan_loading(
         load = loads[number]
         if load.strategy == "direct" and load.layout.part_shape and load.amplification > 1:
             path = load.path if load.derived is None else load.derived.rule.like
-            loads[number] = _resharded(load, plan.by_path[path], of_device, mesh, limit)
+            loads[number] = _resharded(load, plan.by_path[path], device_hosts, mesh, limit)
     loaded = {leaf.path for load in loads for leaf, _ in load.results}
     initial = {rule.target: rule for rule in rules.initial}
     absent = [leaf_plan.leaf for leaf_plan in plan.leaves if leaf_plan.leaf.path not in loaded]
@@ -107,7 +107,7 @@ def plan_loading(
         sharding=plan,
         loads=tuple(loads),
         steps=plan_steps(loads),
-        hosts=tuple(of_device.tolist()),
+        hosts=tuple(device_hosts.tolist()),
         skipped=tuple(leaf.path for leaf in absent if leaf.path not in initial),
         initial=tuple(
             LeafInit(leaf=_in_dtype(leaf, dtype), rule=initial[leaf.path]) for leaf in absent if leaf.path in initial
@@ -238,8 +238,8 @@ def _host_bytes(load: LeafLoad, hosts: np.ndarray, mesh: MeshSpec) -> tuple[tupl
                 plans = plan_reads(load, [Block(box=box) for box in boxes])
                 filled = [sum(box_size(block.box) for block in plan.blocks) for plan in plans]
                 # All slabs of a piece are in memory at once; of a leaf that is read directly, one plan's blocks.
-                together = sum(filled) if load.reshard is not None else max(filled, default=0)
-                known[key] = (sum(plan.elements for plan in plans), together)
+                held_elements = sum(filled) if load.reshard is not None else max(filled, default=0)
+                known[key] = (sum(plan.elements for plan in plans), held_elements)
             # All pieces of the group read as much as the first one.
             elements[host] += known[key][0] * len(pieces)
             largest = max(largest, known[key][1] * load.leaf.dtype.itemsize)

@@ -151,11 +151,11 @@ def _this_host(plan: LoadPlan, mesh: Mesh) -> int:
             f"the load plan is for {plan.num_hosts} hosts, or for a different order of hosts: this mesh has "
             f"{max(hosts) + 1}; make it with plan_loading(…, hosts=device_hosts(mesh))"
         )
-    here = jax.process_index()
-    mine = {n for n, device in zip(hosts, _flat_devices(mesh), strict=True) if device.process_index == here}
-    if len(mine) != 1:
-        raise ValueError(f"process {here} has no device in mesh {MeshSpec.from_mesh(mesh)}")
-    return mine.pop()
+    process = jax.process_index()
+    local_hosts = {n for n, device in zip(hosts, _flat_devices(mesh), strict=True) if device.process_index == process}
+    if len(local_hosts) != 1:
+        raise ValueError(f"process {process} has no device in mesh {MeshSpec.from_mesh(mesh)}")
+    return local_hosts.pop()
 
 
 def _seconds_by_host(plan: LoadPlan, mesh: Mesh, seconds: float, jit: Jit) -> tuple[float, ...]:

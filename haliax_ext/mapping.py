@@ -132,11 +132,11 @@ class AxisMapping(Mapping[str, MeshAxes]):
         """
         problems: list[str] = []
         notes: list[str] = []
-        everything = set(known) | set(used)
-        strangers = [name for name in (*self, *sorted(self.unmapped)) if name not in everything]
+        known_names = set(known) | set(used)
+        strangers = [name for name in (*self, *sorted(self.unmapped)) if name not in known_names]
         for name in strangers:
             problems.append(
-                f"{where}: {name!r} is neither an axis of this model nor a known axis name{_hint(name, everything)}"
+                f"{where}: {name!r} is neither an axis of this model nor a known axis name{_hint(name, known_names)}"
             )
         for name in self:
             if name not in used and name not in strangers:

@@ -73,9 +73,9 @@ def plan_diff(first: ShardingPlan, second: ShardingPlan, *, names: tuple[str, st
     paths = list(dict.fromkeys([*rows[names[0]], *rows[names[1]]]))
     shapes = {name: {path: row.shape for path, row in rows[name].items()} for name in names}
     different = [path for path in paths if shapes[names[0]].get(path) != shapes[names[1]].get(path)]
-    counts = {path: row.count for of_plan in rows.values() for path, row in of_plan.items()}
-    elsewhere, total = (sum(counts[path] for path in some) for some in (different, paths))
-    lines += ["", f"{elsewhere} of {total} arrays are placed differently" + (":" if different else "")]
+    counts = {path: row.count for plan_rows in rows.values() for path, row in plan_rows.items()}
+    num_different, total = (sum(counts[path] for path in some) for some in (different, paths))
+    lines += ["", f"{num_different} of {total} arrays are placed differently" + (":" if different else "")]
     label = max(len(name) for name in names)
     for path in different:
         lines.append(f"  {_clip(path, WIDTH - 2)}")

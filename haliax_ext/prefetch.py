@@ -48,13 +48,13 @@ def place(declared: Input, values: np.ndarray | Mapping[str, np.ndarray], mesh: 
     where = shardings(declared, mesh)
 
     def placed(leaf: Leaf, _: Array) -> jax.Array:
-        here = values[leaf.path] if isinstance(values, Mapping) else values
+        local_values = values[leaf.path] if isinstance(values, Mapping) else values
 
         # JAX calls this for local devices only, with the global index of each one's part.
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
             begin, end, _ = index[0].indices(leaf.shape[0])
-            return here[begin - first_row : end - first_row, *index[1:]]
+            return local_values[begin - first_row : end - first_row, *index[1:]]
 
         return jax.make_array_from_callback(leaf.shape, where[leaf.path], part)
 

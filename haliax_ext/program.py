@@ -300,10 +300,10 @@ def _shapes(arrays: Mapping[str, Array]) -> _Shapes:
     return {path: (x.shape, x.dtype) for path, x in arrays.items()}
 
 
-def _assert_same_arrays(program: str, name: str, want: _Shapes, have: _Shapes) -> None:
-    if want != have:
-        different = sorted(p for p in want.keys() | have.keys() if want.get(p) != have.get(p))
-        lines = "\n".join(f"  {p}: planned {want.get(p)}, got {have.get(p)}" for p in different[:10])
+def _assert_same_arrays(program: str, name: str, planned: _Shapes, passed: _Shapes) -> None:
+    if planned != passed:
+        different = sorted(p for p in planned.keys() | passed.keys() if planned.get(p) != passed.get(p))
+        lines = "\n".join(f"  {p}: planned {planned.get(p)}, got {passed.get(p)}" for p in different[:10])
         raise AssertionError(
             f"program {program}, input {name}: these are not the arrays that it was planned for\n{lines}"
         )

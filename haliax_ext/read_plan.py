@@ -203,10 +203,10 @@ def plan_reads(load: LeafLoad, blocks: Sequence[Block], *, gap_bytes: int | None
         # A cluster: blocks that share the stacked indices and the spans of the outermost source axis.
         outer = tuple(block.box[p] for p in (*layout.stack_positions, *(layout.group_positions or ((),))[0]))
         clusters.setdefault(outer, []).append(block)
-    everything = list(blocks)
+    all_blocks = list(blocks)
     divisions: list[list[list[Block]]] = []
     # On small leaves the divisions coincide, and each is costed once.
-    for division in ([[block] for block in everything], list(clusters.values()), [everything]):
+    for division in ([[block] for block in all_blocks], list(clusters.values()), [all_blocks]):
         if division not in divisions:
             divisions.append(division)
     candidates: list[tuple[int, list[ReadPlan]]] = []
@@ -214,10 +214,10 @@ def plan_reads(load: LeafLoad, blocks: Sequence[Block], *, gap_bytes: int | None
         plans = [
             ReadPlan(
                 load=load,
-                blocks=tuple(together),
-                groups=tuple(_source_groups(layout, together, load.source_dtype.itemsize, gap_bytes)),
+                blocks=tuple(group),
+                groups=tuple(_source_groups(layout, group, load.source_dtype.itemsize, gap_bytes)),
             )
-            for together in division
+            for group in division
         ]
         candidates.append((sum(plan.elements for plan in plans), plans))
     best = min(elements for elements, _ in candidates)

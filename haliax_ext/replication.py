@@ -101,15 +101,15 @@ def _way_out(
 
     accept = f'or accept it: allow_replicated: ["{path}"]'
     # A rule is suggested for the whole mapping only if it breaks no other parameter.
-    alone = None
+    fallback = None
     for rules in _rules(plan, faults, mesh):
         if not legal(plan, rules):
             continue
         shown = "{" + ", ".join(f"{name}: {show_axes(axes)}" for name, axes in rules.items()) + "}"
         if all(legal(other, rules) for other in plans if rules.keys() & set(other.leaf.names)):
             return f"shard it, e.g. {shown}, {accept}"
-        alone = alone or f'shard it, for this array alone: overrides: {{"{path}": {shown}}}, {accept}'
-    return alone or f"none of its axes is divisible by {mesh.ways(tuple(faults))}; {accept}"
+        fallback = fallback or f'shard it, for this array alone: overrides: {{"{path}": {shown}}}, {accept}'
+    return fallback or f"none of its axes is divisible by {mesh.ways(tuple(faults))}; {accept}"
 
 
 def _rules(plan: LeafPlan, faults: Sequence[str], mesh: MeshSpec) -> Iterator[dict[str, tuple[str, ...]]]:

@@ -187,14 +187,14 @@ def choose_read(names: Sequence[str], shape: Sequence[int], final: Cuts, order: 
     read: list[list[str]] = [[] for _ in names]
     for position in order:
         remaining = shape[position]
-        mine = final[position]
+        final_axes = final[position]
         dropped = [axis for axis in waiting if axis not in cutting]
-        moved = [axis for axis in reversed(cutting) if axis in waiting and axis not in mine]
+        moved = [axis for axis in reversed(cutting) if axis in waiting and axis not in final_axes]
         prefix = True
-        for axis in (*mine, *dropped, *moved):
+        for axis in (*final_axes, *dropped, *moved):
             # A mesh axis is taken only if it divides what remains of the axis, so that slabs stay even without padding.
             fits = axis in waiting and remaining % mesh.shape[axis] == 0
-            if axis in mine:
+            if axis in final_axes:
                 # Only a prefix may stay: what is inside another mesh axis cannot be left there when that one moves.
                 fits = prefix = fits and prefix
             if fits:
@@ -205,54 +205,59 @@ def choose_read(names: Sequence[str], shape: Sequence[int], final: Cuts, order: 
         return tuple(tuple(axes) for axes in read)
     # The fallback: some mesh axis divides nothing. The outermost axis with at least one element for each device is
     # padded.
-    every = tuple(axis for axis, size in mesh.axes if size > 1)
+    large_axes = tuple(axis for axis, size in mesh.axes if size > 1)
     big = [position for position in order if shape[position] >= mesh.size]
     chosen = big[0] if big else max(order, key=lambda position: shape[position])
-    return tuple(every if position == chosen else () for position in range(len(names)))
+    return tuple(large_axes if position == chosen else () for position in range(len(names)))
 
 
 def plan_moves(read: Cuts, final: Cuts, padded: Sequence[bool]) -> tuple[Move, ...]:
     """The moves from `read` to `final`."""
-    now = [list(axes) for axes in read]
-    want = [list(axes) for axes in final]
+    current = [list(axes) for axes in read]
+    target = [list(axes) for axes in final]
     moves: list[Move] = []
 
     # An axis is settled if the mesh axes on it are a prefix of the final ones: slices add the others without
     # communication. A padded axis must be gathered completely, since its padding can be trimmed only where all of it is
     # on one device.
     def is_settled(position: int) -> bool:
-        stays = now[position] == want[position][: len(now[position])]
-        return stays and not (padded[position] and now[position])
+        is_prefix = current[position] == target[position][: len(current[position])]
+        return is_prefix and not (padded[position] and current[position])
 
     # Only the innermost mesh axis of an axis can leave it: taking an outer one away would interleave elements.
     def innermost() -> list[tuple[int, str]]:
-        return [(p, axes[-1]) for p, axes in enumerate(now) if axes and not is_settled(p)]
+        return [(p, axes[-1]) for p, axes in enumerate(current) if axes and not is_settled(p)]
 
     while True:
         loose = innermost()
         if not loose:
             break
         for position, axis in loose:
-            to = next((p for p, axes in enumerate(want) if axis in axes), None)
+            to = next((p for p, axes in enumerate(target) if axis in axes), None)
             # It can go where everything that stands outside it has arrived.
-            if to is not None and to != position and not padded[to] and now[to] == want[to][: want[to].index(axis)]:
+            if (
+                to is not None
+                and to != position
+                and not padded[to]
+                and current[to] == target[to][: target[to].index(axis)]
+            ):
                 moves.append(Move("all_to_all", (axis,), position, to))
-                now[position].pop()
-                now[to].append(axis)
+                current[position].pop()
+                current[to].append(axis)
                 break
         else:
             # Prefer to gather mesh axes that shard nothing in the end.
-            position, axis = min(loose, key=lambda pair: any(pair[1] in axes for axes in want))
+            position, axis = min(loose, key=lambda pair: any(pair[1] in axes for axes in target))
             # Gathers of one axis that follow each other are one collective, with the outer mesh axis first.
             inner: tuple[str, ...] = ()
             if moves and moves[-1].kind == "all_gather" and moves[-1].axis == position:
                 inner = moves.pop().mesh_axes
             moves.append(Move("all_gather", (axis, *inner), position))
-            now[position].pop()
+            current[position].pop()
     # Padding is trimmed before anything is sliced, because slices need the axis's real size.
     moves += [Move("trim", (), position) for position, is_padded in enumerate(padded) if is_padded]
-    for position, axes in enumerate(want):
-        moves += [Move("slice", (axis,), position) for axis in axes[len(now[position]) :]]
+    for position, axes in enumerate(target):
+        moves += [Move("slice", (axis,), position) for axis in axes[len(current[position]) :]]
     return tuple(moves)
 
 

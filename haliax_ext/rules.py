@@ -230,24 +230,24 @@ class WeightRule:
 
     def expects(self, leaf: Leaf, shape: tuple[int, ...]) -> str | None:
         """Says what shape was expected if `shape` is not it."""
-        wanted = self.source_shape(leaf)
+        expected = self.source_shape(leaf)
         sizes = dict(leaf.axes)
-        fits = len(shape) == len(wanted)
+        fits = len(shape) == len(expected)
         words: list[str] = []
         for axis, group in enumerate(self.axes):
             fused = self.part is not None and self.part.axis == axis
             inner = " × ".join(f"{name} {sizes[name]}" for name in group) or "1"
-            words.append(f"{wanted[axis]} fused" if fused else inner)
+            words.append(f"{expected[axis]} fused" if fused else inner)
             if not fits:
                 continue
             # Only the first axis of a source axis may be padded: shorter by whole indices of it.
             if self.padded and group and group[0] in self.padded and not fused:
                 unit = math.prod(sizes[name] for name in group[1:])
-                fits = 0 < shape[axis] <= wanted[axis] and shape[axis] % unit == 0
+                fits = 0 < shape[axis] <= expected[axis] and shape[axis] % unit == 0
                 words[-1] = f"at most {inner}"
             else:
-                fits = shape[axis] == wanted[axis]
-        return None if fits else f"expected {list(wanted)} = [{', '.join(words)}]"
+                fits = shape[axis] == expected[axis]
+        return None if fits else f"expected {list(expected)} = [{', '.join(words)}]"
 
 
 @dataclass(frozen=True, kw_only=True)

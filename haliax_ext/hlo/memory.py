@@ -90,8 +90,8 @@ def hbm_traffic(module: Module, computation: Computation, instruction: Instructi
     source = computation.by_name.get(operands[0]) if operands else None
     if opcode in _SLICING and source is not None:
         # A slice reads as many bytes as it returns, unless its source is already in on-chip memory.
-        taken = sum(shape.nbytes for shape in instruction.shapes) if _hbm(source.shapes) else 0
-        return taken + _hbm(instruction.shapes)
+        read_bytes = sum(shape.nbytes for shape in instruction.shapes) if _hbm(source.shapes) else 0
+        return read_bytes + _hbm(instruction.shapes)
     return _whole(computation, instruction)
 
 

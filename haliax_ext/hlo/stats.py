@@ -210,9 +210,11 @@ class _Reader:
         """Adds `times` executions; returns the cycles of one."""
         # The cycles of one execution by position; a loop's entry holds all of its trips, so that a collective that
         # spans a loop is hidden by the whole loop.
-        here = [self._instruction(computation, instruction, times) for instruction in computation.instructions]
-        self._flights(computation, here, times)
-        return sum(here)
+        cycles_by_position = [
+            self._instruction(computation, instruction, times) for instruction in computation.instructions
+        ]
+        self._flights(computation, cycles_by_position, times)
+        return sum(cycles_by_position)
 
     def _kernel_at(self, computation: Computation, call: Instruction) -> Kernel | None:
         """The hand-written kernel that an instruction is, once."""
@@ -345,13 +347,13 @@ class _Reader:
         built = [(flight, *self._placed(flight)) for flight in flights]
         # (links, position) whose cycles already hide a collective: one cycle hides only one transfer over the same
         # links.
-        taken: set[tuple[str, int]] = set()
+        used_cycles: set[tuple[str, int]] = set()
         for flight, covered, net, members in built:
             links = f"{covered} {_direction(flight.source)}"
             # A synchronous collective starts and ends at one position and is hidden by nothing.
             for index in range(flight.first, flight.last + 1) if flight.last > flight.first else ():
-                if cycles[index] and (links, index) not in taken:
-                    taken.add((links, index))
+                if cycles[index] and (links, index) not in used_cycles:
+                    used_cycles.add((links, index))
                     flight.hidden += cycles[index]
                 if kernel := self._kernel_at(computation, computation.instructions[index]):
                     flight.hidden_by.append((f"{computation.instructions[index].name} {links}", kernel))

@@ -112,15 +112,15 @@ def find_surrogate(value: object, where: str = "") -> str | None:
     if isinstance(value, str):
         return where if lone_surrogate(value) is not None else None
     if isinstance(value, dict):
-        for key, one in value.items():
+        for key, item in value.items():
             inner = f"{where}.{key}" if where else str(key)
             if lone_surrogate(key) is not None:
                 return inner
-            if (path := find_surrogate(one, inner)) is not None:
+            if (path := find_surrogate(item, inner)) is not None:
                 return path
     if isinstance(value, list):
-        for n, one in enumerate(value):
-            if (path := find_surrogate(one, f"{where}[{n}]")) is not None:
+        for n, item in enumerate(value):
+            if (path := find_surrogate(item, f"{where}[{n}]")) is not None:
                 return path
     return None
 

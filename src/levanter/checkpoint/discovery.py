@@ -23,7 +23,7 @@ def find_checkpoints(base: str, *more: str) -> tuple[CheckpointRef, ...]:
     """
     checkpoints: list[CheckpointRef] = []
     # A damaged checkpoint must not hide the others from retention or from a listing.
-    for path in (path for one in (base, *more) for path in step_folders(one)):
+    for path in (path for folder in (base, *more) for path in step_folders(folder)):
         try:
             ref = read_ref(path)
         except UnreadableCheckpointError as error:
@@ -40,7 +40,7 @@ def latest(base: str, *more: str) -> CheckpointRef | None:
     Raises:
         UnreadableCheckpointError: it is damaged or not ours; the message names the one before.
     """
-    paths = [path for one in (base, *more) for path in step_folders(one)]
+    paths = [path for folder in (base, *more) for path in step_folders(folder)]
     steps = sorted({_folder_step(path) for path in paths}, reverse=True)
     for step in steps:
         # A damaged newest checkpoint is raised, not skipped: resuming from an older one must be the user's decision.

@@ -66,13 +66,13 @@ class ArrayWriter:
 
         When it returns, the arrays may be donated or deleted.
         """
-        how = {name: _pieces(array, self._chunk_bytes) for name, array in arrays.items()}
-        self._chunks = {name: _chunk(array, how[name]) for name, array in arrays.items()}
+        save_args = {name: _pieces(array, self._chunk_bytes) for name, array in arrays.items()}
+        self._chunks = {name: _chunk(array, save_args[name]) for name, array in arrays.items()}
         # Stays set until `wait` has succeeded: `close` must then leave the filter of late errors in place.
         self._failed = True
         # Arrays on CPU devices are copied before Orbax sees them: it would hold views of the caller's memory.
         copies, self._digests = self._staging.copy_and_digest(arrays, self._chunks)
-        self._orbax.save(absolute(path), args=ocp.args.PyTreeSave(copies, save_args=how))
+        self._orbax.save(absolute(path), args=ocp.args.PyTreeSave(copies, save_args=save_args))
         # Orbax has copied these to the host, and the arrays cache those copies: nothing is copied twice.
         self._on_host = [
             (name, shard.index, np.asarray(shard.data))
@@ -174,7 +174,7 @@ def _pieces(array: jax.Array, chunk_bytes: int) -> ocp.SaveArgs:
     return ocp.SaveArgs(chunk_byte_size=chunk_bytes, shard_axes=(0,) if array.ndim >= STACK_AXES else ())
 
 
-def _chunk(array: jax.Array, how: ocp.SaveArgs) -> tuple[int, ...]:
+def _chunk(array: jax.Array, save_args: ocp.SaveArgs) -> tuple[int, ...]:
     """The shape of the chunks that Orbax stores an array in.
 
     Digests are computed per chunk, so that a reader can verify each chunk that it reads. If Orbax chose other chunks,
@@ -183,7 +183,9 @@ def _chunk(array: jax.Array, how: ocp.SaveArgs) -> tuple[int, ...]:
     from orbax.checkpoint._src.arrays.subchunking import choose_chunk_shape
 
     part = array.sharding.shard_shape(array.shape)
-    chunk = choose_chunk_shape(array.shape, part, array.dtype, how.chunk_byte_size, shard_axes=how.shard_axes)
+    chunk = choose_chunk_shape(
+        array.shape, part, array.dtype, save_args.chunk_byte_size, shard_axes=save_args.shard_axes
+    )
     return tuple(chunk)
 
 

@@ -83,8 +83,8 @@ def check_targets(
     Raises:
         CheckpointMismatchError: lists every leaf that is missing, unexpected, or of another shape or dtype.
     """
-    wanted = {path: saved_leaf(target.shape, target.dtype, used=target.used) for path, target in targets.items()}
-    check_leaves(ref, wanted, unexpected=unexpected)
+    expected = {path: saved_leaf(target.shape, target.dtype, used=target.used) for path, target in targets.items()}
+    check_leaves(ref, expected, unexpected=unexpected)
 
 
 def check_leaves(
@@ -109,10 +109,10 @@ def check_leaves(
     saved = {path: leaf for path, leaf in ref.leaves.items() if path.startswith(within)}
     differences = list(_differences(saved, wanted, unexpected))
     if differences:
-        same = sum(path in wanted and _agree(leaf, wanted[path]) for path, leaf in saved.items())
+        num_equal = sum(path in wanted and _agree(leaf, wanted[path]) for path, leaf in saved.items())
         raise CheckpointMismatchError(
             f"{ref.path}: this checkpoint does not match what is to be restored: {len(differences)} difference"
-            f"{'s' if len(differences) > 1 else ''}, {same} of {len(saved)} leaves agree:\n  "
+            f"{'s' if len(differences) > 1 else ''}, {num_equal} of {len(saved)} leaves agree:\n  "
             + "\n  ".join(differences)
         )
 

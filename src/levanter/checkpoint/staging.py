@@ -41,10 +41,10 @@ class StagingBuffers:
             arrays: by name.
             chunks: the shape of a chunk, by name; it divides what a device holds.
         """
-        here = {name for name, array in arrays.items() if _on_cpus(array)}
+        cpu_names = {name for name, array in arrays.items() if _on_cpus(array)}
         used: dict[tuple[str, Box], np.ndarray] = {}
         copies: list[tuple[str, Future[dict[Number, str]]]] = []
-        for name in here:
+        for name in cpu_names:
             array = arrays[name]
             # Of copies that several processes hold, the first is written.
             # Replica 0 of each shard is the one that Orbax writes.
@@ -62,13 +62,15 @@ class StagingBuffers:
                     used[key] = block
                     chunk = chunks.get(name) if key[1] in written else None
                     copies.append((name, self._pool.submit(_copy, shard.data, block, key[1], chunk)))
-        digests: dict[str, dict[Number, str]] = {name: {} for name in here}
+        digests: dict[str, dict[Number, str]] = {name: {} for name in cpu_names}
         # All copies are finished before this returns: the caller may then donate the arrays.
         for name, future in copies:
             digests[name] |= future.result()
         # Blocks of arrays that were not part of this save are freed.
         self._blocks = used
-        staged = {name: _from_blocks(name, array, used) if name in here else array for name, array in arrays.items()}
+        staged = {
+            name: _from_blocks(name, array, used) if name in cpu_names else array for name, array in arrays.items()
+        }
         return staged, digests
 
     def close(self) -> None:

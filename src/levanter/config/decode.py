@@ -153,9 +153,9 @@ class Decoder:
                 arguments[entry.key] = self.decode(entry.node, known[entry.key].type, (*path, entry.key))
             elif entry.key not in skip:
                 self._unknown_key(entry, tuple(known), path, choices or {})
-        for name, one in known.items():
-            if one.required and name not in arguments:
-                expected = describe(one.type)
+        for name, config_field in known.items():
+            if config_field.required and name not in arguments:
+                expected = describe(config_field.type)
                 self.wrong(f"required key is missing ({expected})", node.mark, (*path, name), expected=expected)
         # Building the class from a part of its fields would report follow-up problems of the missing ones.
         if len(self.problems) > before:
@@ -203,9 +203,9 @@ class Decoder:
         vocabulary = {*known, *self.old_keys(path)} - {entry.key}
         hint = f"; it is a key of {TYPE_KEY}: {' or '.join(others[:3])}" if others else ""
         # A key of another block is at the wrong place, and nothing that only looks like it is meant.
-        elsewhere = [p for p in key_paths(self.root).get(entry.key, ()) if p != ".".join((*path, entry.key))]
-        if not hint and elsewhere:
-            hint = f"; it belongs at {' or '.join(f'`{p}`' for p in elsewhere[:3])}"
+        other_paths = [p for p in key_paths(self.root).get(entry.key, ()) if p != ".".join((*path, entry.key))]
+        if not hint and other_paths:
+            hint = f"; it belongs at {' or '.join(f'`{p}`' for p in other_paths[:3])}"
         if not hint and SAME.get(entry.key) in known:
             hint = f"; here it is `{SAME[entry.key]}`"
         similar = () if hint else nearest(entry.key, vocabulary)

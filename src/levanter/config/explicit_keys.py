@@ -45,17 +45,17 @@ class ExplicitKeys:
 
 def _differing(config: object, prefix: str) -> Iterator[str]:
     assert is_dataclass(config) and not isinstance(config, type)
-    for one in fields(config):
-        value, path = getattr(config, one.name), f"{prefix}{one.name}"
+    for config_field in fields(config):
+        value, path = getattr(config, config_field.name), f"{prefix}{config_field.name}"
         # A value that equals its default counts as not written: in Python there is no other evidence.
-        if value != _default(one):
+        if value != _default(config_field):
             yield path
         if is_dataclass(value) and not isinstance(value, type):
             yield from _differing(value, f"{path}.")
 
 
-def _default(one: Field[Any]) -> object:
-    if one.default is not MISSING:
-        return one.default
+def _default(config_field: Field[Any]) -> object:
+    if config_field.default is not MISSING:
+        return config_field.default
     # MISSING equals no value, so a field without a default always counts as written.
-    return MISSING if one.default_factory is MISSING else one.default_factory()
+    return MISSING if config_field.default_factory is MISSING else config_field.default_factory()

@@ -65,16 +65,16 @@ class _Keys:
 
     def of(self, cls: type, path: tuple[str, ...], seen: tuple[type, ...]) -> Iterator[tuple[str, str]]:
         meanings = attribute_docs(cls)
-        for name, one in config_fields(cls).items():
-            here = (*path, name)
-            yield ".".join(here), _line(here, one, meanings.get(name, ""))
-            for member in union_members(one.type):
-                default = None if one.required else one.default
+        for name, config_field in config_fields(cls).items():
+            key_path = (*path, name)
+            yield ".".join(key_path), _line(key_path, config_field, meanings.get(name, ""))
+            for member in union_members(config_field.type):
+                default = None if config_field.required else config_field.default
                 # A mapping of named blocks: list the keys of one block under the placeholder `<name>`.
                 if is_mapping(member) and len(get_args(member)) == 2:
-                    yield from self.below(get_args(member)[1], None, (*here, "<name>"), (*seen, cls))
+                    yield from self.below(get_args(member)[1], None, (*key_path, "<name>"), (*seen, cls))
                 else:
-                    yield from self.below(member, default, here, (*seen, cls))
+                    yield from self.below(member, default, key_path, (*seen, cls))
 
     def below(
         self, annotation: Annotation, default: object, path: tuple[str, ...], seen: tuple[type, ...]
@@ -104,14 +104,14 @@ def _program(cls: type) -> str:
     return f"python -m {spec.name}" if spec is not None else f"python {sys.argv[0]}"
 
 
-def _line(path: tuple[str, ...], one: ConfigField, meaning: str) -> str:
+def _line(path: tuple[str, ...], config_field: ConfigField, meaning: str) -> str:
     indent = "  " * len(path)
-    words = f"{indent}--{'.'.join(path)}  {_type(one.type)}"
-    if one.required:
+    words = f"{indent}--{'.'.join(path)}  {_type(config_field.type)}"
+    if config_field.required:
         words += "  (required)"
-    elif (default := _default(one)) is not None:
+    elif (default := _default(config_field)) is not None:
         words += f"  = {default}"
-    meaning = str(one.field.metadata.get("help", meaning))
+    meaning = str(config_field.field.metadata.get("help", meaning))
     wrapped = textwrap.wrap(meaning, WIDTH, initial_indent=indent + "    ", subsequent_indent=indent + "    ")
     return "\n".join([words, *wrapped])
 
@@ -121,8 +121,8 @@ def _type(annotation: Annotation) -> str:
     return f"{describe(annotation)}" + (f": {' | '.join(names)}" if names else "")
 
 
-def _default(one: ConfigField) -> str | None:
-    value = one.default
+def _default(config_field: ConfigField) -> str | None:
+    value = config_field.default
     if is_dataclass(value) and not is_text_value(type(value)):
         name = registered_name(type(value))
         return None if name is None else f"{{{TYPE_KEY}: {name}, …}}"

@@ -176,14 +176,14 @@ def _alone(loaded: Loaded[C]) -> C:
 def _overrides(pairs: Collection[tuple[str, object]]) -> MapNode:
     texts = [(key, value) for key, value in pairs if isinstance(value, str)]
     result: Node = overrides_document(texts)
-    here = Mark(source=COMMAND_LINE)
+    mark = Mark(source=COMMAND_LINE)
     for key, value in pairs:
         # Values from Python keep their types; only text is parsed like a word of the command line.
         if not isinstance(value, str):
-            node = from_plain(value, here)
+            node = from_plain(value, mark)
             # The dotted key becomes nested mappings, from the inside out.
             for part in reversed(key.split(".")):
-                node = MapNode(entries=(Entry(key=part, node=node, mark=here),), mark=here)
+                node = MapNode(entries=(Entry(key=part, node=node, mark=mark),), mark=mark)
             result = merged(result, node)
     assert isinstance(result, MapNode)
     return result
@@ -303,7 +303,7 @@ def parse_argv(argv: Sequence[str]) -> CommandLine:
             continue
         key, equals, text = word[2:].partition("=")
         # After `--configs` several words are values; any other key takes one.
-        values = [text] if equals else _values(rest, many=key == "configs")
+        values = [text] if equals else _values(rest, takes_many=key == "configs")
         if not values:
             problems.append(Problem(message=f"--{key} needs a value", mark=_HERE))
         elif key in FILE_FLAGS:
@@ -328,10 +328,10 @@ def parse_argv(argv: Sequence[str]) -> CommandLine:
     )
 
 
-def _values(rest: list[str], *, many: bool) -> list[str]:
-    """Takes the value of a key off the words that follow it; all up to the next key for `many`."""
+def _values(rest: list[str], *, takes_many: bool) -> list[str]:
+    """Takes the value of a key off the words that follow it; all up to the next key for `takes_many`."""
     words: list[str] = []
-    while rest and not rest[0].startswith("--") and (many or not words):
+    while rest and not rest[0].startswith("--") and (takes_many or not words):
         words.append(rest.pop(0))
     return words
 

@@ -85,9 +85,9 @@ def _hints(cls: type) -> dict[str, Annotation]:
         for name in annotations if is_dataclass(base) else ():
             # The subclass annotates the field without metadata; take it from the base, unless the type differs.
             if full[name] == bare[name]:
-                theirs = get_type_hints(base, include_extras=True)[name]
-                if theirs != bare[name] and get_type_hints(base)[name] == bare[name]:
-                    full[name] = theirs
+                base_hint = get_type_hints(base, include_extras=True)[name]
+                if base_hint != bare[name] and get_type_hints(base)[name] == bare[name]:
+                    full[name] = base_hint
     return full
 
 
@@ -217,9 +217,9 @@ def key_paths(cls: type) -> Mapping[str, tuple[str, ...]]:
 
 
 def _walk(cls: type, path: tuple[str, ...], seen: tuple[type, ...]) -> Iterator[tuple[str, ...]]:
-    for name, one in config_fields(cls).items():
+    for name, config_field in config_fields(cls).items():
         yield (*path, name)
-        for member in union_members(one.type):
+        for member in union_members(config_field.type):
             # `seen` stops recursive configuration classes. A choice is not entered, because its keys depend on its
             # type.
             if is_dataclass(member) and isinstance(member, type) and not is_choice(member) and member not in seen:

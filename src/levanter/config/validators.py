@@ -80,7 +80,7 @@ class Range:
             return None
         if value > self.high or self.high <= 1:
             return f"must be {self}, got {_number(value)}"
-        also = "".join(f", or {one}" for one in self.also)
+        also = "".join(f", or {special}" for special in self.also)
         if self.low == 0 and not self.above:
             return f"must not be negative{also}, got {_number(value)}"
         least = "positive" if self.low == 0 else f"{'above' if self.above else 'at least'} {_number(self.low)}"
@@ -192,7 +192,11 @@ def _looks(cls: type) -> tuple[tuple[str, Look], ...]:
     The annotations are evaluated once for each class: a server creates such values for every request, and the
     evaluation took a third of that time.
     """
-    return tuple((name, _look(one.type)) for name, one in config_fields(cls).items() if has_range(one.type))
+    return tuple(
+        (name, _look(config_field.type))
+        for name, config_field in config_fields(cls).items()
+        if has_range(config_field.type)
+    )
 
 
 def _look(annotation: Annotation) -> Look:
@@ -222,11 +226,11 @@ def _look_at_union(members: tuple[tuple[Annotation, Look], ...]) -> Look:
         number = isinstance(value, bool)
         # `True` is an int for `isinstance` and must not pass as a number.
         fitting = [
-            of for types, kind, of in kinds if isinstance(value, types) and not (number and kind in (int, float))
+            check for types, kind, check in kinds if isinstance(value, types) and not (number and kind in (int, float))
         ]
         if not fitting and _is_number(value):
             # A whole number where a float is meant.
-            fitting = [of for _, kind, of in kinds if kind is float]
+            fitting = [check for _, kind, check in kinds if kind is float]
         return fitting[0](value) if fitting else ()
 
     return look
@@ -238,11 +242,11 @@ def _look_inside(bare: Annotation) -> Look | None:
     if is_mapping(bare):
         if len(args) != 2:
             return None
-        of_item = _look(args[1])
+        check_item = _look(args[1])
 
         def look_at_values(value: object) -> Iterable[tuple[str, str]]:
             items = value.items() if isinstance(value, Mapping) else ()
-            return [(f".{key}{at}", problem) for key, item in items for at, problem in of_item(item)]
+            return [(f".{key}{at}", problem) for key, item in items for at, problem in check_item(item)]
 
         return look_at_values
     if list_origin(bare) is None:

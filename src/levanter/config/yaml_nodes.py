@@ -193,8 +193,8 @@ def merged(base: Node, over: Node) -> Node:
         return over
     result = {entry.key: entry for entry in base}
     for entry in over:
-        mine = result.get(entry.key)
-        result[entry.key] = entry if mine is None else replace(entry, node=merged(mine.node, entry.node))
+        base_entry = result.get(entry.key)
+        result[entry.key] = entry if base_entry is None else replace(entry, node=merged(base_entry.node, entry.node))
     # An empty base is usually an empty file; the mark of the overriding document is more useful in messages.
     mark = over.mark if not base.entries else base.mark
     return MapNode(entries=tuple(result.values()), mark=mark)
@@ -314,11 +314,11 @@ class _Conversion:
         return MapNode(entries=tuple({**inherited, **entries}.values()), mark=mark)
 
     def inherited(self, node: Node) -> Iterator[Entry]:
-        for one in node.items if isinstance(node, ListNode) else (node,):
-            if isinstance(one, MapNode):
-                yield from one
+        for mapping in node.items if isinstance(node, ListNode) else (node,):
+            if isinstance(mapping, MapNode):
+                yield from mapping
             else:
-                self.wrong(one.mark, "`<<` takes a mapping or a list of mappings")
+                self.wrong(mapping.mark, "`<<` takes a mapping or a list of mappings")
 
     def included(self, raw: yaml.Node, mark: Mark) -> Node:
         if not isinstance(raw, yaml.ScalarNode) or not raw.value:

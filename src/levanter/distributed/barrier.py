@@ -120,15 +120,15 @@ def require_same_values(name: str, values: Mapping[str, str], *, advice: str) ->
     if not others:
         return
     # `others` is the same on all processes, so all of them make this second exchange.
-    wanted = json.loads(agreed(name, text))
+    expected = json.loads(agreed(name, text))
     wrong = [
-        f"{key} {values.get(key, 'absent')} (process 0: {wanted.get(key, 'absent')})"
-        for key in sorted({*values, *wanted})
-        if values.get(key) != wanted.get(key)
+        f"{key} {values.get(key, 'absent')} (process 0: {expected.get(key, 'absent')})"
+        for key in sorted({*values, *expected})
+        if values.get(key) != expected.get(key)
     ]
     more = f", and {len(wrong) - _SHOWN_VALUES} more" if len(wrong) > _SHOWN_VALUES else ""
-    mine = "; ".join(wrong[:_SHOWN_VALUES]) + more
-    require_same(name, mine or f"{len(values)} values", advice=advice)
+    differences = "; ".join(wrong[:_SHOWN_VALUES]) + more
+    require_same(name, differences or f"{len(values)} values", advice=advice)
 
 
 def agreed_stop(should_stop: Callable[[], bool]) -> Callable[[], bool]:

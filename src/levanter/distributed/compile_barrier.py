@@ -94,11 +94,11 @@ def device_memory(mesh: Mesh) -> int | None:
     """Bytes of a device: its own memory, or its share of the machine's; None where no check is needed."""
     if mesh.devices.flat[0].platform == "tpu":
         return None  # its compiler refuses by itself
-    mine = [device for device in mesh.devices.flat if device.process_index == device.client.process_index()]
-    if not mine:
+    local_devices = [device for device in mesh.devices.flat if device.process_index == device.client.process_index()]
+    if not local_devices:
         return None
-    if mine[0].platform == "cpu":
+    if local_devices[0].platform == "cpu":
         memory = host_memory()
         # The devices of a CPU process share the machine's memory.
-        return None if memory is None else memory // len(mine)
-    return (mine[0].memory_stats() or {}).get("bytes_limit")
+        return None if memory is None else memory // len(local_devices)
+    return (local_devices[0].memory_stats() or {}).get("bytes_limit")

@@ -102,11 +102,11 @@ class Coordinator:
     def start(self) -> socket.socket:
         """Starts the threads; the end of a connection for process 0 itself."""
         # Process 0 is a member like any other; its connection is a socket pair instead of TCP.
-        mine, remote = socket.socketpair()
+        local, remote = socket.socketpair()
         _thread(self._receive, Connection(remote), name="hub-receive")
         _thread(self._accept, name="hub-accept")
         _thread(self._roll, name="hub-roll")
-        return mine
+        return local
 
     def _accept(self) -> None:
         while True:
@@ -218,8 +218,8 @@ class Coordinator:
             if kind == "at":
                 self._arrived(member, message["barrier"], message["value"])
             elif kind == "who":
-                here = self._barriers.get(message["barrier"], _Barrier()).here
-                missing = [n for n in sorted(self._members) if n not in here]
+                arrived = self._barriers.get(message["barrier"], _Barrier()).here
+                missing = [n for n in sorted(self._members) if n not in arrived]
                 where = {n: self._members[n].last_seen() for n in missing}
                 member.wire.send("missing", barrier=message["barrier"], processes=missing, where=where)
             elif kind == "decided":
@@ -262,14 +262,14 @@ class Coordinator:
 
     def _beat(self) -> None:
         """Sends the heartbeats of process 0, and reports processes that have been silent for too long."""
-        every = self._heartbeat / 5
+        period = self._heartbeat / 5
         # Five beats fit into the timeout: a few may be late or lost.
         last = time.monotonic()
         while True:
-            time.sleep(every)
+            time.sleep(period)
             now = time.monotonic()
             # Where this process itself stood still, what the others sent was not read.
-            stood_still = now - last > 2 * every
+            stood_still = now - last > 2 * period
             last = now
             with self._lock:
                 self._tell("beat")

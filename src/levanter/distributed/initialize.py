@@ -235,13 +235,13 @@ def platforms() -> str:
     return getattr(jax.config, "jax_platforms", None) or ""
 
 
-def tpu_pod_hints(wanted: str) -> PlaceHints | None:
+def tpu_pod_hints(jax_platforms: str) -> PlaceHints | None:
     """The place in the TPU pod that this machine is part of; None where it is part of none, or the pod has one host.
 
     Args:
-        wanted: as `platforms`; without TPUs in it, one host of a pod may work alone.
+        jax_platforms: as `platforms`; without TPUs in it, one host of a pod may work alone.
     """
-    if wanted and "tpu" not in wanted.split(","):
+    if jax_platforms and "tpu" not in jax_platforms.split(","):
         return None
     # JAX knows the metadata of Google's machines, and has no public API for it that does not join at once.
     from jax._src.clusters.cloud_tpu_cluster import GceTpuCluster, GkeTpuCluster

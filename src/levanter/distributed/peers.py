@@ -90,8 +90,8 @@ class Departure:
     code: int | None
 
     def __str__(self) -> str:
-        how = f"ended with exit code {self.code}: {self.why}" if self.code is not None else f"was lost: {self.why}"
-        return f"{self.member} {how}; last seen {self.where}"
+        outcome = f"ended with exit code {self.code}: {self.why}" if self.code is not None else f"was lost: {self.why}"
+        return f"{self.member} {outcome}; last seen {self.where}"
 
 
 class Peers:
@@ -225,23 +225,24 @@ class Peers:
         if missing is None:
             return f"{start}, and process 0 did not say which processes are missing"
         lines = [f"  {self.roster[n]}: last seen {missing['where'][str(n)]}" for n in missing["processes"]]
-        here = sorted(set(range(self.count)) - set(missing["processes"]))
-        return "\n".join([f"{start}; missing:", *lines, f"  here: {format_processes(here)}"])
+        arrived = sorted(set(range(self.count)) - set(missing["processes"]))
+        return "\n".join([f"{start}; missing:", *lines, f"  here: {format_processes(arrived)}"])
 
     def lost(self, where: str | None = None) -> PeerLostError:
         """The error that names the processes that are gone."""
         # A process that ended because others were lost is a consequence, not a cause.
         causes = [departure for departure in self._departed if departure.code != PEER_LOST] or self._departed
-        gone = {departure.member.process for departure in causes}
-        here = sorted(set(range(self.count)) - gone)
-        plural = "process" if len(gone) == 1 else "processes"
+        lost_processes = {departure.member.process for departure in causes}
+        remaining = sorted(set(range(self.count)) - lost_processes)
+        plural = "process" if len(lost_processes) == 1 else "processes"
         return PeerLostError(
             "\n".join(
                 [
-                    f"{plural} {format_processes(gone)} of {self.count} {'is' if len(gone) == 1 else 'are'} missing; "
-                    f"noticed by process {self.process} {where or self._where}",
+                    f"{plural} {format_processes(lost_processes)} of {self.count} "
+                    f"{'is' if len(lost_processes) == 1 else 'are'} missing; noticed by process {self.process} "
+                    f"{where or self._where}",
                     *(f"  {departure}" for departure in causes),
-                    f"  here: {format_processes(here)}",
+                    f"  here: {format_processes(remaining)}",
                 ]
             )
         )
@@ -336,13 +337,13 @@ class Peers:
             self._changed.notify_all()
 
     def _beat(self) -> None:
-        every = self._timeouts.heartbeat / 5
+        period = self._timeouts.heartbeat / 5
         last = time.monotonic()
         while not self._leaving:
-            time.sleep(every)
+            time.sleep(period)
             now = time.monotonic()
             # This process itself was suspended: what its peers sent meanwhile was not read, and proves nothing.
-            if now - last > 2 * every:
+            if now - last > 2 * period:
                 self._wire.heard = now
             last = now
             self._wire.send("beat")

@@ -159,12 +159,12 @@ class _Handshake:
         self._answered.set()
 
     def _log(self, message: Message) -> None:
-        here, count = message["processes"], self._place.processes
-        missing = set(range(count)) - set(here)
+        joined, count = message["processes"], self._place.processes
+        missing = set(range(count)) - set(joined)
         if missing and message["seconds"] > 0 and self._place.process == 0:
             logger.warning(
                 "%d of %d processes have joined after %d s; missing: %s",
-                len(here),
+                len(joined),
                 count,
                 message["seconds"],
                 format_processes(missing),

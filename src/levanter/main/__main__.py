@@ -27,10 +27,13 @@ def commands(folder: Path = Path(__file__).parent) -> dict[str, str]:
 
 def listed() -> str:
     """The list of commands; those that are not implemented yet by name only."""
-    here = commands()
-    width = max(map(len, here))
+    summaries = commands()
+    width = max(map(len, summaries))
     lines = ["usage: levanter COMMAND [--config_path FILE] [--KEY VALUE …]", ""]
-    lines += [f"  {name:<{width}}  {shorten(what, WIDTH - width - 4, placeholder=' …')}" for name, what in here.items()]
+    lines += [
+        f"  {name:<{width}}  {shorten(summary, WIDTH - width - 4, placeholder=' …')}"
+        for name, summary in summaries.items()
+    ]
     lines += ["", f"not implemented yet: {', '.join(sorted(ABSENT))}"]
     lines += ["", "`levanter COMMAND --help` lists its keys; `levanter --version` prints the version.",
               "Runs on pods are launched by `python -m levanter.infra.launch`."]  # fmt: skip

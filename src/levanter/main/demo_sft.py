@@ -57,14 +57,14 @@ def main(config: TrainLmConfig) -> int:
     before, first = _judged(config, None), _answers(config, None)
     done = _trained(config)
     assert done.exported is not None, "the demo saves its adapter; use config/lora/demo.yaml"
-    after, then = _judged(config, done.exported), _answers(config, done.exported)
+    after, second = _judged(config, done.exported), _answers(config, done.exported)
     print("\n=== held-out conversations, the assistant's tokens")
     for when, scores in (("before", before), ("after", after)):
         # The demo's evaluation has one set.
         (score,) = (one.score for one in scores.sets)
         print(f"{when:>8}: loss {score.loss:.3f} nats per token, {score.accuracy or 0:.1%} of them the likeliest")
     print("=== six questions, greedy")
-    for question, one, other in zip(QUESTIONS, first, then, strict=True):
+    for question, one, other in zip(QUESTIONS, first, second, strict=True):
         print(f"> {question}\n  before: {one!r}\n   after: {other!r}")
     print(f"adapter: {done.exported}; {done.taken} steps; {time.monotonic() - began:.0f} s in all")
     if after.overall.micro.loss < before.overall.micro.loss:

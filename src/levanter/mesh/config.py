@@ -90,7 +90,11 @@ class MeshConfig(Ranged):
         for name, block in rules.items():
             for axis, value in block.items():
                 axes = value if isinstance(value, list) else [] if value is None else [value]
-                problems += [f"{name}.{axis}: {one!r} is not a valid mesh axis name" for one in axes if not one.strip()]
+                problems += [
+                    f"{name}.{axis}: {mesh_axis!r} is not a valid mesh axis name"
+                    for mesh_axis in axes
+                    if not mesh_axis.strip()
+                ]
         if problems:
             raise ValueError("\n".join(problems))
 

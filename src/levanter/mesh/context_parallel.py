@@ -106,7 +106,9 @@ def choose(
     # With `heads`, positions and K/V heads exchange roles: the heads are then sharded over both groups of mesh axes.
     ways = heads_ways * position_ways
     divides = kv_heads % ways == 0
-    of_heads = f"{kv_heads} {KV_HEAD} divide by {ways}" if divides else f"{kv_heads} {KV_HEAD} do not divide by {ways}"
+    heads_clause = (
+        f"{kv_heads} {KV_HEAD} divide by {ways}" if divides else f"{kv_heads} {KV_HEAD} do not divide by {ways}"
+    )
     gathered = gathered_bytes(kv_heads=kv_heads, head_size=head_size, positions=positions, heads_ways=heads_ways)
     limit = None if hbm_bytes is None else GATHERED_SHARE * hbm_bytes
     # Where memory is not known, gathering is taken to fit.
@@ -119,7 +121,7 @@ def choose(
     known: list[Method] = [method for method in legal if seconds and method in seconds]
     # Without prices the first legal method is chosen, in the order of `candidates`.
     if not known or seconds is None:
-        reason = f"{of_heads}, so the work is balanced" if divides else f"{of_heads}, and {size}"
+        reason = f"{heads_clause}, so the work is balanced" if divides else f"{heads_clause}, and {size}"
         return MethodChoice(method=legal[0], reason=reason)
     least = min(seconds[method] for method in known)
     # Candidates are ordered by preference: the first within ALIKE of the fastest, not the fastest, so that small
@@ -127,7 +129,7 @@ def choose(
     best: Method = next(method for method in known if seconds[method] <= (1 + ALIKE) * least)
     others = [f"{1e3 * seconds[method]:.3g} ms for {method}" for method in known if method != best]
     waits = ", ".join((f"a layer waits {1e3 * seconds[best]:.3g} ms for a sequence by arithmetic", *others))
-    why_not = [*([] if divides else [of_heads]), *([] if few else [size])]
+    why_not = [*([] if divides else [heads_clause]), *([] if few else [size])]
     return MethodChoice(method=best, reason="; ".join((waits, *why_not)))
 
 
@@ -259,10 +261,10 @@ def check_dcn(attention: AxisMapping, compute: AxisMapping, mesh: MeshSpec, *, a
 
 def _heads_problems(inside: AxisMapping, mesh: MeshSpec, sizes: Mapping[str, int]) -> list[ShardingError]:
     kv_heads, axes = sizes.get(KV_HEAD), inside.mesh_axes(KV_HEAD)
-    if both := [axis for axis in axes if axis in inside.mesh_axes(POSITION)]:
+    if shared := [axis for axis in axes if axis in inside.mesh_axes(POSITION)]:
         return [
             ShardingError(
-                f"{_WHERE}: {KV_HEAD} and {POSITION} are both mapped to mesh axis {', '.join(both)}",
+                f"{_WHERE}: {KV_HEAD} and {POSITION} are both mapped to mesh axis {', '.join(shared)}",
                 suggestion=f"take it from one of them: {{{POSITION}: null}} exchanges heads",
             )
         ]
@@ -293,10 +295,10 @@ def _order_problems(shards: int, positions: int | None, order: Order) -> list[Sh
     if positions % unit == 0:
         return []
     near = [n for n in (positions // unit * unit, -(-positions // unit) * unit) if n]
-    how = f"{shards} parts" + (f" of two runs each (position_order: {order})" if order == "zigzag" else "")
+    layout = f"{shards} parts" + (f" of two runs each (position_order: {order})" if order == "zigzag" else "")
     return [
         IndivisibleError(
-            f"trainer.mesh: {POSITION} is cut into {how}, and {positions} positions % {unit} = {positions % unit}",
+            f"trainer.mesh: {POSITION} is cut into {layout}, and {positions} positions % {unit} = {positions % unit}",
             suggestion=f"make it {' or '.join(map(str, near))} positions",
         )
     ]

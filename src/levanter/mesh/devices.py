@@ -110,18 +110,18 @@ def mesh_report(
         mappings: for what shards attention, and the warning about parameters that are sharded across granules.
         bytes_per_device: what stays on each device for the whole run (`parameters`, `optimizer`, `gradients`).
     """
-    what = "chip" if facts.platform == "tpu" else "device"
+    unit = "chip" if facts.platform == "tpu" else "device"
     # On an abstract target only the number of devices is known, not the number of chips.
-    count = facts.chips if isinstance(facts, DeviceSet) and what == "chip" else spec.size
-    shown = f"{_plural(count, what)} ({facts.kind})"
+    count = facts.chips if isinstance(facts, DeviceSet) and unit == "chip" else spec.size
+    shown = f"{_plural(count, unit)} ({facts.kind})"
     if count != spec.size:
         shown += f" as {spec.size} devices"
     lines = [f"{shown}, {_plural(facts.hosts, 'host')}, {_plural(facts.granules, spec.granule)}", f"mesh {spec}"]
     if bytes_per_device:
         total = sum(bytes_per_device.values())
         sizes = ", ".join(f"{name} {gib(size)}" for name, size in bytes_per_device.items())
-        of = "" if facts.hbm_bytes is None else f" of {gib(facts.hbm_bytes)} ({total / facts.hbm_bytes:.1%})"
-        lines.append(f"on each device: {sizes}; together {gib(total)}{of}")
+        limit = "" if facts.hbm_bytes is None else f" of {gib(facts.hbm_bytes)} ({total / facts.hbm_bytes:.1%})"
+        lines.append(f"on each device: {sizes}; together {gib(total)}{limit}")
     lines += _heads(spec, mappings)
     lines += _crossing(spec, mappings)
     return "\n".join(lines)

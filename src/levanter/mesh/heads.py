@@ -95,10 +95,10 @@ def mesh_rules(config: MeshConfig, model: ModelAxes, spec: MeshSpec) -> MeshRule
     )
     overrides = {pattern: named(rules, f"overrides[{pattern!r}]") for pattern, rules in config.overrides.items()}
     # The first four positions are read back below, after `split_heads` may have changed every mapping alike.
-    every = [params, compute, residual, attention, *overrides.values()]
+    all_rules = [params, compute, residual, attention, *overrides.values()]
     # Before the expansion, which needs the sizes of the mesh axes that it distributes.
     if config.split_heads == "auto":
-        spec, every = _split_heads(model, spec, every, notes)
+        spec, all_rules = _split_heads(model, spec, all_rules, notes)
 
     def expanded(rules: Rules, where: str) -> ExpandedRules:
         heads_notes: list[str] = []
@@ -112,13 +112,13 @@ def mesh_rules(config: MeshConfig, model: ModelAxes, spec: MeshSpec) -> MeshRule
     return MeshRules(
         spec=spec,
         batch=batch,
-        params=expanded(every[0], "parameter mapping"),
-        compute=expanded(every[1], "compute mapping"),
-        residual=expanded(every[2], "residual_mapping"),
-        attention=expanded(every[3], "attention_mapping"),
+        params=expanded(all_rules[0], "parameter mapping"),
+        compute=expanded(all_rules[1], "compute mapping"),
+        residual=expanded(all_rules[2], "residual_mapping"),
+        attention=expanded(all_rules[3], "attention_mapping"),
         overrides=tuple(
             (pattern, expanded(rules, f"overrides[{pattern!r}]"))
-            for pattern, rules in zip(overrides, every[4:], strict=True)
+            for pattern, rules in zip(overrides, all_rules[4:], strict=True)
         ),
         notes=tuple(notes),
         problems=tuple(problems),
@@ -158,14 +158,14 @@ def distribute(mesh_axes: Sequence[str], *, kv_heads: int, q_per_group: int, mes
     >>> distribute(["model", "group"], kv_heads=8, q_per_group=16, mesh=mesh).rules
     {'kv_head': ['model'], 'q_heads_per_group': ['group']}
     """
-    taken = 0
+    num_leading = 0
     # The product of the leading mesh axes must divide; a single later axis that would divide cannot jump the queue.
-    while taken < len(mesh_axes) and kv_heads % mesh.ways(tuple(mesh_axes[: taken + 1])) == 0:
-        taken += 1
-    mine, rest = tuple(mesh_axes[:taken]), tuple(mesh_axes[taken:])
-    if q_per_group % mesh.ways(rest):
+    while num_leading < len(mesh_axes) and kv_heads % mesh.ways(tuple(mesh_axes[: num_leading + 1])) == 0:
+        num_leading += 1
+    kv_axes, group_axes = tuple(mesh_axes[:num_leading]), tuple(mesh_axes[num_leading:])
+    if q_per_group % mesh.ways(group_axes):
         return None
-    return HeadsMapping(kv_head=mine, q_heads_per_group=rest)
+    return HeadsMapping(kv_head=kv_axes, q_heads_per_group=group_axes)
 
 
 def expand_heads(
@@ -234,16 +234,16 @@ def _indivisible_heads(
         ),
         None,
     )
-    both = factor(ways, kv_heads=kv_heads, q_per_group=q_per_group)
+    factors = factor(ways, kv_heads=kv_heads, q_per_group=q_per_group)
     if reordered is not None:
         suggestion = f"{KV_HEAD} takes the leading mesh axes; they divide in this order: heads: {show_axes(reordered)}"
-    elif both is not None and len(mesh_axes) == 1 and GROUP_AXIS not in mesh.shape:
+    elif factors is not None and len(mesh_axes) == 1 and GROUP_AXIS not in mesh.shape:
         name = mesh_axes[0]
         pair = f"[{name}, {GROUP_AXIS}]"
         suggestion = (
-            f"factor the mesh axis, {both[0]} for {KV_HEAD} and {both[1]} for {Q_PER_GROUP}:\n"
+            f"factor the mesh axis, {factors[0]} for {KV_HEAD} and {factors[1]} for {Q_PER_GROUP}:\n"
             f"      mesh:\n"
-            f"        axes: {{{name}: {both[0]}, {GROUP_AXIS}: {both[1]}}}\n"
+            f"        axes: {{{name}: {factors[0]}, {GROUP_AXIS}: {factors[1]}}}\n"
             f"        shared_mapping: {{heads: {pair}, {_other_rules(mesh_axes, pair, mesh, sizes)}}}"
         )
     else:
@@ -275,17 +275,17 @@ def split_axis(
     data 2 × model 8 × group 2 (8, 2)
     """
     ways = mesh.shape[axis]
-    both = factor(ways, kv_heads=kv_heads, q_per_group=q_per_group)
+    factors = factor(ways, kv_heads=kv_heads, q_per_group=q_per_group)
     # A factor of 1 would change nothing, and `group` may exist only once.
-    if both is None or 1 in both or GROUP_AXIS in mesh.shape:
+    if factors is None or 1 in factors or GROUP_AXIS in mesh.shape:
         return None
     axes: list[tuple[str, int]] = []
     for name, size in mesh.axes:
         # `group` is next to the axis it came from, inside of it: neighbouring devices share K and V heads.
-        axes += [(name, both[0]), (GROUP_AXIS, both[1])] if name == axis else [(name, size)]
+        axes += [(name, factors[0]), (GROUP_AXIS, factors[1])] if name == axis else [(name, size)]
     # Both factors of an axis across slices cross slices.
     dcn = (*mesh.dcn, GROUP_AXIS) if axis in mesh.dcn else mesh.dcn
-    return MeshSpec(axes=tuple(axes), dcn=dcn, granule=mesh.granule), both
+    return MeshSpec(axes=tuple(axes), dcn=dcn, granule=mesh.granule), factors
 
 
 def with_group(rules: Mapping[str, str | Sequence[str] | None], axis: str) -> dict[str, str | list[str] | None]:
@@ -343,15 +343,15 @@ def model_sizes(
 def _heads_verdict(verdict: SizeVerdict, kv: int, groups: int, mesh_axis: str) -> SizeVerdict:
     size = verdict.size
     split = distribute([mesh_axis], kv_heads=kv, q_per_group=groups, mesh=MeshSpec.of(**{mesh_axis: size}))
-    both = factor(size, kv_heads=kv, q_per_group=groups)
+    factors = factor(size, kv_heads=kv, q_per_group=groups)
     # One mesh axis divides by itself; it then needs no factoring, even where it goes to the query groups alone.
     if split is not None:
         is_replicated = size > 1 and not split.kv_head
         return SizeVerdict(
             size=size, blockers=verdict.blockers, remark="K and V are replicated over it" if is_replicated else ""
         )
-    if both is not None:
-        remark = f"heads divide as {mesh_axis} {both[0]} × {GROUP_AXIS} {both[1]}"
+    if factors is not None:
+        remark = f"heads divide as {mesh_axis} {factors[0]} × {GROUP_AXIS} {factors[1]}"
         blockers = ((KV_HEAD, kv, kv % size), (Q_PER_GROUP, groups, groups % size))
     else:
         remark = ""
@@ -441,26 +441,26 @@ def _better_factoring(heads: list[str], spec: MeshSpec, *, kv_heads: int, q_per_
     if len(heads) != 1 or _as_list(mapped.get(KV_HEAD)) or _as_list(mapped.get(Q_PER_GROUP)) != heads:
         return []
     axis = heads[0]
-    both = factor(spec.shape[axis], kv_heads=kv_heads, q_per_group=q_per_group)
-    if both is None or 1 in both or GROUP_AXIS in spec.shape:
+    factors = factor(spec.shape[axis], kv_heads=kv_heads, q_per_group=q_per_group)
+    if factors is None or 1 in factors or GROUP_AXIS in spec.shape:
         return []
     return [
         f"heads → {axis}: K and V are replicated over {axis} {spec.shape[axis]}, which does not divide {kv_heads} "
-        f"{KV_HEAD}; axes {{{axis}: {both[0]}, {GROUP_AXIS}: {both[1]}}} with heads: [{axis}, {GROUP_AXIS}] "
-        f"would shard them {both[0]} ways"
+        f"{KV_HEAD}; axes {{{axis}: {factors[0]}, {GROUP_AXIS}: {factors[1]}}} with heads: [{axis}, {GROUP_AXIS}] "
+        f"would shard them {factors[0]} ways"
     ]
 
 
 def _split_heads(
-    model: ModelAxes, spec: MeshSpec, every: list[Rules], notes: list[str]
+    model: ModelAxes, spec: MeshSpec, all_rules: list[Rules], notes: list[str]
 ) -> tuple[MeshSpec, list[Rules]]:
     """Factors the mesh axis that `heads` is mapped to where it exceeds the KV heads, and adds `vocab` to it."""
-    params, compute = every[:2]
+    params, compute = all_rules[:2]
     kv_heads, q_per_group = model.sizes.get(KV_HEAD), model.sizes.get(Q_PER_GROUP, 1)
     # The parameter mapping decides; a mapping of `heads` for activations alone counts only without it.
     heads = _as_list(params.get(HEADS)) or _as_list(compute.get(HEADS))
     if kv_heads is None or len(heads) != 1 or heads[0] not in spec.names:
-        return spec, every
+        return spec, all_rules
     axis = heads[0]
     ways = spec.shape[axis]
     vocab = model.sizes.get("vocab")
@@ -468,7 +468,7 @@ def _split_heads(
         # Upstream's keys cannot map `vocab`; the plan would refuse replicated embeddings.
         if vocab % ways == 0:
             added = compute if "vocab" in compute else {**compute, "vocab": axis}
-            every = [{**params, "vocab": axis}, added, *every[2:]]
+            all_rules = [{**params, "vocab": axis}, added, *all_rules[2:]]
             notes.append(
                 f"vocab → {axis} was added (split_heads: auto): otherwise embedding and head are replicated over it"
             )
@@ -476,14 +476,14 @@ def _split_heads(
             notes.append(f"vocab {vocab} is replicated over {axis}: {vocab} % {ways} = {vocab % ways}")
     # The K/V heads divide as they are: factoring would only replicate them.
     if kv_heads % ways == 0:
-        return spec, every
+        return spec, all_rules
     split = split_axis(spec, axis, kv_heads=kv_heads, q_per_group=q_per_group)
     if split is None:
-        return spec, every
+        return spec, all_rules
     new, (a, b) = split
     notes.append(
         f"mesh axis {axis} {ways} was factored into {axis} {a} × {GROUP_AXIS} {b} (split_heads: auto): "
         f"this model has {kv_heads} {KV_HEAD} × {q_per_group} {Q_PER_GROUP}; K and V are replicated over {GROUP_AXIS}"
     )
     # Every mapping is rewritten, or one of them would name a mesh axis with the wrong size.
-    return new, [with_group(rules, axis) for rules in every]
+    return new, [with_group(rules, axis) for rules in all_rules]

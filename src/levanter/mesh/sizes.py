@@ -26,12 +26,12 @@ def resolve_sizes(config: MeshConfig, *, devices: int, granules: int = 1) -> Mes
     axes = _merged(DEFAULT_AXES, config.axes)
     dcn_axes = _merged(DEFAULT_DCN_AXES, config.dcn_axes)
     problems: list[ShardingError] = []
-    if both := sorted(axes.keys() & dcn_axes.keys()):
-        first = both[0]
+    if duplicates := sorted(axes.keys() & dcn_axes.keys()):
+        first = duplicates[0]
         problems.append(
             MeshError(
-                f"trainer.mesh: mesh axis {', '.join(both)} is in both axes (inside a {config.granule}) and dcn_axes "
-                f"(across {_plural(config.granule)})",
+                f"trainer.mesh: mesh axis {', '.join(duplicates)} is in both axes (inside a {config.granule}) and "
+                f"dcn_axes (across {_plural(config.granule)})",
                 suggestion=f"give one of them another name, e.g. dcn_axes: {{{first}_dcn: -1}}, "
                 f"and map logical axes to [{first}_dcn, {first}]",
             )
@@ -46,12 +46,12 @@ def resolve_sizes(config: MeshConfig, *, devices: int, granules: int = 1) -> Mes
             "axes, e.g. axes: {data: 4, host: -1}"
         )
     # Both groups are resolved even if the first fails, so that all problems are reported at once.
-    for group, sizes, total, what, hint in (
+    for group, sizes, total, units, hint in (
         ("axes", axes, devices // granules, f"{_count(devices // granules, 'device')} in one {config.granule}", None),
         ("dcn_axes", dcn_axes, granules, _count(granules, config.granule), one_slice),
     ):
         try:
-            resolved |= _absorb(sizes, total, group=f"trainer.mesh.{group}", what=what, hint=hint)
+            resolved |= _absorb(sizes, total, group=f"trainer.mesh.{group}", what=units, hint=hint)
         except MeshError as error:
             problems.append(error)
     raise_all(problems)

@@ -94,8 +94,8 @@ def translate_plain(document: dict[str, Any], source: str = "document") -> tuple
 def old_keys(path: tuple[str, ...]) -> tuple[str, ...]:
     """The old keys that are accepted in the mapping at `path`."""
     # These rows are keys of other commands, which would be wrong hints here.
-    elsewhere = (*AT_THE_TOP, *SFT_KEYS, *PREFERENCE_KEYS)
-    return tuple(row.name for row in TABLE if row not in elsewhere and _matches(row.block, path))
+    other_commands = (*AT_THE_TOP, *SFT_KEYS, *PREFERENCE_KEYS)
+    return tuple(row.name for row in TABLE if row not in other_commands and _matches(row.block, path))
 
 
 def _matches(block: str, path: tuple[str, ...]) -> bool:

@@ -95,6 +95,6 @@ def _engine(draft: Draft, block: Keys, counted: OldKey, requested: OldKey) -> No
         else:
             draft.wrong(pages, f"{counted.block}.{counted.name}", f"expected an integer, got {inline(pages.node)}")
             draft.remove((*block, counted.name))
-    wanted = draft.entry((*block, requested.name))
-    if wanted is not None:
-        draft.ignore(requested, wanted, block)
+    logprobs = draft.entry((*block, requested.name))
+    if logprobs is not None:
+        draft.ignore(requested, logprobs, block)

@@ -76,13 +76,13 @@ def translate_sft(draft: Draft, earlier: str) -> None:
 
 def _checkpoint(draft: Draft) -> None:
     named, initialize = draft.entry((MODEL_KEY.name,)), draft.entry((INITIALIZE.name,))
-    wanted = False if initialize is None else to_plain(initialize.node)
-    if not wanted:
+    requested = False if initialize is None else to_plain(initialize.node)
+    if not requested:
         if named is not None:
             draft.ignore(_row(MODEL_KEY.name, "", "without initialize_from_hf no weights are read from it"), named, ())
         return
     assert initialize is not None
-    name = wanted if isinstance(wanted, str) else MODEL_NAME if named is None else to_plain(named.node)
+    name = requested if isinstance(requested, str) else MODEL_NAME if named is None else to_plain(named.node)
     draft.remove((MODEL_KEY.name,))
     edits: list[tuple[Keys, object]] = [((INITIALIZE.name,), name), (("use_hf_model_config",), True)]
     draft.move(INITIALIZE, initialize, (), edits)
@@ -130,9 +130,11 @@ def _sets(draft: Draft, earlier: str) -> None:
         # Of the sets, only the place of the first one's tokens was used.
         cache = sets[0].node.entry("cache_dir") if sets and isinstance(sets[0].node, MapNode) else None
         cache_entries = () if cache is None else (cache,)
-        one = MapNode(entries=(Entry(key="train_urls", node=urls.node, mark=urls.mark), *cache_entries), mark=urls.mark)
+        urls_only = MapNode(
+            entries=(Entry(key="train_urls", node=urls.node, mark=urls.mark), *cache_entries), mark=urls.mark
+        )
         draft.remove((URLS.name,))
-        sets, supervised = [Entry(key=ONE, node=one, mark=urls.mark)], urls
+        sets, supervised = [Entry(key=ONE, node=urls_only, mark=urls.mark)], urls
     elif kind == HUB and earlier == SFT and len(sets) > 1 and supervised is not None:
         names = ", ".join(dataset.key for dataset in sets)
         draft.wrong(supervised, "supervised_data", f"sft trained on the first of {names} alone; leave out the others")
@@ -172,10 +174,10 @@ def _is_known(draft: Draft, dataset: Entry) -> bool:
 def _component(dataset: Entry, kind: str, fields: Mapping[str, object]) -> MapNode:
     """A set as a component."""
     assert isinstance(dataset.node, MapNode)
-    its = dataset.node
-    source: dict[str, Node | object] = {"type": "hf"} if "id" in its else {}
-    for key in ("id", "name", "splits") if "id" in its else ("train_urls", "validation_urls"):
-        if (entry := its.entry(key)) is not None:
+    keys = dataset.node
+    source: dict[str, Node | object] = {"type": "hf"} if "id" in keys else {}
+    for key in ("id", "name", "splits") if "id" in keys else ("train_urls", "validation_urls"):
+        if (entry := keys.entry(key)) is not None:
             source[key] = to_plain(entry.node)
     format: dict[str, object]
     if kind == CHAT:
@@ -183,11 +185,11 @@ def _component(dataset: Entry, kind: str, fields: Mapping[str, object]) -> MapNo
     else:
         format = {"type": "supervised"}
         for old, (new, default) in _OF_THE_HUB.items():
-            entry = its.entry(old)
+            entry = keys.entry(old)
             format[new] = default if entry is None else to_plain(entry.node)
     component: dict[str, object] = {"source": source, "format": format, "pack": _PACKED}
     for key in ("cache_dir", "tags"):
-        if (entry := its.entry(key)) is not None:
+        if (entry := keys.entry(key)) is not None:
             component[key] = to_plain(entry.node)
     node = from_plain(component, dataset.mark)
     assert isinstance(node, MapNode)

@@ -52,8 +52,8 @@ def translate_supervised(draft: Draft, takes: Collection[str]) -> None:
 
 def _component(source: MapNode) -> MapNode:
     """A source as a component that has validation data and no other."""
-    of_the_hub = "id" in source
-    source_node = from_plain({"type": "hf", "splits": ["validation"]} if of_the_hub else {}, source.mark)
+    is_hub = "id" in source
+    source_node = from_plain({"type": "hf", "splits": ["validation"]} if is_hub else {}, source.mark)
     format_node = from_plain({"type": "supervised"}, source.mark)
     assert isinstance(format_node, MapNode) and isinstance(source_node, MapNode)
     for old, (new, default) in _FORMAT.items():
@@ -62,7 +62,7 @@ def _component(source: MapNode) -> MapNode:
         format_node = format_node.with_entry(
             Entry(key=new, node=node, mark=source.mark if entry is None else entry.mark)
         )
-    for key in ("id", "name") if of_the_hub else ("validation_urls",):
+    for key in ("id", "name") if is_hub else ("validation_urls",):
         if (entry := source.entry(key)) is not None:
             source_node = source_node.with_entry(entry)
     component = MapNode(
