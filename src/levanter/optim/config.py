@@ -114,6 +114,11 @@ class OptimizerConfig(Ranged, draccus.ChoiceRegistry):
 
         Raises:
             ValueError: cycles do not fit in the run, or an amount is neither a fraction nor whole steps.
+
+        >>> optimizer = AdamConfig(learning_rate=0.5, warmup=4, lr_schedule="constant")
+        >>> schedule = optimizer.schedule(100)
+        >>> [float(schedule(jax.numpy.int32(step))) for step in (0, 2, 50)]
+        [0.0, 0.25, 0.5]
         """
         return build_schedule(
             peak=self.learning_rate,
@@ -123,7 +128,11 @@ class OptimizerConfig(Ranged, draccus.ChoiceRegistry):
         )
 
     def adjusted(self, num_train_steps: int) -> tuple[str, ...]:
-        """What of warmup and decay does not fit in a run, and what is done instead."""
+        """What of warmup and decay does not fit in a run, and what is done instead.
+
+        >>> AdamConfig(warmup=10, decay=100).adjusted(100)
+        ('decay 100 is shortened to 90 steps: the run has 100 steps, of which warmup takes 10',)
+        """
         return tuple(line for cycle in self._cycles(num_train_steps) for line in cycle.adjusted)
 
     def _cycles(self, num_train_steps: int) -> tuple[Cycle, ...]:
@@ -142,6 +151,15 @@ class OptimizerConfig(Ranged, draccus.ChoiceRegistry):
         Args:
             num_train_steps: of the run.
             platform: `cpu`, `gpu` or `tpu`, where it is known; see `clipping`.
+
+        >>> optimizer = SgdConfig(
+        ...     learning_rate=0.5, warmup=0, lr_schedule="constant", weight_decay=0.0, max_grad_norm=None
+        ... )
+        >>> transformation = optimizer.build(10)
+        >>> gradient = weight = jax.numpy.array([3.0, 4.0])
+        >>> updates, _ = transformation.update(gradient, transformation.init(weight), weight)
+        >>> updates.tolist()
+        [-1.5, -2.0]
         """
         schedule = self.schedule(num_train_steps)
         stages = self.stages(schedule, **_if_taken(self.stages, platform))

@@ -70,6 +70,10 @@ def product(gradient: Callable[[PyTree], PyTree], params: PyTree, along: PyTree)
         gradient: parameters → gradient, of their structure.
         params: where.
         along: the direction u.
+
+    >>> gradient = jax.grad(lambda x: jnp.sum(x**3))  # the Hessian is diagonal: 6x
+    >>> product(gradient, jnp.array([1.0, 2.0]), jnp.array([1.0, 1.0])).tolist()
+    [6.0, 12.0]
     """
     tangent = jax.tree.map(lambda p, u: u.astype(p.dtype), params, along)
     return jax.jvp(gradient, (params,), (tangent,))[1]

@@ -89,7 +89,13 @@ def scale_by_muon(
 
 
 def orthogonal(matrices: jax.Array, *, steps: int, epsilon: float, polynomial: tuple[float, float, float]) -> jax.Array:
-    """The matrices `[stack, rows, columns]` with singular values near 1, by `X ← aX + (bXXᵀ + c(XXᵀ)²)X`."""
+    """The matrices `[stack, rows, columns]` with singular values near 1, by `X ← aX + (bXXᵀ + c(XXᵀ)²)X`.
+
+    >>> stack = jnp.array([[[2.0, 0.0], [0.0, 0.5]]])
+    >>> simple = jax.jit(lambda x: orthogonal(x, steps=12, epsilon=1e-8, polynomial=COEFFICIENTS["simple"]))
+    >>> [[round(x, 2) for x in row] for row in simple(stack)[0].tolist()]
+    [[1.0, 0.0], [0.0, 1.0]]
+    """
     a, b, c = polynomial
     upright = matrices.shape[1] > matrices.shape[2]
     x = matrices.swapaxes(1, 2) if upright else matrices

@@ -80,6 +80,10 @@ def map_parameters(fn: Callable[..., Any], model: PyTree, *rest: PyTree) -> PyTr
     """Maps `fn(parameter, value, *values of rest)` over the named arrays of `model`.
 
     Trees in `rest` have the structure of `model` down to its named arrays; what they hold there may be anything.
+
+    >>> model = {"weight": hax.zeros(hax.make_axes(mlp=4, embed=2)), "bias": hax.zeros(hax.Axis("mlp", 4))}
+    >>> map_parameters(lambda parameter, _: (parameter.path, parameter.role), model)
+    {'bias': ('bias', 'vector'), 'weight': ('weight', 'matrix')}
     """
 
     def visit(keys: KeyPath, x: object, *others: Any) -> Any:
@@ -121,6 +125,10 @@ def decay_mask(modules: Sequence[str] | str | None, default: bool | None) -> Cal
 
     Raises:
         ValueError: the regular expression is none.
+
+    >>> model = {"weight": hax.zeros(hax.make_axes(mlp=4, embed=2)), "bias": hax.zeros(hax.Axis("mlp", 4))}
+    >>> decay_mask(None, True)(model)
+    {'bias': False, 'weight': True}
     """
     if modules is None and default is False:
         return None

@@ -30,6 +30,11 @@ class Phase:
         floor: the learning rate it may not fall below.
         steps: its length.
         warmup_steps: steps of warmup before it, in its cycle.
+
+    >>> phase = Phase(peak=1.0, floor=0.0, steps=100, warmup_steps=0)
+    >>> shapes = [LinearLrSchedule(), CosineLrSchedule(), PolynomialLrSchedule(power=2.0)]
+    >>> [round(float(shape.at(phase, jnp.float32(25))), 3) for shape in shapes]
+    [0.75, 0.854, 0.562]
     """
 
     peak: float
@@ -180,6 +185,9 @@ def schedule_from_name(value: LrSchedule | str) -> LrSchedule:
 
     Raises:
         ValueError: an unknown name.
+
+    >>> schedule_from_name("linear")
+    LinearLrSchedule()
     """
     if isinstance(value, LrSchedule):
         return value
@@ -196,6 +204,9 @@ def num_steps(amount: int | float, total: int, *, key: str) -> int:
 
     Raises:
         ValueError: negative, or a fraction above 1.
+
+    >>> num_steps(0.1, 200, key="warmup"), num_steps(30, 200, key="warmup")
+    (20, 30)
     """
     if amount < 0 or (amount > 1 and not float(amount).is_integer()):
         raise ValueError(f"{key} {amount}: expected a fraction from 0 to 1, or a whole number of steps")
@@ -214,6 +225,11 @@ def cycle_ends(
 
     Raises:
         ValueError: both are given, or the ends do not rise within the run.
+
+    >>> cycle_ends(100, cycle_length=None, cycles=4)
+    (25, 50, 75, 100)
+    >>> cycle_ends(100, cycle_length=30, cycles=None)
+    (30, 60, 90, 100)
     """
     if cycle_length is not None and cycles is not None:
         raise ValueError("optimizer.cycle_length and optimizer.cycles are alternatives; give only one of them")
@@ -285,6 +301,12 @@ def divide(
 
     Raises:
         ValueError: a negative amount, or a fraction above 1.
+
+    >>> (cycle,) = divide(total=100, warmup=0.1, decay=0.2)
+    >>> cycle.rising, cycle.falling
+    (10, 20)
+    >>> divide(total=100, warmup=120, decay=None)[0].adjusted
+    ('warmup 120 is truncated: the run has 100 steps, and ends before its peak is reached',)
     """
     cycles, start = [], 0
     for number, end in enumerate(ends or (total,)):
@@ -314,6 +336,11 @@ def build_schedule(*, peak: float, min_ratio: float, shape: LrSchedule, cycles: 
         min_ratio: the floor, as a part of `peak`.
         shape: of the decay.
         cycles: from `divide`.
+
+    >>> cycles = divide(total=110, warmup=10, decay=None)
+    >>> schedule = build_schedule(peak=0.5, min_ratio=0.0, shape=LinearLrSchedule(), cycles=cycles)
+    >>> [float(schedule(jnp.int32(step))) for step in (0, 5, 10, 60, 110)]
+    [0.0, 0.25, 0.5, 0.25, 0.0]
     """
     segments: list[_Segment] = []
     reached, floor = 0.0, peak * min_ratio

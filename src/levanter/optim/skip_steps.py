@@ -95,7 +95,14 @@ def with_recent(optimizer_state: tuple[PyTree, ...], recent: Recent) -> tuple[Py
 
 
 def is_outlier(rule: SkipStepConfig, recent: Recent, loss: jax.Array, grad_norm: jax.Array) -> jax.Array:
-    """Whether a step is far from the steps before it; one that is not finite is, once there are enough of them."""
+    """Whether a step is far from the steps before it; one that is not finite is, once there are enough of them.
+
+    >>> rule = SkipStepConfig(rolling_interval_length=4, sigma_factor=6.0)
+    >>> recent = Recent(losses=jnp.array([2.0, 2.1, 1.9, 0.0]), grad_norms=jnp.ones(4), seen=jnp.int32(3))
+    >>> check = jax.jit(lambda loss: is_outlier(rule, recent, loss, jnp.float32(1.0)))
+    >>> bool(check(2.2)), bool(check(20.0))
+    (False, True)
+    """
     length = recent.losses.shape[0]
     known = jnp.arange(length) < recent.seen
     enough = recent.seen >= rule.least_history

@@ -27,7 +27,11 @@ LAYERS = "layers"
 
 
 def global_norm(tree: PyTree) -> jax.Array:
-    """The root of the sum of squares of everything in `tree`, float32."""
+    """The root of the sum of squares of everything in `tree`, float32.
+
+    >>> float(global_norm({"a": jnp.array([3.0]), "b": jnp.array([4.0])}))
+    5.0
+    """
     return jnp.sqrt(sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)))
 
 
@@ -55,6 +59,11 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
 
     Args:
         max_norm: the largest global norm.
+
+    >>> clip = clip_by_global_norm(1.0)
+    >>> clipped, _ = clip.update(jnp.array([3.0, 4.0]), clip.init(None))
+    >>> [round(x, 2) for x in clipped.tolist()]
+    [0.6, 0.8]
     """
 
     def update(updates: PyTree, state: optax.EmptyState, params: PyTree = None) -> tuple[PyTree, optax.EmptyState]:
@@ -74,6 +83,11 @@ def scale_by_learning_rate(schedule: Schedule) -> optax.GradientTransformation:
 
     Args:
         schedule: from the number of the update to the learning rate.
+
+    >>> scale = scale_by_learning_rate(lambda step: jnp.float32(0.25))
+    >>> updates, _ = scale.update(jnp.array([4.0]), scale.init(jnp.array([0.0])))
+    >>> float(updates[0])
+    -1.0
     """
     multiplied = optax.scale_by_learning_rate(schedule)  # pyright: ignore[reportArgumentType]
 

@@ -77,6 +77,10 @@ def clip_rms(threshold: float) -> optax.GradientTransformation:
 
     Args:
         threshold: the largest root mean square.
+
+    >>> clip, update = clip_rms(1.0), {"weight": hax.named(jnp.array([2.0, 2.0]), "embed")}
+    >>> clip.update(update, clip.init(update))[0]["weight"].array.tolist()
+    [1.0, 1.0]
     """
 
     def update(updates: PyTree, state: optax.EmptyState, params: PyTree = None) -> tuple[PyTree, optax.EmptyState]:
