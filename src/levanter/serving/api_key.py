@@ -37,6 +37,7 @@ class ApiKey:
     @staticmethod
     def of(text: str) -> "ApiKey":
         """The key with these characters."""
+        # Environment variables may hold bytes that are not UTF-8; Python represents them as surrogates.
         return ApiKey(hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest())
 
     def is_in(self, headers: Collection[tuple[bytes, bytes]]) -> bool | None:
@@ -50,6 +51,7 @@ class ApiKey:
             return None
         scheme, _, key = values[0].partition(b" ")
         # Both digests have 32 bytes, so `compare_digest` takes the same time for every key.
+        # The comparison runs for every scheme, so that a wrong scheme takes as long as a wrong key.
         matches = hmac.compare_digest(hashlib.sha256(key.strip()).digest(), self.digest)
         return matches and scheme.lower() == b"bearer" and len(values) == 1
 
@@ -71,6 +73,7 @@ def read_key(where: str, environment: Mapping[str, str] = os.environ) -> ApiKey:
         return ApiKey.of(_checked(environment[name], where))
     try:
         with open_read(where) as file:
+            # One byte more than the limit shows that the file is too long, whatever its size.
             content = file.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
         raise ApiKeyError(f"api_key: {where}: no such file") from None
@@ -85,6 +88,7 @@ def read_key(where: str, environment: Mapping[str, str] = os.environ) -> ApiKey:
 
 
 def _checked(text: str, where: str) -> str:
+    # Editors and `echo` end a file with a line break.
     key = text.strip()
     if not (key.isascii() and key.isprintable() and " " not in key):
         raise ApiKeyError(f"api_key: {where}: a key is one line of printable ASCII without spaces")

@@ -40,6 +40,7 @@ def app(service: Service, *, routes: Sequence[BaseRoute] = (), middleware: Seque
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        # The engine starts and ends with the application, so a test that runs the application runs the engine too.
         async with service.running():
             yield
 
@@ -52,6 +53,7 @@ def app(service: Service, *, routes: Sequence[BaseRoute] = (), middleware: Seque
 
     async def handle_http_error(request: Request, error: Exception) -> Response:
         answer = await http_error_response(request, error)
+        # The client chooses the path, so the event does not contain it.
         service.observe(RequestRejected(route=NOWHERE, reason="absent", status=answer.status_code))
         return answer
 
@@ -62,10 +64,12 @@ def app(service: Service, *, routes: Sequence[BaseRoute] = (), middleware: Seque
         exception_handlers={
             ApiError: handle_api_error,
             HTTPException: handle_http_error,
+            # Starlette re-raises after this response, so that the error reaches the log.
             Exception: internal_error_response,
         },
     )
     application.state.service = service
+    # One cache of token strings for all requests.
     application.state.texts = TokenStrings(service.reader.tokenizer)
     return application
 
@@ -83,12 +87,14 @@ def _service(request: Request) -> Service:
 async def health(request: Request) -> Response:
     """Answers `GET /health`: whether the engine runs."""
     service = _service(request)
+    # Liveness: a server that is shutting down is healthy. A launcher may restart a process that is not.
     return JsonResponse({"status": "ok" if service.healthy else "failed"}, status=200 if service.healthy else 503)
 
 
 async def ready(request: Request) -> Response:
     """Answers `GET /ready`: whether requests are admitted."""
     service = _service(request)
+    # Readiness: a load balancer stops sending requests to a server that is shutting down.
     admits = service.state == "ready" and service.healthy
     return JsonResponse({"status": service.state if service.healthy else "failed"}, status=200 if admits else 503)
 
@@ -103,6 +109,7 @@ async def model(request: Request) -> Response:
     """Answers `GET /v1/models/{name}`."""
     service, name = _service(request), request.path_params["name"]
     if name not in service.names:
+        # The name is cut, so that a client cannot make the response as long as its path.
         raise ApiError(404, f"model: {name[:200]!r} is not served here", reason="absent", code="model_not_found")
     return JsonResponse(_model(service, name))
 
@@ -119,6 +126,7 @@ def _model(service: Service, name: str) -> dict:
         "object": "model",
         "created": service.created,
         "owned_by": "levanter",
+        # All names are of one model; the first is that in responses.
         "root": service.names[0],
         "max_model_len": service.context,
     }
@@ -129,6 +137,7 @@ ROUTES: Sequence[BaseRoute] = (
     Route("/ready", ready),
     Route("/openapi.json", interface),
     Route("/v1/models", models),
+    # `path` accepts slashes, which names of models on the Hugging Face Hub contain.
     Route("/v1/models/{name:path}", model),
     Route("/v1/tokens", tokenizer_endpoints.tokens, methods=["POST"]),
     Route("/tokenize", tokenizer_endpoints.tokenize, methods=["POST"]),

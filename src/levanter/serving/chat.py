@@ -47,8 +47,10 @@ def template_messages(messages: Sequence[Message]) -> tuple[Mapping[str, object]
     for n, message in enumerate(messages):
         fields: dict[str, object] = {"role": message.role}
         if isinstance(message.content, tuple):
+            # Templates expect one text. OpenAI's parts are pieces of one message, which are joined as lines.
             fields["content"] = "\n".join(part.text for part in message.content)
         elif message.content is not None or message.tool_calls:
+            # A message of tool calls may have no content, where templates would fail on None.
             fields["content"] = message.content or ""
         else:
             problems.append(f"messages[{n}].content: missing")
@@ -78,6 +80,7 @@ def template_messages(messages: Sequence[Message]) -> tuple[Mapping[str, object]
 def _parse_arguments(text: str, where: str, problems: list[str]) -> object:
     """The arguments of a call as an object, because templates serialize them themselves."""
     try:
+        # Clients send an empty string for a call without arguments.
         value = json.loads(text or "{}")
     except (ValueError, RecursionError):
         value = None
@@ -86,6 +89,7 @@ def _parse_arguments(text: str, where: str, problems: list[str]) -> object:
     return value
 
 
+# The server sets these itself: a request that replaced them would bypass the checks of its messages and tools.
 _RESERVED_VARIABLES = frozenset({"messages", "tools", "bos_token", "eos_token", "add_generation_prompt"})
 """Variables of templates that a request cannot set."""
 
@@ -178,6 +182,7 @@ class ToolRules:
         if self.mode == "none":
             return ()
         if self.mode == "named":
+            # The constraint made the text consist of the arguments.
             return (ToolCall(name=self.tools[0].function.name, arguments=text),)
         calls = [self._call(value) for value in _json_values(text)]
         # One value that is no call makes the whole text a text.
@@ -194,9 +199,11 @@ class ToolRules:
     def _call(self, value: object) -> ToolCall | None:
         if not isinstance(value, dict):
             return None
+        # Models are trained with either of the two names for the arguments.
         name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
         if not isinstance(name, str) or not isinstance(arguments, dict):
             return None
+        # A JSON object that names no known tool is text: clients could not execute it.
         if all(name != tool.function.name for tool in self.tools):
             return None
         return ToolCall(name=name, arguments=json.dumps(arguments, ensure_ascii=False))
@@ -212,6 +219,7 @@ def _json_values(text: str) -> Sequence[object]:
     if text.lstrip().startswith("<tool_call>"):
         # Tagged calls may follow each other, with nothing but spaces between them.
         pieces, end = [], 0
+        # `match` is anchored: anything between two tagged calls makes the text a text.
         while (match := _TAGGED.match(text, end)) is not None:
             pieces.append(match[1])
             end = match.end()
@@ -223,6 +231,7 @@ def _json_values(text: str) -> Sequence[object]:
             value = json.loads(piece)
         except (ValueError, RecursionError):
             return ()
+        # `required` calls are a list, by the schema above; models that choose by themselves also write single objects.
         values += value if isinstance(value, list) else [value]
     return values
 
@@ -247,6 +256,7 @@ def tool_rules(tools: Sequence[Tool] | None, choice: str | NamedTool | None, *, 
             problems.append(f"tools[{n}].function.name: expected 1 to 64 letters, digits, `_`, `-` and `.`")
         elif name in names[:n]:
             problems.append(f"tools[{n}].function.name: {name!r} is the name of an earlier tool")
+    # `none` and `auto` are defaults that clients send without tools.
     if not names and choice not in (None, "none", "auto"):
         problems.append("tool_choice: there are no `tools`")
     if isinstance(choice, NamedTool) and names and choice.function.name not in names:
@@ -256,6 +266,7 @@ def tool_rules(tools: Sequence[Tool] | None, choice: str | NamedTool | None, *, 
     if not tools or choice == "none":
         return ToolRules()
     if isinstance(choice, NamedTool):
+        # The name was checked above.
         named = next(tool for tool in tools if tool.function.name == choice.function.name)
         return ToolRules(mode="named", tools=(named,), several=False)
     mode: ToolMode = "required" if choice == "required" else "auto"
@@ -283,6 +294,7 @@ def parse_chat(raw: bytes, service: Service) -> ChatCall:
         ApiError: lists its problems.
     """
     fields = parse_fields(raw)
+    # Chat responses have no place for the prompt.
     if fields.get("echo"):
         raise invalid_request("echo: only for /v1/completions")
     limit = service.chat_max_tokens
@@ -291,6 +303,7 @@ def parse_chat(raw: bytes, service: Service) -> ChatCall:
             raise invalid_request("max_completion_tokens: differs from max_tokens, its older name")
         # One of the two names is kept for everything below.
         fields["max_tokens"] = newer
+    # `logprobs` is a flag in a chat completion and a number in `SamplingParams`: the run's default does not apply.
     defaults = {**params_to_json(service.reader.defaults), "max_tokens": limit or service.context, "logprobs": None}
     body, sampling = decode_request(ChatBody, fields, defaults={**defaults, "echo": False})
     if fields.get("max_tokens") is None and limit is None:
@@ -300,11 +313,13 @@ def parse_chat(raw: bytes, service: Service) -> ChatCall:
     try:
         rules = tool_rules(body.tools, body.tool_choice, several=body.parallel_tool_calls)
         messages = template_messages(body.messages)
+        # With `tool_choice: none` the model is not told of the tools at all.
         template = template_variables(body.chat_template_kwargs, () if rules.mode == "none" else body.tools)
     except ProtocolError as error:
         raise invalid_request(str(error)) from None
     params, constraint, id = _params(body, sampling), sampling.constraint, random_id("chatcmpl")
     if rules.constraint is not None:
+        # A text can conform to one grammar only.
         if constraint is not None:
             raise invalid_request("tool_choice: a required call cannot have another constraint (response_format)")
         constraint = rules.constraint
@@ -349,6 +364,7 @@ class ChatBuilder(ResponseBuilder):
             name = self.call.rules.tools[0].function.name
             delta["tool_calls"] = [_call_json(0, ToolCall(name=name, arguments=""), self._call_id(choice, 0))]
         else:
+            # OpenAI's first chunk has the role and an empty text.
             delta["content"] = ""
         yield {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
@@ -356,14 +372,17 @@ class ChatBuilder(ResponseBuilder):
         """The text of one more token; text that may be calls is kept back until it is known."""
         rules = self.call.rules
         choice.pending.append(delta)
+        # A text that begins like a call cannot be sent as text and taken back later.
         if rules.mode != "named" and rules.may_be_call(choice.text) and not delta.last:
             return
         # Either it is known that there is no call, or the choice has ended: all deltas go out together.
         pending, choice.pending = choice.pending, []
+        # Calls are recognized in the whole text, so they go out with the last chunk.
         calls = self._calls(choice) if delta.last and rules.mode != "named" else ()
         text, message = "".join(item.text for item in pending), dict[str, Json]()
         if calls:
             message["tool_calls"] = [_call_json(n, call, self._call_id(choice, n)) for n, call in enumerate(calls)]
+        # The name went out with the opening, so chunks continue the arguments of call 0.
         elif text and rules.mode == "named":
             message["tool_calls"] = [{"index": 0, "function": {"arguments": text}}]
         elif text:
@@ -384,6 +403,7 @@ class ChatBuilder(ResponseBuilder):
     def _calls(self, choice: PartialChoice) -> tuple[ToolCall, ...]:
         return self.call.rules.calls_in(choice.text)
 
+    # Derived from the id of the response, so that chunks of a stream agree on it without state.
     def _call_id(self, choice: PartialChoice, n: int) -> str:
         return f"call_{self.call.id.rpartition('-')[2]}_{choice.index}_{n}"
 
@@ -401,6 +421,7 @@ class ChatBuilder(ResponseBuilder):
             "index": choice.index,
             where: message,
             "logprobs": self._logprobs(deltas),
+            # A text that was cut by `max_tokens` keeps `length`: its calls may be incomplete.
             "finish_reason": "tool_calls" if calls and reason == "stop" and self._chooses_calls else reason,
         }
         if reason is not None:

@@ -46,7 +46,9 @@ def parse_completion(raw: bytes, service: Service) -> ParsedCall:
     body, sampling = decode_request(CompletionBody, fields, defaults=params_to_json(service.reader.defaults))
     check_model_name(body.model, service.names)
     prompts = _list_prompts(body.prompt)
+    # Engine requests have ids of their own, the response's with a number: one HTTP request may have many prompts.
     id = random_id("cmpl")
+    # All prompts share one seed, which the response returns: the same request with it gives the same texts.
     params = replace(sampling.params, seed=request_seed(sampling.params))
     submissions = []
     for n, text in enumerate(prompts):
@@ -63,6 +65,7 @@ def _list_prompts(
     """The prompts of a body, which may be one text, one list of ids, or a list of either."""
     if isinstance(prompt, str):
         return [prompt]
+    # An empty list is also a prompt of no tokens, which is refused later as such.
     if all(isinstance(item, int) for item in prompt):
         return [tuple(item for item in prompt if isinstance(item, int))]
     if len(prompt) > MAX_PROMPTS:
@@ -79,10 +82,13 @@ class CompletionBuilder(ResponseBuilder):
     def opening(self, choice: PartialChoice) -> Iterator[Mapping[str, Json]]:
         """The prompt, with `echo`."""
         if self.call.params.echo:
+            # Before the first token, so that a client sees the prompt while the engine computes it.
             yield self._choice(choice, (), begins=True)
 
     def delta(self, choice: PartialChoice, delta: TokenDelta) -> Iterator[Mapping[str, Json]]:
         """The text of one more token."""
+        # A token may add no text yet (part of a character, a possible stop string): such a chunk is only sent for its
+        # log-probability.
         if delta.text or delta.last or self.call.params.logprobs is not None:
             yield self._choice(choice, (delta,), begins=False)
 
@@ -117,6 +123,7 @@ class CompletionBuilder(ResponseBuilder):
             tokens.append(text)
             logprobs.append(logprob)
             top.append(None if logprob is None else self._top(id, logprob, likeliest))
+            # Offsets of a stream continue over its chunks, so the count is kept in the choice.
             offsets.append(choice.characters)
             # Part of a character has no length in the text.
             choice.characters += 0 if text.startswith("bytes:") else len(text)
@@ -128,6 +135,8 @@ class CompletionBuilder(ResponseBuilder):
             for id, logprob, likeliest in zip(ids[1:], scores.logprobs, scores.top, strict=True):
                 add(id, logprob, likeliest)
         for delta in deltas:
+            # The texts of tokens that end the choice are not part of the response, and neither are their
+            # log-probabilities.
             if delta.token is not None and is_visible(delta):
                 add(delta.token.id, delta.token.logprob, delta.token.top)
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
@@ -136,6 +145,7 @@ class CompletionBuilder(ResponseBuilder):
         """The most likely tokens by their texts; the token itself is always among them."""
         values: dict[str, Json] = {}
         for other, value in likeliest:
+            # Different tokens may have the same text; the likelier one comes first and stays.
             values.setdefault(self.texts.text(other), value)
         values.setdefault(self.texts.text(id), logprob)
         return values

@@ -53,6 +53,7 @@ class TokenDelta:
     def size(self) -> int:
         """Approximate bytes of memory while it waits for its client."""
         top = 0 if self.token is None else len(self.token.top)
+        # Constants of CPython objects; only the order of magnitude matters for the limit.
         return 200 + len(self.text) * 4 + 60 * top
 
 
@@ -161,6 +162,8 @@ class Inbox:
                 raise QueueFullError(
                     f"{self._queued} tokens wait, {new} more would exceed the {self.max_queued_tokens} of the queue"
                 )
+            # Added before the engine has read the messages, so that many requests at once cannot pass the limit
+            # together.
             self._queued += new
             self._messages += submissions
             self._changed.notify()
@@ -168,6 +171,8 @@ class Inbox:
     def post(self, message: Cancel | Drain) -> None:
         """Puts in a message that no limit applies to."""
         with self._changed:
+            # No check of `closed`: a client that leaves after the end of the engine posts into a list that nobody
+            # reads.
             self._messages.append(message)
             self._changed.notify()
 
@@ -177,6 +182,7 @@ class Inbox:
             self._closed = True
             self._changed.notify()
 
+    # Both under one lock: a request that is submitted at this moment is either returned here or refused.
     def close_and_flush(self) -> list[EngineMessage]:
         """Closes the inbox and returns the messages that were not read."""
         with self._changed:
@@ -233,6 +239,7 @@ class Backlog:
 
     def discard(self, id: str) -> None:
         """Removes a request if it is in the backlog."""
+        # The request may have been passed to the engine already.
         if id in self._requests:
             self._remove(id)
 
@@ -277,6 +284,7 @@ class ThroughputEstimate:
             rows: slots that got tokens.
             prompt_tokens: prompt tokens that were computed.
         """
+        # Only steps without a prefill call measure decoding alone.
         if rows and not prompt_tokens:
             return replace(self, token_seconds=_smooth(self.token_seconds, seconds))
         if prompt_tokens:
@@ -297,6 +305,7 @@ class ThroughputEstimate:
 
 
 def _smooth(before: float, now: float) -> float:
+    # The first measurement is taken as it is, instead of averaging it with 0.
     return now if not before else (1 - SMOOTHING) * before + SMOOTHING * now
 
 
@@ -333,6 +342,7 @@ class EngineThread:
         pages = schedule.pages * schedule.shards
         self.load = EngineLoad(slots=schedule.rows, pages=pages, pages_free=pages)
         self.error: BaseException | None = None
+        # A daemon: a step that hangs on a device must not keep the process from exiting.
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -358,6 +368,7 @@ class EngineThread:
                 self._offer()
                 self._step()
                 self._report()
+        # Nothing may be lost here: without this thread every request would wait for ever.
         except BaseException as error:  # noqa: BLE001 - the server raises it when it has shut down
             self.error = error
         finally:
@@ -371,6 +382,7 @@ class EngineThread:
         """Runs a step of the engine, and processes the events of earlier steps that it returns."""
         # The time of a step covers calls that were dispatched earlier: in a steady state these take as long as its own.
         began, computed = time.monotonic(), self._engine.computed_tokens
+        # The step is complete only when the iterator is exhausted.
         for event in self._engine.step():
             self._process(event)
         rows = sum(row is not None and not row.prefilling for row in self._engine.state.rows)
@@ -379,9 +391,12 @@ class EngineThread:
 
     def _handle(self, message: EngineMessage) -> None:
         if isinstance(message, Submission):
+            # A prompt is scored before its first token is sampled; the request moves to the backlog when it has its
+            # scores.
             (self._to_score if message.score else self._backlog).append(message)
             request = message.request
             if request.params.max_tokens != 0:
+                # A request for no tokens has no choices; only its prompt is scored.
                 self._texts[request.id] = {n: self._text(request) for n in range(request.params.n)}
         elif isinstance(message, Cancel):
             if message.choice is None:
@@ -397,6 +412,7 @@ class EngineThread:
             for of, text in self._open():
                 piece = text.cancel()
                 self._end(of, TokenDelta(of=of, text=piece.text, reason="length", at=time.monotonic()))
+            # Their choices have ended above with what they had, which is nothing; the scores will not come.
             for request in self._to_score.clear():
                 error = "the server shut down before the prompt was scored"
                 self._outbox.append(PromptScored(request=request.id, error=error, at=time.monotonic()))
@@ -410,8 +426,10 @@ class EngineThread:
         return ChoiceText.for_request(request, self._stream(), limit=request.new_tokens(self._engine.schedule.context))
 
     def _end(self, of: ChoiceId, delta: TokenDelta) -> None:
+        # Also after a normal end: a stop string ends a choice that the engine would go on with.
         self._engine.cancel(of)
         texts = self._texts.get(of.request, {})
+        # From here on `_process` ignores tokens of calls that are still in flight.
         texts.pop(of.choice, None)
         if not texts:
             self._texts.pop(of.request, None)
@@ -428,6 +446,7 @@ class EngineThread:
         # JSON has no NaN; a model that overflowed has no scores.
         if not all(map(math.isfinite, scores.logprobs)):
             self._outbox.append(PromptScored(request=request.id, error=NOT_FINITE, at=time.monotonic()))
+            # `_process` has nothing to do for it, as the request is never offered to the engine.
             self._texts.pop(request.id, None)
             return
         self._outbox.append(PromptScored(request=request.id, scores=scores, at=time.monotonic()))
@@ -444,6 +463,7 @@ class EngineThread:
             request = self._backlog.pop().request
             engine.offer(request)
             for n in range(request.params.n):
+                # The choice was cancelled while its request was in the backlog.
                 if n not in self._texts.get(request.id, {}):
                     engine.cancel(ChoiceId(request.id, n))
 
@@ -484,6 +504,7 @@ class EngineThread:
             waiting_tokens=waiting,
             drain_seconds=self._throughput.drained_in(
                 rows=schedule.rows,
+                # Upper bounds: choices usually end by a stop before their limit, so `Retry-After` is on the long side.
                 remaining=sum(row.unplanned for row in (*rows, *state.queue))
                 + sum(backlog.new_tokens for backlog in backlogs),
                 prompt_tokens=waiting,
@@ -495,6 +516,7 @@ class EngineThread:
         )
         if self._outbox:
             deliveries, self._outbox = self._outbox, []
+            # After the load is updated, so that a client that receives its last token finds it counted in no slot.
             self._deliver(deliveries)
 
     def _abandon(self) -> None:
@@ -509,6 +531,7 @@ class EngineThread:
         self._outbox += [PromptScored(request=request.id, error=message, at=now) for request in self._to_score.clear()]
         self._texts.clear()
         self._backlog.clear()
+        # Every open request gets an end, so that no client waits for a thread that is gone.
         self._deliver(self._outbox)
         self._ended()
 

@@ -63,6 +63,7 @@ class ApiError(Exception):
 
 def invalid_request(message: str, *, code: str | None = None, reason: RejectReason = "invalid") -> ApiError:
     """An error 400; `param` is the first field that the message names."""
+    # Messages begin with the path of the field, as `temperature: …`.
     match = _PARAM.match(message)
     return ApiError(400, message, reason=reason, param=None if match is None else match[1], code=code)
 
@@ -100,6 +101,7 @@ async def api_error_response(request: Request, error: Exception) -> Response:
 async def http_error_response(request: Request, error: Exception) -> Response:
     """Handles a path that does not exist, or a method that a path does not have."""
     assert isinstance(error, HTTPException)
+    # Mounted applications and other routes may have no path.
     known = sorted({getattr(route, "path", "") for route in request.app.routes} - {""})
     details = {
         404: f"no such path; there are {', '.join(known)}",

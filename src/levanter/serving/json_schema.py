@@ -26,6 +26,7 @@ def field_descriptions(cls: type) -> Mapping[str, str]:
         if (match := _ENTRY.match(line)) is not None:
             names = match[1].split(", ")
             descriptions |= dict.fromkeys(names, match[2])
+        # A description continues on lines that are indented further.
         elif names and line.startswith("        "):
             descriptions |= {name: f"{descriptions[name]} {line.strip()}" for name in names}
         else:
@@ -36,6 +37,7 @@ def field_descriptions(cls: type) -> Mapping[str, str]:
 def type_schema(hint: object) -> dict[str, Json]:
     """The JSON schema of a type; a class becomes a reference."""
     origin, args = get_origin(hint), get_args(hint)
+    # Whether a field is required is not part of its type; `_required_fields` knows.
     if origin is NotRequired:
         return type_schema(args[0])
     if origin is Annotated:
@@ -50,9 +52,11 @@ def type_schema(hint: object) -> dict[str, Json]:
     if origin is _MAPPING:
         return {"type": "object", "additionalProperties": type_schema(args[1])}
     if isinstance(hint, type) and _has_fields(hint):
+        # A reference: classes are listed once under `components`, and may refer to each other.
         return {"$ref": f"#/components/schemas/{hint.__name__}"}
     if hint is None or hint is type(None):
         return {"type": "null"}
+    # `object` and other types have no restriction.
     return {"type": _SCALARS[hint]} if hint in _SCALARS else {}
 
 
@@ -80,6 +84,7 @@ def property_schemas(cls: type, *, without: frozenset[str] = frozenset()) -> dic
         cls: the class.
         without: fields that are omitted.
     """
+    # `include_extras` keeps `Annotated`, whose `Range` becomes bounds.
     hints, descriptions = get_type_hints(cls, include_extras=True), field_descriptions(cls)
     properties: dict[str, Json] = {}
     for name in _field_names(cls):
@@ -104,6 +109,7 @@ def add_schemas(cls: type, components: dict[str, Json]) -> None:
         cls: the class.
         components: schemas so far; existing ones are kept.
     """
+    # Set before the fields are followed, so that a class that refers to itself ends the recursion.
     components.setdefault(cls.__name__, object_schema(cls))
     for hint in get_type_hints(cls).values():
         for field_class in _field_classes(hint):

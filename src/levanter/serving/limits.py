@@ -41,6 +41,7 @@ class LimitsConfig(Ranged):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # Such a body could never be read: it would wait for room that there is not.
         if self.max_body_mib > self.max_bodies_mib:
             raise ValueError(
                 f"max_body_mib: {self.max_body_mib:g} MiB for one request exceed max_bodies_mib, "

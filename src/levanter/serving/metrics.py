@@ -152,6 +152,7 @@ class HistogramBuckets:
     total: float = 0.0
 
     def __post_init__(self) -> None:
+        # One bucket more than bounds, for values above all of them.
         self.counts = [0] * (len(self.bounds) + 1)
 
     def add(self, value: float, times: int = 1) -> None:
@@ -188,6 +189,7 @@ class Metrics:
     def __init__(self, facts: ServerInfo, *, load: Callable[[], EngineLoad], compiles: Callable[[], int] = lambda: 0):
         self.facts, self._load, self._compiles = facts, load, compiles
         self.requests = self.choices = self.prompt_tokens = self.tokens = 0
+        # All reasons exist from the beginning: a counter that appears later looks to Prometheus as if it had not grown.
         self.ended: dict[str, int] = dict.fromkeys(get_args(EndReason), 0)
         self.rejected: dict[str, int] = dict.fromkeys(get_args(RejectReason), 0)
         self.first_token, self.next_token = HistogramBuckets(FIRST_TOKEN_BOUNDS), HistogramBuckets(NEXT_TOKEN_BOUNDS)
@@ -224,8 +226,10 @@ class Metrics:
         return "".join(line + "\n" for family in self._families() for line in family)
 
     def _families(self) -> Iterator[Iterator[str]]:
+        # Read once, so that all lines of a response are of one step.
         load = self._load()
         facts = {"version": self.facts.version, "model": self.facts.model}
+        # Prometheus's convention for constants: labels of a gauge with value 1.
         yield _family("info", "gauge", "The version and the model.", [(facts, 1)])
         yield _metric("devices", "gauge", "Devices of the mesh.", self.facts.devices)
         yield _metric("slots", "gauge", "Sequences that can be decoded at once.", load.slots)
@@ -291,8 +295,10 @@ def _labels(labels: Mapping[str, str]) -> str:
 
 
 def _escaped(value: str) -> str:
+    # Backslashes first, or those of the other escapes would be escaped again.
     return value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
 
 
 def _number(value: float) -> str:
+    # `repr` is the shortest text that reads back as the same number; `inf` has another name in this format.
     return "+Inf" if value == float("inf") else repr(value)

@@ -90,6 +90,7 @@ async def reject(error: ApiError, scope: Scope, send: Send, observe: Observer) -
         observe: receives the event.
     """
     assert error.reason is not None, "a rejection has a reason"
+    # Only events have the path; metrics count rejections by reason.
     observe(RequestRejected(route=scope["path"], reason=error.reason, status=error.status))
     await JsonResponse(error.body, status=error.status, headers=error.headers)(scope, _receive_nothing, send)
 
@@ -111,6 +112,7 @@ class HttpVersionCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request on, or answers it with 400."""
+        # The scope of `lifespan` has no version.
         version = scope.get("http_version", HTTP_VERSIONS[-1])
         if scope["type"] != "http" or version in HTTP_VERSIONS:
             await self._app(scope, receive, send)
@@ -141,6 +143,7 @@ class SameOrigin:
         observe: Observer = ignore_event,
     ):
         self._app, self._observe = app, observe
+        # Host names are not case-sensitive.
         self._names = frozenset(name.lower() for name in names)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -154,6 +157,8 @@ class SameOrigin:
         problem = None
         if host is not None and _hostname(f"//{host}") not in self._names:
             problem = f"{host!r} is not a name of this server; it serves the local machine only, as {LOCAL_NAMES[0]}"
+        # Browsers send `Origin` with every request of a script to another site. `null`, of sandboxed pages, is refused
+        # too.
         elif origin is not None and origin.lower() not in (f"http://{host}".lower(), f"https://{host}".lower()):
             problem = "pages of other sites may not use this server"
         if problem is None:
@@ -222,13 +227,18 @@ class RateLimit:
         Returns:
             None if it is accepted, else the whole seconds after which one will be.
         """
+        # `refill` is in requests a second.
         now, refill = self._now(), self._per_minute / 60
         # Removed and inserted again, so that the dictionary stays in the order of the last request.
         tokens, since = self._buckets.pop(address, (float(self._per_minute), now))
+        # The bucket refills while no request comes, up to its size.
         tokens = min(float(self._per_minute), tokens + (now - since) * refill)
         accepted = tokens >= 1
+        # A rejected request costs nothing: a client that goes on trying is accepted at the announced time.
         self._buckets[address] = (tokens - 1 if accepted else tokens, now)
         while len(self._buckets) > MAX_TRACKED_CLIENTS:
+            # A forgotten address begins with a full bucket again. The bound keeps many addresses from filling the
+            # memory.
             self._buckets.popitem(last=False)
         return None if accepted else max(1, math.ceil((1 - tokens) / refill))
 
@@ -255,6 +265,7 @@ class RequireApiKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request on, or answers it with 401."""
+        # All other types are checked: a WebSocket without the key must not get past this point.
         if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] in self._open):
             await self._app(scope, receive, send)
             return
@@ -342,10 +353,12 @@ class _BodyReader:
         size = 0
         while True:
             message = await receive()
+            # There is nobody to answer.
             if message["type"] == "http.disconnect":
                 return None
             chunk = message.get("body", b"")
             size += len(chunk)
+            # Without a declared length, as in a chunked request, bytes are counted as they arrive.
             if size > self.counted and (error := self._reserve(size - self.counted)) is not None:
                 return error
             chunks.append(chunk)
@@ -355,9 +368,11 @@ class _BodyReader:
     def release(self) -> None:
         """Frees the bytes: the application has parsed the body, or does not need it."""
         self._limit.free(self.counted)
+        # `release` may be called twice: when the application has the body, and when the request ends.
         self.counted = 0
 
     def _reserve(self, nbytes: int) -> ApiError | None:
+        # Counted over all requests, so that many large bodies together cannot exhaust the memory.
         error = self._limit.reserve(nbytes, self.counted)
         if error is None:
             self.counted += nbytes
@@ -367,6 +382,7 @@ class _BodyReader:
 def _content_length(headers: Collection[tuple[bytes, bytes]]) -> int | None:
     """The length that the headers of a request declare."""
     for name, value in headers:
+        # A value that is not a number is rejected by the HTTP parser.
         if name == b"content-length" and value.isdigit():
             # A longer number is above any limit as well.
             return int(value[:20])
@@ -400,6 +416,8 @@ def _drain_before_close(receive: Receive, send: Send) -> Send:
         if message["type"] != "http.response.body":
             await send(message)
             return
+        # The response is complete for the client, which knows its length; the connection stays open for the rest of its
+        # body.
         await send({**message, "more_body": True})
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LINGER_SECONDS):

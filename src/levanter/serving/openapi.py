@@ -47,6 +47,7 @@ def _sampling_schemas(without: frozenset[str]) -> dict[str, Json]:
         },
     }
     descriptions = field_descriptions(SamplingParams)
+    # The descriptions stay those of the dataclass.
     for name, schema in json_forms.items():
         fields[name] = {**schema, "description": descriptions[name]}
     return fields
@@ -56,6 +57,7 @@ def _constraint_schemas() -> dict[str, Json]:
     """The schemas of the fields that constrain a text."""
     fields: dict[str, Json] = {}
     for name in CONSTRAINT_FIELDS:
+        # The last one is OpenAI's form, whose schema is replaced below.
         kind = "boolean" if name == "json_object" else "string" if name in ("regex", "grammar") else "object"
         fields[name] = {"anyOf": [{"type": kind}, {"type": "null"}], "description": "A constraint of the text."}
     fields[RESPONSE_FORMAT] = {
@@ -93,7 +95,9 @@ def schemas() -> dict[str, Json]:
     for post in _POST_ROUTES:
         # Sampling parameters and constraints are accepted next to the fields of these bodies.
         more: dict[str, Json] = {}
+        # A mixture at one level, as OpenAI has it; the dataclasses keep the three groups apart.
         if post.body in (CompletionBody, ChatBody):
+            # `logprobs` of a chat completion is a flag of `ChatBody`, and `echo` is refused.
             without = _NOT_IN_CHAT if post.body is ChatBody else frozenset[str]()
             more = _sampling_schemas(without) | _constraint_schemas()
         components[post.body.__name__] = object_schema(post.body, more=more)
@@ -238,6 +242,7 @@ def _get_operation(route: _GetRoute) -> dict[str, Json]:
         # The middleware and the route itself may both answer 503.
         several: Json = {"anyOf": [type_schema(route.answer), type_schema(response_schema.Error)]}
         responses["503"] = {"description": "unavailable", "content": {"application/json": {"schema": several}}}
+    # The only parameter of a path.
     if "{name}" in route.path:
         parameter: Json = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
         operation["parameters"] = [parameter]

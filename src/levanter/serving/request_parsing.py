@@ -43,6 +43,7 @@ class ProtocolError(ValueError):
     """
 
     def __init__(self, problems: list[str]):
+        # The attempts of a union may report the same problem; it is listed once.
         self.problems = tuple(dict.fromkeys(problems))
         shown = self.problems[:MAX_PROBLEMS]
         more = len(self.problems) - len(shown)
@@ -96,12 +97,14 @@ def _decode_object(
     hints, arguments = _hints(cls), {}
     prefix = f"{where}." if where else ""
     known = field_names(cls)
+    # Sorted, so that the same request always gets the same message.
     for n, name in enumerate(sorted(set(value) - known - ignore)):
         # A suggestion takes time that grows with the names, so only the first few unknown fields get one.
         hint = did_you_mean(name, sorted(known | ignore)) if n < HINTS else ""
         problems.append(f"{prefix}{name[:100]}: not a field{hint}")
     before = len(problems)
     for field in dataclasses.fields(cls):
+        # Clients send null for fields that they do not set.
         if value.get(field.name) is not None:
             arguments[field.name] = _decode_value(
                 hints[field.name], value[field.name], f"{prefix}{field.name}", problems
@@ -125,6 +128,7 @@ def _decode_value(hint: object, value: object, where: str, problems: list[str]) 
     if hint is object:
         return value
     if origin is Literal:
+        # `True == 1` in Python: a flag must not pass for a number of the literal.
         if value not in args or isinstance(value, bool):
             problems.append(f"{where}: expected {_describe_type(hint)}, got {_format_value(value)}")
         return value
@@ -154,6 +158,7 @@ def _is_scalar(hint: object, value: object) -> bool:
         return whole or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63)
     if hint is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
+    # `bool` is a subclass of `int`, which is why numbers exclude it above.
     return hint in (str, bool) and isinstance(value, hint)
 
 
@@ -174,10 +179,12 @@ def _decode_union(args: tuple[Any, ...], value: object, where: str, problems: li
         decoded = _decode_value(hint, value, where, attempt)
         if not attempt:
             return decoded
+        # A problem at the path of the value itself says that the type does not fit at all.
         inner = not attempt[0].startswith(f"{where}: ")
         if inner and (closest is None or len(attempt) < len(closest)):
             closest = attempt
     if closest is not None:
+        # A list of a million wrong items has as many problems.
         problems.extend(closest[:MAX_PROBLEMS])
         return None
     expected = " or ".join(_describe_type(hint) for hint in args if hint is not type(None))
@@ -223,6 +230,7 @@ async def read_body(request: Request) -> bytes:
     Raises:
         ApiError: it is larger than `BODY_BYTES` (413), or its client disconnected.
     """
+    # A declared length is refused before anything is read. It may be missing, or wrong, so bytes are counted as well.
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > BODY_BYTES:
         raise _too_large()
@@ -319,8 +327,10 @@ def decode_request(
         # `null` stands for the default, as in the body.
         params = parse_params({**defaults, **{k: v for k, v in rest.items() if v is not None}}, ignore=frozenset())
     except ParamsError as error:
+        # Parameters and fields of the body are one level to a client, so a misspelt name may be close to either.
         problems += [_suggest_field(problem, body_names) for problem in error.problems]
     if problems or body is None or params is None:
+        # All groups are parsed before the error is raised, so that a client learns of all problems at once.
         raise invalid_request(str(ProtocolError(problems)))
     return body, SamplingOptions(params=params, constraint=constraint)
 
@@ -348,6 +358,7 @@ def make_submission(prompt: PromptRequest, reader: PromptReader, *, where: str =
     try:
         request = reader.request(prompt)
     except ValueError as error:
+        # The words of `Schedule.check` and `PromptReader.request`; their errors carry no other mark.
         too_long = "context of" in str(error) or "pages of" in str(error)
         code = "context_length_exceeded" if too_long else None
         # Clients that shorten their prompts, or try another model, recognize OpenAI's words.
@@ -365,6 +376,7 @@ def random_id(prefix: str) -> str:
 
 def request_seed(params: SamplingParams) -> int:
     """The seed of a request: the one it names, or a random one."""
+    # 63 bits, because a seed is a nonnegative int64. The response contains it, so that any text can be reproduced.
     return secrets.randbits(63) if params.seed is None else params.seed
 
 

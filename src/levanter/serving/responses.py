@@ -39,6 +39,8 @@ class TokenStrings:
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._files = tokenizer if isinstance(tokenizer, FastTokenizer) else None
+        # Log-probabilities name up to 20 tokens at each position: looking up a string must not cost a call of the
+        # tokenizer.
         self.bytes = lru_cache(maxsize=65_536)(self._bytes)
 
     def _bytes(self, id: int) -> bytes:
@@ -134,6 +136,7 @@ class ResponseBuilder(ABC):
         self.choices: dict[ChoiceId, PartialChoice] = {}
         for submission in call.submitted:
             for n in range(call.params.n):
+                # OpenAI's order: all choices of the first prompt, then those of the second.
                 choice = PartialChoice(submitted=submission, index=len(self.choices))
                 self.choices[ChoiceId(submission.request.id, n)] = choice
 
@@ -155,6 +158,7 @@ class ResponseBuilder(ABC):
         Raises:
             ApiError: a choice failed.
         """
+        # `_add` raises at the first error: a response that is one object has no place for a partial result.
         async for deliveries in self.request.deliveries():
             for delivery in deliveries:
                 self._add(delivery)
@@ -183,10 +187,12 @@ class ResponseBuilder(ABC):
                     scored = isinstance(delivery, PromptScored)
                     for body in self.opening(choice) if scored else self.delta(choice, delivery):
                         chunks.append(self._chunk(body))
+            # The end goes out with the last tokens, in one write.
             if closed := self.request.over:
                 chunks.append(self._closing)
             if chunks:
                 yield b"".join(chunks)
+        # A request for no tokens has no deliveries at all.
         if not closed:
             yield self._closing
 
@@ -199,6 +205,7 @@ class ResponseBuilder(ABC):
     def _add(self, delivery: Delivery) -> Sequence[PartialChoice]:
         """Adds a result to its choices, and returns these."""
         if delivery.error is not None:
+            # The request was admitted, so the failure is the server's: status 500, or an event in a stream.
             raise failed_request(delivery.error)
         if isinstance(delivery, TokenDelta):
             choice = self.choices[delivery.of]
@@ -206,6 +213,7 @@ class ResponseBuilder(ABC):
             # A choice may end without a token: cancelled, or by an error.
             self._tokens += delivery.token is not None
             return [choice]
+        # All choices of a prompt share its scores.
         scored = [choice for choice in self.choices.values() if choice.submitted.request.id == delivery.request]
         for choice in scored:
             choice.scores = delivery.scores
@@ -235,7 +243,9 @@ class ResponseBuilder(ABC):
 
         They come from encoding a chunk whose only choice is 0, so that a chunk encodes no more than its choice.
         """
+        # OpenAI's chunks have a null `usage` if the last one reports it.
         usage = {"usage": None} if self.call.usage else {}
+        # From the right, because a model's name, which is in the head, may contain the same characters.
         before, mark, after = sse_event({**self._head(self.chunk_object), "choices": [0], **usage}).rpartition(b"[0]")
         assert mark, "a chunk has choices"
         return before + b"[", b"]" + after
@@ -267,6 +277,7 @@ class Reply(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the response, until it is complete, its client disconnects, or it is cut off."""
+        # Three tasks race: the response, the client's leaving, and the limit on what waits for a slow client.
         work = asyncio.ensure_future(self._send(scope, receive, send))
         disconnected = asyncio.ensure_future(_wait_for_disconnect(receive))
         cut = asyncio.ensure_future(self._pending.cut.wait())
@@ -281,6 +292,8 @@ class Reply(Response):
             self._pending.close()
             for task in (work, disconnected, cut):
                 task.cancel()
+            # Waits until they have ended: a task that still writes would write into the next response of the
+            # connection.
             await asyncio.gather(work, disconnected, cut, return_exceptions=True)
 
 
@@ -307,6 +320,7 @@ class JsonReply(Reply):
         try:
             answer = JsonResponse(await self._body(), headers=self._id_header)
         except ApiError as error:
+            # The error of an admitted request has the id too, as its response would.
             answer = JsonResponse(error.body, status=error.status, headers={**error.headers, **self._id_header})
         await answer(scope, receive, send)
 
@@ -328,6 +342,7 @@ class SseReply(Reply):
         del scope, receive
         # A stream begins with status 200, so later errors are events.
         headers = {"content-type": SSE_MEDIA_TYPE, **SSE_HEADERS, **self._id_header}
+        # ASGI headers are bytes.
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         write = _TimedSend(send, late=self._pending.cut.set)
         try:
@@ -336,6 +351,7 @@ class SseReply(Reply):
                 async for event in self._events:
                     await write(_body_chunk(event))
             except ApiError as error:
+                # `[DONE]` after an error as well: some clients wait for it.
                 await write(_body_chunk(sse_event(error.body) + SSE_DONE))
             await write({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
@@ -371,6 +387,7 @@ class _TimedSend:
 
     def _check(self) -> None:
         now = self._loop.time()
+        # Between two messages nothing can be late, and the timer starts over.
         since = now if self._since is None else self._since
         if now - since >= READ_SECONDS:
             self._late()
@@ -394,6 +411,7 @@ def is_cheap_to_parse(raw: bytes) -> bool:
 
     A field name may be written with escapes, so a body with escapes is not cheap.
     """
+    # A search in bytes, which may find a name in a prompt: then the body is parsed in a thread, which is only slower.
     return len(raw) <= SHORT_BODY and b"\\u" not in raw and not any(name in raw for name in _EXPENSIVE_FIELDS)
 
 
@@ -426,6 +444,7 @@ async def respond(
         call = parse(raw, service)
     else:
         call = await service.off_loop(lambda: parse(raw, service))
+    # Nothing is awaited between this call and the reply, so a client that leaves cannot leave a request behind.
     pending = service.submit(call.submitted, route=path, streamed=call.stream)
     # From here on the `Reply` owns the pending request and closes it.
     answer = build(call, pending, service, request.app.state.texts)

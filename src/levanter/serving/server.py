@@ -57,9 +57,11 @@ def max_connections(wanted: int) -> int:
     Args:
         wanted: the configured number.
     """
+    # The soft limit: beyond it neither a connection can be accepted nor a file opened.
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
         return wanted
+    # Small limits reserve half of the files.
     return max(1, min(wanted, files - min(RESERVED_FILES, files // 2)))
 
 
@@ -79,21 +81,25 @@ class BoundedConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Waits for a head, after closing an idle connection if there are too many."""
+        # uvicorn first: it sets `transport` and `loop`, which the timers need.
         super().connection_made(transport)
         # uvicorn has added this connection to the set already.
         if len(self.connections) > self.limits.max_connections:
             if not self.idle:
+                # Bytes without a parser: a connection beyond the limit must not cost anything.
                 transport.write(FULL_RESPONSE)
                 transport.close()
                 return
             # Idle connections are in the order in which they became idle.
             longest, _ = self.idle.popitem(last=False)
+            # `abort`, as the client of an idle connection may have stopped reading.
             longest.transport.abort()
         self._has_begun = True
         self._await_head(self.limits.header_seconds)
 
     def data_received(self, data: bytes) -> None:
         """Receives bytes; they do not restart the timer of a head that has begun."""
+        # uvicorn parses first, so that the state below is that after these bytes.
         super().data_received(data)
         if self._is_running or self.transport.is_closing():
             self._stop_waiting()
@@ -119,6 +125,7 @@ class BoundedConnection(H11Protocol):
         """Waits for the next head."""
         super().on_response_complete()
         self._has_begun = False
+        # A pipelined request may run already: it began in the call above.
         if not self._is_running and not self.transport.is_closing():
             self._await_head(self.limits.idle_seconds)
 
@@ -141,6 +148,7 @@ class BoundedConnection(H11Protocol):
             h11.Data(data=body),
             h11.EndOfMessage(),
         ):
+            # Through h11, so that its state matches what was sent.
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 
@@ -162,6 +170,7 @@ class BoundedConnection(H11Protocol):
 
     def _await_head(self, seconds: float) -> None:
         self._stop_waiting()
+        # At the end: this connection has been idle for the shortest time.
         self.idle[self] = None
         self._head_timer = self.loop.call_later(seconds, self.transport.close)
 
@@ -259,10 +268,12 @@ class HttpServer:
         self._listening: socket.socket | None = None
         self._ending: asyncio.Task[None] | None = None
         self._stop_calls = 0
+        # Access logs cost time in every request, a `Server` header reveals versions, and proxy headers are not trusted.
         config = uvicorn.Config(
             application,
             loop="asyncio",
             http=bounded_protocol(limits),
+            # No route is a WebSocket.
             ws="none",
             lifespan="on",
             log_config=None,
@@ -311,21 +322,25 @@ class HttpServer:
         if self._stop_calls > 1:
             raise KeyboardInterrupt
         if self._loop is not None:
+            # A signal handler interrupts the event loop at any point: only this call may touch it from there.
             self._loop.call_soon_threadsafe(self._end)
 
     async def _serve(self, listening: socket.socket) -> None:
         self._loop = asyncio.get_running_loop()
         self._service.on_end(self._end)
+        # A signal that arrived before the loop existed.
         if self._stop_calls:
             self._end()
         # Returns when `should_exit` is set and connections are closed.
         await self._server.serve([listening])
         if self._ending is not None:
+            # The server may exit before the drain task has returned.
             await self._ending
 
     def _opened(self) -> None:
         assert self._listening is not None
         self._listening.listen(ACCEPT_BACKLOG)
+        # uvicorn has called `listen` with a backlog of 1, which is set back first.
         self._on_opened()
 
     def _end(self) -> None:
@@ -335,5 +350,6 @@ class HttpServer:
     async def _drain(self) -> None:
         if self._service.healthy:
             logger.info("shutting down: running requests have %g s", self._drain_seconds)
+        # The order matters: connections are closed only when the requests on them have ended.
         await self._service.drain(self._drain_seconds)
         self._server.should_exit = True

@@ -71,8 +71,10 @@ class PendingRequest:
         self.submitted, self.route, self._cancel, self._streamed = tuple(submitted), route, cancel, streamed
         self.began = time.monotonic()
         requests = [submission.request for submission in submitted]
+        # Choices without an end, and prompts without scores: the request is over when both are empty.
         self._open = {ChoiceId(r.id, n) for r in requests if r.params.max_tokens != 0 for n in range(r.params.n)}
         self._unscored = {submission.request.id for submission in submitted if submission.score}
+        # Results that have arrived and were not written to the client yet; only the event loop touches them.
         self._unread: deque[Delivery] = deque()
         self._unread_bytes = 0
         self._changed = asyncio.Event()
@@ -100,11 +102,13 @@ class PendingRequest:
         if isinstance(delivery, PromptScored):
             self._unscored.discard(delivery.request)
             if delivery.error is not None:
+                # A prompt without scores fails its choices too: they are never submitted.
                 self._open = {of for of in self._open if of.request != delivery.request}
         elif delivery.last:
             self._open.discard(delivery.of)
         self._unread.append(delivery)
         self._unread_bytes += delivery.size
+        # A response that is one object keeps everything until its end anyway, so the limit is for streams.
         if self._streamed and self._unread_bytes > MAX_UNREAD_BYTES:
             self.cut.set()
         self._changed.set()
@@ -112,6 +116,7 @@ class PendingRequest:
     async def deliveries(self) -> AsyncIterator[list[Delivery]]:
         """Results in the batches in which they arrive, until all have arrived."""
         while not self.over:
+            # One wait for all choices: results of a step arrive together, and become one write.
             await self._changed.wait()
             # Cleared before the results are taken: a result that arrives later sets it again.
             self._changed.clear()
@@ -164,6 +169,7 @@ class Service:
         )
         self._pending: dict[str, PendingRequest] = {}
         """Engine request id → the HTTP request that waits for it."""
+        # Few threads: they compete with the event loop and the engine's thread for the interpreter.
         self._parsers = ThreadPoolExecutor(PARSER_THREADS, thread_name_prefix="parsing")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sent = threading.Event()
@@ -200,12 +206,14 @@ class Service:
     async def running(self) -> AsyncIterator["Service"]:
         """Runs the engine within the block, and delivers results to the event loop that entered it."""
         self._loop = asyncio.get_running_loop()
+        # After the loop is known: the thread may deliver at once.
         self._engine_thread.start()
         self.state = "ready"
         try:
             yield self
         finally:
             self.state = "ended"
+            # Wakes the thread, which ends all open choices with an error before it returns.
             self._inbox.close()
             # The thread may be in a step whose results it delivers to this loop: joining it here would be a deadlock.
             await asyncio.to_thread(self._engine_thread.join)
@@ -226,8 +234,11 @@ class Service:
         Raises:
             ApiError: the queue is full (429), or the server is shutting down (503).
         """
+        # Checked on the event loop, where the state changes: a request after `drain` began is refused.
         if self.state != "ready" or not self.healthy:
             raise _draining_error()
+        # Registered below only after the queue has accepted it. Results cannot arrive in between, as they are routed on
+        # this loop.
         pending = PendingRequest(submitted, route=route, cancel=self._cancel, streamed=streamed)
         try:
             # A request for no tokens and no scores is complete already: its response is its prompt.
@@ -266,8 +277,11 @@ class Service:
 
     def _cancel(self, request: str) -> None:
         pending = self._pending.get(request)
+        # It has ended: `close` is called for complete responses too.
         if pending is None:
             return
+        # The client is gone, so its choices end here at once; the engine's results for them find no request and are
+        # dropped.
         self._inbox.post(Cancel(request=request))
         for of in [of for of in pending.open if of.request == request]:
             self._end(pending, of, "cancelled", time.monotonic())
@@ -279,6 +293,7 @@ class Service:
         if not self.healthy:
             return
         try:
+            # Quiet: no request waits for results.
             await asyncio.wait_for(self._quiet.wait(), seconds)
         except TimeoutError:
             # Time is up: the engine's thread ends all choices, and their deliveries make the service quiet.
@@ -292,6 +307,7 @@ class Service:
 
     def _fail(self, message: str) -> None:
         self.state, now = "ended", time.monotonic()
+        # A set: one HTTP request may wait for several engine requests.
         for pending in set(self._pending.values()):
             # The engine's thread may be blocked in a call that never returns, so its results are made here.
             deltas = [TokenDelta(of=of, error=message, at=now) for of in pending.open]
@@ -314,12 +330,14 @@ class Service:
         # Cleared before the call is scheduled, which may run at once in the other thread.
         self._sent.clear()
         self._loop.call_soon_threadsafe(self._receive, deliveries)
+        # With a limit, so that an event loop that has ended cannot hold the thread for ever.
         self._sent.wait(MAX_DELIVERY_SECONDS)
 
     def _ended(self) -> None:
         """Notifies the event loop that the engine's thread is about to end."""
         assert self._loop is not None
         for call in self._on_end if self._engine_thread.error is not None else ():
+            # Runs in the engine's thread; the callbacks belong to the loop.
             self._loop.call_soon_threadsafe(call)
 
     def _receive(self, deliveries: Sequence[Delivery]) -> None:
@@ -332,6 +350,7 @@ class Service:
     def _route(self, deliveries: Sequence[Delivery]) -> None:
         for delivery in deliveries:
             request = delivery.of.request if isinstance(delivery, TokenDelta) else delivery.request
+            # Cancelled since the engine computed it.
             if (pending := self._pending.get(request)) is None:
                 continue
             if isinstance(delivery, TokenDelta):
@@ -339,12 +358,14 @@ class Service:
             elif delivery.error is not None:
                 for of in [of for of in pending.open if of.request == request]:
                     self._end(pending, of, "failed", delivery.at)
+            # After the events, so that an observer has counted a token before its client can see it.
             pending.push(delivery)
             # Most deliveries are tokens in the middle of a choice, which end nothing: they skip `pending.requests`.
             if (not isinstance(delivery, TokenDelta) or delivery.last) and request not in pending.requests:
                 self._forget(request)
 
     def _forget(self, request: str) -> None:
+        # The last request that ends makes the service quiet, which `drain` waits for.
         self._pending.pop(request, None)
         if not self._pending:
             self._quiet.set()

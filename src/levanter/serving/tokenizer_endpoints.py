@@ -28,12 +28,15 @@ def tokenize_body(raw: bytes, service: Service, texts: TokenStrings) -> Mapping[
         if (body.prompt is None) == (body.messages is None):
             raise ProtocolError(["prompt: expected one of `prompt` and `messages`"])
         if body.prompt is not None:
+            # Without `enforce_bos` prompts have no BOS, and a count with it would be one too many.
             begins = body.add_special_tokens and reader.rules.enforce_bos
             ids = reader.encode_with_bos(body.prompt) if begins else reader.encode(body.prompt)
         else:
             more = dict(template_variables(body.chat_template_kwargs, body.tools))
+            # A reserved variable, set here from the field of this route.
             more["add_generation_prompt"] = body.add_generation_prompt
             ids = reader.conversation(template_messages(body.messages or ()), more)
+    # `ProtocolError` and the errors of the tokenizer and the template are all of this type.
     except ValueError as error:
         raise invalid_request(str(error)) from None
     tokens: list[Json] = list(ids)
@@ -52,6 +55,7 @@ def detokenize_body(raw: bytes, service: Service) -> Mapping[str, Json]:
     try:
         body = decode(DetokenizeBody, parse_fields(raw))
         check_model_name(body.model, service.names)
+        # The tokenizer may raise for other ids, or return any text.
         size = service.reader.rules.vocab_size
         wrong = [f"tokens[{n}]: id {id}" for n, id in enumerate(body.tokens) if not 0 <= id < size]
         if wrong:
@@ -83,6 +87,7 @@ async def tokenize(request: Request) -> Response:
     """Answers `POST /tokenize`."""
     service: Service = request.app.state.service
     raw, texts = await read_body(request), request.app.state.texts
+    # A long text takes seconds to tokenize, which all streams would wait for.
     return JsonResponse(await service.off_loop(lambda: tokenize_body(raw, service, texts)))
 
 

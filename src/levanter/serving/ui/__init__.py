@@ -41,6 +41,7 @@ def page_routes(data: PageData) -> Sequence[BaseRoute]:
     Args:
         data: the data.
     """
+    # Rendered once: the page is the same for every request, and its digests must match it.
     text, headers = render_page()
 
     async def at_root(request: Request) -> Response:
@@ -55,6 +56,7 @@ def page_routes(data: PageData) -> Sequence[BaseRoute]:
                 "model": service.names[0],
                 "version": metrics.facts.version,
                 "devices": metrics.facts.devices,
+                # `state` does not say whether the engine's thread still runs.
                 "state": service.state if service.healthy else "failed",
                 "context": service.context,
                 "tokens": metrics.tokens,
@@ -78,6 +80,7 @@ def render_page() -> tuple[str, Mapping[str, str]]:
     """The page, and the headers that restrict what it may do."""
     folder = resources.files(__name__)
     body, css, script = ((folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js"))
+    # The digest covers the text between the tags exactly, so both are made before they are inserted.
     style = style_sheet(css)
     text = document(title="Levanter", style=style, body=body, script=script)
     policy = (
