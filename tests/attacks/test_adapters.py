@@ -92,7 +92,7 @@ ASKED = {
     ),
     "hf_save_path with": asked("hf_save_path: exports a whole model, and the run trains", "--hf_save_path", "x"),
     "int8 and whole": asked(
-        "adapter.modules_to_save: lm_head.weight would be held in 8-bit integers",
+        "adapter.modules_to_save: lm_head.weight would be 8-bit integers",
         base_dtype="int8",
         modules_to_save=["lm_head"],
     ),

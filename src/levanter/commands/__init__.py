@@ -1,1 +1,1 @@
-"""What each command does: its config, what it describes, what it executes. One folder per command."""
+"""The commands, one folder each: configuration, description (the plan), and execution."""

@@ -16,7 +16,7 @@ LOCAL, FULL = "local", "full"
 
 
 class PlanUsageError(ValueError):
-    """The command line names nothing that can be planned."""
+    """The command line is not a valid request."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class PlanRequest:
         search: whether to look for better meshes.
         keep_hlo: a folder in which the compiler's output is kept.
         cache: whether compiler results are cached, and cached ones reused.
-        compare: whether the same run without adapters is planned beside it.
+        compare: whether the same run without adapters is planned too.
     """
 
     entry_point: EntryPointRef

@@ -177,7 +177,7 @@ def _searched(
     verdict: "Verdict",
     say: Callable[[str], None],
 ) -> dict[str, "Searched"]:
-    """Other layouts of the same run on the same pod; nothing if there is no pod or no run to lay out."""
+    """Searches other layouts of the run on the same pod; empty without a pod or a describable run."""
     from levanter.plan.oom_report import decode_cost
     from levanter.plan.search import NothingToSearch
     from levanter.plan.search.space import LayoutCompiler, search_run_decode, search_run_layouts
@@ -208,7 +208,7 @@ def _searched(
 
 
 def _configured_program(verdict: "Verdict") -> "ProgramVerdict | None":
-    """What came of the Program that a search lays out anew, as the run has it; None where it was not compiled."""
+    """The verdict on the searched Program in the configured layout; None if it was not compiled."""
     assert verdict.plan is not None
     name = next((work.program for work in verdict.plan.workloads), None)
     return next((p for p in verdict.programs if p.name == name and p.outcome is not None), None)

@@ -100,7 +100,7 @@ def chosen_rows(sequences: EvalSequences, *, count: int, seed: int | None) -> np
 
     Args:
         sequences: all rows.
-        count: how many, if there are that many.
+        count: the number of rows, at most all.
         seed: of the selection; None for the first ones.
     """
     available = sequences.row_count

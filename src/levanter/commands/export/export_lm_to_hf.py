@@ -56,7 +56,7 @@ class ConvertWork:
         config: as the user wrote it.
         source: the checkpoint's tensors; None if they are not available here.
         merge: the adapter that is merged into them; None for none.
-        files: what is written.
+        files: the plan of the files.
         tokenizer: the tokenizer to write; None for none.
     """
 

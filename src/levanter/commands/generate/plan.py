@@ -36,7 +36,7 @@ one product over all positions."""
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GenerateWork:
-    """What `execute` needs besides the Programs.
+    """The resolved inputs of `execute` besides the Programs.
 
     Attributes:
         config: as the user wrote it.
@@ -411,7 +411,7 @@ def pages_per_slot(cache: CachePlan, inference: InferenceConfig) -> int:
 
 
 def program_bytes(pretrained: PretrainedModel) -> int:
-    """Bytes of a device that Programs take beside their inputs: activations of a prefill chunk and temporaries."""
+    """Bytes on a device that Programs need besides their inputs: activations of a prefill chunk and temporaries."""
     return ASSUMED_TEMP_BYTES + sum(planned.bytes_per_device for planned in pretrained.activations.leaves)
 
 

@@ -109,7 +109,7 @@ def _job(config: EvalCarelessLmConfig, book: Book, text: BookText | None) -> Boo
 
 
 def _count(config: EvalCarelessLmConfig, book: Book, text: BookText | None) -> tuple[int | None, str]:
-    """How many windows the book has, as far as that is known without tokenizing it."""
+    """The number of windows, as far as it is known without tokenizing the book, and its source."""
     windowing, assumed = book.convention.windowing, config.plan.assume_tokens
     if text is not None:
         # The text is not tokenized here, so the count is an estimate from its characters.

@@ -50,12 +50,12 @@ class BookJob:
         key: short, for metrics and listings.
         title: for reports.
         folder: of its results.
-        preset, scheme: the convention it follows, and what is reported first.
+        preset, scheme: its convention, and the decoding scheme that is reported first.
         positions, suffix_tokens, padded: of its windows.
         batch_size: windows of a batch as configured; None if left open.
         windows: number of windows, possibly estimated; None if unknown.
         windows_reason: the source of that number.
-        identity: what its results depend on besides the model.
+        identity: everything that its results depend on besides the model.
         text: the text; None if there is none, or none to keep.
         check: raises errors of the windows that can be found quickly; called before weights are read.
         open: builds the windows; called once, in a run.
@@ -214,7 +214,7 @@ def model_block(config: Any, written: ExplicitKeys) -> tuple[ModelBlock | None, 
         # Architecture fields are the checkpoint's; runtime settings (`gradient_checkpointing`, …) stay the user's.
         free = block.keys - set(family_for_config(type(checkpoint.config)).architecture_fields)
         model = replace(checkpoint.config, **{key: getattr(block.config, key) for key in sorted(free)})
-        message = f"the checkpoint's architecture is used, as upstream does whatever the block says: {error}"
+        message = f"the checkpoint's architecture is used, as upstream does even if the block differs: {error}"
         # What remains contradicts nothing, so all of it counts as written.
         kept = ModelBlock(config=model, keys=ExplicitKeys.in_python(model).top)
         return kept, [Check(name="model block", status="note", message=message)]

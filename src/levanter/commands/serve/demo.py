@@ -108,7 +108,7 @@ def _curl(url: str) -> bool:
     print(f"\n=== curl {url}/v1/chat/completions -d '{body}'", flush=True)
     curl = shutil.which("curl")
     if curl is None:
-        print("there is no curl here")
+        print("curl is not installed")
         return True
     command = [curl, "-sS", f"{url}/v1/chat/completions", "-H", "Content-Type: application/json", "-d", body]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)

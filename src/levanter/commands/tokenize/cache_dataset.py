@@ -62,7 +62,7 @@ class CacheDatasetConfig(TrainLmConfig):
 
 
 def main(config: CacheDatasetConfig, *, written: ExplicitKeys | None = None) -> int:
-    """Builds what is missing and prints what exists."""
+    """Builds missing token stores and prints all of them."""
     # Problems of other keys would stop a training run, but they do not affect its rows, so they are not checked here.
     if config.hf_checkpoint is not None and (written is None or "data.tokenizer" not in written):
         config = replace(config, data=replace(config.data, tokenizer=config.hf_checkpoint))
@@ -129,7 +129,7 @@ def _sets(config: LmDataConfig) -> tuple[list[TrainingSet], list[str]]:
     """The sets to tokenize, validation sets marked as such, and notes on them.
 
     Raises:
-        DataError: there is nothing to train on or evaluate, or something is wrong with it; lists every problem.
+        DataError: there is no data, or it is invalid; lists all problems.
     """
     trained: TrainingSets | None = None
     problems: list[ValueError] = []
@@ -171,7 +171,7 @@ def _has_training(component: DatasetComponentBase) -> bool:
 
 
 def store_line(one: TrainingSet, tokens: StoredTokens) -> str:
-    """What a store holds, in one line."""
+    """The contents of a store, in one line."""
     shards = tokens.manifest.shards or ()
     size = sum(sum(shard.files.values()) for shard in shards)
     skipped = sum(shard.skipped for shard in shards)

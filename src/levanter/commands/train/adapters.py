@@ -175,8 +175,8 @@ def frozen_base(
     # A quantized weight has leaves of other paths (`.weight.q`, `.weight.scale`), so a whole copy of it finds no leaf.
     if quantized is not None and (integers := set(adapted.whole) - {leaf.path for leaf in leaves(quantized.module)}):
         raise QuantizationError(
-            f"{KEY}.modules_to_save: {', '.join(sorted(integers))} would be held in 8-bit integers, of which there is "
-            f"no whole copy to train; leave it out, or hold the base in another {KEY}.base_dtype"
+            f"{KEY}.modules_to_save: {', '.join(sorted(integers))} would be 8-bit integers, of which no "
+            f"trainable copy can be made; leave it out, or set another {KEY}.base_dtype"
         )
     return (module, None) if quantized is None else (quantized.module, quantized.rules)
 
@@ -214,7 +214,7 @@ def save_adapters(work: TrainWork, state: TrainState, dirs: RunDirs, taken: int,
         show: whether this process prints.
 
     Returns:
-        The folder of the adapters, or of the merged model where only that is asked for.
+        The folder of the adapters, or of the merged model if only that is exported.
     """
     assert work.peft is not None
     # Collects the arrays by path, as above.

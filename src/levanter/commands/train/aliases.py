@@ -17,7 +17,7 @@ C = TypeVar("C")
 def aliased_entry_point(
     name: str, config: type[C], training: Callable[[C], TrainLmConfig]
 ) -> EntryPoint[C, TrainWork, Trained]:
-    """The entry point of a command whose configuration says what to train in another way.
+    """The entry point of a command whose configuration is translated to that of `train_lm`.
 
     Args:
         name: the command's.

@@ -1,7 +1,7 @@
 """Checks before a training run begins: data, token stores, folders, the checkpoint it resumes from.
 
-Nothing here reads a document or an array. Whatever is wrong becomes a `Check`, so that everything is reported at once.
-What another machine may have (files, folders, checkpoints) is an error when running, and listed when planning.
+No document or array is read. Each problem becomes a `Check`, so that all are reported together. Missing files, folders
+and checkpoints, which another machine may have, are errors of a run and are only listed by a plan.
 """
 
 import os
@@ -43,10 +43,10 @@ KERNELS = ("splash", "cudnn")
 def data_checks(
     config: LmDataConfig, tokenizer: Tokenizer | None, *, vocab_size: int, formats: Formats = FORMATS
 ) -> list[Check]:
-    """Whether the training data exists, its weights name existing sets, and its token stores match.
+    """Checks that the training data exists, its weights name existing sets, and its token stores match.
 
     Args:
-        config: the `data:` block; without components it is not known here yet.
+        config: the `data:` block; without components nothing is checked.
         tokenizer: the run's; None if it is unavailable, so that stores are not compared.
         vocab_size: ids that the model distinguishes.
         formats: of the records that the run learns from.
@@ -73,7 +73,7 @@ def data_checks(
 
 
 def run_dir_checks(config: TrainLmConfig, model: LmConfig, plan: StatePlan, frozen: FrozenPart | None) -> list[Check]:
-    """Whether a run may write its folders, and whether the checkpoint that it begins from matches what it trains.
+    """Checks that a run may write its folders, and that the checkpoint it begins from matches its state.
 
     The contents of a run's own folder are only known if the run has a name (`trainer.id`, `$RUN_ID`).
 
@@ -137,7 +137,7 @@ def _checkpoint_problems(
 
 
 def _check_resumed(ref: CheckpointRef, model: LmConfig, plan: StatePlan, frozen: FrozenPart | None) -> None:
-    """Whether a run can resume from a checkpoint."""
+    """Raises an error if the run cannot resume from a checkpoint."""
     check_partition(ref, frozen)
     check_leaves(ref, _wanted(model, [planned.leaf for planned in plan.whole.leaves]))
 
@@ -145,7 +145,7 @@ def _check_resumed(ref: CheckpointRef, model: LmConfig, plan: StatePlan, frozen:
 def _check_parts(
     config: TrainLmConfig, model: LmConfig, plan: StatePlan, path: str, groups: Sequence[str]
 ) -> CheckpointRef:
-    """Whether some parts of a checkpoint match the run's."""
+    """Raises an error if some parts of a checkpoint do not match the run's; returns the checkpoint."""
     ref = checkpoint_at(path)
     prefixes = tuple(f"{part}." for part in groups)
     # A checkpoint has the statistics and counters under their own paths, and parameters under `model.`, the base of

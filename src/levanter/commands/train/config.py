@@ -137,7 +137,7 @@ class TrainLmConfig(Ranged):
         problems = []
         # Parameters of the model and adapters are never trained together; the adapter freezes all of the model's own.
         if self.trainer.trainable is not None:
-            problems.append("trainer.trainable: what is trained is the adapter; leave one of the two out")
+            problems.append("trainer.trainable: the run trains an adapter; remove one of the two keys")
         if self.hf_save_path is not None:
             problems.append("hf_save_path: exports a whole model, and the run trains an adapter; use peft_save_path")
         if self.initialize_from_checkpoint_path is not None:
@@ -165,18 +165,18 @@ class TrainLmConfig(Ranged):
             ValueError: the run trains no adapters.
         """
         if self.lora is None:
-            raise ValueError("adapter: there is none, so the run trains the model's own weights already")
+            raise ValueError("adapter: not set, so the run trains the model's own weights already")
         return replace(self, adapter=None, peft_save_path=None, merged_hf_save_path=None)
 
     @property
     def exports(self) -> str | None:
-        """The folder of what is exported: whole models, adapters, or merged models."""
+        """The folder of the exports: whole models, adapters, or merged models."""
         # `peft_save_path` comes first where both folders are set; `merged` then gives the second one.
         return self.hf_save_path if self.lora is None else self.peft_save_path or self.merged_hf_save_path
 
     @property
     def merged(self) -> str | None:
-        """The folder of merged models, where that is a second one."""
+        """The folder of merged models, if adapters have another one."""
         return self.merged_hf_save_path if self.peft_save_path is not None else None
 
     @property

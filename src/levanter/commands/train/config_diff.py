@@ -1,4 +1,4 @@
-"""What changed in a configuration between a run's checkpoint and the attempt that resumes from it.
+"""Compares the configuration in a run's checkpoint with that of the attempt that resumes from it.
 
 A run that is resumed with another architecture, other data or another seed is a different run, even if every array has
 the right shape. So each field of the configuration is in one of three lists: what must not change, what may change and
@@ -138,7 +138,8 @@ LOCATION_KEYS = frozenset({"cache_dir", "flat_cache"})
 """Keys of data sets that locate token stores; they do not affect which tokens there are."""
 
 ORIGIN = ("initialize_from_hf", "hf_checkpoint", "initialize_model_from_checkpoint_path")
-"""Where parameters came from. Frozen ones are compared by value: the same weights may be elsewhere by now."""
+"""Keys that name the source of the parameters. Frozen parameters are compared by value, since the same weights may
+have moved."""
 
 
 class ChangedRunError(ValueError):
@@ -147,7 +148,7 @@ class ChangedRunError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """What differs between a checkpoint's configuration and that of the resuming run, a line each.
+    """The differences between a checkpoint's configuration and that of the resuming run, one line each.
 
     Attributes:
         fixed: differences in what must not change.

@@ -1,8 +1,8 @@
-"""A stage of training in longer context: a checkpoint, with its rotary embeddings stretched by YaRN.
+"""A training stage with a longer context: a checkpoint whose rotary embeddings are stretched by YaRN.
 
-`initialize_from_hf` names the checkpoint, `model.rope: {type: yarn, factor: 4.0}` says by how much, `model.max_seq_len`
-how long the rows are. Everything else of the architecture must be the checkpoint's. Stages one after the other are
-such runs one after the other, each from the export of the one before; factors count from the original context.
+`initialize_from_hf` names the checkpoint, `model.rope: {type: yarn, factor: 4.0}` the factor, and `model.max_seq_len`
+the length of rows. Everything else of the architecture must be the checkpoint's. Several stages are several runs, each
+from the export of the previous one; factors count from the original context.
 """
 
 import math
@@ -35,7 +35,7 @@ class ContextStage:
     checks: tuple[Check, ...]
 
     def origin(self, reference: str) -> ModelSource:
-        """The checkpoint, with these rotary embeddings."""
+        """The checkpoint as a source, with the rotary embeddings of the stage."""
         source = resolve_source(reference, self.block, block_is_whole=True)
         return replace(
             source, architecture=_roped(source.architecture, self.rope), checks=(*source.checks, *self.checks)
@@ -96,8 +96,8 @@ def resolve_context_stage(config: TrainLmConfig, written: ExplicitKeys) -> Conte
     # loaded onto the unstretched model.
     if config.lora is not None:
         raise StageError(
-            "model.rope and adapter: files of adapters do not say that the context of their model was stretched\n"
-            "  → train the model's own weights in this stage, and adapters of what it exports"
+            "model.rope and adapter: adapter files do not record that the context of their model was stretched\n"
+            "  → train the model's own weights in this stage, and adapters of its export afterwards"
         )
     block = ModelBlock.of(config.model, written)
     assert block is not None

@@ -1,4 +1,4 @@
-"""What a training run freezes: how its plan reports it, and how its checkpoints identify it."""
+"""The frozen part of a training run: the plan's notes on it, and its identity in checkpoints."""
 
 import math
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from levanter.trainer.state import StatePlan
 
 
 def frozen_part(trainer: TrainerConfig, plan: StatePlan, *, begun_from: str | None) -> FrozenPart | None:
-    """How a run's checkpoints identify what it does not train, without digests; None if it trains everything.
+    """The identity of the frozen part in a run's checkpoints, without digests; None if everything is trained.
 
     Args:
         trainer: of the run.
@@ -114,7 +114,7 @@ def spared_flops(
 
 
 def _adapter_flops(trained: LmHeadModel, chosen: set[int]) -> float:
-    """FLOPs per token of adapters in a step: a forward product and two in the backward pass; 0 where there are none."""
+    """FLOPs per token of adapters in a step: one forward product and two backward ones; 0 without adapters."""
     products: list[float] = []
 
     def product(parameter: Parameter, value: hax.NamedArray) -> None:
@@ -152,7 +152,7 @@ def head_gradient_inputs(model: LmConfig, trained: LmHeadModel) -> tuple[str, ..
 
 
 def head_notes(plan: StatePlan) -> list[Check]:
-    """What an adapter of the output head costs, where there is one."""
+    """A note on the cost of an adapter of the output head, if the run has one."""
     pairs = {} if plan.adapters is None else plan.adapters.pairs
     notes = []
     for group, pair in pairs.items():
@@ -175,7 +175,7 @@ def head_notes(plan: StatePlan) -> list[Check]:
 
 
 def partition_notes(plan: StatePlan) -> list[Check]:
-    """How much of the model is trained, if not all of it."""
+    """A line with the trained share of the model, if that is not all of it."""
     if not plan.frozen:
         return []
     sizes = {planned.leaf.path: math.prod(planned.leaf.shape) for planned in plan.parameters.leaves}
@@ -190,7 +190,7 @@ def partition_notes(plan: StatePlan) -> list[Check]:
             named = ", ".join(path.removeprefix(f"{WHOLE}.") for path in copies[:3]) + (", …" if copies[3:] else "")
             whole = f", {size:,} of them whole copies in float32 ({named}),"
         message = (
-            f"{len(plan.adapters.pairs)} adapters are trained, {sum(trained.values()):,} parameters{whole} beside "
+            f"{len(plan.adapters.pairs)} adapters are trained, {sum(trained.values()):,} parameters{whole} besides "
             f"{base:,} frozen ones ({sum(trained.values()) / base:.2%}), which have no gradients and no optimizer "
             "state, and are in no checkpoint"
         )

@@ -1,4 +1,4 @@
-"""The first state of a run, if it comes from one of our checkpoints.
+"""The first state of a run: restored, loaded, or initialized.
 
 A run *resumes* from a checkpoint (its own, `trainer.load_checkpoint_path`, `trainer.initialize_from`): everything is
 restored, the step included, so data and schedule continue where they stopped. A run that *begins* from a checkpoint is
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 def initial_state(
     plan: TrainPlan, mesh: Mesh, resumed: CheckpointRef | None, *, show: bool
 ) -> tuple[TrainState, LmHeadModel | None]:
-    """The state before the first step (of a checkpoint, of weights, or initialized from the seed), and the frozen part.
+    """The state before the first step (restored, from loaded weights, or from the seed), and the frozen part.
 
     The frozen part is in no checkpoint of the run: it is read from its original source.
 
@@ -98,7 +98,7 @@ def initial_state(
 
 
 def adapted_model(plan: TrainPlan, mesh: Mesh, key: jax.Array, *, show: bool) -> LmHeadModel:
-    """The model that adapters are of: loaded, of one of our checkpoints, or initialized from the seed.
+    """The base model of the adapters: loaded, from one of our checkpoints, or initialized from the seed.
 
     Raises:
         CheckpointMismatchError: the checkpoint does not match; lists the leaves that differ.
@@ -122,7 +122,7 @@ def adapted_model(plan: TrainPlan, mesh: Mesh, key: jax.Array, *, show: bool) ->
 def checked_frozen(
     plan: TrainPlan, mesh: Mesh, frozen: LmHeadModel | None, resumed: CheckpointRef | None
 ) -> FrozenPart | None:
-    """How the run's checkpoints identify the frozen part; None for nothing.
+    """The identity of the frozen part in the run's checkpoints, with digests; None if nothing is frozen.
 
     Raises:
         CheckpointMismatchError: the run resumes from a checkpoint that was trained with another frozen part.
@@ -151,7 +151,7 @@ def restore_state(plan: TrainPlan, mesh: Mesh, ref: CheckpointRef) -> TrainState
 def initialize_from_checkpoint(
     plan: TrainPlan, mesh: Mesh, fresh: TrainState, frozen: LmHeadModel | None
 ) -> tuple[TrainState, LmHeadModel | None]:
-    """A fresh state and the frozen part, with what the configuration takes from a checkpoint.
+    """A fresh state and the frozen part, updated with the parts that the configuration takes from a checkpoint.
 
     Args:
         plan: the run.
@@ -203,7 +203,7 @@ def initial_frozen_part(plan: TrainPlan, mesh: Mesh, frozen: LmHeadModel) -> LmH
     Args:
         plan: the run.
         mesh: its devices.
-        frozen: made from the seed.
+        frozen: initialized from the seed.
     """
     begun = plan.work.config.begun_from_checkpoint
     if begun is None:
@@ -220,7 +220,7 @@ def _frozen_leaves(ref: CheckpointRef, frozen: LmHeadModel) -> dict[str, SavedLe
 
 
 def _restore_part(plan: TrainPlan, mesh: Mesh, ref: CheckpointRef, fresh: Any, part: str) -> Any:
-    """A part of the state, or of the complete model, as it is in a checkpoint."""
+    """A part of the state, or the complete model, restored from a checkpoint."""
     prefix = f"{part}."
     targets = _targets(plan, mesh)
     wanted = {path: targets[path] for path in (f"{prefix}{leaf.path}" for leaf in leaves(fresh))}

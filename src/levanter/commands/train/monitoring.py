@@ -40,7 +40,7 @@ class AttentionImbalance:
     """Measures the imbalance of attention over devices: receives the rows of each step, gives the step's metric.
 
     Attributes:
-        of_rows: segments of rows → busiest over mean; None where there is nothing to balance.
+        of_rows: segments of rows → busiest over mean; None if there is nothing to balance.
         segments: whether rows hold several documents.
     """
 
@@ -70,11 +70,11 @@ class AttentionImbalance:
 
 @dataclass(frozen=True, kw_only=True)
 class Instruments:
-    """What measures and supervises a run.
+    """The instruments of a run.
 
     Attributes:
         track: logs every step.
-        watch: what is observed inside steps; None for nothing.
+        watch: statistics that are computed inside steps; None for none.
         watchdog: reports where a run hangs.
         profile: of some steps; None for none.
         tracker: where metrics go.
@@ -159,7 +159,7 @@ def build_instruments(
 
 
 def watched_names(watch: Watch, state: Any) -> dict[str, tuple[str, ...]]:
-    """What the watched statistics describe, from the abstract state."""
+    """The names of the watched statistics, from the abstract state."""
     return watch.names(grads=state.model, params=state.model, updates=state.model, opt_state=state.optimizer)
 
 
@@ -186,7 +186,7 @@ def _profile(plan: TrainPlan, folder: Path, tracker: Recorder) -> Profile:
 
 
 def build_nan_guard(plan: TrainPlan, last_checkpoint: Callable[[], str]) -> Guard:
-    """What happens to the run if its losses or gradients are not finite."""
+    """The guard that skips steps or ends the run if losses or gradients are not finite."""
     trainer = plan.work.config.trainer
     return Guard(
         nan=trainer.crash_on_nan,
@@ -197,8 +197,7 @@ def build_nan_guard(plan: TrainPlan, last_checkpoint: Callable[[], str]) -> Guar
 
 
 def run_facts(plan: TrainPlan) -> Mapping[str, Any]:
-    """What a run logs about itself once: its resolved configuration, a summary of its plan, and the versions of its
-    packages."""
+    """The facts that a run logs once: its resolved configuration, a summary of its plan, and package versions."""
     work: TrainWork = plan.work
     # The stored total of bytes over the item size is the number of elements.
     parameters = [planned.leaf for planned in work.state_plan.parameters.leaves]

@@ -91,7 +91,7 @@ class TrainedRun:
 
     @property
     def resident(self) -> ShardingPlan:
-        """Everything that stays on the devices."""
+        """The placement of everything that stays on the devices."""
         plan = self.state_plan.resident
         return plan if self.pairs is None else self.pairs.with_reference(plan)
 
@@ -103,7 +103,7 @@ class TrainedRun:
 
     @property
     def second_load(self) -> LoadPlan | None:
-        """How a second model is loaded."""
+        """The load plan of a second model; None for none."""
         return None if self.pairs is None or self.pairs.model is None else self.pairs.model.load
 
     @property
@@ -122,7 +122,7 @@ class TrainedRun:
         )
 
     def head(self, rows: int) -> HeadPlan:
-        """How a microbatch goes through the head.
+        """The plan of the output head for a microbatch.
 
         Args:
             rows: of it, over all devices.
@@ -162,7 +162,7 @@ class TrainedRun:
 
 
 def first_programs(run: TrainedRun) -> list[Program]:
-    """The Programs that make the first state and the frozen part: all of it, or what loaded weights lack."""
+    """The Programs that create the first state and the frozen part, or the parts of them that are not loaded."""
     plan, partition, averaging = run.state_plan, run.partition, run.config.trainer.model_averaging
     if run.adapted is not None:
         base = init_base_program(plan, run.build, run.adapted.base_dtype(run.precision))
@@ -246,9 +246,9 @@ def evaluation_program(run: TrainedRun, largest: BatchPlan, *, accuracy: bool = 
     """The Program that scores the validation sets between two steps.
 
     Args:
-        run: what is trained.
+        run: the training run.
         largest: the batch whose microbatch rows are used, unless the configuration sets those of evaluation.
-        accuracy: whether it also tells which tokens were the likeliest.
+        accuracy: whether it also returns which tokens were the most likely.
     """
     per_device = run.config.trainer.per_device_eval_parallelism
     # -1 means as many rows on a device as a training microbatch has, whose memory is known to suffice.
@@ -267,10 +267,10 @@ def evaluation_program(run: TrainedRun, largest: BatchPlan, *, accuracy: bool = 
 
 
 def pair_programs(run: TrainedRun, largest: BatchPlan) -> list[Program]:
-    """The Programs that score pairs: with the reference, once, where that is stored; and those of validation.
+    """The Programs that score pairs: validation, and the reference's log-probabilities if they are stored.
 
     Args:
-        run: what is trained.
+        run: the training run.
         largest: the batch whose microbatch rows are used, unless the configuration sets those of evaluation.
     """
     assert run.pairs is not None

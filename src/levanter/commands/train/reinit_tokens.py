@@ -48,8 +48,8 @@ def resolve_reinit_rows(
         if adapted is not None and leaf.path not in adapted.whole:
             key = "reinit_embeddings" if parameter_group(leaf) == EMBEDDING else "reinit_lm_head"
             problems.append(
-                f"{KEY}: {leaf.path} is frozen beside adapters, and its new rows would stay random; name it in "
-                f"adapter.modules_to_save, or leave it as it is with {key}: false"
+                f"{KEY}: {leaf.path} is frozen while adapters are trained, so its new rows would stay random; name it "
+                f"in adapter.modules_to_save, or leave it as it is with {key}: false"
             )
     # Without a tokenizer the plan still needs the number of rows; the ids then only stand in for it.
     ids = list(range(len(tokens)))

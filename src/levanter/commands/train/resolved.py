@@ -36,7 +36,7 @@ class ResolvedTraining:
     """A run's resolved config, before any array is placed.
 
     Attributes:
-        config: as written, with what its checkpoint adds.
+        config: as written, completed from its checkpoint.
         written: the keys that the user wrote.
         origin: the checkpoint that it begins from; None for none.
         model: the architecture, with the choices for this platform made.
@@ -137,7 +137,7 @@ def _resolved(config: TrainLmConfig, model: LmConfig, vocab: int, target: Target
 
 
 def _batches(config: TrainLmConfig, resolved: ResolvedMesh) -> tuple[BatchStage, ...]:
-    """How each batch is divided."""
+    """The division of each batch over devices and microbatches."""
     return plan_batches(
         config.trainer.train_batch_size,
         per_device=config.trainer.per_device_parallelism,
@@ -186,7 +186,7 @@ def _integers(origin: ModelSource) -> list[Check]:
 
 
 def complete_config(config: TrainLmConfig, origin: ModelSource | None, written: ExplicitKeys) -> TrainLmConfig:
-    """`config` with what it leaves to its checkpoint: the length of rows, and the tokenizer."""
+    """Completes `config` from its checkpoint: the length of rows, and the tokenizer."""
     # A run that keeps its own `model:` block has its own length and tokenizer too.
     if origin is None or not config.takes_architecture:
         return config

@@ -1,8 +1,8 @@
 """Executes a described training run: data, first state, steps, checkpoints, exports.
 
-Whatever is wrong with the input is reported as early as possible: folders and checkpoints first, then the text, then
-weights, then steps. A run that finds a checkpoint of its own resumes from it; since the batch and the random bits of
-any step follow from the configuration and the step, its losses are those of an uninterrupted run, bit for bit.
+Problems of the input are reported as early as possible: folders and checkpoints first, then the text, then weights,
+then steps. A run that finds its own checkpoint resumes from it. The batch and the random bits of a step depend only on
+the configuration and the step's number, so its losses are bit for bit those of an uninterrupted run.
 """
 
 import logging
@@ -194,7 +194,7 @@ def _prepare(plan: TrainPlan, session: Session, dirs: RunDirs) -> PreparedRun:
 
 
 def last_step(config: TrainLmConfig, data: TrainingData) -> int:
-    """How many steps the run takes: as configured, or as many as the data lasts for."""
+    """The number of steps: as configured, or fewer if the data ends before."""
     # The schedule ends the run, unless the data (`stop_strategy`) or `epoch` end it earlier.
     limits = [config.trainer.num_train_steps]
     if data.steps is not None:

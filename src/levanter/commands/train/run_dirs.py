@@ -1,4 +1,4 @@
-"""The folders of a training run: what it resumes from, and where it may write.
+"""The folders of a training run: checkpoints to resume from, and outputs.
 
 All of them are checked before text is read or anything is computed.
 """
@@ -23,7 +23,7 @@ EXPORT_KEYS = ("hf_save_path", "peft_save_path", "merged_hf_save_path")
 """Keys that name the folders of exports."""
 
 LEASE_SECONDS = 600.0
-"""How long the others wait for process 0, which may watch a minute for signs of life of an earlier run."""
+"""How long other processes wait for process 0, which may observe an earlier run's lease for a minute."""
 
 
 class MissingResumeError(ValueError):
@@ -210,7 +210,7 @@ def run_outputs(config: TrainLmConfig, run_id: str) -> tuple[Output, ...]:
 
 
 def interrupted_message(config: TrainLmConfig, run_id: str) -> str:
-    """What an interrupted run can resume from, in a line."""
+    """A line that names the checkpoint from which an interrupted run can resume."""
     dirs = RunDirs.of(config, run_id)
     # This runs while the process ends: a listing that fails must not hide the reason for which it ends.
     try:
@@ -223,7 +223,7 @@ def interrupted_message(config: TrainLmConfig, run_id: str) -> str:
 
 
 def checkpoint_watch(debug: CheckpointDebugConfig) -> SaveWatch | None:
-    """What saves report about themselves, according to `trainer.checkpointer.debug`.
+    """The monitoring of saves that `trainer.checkpointer.debug` configures; None if it is off.
 
     Raises:
         ValueError: an interval or a number in it is invalid.

@@ -94,7 +94,7 @@ class Saver:
 
     @property
     def pauses(self) -> list[Pause]:
-        """What happens between two steps."""
+        """The hooks that run between two steps."""
         return [self._save] if self._exports is None else [self._save, self._exports]
 
     def make_up_export(self, state: TrainState) -> None:
@@ -139,7 +139,7 @@ class Saver:
 
 
 def build_checkpointer(plan: TrainPlan, dirs: RunDirs, leases: Sequence[Lease]) -> Checkpointer:
-    """What writes the run's checkpoints, as often as its configuration says, in folders whose leases it holds."""
+    """The writer of the run's checkpoints, with the configured intervals, in folders whose leases it holds."""
     work: TrainWork = plan.work
     written, vocab = work.config.trainer.checkpointer, work.model.vocab_size
     assert vocab is not None
@@ -157,7 +157,7 @@ def build_checkpointer(plan: TrainPlan, dirs: RunDirs, leases: Sequence[Lease]) 
 
 
 def last_checkpoint(checkpointer: Checkpointer, resumed: CheckpointRef | None) -> str:
-    """What a failed run can resume from."""
+    """A line that names the checkpoint from which a failed run can resume."""
     checkpointer.wait()
     ref = checkpointer.newest or resumed
     return (

@@ -43,13 +43,13 @@ class TrainWork:
         frozen: the rest of it, abstract; None if there is none.
         adapted: the adapters that are trained; None if parameters of the model are.
         begun: the adapters that it begins with; None for fresh ones.
-        peft: what is written of adapters; None for nothing.
+        peft: the plan of the adapter export; None for none.
         frozen_part: how checkpoints identify it, without digests.
         state_plan: its placement.
         batches: batch plans by first step.
         origin: where the first weights come from; None if they are initialized.
         tokenizer: text to ids; None if it is unavailable.
-        validation: what is evaluated between steps; None for nothing.
+        validation: the validation sets; None for none.
         pairs: the setup of preference training; None for training on text.
         harness: the harness evaluation between steps; None for none.
     """
@@ -81,7 +81,7 @@ TrainPlan = RunPlan[TrainWork]
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """How a run ended.
+    """The result of a run.
 
     Attributes:
         taken: steps taken, earlier attempts included.
@@ -92,7 +92,7 @@ class Trained:
         exported: the Hugging Face export of the final state.
         evaluation: the last evaluation.
         throughput: average, without the first step.
-        seconds: from the first step to the last.
+        seconds: duration from the first step to the last.
     """
 
     taken: int

@@ -170,7 +170,7 @@ def test_adapters_cannot_say_that_a_context_was_stretched(folder, tmp_path):
         del given["hf_save_path"]
         given["adapter"] = {"type": "lora", "r": 2}
 
-    with pytest.raises(StageError, match="files of adapters do not say"):
+    with pytest.raises(StageError, match="adapter files do not record"):
         planned(folder, tmp_path, adapted)
 
 

@@ -153,7 +153,7 @@ CONFIGURATIONS = {
     ),
     "separate without a path": (
         {"reference": {"type": "separate"}},
-        "reference.model_path: type separate compares with a model of its own, and none is named",
+        "reference.model_path: type separate needs a separate model, and none is named",
     ),
     "a reference that is not there": (
         {"reference": {"type": "separate", "model_path": "/nowhere/at/all"}},

@@ -319,7 +319,7 @@ def test_a_base_may_be_made_from_the_seed_or_come_from_a_checkpoint(tmp_path, de
     ("overrides", "says"),
     [
         (("--hf_save_path", "x"), "hf_save_path: exports a whole model"),
-        (("--trainer.trainable", "[norm]"), "trainer.trainable: what is trained is the adapter"),
+        (("--trainer.trainable", "[norm]"), "trainer.trainable: the run trains an adapter"),
         (("--initialize_from_checkpoint_path", "x"), "initialize_from_checkpoint_path: its optimizer state"),
         (("--adapter.r", "0"), "r"),
         (("--adapter.dropout", "1.0"), "dropout: 1 leaves nothing of what A is multiplied by"),

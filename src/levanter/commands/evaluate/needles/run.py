@@ -216,7 +216,7 @@ def finish(plan: RunPlan[NeedleWork], done: NeedlesResult, session: Session) -> 
         return OK
     summary = summarize_needles(done.answered, depths=plan.work.config.depths)
     if session.show:
-        again = f", {done.kept:,} of them by a run before" if done.kept else ""
+        again = f", {done.kept:,} of them by an earlier run" if done.kept else ""
         print(needles_table(summary))
         print(f"{summary['questions']:,} questions{again}; {done.seconds:.1f} s, compilation included", flush=True)
     try:

@@ -26,7 +26,7 @@ class ReferenceConfig(Ranged, draccus.ChoiceRegistry):
 @ReferenceConfig.register_subclass("separate")
 @dataclass(frozen=True, kw_only=True)
 class SeparateReferenceConfig(ReferenceConfig):
-    """A model of its own, loaded beside the one that is trained.
+    """A separate model, loaded in addition to the one that is trained.
 
     Attributes:
         model_path: Hugging Face files (a folder, a hub id, a URL), or one of our checkpoints.
@@ -157,24 +157,26 @@ class TrainDpoConfig(TrainLmConfig):
         if self.lora is None or not isinstance(self.reference, AdapterBaseReferenceConfig):
             return cast("TrainDpoConfig", super().without_adapter)
         if self.pretrained is None:
-            raise ValueError("reference: without adapters it is a model of its own, and the run begins from no files")
+            raise ValueError(
+                "reference: without adapters it is a separate model, and the run names no files to load it from"
+            )
         # Fully trained weights change, so the adapters' base must be loaded a second time as the reference.
         other = SeparateReferenceConfig(model_path=self.pretrained)
         return replace(self, adapter=None, peft_save_path=None, merged_hf_save_path=None, reference=other)
 
     @property
     def exports(self) -> str | None:
-        """The folder of what is exported; None where `hf_save_steps` is null."""
+        """The folder of the exports; None if `hf_save_steps` is null."""
         return None if self.hf_save_steps is None else super().exports
 
     @property
     def merged(self) -> str | None:
-        """The folder of merged models, where that is a second one."""
+        """The folder of merged models, if adapters have another one."""
         return None if self.hf_save_steps is None else super().merged
 
     @property
     def reference_model(self) -> str | None:
-        """The model that is loaded to compare with; None where there is none beside the policy."""
+        """The path of the separate reference model; None if there is none."""
         # The base of adapters is part of the policy, so nothing is loaded besides it.
         if not self.loss.has_reference or isinstance(self.reference, AdapterBaseReferenceConfig):
             return None

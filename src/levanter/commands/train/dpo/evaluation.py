@@ -44,9 +44,9 @@ class BoundModels(eqx.Module):
     """The parameters of which policy and reference are bound: one input of the Program.
 
     Attributes:
-        trained: what is trained.
+        trained: the trained parameters.
         frozen: the frozen rest of it; None for nothing.
-        reference: a second model; None where there is none.
+        reference: a second model; None for none.
     """
 
     trained: PyTree
@@ -60,7 +60,7 @@ class BoundModels(eqx.Module):
 
 
 def evaluation_resident_plan(plan: StatePlan, reference: ShardingPlan | None) -> ShardingPlan:
-    """Where the leaves of `BoundModels` lie."""
+    """The placement of the leaves of `BoundModels`."""
     parameters = plan.parameters
     trained = [planned for planned in parameters.leaves if planned.leaf.path not in plan.frozen]
     frozen = [planned for planned in parameters.leaves if planned.leaf.path in plan.frozen]
@@ -154,7 +154,7 @@ class PairSet:
 
 @dataclass(frozen=True, kw_only=True)
 class PairResult:
-    """What an evaluation found: means over the pairs of each set.
+    """The result of an evaluation: means over the pairs of each set.
 
     Attributes:
         sets: set → name of a metric → mean.
@@ -191,17 +191,17 @@ class EvaluatePairs:
 
     Attributes:
         program: `evaluate_pairs`.
-        frozen, reference: what is not in the state.
+        frozen, reference: the parameters that are not in the state.
         mesh: the devices.
         sets: the pairs.
-        loss, beta: what is minimized.
+        loss, beta: the preference loss and its β.
         tracker: where the numbers go.
-        every: steps between two evaluations; None where `steps` says.
-        steps: after which steps there is one.
+        every: steps between two evaluations; unused if `steps` is set.
+        steps: the steps after which an evaluation runs; None for every `every` steps.
         last: the run's last step, which is always evaluated.
         max_batches: batches of each set; None for all.
         show: whether this process prints.
-        text_evaluation: evaluates text at the same steps; None where there is none.
+        text_evaluation: evaluates text at the same steps; None for none.
         result: of the last evaluation.
     """
 

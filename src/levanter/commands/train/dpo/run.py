@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 
 TRAIN, VALIDATION = "train", "validation"
 TOLERANCE, MOST = 1e-6, 1e-3
-"""How far the first loss may be from what it is where policy and reference are one model, in float32: before there is a
-warning, since the two forward passes may be rounded in other places, and before the run ends."""
+"""Deviations of the first loss from that of a policy which equals its reference, in float32: the first causes a warning
+(the two forward passes may round differently), the second ends the run."""
 TOLERANCE_16, MOST_16 = 0.02, 0.1
 """Likewise in 16 bits."""
 
@@ -222,7 +222,7 @@ def _process_rows(plan: TrainPlan) -> Iterator[tuple[EvaluationSet, PairRows]]:
 def stored_logprobs(plan: TrainPlan, mesh: Mesh, data: TrainingData, *, show: bool) -> dict[str, np.ndarray]:
     """All log-probabilities of a precomputed reference, float32 `[pairs, 2]` by set and split; empty for other kinds.
 
-    The model is on the devices while it scores, and is gone when this returns.
+    The model is on the devices only during this call.
     """
     work: TrainWork = plan.work
     if work.pairs is None or work.pairs.kind != "precomputed":

@@ -59,7 +59,7 @@ class ReferenceModel:
         origin: where it comes from.
         config: its architecture.
         module: the model in the compute dtype, abstract.
-        plan: where it lies.
+        plan: its placement.
         load: which bytes are read by whom; None where the plan has errors.
     """
 
@@ -72,7 +72,7 @@ class ReferenceModel:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Preferences:
-    """How a run learns from pairs.
+    """The preference setup of a run.
 
     Attributes:
         config: the run's.
@@ -134,10 +134,10 @@ class Preferences:
         return self.kind == "none" or self.stores is not None
 
     def scored_once(self, frozen: PyTree, state: StatePlan) -> tuple[PyTree, ShardingPlan]:
-        """The model that scores pairs once, abstract, and where it lies.
+        """The abstract model that scores pairs once, and its placement.
 
         Args:
-            frozen: what is frozen of the policy: the base, where adapters are trained.
+            frozen: the frozen part of the policy: the base, if adapters are trained.
             state: the placement of the run's state.
         """
         return (frozen, state.loaded) if self.model is None else (self.model.module, self.model.plan)
@@ -164,7 +164,7 @@ class Preferences:
 
     @property
     def scored_besides(self) -> float:
-        """Forward passes of a step beside the policy's, in those of the policy."""
+        """Additional forward passes of a step, in units of the policy's forward pass."""
         # 1.0: one forward pass of a model of the policy's size, without a backward pass.
         return 1.0 if self.kind in ("adapter_base", "separate") else 0.0
 
@@ -178,7 +178,7 @@ def cache_root(folder: str | None, cache_dir: str | None, key: str) -> str:
     """The folder of stored log-probabilities.
 
     Raises:
-        ReferenceModelError: none is named.
+        ReferenceModelError: no folder is configured.
     """
     if folder is None and cache_dir is None:
         raise ReferenceModelError(f"{key}: names no folder, and data.cache_dir is null; name one of them")
@@ -235,7 +235,7 @@ def find_preferences(
     bare = Preferences(config=config, kind=kind, text=text)
     if kind == "separate" and not getattr(config.reference, "model_path", None):
         raise ReferenceModelError(
-            "reference.model_path: type separate compares with a model of its own, and none is named; name it, use "
+            "reference.model_path: type separate needs a separate model, and none is named; name it, use "
             "reference: {type: adapter_base} with an adapter, or {type: precomputed}"
         )
     bare = replace(
@@ -253,7 +253,9 @@ def find_preferences(
             "log-probabilities over different vocabularies cannot be compared"
         )
     if theirs.has_int8:
-        raise ReferenceModelError(f"reference: {config.reference_model} has 8-bit weights, which are not read here yet")
+        raise ReferenceModelError(
+            f"reference: {config.reference_model} has 8-bit weights, which are not supported for a reference yet"
+        )
     # The same kernels as the policy's, so that equal weights give equal log-probabilities.
     model, _ = replace(theirs.architecture, vocab_size=ids).for_platform(
         target.platform, compute_dtype=precision.compute, length=config.positions, sequence_shards=resolved.query_ways
@@ -334,7 +336,7 @@ def under(name: str, planned: LeafPlan) -> LeafPlan:
 
 
 def under_reference(plan: ShardingPlan, reference: ShardingPlan | None) -> ShardingPlan:
-    """A plan with a second model's leaves under `reference.`, and what is wrong with them."""
+    """A plan extended by a second model's leaves under `reference.`, and their errors."""
     if reference is None:
         return plan
     moved = (under(REFERENCE, planned) for planned in reference.leaves)

@@ -58,7 +58,7 @@ class TrainingHarness:
         encoder: encodes the texts; None without a tokenizer.
         template: formats conversations; None for none.
         programs: score rows of tokens, one for each shape.
-        run: what is trained.
+        run: the training run.
         counted: requests, and executions of each Program, in one evaluation; None if unknown here.
         checks: lines of the plan.
     """
@@ -104,7 +104,7 @@ def find_harness(run: TrainedRun, tokenizer: Tokenizer | None, largest: BatchPla
     """The harness of a run; None where it has none.
 
     Args:
-        run: what is trained.
+        run: the training run.
         tokenizer: of the data; None where it is not available here.
         largest: the batch whose microbatch rows are used, unless the configuration sets those of evaluation.
     """

@@ -16,5 +16,5 @@ describe = ENTRY_POINT.describe
 
 
 def main(config: LoraLmConfig, *, written: ExplicitKeys | None = None) -> int:
-    """Trains; returns 75 if the run was told to stop before its end and saved itself."""
+    """Trains; returns 75 if a signal stopped the run before its end and its state was saved."""
     return run_config(ENTRY_POINT, config, written=written).exit_code

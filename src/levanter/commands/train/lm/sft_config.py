@@ -1,7 +1,7 @@
 """The configurations of `sft` and `sft_mixture`: `train_lm`'s, which their documents are translated to.
 
-They are classes of their own so that a document's keys are read as these entry points had them: `supervised_data` was
-what they trained on, to `train_lm` it is what it evaluates.
+They are separate classes because a document's keys have another meaning for these entry points: `supervised_data` was
+their training data, while `train_lm` evaluates on it.
 """
 
 from dataclasses import dataclass

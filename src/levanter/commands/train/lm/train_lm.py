@@ -291,7 +291,7 @@ def _saving(
 
 
 def _searchable(run: TrainedRun, plan: StatePlan, Vocab: hax.Axis) -> Searchable | str:
-    """What the layout search needs to know."""
+    """The inputs of the layout search."""
     parameters, whole = plan.parameters, plan.whole
     rows, parameter_paths = run.config.trainer.train_batch_size, {planned.leaf.path for planned in parameters.leaves}
     if not isinstance(rows, int):
@@ -324,7 +324,7 @@ def _searchable(run: TrainedRun, plan: StatePlan, Vocab: hax.Axis) -> Searchable
 
 
 def finish(plan: TrainPlan, done: Trained, session: Session) -> int:
-    """Prints how the run ended; returns 75 if it was told to stop before its end and saved itself."""
+    """Prints the result; returns 75 if a signal stopped the run before its end and its state was saved."""
     del plan
     session.tracker.log_summary(done.summary)
     if session.show:
@@ -360,5 +360,5 @@ def train(config: TrainLmConfig) -> Trained:
 
 
 def main(config: TrainLmConfig, *, written: ExplicitKeys | None = None) -> int:
-    """Trains; returns 75 if the run was told to stop before its end and saved itself."""
+    """Trains; returns 75 if a signal stopped the run before its end and its state was saved."""
     return run_config(ENTRY_POINT, config, written=written).exit_code

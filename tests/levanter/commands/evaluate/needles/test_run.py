@@ -186,7 +186,7 @@ def test_a_killed_run_goes_on_and_a_finished_one_is_left_alone(folder, tmp_path,
     assert "seed: there 0, now 5" in said and "if_exists: replace" in said
     assert run(folder, out, trainer=rows) == 0
     said = capsys.readouterr()
-    assert "8 questions, 2 of them by a run before" in said.out and "is damaged" in said.err + said.out
+    assert "8 questions, 2 of them by an earlier run" in said.out and "is damaged" in said.err + said.out
     assert (out / "samples.jsonl").read_bytes() == (whole / "samples.jsonl").read_bytes()
     before = (out / "results.json").stat().st_mtime_ns
     assert run(folder, out, trainer=rows) == 0
