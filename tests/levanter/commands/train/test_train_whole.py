@@ -214,8 +214,8 @@ TABLES = {"model.embed_tokens.weight", "lm_head.weight"}
         (("--reinit_tokens", "true"), "reinit_tokens: true meant the tokens of one model's tokenizer; list"),
         (
             RENEWED,
-            "embeddings.token_embeddings.weight is frozen while adapters are trained, so its new rows would stay random; "
-            "in adapter.modules_to_save, or leave it as it is with reinit_embeddings: false",
+            "embeddings.token_embeddings.weight is frozen while adapters are trained, so its new rows would stay "
+            "random; name it in adapter.modules_to_save, or leave it as it is with reinit_embeddings: false",
         ),
         ((*RENEWED, "--initialize_from_hf", "false", "--use_hf_model_config", "false"), "begins from no Hugging Face"),
         (
