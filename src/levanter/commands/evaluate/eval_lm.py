@@ -152,21 +152,16 @@ def describe(config: EvalLmConfig, target: Target, *, written: ExplicitKeys | No
     except (DataError, MissingFileError, UnreadableFileError) as error:
         checks.append(Check(name="text", status="error", message=str(error), error=error))
         batches, how, sequences = None, "the text cannot be read", None
-    return RunPlan(
-        entry_point=NAME,
-        target=target,
-        mesh=pretrained.resolved.spec,
-        checks=tuple(checks),
-        sharding=pretrained.sharding,
-        activations=pretrained.activations,
-        load=pretrained.load_plan,
+    return pretrained.run_plan(
+        NAME,
+        target,
+        checks=checks,
         computing=(
             score_program(pretrained, rows=rows, positions=config.max_eval_length, accuracy=has_chats(config.data)),
         ),
         workloads=(
             scoring_workload(pretrained, rows=rows, positions=config.max_eval_length, runs=batches, reason=how),
         ),
-        notes=pretrained.notes,
         work=replace(work, sequences=sequences),
         searchable=pretrained.searchable(
             positions=config.max_eval_length,

@@ -120,17 +120,13 @@ def describe(config: GenerateConfig, target: Target, *, written: ExplicitKeys | 
         prefill={program.name: bucket for bucket, program in programs.prefill.items()},
         chip_hour_price=config.plan.chip_hour_price,
     )
-    return RunPlan(
-        entry_point=NAME,
-        target=target,
-        mesh=pretrained.resolved.spec,
+    return pretrained.run_plan(
+        NAME,
+        target,
         checks=checks,
-        sharding=pretrained.sharding,
-        activations=pretrained.activations,
-        load=pretrained.load_plan,
         computing=programs.all,
         workloads=_workloads(pretrained, programs),
-        notes=(*pretrained.notes, *notes),
+        notes=notes,
         work=GenerateWork(config=config, pretrained=pretrained, programs=programs, serving=serving),
         resident_bytes={"parameters": parameters, "cache": cache.bytes_per_device},
         coresident_bytes={

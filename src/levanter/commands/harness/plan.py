@@ -97,11 +97,13 @@ def describe(config: EvalHarnessConfig, target: Target, *, written: ExplicitKeys
         pretrained, texts = generation.work.pretrained, generation.work
         # Prompts come from the tasks; there are no files, and the rows of scoring are listed below.
         checks = [check for check in generation.checks if check.name not in ("input_path", "output_path", "rows")]
-        notes, coresident, resident = generation.notes, dict(generation.coresident_bytes), generation.resident_bytes
+        # `run_plan` adds those about the model, which come first here too.
+        notes = generation.notes[len(pretrained.notes) :]
+        coresident, resident = dict(generation.coresident_bytes), generation.resident_bytes
         more, more_work = generation.computing, tuple(generation.workloads)
     else:
         checks = [*pretrained.checks, *unsupported_option_checks(config, written)]
-        notes, coresident, resident, more, more_work = pretrained.notes, {}, None, (), ()
+        notes, coresident, resident, more, more_work = (), {}, None, (), ()
     shapes, position_checks = _shapes(config.trainer, target, pretrained, length)
     tokenizer = pretrained.local_tokenizer
     template, template_checks = conversation_template(tokenizer, required=config.harness.apply_chat_template)
@@ -144,14 +146,10 @@ def describe(config: EvalHarnessConfig, target: Target, *, written: ExplicitKeys
     if resident is not None and texts is not None:
         # The cache of generation is freed before rows are scored, so their memory does not add up.
         resident = {"parameters": pretrained.sharding.bytes_per_device, **resident}
-    return RunPlan(
-        entry_point=NAME,
-        target=target,
-        mesh=pretrained.resolved.spec,
-        checks=tuple(checks),
-        sharding=pretrained.sharding,
-        activations=pretrained.activations,
-        load=pretrained.load_plan,
+    return pretrained.run_plan(
+        NAME,
+        target,
+        checks=checks,
         computing=(*programs.values(), *more),
         workloads=(*(_workload(work, shape, request_count) for shape in programs), *more_work),
         notes=notes,

@@ -162,18 +162,13 @@ def describe_jobs(
         )
         for shape, name in names.items()
     )
-    return RunPlan(
-        entry_point=entry_point,
-        target=target,
-        mesh=pretrained.resolved.spec,
+    return pretrained.run_plan(
+        entry_point,
+        target,
         # Several jobs may give the same note.
         checks=tuple(dict.fromkeys(all_checks)),
-        sharding=pretrained.sharding,
-        activations=pretrained.activations,
-        load=pretrained.load_plan,
         computing=programs,
         workloads=tuple(_workload(shape, name, shaped, pretrained) for shape, name in names.items()),
-        notes=pretrained.notes,
         work=MemorizationWork(config=config, pretrained=pretrained, jobs=tuple(shaped), laws=laws),
         searchable=pretrained.searchable(
             positions=max(job.positions for job in jobs),

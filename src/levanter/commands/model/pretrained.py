@@ -5,9 +5,10 @@ and the bytes to read, and collects errors and unavailable inputs as checks. `lo
 """
 
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import haliax as hax
 import jax
@@ -18,6 +19,7 @@ from haliax_ext.abstract import Leaf, abstract, cast, leaves
 from haliax_ext.load_plan import LoadPlan
 from haliax_ext.loading import LoadedArrays
 from haliax_ext.planner import ShardingPlan, plan_sharding
+from haliax_ext.program import Program
 from haliax_ext.pytree import KeyPath, PyTree, path_string
 from haliax_ext.rules import WeightRule, WeightRules
 from haliax_ext.sources import TensorSource
@@ -55,11 +57,13 @@ from levanter.layers.unstacked import LAYERS, LayerMatrices
 from levanter.mesh import ResolvedMesh
 from levanter.models.precision import Precision
 from levanter.models.registry import LmConfig
-from levanter.runplan import Check, Searchable, Target
+from levanter.runplan import Check, RunPlan, Searchable, Target, Workload
 from levanter.trainer.config import TrainerConfig
 
 if TYPE_CHECKING:
     from levanter.commands.model.with_adapter import AdaptedModel, Adapter
+
+W = TypeVar("W")
 
 GIB = 1 << 30
 
@@ -183,6 +187,50 @@ class PretrainedModel:
     compiler_options: Mapping[str, str]
     checks: tuple[Check, ...]
     notes: tuple[str, ...]
+
+    def run_plan(
+        self,
+        entry_point: str,
+        target: Target,
+        *,
+        checks: Sequence[Check],
+        computing: Sequence[Program],
+        workloads: Sequence[Workload],
+        work: W,
+        searchable: Searchable | str,
+        notes: Sequence[str] = (),
+        resident_bytes: Mapping[str, int] | None = None,
+        coresident_bytes: Mapping[str, int] = MappingProxyType({}),
+    ) -> RunPlan[W]:
+        """The plan of a run that loads this model and then runs Programs on it; see `RunPlan`.
+
+        Args:
+            entry_point: the name of the entry point.
+            target: the devices.
+            checks: all checks, those of this model included.
+            computing: the Programs of the work, in order.
+            workloads: the work of the Programs that make up the job's time.
+            work: the other inputs of `execute`.
+            searchable: the input of the search for a layout, or why there is nothing to search.
+            notes: decisions of the run, after those about the model.
+            resident_bytes, coresident_bytes: as in `RunPlan`.
+        """
+        return RunPlan(
+            entry_point=entry_point,
+            target=target,
+            mesh=self.resolved.spec,
+            checks=tuple(checks),
+            sharding=self.sharding,
+            activations=self.activations,
+            load=self.load_plan,
+            computing=tuple(computing),
+            workloads=tuple(workloads),
+            notes=(*self.notes, *notes),
+            work=work,
+            resident_bytes=resident_bytes,
+            coresident_bytes=coresident_bytes,
+            searchable=searchable,
+        )
 
     def searchable(
         self,

@@ -117,17 +117,12 @@ def describe(config: EvalNeedlesConfig, target: Target, *, written: ExplicitKeys
         )
         for length in spec.lengths
     ]
-    return RunPlan(
-        entry_point=NAME,
-        target=target,
-        mesh=pretrained.resolved.spec,
-        checks=tuple(checks),
-        sharding=pretrained.sharding,
-        activations=pretrained.activations,
-        load=pretrained.load_plan,
+    return pretrained.run_plan(
+        NAME,
+        target,
+        checks=checks,
         computing=tuple(_program(pretrained, rows, length) for length in spec.lengths),
-        workloads=tuple(workloads),
-        notes=pretrained.notes,
+        workloads=workloads,
         work=NeedleWork(config=config, pretrained=pretrained, rows=rows),
         searchable=pretrained.searchable(
             positions=longest,
