@@ -1,8 +1,8 @@
-"""`open_checkpoint`: a pretrained model as a value, before a byte of weights is read; and `load_tokenizer`.
+"""`open_checkpoint`: opens a pretrained model as a value without reading weights; and `load_tokenizer`.
 
-Whatever the reference names (folder, Hub id, URL, GGUF file, file in a package), the result is the same: our config,
-the tensors that a loader can read by slices, the tokenizer, and a line that says what it is. All checks happen
-here: config, index, headers, and that they describe one model.
+For every kind of reference (folder, Hub id, URL, GGUF file, file in a package) the result is the same: our config, the
+tensors that a loader can read by slices, the tokenizer, and a line of description. All checks happen here: config,
+index, headers, and that they describe one model.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,17 +27,17 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainedCheckpoint:
-    """A pretrained model that was opened.
+    """An opened pretrained model.
 
     Attributes:
-        ref: the reference that was taken.
-        where: how messages call its config.
-        document: config.json, or what a GGUF file's metadata says in its words.
-        bridged: the config as it crossed over.
+        ref: the reference that was opened, of several alternatives.
+        where: the name of its config in messages.
+        document: config.json, or a GGUF file's metadata translated to its fields.
+        bridged: our config, read from the document.
         source: the weights, by slices, under Hugging Face names.
         quantization: how weights are stored, if not as plain numbers (`Q4_1`).
         int8: names of the weights that are stored as 8-bit integers and scales.
-        passed_over: references before it that could not be reached, and why.
+        passed_over: earlier alternatives that could not be reached, and why.
     """
 
     ref: RepoRef
@@ -63,7 +63,7 @@ class PretrainedCheckpoint:
 
     @property
     def findings(self) -> tuple[FieldFinding, ...]:
-        """Fields of the config that were not understood, to be shown to the user."""
+        """Fields of the config that were not understood; shown to the user."""
         return self.bridged.findings
 
     @property
@@ -73,10 +73,11 @@ class PretrainedCheckpoint:
 
     @property
     def description(self) -> str:
-        """What it is, in a line: place, family, storage, size."""
+        """A line of description: reference, family, storage format, size."""
         kinds: dict[str, int] = {}
         for info in self.source.tensors.values():
             kinds[info.dtype.name] = kinds.get(info.dtype.name, 0) + info.nbytes
+        # The dtype of most bytes: float32 norms beside bfloat16 matrices do not count as the format.
         stored = self.quantization or max(kinds, key=lambda kind: kinds[kind])
         form = "GGUF" if self.quantization is not None else "safetensors"
         return f"{self.ref} ({self.bridged.kind.model_type}, {form} {stored}, {self.nbytes / 2**20:,.1f} MiB)"
@@ -88,11 +89,12 @@ class PretrainedCheckpoint:
             CheckpointError: there is none, it cannot be read, or it has more ids than the model has embeddings.
         """
         tokenizer = self._open_tokenizer()
+        # Ids beyond the table's rows would be clamped by a gather and silently embed wrong tokens.
         check_vocabulary(tokenizer, self.vocab_size, where=self.where)
         return tokenizer
 
     def check_model_block(self, block: Mapping[str, Any], *, block_name: str = "model") -> None:
-        """Holds the keys of a YAML `model:` block, as written, against the checkpoint's config."""
+        """Checks the keys of a YAML `model:` block, as written, against the checkpoint's config."""
         check_model_block(block, self.config, block_name=block_name, where=self.where)
 
 
@@ -102,9 +104,9 @@ def open_checkpoint(
     """Opens a pretrained checkpoint: config, index and headers; no weight byte is read.
 
     Args:
-        ref: see `RepoRef`; of alternatives (`a | b`) the first that can be reached is taken.
-        allow_pickle: accept pickle files. There is no reader for them; it changes the explanation.
-        cache: folder for files out of packages; the user's cache by default.
+        ref: see `RepoRef`; of alternatives (`a | b`), the first that can be reached is opened.
+        allow_pickle: accept pickle files. There is no reader for them; only the error message changes.
+        cache: folder for files extracted from packages; the user's cache by default.
 
     Raises:
         CheckpointError: with everything that is wrong, of one kind at a time.
@@ -116,13 +118,15 @@ def open_checkpoint(
     for alternative in refs:
         try:
             return _open(locate(alternative, cache=cache, passed_over=tuple(failures)), allow_pickle)
+        # Only unreachable or missing alternatives are passed over: a
+        # broken checkpoint must not be replaced by another one silently.
         except (UnreachableError, MissingCheckpointFileError) as error:
             failures.append(f"{alternative}: {'; '.join(error.problems)}")
     raise MissingCheckpointFileError(str(ref), failures)
 
 
 def int8_format(document: Mapping[str, Any], *, where: object) -> tuple[Mapping[str, Any], Int8Format | None]:
-    """A config.json as that of the model before it was quantized, and what it says of int8 weights.
+    """Splits a config.json into that of the unquantized model and the format of its int8 weights.
 
     Raises:
         CheckpointError: the weights are quantized in another format.
@@ -131,7 +135,7 @@ def int8_format(document: Mapping[str, Any], *, where: object) -> tuple[Mapping[
 
 
 def hf_config(ref: str | RepoRef, *, cache: Path | None = None) -> Mapping[str, Any]:
-    """The config.json of a checkpoint, or its likeness from GGUF metadata."""
+    """The config.json of a checkpoint; for GGUF, its metadata translated to config.json fields."""
     located = locate_first(ref, cache=cache)
     if located.is_gguf:
         from levanter.compat.gguf import hf_document, open_gguf
@@ -144,11 +148,11 @@ def load_tokenizer(ref: str | RepoRef, *, cache: Path | None = None) -> FastToke
     """The tokenizer of a checkpoint: a folder, Hub id, URL, `.gguf` file, or a tokenizer.json itself.
 
     Args:
-        ref: where, as `RepoRef` reads it; alternatives are tried in order.
-        cache: folder for files out of packages; the user's cache by default.
+        ref: a reference in the syntax of `RepoRef`; alternatives are tried in order.
+        cache: folder for files extracted from packages; the user's cache by default.
 
     Raises:
-        CheckpointError: nothing there, or nothing that is a tokenizer.
+        CheckpointError: the reference leads to no file, or to no tokenizer.
     """
     located = locate_first(ref, cache=cache)
     if located.is_gguf:
@@ -167,7 +171,7 @@ def _config(located: ResolvedRef) -> Mapping[str, Any]:
 
 
 def _explain_without_config(located: ResolvedRef) -> None:
-    """Raises the helpful error for the usual reasons that there is no config.json."""
+    """Raises a specific error for the usual reason of a missing config.json: a repository of GGUF files."""
     models = sorted(file for file in located.repository.files if file.lower().endswith(".gguf"))
     if models:
         raise CheckpointError(
@@ -180,6 +184,7 @@ def _explain_without_config(located: ResolvedRef) -> None:
 def _open(located: ResolvedRef, allow_pickle: bool) -> PretrainedCheckpoint:
     if located.is_gguf:
         return _open_gguf(located)
+    # config.json itself is accepted as a name of the whole checkpoint; any other file is a misunderstanding.
     if located.file is not None and located.file != CONFIG:
         raise CheckpointError(
             located.repository.where(located.file),
@@ -190,12 +195,14 @@ def _open(located: ResolvedRef, allow_pickle: bool) -> PretrainedCheckpoint:
     document = _config(located)
     where = repository.where(CONFIG)
     int8 = read_quantization(document, where=where)
+    # The architecture readers refuse any `quantization_config`; the supported kind was read above and is removed.
     bridged = read_config(without_quantization(document), where=where)
     source = open_weights(repository, allow_pickle=allow_pickle)
     int8_names = frozenset[str]()
     if int8 is not None:
         source = Int8Source(source)
         int8_names = source.int8
+    # After Int8Source: it presents packed tensors under their plain names and shapes.
     check_tensors(document, bridged, source.tensors, where=where, int8=int8_names)
     return PretrainedCheckpoint(
         ref=located.ref,
@@ -206,6 +213,7 @@ def _open(located: ResolvedRef, allow_pickle: bool) -> PretrainedCheckpoint:
         quantization=None,
         int8=int8_names,
         passed_over=located.passed_over,
+        # Lazy: scoring token ids needs no tokenizer, and a folder may have none.
         _open_tokenizer=lambda: _repository_tokenizer(repository),
     )
 
@@ -221,6 +229,7 @@ def _open_gguf(located: ResolvedRef) -> PretrainedCheckpoint:
     file = open_gguf(located.local_path())
     document = hf_document(file)
     bridged = read_config(document, where=file.path)
+    # llama.cpp permutes q and k rows of each head; undoing it needs the numbers of heads.
     source = GgufSource(file, heads=document["num_attention_heads"], kv_heads=document["num_key_value_heads"])
     check_tensors(document, bridged, source.tensors, where=file.path)
     return PretrainedCheckpoint(

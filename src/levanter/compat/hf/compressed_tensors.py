@@ -1,10 +1,10 @@
-"""int8 weights in Hugging Face folders: compressed-tensors, weights of 8 bits per output channel (W8A16), in and out.
+"""Reads and writes int8 weights in compressed-tensors format: 8 bits, a scale per output channel (W8A16).
 
-In the place of `X.weight`, `[out, in]`, such a folder has `X.weight_scale`, `[out, 1]`, and the integers: as they are
-in `X.weight` (format `int-quantized`), or in `X.weight_packed` (`pack-quantized`, which readers expect where
-activations are not quantized), `[out, in / 4]` of int32: four to one, the first in the lowest byte, each with 128
-added. Beside the packed ones there is `X.weight_shape`. Bytes in the file are thus those of the integers but for their
-highest bits, and a slice is read as one of int8 numbers. Every other `quantization_config` is refused by name.
+Instead of `X.weight`, `[out, in]`, such a folder has `X.weight_scale`, `[out, 1]`, and the integers: plain in
+`X.weight` (format `int-quantized`), or in `X.weight_packed` (`pack-quantized`, which readers expect where activations
+are not quantized), `[out, in / 4]` of int32: four to one, the first in the lowest byte, each with 128 added. Packed
+ones come with `X.weight_shape`. The bytes in the file are thus those of the integers except for their highest bits, so
+a slice is read as one of int8 numbers. Every other `quantization_config` is refused by name.
 
 Format: https://github.com/vllm-project/compressed-tensors
 """
@@ -26,9 +26,9 @@ FIELD = "quantization_config"
 METHOD = "compressed-tensors"
 PACKED, PLAIN = "pack-quantized", ("int-quantized", "naive-quantized")
 SCALE = "_scale"
-"""What the name of a weight's scales ends with, behind the weight's own."""
+"""The suffix, after the weight's name, of the tensor of its scales."""
 PACKED_NAME, SHAPE_NAME = "_packed", "_shape"
-"""And those of what is there in its place, where it is packed."""
+"""The suffixes of the tensors that replace a packed weight."""
 _ZERO_POINT = "_zero_point"
 _FOUR = 4
 _OFFSET = np.uint8(128)
@@ -39,12 +39,12 @@ _SUPPORTED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Int8Format:
-    """What a config.json says of int8 weights.
+    """The format of int8 weights, as a config.json describes it.
 
     Attributes:
         packed: whether four integers are stored in one.
-        targets: kinds or names of modules that are quantized, `re:` before regular expressions.
-        ignored: those that are not, all the same.
+        targets: kinds or names of quantized modules, `re:` before regular expressions.
+        ignored: exceptions among them.
     """
 
     packed: bool
@@ -52,7 +52,7 @@ class Int8Format:
     ignored: tuple[str, ...] = ()
 
     def covers(self, tensor: str) -> bool:
-        """Whether the weight of a linear module is int8, by the words of config.json."""
+        """Whether the weight of a linear module is int8 according to config.json."""
         module = tensor.removesuffix(".weight")
         return any(_matches(pattern, module) for pattern in self.targets) and not any(
             _matches(pattern, module) for pattern in self.ignored
@@ -60,16 +60,17 @@ class Int8Format:
 
 
 def _matches(pattern: str, module: str) -> bool:
+    # compressed-tensors matches regular expressions from the start of the name only (re.match).
     if pattern.startswith("re:"):
         return re.match(pattern.removeprefix("re:"), module) is not None
     return pattern in ("Linear", module)
 
 
 def read_quantization(document: Mapping[str, Any], *, where: object) -> Int8Format | None:
-    """What a config.json says of quantized weights; None if there are none.
+    """The format of quantized weights in a config.json; None if there are none.
 
     Raises:
-        CheckpointError: they are in a format that is not read; names it.
+        CheckpointError: they are in an unsupported format; names it.
     """
     block = document.get(FIELD)
     if block is None:
@@ -95,7 +96,7 @@ def read_quantization(document: Mapping[str, Any], *, where: object) -> Int8Form
 
 
 def _problems(block: Mapping[str, Any]) -> Sequence[str]:
-    """What is not W8A16 in a block of compressed-tensors."""
+    """The settings of a compressed-tensors block that differ from W8A16."""
     problems = []
     if block.get("format") not in (PACKED, *PLAIN):
         problems.append(f"{FIELD}.format is {block.get('format')!r:.40}, not {PACKED} or {' or '.join(PLAIN)}")
@@ -131,7 +132,7 @@ def _problems(block: Mapping[str, Any]) -> Sequence[str]:
 
 
 def without_quantization(document: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A config.json as that of the model before it was quantized."""
+    """A config.json without its `quantization_config`, as that of the unquantized model."""
     return {key: value for key, value in document.items() if key != FIELD}
 
 
@@ -145,7 +146,7 @@ class Int8Source(SafetensorsSource):
     int8: frozenset[str]
 
     def __init__(self, source: SafetensorsSource):
-        """Takes the tensors as they are stored.
+        """Wraps the source of the stored tensors.
 
         Raises:
             CheckpointError: integers without scales.
@@ -156,6 +157,7 @@ class Int8Source(SafetensorsSource):
         self._packed = frozenset(packed)
         self.int8 = frozenset(packed | plain)
         raise_if(CheckpointError, ", ".join(source.readers), _tensor_problems(stored, packed, self.int8))
+        # The readers are shared; only the headers change, so slices of int8 tensors become plain byte ranges.
         super().__init__(source.readers, [self._unpacked(header) for header in source.headers])
 
     def _unpacked(self, header: ShardHeader) -> ShardHeader:
@@ -197,6 +199,7 @@ def _tensor_problems(
             )
         elif scale is None:
             problems.append(f"tensor {name!r} is int8, and there is no {name + SCALE!r}")
+        # One scale for each row of [out, in]: a group-wise scale would have more columns.
         elif scale.shape != (entry.shape[0], 1):
             problems.append(
                 f"tensor {scale.name!r} has shape {list(scale.shape)}, expected {[entry.shape[0], 1]}: a scale per "
@@ -223,11 +226,13 @@ def quantized_rows(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         # A row with an infinity or a NaN gets an infinite scale and integers of 0: reading back gives NaN for the row,
         # not a silently wrong number. Scales too small for their inverse count as 0.
         finite = np.isfinite(exact)
+        # The row's largest magnitude maps to LARGEST (127): scale = max|row| · STEP, with STEP = 1 / 127.
         scale = np.where(finite, np.abs(exact), np.float32(np.inf)).max(axis=1, keepdims=True, initial=0) * STEP
         scale = np.where(scale < SMALLEST_SCALE, np.float32(0), scale)
         usable = (scale > 0) & np.isfinite(scale)
         inverse = np.where(usable, np.float32(1) / np.where(usable, scale, np.float32(1)), np.float32(0))
         scaled = np.where(finite, exact, np.float32(0)) * inverse
+        # np.rint rounds halves to even, like XLA's round_nearest_even, so that both give the same integers.
         q[at : at + step] = np.clip(np.rint(scaled), -LARGEST, LARGEST)
         scales[at : at + step] = scale
     return q, scales
@@ -242,8 +247,10 @@ def packed_shape(shape: Sequence[int]) -> tuple[int, int]:
 def packed(q: np.ndarray) -> np.ndarray:
     """int8 `[out, in]` as int32, four to one."""
     rows, words = packed_shape(q.shape)
+    # The columns are padded to a multiple of four with 128, which is 0 after the offset.
     padded = np.full((rows, words * _FOUR), _OFFSET, np.uint8)
     padded[:, : q.shape[1]] = q.view(np.uint8) ^ _OFFSET
+    # Little-endian view: byte 0 of each int32 is the lowest, as the format wants.
     return padded.view("<i4")
 
 

@@ -1,11 +1,11 @@
-"""config.json ↔ our model configs, and the checks that they describe the given weights.
+"""Converts config.json to our model configs and back, and checks that they describe the given weights.
 
-`read_config` is strict where numbers are at stake: an unknown model type or RoPE type, a contradiction, a field known
-to change the arithmetic are errors; a field nobody knows is a finding. `check_tensors` holds the config against the
-tensors' shapes and dtypes, `check_model_block` against what the user's YAML says of the model. Each names everything
-that disagrees, together, and reads no weight.
+`read_config` is strict about everything that affects results: an unknown model type or RoPE type, a contradiction, or a
+field known to change the arithmetic is an error; an unknown field is a finding. `check_tensors` compares the config
+with the tensors' shapes and dtypes, `check_model_block` with the user's YAML. Each reports all disagreements together
+and reads no weight.
 
-The expected shapes follow from the weight rules, so that every family has them.
+The expected shapes follow from the weight rules, so they exist for every family.
 """
 
 import dataclasses
@@ -44,9 +44,9 @@ class ExpectedTensor:
     """Tensors of one shape that a config implies.
 
     Attributes:
-        names: what a checkpoint calls them, all spellings.
-        shape: of each.
-        reason: the shape in the words of config.json.
+        names: their names in a checkpoint, in all spellings.
+        shape: the shape of each.
+        reason: the shape in terms of config.json's fields.
     """
 
     names: tuple[str, ...]
@@ -60,7 +60,7 @@ def expected_tensors(config: LmConfig) -> tuple[ExpectedTensor, ...]:
 
 
 def _leaf_tensors(config: LmConfig) -> tuple[ExpectedTensor, ...]:
-    """The shapes of the tensors that a model's leaves come from, one by one."""
+    """The shapes of the source tensors of any model, computed from its abstract leaves."""
     assert config.vocab_size is not None
     Vocab = hax.Axis("vocab", config.vocab_size)
     rules = config.weight_rules(Vocab)
@@ -72,7 +72,7 @@ def _leaf_tensors(config: LmConfig) -> tuple[ExpectedTensor, ...]:
 
 
 def _decoder_tensors(config: DecoderConfig) -> tuple[ExpectedTensor, ...]:
-    """The shapes of a decoder's tensors, with a reason in config.json's words; alike ones of all layers together."""
+    """The shapes of a decoder's tensors, with reasons in config.json's terms; equal ones of all layers are grouped."""
     head = config.HeadSize.size
     words = {
         ("embed",): f"hidden_size {config.hidden_dim}",
@@ -83,6 +83,7 @@ def _decoder_tensors(config: DecoderConfig) -> tuple[ExpectedTensor, ...]:
         ("vocab",): f"vocab_size {config.vocab_size}",
     }
     assert config.vocab_size is not None
+    # Axes of tensors outside the layers; a layer's own sizes override them below, since layers may differ.
     outside = {"embed": config.hidden_dim, "vocab": config.vocab_size, "position": config.max_seq_len}
     # Unrolled, a rule is one tensor (or one for each expert) of one layer.
     rules = dataclasses.replace(config, scan_layers=False).weight_rules(hax.Axis("vocab", config.vocab_size))
@@ -99,8 +100,10 @@ def _decoder_tensors(config: DecoderConfig) -> tuple[ExpectedTensor, ...]:
         layer = re.match(r"transformer\.layers\.blocks\.(\d+)\.", rule.target)
         axes = {} if layer is None else config.layers[int(layer[1])].axes
         sizes = outside | {name: axis.size for name, axis in axes.items()}
+        # Each source axis is the product of the named axes flattened into it.
         shape = [math.prod(sizes[name] for name in group) for group in rule.axes]
         reasons = [words.get(group) or " × ".join(f"{name} {sizes[name]}" for name in group) for group in rule.axes]
+        # A fused tensor (qkv) is longer than its part: the length of the whole is what the file must have.
         if rule.part is not None:
             shape[rule.part.axis] = rule.part.length(sizes)
             reasons[rule.part.axis] = f"{shape[rule.part.axis]} in all"
@@ -119,13 +122,13 @@ _DTYPES = {"float32": "float32", "float": "float32", "float16": "float16", "half
 
 @dataclass(frozen=True, kw_only=True)
 class BridgedConfig:
-    """A config.json that was understood.
+    """The result of reading a config.json.
 
     Attributes:
-        config: ours.
+        config: our config.
         family: its family.
         kind: which of the family's kinds of config.json it is.
-        findings: fields that were not understood, to be shown to the user.
+        findings: fields that were not understood; shown to the user.
     """
 
     config: LmConfig
@@ -135,11 +138,11 @@ class BridgedConfig:
 
 
 def _find_family(document: Mapping[str, Any], *, where: object) -> tuple[Family[Any], ConfigJson[Any]]:
-    """The family of a config.json, and which of its kinds it is.
+    """The family of a config.json, and the kind of config.json that it is.
 
     Raises:
-        UnknownModelError: its model type is not one that a family knows; names the nearest one, and what is wrong with
-            packages whose families could not be asked.
+        UnknownModelError: no family knows the model type; names the nearest one, and the errors of packages whose
+            families could not be loaded.
     """
     model_type = document.get("model_type")
     type_name = model_type if isinstance(model_type, str) else None
@@ -158,7 +161,7 @@ def _find_family(document: Mapping[str, Any], *, where: object) -> tuple[Family[
 
 
 def read_config(document: Mapping[str, Any], *, where: object = "config.json") -> BridgedConfig:
-    """Our config of the model that a config.json describes, in the transformers-4 or -5 spelling.
+    """Reads our config from a config.json in the transformers-4 or -5 spelling.
 
     Raises:
         UnknownModelError: unknown model type.
@@ -167,6 +170,7 @@ def read_config(document: Mapping[str, Any], *, where: object = "config.json") -
     family, kind = _find_family(document, where=where)
     fields = ConfigJsonReader(document)
     config = kind.read(fields)
+    # After the family's reader, which marks what it reads as seen: the rest are findings.
     fields.leftovers(HARMLESS)
     raise_if(CheckpointError, where, fields.problems)
     assert config is not None
@@ -174,10 +178,10 @@ def read_config(document: Mapping[str, Any], *, where: object = "config.json") -
 
 
 def family_for(config: LmConfig) -> Family[Any]:
-    """The family whose config class `config` is an instance of, one with a Hugging Face form.
+    """The family of a config, which must have a Hugging Face format.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or it has no such format.
     """
     family = family_for_config(type(config))
     if family.config_json:
@@ -194,10 +198,10 @@ def write_config(
     """The config.json of a model, the inverse of `read_config`.
 
     Args:
-        config: ours.
-        vocab_size: rows of the embedding table, where the config leaves it open.
-        dtype: of the weights beside it, as `bfloat16`.
-        spelling: which version of transformers the field names are for. transformers 5 reads both.
+        config: our config.
+        vocab_size: rows of the embedding table, used if the config leaves it open.
+        dtype: dtype of the weights in the same folder, e.g. `bfloat16`.
+        spelling: the version of transformers whose field names are written. transformers 5 reads both.
 
     Raises:
         ValueError: the model has a part that a Hugging Face config cannot describe.
@@ -211,6 +215,7 @@ def write_config(
     document: dict[str, Any] = {"architectures": [kind.transformers_class], "model_type": kind.model_type}
     document |= kind.write(config, spelling)
     if dtype is not None:
+        # transformers 5 renamed torch_dtype to dtype, and still reads the old name.
         document["dtype" if spelling == "transformers5" else "torch_dtype"] = dtype
     return document
 
@@ -223,23 +228,24 @@ def check_tensors(
     where: object,
     int8: Collection[str] = (),
 ) -> None:
-    """Holds config.json against the shapes and dtypes of the tensors beside it.
+    """Checks config.json against the shapes and dtypes of the checkpoint's tensors.
 
     Args:
         document: the config.json.
-        bridged: as it crossed over.
-        tensors: those beside it.
-        where: how messages call it.
-        int8: names of weights that are integers, with scales beside them.
+        bridged: our config, read from it.
+        tensors: the checkpoint's tensors.
+        where: the name of config.json in messages.
+        int8: names of int8 weights, which have scales.
 
-    Tensors that are missing or unexpected are the loader's business (it knows the nearest names).
+    Missing and unexpected tensors are not reported here but by the loader, which knows the nearest names.
 
     Raises:
-        ConfigMismatchError: with every shape and dtype that disagrees; layers that disagree alike share a line.
+        ConfigMismatchError: with every shape and dtype that disagrees; layers with the same disagreement share a line.
     """
     problems: list[str] = []
     for expected in expected_tensors(bridged.config):
         problems += _shape_problems(expected, tensors)
+    # int8 weights and their scales have dtypes of their own, which config.json's `dtype` does not describe.
     floating = {name: info for name, info in tensors.items() if name.removesuffix("_scale") not in int8}
     problems += _dtype_problems(document, floating)
     raise_if(
@@ -261,6 +267,7 @@ def _shape_problems(expected: ExpectedTensor, tensors: Mapping[str, TensorInfo])
 def _dtype_problems(document: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> list[str]:
     key = "dtype" if document.get("dtype") is not None else "torch_dtype"
     stated = document.get(key)
+    # Scalars are left out: some checkpoints hold counters beside the weights.
     integers = [name for name, info in tensors.items() if info.dtype.kind in "iub" and info.shape]
     problems = []
     if integers:
@@ -288,16 +295,16 @@ def _some(names: Sequence[str]) -> str:
 def check_model_block(
     block: Mapping[str, Any], config: LmConfig, *, block_name: str = "model", where: object = "config.json"
 ) -> None:
-    """Holds what the user's YAML says of the model against the checkpoint's own config.
+    """Checks the keys of the user's YAML `model:` block against the checkpoint's config.
 
-    Only keys that are written in the block count, and only those that change what the model computes; a shorter
+    Only keys written in the block are compared, and only those that change what the model computes; a shorter
     `max_seq_len` or another attention backend is the user's choice.
 
     Args:
         block: the keys of the YAML block, as written.
         config: the checkpoint's.
-        block_name: how messages call the block.
-        where: how messages call the checkpoint's config.
+        block_name: the name of the block in messages.
+        where: the name of the checkpoint's config in messages.
 
     Raises:
         ConfigMismatchError: with every key that disagrees, and both values.
@@ -307,6 +314,7 @@ def check_model_block(
     if block.get("type", family.name) != family.name:
         problems.append(f"{block_name}.type is {block['type']!r}, the checkpoint's model is {family.name!r}")
     for name in family.architecture_fields:
+        # The checkpoint's config may hold the same pattern as a list, or as its family's default.
         if name not in block or (name == "pattern" and _same_layers(block[name], config)):
             continue
         problems += _compare(f"{block_name}.{name}", block[name], _effective(config, name), where)
@@ -319,7 +327,7 @@ def check_model_block(
 
 
 def _same_layers(pattern: object, config: LmConfig) -> bool:
-    """Whether a pattern says of which kind the checkpoint's layers are, however its config says it."""
+    """Whether a pattern gives the checkpoint's kinds of layers, in whatever form its config has them."""
     if not isinstance(pattern, str) or not isinstance(config, PatternedConfig):
         return False
     try:
@@ -329,6 +337,7 @@ def _same_layers(pattern: object, config: LmConfig) -> bool:
 
 
 def _effective(config: LmConfig, name: str) -> object:
+    # These fields may be None in the config (derived), while the user wrote the derived value.
     if name == "head_dim":
         return config.axes["head_size"].size
     if name == "use_bias":
@@ -350,6 +359,7 @@ def _compare(key: str, configured: object, expected: object, where: object) -> l
         ]
     # YAML has lists where our configs have tuples.
     configured = tuple(configured) if isinstance(configured, list) else configured
+    # A null in YAML means the default, which here is the checkpoint's own value.
     if (
         configured is None
         or configured == expected
@@ -371,4 +381,5 @@ def _close(a: object, b: object) -> bool:
     """Whether two numbers are the same up to how float32 metadata was written in decimal."""
     if isinstance(a, bool) or isinstance(b, bool) or not (isinstance(a, int | float) and isinstance(b, int | float)):
         return False
+    # Float32 metadata (GGUF) printed in decimal differs in the eighth digit, e.g. 1e-5 from 9.99999974e-06.
     return abs(a - b) <= 1e-6 * max(abs(a), abs(b))

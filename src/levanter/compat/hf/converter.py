@@ -52,17 +52,17 @@ _DCN = ("replica_dcn", "data_dcn")
 
 
 class HFCheckpointConverter:
-    """Hugging Face files of one family, in and out.
+    """Reads and writes Hugging Face files of one family.
 
     Args:
-        LevConfigClass: our config class of the family; None takes what the files say.
+        LevConfigClass: our config class of the family; None for the class that the files imply.
         reference_checkpoint: the checkpoint that methods use if they get no `ref`.
-        HfConfigClass: upstream's; the model type in config.json decides here.
+        HfConfigClass: accepted for compatibility; the model type in config.json decides.
         tokenizer: a tokenizer (ours, or a fast one of transformers), or a reference to one; None for the checkpoint's.
-        feature_extractor: upstream's, for models of speech; refused.
-        config_overrides: keys of config.json that replace the files'.
-        trust_remote_code: upstream's; no code out of a repository is run here, whatever it is.
-        ignore_prefix: upstream's; each family's weight rules know its prefixes.
+        feature_extractor: upstream's argument for speech models; refused.
+        config_overrides: keys of config.json that override those of the files.
+        trust_remote_code: accepted for compatibility; code from a repository is never run.
+        ignore_prefix: accepted for compatibility; each family's weight rules know its prefixes.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class HFCheckpointConverter:
         )
 
     def with_config_overrides(self, config_overrides: Mapping[str, Any], merge: bool = True) -> "HFCheckpointConverter":
-        """This converter with further keys of config.json replaced; those before stay where `merge`."""
+        """This converter with further keys of config.json replaced; with `merge`, earlier overrides stay."""
         before = self.config_overrides if merge else {}
         return self._with(config_overrides={**before, **config_overrides})
 
@@ -132,27 +132,29 @@ class HFCheckpointConverter:
     def config_from_hf_config(
         self, hf_config: "PretrainedConfig | Mapping[str, Any]", overrides: Mapping[str, Any] | None = None
     ) -> LmConfig:
-        """Our config of a transformers config, or of the mapping in a config.json."""
+        """Converts a transformers config, or the mapping in a config.json, to our config."""
         document = dict(hf_config) if isinstance(hf_config, Mapping) else hf_config.to_dict()
         config = read_config({**document, **self.config_overrides}).config
         return dataclasses.replace(config, **dict(overrides or {}))
 
     def hf_config_from_config(self, config: LmConfig, vocab_size: int | None = None) -> "PretrainedConfig":
-        """The transformers config of ours."""
+        """Converts our config to a transformers config."""
         from transformers import AutoConfig
 
         document = {**write_config(config, vocab_size=vocab_size), **self.config_overrides}
         return AutoConfig.for_model(**document)
 
     def config_from_hf_checkpoint(self, ref: Reference | None = None) -> LmConfig:
-        """Our config of the files at `ref`."""
+        """Our config, read from the files at `ref`."""
         where = self._reference(ref)
         return read_config({**hf_config(where), **self.config_overrides}, where=where).config
 
     def hf_config_from_hf_checkpoint(self, ref: Reference | None = None) -> "PretrainedConfig":
-        """The transformers config of the files at `ref`."""
+        """The transformers config, read from the files at `ref`."""
         from transformers import AutoConfig
 
+        # `for_model` builds a config from its fields; `from_pretrained`
+        # would download and may run a repository's code.
         return AutoConfig.for_model(**{**hf_config(self._reference(ref)), **self.config_overrides})
 
     @property
@@ -174,7 +176,7 @@ class HFCheckpointConverter:
         return reference if isinstance(reference, FastTokenizer) else from_transformers(reference)
 
     def HFAutoModelClass(self, auto_class: type | None = None) -> type:
-        """The class of transformers that reads such files (it needs torch to do so)."""
+        """The transformers class that reads such files, which needs torch."""
         from transformers import AutoModelForCausalLM
 
         return AutoModelForCausalLM if auto_class is None else auto_class
@@ -187,13 +189,13 @@ class HFCheckpointConverter:
     # --- weights ---
 
     def load_state_dict(self, ref: Reference | None = None, dtype: DTypeLike | None = None) -> dict[str, jax.Array]:
-        """The tensors of the files by their own names, spread over the mesh in scope as their shapes allow.
+        """The tensors of the files by their own names, sharded over the mesh in scope as their shapes allow.
 
-        A model is loaded by `load_pretrained`, which puts every parameter where it stays.
+        To load a model, use `load_pretrained`, which reads every parameter into its final shards.
 
         Args:
             ref: the files; default the reference checkpoint.
-            dtype: of the arrays, for those of floating-point numbers; default as stored.
+            dtype: dtype of floating-point arrays; default as stored.
         """
         source = open_checkpoint(self._reference(ref)).source
         mesh, _ = _placement({})
@@ -208,18 +210,18 @@ class HFCheckpointConverter:
         resize_vocab_to_match_tokenizer: bool = False,
         dtype: DTypeLike | None = None,
     ) -> LmHeadModel:
-        """Loads a model into its final shards on the mesh in scope; on one device where there is none.
+        """Loads a model into its final shards on the mesh in scope, or on one device without a mesh.
 
         Args:
-            lm_model_cls: upstream's argument; the config decides.
+            lm_model_cls: accepted for compatibility; the config decides.
             ref: the files; default the reference checkpoint.
-            config: the architecture; what is written in it must agree with the files. Default: theirs.
+            config: the architecture; keys set in it must agree with the files. Default: the files' own.
             axis_mapping: logical axis → mesh axis for parameters (`heads` too); default the mapping in scope.
-            resize_vocab_to_match_tokenizer: true is refused where the sizes differ: rows are neither made up nor cut.
+            resize_vocab_to_match_tokenizer: true is refused if the sizes differ: rows are neither added nor dropped.
             dtype: of the parameters; default as stored.
 
         Raises:
-            CheckpointError: files and config are broken, or not of one model.
+            CheckpointError: files or config are broken, or do not belong to one model.
             WeightMismatchError: tensors are missing, unexpected or of another shape.
             ShardingError: the mapping does not fit the model or the mesh.
         """
@@ -233,7 +235,9 @@ class HFCheckpointConverter:
                 f"has {Vocab.size} rows; leave it out; rows beyond the tokenizer's ids are harmless"
             )
         mesh, mapping = _placement(axis_mapping)
+        # Shapes only: no weight exists until `load` reads each one into its shards.
         module = abstract(lambda: architecture.build(Vocab, key=jax.random.PRNGKey(0)))
+        # The dtype of the parameters, so that the planner counts bytes of the arrays that will exist.
         module = cast(module, _stored(checkpoint) if dtype is None else np.dtype(dtype))
         spec = MeshSpec.from_mesh(mesh)
         sharding = plan_sharding(leaves(module), _mappings(architecture, Vocab, mapping, spec), spec)
@@ -294,7 +298,9 @@ class HFCheckpointConverter:
         if config is None:
             return architecture
         keys = ExplicitKeys.in_python(config).top
+        # Only keys that the script set explicitly count; dataclass defaults must not contradict the files.
         checkpoint.check_model_block({k: v for k, v in plain(config).items() if k in keys or k == "type"})
+        # vocab_size stays the checkpoint's: the rows in the file are what is loaded.
         return dataclasses.replace(architecture, **{k: getattr(config, k) for k in sorted(keys - {"vocab_size"})})
 
 
@@ -304,6 +310,7 @@ def _sharded_array(source: TensorSource, info: TensorInfo, mesh: Mesh, dtype: DT
 
     def read_shard(index: tuple[slice, ...] | None) -> np.ndarray:
         slices = (slice(None),) * len(info.shape) if index is None else index
+        # make_array_from_callback may pass slices with None bounds; `indices` fills them in.
         whole = tuple(slice(*one.indices(size)[:2]) for one, size in zip(slices, info.shape, strict=True))
         return source.read(info.name, whole).astype(target_dtype)
 
@@ -312,7 +319,7 @@ def _sharded_array(source: TensorSource, info: TensorInfo, mesh: Mesh, dtype: DT
 
 
 def _stored(checkpoint: PretrainedCheckpoint) -> np.dtype:
-    """The dtype that most bytes of a checkpoint are in."""
+    """The dtype of most of a checkpoint's bytes."""
     # By bytes and not by count: norms in float32 are many but small.
     sizes: dict[np.dtype, int] = {}
     for info in checkpoint.source.tensors.values():
@@ -321,9 +328,10 @@ def _stored(checkpoint: PretrainedCheckpoint) -> np.dtype:
 
 
 def _placement(axis_mapping: Mapping[str, Any] | None) -> tuple[Mesh, Mapping[str, Any]]:
-    """The mesh in scope with the mapping; one device and no mapping where there is no mesh."""
+    """The mesh in scope with the mapping; without a mesh, one device and no mapping."""
     mesh = mesh_in_scope()
     if mesh is None:
+        # Upstream's scripts convert checkpoints without a mesh; one device is enough for that.
         first = local_devices(MeshConfig()).devices[:1]
         return MeshSpec.of(data=1).build(first), {}
     if isinstance(mesh, AbstractMesh):
@@ -332,17 +340,18 @@ def _placement(axis_mapping: Mapping[str, Any] | None) -> tuple[Mesh, Mapping[st
 
 
 def _mappings(config: LmConfig, Vocab: hax.Axis, mapping: Mapping[str, Any], spec: MeshSpec) -> Mappings:
-    """The mapping with `heads` and other spellings as this model has them; `batch` is of no parameter."""
+    """The mapping resolved for this model, including `heads` and aliases; `batch` belongs to no parameter."""
     rules = {
         name: list(value) if isinstance(value, tuple) else value for name, value in mapping.items() if name != "batch"
     }
     mesh = MeshConfig(
         axes={name: size for name, size in spec.axes if name not in _DCN},
         dcn_axes={name: spec.shape.get(name, 1) for name in _DCN},
+        # The config's default mappings for mlp and heads are off: only the caller's mapping counts.
         shared_mapping={"mlp": None, "heads": None},
         param_mapping=rules,
     )
-    # `resolve` takes DCN axes apart from the others, since they count granules and not devices of one slice.
+    # `resolve` counts DCN axes in granules (slices or hosts), the others in devices of one slice.
     granules = spec.ways(tuple(name for name in _DCN if name in spec.shape))
     resolved = resolve(mesh, model_axes(config.axes, vocab=Vocab.size), devices=spec.size, granules=granules)
     return Mappings(params=resolved.mappings.params, declared=resolved.mappings.declared)

@@ -11,14 +11,15 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be used as it is.
 
     Attributes:
-        where: the checkpoint, or the file of it, that is meant.
-        problems: everything that is wrong, one sentence each.
+        where: the checkpoint, or the file of it, that has the problems.
+        problems: all problems, one sentence each.
     """
 
     def __init__(self, where: object, problems: str | Iterable[str], *, suggestion: str | None = None):
         self.where = str(where)
         self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
         self.suggestion = suggestion
+        # One problem reads as a sentence; several are numbered, so that a user can count what is left.
         if len(self.problems) == 1:
             message = f"{self.where}: {self.problems[0]}"
         else:
@@ -29,7 +30,7 @@ class CheckpointError(ValueError):
 
 
 class MissingCheckpointFileError(CheckpointError):
-    """A file that the checkpoint must have is not there."""
+    """A required file of the checkpoint is missing."""
 
 
 class UnreachableError(CheckpointError):

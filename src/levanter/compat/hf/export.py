@@ -1,4 +1,4 @@
-"""A model of ours as a Hugging Face checkpoint: config.json, safetensors shards with their index, the tokenizer.
+"""Exports a model as a Hugging Face checkpoint: config.json, safetensors shards with their index, the tokenizer.
 
 Tensors are written one at a time, from device shards or from the files of another checkpoint (`haliax_ext.saving`), so
 a host needs memory for one tensor. The folder is local or a URL; it counts as an export only once it is complete
@@ -50,6 +50,7 @@ class Shard:
     @property
     def header(self) -> bytes:
         """The first bytes of the file: header length and header, padded to 8 bytes."""
+        # transformers refuses safetensors files whose metadata has no `format`; "pt" is what it writes itself.
         document: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         at = 0
         # An int8 matrix is stored as several tensors; offsets count from the end of the header.
@@ -71,11 +72,13 @@ def split_shards(tensors: Sequence[OutTensor], *, max_bytes: int = MAX_SHARD_BYT
     groups: list[list[OutTensor]] = []
     nbytes = 0
     for tensor in tensors:
+        # A tensor larger than the limit gets a file of its own.
         if not groups or nbytes + tensor.nbytes > max_bytes:
             groups.append([])
             nbytes = 0
         groups[-1].append(tensor)
         nbytes += tensor.nbytes
+    # transformers' names: a single file has no number and needs no index.
     if len(groups) == 1:
         return (Shard(file="model.safetensors", tensors=tuple(groups[0])),)
     return tuple(
@@ -86,13 +89,13 @@ def split_shards(tensors: Sequence[OutTensor], *, max_bytes: int = MAX_SHARD_BYT
 
 @dataclass(frozen=True, kw_only=True)
 class ExportPlan:
-    """Which files of weights an export has, and what config.json says of the model.
+    """The files of weights of an export, and the architecture for config.json.
 
     Attributes:
         config: the architecture.
-        vocab_size: ids that there are.
+        vocab_size: number of ids, without padding rows.
         shards: the files.
-        quantization: what config.json says of int8 weights; None if there are none.
+        quantization: `quantization_config` of int8 weights; None if there are none.
     """
 
     config: LmConfig
@@ -119,7 +122,7 @@ class ExportExtras:
         tokenizer: the tokenizer; None for none.
         eos_ids: ids that end a generated text, in generation_config.json; empty for the tokenizer's own.
         overrides: keys of config.json that replace ours.
-        spelling: for which transformers config.json is written; version 5 reads both.
+        spelling: the version of transformers to write config.json for; version 5 reads both spellings.
     """
 
     tokenizer: FastTokenizer | None = None
@@ -142,16 +145,16 @@ def export(
 ) -> Folder:
     """Writes a model as a folder that `transformers` and `eval_lm` read.
 
-    With several processes every one must call it; the first one writes.
+    With several processes, every process must call it; process 0 writes.
 
     Args:
         model: with real arrays, in any sharding.
         config: its architecture.
         folder: a path or URL that does not exist yet.
-        vocab_size: ids that there are, where the model has more rows; default `config.vocab_size`.
-        dtype: of the weights; None keeps the model's.
+        vocab_size: number of ids, if the model has padding rows; default `config.vocab_size`.
+        dtype: dtype of the weights; None keeps the model's.
         extras: tokenizer and config overrides; None for config.json alone.
-        max_shard_bytes: of one file.
+        max_shard_bytes: largest size of one file.
         overwrite: whether an existing folder is replaced: on a disk atomically, once the new one is complete; at a URL,
             file by file.
         progress: called with (bytes written, bytes in total).
@@ -161,13 +164,14 @@ def export(
 
     Raises:
         ExportPathError: the folder exists.
-        CheckpointError: what was written does not read back.
-        OSError: not writable, or the disk is full; what was there before on a disk stays.
+        CheckpointError: the written files do not read back as intended.
+        OSError: not writable, or the disk is full; on a disk, an existing folder stays as it was.
     """
     plan = plan_export(
         tuple(leaves(model)), config, model.Vocab, vocab_size=vocab_size, dtype=dtype, max_bytes=max_shard_bytes
     )
     arrays: dict[str, Any] = {}
+    # Collects the arrays by path in the traversal order of `leaves`; the returned tree is discarded.
     map_arrays(lambda leaf, x: arrays.__setitem__(leaf.path, x) or x, model)
     return write_export(plan, arrays, folder, extras=extras or ExportExtras(), overwrite=overwrite, progress=progress)
 
@@ -189,9 +193,9 @@ def plan_export(
         model_leaves: the model's leaves.
         config: its architecture.
         Vocab: rows of its embedding.
-        vocab_size: ids that there are; default `config.vocab_size`.
-        dtype: of the weights; None keeps the leaves'.
-        max_bytes: of one file.
+        vocab_size: number of ids; default `config.vocab_size`.
+        dtype: dtype of the weights; None keeps the leaves'.
+        max_bytes: largest size of one file.
         int8: paths of the weights that are written as int8, with the names of their contracted axes; None for none.
         linear: with `int8`, paths of the weights of all projections.
 
@@ -199,7 +203,7 @@ def plan_export(
         Int8ExportError: weights cannot be written as int8.
     """
     rows = vocab_size if vocab_size is not None else config.vocab_size
-    # Rows that are left out must be called padding by the rules.
+    # With the true vocab_size, the rules mark the model's further rows as padding, and only padding may be left out.
     rules = (config if rows is None else replace(config, vocab_size=rows)).weight_rules(Vocab)
     tensors = plan_saving(
         model_leaves,
@@ -223,7 +227,7 @@ def refuse_existing(folder: str | Path) -> None:
     """Refuses a folder that exists.
 
     Raises:
-        ExportPathError: it does.
+        ExportPathError: the folder exists.
     """
     export_dir(folder).refuse_existing()
 
@@ -232,12 +236,12 @@ class StreamedTensors(Protocol):
     """Tensors that the writing process computes on its host, some rows at a time."""
 
     def rows(self, tensor: OutTensor) -> Iterator[np.ndarray]:
-        """The rows of a tensor in order, in the dtype that is written."""
+        """The rows of a tensor in order, in the dtype of the file."""
         ...
 
 
 Arrays = Mapping[str, jax.Array | Readable] | StreamedTensors
-"""What is written: leaves by path, or tensors by rows."""
+"""The data to write: leaves by path, or tensors by rows."""
 
 
 def write_export(
@@ -253,8 +257,8 @@ def write_export(
 
     Args:
         plan: from `plan_export`.
-        arrays: by leaf path; on devices, in memory, or in files that are read slice by slice. Or tensors by rows.
-        folder, overwrite, progress: as `export` takes them.
+        arrays: by leaf path; on devices, in memory, or in files that are read slice by slice; or tensors by rows.
+        folder, overwrite, progress: see `export`.
         extras: tokenizer and config overrides.
     """
     # Gathers are collective: every process must take part in each of them, in the same order, or process 0 waits
@@ -271,9 +275,11 @@ def write_export(
             target.refuse_existing()
         target.begin()
         _write_weights(target, plan, arrays, progress)
-        # Somebody may have taken the lease over while the weights were written; then these files are no longer ours.
+        # Another process may have taken over the lease while the weights were written; then the files are no longer ours.
         lease.check()
         config = _write_extras(target, plan, extras)
+        # Before config.json makes the folder a checkpoint: a
+        # folder with a config but broken weights must never exist.
         _check(target, plan.tensors)
         # Last: with it, the folder is a checkpoint.
         _write_json(target, CONFIG, config)
@@ -298,7 +304,8 @@ def _write_weights(
 
 
 def _write_shard(target: ExportDir | None, shard: Shard, arrays: Arrays) -> Iterator[int]:
-    """Writes one file, where this process does; yields bytes as they are written."""
+    """Writes one file on process 0, joins its gathers elsewhere; yields bytes as they are written."""
+    # Streamed rows are on the writer's host already: no gather, and other processes have nothing to do.
     if not isinstance(arrays, Mapping):
         if target is not None:
             with target.open(shard.file) as file:
@@ -309,12 +316,14 @@ def _write_shard(target: ExportDir | None, shard: Shard, arrays: Arrays) -> Iter
                         yield rows.nbytes
         return
     if target is None:
+        # Same order and same tensors as `gather_tensors` on process 0: each gather is one collective.
         for tensor in contribute_tensors(shard.tensors, arrays, jit=jit_together):
             yield tensor.nbytes
         return
     with target.open(shard.file) as file:
         file.write(shard.header)
         for tensor, values in gather_tensors(shard.tensors, arrays, jit=jit_together):
+            # `encode` turns an int8 matrix into its integers, scales and shape; other tensors pass unchanged.
             for array in encode(tensor, values):
                 file.write(np.ascontiguousarray(array).view(np.uint8).data)
             yield tensor.nbytes
@@ -332,6 +341,7 @@ def _write_extras(target: ExportDir, plan: ExportPlan, extras: ExportExtras) -> 
         roles = {f"{role}_token_id": getattr(tokenizer, f"{role}_id") for role in ("bos", "eos", "pad")}
         ids = {name: number for name, number in roles.items() if number is not None}
     quantization = {} if plan.quantization is None else {FIELD: plan.quantization}
+    # The user's overrides come last and win over everything.
     config = {**document, **ids, **quantization, **extras.overrides}
     if extras.eos_ids:
         ids = {**ids, "eos_token_id": list(extras.eos_ids)}
@@ -347,7 +357,7 @@ def _write_extras(target: ExportDir, plan: ExportPlan, extras: ExportExtras) -> 
 
 
 def tokenizer_documents(tokenizer: FastTokenizer) -> dict[str, Mapping[str, Any]]:
-    """The files of a tokenizer, by name, as what they hold."""
+    """The files of a tokenizer: name → JSON content."""
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.settings}
     return {DEFINITION: tokenizer.document, "tokenizer_config.json": config}
 
@@ -358,10 +368,10 @@ def _write_json(target: ExportDir, file: str, document: Mapping[str, Any]) -> No
 
 
 def _check(target: ExportDir, plan: Iterable[OutTensor]) -> None:
-    """Reads the headers again.
+    """Reads the written headers back and compares names and shapes.
 
     Raises:
-        CheckpointError: a tensor is not there as it was meant to be.
+        CheckpointError: a tensor is missing or has another shape.
     """
     tensors = open_weights(target.written()).tensors
     expected = [stored for tensor in plan for stored in stored_tensors(tensor)]

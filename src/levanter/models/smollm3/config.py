@@ -1,4 +1,4 @@
-"""`SmolLM3Config`: Llama of which every fourth layer has no rotary embeddings (NoPE; Yang et al., arXiv:2501.18795)."""
+"""`SmolLM3Config`: Llama without rotary embeddings in every fourth layer (NoPE; Yang et al., arXiv:2501.18795)."""
 
 from dataclasses import dataclass, field
 
@@ -15,8 +15,8 @@ class SmolLM3Config(WindowedConfig, LlamaConfig):
     """A SmolLM3.
 
     Attributes:
-        no_rope_layers: for each layer 1 where it has rotary embeddings and 0 where it has none (in Hugging Face's
-            words, which say the opposite of the name); None for the pattern of the interval.
+        no_rope_layers: for each layer, 1 if it has rotary embeddings and 0 if it has none (Hugging Face's values, which
+            are the opposite of the name); None for the pattern of the interval.
         no_rope_layer_interval: n: every n-th layer has no rotary embeddings.
         use_sliding_window: whether layers without rotary embeddings see a window only.
     """
@@ -39,10 +39,12 @@ class SmolLM3Config(WindowedConfig, LlamaConfig):
         return SLIDING if windowed else FULL
 
     def window(self, layer: int) -> int | None:
+        # transformers ignores sliding_window and layer types unless use_sliding_window is set.
         return super().window(layer) if self.use_sliding_window else None
 
     def rotary(self, layer: int) -> str | None:
         if self.no_rope_layers is not None:
+            # 1 means rotary embeddings: the field lists the layers' flags, not the layers without.
             return "rope" if self.no_rope_layers[layer] else None
         return "rope" if (layer + 1) % self.no_rope_layer_interval else None
 

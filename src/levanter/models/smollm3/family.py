@@ -24,6 +24,7 @@ def _read(fields: ConfigJsonReader) -> SmolLM3Config | None:
     layers = fields.size("num_hidden_layers", required=True)
     flags = fields.get("no_rope_layers", list)
     default_flags = [int((n + 1) % interval != 0) for n in range(layers)]
+    # Read by `read_layer_types`, which needs the config's own pattern.
     fields.seen.add("layer_types")
     config = read_decoder(
         fields,
@@ -32,6 +33,7 @@ def _read(fields: ConfigJsonReader) -> SmolLM3Config | None:
         transformers_class=_CLASS,
         absent=MissingFieldDefaults(kv_heads=4, context=32768, tied=True, theta=2_000_000.0),
         no_rope_layer_interval=interval,
+        # The default pattern stays None, so that it follows a changed number of layers.
         no_rope_layers=None if flags is None or list(flags) == default_flags else tuple(flags),
         use_sliding_window=fields.get("use_sliding_window", bool, False),
         sliding_window=fields.get("sliding_window", int),
@@ -44,6 +46,7 @@ def _write(config: SmolLM3Config, spelling: Spelling) -> dict[str, Any]:
         write_llama(config, spelling, name="SmolLM3")
         | NO_TOKENS
         | {
+            # Always written: transformers reads the flags first and the interval only without them.
             "no_rope_layers": [int(config.rotary(n) is not None) for n in range(config.num_layers)],
             "no_rope_layer_interval": config.no_rope_layer_interval,
             "use_sliding_window": config.use_sliding_window,
