@@ -275,7 +275,7 @@ def write_export(
             target.refuse_existing()
         target.begin()
         _write_weights(target, plan, arrays, progress)
-        # Another process may have taken over the lease while the weights were written; then the files are no longer ours.
+        # Another process may have taken over the lease while the weights were written; then the files are not ours.
         lease.check()
         config = _write_extras(target, plan, extras)
         # Before config.json makes the folder a checkpoint: a

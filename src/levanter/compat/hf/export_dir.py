@@ -1,9 +1,9 @@
-"""Export directories, local or at a URL, and how a complete export is told from a partial one.
+"""Export directories, local or at a URL; a reader can tell a complete export from a partial one.
 
 A folder on a disk is written as `<name>.incomplete` and renamed once it is complete, so a folder with the final name
-is complete. Object stores rename no folders. There a file `export.incomplete` says that an export is under way: it is
-written first and deleted last, after `config.json`, without which no reader takes the folder for a checkpoint. A killed
-export leaves that file, and the next export to the same URL replaces its files.
+is complete. Object stores cannot rename folders. There, a file `export.incomplete` marks an unfinished export: it is
+written first and deleted last, after `config.json` is written, without which no reader accepts the folder as a
+checkpoint. A killed export leaves that file, and the next export to the same URL replaces its files.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ UPLOAD_BYTES = 32 << 20
 
 
 class ExportPathError(CheckpointError):
-    """The export directory exists already."""
+    """The export directory already exists."""
 
 
 class ExportDir(Protocol):
@@ -37,45 +37,45 @@ class ExportDir(Protocol):
 
     @property
     def lease(self) -> str:
-        """The folder of its lease, which is no part of the export."""
+        """The folder of its lease, which is not part of the export."""
         ...
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """Its name in messages."""
         ...
 
     def refuse_existing(self) -> None:
         """Checks that the directory does not exist.
 
         Raises:
-            ExportPathError: it does.
+            ExportPathError: the directory exists.
         """
         ...
 
     def recover(self) -> None:
-        """Completes or undoes a replacement that a killed export left half done."""
+        """Completes or undoes a replacement that a killed export left unfinished."""
         ...
 
     def begin(self) -> None:
-        """Creates the directory; deletes what a killed export left."""
+        """Creates the directory; deletes the files of a killed export."""
         ...
 
     def open(self, file: str) -> contextlib.AbstractContextManager[IO[bytes]]:
-        """A file of the export, for writing."""
+        """Opens a file of the export for writing."""
         ...
 
     def written(self) -> Repository:
-        """What is there so far, for reading."""
+        """The files written so far, for reading."""
         ...
 
     def finish(self) -> None:
-        """Declares it complete."""
+        """Marks the export complete."""
         ...
 
 
 def export_dir(folder: str | Path) -> ExportDir:
-    """The place that a path or URL names."""
+    """The export directory of a path or URL."""
     if is_remote(str(folder)):
         return RemoteExportDir(str(folder).rstrip("/"))
     return LocalExportDir(Path(local_path(str(folder))))
@@ -86,26 +86,28 @@ def is_complete(folder: str) -> bool:
     if not is_remote(folder):
         return bool(_names_in(local_path(folder)))
     names = _remote_names(folder)
+    # Both conditions: the mark is deleted last, and a mark that was never written (a plain upload) leaves no config.
     return bool(names & {CONFIG, ADAPTER_CONFIG}) and MARK not in names
 
 
 def exports_in(folder: str) -> list[str]:
-    """What lies in a folder for exports, those left out that were killed half-way; nothing where there is no folder."""
+    """The complete exports in a folder; unfinished ones are left out. Empty if there is no folder."""
     if not is_remote(folder):
+        # Locally an unfinished export is recognized by its name, since the rename comes last.
         return [name for name in _names_in(local_path(folder)) if not name.endswith((INCOMPLETE, LEASE))]
     files = _remote_names(folder)
     return sorted({top for file in files if f"{(top := file.partition('/')[0])}/{MARK}" not in files})
 
 
 def _names_in(path: str) -> list[str]:
-    """What a local folder holds, or itself where it is a file."""
+    """The entries of a local folder, or the name of a file."""
     if os.path.isdir(path):
         return sorted(os.listdir(path))
     return [os.path.basename(path)] if os.path.exists(path) else []
 
 
 def _remote_names(url: str) -> frozenset[str]:
-    """The files below a URL, relative to it; those of leases left out."""
+    """The files below a URL, relative to it; without those of leases."""
     fs, root = filesystem(url)
     # fsspec caches listings; another process may have written since.
     fs.invalidate_cache()
@@ -115,11 +117,12 @@ def _remote_names(url: str) -> frozenset[str]:
         return frozenset()
     inside = root.strip("/") + "/"
     names = (path.lstrip("/").removeprefix(inside) for path in paths if path.lstrip("/").startswith(inside))
+    # A lease lies below the URL while an export runs; it must not make the folder look used.
     return frozenset(name for name in names if LEASE not in name.split("/"))
 
 
 class LocalExportDir:
-    """A folder on a disk, which gets its name by a rename.
+    """A folder on a disk, which gets its final name by a rename.
 
     Args:
         path: the folder.
@@ -127,6 +130,7 @@ class LocalExportDir:
 
     def __init__(self, path: Path):
         self._path = path
+        # In the same parent folder, so that the final rename stays on one file system and is atomic.
         self._partial = path.with_name(path.name + INCOMPLETE)
         self._replaced = path.with_name(path.name + REPLACED)
 
@@ -141,34 +145,35 @@ class LocalExportDir:
         return str(self._path)
 
     def refuse_existing(self) -> None:
-        """Refuses a path where a folder is, or the one that a killed export was about to replace."""
+        """Refuses an existing folder, or one that a killed export was replacing."""
         if self._path.exists() or self._replaced.exists():
             raise exists_error(self.name)
 
     def recover(self) -> None:
-        """Puts the folder back that a killed export had moved aside, or drops it if the new one is complete."""
+        """Restores the folder that a killed export had moved aside, or deletes it if the new one is in place."""
         if not self._replaced.exists():
             return
+        # The new folder got its name, so only the deletion of the old one was missing.
         if self._path.exists():
             shutil.rmtree(self._replaced)
         else:
             os.replace(self._replaced, self._path)
 
     def begin(self) -> None:
-        """Makes an empty folder beside the final one."""
+        """Creates an empty folder next to the final one."""
         shutil.rmtree(self._partial, ignore_errors=True)
         self._partial.mkdir(parents=True)
 
     def open(self, file: str) -> contextlib.AbstractContextManager[IO[bytes]]:
-        """A file of that folder, which appears there only once it is complete."""
+        """Opens a file of that folder, which appears there once it is complete."""
         return atomic_write(str(self._partial / file))
 
     def written(self) -> Repository:
-        """The folder beside the final one, as a repository."""
+        """The unfinished folder, as a repository."""
         return LocalFolder(self._partial)
 
     def finish(self) -> None:
-        """Renames the folder into place; another export that is there is moved aside first and dropped last."""
+        """Renames the folder into place; an existing export is moved aside first and deleted last."""
         if self._path.exists():
             # A folder cannot be renamed over another one. Between the two renames no folder has the final name;
             # `recover` finishes the replacement if the process is killed there.
@@ -192,7 +197,7 @@ class RemoteExportDir:
 
     @property
     def lease(self) -> str:
-        """Below the URL, where no other list of files has it."""
+        """A folder below the URL, which listings of the export leave out."""
         return join(self._url, LEASE)
 
     @property
@@ -201,31 +206,33 @@ class RemoteExportDir:
         return self._url
 
     def refuse_existing(self) -> None:
-        """Refuses a URL below which files are, unless they are of an export that was not finished."""
+        """Refuses a URL with files below it, unless they belong to an unfinished export."""
         names = _remote_names(self._url)
         if names and MARK not in names:
             raise exists_error(self.name)
 
     def recover(self) -> None:
         """Does nothing: a URL has no rename that could have been interrupted."""
-        pass  # It is no checkpoint any more, and its files may be anybody's: the next export begins anew.
+        pass  # An unfinished export is no checkpoint, and its files are not reused: `begin` deletes them.
 
     def begin(self) -> None:
-        """Writes the mark of an unfinished export, then removes what is there."""
+        """Writes the mark of an unfinished export, then deletes the existing files."""
         names = _remote_names(self._url)
         self._fs.makedirs(self._root, exist_ok=True)
+        # The mark comes before the first deletion: killed at any point, the folder never looks complete.
         self._fs.pipe_file(self._at(MARK), b"an export is in progress or was killed: this folder is incomplete\n")
-        # First what makes the rest a checkpoint.
+        # The config first: without it, no reader accepts the rest as a checkpoint.
         for file in sorted(names - {MARK}, key=lambda file: file not in (CONFIG, ADAPTER_CONFIG)):
             self._fs.rm_file(self._at(file))
 
     @contextlib.contextmanager
     def open(self, file: str) -> Iterator[IO[bytes]]:
-        """A file below the URL; where writing it fails, it is discarded if the file system can."""
+        """Opens a file below the URL; after a failed write, it is discarded if the file system can."""
         opened = self._fs.open(self._at(file), "wb", block_size=UPLOAD_BYTES)
         try:
             yield opened
         except BaseException:
+            # discard aborts a multipart upload, so that no truncated object appears; not every file system has it.
             with contextlib.suppress(OSError, AttributeError, NotImplementedError):
                 opened.discard()
             raise
@@ -233,11 +240,12 @@ class RemoteExportDir:
 
     def written(self) -> Repository:
         """The files below the URL, as a repository."""
+        # A listing from before the writes would hide the new files.
         self._fs.invalidate_cache()
         return RemoteFolder(self._url)
 
     def finish(self) -> None:
-        """Removes the mark: from now on the export is complete."""
+        """Removes the mark, which makes the export complete."""
         self._fs.rm_file(self._at(MARK))
 
     def _at(self, file: str) -> str:
@@ -245,5 +253,5 @@ class RemoteExportDir:
 
 
 def exists_error(name: str) -> ExportPathError:
-    """The error for an export directory that exists already."""
+    """The error for an export directory that already exists."""
     return ExportPathError(name, "it exists already", suggestion="choose another folder, or allow it to be replaced")

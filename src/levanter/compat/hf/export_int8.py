@@ -1,7 +1,7 @@
 """Exports with int8 weights: the tensors that replace a matrix, and the `quantization_config` that describes them.
 
-A matrix is quantized on the host when it is written, from the numbers that the model has and not from those of the
-export's dtype. So an export is what `quantize: int8` loads from the same model, bit for bit.
+A matrix is quantized on the host when it is written, from the values of the model and not from those rounded to the
+export's dtype. So an export equals what `quantize: int8` loads from the same model, bit for bit.
 """
 
 import math
@@ -25,7 +25,7 @@ from levanter.compat.hf.compressed_tensors import (
 )
 
 UNPACKED = 4
-"""Input features must be a multiple of this, or their number would not follow from what is packed."""
+"""Input features must be a multiple of this, or the packed shape would not determine their number."""
 
 
 class Int8ExportError(ValueError):
@@ -34,7 +34,7 @@ class Int8ExportError(ValueError):
 
 @dataclass(frozen=True)
 class StoredInt8Tensor:
-    """A tensor as a file has it."""
+    """A tensor as it is stored in a file."""
 
     name: str
     dtype: np.dtype
@@ -42,22 +42,22 @@ class StoredInt8Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """Its size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
 class Int8Tensor(OutTensor):
-    """A matrix `[out, in]` that is written as packed integers and scales; `dtype` is that of its numbers."""
+    """A matrix `[out, in]` that is written as packed integers and scales; `dtype` is that of its values."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes as it is written."""
+        """Its size in bytes as written."""
         return sum(stored.nbytes for stored in stored_tensors(self))
 
 
 def stored_tensors(tensor: OutTensor) -> tuple[StoredInt8Tensor, ...]:
-    """What a file has for a tensor, in order."""
+    """The stored tensors of a tensor of the export, in order."""
     if not isinstance(tensor, Int8Tensor):
         return (StoredInt8Tensor(tensor.name, tensor.dtype, tensor.shape),)
     return (
@@ -68,10 +68,11 @@ def stored_tensors(tensor: OutTensor) -> tuple[StoredInt8Tensor, ...]:
 
 
 def encode(tensor: OutTensor, values: np.ndarray) -> tuple[np.ndarray, ...]:
-    """The numbers of what `stored_tensors` lists."""
+    """The arrays of the tensors that `stored_tensors` lists, in that order."""
     if not isinstance(tensor, Int8Tensor):
         return (values,)
     q, scale = quantized_rows(values)
+    # The shape is stored because the packed columns are rounded up to a multiple of four.
     return packed(q), scale, np.asarray(values.shape, np.int64)
 
 
@@ -84,9 +85,9 @@ def quantize_tensors(
     """Converts the projections among an export's tensors to int8.
 
     Args:
-        tensors: as they are written without.
+        tensors: the tensors of the export without quantization.
         model_leaves: the model's leaves.
-        rules: where these go.
+        rules: the mapping from leaves to tensors.
         inputs: paths of the leaves that are int8, with the names of their contracted axes.
 
     Raises:
@@ -101,7 +102,10 @@ def quantize_tensors(
         if not all(target in inputs for target in targets):
             converted.append(tensor)
             continue
+        # All leaves of a fused tensor have the same axes but for the fused one, so the first rule stands for all.
         rule = table[targets[0]]
+        # A scale is per row of the file's matrix; that is an output
+        # channel only if the columns are the contracted axes.
         if len(rule.axes) != 2 or any(set(table[t].axes[1]) != set(inputs[t]) for t in targets):
             problems[f"rows of {rule.source} are not output channels, and the format has no other kind"] = None
         elif tensor.shape[1] % UNPACKED:
@@ -124,7 +128,7 @@ def quantization_config(
 
     Args:
         model_leaves: the model's leaves.
-        rules: where these go.
+        rules: the mapping from leaves to tensors.
         inputs: see `quantize_tensors`.
         linear: paths of the weights of all projections of the model; those not in `inputs` are listed under `ignore`.
     """
@@ -132,7 +136,8 @@ def quantization_config(
     unquantized = [path for path in linear if path not in inputs and path in table]
     ignored = [name.removesuffix(".weight") for path in unquantized for name in table[path].source_names(leaves[path])]
     if not any("vocab" in leaves[path].names for path in inputs):
-        # The head is the embedding table; readers make a module of it all the same.
+        # The head is the embedding table and has no tensor, but readers still create a Linear module for it.
         is_neox = any(rule.source.startswith("gpt_neox.") for rule in rules.rules)
+        # Listed under the name that the reader's module has, since no tensor of ours carries it.
         ignored.append("embed_out" if is_neox else "lm_head")
     return quantization_block(ignored)

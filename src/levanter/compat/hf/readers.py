@@ -1,6 +1,6 @@
 """Reads byte ranges of local and remote files into memory that the caller owns.
 
-A `ByteReader` knows the size of one file and fills buffers from it. A local file is read with `preadv` (no shared
+A `ByteReader` reports the size of one file and fills buffers from it. A local file is read with `preadv` (no shared
 file position, the GIL is released, no copy); a remote one by range requests, many in flight (`levanter.io.ranges`).
 Readers are thread-safe and hold no open file between calls.
 """
@@ -26,17 +26,17 @@ class ByteReader(Protocol):
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """Its name in messages."""
         ...
 
     @property
     def max_gap(self) -> int:
-        """Bytes that are cheaper to read than to skip between two wanted ranges."""
+        """The largest gap between two requested ranges, in bytes, that is cheaper to read than to skip."""
         ...
 
     @property
     def page(self) -> int:
-        """Granularity in which the storage moves bytes anyway."""
+        """The unit, in bytes, in which the storage transfers data."""
         ...
 
     @property
@@ -62,6 +62,7 @@ class LocalFile:
     """A file on a mounted file system."""
 
     path: Path
+    # A second preadv costs about as much as copying this many more bytes.
     max_gap: int = 512
     page: int = 4096
 
@@ -85,6 +86,7 @@ class LocalFile:
     @contextlib.contextmanager
     def _open(self):
         try:
+            # Opened for each call: thousands of shards would exceed the limit of open files otherwise.
             descriptor = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         except FileNotFoundError:
             raise MissingCheckpointFileError(self.path, "there is no such file") from None
@@ -98,6 +100,7 @@ class LocalFile:
         # `preadv` may return fewer bytes than asked for, most often where a range exceeds 2 GiB.
         while done < len(buffer):
             got = os.preadv(descriptor, [buffer[done:]], start + done)
+            # End of file before the buffer is full: the file shrank after its header was read.
             if got == 0:
                 raise CorruptFileError(
                     self.path, f"the file ends at byte {start + done}, inside a range to byte {start + len(buffer)}"
@@ -140,15 +143,17 @@ def with_retry(action: Callable[[], R], *, what: str, delays: Iterable[float] = 
             if not waits:
                 error.add_note(f"while reading {what}")
                 raise
+            # The delays grow, so that an overloaded server gets time to recover.
             time.sleep(waits.pop(0))
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of another machine: a web server's, or behind gs://, s3://, hf://, memory://, …"""
+    """A remote file: on a web server, or behind gs://, s3://, hf://, memory://, …"""
 
     file: RangeSource
     fetcher: RangeFetcher
+    # A request's latency is worth about 256 KiB of transfer.
     max_gap: int = 256 << 10
     page: int = 1
 
@@ -159,7 +164,7 @@ class RemoteFile:
 
     @property
     def size(self) -> int:
-        """Bytes of the file; which one it is stands from here on."""
+        """Bytes of the file; from this call on, a replacement of the file is detected."""
         return self._size
 
     @cached_property
@@ -176,7 +181,7 @@ class RemoteFile:
         return bytes(buffer)
 
     def read_into(self, start: int, buffer: memoryview) -> None:
-        """Fills `buffer` with the bytes from `start` on, by requests side by side."""
+        """Fills `buffer` with the bytes from `start` on, by concurrent requests."""
         self.read_blocks((start,), len(buffer), buffer)
 
     def read_range(self, start: int, *pieces: memoryview) -> None:
@@ -184,12 +189,14 @@ class RemoteFile:
         self.fetcher.fetch(self.file, start, *pieces)
 
     def read_blocks(self, starts: Iterable[int], span: int, buffer: memoryview) -> None:
-        """Fills `buffer` with blocks of `span` bytes, one at each start, by requests side by side."""
+        """Fills `buffer` with blocks of `span` bytes, one at each start, by concurrent requests."""
         # Long blocks are split: every request is at most `read_bytes` long, so that many connections share one block.
         part = self.fetcher.read_bytes
         self.fetcher.fetch_all(
             self.file,
             (
+                # Request (i, at): bytes [start + at, …) of block i go to
+                # offset i · span + at; the last part of a block may be short.
                 (start + at, buffer[i * span + at : i * span + min(span, at + part)])
                 for i, start in enumerate(starts)
                 for at in range(0, span, part)
@@ -209,7 +216,7 @@ class RemoteFiles:
 
     @property
     def reads_at_once(self) -> int:
-        """Reads that wait for the network side by side."""
+        """The number of reads that wait for the network at once."""
         return self._fetcher.reads_at_once
 
     @property
@@ -219,27 +226,27 @@ class RemoteFiles:
 
     @property
     def hedge_bytes(self) -> int:
-        """Memory of second requests for slow ranges, at most."""
+        """The largest memory, in bytes, of second requests for slow ranges."""
         return self._fetcher.hedge_bytes
 
     @property
     def tally(self) -> FetchStats:
-        """What was asked for and received so far."""
+        """Counts of requests and bytes so far."""
         return self._fetcher.tally
 
     def interrupt(self) -> None:
-        """Ends every read that is under way or comes later, until `resume`."""
+        """Aborts every read in progress and every later one, until `resume`."""
         self._fetcher.interrupt()
 
     def resume(self) -> None:
-        """Takes back an interrupt."""
+        """Ends an interrupt."""
         self._fetcher.resume()
 
     def settle(self) -> None:
-        """Makes sure, at the end, that the files are those that were opened, where answers to ranges did not say so.
+        """Checks at the end that no file was replaced, for sources whose range responses do not identify the file.
 
         Raises:
-            ReplacedError: one is another one.
+            ReplacedError: a file was replaced.
         """
         with ThreadPoolExecutor(max_workers=min(16, len(self.files))) as pool:
             futures = [pool.submit(self._unchanged, file) for file in self.files]
@@ -247,6 +254,7 @@ class RemoteFiles:
                 future.result()
 
     def _unchanged(self, file: RemoteFile) -> None:
+        # HTTP responses carry an ETag with each range; these clients do not, so the metadata is compared once.
         if isinstance(file.file, (LibraryFile, StoreFile)):
             self._fetcher.ask(file.file.check_unchanged, what=file.name)
 

@@ -1,4 +1,4 @@
-"""`RepoRef`: one string for a checkpoint, wherever it is.
+"""`RepoRef`: a reference to a checkpoint as one string, for every kind of source.
 
 | spelling | what it names |
 |---|---|
@@ -9,7 +9,7 @@
 | `pypi:package==version/file.gguf` | a file inside a Python package |
 | `a \\| b` | the first of several that can be reached |
 
-What exists on disk under the string as written is local, whatever it looks like.
+A string that exists on disk as written is local, whatever it looks like.
 """
 
 import os
@@ -22,6 +22,8 @@ from levanter.compat.hf.errors import CheckpointError
 
 Kind = Literal["hub", "local", "remote", "pypi"]
 
+# Starts and ends with a letter or digit: excludes `.`, `..`
+# and option-like names, which pip or the Hub would misread.
 _NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
 _HUB = re.compile(rf"^(?P<id>(?:{_NAME}/)?{_NAME})(?:@(?P<revision>[^/@\s]+))?(?:/(?P<file>[^@\s]+\.gguf))?$")
 _PYPI = re.compile(rf"^pypi:(?P<id>{_NAME})==(?P<revision>[A-Za-z0-9.!+_-]+)/(?P<file>[^\s]+)$")
@@ -29,10 +31,10 @@ _PYPI = re.compile(rf"^pypi:(?P<id>{_NAME})==(?P<revision>[A-Za-z0-9.!+_-]+)/(?P
 
 @dataclass(frozen=True, kw_only=True)
 class RepoRef:
-    """A checkpoint's place.
+    """The location of a checkpoint.
 
     Attributes:
-        kind: where it is.
+        kind: the kind of source.
         location: Hub id, path, URL or package name.
         revision: branch, tag or commit on the Hub; version of a package.
         file: a file of a Hub repository or package.
@@ -48,7 +50,7 @@ class RepoRef:
         """Reads one reference.
 
         Raises:
-            CheckpointError: the string is none of the spellings above.
+            CheckpointError: the string has none of the forms above.
         """
         if isinstance(text, RepoRef):
             return text
@@ -65,7 +67,7 @@ class RepoRef:
             if not (match := _PYPI.match(text)):
                 raise CheckpointError(text, "a package reference is pypi:package==version/file")
             return cls(kind="pypi", location=match["id"], revision=match["revision"], file=match["file"])
-        # Disk first: `org/name` may be a folder here, and then it is not looked up on the Hub.
+        # Disk before Hub: `org/name` may be a local folder, and then it is not looked up on the Hub.
         expanded = os.path.expanduser(text)
         if os.path.exists(expanded) or _looks_local(text):
             return cls(kind="local", location=expanded)
@@ -81,6 +83,7 @@ class RepoRef:
         """Reads `a | b | c`."""
         if isinstance(text, RepoRef):
             return (text,)
+        # The separator has spaces: a bare `|` may occur in a path.
         return tuple(cls.parse(part) for part in text.split(" | "))
 
     @property
@@ -101,10 +104,11 @@ class RepoRef:
 
 
 def _looks_local(text: str) -> bool:
-    """Whether a string that names nothing on disk can only have meant a path."""
+    """Whether a string that does not exist on disk can only have been meant as a path."""
     if text.startswith(("/", "./", "../", "~")) or text in (".", ".."):
         return True
     if "@" not in text and text.lower().endswith((".gguf", ".safetensors", ".bin", ".json")):
         # org/name/file.gguf is a file on the Hub unless its folder is here.
+        # Such a name is a path even if nothing exists there, so that the error speaks of files and not of the Hub.
         return text.count("/") < 2 or Path(text).parent.is_dir()
     return False

@@ -1,6 +1,6 @@
-"""Repositories: the named files of a checkpoint, local, behind a URL, or on the Hugging Face Hub.
+"""Repositories: the named files of a checkpoint on disk, behind a URL, or on the Hugging Face Hub.
 
-`LocalFolder` is a folder on disk and contacts nothing. `RemoteFolder` reads a URL by ranges and stores nothing.
+`LocalFolder` is a folder on disk and uses no network. `RemoteFolder` reads a URL by ranges and stores nothing.
 `hub.HubRepository` is the Hugging Face Hub through its cache. All implement the same protocol.
 """
 
@@ -45,6 +45,7 @@ PROBE_THREADS = 16
 def stays_inside(file: str) -> bool:
     """Whether a name is a plain relative path without steps upwards, on any operating system."""
     plain = all(part not in ("", ".", "..") for part in file.split("/"))
+    # Backslash and colon are separators or drives on Windows, and NUL ends a C string.
     return plain and not any(sign in file for sign in ("\\", ":", "\0"))
 
 
@@ -53,28 +54,28 @@ class Repository(Protocol):
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """Its name in messages."""
         ...
 
     @property
     def files(self) -> frozenset[str]:
-        """The files it has, as paths relative to it."""
+        """Its files, as paths relative to it."""
         ...
 
     def where(self, file: str) -> str:
-        """How messages call one of its files."""
+        """The name of one of its files in messages."""
         ...
 
     def text(self, file: str) -> bytes:
-        """The whole of a small file."""
+        """The content of a small file."""
         ...
 
     def reader(self, file: str) -> ByteReader:
-        """A large file, by ranges."""
+        """A reader of a large file, by ranges."""
         ...
 
     def local_path(self, file: str) -> Path:
-        """A path on disk with the file's content, fetched where needed."""
+        """A path on disk with the file's content, fetched if needed."""
         ...
 
 
@@ -91,7 +92,7 @@ class LocalFolder:
 
     @property
     def files(self) -> frozenset[str]:
-        """The files it has, as paths relative to it."""
+        """Its files, as paths relative to it."""
         return self._files
 
     @cached_property
@@ -103,8 +104,9 @@ class LocalFolder:
         return str(self.path / file)
 
     def text(self, file: str) -> bytes:
-        """The whole of a small file."""
+        """The content of a small file."""
         with (self.path / file).open("rb") as stream:
+            # Bounded: a huge or endless file (a device) under this name would fill the memory.
             return read_bounded(stream, JSON_BYTES, where=self.where(file))
 
     def reader(self, file: str) -> ByteReader:
@@ -118,7 +120,7 @@ class LocalFolder:
 
 @dataclass(frozen=True)
 class RemoteFolder:
-    """A folder behind a URL: a web server's, which cannot list it, or one that fsspec knows."""
+    """A folder behind a URL: on a web server, which cannot list it, or in a store that fsspec can list."""
 
     url: str
 
@@ -133,7 +135,7 @@ class RemoteFolder:
 
     @property
     def files(self) -> frozenset[str]:
-        """The files it has, as paths relative to it."""
+        """Its files, as paths relative to it."""
         return self._files
 
     @cached_property
@@ -150,14 +152,14 @@ class RemoteFolder:
         return frozenset(path.lstrip("/")[len(root) :] for path in paths if path.lstrip("/").startswith(root))
 
     def _probe(self) -> frozenset[str]:
-        """The files of a web server, which cannot list a folder: known names, and those that the index names."""
-        # One request per known name; shards have names that only the index tells.
+        """The files on a web server, which cannot list a folder: known names, and those that the index names."""
+        # One request per known name; shards have names that only the index lists.
         present = self._existing(KNOWN_FILES)
         if INDEX in present:
             try:
                 named = set(parse_json(self.text(INDEX).decode())["weight_map"].values())
             except (ValueError, KeyError, TypeError, AttributeError):
-                return frozenset(present)  # reading the index says what is wrong with it
+                return frozenset(present)  # `open_weights` reads the index again and reports its problem
             present |= self._existing(file for file in named if isinstance(file, str) and stays_inside(file))
         return frozenset(present)
 
@@ -174,7 +176,7 @@ class RemoteFolder:
         return f"{self.url}/{file}"
 
     def text(self, file: str) -> bytes:
-        """The whole of a small file, fetched again where a request fails for a moment."""
+        """The content of a small file, with retries of requests that fail transiently."""
         if is_web(self.url):
             web_file = self._web_file(file)
             content = self._fetcher.ask(lambda: web_file.whole(JSON_BYTES), what=self.where(file))
@@ -197,7 +199,7 @@ class RemoteFolder:
 
     @cached_property
     def _fetcher(self) -> RangeFetcher:
-        """One for all files: they share a network, however many shards there are."""
+        """One fetcher for all files, so that its limits hold for the network, however many shards there are."""
         return RangeFetcher()
 
     def local_path(self, file: str) -> Path:
@@ -210,10 +212,10 @@ class RemoteFolder:
 
 
 def require_file(repository: Repository, file: str, *, purpose: str) -> None:
-    """Checks that a file is there.
+    """Checks that a file exists.
 
     Raises:
-        MissingCheckpointFileError: it is not; names the nearest file that is.
+        MissingCheckpointFileError: it does not; suggests the most similar name.
     """
     if file in repository.files:
         return
@@ -227,7 +229,7 @@ def require_file(repository: Repository, file: str, *, purpose: str) -> None:
 
 
 def read_json(repository: Repository, file: str, *, purpose: str) -> Mapping[str, Any]:
-    """A JSON object of a repository.
+    """Reads a JSON object of a repository.
 
     Raises:
         MissingCheckpointFileError: there is no such file.
