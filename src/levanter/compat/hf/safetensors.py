@@ -1,6 +1,6 @@
-"""safetensors files as a `TensorSource`: a slice of a tensor costs the bytes of the slice.
+"""`SafetensorsSource`: reads slices of tensors from safetensors files; a slice costs the bytes of the slice.
 
-Opening reads headers only (in parallel where there are many files). `read` maps a slice to a `BlockGrid`, and fills
+Opening reads only headers (in parallel for several files). `read` maps a slice to a `BlockGrid`, and fills
 the caller's array directly wherever that array is contiguous: for a whole tensor, or a range of its first axis, that
 is one `preadv` into the final place.
 """
@@ -31,11 +31,11 @@ class SafetensorsSource:
     """
 
     def __init__(self, readers: Mapping[str, ByteReader], headers: Iterable[ShardHeader] | None = None):
-        """Takes the files of a checkpoint.
+        """Opens the files of a checkpoint.
 
         Args:
             readers: file name → reader.
-            headers: one per file; read from the files when left out.
+            headers: one per file; read from the files if omitted.
 
         Raises:
             CorruptFileError: a header is damaged, or two files hold a tensor of the same name.
@@ -45,6 +45,7 @@ class SafetensorsSource:
         self._entries: dict[str, tuple[str, TensorEntry]] = {}
         self.metadata: dict[str, str] = {}
         twice = []
+        # Sorted, so that `metadata` and the messages do not depend on the order in which headers were read.
         for header in sorted(self.headers, key=lambda header: header.file):
             self.metadata.update(header.metadata)
             for entry in header.tensors:
@@ -80,7 +81,7 @@ class SafetensorsSource:
 
     @property
     def remote(self) -> RemoteFiles | None:
-        """The files, where they are on another machine; None where they are here."""
+        """The files, if they are remote; None for local ones."""
         files = tuple(reader for reader in self.readers.values() if isinstance(reader, RemoteFile))
         return RemoteFiles(files) if files else None
 
@@ -97,6 +98,7 @@ class SafetensorsSource:
         shape = tuple(piece.stop - piece.start for piece in index)
         if out is None:
             out = np.empty(shape, dtype=entry.dtype)
+        # The fast path views `out` as bytes, which is right only for exactly this shape and dtype.
         assert out.shape == shape and out.dtype == entry.dtype, (out.shape, shape, out.dtype, entry.dtype)
         # Outside the lock: reads of several threads run at the same time, only the counter is shared.
         taken = read_region(self.readers[file], entry.start, entry.shape, index, out)
@@ -105,7 +107,7 @@ class SafetensorsSource:
         return out
 
     def read_adjacent(self, slices: Sequence[tuple[str, Index, np.ndarray]]) -> None:
-        """Fills arrays with slices that follow one another in a file, by one request where it is on another machine."""
+        """Fills arrays with slices that follow one another in a file, by one request if it is remote."""
         file, _ = self._entries[slices[0][0]]
         reader = self.readers[file]
         if not isinstance(reader, RemoteFile):
@@ -115,17 +117,19 @@ class SafetensorsSource:
         ranges = [byte_range for name, index, _ in slices for byte_range in self.byte_ranges(name, index)]
         # The caller (read coalescing) promises adjacency; one request then fills all arrays in order.
         assert all(a.file == b.file and a.stop == b.start for a, b in itertools.pairwise(ranges)), ranges
+        # Each array is viewed as flat bytes: the adjacent slices are contiguous, so they arrive in memory order.
         reader.read_range(ranges[0].start, *(out.reshape(-1).view(np.uint8).data for _, _, out in slices))
         with self._lock:
             self._bytes_read += ranges[-1].stop - ranges[0].start
 
 
 def read_headers(readers: Mapping[str, ByteReader]) -> list[ShardHeader]:
-    """The headers of several files, read side by side; all damaged files are reported together."""
+    """The headers of several files, read in parallel; all damaged files are reported together."""
 
     def one(item: tuple[str, ByteReader]) -> ShardHeader | CorruptFileError:
         try:
             return read_header(item[1], item[0])
+        # Returned instead of raised, so that one damaged file does not hide the others.
         except CorruptFileError as error:
             return error
 

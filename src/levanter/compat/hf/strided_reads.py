@@ -1,11 +1,11 @@
-"""A region of a row-major array in a file, read into an array in memory.
+"""Reads a region of a row-major array in a file into an array in memory.
 
-Where the array in memory is contiguous and the file's blocks hold nothing else, bytes go straight into it. Otherwise
+If the array in memory is contiguous and the file's blocks hold nothing else, bytes are read directly into it. Otherwise
 they pass through a scratch buffer of bounded size.
 
 Selecting `[:, 512:1024]` of a `[rows, 2048]` bf16 tensor touches one *run* of 1 KiB in every row: an arithmetic
 progression of runs, not a list. `block_grid` computes the longest runs (complete inner axes merge into the next outer
-axis), then widens a run over the *gaps* to its neighbours where skipping them would cost more than reading them. A
+axis), then extends a run over the *gaps* to its neighbours where skipping them would cost more than reading them. A
 reader reads exactly the bytes of the grid, so plans made from it are exact.
 """
 
@@ -21,7 +21,7 @@ from levanter.compat.hf.readers import ByteReader
 
 @dataclass(frozen=True, kw_only=True)
 class BlockGrid:
-    """Equally long blocks of bytes at regular places, each holding a strided piece of the selection.
+    """Blocks of bytes of equal length at regular offsets, each holding a strided piece of the selection.
 
     Attributes:
         base: offset of the first block, in bytes from the start of the tensor.
@@ -52,6 +52,7 @@ class BlockGrid:
     @property
     def contiguous(self) -> bool:
         """Whether blocks hold nothing but selected bytes."""
+        # One inner axis means that a block is a single run of selected elements, without gaps.
         return len(self.inner_counts) == 1
 
     def offsets(self) -> np.ndarray:
@@ -96,6 +97,7 @@ def block_grid(shape: Sequence[int], itemsize: int, index: Index, *, max_gap: in
         page: gaps between runs that begin less than this many bytes apart are read too: storage moves whole pages.
     """
     axes = _canonical(shape, index)
+    # A zero-size slice reads nothing; below, empty axes would give negative spans.
     if any(stop <= start for _, start, stop in axes):
         return None
     strides = [itemsize] * len(axes)
@@ -103,6 +105,7 @@ def block_grid(shape: Sequence[int], itemsize: int, index: Index, *, max_gap: in
     for i in range(len(axes) - 2, -1, -1):
         strides[i] = strides[i + 1] * axes[i + 1][0]
     counts = [stop - start for _, start, stop in axes]
+    # The first selected element of every axis gives the offset of the first block.
     base = sum(start * stride for (_, start, _), stride in zip(axes, strides, strict=True))
 
     # A block starts as the selected run of the innermost axis. It takes in the next outer axis while the gap between
@@ -111,9 +114,11 @@ def block_grid(shape: Sequence[int], itemsize: int, index: Index, *, max_gap: in
     span = counts[-1] * itemsize
     while first_inner > 0:
         stride = strides[first_inner - 1]
+        # stride − span is the gap to the next run. Within a page the storage transfers the gap anyway.
         if stride - span > max_gap and stride >= page:
             break
         first_inner -= 1
+        # The new span reaches from the first run to the end of the last one: (count − 1) strides and one run.
         span += (counts[first_inner] - 1) * stride
     return BlockGrid(
         base=base,
@@ -127,7 +132,7 @@ def block_grid(shape: Sequence[int], itemsize: int, index: Index, *, max_gap: in
 
 @dataclass(frozen=True)
 class GridRanges(Sequence[ByteRange]):
-    """The byte ranges of a `BlockGrid` in a file, made one at a time; `nbytes` costs nothing."""
+    """The byte ranges of a `BlockGrid` in a file, computed one at a time; `nbytes` takes constant time."""
 
     file: str
     start: int
@@ -149,6 +154,7 @@ class GridRanges(Sequence[ByteRange]):
         assert self.grid is not None
         offset = self.start + self.grid.base
         # `i` in the mixed radix of `counts`, minor axis first.
+        # `% len` maps negative indices, too.
         remaining = i % len(self)
         for count, stride in zip(reversed(self.grid.counts), reversed(self.grid.strides), strict=True):
             remaining, position = divmod(remaining, count)
@@ -172,17 +178,18 @@ def read_region(reader: ByteReader, start: int, shape: Sequence[int], index: Ind
 
     Args:
         reader: the file.
-        start: where the array begins.
+        start: byte offset of the array in the file.
         shape: the whole array's shape.
         index: normalized slices, one per axis, of the shape of `out`.
         out: filled; contiguous memory is fastest.
 
     Returns:
-        Bytes taken from storage: exactly those of `block_grid`.
+        Bytes read from storage: exactly those of `block_grid`.
     """
     grid = block_grid(shape, out.itemsize, index, max_gap=reader.max_gap, page=reader.page)
     if grid is None:
         return 0
+    # Two cases need a copy: memory with gaps (a strided view as `out`) and blocks with gaps in the file.
     if not out.flags.c_contiguous:
         return _through_rows(reader, start, shape, index, out)
     if not grid.contiguous:
@@ -198,7 +205,7 @@ def read_region(reader: ByteReader, start: int, shape: Sequence[int], index: Ind
 
 
 def _through_rows(reader: ByteReader, start: int, shape: Sequence[int], index: Index, out: np.ndarray) -> int:
-    """Reads into an array with gaps of its own, some rows at a time."""
+    """Reads into a non-contiguous array, some rows at a time."""
     row_bytes = math.prod(out.shape[1:]) * out.itemsize
     # Each piece is contiguous, so the recursion takes the fast path; at most COPY_BUFFER_BYTES are held at a time.
     rows = max(1, COPY_BUFFER_BYTES // max(row_bytes, 1))
@@ -212,7 +219,8 @@ def _through_rows(reader: ByteReader, start: int, shape: Sequence[int], index: I
 
 
 def _through_gaps(reader: ByteReader, start: int, grid: BlockGrid, out: np.ndarray) -> None:
-    """Reads blocks with unwanted bytes inside, at most about a buffer at a time, and copies the wanted ones."""
+    """Reads blocks that contain gaps, at most about a buffer at a time, and copies the selected elements."""
+    # out is contiguous and its axes are those of the selection, so it splits into (blocks, piece of a block).
     target = out.reshape(grid.blocks, *grid.inner_counts)
     row_stride, rows = grid.inner_strides[0], grid.inner_counts[0]
     # Bytes from the first to the last selected byte of one row: the last row of a block ends there, without a gap.
@@ -228,4 +236,5 @@ def _through_gaps(reader: ByteReader, start: int, grid: BlockGrid, out: np.ndarr
             length = taken * row_stride if at + taken < rows else (taken - 1) * row_stride + row_span
             reader.read_into(start + offset + at * row_stride, view[:length])
             shape = (taken, *grid.inner_counts[1:])
+            # The view has the file's strides, so assigning it copies the selected elements and skips the gaps.
             target[block, at : at + taken] = np.ndarray(shape, out.dtype, buffer, 0, grid.inner_strides)

@@ -1,13 +1,14 @@
-"""Tokenizers: `tokenizer.json` behind the `Tokenizer` protocol, on the `tokenizers` library.
+"""`FastTokenizer`: a `tokenizer.json` behind the `Tokenizer` protocol, based on the `tokenizers` library.
 
-The definition decides everything: it is loaded without transformers, its truncation, padding and post-processing are
-taken out (special tokens are the data room's business, and byte-level post-processing would shave spaces off the
-spans), and its SHA-256 is the tokenizer's identity in caches and results.
+The definition alone determines the result: it is loaded without transformers, and its truncation, padding and
+post-processing are removed (`levanter.data` adds special tokens, and byte-level post-processing would trim spaces off
+the spans). Its SHA-256 is the tokenizer's identity in caches and results.
 
 Bits per byte needs the UTF-8 bytes of each token. Decoding tokens one at a time does not give them: a token may hold
 part of a character (decoded alone, it becomes U+FFFD), and decoders treat the first token of a text differently. So the
-vocabulary's own spelling is read. *Byte-level* vocabularies (GPT-2) spell every byte as one character of a fixed
-alphabet of 256. *Metaspace* vocabularies (SentencePiece) spell a space as `▁`, and a byte without a token as `<0x0A>`.
+bytes are computed from the vocabulary's spelling. *Byte-level* vocabularies (GPT-2) spell every byte as one character
+of a fixed alphabet of 256. *Metaspace* vocabularies (SentencePiece) spell a space as `▁`, and a byte without a token as
+`<0x0A>`.
 """
 
 import hashlib
@@ -44,6 +45,7 @@ def byte_alphabet() -> dict[str, int]:
     other = [byte for byte in range(256) if byte not in printable]
     pairs = [(chr(byte), byte) for byte in printable]
     pairs += [(chr(256 + n), byte) for n, byte in enumerate(other)]
+    # The same pairs as in GPT-2's release: a different order would permute the bytes of all non-ASCII tokens.
     return dict(pairs)
 
 
@@ -68,13 +70,14 @@ def byte_lengths(definition: Mapping[str, Any]) -> np.ndarray:
         definition: a parsed tokenizer.json.
 
     Raises:
-        ValueError: the tokenizer writes its tokens in a way that is not known here.
+        ValueError: the tokenizer spells its tokens in an unknown way.
     """
     lengths = np.zeros(count_ids(definition), np.int32)
     read = byte_reader(definition)
     for token, i in vocabulary(definition).items():
         lengths[i] = len(read(token))
     for added in definition.get("added_tokens") or ():
+        # Special tokens stand for no text, so they add no bytes to bits per byte.
         lengths[added["id"]] = 0 if added["special"] else len(added["content"].encode())
     return lengths
 
@@ -96,22 +99,23 @@ def _components(definition: Mapping[str, Any], name: str) -> Iterator[Mapping[st
 
 
 def byte_reader(definition: Mapping[str, Any]) -> Callable[[str], bytes]:
-    """What makes of a token, as the vocabulary writes it, the bytes that it stands for.
+    """The function from a token, as the vocabulary spells it, to the bytes that it stands for.
 
     Args:
         definition: a parsed tokenizer.json.
 
     Raises:
-        ValueError: the tokenizer writes its tokens in a way that is not known here.
+        ValueError: the tokenizer spells its tokens in an unknown way.
     """
     decoders = list(_components(definition, "decoder"))
     kinds = {part["type"] for part in decoders}
     splits = {part["type"] for part in _components(definition, "pre_tokenizer")}
+    # Some definitions have a byte-level pre-tokenizer and no decoder at all.
     if "ByteLevel" in kinds or (not kinds and "ByteLevel" in splits):
         alphabet = byte_alphabet()
 
         def of_bytes(token: str) -> bytes:
-            # A character outside the alphabet can only be text that was put into the vocabulary as it is.
+            # A token with a character outside the alphabet was added to the vocabulary as plain text.
             if all(sign in alphabet for sign in token):
                 return bytes(alphabet[sign] for sign in token)
             return token.encode()
@@ -150,16 +154,16 @@ class FastTokenizer:
     """A `Tokenizer` over a tokenizer.json definition.
 
     Attributes:
-        name: where it came from.
+        name: its source, in messages.
         definition: the parsed tokenizer.json, as it encodes here.
-        post_processor: what it does besides, for whoever follows its own rules: exports carry it.
+        post_processor: the definition's post-processor, which is not applied here; exports write it.
         bos_id: id of the token that begins a document.
-        eos_id: id of the token that ends one.
+        eos_id: id of the token that ends a document.
         pad_id: id of the token that fills up batches.
-        chat_template: makes a text of a conversation; Jinja, or None where there is none.
+        chat_template: Jinja template that renders a conversation as text; None if there is none.
         end_ids: every id that ends a text, `eos_id` first: a model may have several, such as the end of a turn.
-        adds_bos: whether the tokenizer's own rules put BOS before a text. They are not followed here, where the data
-            room decides; the evaluation harness asks, whose numbers are made by them.
+        adds_bos: whether the tokenizer's own rules put BOS before a text. They are not applied here, since
+            `levanter.data` decides; the evaluation harness reads this, because published numbers follow those rules.
     """
 
     def __init__(
@@ -174,16 +178,18 @@ class FastTokenizer:
         end_ids: Sequence[int] = (),
         adds_bos: bool | None = None,
     ):
-        """Builds the tokenizer; without `adds_bos` the definition says whether BOS is put before a text.
+        """Builds the tokenizer; without `adds_bos`, the definition determines it.
 
         Raises:
             CorruptFileError: the `tokenizers` library cannot read the definition.
         """
+        # Truncation or padding in a definition would silently cut or extend documents.
         self.definition = {**definition, "truncation": None, "padding": None, "post_processor": None}
         self.post_processor: Mapping[str, Any] | None = definition.get("post_processor")
         self.name = name
         self.bos_id, self.eos_id, self.pad_id = bos_id, eos_id, pad_id
         self.adds_bos = _begins_with(definition, bos_id) if adds_bos is None else adds_bos and bos_id is not None
+        # The library raises plain Exceptions for malformed definitions.
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(self.definition))
         except Exception as error:
@@ -227,11 +233,11 @@ class FastTokenizer:
         return byte_lengths(self.definition)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of a sequence of ids, special tokens written out."""
+        """The text of a sequence of ids, including special tokens."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def stream(self) -> TextStream:
-        """A new text, decoded as its ids come, without special tokens."""
+        """A stream that decodes a text as its ids arrive, without special tokens."""
         return WindowStream(self.decode, skipped=self._special_ids, byte_ids=self._byte_ids)
 
     @cached_property
@@ -241,27 +247,27 @@ class FastTokenizer:
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
-        """The ids of the tokens that no text is made of, as the vocabulary writes them."""
+        """The ids of the special tokens, by their spelling in the vocabulary."""
         added = self.definition.get("added_tokens") or ()
         return {token["content"]: token["id"] for token in added if token.get("special")}
 
     @cached_property
     def _byte_ids(self) -> frozenset[int]:
-        """The ids of single bytes, whose meaning depends on the bytes around them; none if it decodes otherwise."""
+        """The ids of single bytes, whose meaning depends on the bytes around them; empty for other decoders."""
         if '"ByteFallback"' not in json.dumps(self.definition.get("decoder")):
             return frozenset()
         ids = (self._tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
         return frozenset(i for i in ids if i is not None)
 
     def token(self, i: int) -> str | None:
-        """A token as the vocabulary writes it."""
+        """A token as the vocabulary spells it."""
         return self._tokenizer.id_to_token(i)
 
     def token_bytes(self, i: int) -> bytes:
-        """The bytes that a token stands for; those of how it is written, for a special one.
+        """The bytes that a token stands for; for an added token, those of its spelling.
 
         Raises:
-            ValueError: the tokenizer writes its tokens in a way that is not known here.
+            ValueError: the tokenizer spells its tokens in an unknown way.
         """
         token = self.token(i)
         if token is None:
@@ -279,12 +285,12 @@ class FastTokenizer:
 
     @property
     def document(self) -> Mapping[str, Any]:
-        """The tokenizer.json, its own rules included."""
+        """The tokenizer.json, including its post-processor."""
         return {**self.definition, "post_processor": self.post_processor}
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """What a tokenizer_config.json says of it: special tokens, template, and BOS where its rules say otherwise."""
+        """The tokenizer_config.json: special tokens, template, and `add_bos_token` if the post-processor differs."""
         roles = {
             f"{role}_token": self.token(number)
             for role in _ROLES
@@ -302,6 +308,7 @@ class FastTokenizer:
     @cached_property
     def _hash(self) -> str:
         roles = {role: getattr(self, f"{role}_id") for role in _ROLES}
+        # The roles are part of the hash: another EOS gives other documents from the same definition.
         text = json.dumps([self.definition, roles], sort_keys=True, ensure_ascii=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -316,6 +323,7 @@ def _begins_with(definition: Mapping[str, Any], bos_id: int | None) -> bool:
         waiting += step.get("processors") or []
         first = next(iter(step.get("single") or ()), None)
         special = first.get("SpecialToken") if isinstance(first, dict) else None
+        # A template lists special tokens by name; the map gives their ids.
         token = (step.get("special_tokens") or {}).get(special.get("id")) if isinstance(special, dict) else None
         if isinstance(token, dict) and (token.get("ids") or [None])[0] == bos_id:
             return True
@@ -347,7 +355,7 @@ def from_transformers(tokenizer: "PreTrainedTokenizerBase") -> FastTokenizer:
 
 
 def load_from_repository(repository: Repository, *, file: str = DEFINITION) -> FastTokenizer:
-    """The tokenizer among the files of a repository.
+    """Loads the tokenizer from the files of a repository.
 
     Raises:
         MissingCheckpointFileError: there is none.
@@ -361,6 +369,7 @@ def load_from_repository(repository: Repository, *, file: str = DEFINITION) -> F
             raise CorruptFileError(
                 repository.where(file), "added_tokens is not a list of tokens, each with content and id"
             )
+    # Only for the default name: a file that was asked for by name is not replaced by a conversion.
     elif file == DEFINITION and any(name in repository.files for name in _SLOW):
         definition = _convert(repository)
     else:
@@ -378,7 +387,7 @@ def load_from_repository(repository: Repository, *, file: str = DEFINITION) -> F
 
 
 def _are_tokens(added: object) -> bool:
-    """Whether it is what `added_tokens` of a tokenizer.json may be."""
+    """Whether a value is valid as `added_tokens` of a tokenizer.json."""
     if added is None:
         return True
     return isinstance(added, list) and all(
@@ -403,6 +412,7 @@ def _roles(repository: Repository, definition: Mapping[str, Any]) -> dict[str, i
         for role in _ROLES:
             token = settings.get(f"{role}_token")
             content = token.get("content") if isinstance(token, dict) else token
+            # The first file that gives a role wins: tokenizer_config.json before special_tokens_map.json.
             if isinstance(content, str) and role_ids.get(f"{role}_id") is None:
                 role_ids[f"{role}_id"] = ids.get(content)
     if "config.json" in repository.files:
@@ -410,13 +420,14 @@ def _roles(repository: Repository, definition: Mapping[str, Any]) -> dict[str, i
         for role in _ROLES:
             value = config.get(f"{role}_token_id")
             first = value[0] if isinstance(value, list) and value else value
+            # config.json comes last, and only ids that exist: published files hold ids of other vocabularies.
             if role_ids.get(f"{role}_id") is None and isinstance(first, int) and 0 <= first < count_ids(definition):
                 role_ids[f"{role}_id"] = first
     return role_ids
 
 
 def _chat_template(repository: Repository) -> str | None:
-    """The template for conversations: a file of its own, or a key of the settings; of several the default one."""
+    """The chat template: from its own file or the settings; of several, the one named `default`."""
     if CHAT_TEMPLATE in repository.files:
         return repository.text(CHAT_TEMPLATE).decode("utf-8", "replace")
     if _SETTINGS[0] not in repository.files:
@@ -429,7 +440,7 @@ def _chat_template(repository: Repository) -> str | None:
 
 
 def _adds_bos(repository: Repository) -> bool | None:
-    """Whether the settings say that BOS is put before a text; None where they say nothing."""
+    """The settings' `add_bos_token`; None if they have none."""
     if _SETTINGS[0] not in repository.files:
         return None
     add_bos = read_json(repository, _SETTINGS[0], purpose="special tokens").get("add_bos_token")
@@ -437,17 +448,18 @@ def _adds_bos(repository: Repository) -> bool | None:
 
 
 def _end_ids(repository: Repository) -> tuple[int, ...]:
-    """The ids that end a text by what the model's files say; transformers stops at the first of these."""
+    """The ids that end a text according to the model's files; transformers stops at the first of these."""
     end_ids: list[int] = []
     for file in _ENDS:
         if file in repository.files:
             value = read_json(repository, file, purpose="the ids that end a text").get("eos_token_id")
+            # `type(i) is int` excludes booleans, which isinstance would accept.
             end_ids += [i for i in (value if isinstance(value, list) else [value]) if type(i) is int]
     return tuple(end_ids)
 
 
 def _convert(repository: Repository) -> Mapping[str, Any]:
-    """Lets transformers make a tokenizer.json of an older kind of tokenizer file."""
+    """Converts older tokenizer files to a tokenizer.json, by transformers."""
     from transformers import AutoTokenizer
 
     with tempfile.TemporaryDirectory() as folder:
@@ -455,6 +467,8 @@ def _convert(repository: Repository) -> Mapping[str, Any]:
             if file in repository.files:
                 (Path(folder) / file).write_bytes(repository.text(file))
         try:
+            # From a local copy of the tokenizer's files only, so that
+            # transformers neither downloads nor runs anything else.
             converted = AutoTokenizer.from_pretrained(folder, use_fast=True, trust_remote_code=False)
             return json.loads(converted.backend_tokenizer.to_str())
         except (ImportError, ValueError, OSError, AttributeError, KeyError, TypeError) as error:

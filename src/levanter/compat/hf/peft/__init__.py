@@ -1,4 +1,4 @@
-"""Adapters as `peft` writes and reads them: a folder with `adapter_config.json` and `adapter_model.safetensors`.
+"""Reads and writes adapters in peft's format: a folder with `adapter_config.json` and `adapter_model.safetensors`.
 
 Format, seen in files of peft 0.21: for a module of the model, `base_model.model.<module>.lora_A.weight [r, in]` and
 `….lora_B.weight [out, r]`, also where the module's own weight is stored `[in, out]`.

@@ -15,7 +15,7 @@ CONFIG = ADAPTER_CONFIG
 WEIGHTS = "adapter_model.safetensors"
 
 _ALTERS_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Initializations that change the base's weights: the adapter is of a base that no checkpoint is."""
+"""Initializations that also change the base's weights, so that the adapter fits no published checkpoint."""
 _UNSUPPORTED = (
     "use_dora",
     "lora_bias",
@@ -26,7 +26,7 @@ _UNSUPPORTED = (
     "megatron_config",
     "arrow_config",
 )
-"""Keys that are refused if they ask for something."""
+"""Keys that are refused if they are set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +41,8 @@ class PeftConfig:
         alpha_pattern: likewise values of `alpha`.
         targets: the modules, or a regular expression.
         parameters: targets that are parameters and no modules, as experts are.
-        base: what the adapter is for; None if it does not say.
-        saved: modules that are trained whole; each name means all modules whose names end with it.
+        base: the base model's name; None if the file does not have it.
+        saved: modules that are trained in full; each name means all modules whose names end with it.
         tied: whether such a copy of a table is the output head's too (`ensure_weight_tying`).
     """
 
@@ -62,11 +62,11 @@ class PeftConfig:
         return _by_pattern(self.rank_pattern, module, self.r)
 
     def module_alpha(self, module: str) -> float:
-        """What a module has for `alpha`."""
+        """The `alpha` of a module."""
         return _by_pattern(self.alpha_pattern, module, self.alpha)
 
     def scale(self, rank: int, alpha: float) -> float:
-        """What the product of two factors is multiplied by."""
+        """The factor of the product of A and B."""
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
 
@@ -79,14 +79,14 @@ def _by_pattern(patterns: Mapping[str, T], module: str, default: T) -> T:
 
 
 def read_peft_config(document: Mapping[str, Any], *, where: str) -> PeftConfig:
-    """Understands an `adapter_config.json`.
+    """Reads an `adapter_config.json`.
 
     Args:
-        document: what it holds.
-        where: how messages call it.
+        document: its content.
+        where: its name in messages.
 
     Raises:
-        CheckpointError: it asks for something that is not implemented; lists all.
+        CheckpointError: it sets an option that is not implemented; lists all.
         CorruptFileError: a value is missing or of the wrong kind; lists all.
     """
     kind = document.get("peft_type")
@@ -106,10 +106,12 @@ def read_peft_config(document: Mapping[str, Any], *, where: str) -> PeftConfig:
             f"init_lora_weights: {initialization!r} also changed the base weights, so the adapter matches no "
             "checkpoint; convert it with peft (save_pretrained with path_initial_model_for_weight_conversion)"
         )
+    # Options first: values of an unsupported adapter need not follow the rules below.
     raise_if(CheckpointError, where, refused)
     problems: list[str] = []
     fields = _FieldReader(document, problems)
     config = PeftConfig(
+        # The defaults are peft's own for missing keys.
         r=fields.read("r", 8, _is_rank, "a positive integer"),
         alpha=fields.read("lora_alpha", 8, _is_alpha, "a finite number other than 0"),
         use_rslora=fields.read("use_rslora", False, lambda x: isinstance(x, bool), "true or false"),
@@ -126,7 +128,7 @@ def read_peft_config(document: Mapping[str, Any], *, where: str) -> PeftConfig:
 
 @dataclass(frozen=True)
 class _FieldReader:
-    """Values of a document, with what is wrong with them."""
+    """Reads values of a document and collects their problems."""
 
     document: Mapping[str, Any]
     problems: list[str]
@@ -178,19 +180,22 @@ def peft_document(config: PeftConfig, *, transposed: bool) -> dict[str, Any]:
     """The `adapter_config.json` of an adapter.
 
     Args:
-        config: what it is.
+        config: the adapter's configuration.
         transposed: whether the base stores its matrices `[in, out]`.
     """
+    # Sorted, so that equal adapters give equal files.
     targets = config.targets if isinstance(config.targets, str) else sorted(config.targets)
     return {
         "alpha_pattern": dict(config.alpha_pattern),
         "base_model_name_or_path": config.base,
         "bias": "none",
         "ensure_weight_tying": config.tied,
+        # peft transposes A and B products for Conv1D (GPT-2) bases when this is set.
         "fan_in_fan_out": transposed,
         "inference_mode": True,
         "init_lora_weights": True,
         "lora_alpha": config.alpha,
+        # Dropout matters in training only, and the file is for inference.
         "lora_dropout": 0.0,
         "modules_to_save": list(config.saved) or None,
         "peft_type": "LORA",

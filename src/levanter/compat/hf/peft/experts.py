@@ -1,15 +1,15 @@
 """LoRA factors of experts: converts between fused tensors (transformers 5) and one pair per expert (transformers 4).
 
-transformers 4 has a module for each matrix of each expert, transformers 5 one parameter for all experts' gate and up,
-and one for all that lead back. Format of the latter, seen in files of peft 0.21:
+transformers 4 has a module for each matrix of each expert. transformers 5 has one parameter for the gate and up
+matrices of all experts, and one for all down matrices. Format of the latter, seen in files of peft 0.21:
 
-    <layer>.mlp.experts.base_layer.lora_A.weight   [(expert, r), in]     gate and up have it in common
+    <layer>.mlp.experts.base_layer.lora_A.weight   [(expert, r), in]     shared by gate and up
     <layer>.mlp.experts.base_layer.lora_B.weight   [gate's rows, up's rows; (r, expert)]
-    <layer>.mlp.experts.lora_A.weight, .lora_B.weight                    likewise, of the matrices that lead back
+    <layer>.mlp.experts.lora_A.weight, .lora_B.weight                    the same for down
 
-`base_layer` is before whichever was adapted first, and before neither where one of them is alone: shapes tell which is
-which. Rows of A are counted in another order than columns of B. Gate and up get a pair each with the whole A, which is
-the same function; training lets them part.
+The parameter that was adapted first has `base_layer` in its name, unless it is the only one: so only shapes tell which
+is which. Rows of A are ordered by expert, then rank; columns of B by rank, then expert. On reading, gate and up each
+get a pair with the whole A, which is the same function; training may make the two copies of A differ.
 """
 
 import math
@@ -40,7 +40,7 @@ from levanter.models.adapters.lora_targets import TargetGroup
 
 GATE, UP, DOWN, ROUTER = "gate_proj", "up_proj", "down_proj", "router"
 FUSED = {GATE: "gate_up_proj", UP: "gate_up_proj", DOWN: "down_proj"}
-"""What transformers 5 calls the parameter that has a projection of experts."""
+"""Our projection of experts → the parameter of transformers 5 that contains it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,16 +54,17 @@ class _View:
 
 
 class PerExpertSource:
-    """A source whose fused tensors of experts are seen as a tensor for each expert.
+    """A source that presents fused tensors of experts as one tensor for each expert.
 
     Args:
-        source: with the fused ones.
-        views: what is seen of them, by name.
-        renamed: other tensors that have other names here: from the source's.
+        source: the source with the fused tensors.
+        views: the parts of them, by the name of the part.
+        renamed: other tensors with a new name: the source's name → the new one.
     """
 
     def __init__(self, source: TensorSource, views: Mapping[str, _View], renamed: Mapping[str, str]):
         self._source, self._views = source, views
+        # A cache of one fused tensor: experts are read one after another, and all are in the same one.
         self._last: tuple[str, np.ndarray] = "", np.empty(0)
         self._renamed = {new_name: stored_name for stored_name, new_name in renamed.items()}
         # Fused tensors are replaced by their views; renamed ones appear under the new name only.
@@ -76,7 +77,7 @@ class PerExpertSource:
         self.tensors = {**kept, **moved, **{name: view.info for name, view in views.items()}}
 
     def byte_ranges(self, name: str, index: Index) -> Sequence[ByteRange]:
-        """Where a tensor lies; nowhere for what is a part of another one."""
+        """The byte ranges of a tensor; none for a part of a fused tensor, which is read as a whole."""
         return () if name in self._views else self._source.byte_ranges(self._renamed.get(name, name), index)
 
     def read(self, name: str, index: Index, out: np.ndarray | None = None) -> np.ndarray:
@@ -86,10 +87,11 @@ class PerExpertSource:
             return self._source.read(self._renamed.get(name, name), index, out)
         name, fused = self._last
         if name != view.source:
-            # The other experts are in it too, and are read next.
+            # The whole tensor is read: the other experts are in it, too, and are usually read next.
             info = self._source.tensors[view.source]
             fused = self._source.read(view.source, tuple(slice(0, size) for size in info.shape))
             self._last = view.source, fused
+        # `view.columns` may have a stride (B), so the copy makes the expert's factor contiguous.
         values = np.ascontiguousarray(fused[view.rows, view.columns][index])
         if out is None:
             return values
@@ -105,11 +107,11 @@ def split_experts(
     Args:
         source: the adapter's tensors.
         config: its configuration.
-        groups: all of the model's.
-        where: how messages call it.
+        groups: all groups of the model.
+        where: the adapter's name in messages.
 
     Raises:
-        CheckpointError: fused factors have the shape of no parameter of the model's experts; lists all.
+        CheckpointError: fused factors fit no parameter of the model's experts; lists all.
     """
     problems: list[str] = []
     views: dict[str, _View] = {}
@@ -131,6 +133,7 @@ def split_experts(
                     continue
                 for expert, module in enumerate(layer.modules[projection]):
                     views |= _views(source, name, f"{PREFIX}{module}", layer, projection, expert, rank)
+                    # Keys of rank_pattern are regular expressions, so a module's name must be escaped.
                     ranks[re.escape(module)], alphas[re.escape(module)] = rank, alpha
         for which in (A, B):
             stored_name, name_here = (f"{PREFIX}{name}{which}" for name in (layer.new_router, layer.router))
@@ -141,17 +144,18 @@ def split_experts(
     raise_if(CheckpointError, where, problems)
     if not views and not renamed:
         return source, config
+    # The file's own patterns come last: of equal keys, theirs win.
     patterns = {"rank_pattern": {**ranks, **config.rank_pattern}, "alpha_pattern": {**alphas, **config.alpha_pattern}}
     return PerExpertSource(source, views, renamed), replace(config, **patterns)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FusedExperts:
-    """How the experts of a model are written.
+    """The factors of experts in the fused format.
 
     Attributes:
-        tensors: the factors.
-        parameters: the parameters that they are of.
+        tensors: the fused factors.
+        parameters: the parameters that they adapt.
         ranks, alphas: by parameter.
     """
 
@@ -164,16 +168,16 @@ class FusedExperts:
 def fuse_experts(
     targets: Sequence[TargetGroup], rules: WeightRules, factor_leaves: Sequence[Leaf], *, use_rslora: bool
 ) -> FusedExperts:
-    """The factors of experts as transformers 5 has them: one pair for gate and up, with B in two blocks.
+    """Fuses the factors of experts into transformers 5's format: one pair for gate and up, with B in two blocks.
 
     Args:
-        targets: the groups of experts that have factors, and routers.
+        targets: the groups of experts with factors, and routers.
         rules: of the model's weights.
         factor_leaves: the leaves of the factors.
         use_rslora: see `LoraConfig`.
 
     Raises:
-        UnsupportedTargetError: gate and up are multiplied by different numbers; lists all.
+        UnsupportedTargetError: gate and up have different scales; lists all.
     """
     # Only factors of experts are fused; `targets` also has routers, which keep a pair of their own.
     expert_groups = [group for group in targets if is_expert_group(group)]
@@ -194,6 +198,7 @@ def fuse_experts(
             # Gate and up become one product: their A factors are stacked along the rank, and B is block-diagonal,
             # so the fused rank is the sum. The blocks off the diagonal stay 0.
             rank = sum(group.rank for group in fused_groups)
+            # One pair has one scale, alpha / r, in peft's files.
             if len(scales) > 1:
                 problems.append(
                     f"{fused_groups[0].path} and {fused_groups[1].path} share one adapter in peft files, but have "
@@ -206,6 +211,7 @@ def fuse_experts(
             inner = ".base_layer" if names != (DOWN,) and DOWN in layer.modules else ""
             name = f"{PREFIX}{layer.fused}{inner}"
             ranks[re.escape(f"mlp.{parameter}")] = rank
+            # The fused rank differs from the groups' ranks: alpha is set so that alpha / r keeps their scale.
             alphas[re.escape(f"mlp.{parameter}")] = scales.pop() * (math.sqrt(rank) if use_rslora else rank)
             tensors += _fused_tensors(name, layer, names, fused_groups, rank, factor_sources, leaves)
     for group in targets:
@@ -229,16 +235,18 @@ def _fused_tensors(
     factor_sources: Mapping[str, tuple[tuple[int, ...], tuple[SourcePiece, ...]]],
     leaves: Mapping[str, Leaf],
 ) -> Iterator[OutTensor]:
-    """A and B of one parameter: ranks of one expert follow one another in A, those of one rank in B."""
+    """A and B of one parameter: rows of A are ordered (expert, rank), columns of B (rank, expert)."""
     inner, outer = layer.sizes[names[0]]
     shapes = {
         A: (layer.experts * rank, inner),
+        # Gate and up are stacked along the rows of B; down is alone.
         B: (outer if names == (DOWN,) else 2 * outer, rank * layer.experts),
     }
     for which in (A, B):
         pieces: list[SourcePiece] = []
         start = 0
         for projection, group in zip(names, groups, strict=True):
+            # `start` to `stop` are this projection's ranks within the fused rank.
             stop, first = start + group.rank, outer if projection == UP else 0
             for expert, module in enumerate(layer.modules[projection]):
                 # A is [(expert, rank), in]: a contiguous run of rows per expert. B is [out, (rank, expert)]: each
@@ -266,7 +274,7 @@ class _FusedPiece(SourcePiece):
     """A factor of one expert, as a part of one of all experts.
 
     Attributes:
-        place: where it lies in that.
+        place: its region in the fused tensor.
     """
 
     place: tuple[slice, slice]
@@ -284,10 +292,10 @@ class _Layer:
     """The experts of a layer.
 
     Attributes:
-        fused: what transformers 5 calls all of them.
-        modules: what a checkpoint calls the matrix of each expert, by projection.
-        sizes: of a projection, (in, out).
-        router, new_router: what a checkpoint calls the router, and what transformers 5 does.
+        fused: transformers 5's name of the experts module.
+        modules: the checkpoint's names of each expert's matrix, by projection.
+        sizes: (in, out) of a projection.
+        router, new_router: the router's name in the checkpoint, and in transformers 5.
     """
 
     fused: str
@@ -298,7 +306,7 @@ class _Layer:
 
     @property
     def experts(self) -> int:
-        """How many there are."""
+        """The number of experts."""
         return len(next(iter(self.modules.values())))
 
 
@@ -316,6 +324,7 @@ def _layers(groups: Sequence[TargetGroup]) -> list[_Layer]:
         names = {name: modules_by_layer(group) for name, group in by_projection.items()}
         for n, modules in enumerate(next(iter(names.values()))):
             block = modules[0].partition(".experts.")[0]
+            # transformers 5 calls the block `mlp` in all families, e.g. Mixtral's `block_sparse_moe` of version 4.
             new = f"{block.rpartition('.')[0]}.mlp"
             router = modules_by_layer(routers[0])[n][0] if routers else f"{block}.gate"
             layers.append(
@@ -336,15 +345,17 @@ def is_expert_group(group: TargetGroup) -> bool:
 
 
 def _fused_names(source: TensorSource, fused: str) -> list[str]:
-    """What the fused tensors of a layer are called, without the factor's name."""
+    """The names of a layer's fused tensors, without the factor's suffix."""
+    # peft nests `.base_layer` once for each parameter of a module that was adapted later.
     pattern = re.compile(rf"({re.escape(PREFIX + fused)}(\.base_layer)*){re.escape(A)}")
     matches = (pattern.fullmatch(name) for name in source.tensors)
     return [match[1] for match in matches if match is not None and f"{match[1]}{B}" in source.tensors]
 
 
 def _fused_parameter(source: TensorSource, name: str, layer: _Layer) -> str | None:
-    """Which parameter fused factors are of, by their shapes."""
+    """The parameter that fused factors adapt, by their shapes; None if none fits."""
     (rows, inner), (outer, columns) = (source.tensors[f"{name}{which}"].shape for which in (A, B))
+    # Rows of A and columns of B are both expert × rank.
     if rows != columns or rows % layer.experts:
         return None
     for projection in (GATE, DOWN):
@@ -374,7 +385,7 @@ def _views(
 
 
 def with_new_router(name: str, routers: Sequence[TargetGroup]) -> str:
-    """A tensor's name, as transformers 5 has it where it is a router's."""
+    """A tensor's name, in transformers 5's form if it belongs to a router."""
     for group in routers:
         for module in module_names(group):
             if name.startswith(f"{PREFIX}{module}."):

@@ -1,7 +1,7 @@
-"""Merges a LoRA adapter into its base weights, W + s · B A, on the host, a block of rows at a time.
+"""Merges a LoRA adapter into its base weights, W + s · B A, on the host, in blocks of rows.
 
-The sum is computed in float32 and rounded once, to the dtype of the file. The loss is measured: a product smaller than
-half a step of the weight's dtype changes nothing.
+The sum is computed in float32 and rounded once, to the dtype of the file. The loss is measured, since an update smaller
+than half a step of the weight's dtype is rounded away.
 """
 
 import math
@@ -21,22 +21,22 @@ from levanter.compat.hf.peft.read import PeftAdapter
 from levanter.models.adapters.lora_targets import TargetGroup
 
 ROUNDING_WARNING = 0.05
-"""The part of an adapter that may be lost in rounding before it is worth a warning."""
+"""The share of an adapter that may be lost in rounding without a warning."""
 BLOCK_BYTES = 16 << 20
-"""How many bytes of float32 sums are made at a time; about seven times as much is in memory for that."""
+"""Bytes of float32 sums computed at a time; the temporaries take about seven times as much."""
 _WEIGHT = ".weight"
 
 
 @dataclass(kw_only=True)
 class Rounding:
-    """What is lost of the adapters of one group of modules.
+    """The rounding loss of one group of modules.
 
     Attributes:
-        group: what a checkpoint calls the modules, with `{layers}` for their number.
-        lost: the sum of squares of what rounding changed.
-        added: the sum of squares of what the adapter adds.
-        unchanged: weights that are the same as before.
-        weights: all of them.
+        group: the checkpoint's name of the modules, with `{layers}` for the layer's number.
+        lost: the sum of squares of the rounding errors.
+        added: the sum of squares of the adapter's updates.
+        unchanged: number of weights that did not change.
+        weights: number of all weights.
     """
 
     group: str
@@ -47,7 +47,7 @@ class Rounding:
 
     @property
     def share(self) -> float:
-        """What rounding changed in proportion to what the adapter adds, as norms."""
+        """The norm of the rounding errors relative to the norm of the adapter's updates."""
         return math.sqrt(self.lost / self.added) if self.added else 0.0
 
     def __str__(self) -> str:
@@ -57,18 +57,18 @@ class Rounding:
 
 @dataclass(frozen=True, kw_only=True)
 class MergedTensors:
-    """The tensors of a base with an adapter merged in, some rows at a time: read, added and rounded when asked for.
+    """The tensors of a base with an adapter merged in; blocks of rows are read, merged and rounded on request.
 
-    What is written has the names and the shapes of what is read, so no tensor is ever in memory as a whole.
+    Written tensors have the names and shapes of the read ones, so no tensor is ever in memory as a whole.
 
     Attributes:
         source: the base's tensors.
-        rules: of its weights.
-        adapter: what is merged.
-        targets: of the adapter.
-        copies: of the tensors of which the adapter has whole copies, what they are called with `{layers}` for numbers.
-        block_bytes: of the float32 sums that are made at a time.
-        rounding: what has been lost so far, by group.
+        rules: the weight rules of the model.
+        adapter: the adapter to merge.
+        targets: the adapter's targets.
+        copies: tensors that the adapter replaces by full copies → their name with `{layers}` for the number.
+        block_bytes: bytes of float32 sums computed at a time.
+        rounding: the loss so far, by group.
     """
 
     source: TensorSource
@@ -80,18 +80,19 @@ class MergedTensors:
     rounding: dict[str, Rounding] = field(default_factory=dict)
 
     def rows(self, tensor: OutTensor) -> Iterator[np.ndarray]:
-        """A tensor as it is written, a run of its rows after another.
+        """The rows of a merged tensor, block by block.
 
         Args:
-            tensor: one that the base has.
+            tensor: a tensor of the base.
 
         Raises:
-            CorruptFileError: the adapter's numbers are not finite, or a sum is not.
+            CorruptFileError: the adapter's numbers or a sum are not finite.
         """
         stored_name = self._stored_name(tensor.name, self.source)
         info = self.source.tensors[stored_name]
         assert info.shape == tensor.shape, f"{tensor.name}: {info.shape} is merged as {tensor.shape}"
         merge = self._row_merger(tensor.name)
+        # block_bytes counts float32: 4 bytes an element.
         for region in _blocks(tensor.shape, self.block_bytes // 4):
             values = self.source.read(stored_name, region)
             if merge is None:
@@ -101,7 +102,7 @@ class MergedTensors:
                 yield self._round(before, merge(before, region), tensor)
 
     def _row_merger(self, name: str) -> Callable[[np.ndarray, Index], np.ndarray] | None:
-        """What some rows of a tensor become, float32, from what they are; None where they stay."""
+        """A function from rows of a tensor, float32, to their merged values; None if the adapter does not change it."""
         module = name.removesuffix(_WEIGHT)
         target = self._modules.get(module) if name.endswith(_WEIGHT) else None
         copied = name in self.copies
@@ -111,6 +112,7 @@ class MergedTensors:
 
         def merge(before: np.ndarray, region: Index) -> np.ndarray:
             base = self._read_finite(f"{PREFIX}{name}", region) if copied else before
+            # A module may have both a full copy and factors: the copy replaces the base, then the product is added.
             return base if product is None else product(region) + base
 
         return merge
@@ -123,7 +125,7 @@ class MergedTensors:
         difference -= exact
         lost = _squares(difference)
         if not math.isfinite(lost):
-            # An infinity has no distance to itself.
+            # inf − inf is NaN: a sum that overflows in the file's dtype is found here.
             module = tensor.name.removesuffix(_WEIGHT)
             raise CorruptFileError(
                 self.adapter.where, f"{module}: the merged weights are not finite in {written.dtype}"
@@ -138,16 +140,17 @@ class MergedTensors:
         return written
 
     def _product(self, module: str, group: TargetGroup) -> Callable[[Index], np.ndarray]:
-        """s · B A, as far as a region of the module's matrix has it."""
+        """A function from a region of the module's matrix to that part of s · B A."""
         a, b = (self._read_finite(f"{PREFIX}{module}{which}") for which in (A, B))
         # Scaled once here, not for every block of rows.
         b *= np.float32(self.adapter.config.scale(group.rank, group.alpha))
+        # GPT-2 stores [in, out], so the product is (B A)ᵀ = Aᵀ Bᵀ; A is [r, in] and B [out, r] in both cases.
         if is_transposed(group):
             return lambda region: a.T[region[0]] @ b.T[:, region[1]]
         return lambda region: b[region[0]] @ a[:, region[1]]
 
     def _read_finite(self, name: str, region: Index | None = None) -> np.ndarray:
-        """A tensor of the adapter, or a part of one, float32."""
+        """A tensor of the adapter, or a region of it, as float32; refuses infinities and NaNs."""
         stored_name = self._stored_name(name, self.adapter.source)
         shape = self.adapter.source.tensors[stored_name].shape
         values = self.adapter.source.read(stored_name, region or tuple(slice(0, size) for size in shape)).astype(
@@ -159,9 +162,10 @@ class MergedTensors:
         return values
 
     def _stored_name(self, name: str, source: TensorSource) -> str:
-        """What a source calls a tensor."""
+        """The name of a tensor in a source."""
         prefix = PREFIX if name.startswith(PREFIX) else ""
         others = [f"{prefix}{other}" for other in self.rules.spellings(name.removeprefix(PREFIX))]
+        # peft renames the weights of wrapped modules to `<module>.base_layer.weight` in its own copies.
         with_base_layer = (f"{other.removesuffix(_WEIGHT)}{BASE}" for other in others)
         return next(other for other in (*others, *with_base_layer) if other in source.tensors)
 
@@ -178,12 +182,12 @@ class MergedTensors:
 
 
 def copied_tensors(model_leaves: Sequence[Leaf], rules: WeightRules, whole: Collection[str]) -> Mapping[str, str]:
-    """The tensors of leaves, each with what it is called with the axes' names in the place of numbers.
+    """The tensors of some leaves: name → its template, with axes' names in place of numbers.
 
     Args:
         model_leaves: a model's leaves.
-        rules: of its weights.
-        whole: the paths of those that are wanted.
+        rules: the weight rules of the model.
+        whole: the paths of the chosen leaves.
     """
     table = rules.by_target()
     chosen = [leaf for leaf in model_leaves if leaf.path in whole]
@@ -191,7 +195,7 @@ def copied_tensors(model_leaves: Sequence[Leaf], rules: WeightRules, whole: Coll
 
 
 def _blocks(shape: tuple[int, ...], elements: int) -> Iterator[Index]:
-    """Runs of rows of an array, of about so many elements each."""
+    """Splits an array into runs of rows of about `elements` elements each."""
     if not shape:
         yield ()
         return
@@ -202,7 +206,7 @@ def _blocks(shape: tuple[int, ...], elements: int) -> Iterator[Index]:
 
 
 def _squares(x: np.ndarray) -> float:
-    """The sum of squares; of a block, in which float32 is mostly enough to add up in."""
+    """The sum of squares of a block, in float32, or in float64 if that overflows."""
     total = float(np.vdot(x, x))
     return total if math.isfinite(total) else float(np.sum(np.square(x, dtype=np.float64)))
 
@@ -210,17 +214,18 @@ def _squares(x: np.ndarray) -> float:
 def stored_leaves(
     model_leaves: Sequence[Leaf], rules: WeightRules, source: TensorSource | None, default_dtype: np.dtype
 ) -> tuple[Leaf, ...]:
-    """Leaves with the dtypes of the tensors that they come from.
+    """Leaves with the dtypes of their source tensors.
 
     Args:
-        model_leaves: a model's.
-        rules: of its weights.
-        source: the tensors; None where they are not available.
-        default_dtype: the dtype of what is not there.
+        model_leaves: a model's leaves.
+        rules: the weight rules of the model.
+        source: the tensors; None if they are not available.
+        default_dtype: the dtype of leaves without a tensor.
     """
     converted = []
     for leaf in model_leaves:
         rule = rules.by_target().get(leaf.path)
+        # All places of a stacked leaf have one dtype; the first source stands for them.
         names = () if rule is None or source is None else rules.spellings(rule.source_names(leaf)[0])
         stored_name = next((name for name in names if source is not None and name in source.tensors), None)
         converted.append(
@@ -233,7 +238,7 @@ def stored_leaves(
 
 
 def rounding_lines(roundings: Sequence[Rounding]) -> list[str]:
-    """What was lost, a line for each kind of module; a warning where it is much."""
+    """A line about the rounding loss for each kind of module, and a warning if a loss is large."""
     lines = [f"merged {rounding}" for rounding in roundings]
     if any(rounding.share > ROUNDING_WARNING for rounding in roundings):
         lines.append(
