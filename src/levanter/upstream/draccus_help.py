@@ -1,12 +1,12 @@
-"""`draccus.parse(TrainerConfig, …)`, as upstream's scripts and their own configurations around ours call it.
+"""Makes draccus work with our config classes, for upstream's scripts that call `draccus.parse` themselves.
 
-For its help text draccus looks for the docstring after each field. Our classes have theirs in the `Attributes:` of the
-class, whose lines draccus takes for fields: after the last one it reads past the end of the class (IndexError, draccus
-0.11). So it is given what the section says about a field; for other classes it finds what it always found, or nothing
-where it fails.
+For its help text, draccus looks for a docstring after each field. Our classes document fields under `Attributes:` in
+the class docstring, whose lines draccus takes for fields: after the last one it reads past the end of the class
+(IndexError, draccus 0.11). So it is given the text of that section; for other classes its own search runs, with an
+empty result if it fails.
 
-Documents of entry points are read by our own reader: their keys may be those of any generation, and draccus, which
-knows only today's fields, would refuse the others.
+Documents of our entry points are read by our own reader: their keys may be of any generation, and draccus, which knows
+only the current fields, would refuse older ones.
 """
 
 import sys
@@ -20,8 +20,9 @@ MODULE = "draccus.wrappers.docstring"
 
 
 def teach(module: ModuleType) -> None:
-    """Makes `module` read our docstrings; a second call changes nothing."""
+    """Patches `module` to read our docstrings; a second call changes nothing."""
     theirs = module.get_attribute_docstring
+    # The mark on the replacement makes the patch idempotent.
     if getattr(theirs, "of_attributes_sections", False):
         return
 
@@ -29,7 +30,7 @@ def teach(module: ModuleType) -> None:
     def get_attribute_docstring(some_dataclass: type, field_name: str) -> Any:
         documented = import_module("levanter.config.help").attribute_docs(some_dataclass)
         if field_name in documented:
-            # `%` is argparse's.
+            # argparse formats help texts with `%`.
             return module.AttributeDocString(docstring_below=documented[field_name].replace("%", "%%"))
         try:
             return theirs(some_dataclass, field_name)
@@ -45,13 +46,14 @@ PARSER = "draccus.argparsing"
 
 
 def teach_parsing(module: ModuleType) -> None:
-    """Makes draccus's `parse` read the documents of entry points, whose old keys mean something here; once."""
+    """Patches draccus's `parse` to read documents of our entry points, with their older keys; idempotent."""
     theirs = module.parse
     if getattr(theirs, "of_entry_points", False):
         return
 
     @wraps(theirs)
     def parse(config_class: type, config_path: object = None, args: object = None, **keys: object) -> object:
+        # Only configs of entry points; a script's own dataclass is parsed by draccus as ever.
         ours = config_class.__module__.startswith("levanter.commands.")
         if not ours or keys or config_path is None:
             return theirs(config_class, config_path, args, **keys)
@@ -59,6 +61,7 @@ def teach_parsing(module: ModuleType) -> None:
         return import_module("levanter.config").load(config_class, ["--config_path", str(config_path), *argv])
 
     vars(parse)["of_entry_points"] = True
+    # `draccus` re-exports `parse`, so the name must be replaced in both modules.
     for holder in (module, sys.modules.get("draccus")):
         if holder is not None and vars(holder).get("parse") is theirs:
             vars(holder)["parse"] = parse

@@ -1,8 +1,8 @@
-"""Names that scripts of earlier generations import, and where each is now: the hook that reads the table of them.
+"""The import hook that maps names of earlier generations, imported by scripts, to their current places.
 
-Nothing in the project uses this module. `levanter.upstream.install` asks it for names it does not find, so scripts need
-no change; the new place of each such name is reported once, as a `DeprecationWarning`. A name that is not carried over
-is an error that says what to use instead. The tables are in `levanter.upstream.names`.
+Nothing in the project uses this module. `levanter.upstream.install` calls it for names that do not exist, so scripts
+need no change; the new place of each such name is reported once, as a `DeprecationWarning`. A name that is not carried
+over raises an error that says what to use instead. The tables are in `levanter.upstream.names`.
 """
 
 import types
@@ -26,25 +26,27 @@ class GoneMemberError(AttributeError):
 
 
 def look_up(at: str, name: str, *instance: object, stacklevel: int = 4) -> Any:
-    """What a name of an earlier generation stands for.
+    """The current object of a name of an earlier generation.
 
     Args:
-        at: the module that was asked, or its class as `module:Class`.
-        name: what it was asked for.
-        instance: for a class, the object whose member is wanted.
-        stacklevel: of the warning: who asked.
+        at: the module of the name, or its class as `module:Class`.
+        name: the requested name.
+        instance: for a class, the object whose member is requested.
+        stacklevel: of the warning, so that it points at the caller's code.
 
     Raises:
-        GoneError, GoneMemberError: it is not carried over.
-        AttributeError: it was never there.
+        GoneError, GoneMemberError: the name is not carried over.
+        AttributeError: the name never existed.
     """
     old = f"{at.replace(':', '.')}.{name}"
+    # Refusals first: a name may also be in the table for older generations.
     if old in GONE:
         raise (GoneMemberError if instance else GoneError)(_refusal(old, GONE[old]))
     target = NAMES.get(at, {}).get(name)
     if target is None:
         raise AttributeError(f"{at.replace(':', '.')} has no attribute {name!r}")
     module, _, attribute = target.partition(":")
+    # A target without an attribute is a module that moved as a whole.
     if not attribute:
         return import_module(module)
     value = getattr(import_module(module), attribute)
@@ -63,20 +65,20 @@ _warned: set[str] = set()
 
 
 def warn_once(old: str, message: str, stacklevel: int) -> None:
-    """Warns about an earlier name, the first time it is used."""
+    """Warns about an earlier name on its first use."""
     if old not in _warned:
         _warned.add(old)
         warnings.warn(message, DeprecationWarning, stacklevel=stacklevel + 1)
 
 
 _DOORS = "levanter.main."
-"""What the module of an entry point is called, before its own name."""
+"""The prefix of the module names of entry points."""
 
 
 def find_spec(name: str) -> ModuleSpec | None:
     """The spec of a module of an earlier generation, from the tables; None if they do not list it."""
     if name.removeprefix(_DOORS) in ABSENT and name.startswith(_DOORS):
-        # runpy makes the origin the program's name.
+        # runpy shows the spec's origin as the program's name.
         return ModuleSpec(name, _Absent(), origin=name)  # pyright: ignore[reportArgumentType]
     if (why := gone_module(name)) is not None:
         return ModuleSpec(name, _Refused(why), is_package=True)  # pyright: ignore[reportArgumentType]
@@ -89,7 +91,7 @@ def find_spec(name: str) -> ModuleSpec | None:
 
 
 def gone_module(name: str) -> str | None:
-    """Why there is no such module, if it or a parent of it is not carried over."""
+    """The reason why a module is not carried over, from its own entry or the nearest parent's; None if it is."""
     components = name.split(".")
     return next(
         (why for n in range(len(components), 1, -1) if (why := GONE_MODULES.get(".".join(components[:n])))), None
@@ -122,10 +124,11 @@ class _OfTable:
         name = module.__name__
         module.__doc__ = f"{name} of an earlier generation; see docs/migrating.md."
         look: Callable[[str], Any] = lambda attribute: look_up(name, attribute, stacklevel=3)  # noqa: E731
+        # PEP 562: a module's `__getattr__` is called for names that it does not have.
         vars(module)["__getattr__"] = look
 
     def get_code(self, name: str) -> types.CodeType:
-        """`python -m` of an old name runs the module that is there now."""
+        """The code that `python -m OLD_NAME` runs: the current module."""
         targets = {"levanter.eval_harness": f"{_DOORS}eval_harness"}
         now = targets.get(name) or next(iter(NAMES[name].values())).partition(":")[0]
         # `alter_sys` sets `sys.argv[0]` and `sys.modules['__main__']` to those of the module that runs.
@@ -133,10 +136,10 @@ class _OfTable:
 
 
 class _Absent(_OfTable):
-    """Makes the module of an entry point that is not implemented yet."""
+    """Creates the module of an entry point that is not implemented yet."""
 
     def get_code(self, name: str) -> types.CodeType:
-        """`python -m` of it reads its document, then refuses it."""
+        """The code that `python -m` runs: it reads the document, then refuses it."""
         entry_point = name.removeprefix(_DOORS)
         source = (
             "import sys\nfrom levanter.upstream.unsupported.refusal import run_absent\n"

@@ -1,9 +1,9 @@
-"""GGUF metadata as the fields of a config.json, so that one bridge reads both.
+"""Translates GGUF metadata to the fields of a config.json, so that the same code reads both.
 
-llama.cpp writes the scaling of Llama 3's rotary embeddings not as parameters but as a tensor, `rope_freqs.weight`: by
-how much each pair's frequency is divided. The parameters are found by computing that tensor from known ones; if none
-fits, that is an error rather than a guess. Metadata keys that are not known here go into the document under their own
-name, where the bridge reports them.
+llama.cpp stores the scaling of Llama 3's rotary embeddings not as parameters but as a tensor, `rope_freqs.weight`: the
+divisor of each pair's frequency. The parameters are recovered by computing that tensor from known candidates; if none
+fits, that is an error. Unknown metadata keys are copied into the document under their own name, and the config bridge
+reports them.
 """
 
 from collections.abc import Mapping
@@ -25,6 +25,7 @@ _SIZES = {
     "attention.head_count": "num_attention_heads",
     "context_length": "max_position_embeddings",
 }
+# Repetitions of sizes that the tensors or other keys determine; they are checked below where they could disagree.
 _HARMLESS = ("vocab_size", "attention.key_length", "attention.value_length", "rope.dimension_count", "attention.causal")
 _MUST_BE_ABSENT = {
     "expert_count": "mixture-of-experts models",
@@ -47,7 +48,7 @@ LLAMA3_CANDIDATES = tuple(
     {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": original}
     for original in (8192, 4096, 2048, 16384, 32768)
 )
-"""Scalings to look for behind `rope_freqs.weight`; Llama 3.1, 3.2 and 3.3 use the first."""
+"""Candidates for the parameters behind `rope_freqs.weight`; Llama 3.1, 3.2 and 3.3 use the first."""
 
 
 def hf_document(file: GgufFile) -> dict[str, Any]:
@@ -55,7 +56,7 @@ def hf_document(file: GgufFile) -> dict[str, Any]:
 
     Raises:
         UnknownModelError: an architecture that is not llama.
-        CheckpointError: with everything in the metadata that is missing or has no place in this family.
+        CheckpointError: lists everything in the metadata that is missing or that this family does not have.
     """
     architecture = file.get("general.architecture")
     if architecture not in ARCHITECTURES:
@@ -77,13 +78,17 @@ def hf_document(file: GgufFile) -> dict[str, Any]:
     if document["rms_norm_eps"] is None:
         problems.append("metadata key 'attention.layer_norm_rms_epsilon' is missing")
     for key, what in _MUST_BE_ABSENT.items():
+        # 0 and false count as absent: llama.cpp writes some keys with neutral values.
         if keys.pop(key, 0):
             problems.append(f"metadata key {key!r} is set: {what} are not supported")
     if "token_embd.weight" in file.tensors:
+        # The table's rows, not the metadata: `vocab_size` is missing in older files.
         document["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
     else:
         problems.append("there is no tensor 'token_embd.weight'")
+    # GGUF has no key for tied weights: without an output matrix, the table is the head.
     document["tie_word_embeddings"] = "output.weight" not in file.tensors
+    # Nor for biases: they exist if the first layer has them.
     document["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     document["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
     if not problems:
@@ -96,6 +101,7 @@ def hf_document(file: GgufFile) -> dict[str, Any]:
     raise_if(CheckpointError, file.path, problems)
     for role in ("bos", "eos"):
         document[f"{role}_token_id"] = file.get(f"tokenizer.ggml.{role}_token_id")
+    # What remains unread is passed on, so that the bridge reports each such field.
     document |= {f"{architecture}.{key}": value for key, value in keys.items() if key not in _HARMLESS}
     return document
 
@@ -104,12 +110,12 @@ T = TypeVar("T")
 
 
 def _plain(value: T) -> T | float:
-    """Metadata floats are float32: 1e-05 comes as 9.999999747378752e-06. Gives the number that was meant."""
+    """Metadata floats are float32: 1e-05 comes as 9.999999747378752e-06. Returns the shortest equivalent decimal."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def _one_value(keys: dict[str, Any], key: str, problems: list[str], *, default: int | None = None) -> int | None:
-    """A number, or one number for all layers."""
+    """A number, or a list of the same number for every layer, which llama.cpp may write."""
     value = keys.pop(key, default)
     if isinstance(value, list) and len(set(value)) == 1:
         value = value[0]
@@ -135,6 +141,7 @@ def _rope(
         if kind not in (None, "none"):
             problems.append(f"rope.scaling.type is {kind!r}, and there is rope_freqs.weight as well")
         return _llama3(file, float(theta), head_size, original, problems)
+    # A linear scaling without a factor, or with factor 1, changes nothing.
     if kind in (None, "none") or (kind == "linear" and factor in (None, 1.0)):
         return {"rope_type": "default", "rope_theta": theta}
     if kind not in ("linear", "yarn"):
@@ -145,7 +152,8 @@ def _rope(
         rope["original_max_position_embeddings"] = original or context
         attention = keys.pop("rope.scaling.attn_factor", None)
         if attention not in (None, 1.0):
-            # llama.cpp multiplies it with the paper's factor.
+            # llama.cpp multiplies the key by YaRN's 0.1 · ln(factor) + 1; transformers' attention_factor is the
+            # product.
             rope["attention_factor"] = attention * (0.1 * float(np.log(factor)) + 1.0)
         rope |= {name: keys.pop(key) for key, name in _YARN.items() if key in keys}
     return rope
@@ -160,6 +168,7 @@ def _llama3(
     if stored.kind != "F32" or divisors.shape != (head_size // 2,):
         problems.append(f"rope_freqs.weight is {stored.kind}{list(stored.shape)}, expected F32[{head_size // 2}]")
         return None
+    # The lowest frequencies are divided by the full factor, which is thus the largest divisor.
     factor = _plain(float(divisors.max()))
     if np.all(divisors == 1.0):
         return {"rope_type": "default", "rope_theta": theta}
@@ -170,6 +179,7 @@ def _llama3(
         candidates.insert(0, {**candidates[0], "original_max_position_embeddings": original})
     for parameters in candidates:
         rope = Llama3RotaryConfig(theta=theta, factor=factor, **parameters)
+        # Unscaled over scaled frequencies are the divisors; rtol covers float32 rounding in the file.
         if np.allclose(plain / rope.frequencies(head_size, 1), divisors, rtol=1e-4):
             return {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **parameters}
     problems.append(

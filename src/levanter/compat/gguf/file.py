@@ -1,10 +1,10 @@
 """Parses GGUF files: metadata and tensor positions, without reading a weight.
 
-The `gguf` library parses the file; what it found is copied into plain values and the file is let go, so nothing stays
+The `gguf` library parses the file; the result is copied into plain values and the file is closed, so nothing stays
 mapped. *Quantized* tensors are stored in blocks of 32 or 256 numbers along their last axis.
 
-The `gguf` library trusts a file's counts: a header of 60 bytes that claims 2⁶⁰ numbers keeps it allocating memory until
-somebody ends it. `check_header` therefore walks over the header first: every count must fit in the rest of the file.
+The `gguf` library trusts a file's counts: a header of 60 bytes that claims 2⁶⁰ numbers makes it allocate memory until
+it is killed. So `check_header` walks over the header first: every count must fit in the rest of the file.
 The format is described in the ggml project's `docs/gguf.md`.
 """
 
@@ -22,17 +22,19 @@ from levanter.compat.hf.errors import CorruptFileError, MissingCheckpointFileErr
 _SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 """Bytes of a value, by its type's number; 8 is text, 9 an array."""
 _TEXT, _ARRAY = 8, 9
+# Shortest entries: a key's length (8), a value's type (4),
+# one byte; a name's length (8), number of axes, kind, offset.
 _LEAST_PAIR, _LEAST_TENSOR = 8 + 4 + 1, 8 + 4 + 4 + 8
 _NUMBERS_A_BYTE = 8
-"""More than any kind of quantization stores: the smallest takes 1.56 bits for one."""
+"""More numbers in a byte than any quantization stores: the smallest takes 1.56 bits a number."""
 _AGAIN = "download or copy the file again; it is not what was written"
 
 
 def check_header(path: Path) -> None:
-    """Looks whether the header's counts and lengths fit in the file.
+    """Checks that the header's counts and lengths fit in the file.
 
     Raises:
-        CorruptFileError: one does not; nothing was allocated for it.
+        CorruptFileError: one does not fit; nothing was allocated for it.
     """
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         walk = _HeaderWalk(path, content, len(content))
@@ -49,6 +51,7 @@ class _HeaderWalk:
     path: Path
     content: mmap.mmap
     size: int
+    # After the magic "GGUF"; `at` is the position of the walk, in bytes.
     at: int = 4
     order: str = "<"
 
@@ -60,12 +63,13 @@ class _HeaderWalk:
     def header(self) -> None:
         # The version is below 65,536; if its low half is 0, the bytes are in the other order.
         version = self.number("I")
-        if version & 0xFFFF == 0:  # written by a machine of the other byte order
+        if version & 0xFFFF == 0:  # written in the other byte order
             self.order = ">"
             version = int.from_bytes(version.to_bytes(4, "little"), "big")
         if version not in (2, 3):
             raise self.wrong(f"version {version}; versions 2 and 3 are read")
         # Both counts are bounded by the bytes that their shortest entries would need.
+        # The counts come in this order, but the metadata comes first in the file.
         tensors, pairs = self.number("Q"), self.number("Q")
         self.fit(pairs, _LEAST_PAIR, "pairs of metadata")
         self.fit(tensors, _LEAST_TENSOR, "tensors")
@@ -81,6 +85,7 @@ class _HeaderWalk:
         return value
 
     def fit(self, count: int, least: int, what: str) -> None:
+        # Before any loop over `count`, so that a false count cannot make the walk long.
         if count * least > self.size - self.at:
             raise self.wrong(f"its header claims {count:,} {what}, more than fit in the rest of the file")
 
@@ -97,6 +102,7 @@ class _HeaderWalk:
             if depth >= HEADER_DEPTH:
                 raise self.wrong(f"arrays are nested more than {HEADER_DEPTH} deep, the limit for metadata")
             inner, count = self.number("I"), self.number("Q")
+            # An element that is a text or an array takes at least the 8 bytes of its length.
             self.fit(count, _SCALARS.get(inner, 8), "values of an array")
             if inner in _SCALARS:
                 # Numbers are skipped without reading; texts and nested arrays carry lengths of their own and must be
@@ -117,6 +123,7 @@ class _HeaderWalk:
             raise self.wrong(f"tensor {name!r} has {axes:,} axes; {HEADER_AXES} is the bound")
         shape = [self.number("Q") for _ in range(axes)]
         self.at += 12  # its kind and its offset
+        # Python integers do not overflow, unlike the library's.
         if math.prod(shape) > self.size * _NUMBERS_A_BYTE:
             sizes = " × ".join(f"{size:,}" for size in shape)
             raise self.wrong(f"tensor {name!r} of {sizes} numbers, more than a file of this size holds")
@@ -127,16 +134,16 @@ MAGIC = b"GGUF"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as it lies in the file.
+    """A tensor as it is stored in the file.
 
     Attributes:
         name: llama.cpp's name.
         shape: row-major shape (GGUF writes it reversed).
-        kind: name of the storage type, as `F32` or `Q4_1`.
+        kind: name of the storage type, e.g. `F32` or `Q4_1`.
         block: numbers in a block.
         block_bytes: bytes of a block.
-        start: where its bytes begin in the file.
-        nbytes: how many.
+        start: offset of its bytes in the file.
+        nbytes: number of its bytes.
     """
 
     name: str
@@ -150,10 +157,10 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A GGUF file that was parsed.
+    """A parsed GGUF file.
 
     Attributes:
-        path: where it is.
+        path: its path.
         metadata: key → value; arrays are lists.
         tensors: llama.cpp name → tensor, by position in the file.
     """
@@ -164,15 +171,16 @@ class GgufFile:
 
     @property
     def quantization(self) -> str:
-        """The storage type that most of the weights have, as `Q4_1`."""
+        """The storage type of most weights, e.g. `Q4_1`."""
         total: dict[str, int] = {}
         for tensor in self.tensors.values():
+            # By numbers, not by bytes: a few float32 tensors would outweigh many quantized ones.
             numbers = tensor.nbytes // tensor.block_bytes * tensor.block
             total[tensor.kind] = total.get(tensor.kind, 0) + numbers
         return max(total, key=lambda kind: total[kind]) if total else "empty"
 
     def get(self, key: str, default: object = None) -> Any:
-        """The value of a metadata key, or `default` where the file has no such key."""
+        """The value of a metadata key, or `default` if the file has no such key."""
         return self.metadata.get(key, default)
 
 
@@ -180,8 +188,8 @@ def open_gguf(path: str | Path) -> GgufFile:
     """Parses a GGUF file.
 
     Raises:
-        MissingCheckpointFileError: there is none.
-        CorruptFileError: it is not GGUF, or damaged, or shorter than it says.
+        MissingCheckpointFileError: there is no such file.
+        CorruptFileError: it is not GGUF, or damaged, or shorter than its header says.
     """
     path = Path(path)
     try:
@@ -213,7 +221,7 @@ def _parse(path: Path) -> tuple[dict[str, Any], list[StoredTensor]]:
         reader = GGUFReader(path)
         metadata = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
     except (ValueError, IndexError, KeyError, OverflowError, TypeError) as error:
-        # The library trips over whatever it reads first beyond the end of a cut file.
+        # Reading past the end of a truncated file raises various errors in the library.
         raise CorruptFileError(
             path,
             f"it is a damaged or truncated GGUF file ({path.stat().st_size} bytes; {error})",
@@ -222,6 +230,7 @@ def _parse(path: Path) -> tuple[dict[str, Any], list[StoredTensor]]:
     tensors = []
     for tensor in reader.tensors:
         block, block_bytes = GGML_QUANT_SIZES[tensor.tensor_type]
+        # GGUF lists sizes from the innermost axis outwards; NumPy from the outermost inwards.
         shape = tuple(int(size) for size in reversed(tensor.shape))
         tensors.append(
             StoredTensor(

@@ -1,9 +1,9 @@
-"""A GGUF file as a `TensorSource` under Hugging Face names: a slice is dequantized when it is read.
+"""`GgufSource`: a GGUF file's tensors under Hugging Face names; slices are dequantized when they are read.
 
 Two things differ from a Hugging Face checkpoint besides the names. Quantized blocks lie along the last axis, so a slice
-of columns reads the whole blocks that it touches. And llama.cpp stores the rows of q and k in another order: a head's
-row pairs `(i, i + size/2)`, which Hugging Face rotates together, lie side by side as `(2i, 2i + 1)` (`permute` in
-llama.cpp's convert_hf_to_gguf.py). Rows are put back in place as they are read.
+of columns reads all blocks that it touches. And llama.cpp stores the rows of q and k in another order: the two rows
+`(i, i + size/2)` of a head, which Hugging Face rotates together, are stored as neighbours `(2i, 2i + 1)` (`permute` in
+llama.cpp's convert_hf_to_gguf.py). Reading restores the order of rows.
 """
 
 import re
@@ -41,11 +41,12 @@ _NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _TENSOR = re.compile(r"^(?:blk\.(?P<layer>\d+)\.)?(?P<part>[a-z_]+)\.(?P<kind>weight|bias)$")
+# Read by `gguf.config`, which turns it into rope parameters.
 _IN_CONFIG = ("rope_freqs.weight",)
 
 
 def hf_name(name: str) -> str | None:
-    """The Hugging Face name of a llama tensor; None for one that is not known."""
+    """The Hugging Face name of a llama tensor; None for an unknown one."""
     match = _TENSOR.match(name)
     if match is None or match["part"] not in _NAMES:
         return None
@@ -60,7 +61,7 @@ class GgufSource:
     """
 
     def __init__(self, file: GgufFile, *, heads: int, kv_heads: int):
-        """Takes a parsed file.
+        """Opens the weights of a parsed file.
 
         Args:
             file: the file.
@@ -68,7 +69,7 @@ class GgufSource:
             kv_heads: key/value heads.
 
         Raises:
-            CheckpointError: it holds tensors with unknown names or in types that cannot be dequantized.
+            CheckpointError: it holds tensors with unknown names, or of types that cannot be dequantized.
         """
         self.file = file
         self._reader = LocalFile(file.path)
@@ -85,11 +86,13 @@ class GgufSource:
                 hint = f" (nearest known part: {close[0]})" if close else ""
                 problems.append(f"tensor {stored.name!r} does not belong to a llama model{hint}")
                 continue
+            # Trying a kind costs a call of the library, so it is done once for each kind.
             if stored.kind not in readable:
                 readable[stored.kind] = stored.kind in _PLAIN or _can_dequantize(stored)
             if not readable[stored.kind]:
                 problems.append(f"tensor {stored.name!r} is stored as {stored.kind}, which cannot be dequantized")
             self._stored[name] = stored
+            # Values and outputs are not rotated, so llama.cpp leaves their rows as they are.
             for part, count in (("q_proj", heads), ("k_proj", kv_heads)):
                 if f".{part}." in name:
                     self._heads[name] = count
@@ -120,12 +123,14 @@ class GgufSource:
         stored = self._stored[name]
         ranges: list[ByteRange] = []
         for _, rows in self._pieces(name, index):
+            # Ranges are counted in bytes (item size 1), over whole blocks along the last axis.
             shape, region = _byte_region(stored, rows)
             grid = block_grid(shape, 1, region, max_gap=self._reader.max_gap, page=self._reader.page)
             if grid is None:
                 continue
             for offset in grid.offsets().tolist():
                 begin = stored.start + offset
+                # Pieces that follow one another in the file are reported as one range.
                 if ranges and ranges[-1].stop == begin:
                     ranges[-1] = ByteRange(ranges[-1].file, ranges[-1].start, begin + grid.span)
                 else:
@@ -142,22 +147,25 @@ class GgufSource:
         if 0 in shape:
             return out
         heads, first = self._heads.get(name), index[0].start
+        # `wanted` are Hugging Face's rows, `stored_index` the range of the file that contains them.
         for wanted, stored_index in self._pieces(name, index):
             numbers = self._dequantized(stored, stored_index)
             if heads is not None:
+                # Fancy indexing undoes the permutation among the rows that were read.
                 rows = _stored_rows(np.arange(wanted.start, wanted.stop), stored.shape[0] // heads)
                 numbers = numbers[rows - stored_index[0].start]
             out[wanted.start - first : wanted.stop - first] = numbers
         return out
 
     def _pieces(self, name: str, index: Index) -> Iterator[tuple[slice, Index]]:
-        """Splits a slice into pieces of rows that are read together: wanted rows, and where they are stored."""
+        """Splits a slice into pieces that are read at once: the requested rows, and the region that stores them."""
         stored = self._stored[name]
         first, rest = index[0], index[1:]
         width = 1
         for size in stored.shape[1:]:
             width *= size
         rows_at_once = max(1, CHUNK_NUMBERS // width)
+        # A vector's only axis is that of its blocks: pieces must begin at multiples of a block.
         if len(stored.shape) == 1:
             rows_at_once = -(-rows_at_once // stored.block) * stored.block
         if name not in self._heads:
@@ -187,17 +195,19 @@ class GgufSource:
         with self._lock:
             self._bytes_read += taken
         if stored.kind in _PLAIN:
+            # Bytes of the last axis regroup into numbers of the stored type.
             return raw.view(_PLAIN[stored.kind])
         from gguf import GGMLQuantizationType, quants
 
         # Complete blocks were read; the slice begins `offset` numbers behind the first of them.
+        # dequantize maps [..., bytes] to float32 [..., numbers], block by block.
         numbers = quants.dequantize(raw, GGMLQuantizationType[stored.kind])
         offset = index[-1].start % stored.block
         return numbers[..., offset : offset + index[-1].stop - index[-1].start]
 
 
 def _can_dequantize(stored: StoredTensor) -> bool:
-    """Whether the library can turn blocks of this kind into numbers, by trying it on one."""
+    """Whether the library can dequantize this kind, found by trying it on one block of zeros."""
     from gguf import GGMLQuantizationType, quants
 
     try:
@@ -208,18 +218,20 @@ def _can_dequantize(stored: StoredTensor) -> bool:
 
 
 def _stored_rows(rows: np.ndarray, head_size: int) -> np.ndarray:
-    """Where llama.cpp stores Hugging Face's rows of q or k."""
+    """The positions at which llama.cpp stores Hugging Face's rows of q or k."""
     head, row = np.divmod(rows, head_size)
     half, pair = np.divmod(row, head_size // 2)
+    # Row i of the first half goes to 2i, row i of the second half to 2i + 1, within each head.
     return head * head_size + 2 * pair + half
 
 
 def _byte_region(stored: StoredTensor, index: Index) -> tuple[tuple[int, ...], Index]:
-    """A slice of numbers as a slice of an array of bytes, widened to whole blocks along the last axis."""
+    """Converts a slice of numbers to a slice of the array of bytes, widened to whole blocks along the last axis."""
     block, block_bytes = stored.block, stored.block_bytes
     shape = (*stored.shape[:-1], stored.shape[-1] // block * block_bytes)
     last = index[-1]
     if last.stop <= last.start:
         return shape, (*index[:-1], slice(0, 0))
+    # First block that begins at or before the start, to the last block that reaches the stop.
     columns = slice(last.start // block * block_bytes, -(-last.stop // block) * block_bytes)
     return shape, (*index[:-1], columns)

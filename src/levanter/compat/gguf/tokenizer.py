@@ -1,7 +1,8 @@
-"""A tokenizer rebuilt from `tokenizer.ggml.*`: the vocabulary, merges and rules of a GGUF file as a tokenizer.json.
+"""Rebuilds a tokenizer.json from a GGUF file's `tokenizer.ggml.*`: vocabulary, merges and rules.
 
-Two kinds are known. `gpt2` is byte-level BPE: tokens, merges, and a pre-tokenizer by name. `llama` is SentencePiece
-BPE: tokens with scores, from which the merges follow (two tokens merge if together they are one; better scores first).
+Two kinds are supported. `gpt2` is byte-level BPE: tokens, merges, and the name of a pre-tokenizer. `llama` is
+SentencePiece BPE: tokens with scores, from which the merges follow (two tokens merge if their concatenation is a token;
+better scores first).
 
 `tokenizer.ggml.pre` names how text is split before BPE. A byte-level BPE never merges across the pieces of its
 pre-tokenizer, so another split gives other ids: on Python's own documentation, ignoring `smollm` (every digit alone)
@@ -22,6 +23,7 @@ from levanter.compat.gguf.file import GgufFile
 from levanter.compat.hf.errors import CheckpointError, CorruptFileError
 from levanter.compat.hf.tokenizer import FastTokenizer
 
+# The expressions are copied from the tokenizer.json of each model; they are not equal to Python's `re` syntax.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -39,12 +41,12 @@ def _by_case(suffix: str, digits: str) -> str:
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """One way to cut text.
+    """The pre-tokenizer of a family of vocabularies: how text is split before BPE.
 
     Attributes:
         patterns: regular expressions, applied in order.
-        whole_words: a piece that is in the vocabulary is taken as it is, whatever the merges would make of it.
-        nfc: text is brought into Unicode's composed form first.
+        whole_words: a piece that is in the vocabulary becomes that token, without applying merges.
+        nfc: text is first normalized to Unicode's composed form.
     """
 
     patterns: tuple[str, ...]
@@ -52,8 +54,9 @@ class PreTokenizer:
     nfc: bool = False
 
     def build(self) -> pre_tokenizers.PreTokenizer:
-        """The `tokenizers` object, with the byte alphabet at its end."""
+        """The `tokenizers` object, which ends with the mapping to the byte alphabet."""
         splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.patterns]
+        # use_regex off: the expressions above already split; ByteLevel only maps bytes to characters.
         return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
     def normalizer(self) -> normalizers.Normalizer | None:
@@ -81,16 +84,17 @@ PRE_TOKENIZERS = {
     "tekken": PreTokenizer((_by_case("", r"\p{N}"),), whole_words=True),
     "gpt-4o": PreTokenizer((_by_case(f"{_CONTRACTION}?", r"\p{N}{1,3}"),)),
 }
-"""By the value of `tokenizer.ggml.pre`."""
+"""Pre-tokenizers by the value of `tokenizer.ggml.pre`."""
 
 
 def pre_tokenizer(name: str | None) -> PreTokenizer:
-    """The pre-tokenizer of a name.
+    """The pre-tokenizer with a given name.
 
     Raises:
-        ValueError: it is not known, or the file has none.
+        ValueError: the name is unknown, or the file has none.
     """
     known = ", ".join(PRE_TOKENIZERS)
+    # No guess: the wrong split gives other ids for a part of all texts, without any error.
     if name is None:
         raise ValueError(
             f"tokenizer.ggml.pre is missing, so the pretokenizer is unknown (one of: {known}); files made before May "
@@ -113,7 +117,7 @@ def tokenizer(file: GgufFile) -> FastTokenizer:
     """The tokenizer of a GGUF file.
 
     Raises:
-        CheckpointError: it has none, or one of an unknown kind, or one that contradicts itself.
+        CheckpointError: it has no tokenizer, or one of an unknown kind, or an inconsistent one.
     """
     kind = file.get("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
@@ -122,6 +126,7 @@ def tokenizer(file: GgufFile) -> FastTokenizer:
     types = file.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     if not tokens or len(types) != len(tokens):
         raise CorruptFileError(file.path, f"its tokenizer has {len(tokens)} tokens and {len(types)} token types")
+    # A duplicate would silently take the id of its last occurrence.
     if len(set(tokens)) != len(tokens):
         twice = next(token for n, token in enumerate(tokens) if token in tokens[:n])
         raise CorruptFileError(file.path, f"its tokenizer has the token {twice!r} twice")
@@ -145,13 +150,13 @@ def tokenizer(file: GgufFile) -> FastTokenizer:
 
 
 def _adds_bos(file: GgufFile, kind: str) -> bool:
-    """Whether BOS is put before a text; where a file says nothing, llama.cpp does so with SentencePiece."""
+    """Whether BOS is put before a text; without the key, llama.cpp does so for SentencePiece only."""
     add_bos = file.get("tokenizer.ggml.add_bos_token")
     return add_bos if isinstance(add_bos, bool) else kind == "llama"
 
 
 _ENDS = ("eot", "eom")
-"""Ends of a turn and of a message, which llama.cpp stops at too."""
+"""End-of-turn and end-of-message tokens, at which llama.cpp also stops."""
 _ROLES = {"bos": "bos", "eos": "eos", "pad": "padding"}
 
 
@@ -166,6 +171,7 @@ def _byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
         )
     built = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rules.whole_words))
     built.pre_tokenizer = rules.build()
+    # Unicode normalization comes before the space prefix.
     steps = [step for step in (rules.normalizer(), _prefix(file)) if step is not None]
     if steps:
         built.normalizer = normalizers.Sequence(steps)
@@ -187,26 +193,29 @@ def _sentencepiece(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
         models.BPE(
             vocab=vocabulary,
             merges=merges_from_scores(vocabulary, scores),
+            # A character that neither tokens nor byte tokens cover becomes the unknown token.
             unk_token=None if unknown is None else tokens[unknown],
             fuse_unk=True,
             byte_fallback=True,
         )
     )
     prefix = file.get("tokenizer.ggml.add_space_prefix", True)
+    # SentencePiece puts a space before the text, so that a word is the same token everywhere.
     spaces: list[Any] = [normalizers.Prepend(_SPACE)] if prefix else []
     built.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", _SPACE)])
+    # The decoder removes that one leading space again.
     strip = [decoders.Strip(" ", 1, 0)] if prefix else []
     built.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
     return built
 
 
 def merges_from_scores(vocabulary: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """The merges that SentencePiece makes, best first.
+    """The merges that SentencePiece applies, best first.
 
     SentencePiece merges the neighbouring pair whose concatenation has the best score. As a ranked list: every way to
     cut a token into two tokens, ordered by the token's score; equal scores in the order of ids.
     """
-    # Every split of a token into two tokens is a merge of the rank of the result.
+    # Every split of a token into two tokens is a merge with the rank of the token.
     ranked = sorted(vocabulary.items(), key=lambda item: (-scores[item[1]], item[1]))
     return [
         (token[:cut], token[cut:])
@@ -217,7 +226,7 @@ def merges_from_scores(vocabulary: dict[str, int], scores: Sequence[float]) -> l
 
 
 def _add(built: Tokenizer, tokens: Sequence[str], types: Sequence[int], *, byte_level: bool) -> None:
-    """Marks the tokens that are found in text as a whole: control tokens, and those that the user defined."""
+    """Marks the tokens that are matched in text as a whole: control tokens, and user-defined ones."""
     special = [t for t, kind in zip(tokens, types, strict=True) if kind == CONTROL]
     if not byte_level:
         special += [t for t, kind in zip(tokens, types, strict=True) if kind == UNKNOWN]

@@ -1,4 +1,4 @@
-"""Reads `peft` adapters; their targets and ranks follow from tensor names and shapes alone."""
+"""Reads peft's adapters; their targets and ranks are determined by tensor names and shapes alone."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,10 +28,10 @@ PICKLED = "adapter_model.bin"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PeftAdapter:
-    """An adapter that was opened.
+    """An opened adapter.
 
     Attributes:
-        where: how messages call it.
+        where: its name in messages.
         config: its `adapter_config.json`.
         source: its tensors.
     """
@@ -41,26 +41,26 @@ class PeftAdapter:
     source: TensorSource
 
     def per_expert(self, groups: Sequence[TargetGroup]) -> "PeftAdapter":
-        """The adapter with factors for each expert, where it has them for all experts of a layer in one.
+        """The adapter with separate factors for each expert, if the file fuses them over all experts of a layer.
 
         Args:
-            groups: all of the model's.
+            groups: all groups of the model.
 
         Raises:
-            CheckpointError: they are of no experts of the model.
+            CheckpointError: the fused factors fit no experts of the model.
         """
         source, config = split_experts(self.source, self.config, groups, where=self.where)
         return replace(self, source=source, config=config)
 
     def copied_paths(self, model_leaves: Sequence[Leaf], rules: WeightRules) -> tuple[str, ...]:
-        """The paths of a model's parameters of which it has whole copies.
+        """The paths of a model's parameters that the adapter replaces by full copies.
 
         Args:
             model_leaves: the model's leaves.
-            rules: of its weights.
+            rules: the weight rules of the model.
 
         Raises:
-            CheckpointError: of a model with tied weights it has another table for the head than for the tokens.
+            CheckpointError: the model's weights are tied, and the adapter has different tables for head and tokens.
         """
         table = rules.by_target()
         stored = frozenset(self.source.tensors)
@@ -92,20 +92,20 @@ class PeftAdapter:
     def targets(
         self, groups: Sequence[TargetGroup], rules: WeightRules, whole: PyTree = None
     ) -> tuple[TargetGroup, ...]:
-        """The groups of a model that it adapts, with their ranks.
+        """The groups of a model that the adapter has factors for, with their ranks.
 
         Args:
-            groups: all of the model's.
+            groups: all groups of the model.
             rules: of the model's weights.
-            whole: the part of the model, abstract, of which it has whole copies; None for nothing.
+            whole: the abstract part of the model that the adapter has full copies of; None for nothing.
 
         Raises:
-            CheckpointError: it adapts only some of the layers that are stacked, or with different ranks; or nothing.
-            WeightMismatchError: it has tensors that are of no projection of the model, or of another shape.
+            CheckpointError: it adapts only some of the stacked layers, or with different ranks, or nothing.
+            WeightMismatchError: it has tensors that fit no projection of the model, or have another shape.
         """
         problems: list[str] = []
         adapted: list[TargetGroup] = []
-        # Spellings only: which names a factor may have in the file.
+        # Needed only for the alternative spellings of a factor's name.
         rank_rules = peft_rules([group for group in groups if group.source is not None], rules)
         for group in groups:
             if group.source is None:
@@ -113,6 +113,7 @@ class PeftAdapter:
             ranks = {module: self._rank(module, rank_rules) for module in module_names(group)}
             if all(rank is None for rank in ranks.values()):
                 continue
+            # Layers are stacked in one array, so a factor must exist for all of them or for none.
             absent = [module for module, rank in ranks.items() if rank is None]
             if absent:
                 problems.append(
@@ -130,9 +131,11 @@ class PeftAdapter:
                 continue
             rank = ranks[first]
             assert rank is not None
+            # The shapes determine the rank; adapter_config.json must agree, since it determines the scale alpha / r.
             if rank != self.config.module_rank(first):
                 problems.append(f"{first}: rank {rank}, but {CONFIG} says {self.config.module_rank(first)}")
             adapted.append(replace(group, rank=rank, alpha=self.config.module_alpha(first)))
+        # What is not a factor is a full copy of a module.
         copied = {name.removeprefix(PREFIX).rsplit(".", 1)[0] for name in self.source.tensors if not _is_factor(name)}
         problems += [
             f"modules_to_save: {name!r}, and it has no tensor of a module of that name"
@@ -148,6 +151,7 @@ class PeftAdapter:
     def _rank(self, module: str, rules: WeightRules) -> int | None:
         for name in rules.spellings(f"{PREFIX}{module}{A}"):
             if name in self.source.tensors:
+                # A tensor with another number of axes gets rank 0, which the match below reports with its shape.
                 shape = self.source.tensors[name].shape
                 return shape[0] if len(shape) == 2 else 0
         return None
@@ -161,12 +165,13 @@ class PeftAdapter:
             raise CheckpointError(self.where, f"it does not go with the model:\n{error}") from error
 
     def tree(self, groups: Sequence[TargetGroup], whole: PyTree = None) -> Adapters:
-        """Its factors and whole copies, without memory.
+        """The factors and full copies as abstract arrays.
 
         Args:
             groups: from `targets`.
-            whole: see there.
+            whole: see `targets`.
         """
+        # The ranks and alphas come from the groups; only the kind of scale is a setting of the whole.
         shaped = LoraConfig(use_rslora=self.config.use_rslora)
         return abstract(lambda part: Adapters.init(groups, shaped, key=jax.random.PRNGKey(0), whole=part), whole)
 
@@ -178,13 +183,13 @@ class PeftAdapter:
         *,
         true_sizes: Mapping[str, int] | None = None,
     ) -> Adapters:
-        """Its factors and whole copies, float32, in the memory of this host.
+        """Reads the factors and full copies into float32 arrays in host memory.
 
         Args:
             groups: from `targets`.
             rules: of the model's weights.
             whole: see `targets`.
-            true_sizes: of axes that are longer in the model; zeros fill the rest.
+            true_sizes: sizes, in the file, of axes that are longer in the model; zeros fill the rest.
 
         Raises:
             CorruptFileError: a factor holds numbers that are not finite; lists all of these.
@@ -197,8 +202,10 @@ class PeftAdapter:
             stored_name = next(other for other in table.spellings(name) if other in self.source.tensors)
             info = self.source.tensors[stored_name]
             values = self.source.read(stored_name, tuple(slice(0, size) for size in info.shape)).astype(np.float32)
+            # A NaN or infinity in a factor would spread to every activation, far from its cause.
             if not np.isfinite(values).all():
                 problems.append(f"{stored_name}: {int((~np.isfinite(values)).sum()):,} numbers are not finite")
+            # One tensor may fill several leaves (parts of a fused B); `box` is the region of the leaf.
             for piece in pieces:
                 block = arrays[piece.target][tuple(slice(start, stop) for start, stop in piece.box)]
                 piece.read(values, block)
@@ -211,13 +218,13 @@ def _is_factor(name: str) -> bool:
 
 
 def open_peft(reference: str) -> PeftAdapter:
-    """Opens an adapter: its configuration, and the header of its weights.
+    """Opens an adapter: reads its configuration and the header of its weights.
 
     Args:
         reference: a folder, a hub id, or a URL.
 
     Raises:
-        CheckpointError: it is none, is damaged, or asks for something that is not implemented.
+        CheckpointError: it is not an adapter, is damaged, or sets an option that is not implemented.
     """
     repository = locate_first(reference).repository
     if CONFIG not in repository.files and "config.json" in repository.files:

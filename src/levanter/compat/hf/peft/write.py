@@ -1,4 +1,4 @@
-"""Writes an adapter as a folder that `peft` reads; the folder gets its final name once it is complete."""
+"""Writes an adapter as a folder that peft reads; the folder gets its final name once it is complete."""
 
 import json
 from collections import Counter
@@ -42,12 +42,12 @@ Folder = TypeVar("Folder", bound=str | Path)
 
 @dataclass(frozen=True, kw_only=True)
 class PeftPlan:
-    """What a folder of `peft` will hold.
+    """The planned content of an adapter's folder.
 
     Attributes:
-        config: what `adapter_config.json` says.
+        config: the content of `adapter_config.json`.
         transposed: whether the base stores its matrices `[in, out]`.
-        tensors: the factors, as they are written.
+        tensors: the tensors to write.
     """
 
     config: PeftConfig
@@ -76,17 +76,17 @@ def plan_peft(
         targets: the groups that have factors.
         all_groups: all groups of the model.
         rules: of the model's weights.
-        adapter_leaves: the leaves of the factors, and of whole copies.
+        adapter_leaves: the leaves of the factors and full copies.
         use_rslora: see `LoraConfig`.
-        base: what the adapter is for.
-        true_sizes: of axes that are padded in the leaves.
+        base: the base model's name.
+        true_sizes: true sizes of axes that are padded in the leaves.
 
     Raises:
-        UnsupportedTargetError: a target has no target in such files; lists all.
+        UnsupportedTargetError: a target has no name in peft's files; lists all.
     """
     expert_groups = [group for group in targets if is_expert_group(group)]
     fused = fuse_experts(targets, rules, adapter_leaves, use_rslora=use_rslora) if expert_groups else None
-    # Where there are experts, their router is a parameter too.
+    # In transformers 5, the experts' router is a parameter and not a Linear, so it is listed with the experts.
     plain = [group for group in targets if group not in expert_groups and not (expert_groups and group.is_router)]
     routers = [group for group in targets if expert_groups and group.is_router]
     whole = tuple(leaf.path.removeprefix(f"{WHOLE}.") for leaf in adapter_leaves if leaf.path.startswith(f"{WHOLE}."))
@@ -137,26 +137,27 @@ def plan_peft(
 
 
 def _saved(tensors: Sequence[OutTensor], rules: WeightRules) -> tuple[str, ...]:
-    """The modules that are written whole, as `modules_to_save` has them."""
+    """The modules with full copies, as names for `modules_to_save`."""
     chosen = {
         tensor.name.removeprefix(PREFIX).rsplit(".", 1)[0]
         for tensor in tensors
+        # A copy under `base_layer` belongs to an adapted module; peft finds it without listing it.
         if any(piece.target.startswith(f"{WHOLE}.") for piece in tensor.pieces) and not tensor.name.endswith(BASE)
     }
-    # The first of each kind: all of a kind are chosen, or none.
+    # One module of each kind is enough: all layers of a kind are chosen, or none.
     all_modules = [rule.source_name([0] * len(rule.stacked)).rsplit(".", 1)[0] for rule in rules.rules]
     return saved_names(sorted(chosen), all_modules)
 
 
 def _is_tied(whole: Sequence[str], rules: WeightRules) -> bool:
-    """Whether a table is copied that is the output head too."""
+    """Whether a copied table is also the output head."""
     has_head = any(parameter_group(leaf_named(rule.target.rsplit(".", 1)[0])) == HEAD for rule in rules.rules)
     return not has_head and any("vocab" in group for path in whole for group in rules.by_target()[path].axes)
 
 
 def _head_tensors(tensors: Sequence[OutTensor], rules: WeightRules) -> Iterator[OutTensor]:
-    """The one table of a tied model once more, under the head's name, which peft looks for."""
-    # A family's own name for it is the last one.
+    """A tied model's table a second time, under the head's name, which peft requires."""
+    # The last name without a wildcard is the family's own name of the head (see `decoder_rules`).
     *_, head = (name for name in rules.ignored if "*" not in name)
     for tensor in tensors:
         if any(piece.target.startswith(f"{WHOLE}.") and "vocab" in _axes(piece, rules) for piece in tensor.pieces):
@@ -169,14 +170,15 @@ def _axes(piece: SourcePiece, rules: WeightRules) -> set[str]:
 
 
 def gather_adapter(plan: PeftPlan, arrays: Mapping[str, jax.Array | Readable], *, where: str) -> PeftAdapter:
-    """An adapter in the memory of process 0; the others take part, and get none of it.
+    """Gathers an adapter in the memory of process 0; the other processes take part and get an empty one.
 
     Args:
         plan: from `plan_peft`.
         arrays: the factors by path, on devices or in memory.
-        where: how messages call it.
+        where: the adapter's name in messages.
     """
     if jax.process_index() != 0:
+        # The gathers are collectives: every process must run all of them, in the same order.
         for _ in contribute_tensors(plan.tensors, arrays, jit=jit_together):
             pass
         return PeftAdapter(where=where, config=plan.config, source=_MemorySource({}))
@@ -185,30 +187,31 @@ def gather_adapter(plan: PeftPlan, arrays: Mapping[str, jax.Array | Readable], *
 
 
 def lazy_adapter(plan: PeftPlan, arrays: Mapping[str, Readable], *, where: str) -> PeftAdapter:
-    """An adapter whose tensors are put together when they are read.
+    """An adapter whose tensors are assembled when they are read.
 
     Args:
         plan: from `plan_peft`.
         arrays: the factors by path, read slice by slice.
-        where: how messages call it.
+        where: the adapter's name in messages.
     """
     return PeftAdapter(where=where, config=plan.config, source=_LazySource(plan, arrays))
 
 
 class _LazySource:
-    """Tensors that a plan makes of arrays, as a source."""
+    """A source of the tensors of a plan, assembled from arrays on each read."""
 
     def __init__(self, plan: PeftPlan, arrays: Mapping[str, Readable]):
         self._arrays, self._plan = arrays, {tensor.name: tensor for tensor in plan.tensors}
         self.tensors = {name: TensorInfo(name, x.shape, x.dtype, x.nbytes) for name, x in self._plan.items()}
 
     def byte_ranges(self, name: str, index: Index) -> Sequence[ByteRange]:
-        """None: it is nowhere as a whole."""
+        """None: the tensor is not stored as a whole."""
         del name, index
         return ()
 
     def read(self, name: str, index: Index, out: np.ndarray | None = None) -> np.ndarray:
         """See `TensorSource`."""
+        # One tensor at a time: the whole is assembled for any slice, since factors are small.
         ((_, whole),) = gather_tensors((self._plan[name],), self._arrays)
         if out is None:
             return whole[index]
@@ -245,13 +248,13 @@ def write_peft(
     extra_files: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> Folder:
-    """Writes a planned adapter. With several processes every one must call it; the first one writes.
+    """Writes a planned adapter. With several processes, every process must call it; process 0 writes.
 
     Args:
         plan: from `plan_peft`.
         arrays: the factors by path, on devices or in memory.
         folder: a path or URL.
-        extra_files: further files, JSON documents by name, such as a tokenizer's.
+        extra_files: further files, as name → JSON document, such as a tokenizer's.
         overwrite: whether an existing folder is replaced.
 
     Returns:
@@ -259,8 +262,8 @@ def write_peft(
 
     Raises:
         ExportPathError: the folder exists.
-        CheckpointError: what was written does not read back.
-        OSError: not writable, or the disk is full; what was there before on a disk stays.
+        CheckpointError: the written file does not read back as intended.
+        OSError: not writable, or the disk is full; on a disk, an existing folder stays as it was.
     """
     if jax.process_index() != 0:
         for _ in contribute_tensors(plan.tensors, arrays, jit=jit_together):
@@ -268,6 +271,7 @@ def write_peft(
         return folder
     target = export_dir(folder)
     with leased(target.name, what="an adapter", advice="name another folder", folder=target.lease) as lease:
+        # The order is that of `export.write_export`: recover, begin, weights, check, config last, finish.
         target.recover()
         if not overwrite:
             target.refuse_existing()
@@ -283,6 +287,7 @@ def write_peft(
         # Last: with it, the folder is an adapter.
         with target.open(CONFIG) as file:
             file.write(_json(peft_document(plan.config, transposed=plan.transposed)))
+        # Another process may have taken over the lease meanwhile; then the folder is not ours to publish.
         lease.check()
         target.finish()
     return folder
