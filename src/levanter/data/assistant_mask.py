@@ -77,22 +77,24 @@ class MaskedTemplate:
     template: ChatTemplate
     tokenizer: Tokenizer
 
-    def everything(self, messages: Sequence[Any], more: Mapping[str, Any], origin: str) -> Masked:
+    def everything(self, messages: Sequence[Any], variables: Mapping[str, Any], origin: str) -> Masked:
         """Encodes a conversation of which every token counts.
 
         Raises:
             DataError: the template refuses it.
         """
-        text, _ = self.template.render(messages, more, origin)
+        text, _ = self.template.render(messages, variables, origin)
         ids, _ = self.tokenizer.encode_with_offsets(text)
         return Masked(ids=ids, spans=(Span(0, len(ids)),))
 
-    def assistant(self, messages: Sequence[Any], more: Mapping[str, Any], origin: str, *, since: int = 0) -> Masked:
+    def assistant(
+        self, messages: Sequence[Any], variables: Mapping[str, Any], origin: str, *, since: int = 0
+    ) -> Masked:
         """Encodes a conversation of which only the assistant's tokens count.
 
         Args:
             messages: the conversation, each message with its role.
-            more: further variables of the template.
+            variables: further variables of the template.
             origin: the file and position of the record, for messages.
             since: the first message that may count.
 
@@ -102,26 +104,26 @@ class MaskedTemplate:
         """
         turns = [number for number, message in enumerate(messages) if message.get("role") == ASSISTANT]
         turns = [number for number in turns if number >= since]
-        text, marked = self.template.render(messages, more, origin)
+        text, marked = self.template.render(messages, variables, origin)
         ids, offsets = self.tokenizer.encode_with_offsets(text)
         if self.template.marks_generation:
             # Messages before `since` may have marked spans too. The rendering up to the first counted turn contains
             # exactly these, so they are dropped by their number.
             if since and turns:
-                _, before = self.template.render(messages[: turns[0]], more, origin)
+                _, before = self.template.render(messages[: turns[0]], variables, origin)
                 marked = marked[len(before) :]
             spans = (_tokens(offsets, start, stop) for start, stop in marked)
             return Masked(ids=ids, spans=tuple(span for span in spans if span is not None))
         whole = _Rendered(text, ids, offsets)
-        return Masked(ids=ids, spans=tuple(self._derived(whole, messages, turn, more, origin) for turn in turns))
+        return Masked(ids=ids, spans=tuple(self._derived(whole, messages, turn, variables, origin) for turn in turns))
 
     def _derived(
-        self, conversation: "_Rendered", messages: Sequence[Any], turn: int, more: Mapping[str, Any], origin: str
+        self, conversation: "_Rendered", messages: Sequence[Any], turn: int, variables: Mapping[str, Any], origin: str
     ) -> Span:
         """One of the assistant's turns in the rendering of all messages."""
         where = f"{origin}: message {turn + 1} of {len(messages)} (assistant)"
         # The rendering with the generation prompt is what a model would be given to write this turn.
-        prompt, _ = self.template.render(messages[:turn], {**more, "add_generation_prompt": True}, where)
+        prompt, _ = self.template.render(messages[:turn], {**variables, "add_generation_prompt": True}, where)
         if not conversation.text.startswith(prompt):
             ways = OPTIONS_HINT if turn < len(messages) - 1 else MARK_HINT
             raise DataError(
@@ -133,13 +135,13 @@ class MaskedTemplate:
             span = _tokens(conversation.offsets, len(prompt), len(conversation.text))
             # A template that writes nothing for this turn gives an empty span at the end, in which nothing counts.
             return Span(len(conversation.ids), len(conversation.ids)) if span is None else span
-        prefix, _ = self.template.render(messages[: turn + 1], more, where)
+        prefix, _ = self.template.render(messages[: turn + 1], variables, where)
         ids, _ = self.tokenizer.encode_with_offsets(prefix)
         # Ids, not characters: the texts may agree longer than the tokens do.
         stop = _common_prefix(ids, conversation.ids)
         # The common prefix must reach the end of the content. Without content (tool calls) only tokens without text may
         # differ.
-        content_end = self._content_end(messages, turn, more, prefix, where)
+        content_end = self._content_end(messages, turn, variables, prefix, where)
         ended = (
             self._only_ends(ids[stop:]) if content_end is None else _reach(conversation.offsets, stop) >= content_end
         )
@@ -154,7 +156,7 @@ class MaskedTemplate:
         return span
 
     def _content_end(
-        self, messages: Sequence[Any], turn: int, more: Mapping[str, Any], rendered: str, where: str
+        self, messages: Sequence[Any], turn: int, variables: Mapping[str, Any], rendered: str, where: str
     ) -> int | None:
         """Where the content of a turn ends in the rendering that ends with it; None if that cannot be determined."""
         content = messages[turn].get("content")
@@ -163,7 +165,7 @@ class MaskedTemplate:
         # The content's own trailing blanks are removed, because templates often strip them; the mark then follows the
         # last visible character.
         marked = {**messages[turn], "content": content.rstrip() + _CONTENT_END}
-        text, _ = self.template.render([*messages[:turn], marked], more, where)
+        text, _ = self.template.render([*messages[:turn], marked], variables, where)
         end = text.find(_CONTENT_END)
         # The mark may itself change the rendering (a template may measure or split the content): then the position
         # means nothing.
@@ -204,11 +206,13 @@ def _reach(offsets: np.ndarray, tokens: int) -> int:
     return int(offsets[tokens - 1, 1]) if tokens else 0
 
 
-def _describe_difference(one: str, other: str) -> str:
+def _describe_difference(first: str, second: str) -> str:
     """Describes where two texts first differ, with an excerpt of each."""
-    at = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    before = one[max(0, at - _SHOWN) : at]
+    start = next(
+        (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
+    before = first[max(0, start - _SHOWN) : start]
     return (
-        f"behind {before!r} it goes on with {one[at : at + _SHOWN]!r}, the whole conversation with "
-        f"{other[at : at + _SHOWN]!r}"
+        f"behind {before!r} it goes on with {first[start : start + _SHOWN]!r}, the whole conversation with "
+        f"{second[start : start + _SHOWN]!r}"
     )

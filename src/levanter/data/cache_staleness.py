@@ -42,12 +42,12 @@ def compare_sources(manifest: Manifest, wanted: StoreIdentity, *, thorough: bool
         thorough: whether content is read where the version is the same.
     """
     digests = source_digests(manifest)
-    now = {source.name: source for source in wanted.sources}
+    current_sources = {source.name: source for source in wanted.sources}
     problems: list[str] = []
     sources: list[SourceFile] = []
     unverified = read = 0
     for source in manifest.identity.sources:
-        current, digest = now.get(source.name), digests.get(source.name)
+        current, digest = current_sources.get(source.name), digests.get(source.name)
         sources.append(source if current is None else replace(source, version=current.version))
         # A missing source and another size or digest are differences of identity, which `manifest.compare` reports.
         if current is None or source.digest is not None or current.size != source.size:
@@ -69,9 +69,9 @@ def compare_sources(manifest: Manifest, wanted: StoreIdentity, *, thorough: bool
         # changed.
         elif not same:
             problems.append(f"source {source.name}: was {source.version}, is {current.version}")
-    more = [f"… and {len(problems) - MAX_LISTED} more sources"] if len(problems) > MAX_LISTED else []
+    omitted = [f"… and {len(problems) - MAX_LISTED} more sources"] if len(problems) > MAX_LISTED else []
     return Freshness(
-        problems=tuple(problems[:MAX_LISTED] + more),
+        problems=tuple(problems[:MAX_LISTED] + omitted),
         unverified=unverified,
         read=read,
         identity=replace(manifest.identity, sources=tuple(sources)),

@@ -80,18 +80,18 @@ class ChatTemplate:
         assert self._template is not None
 
     def render(
-        self, messages: Sequence[Any], more: Mapping[str, Any], origin: str
+        self, messages: Sequence[Any], variables: Mapping[str, Any], origin: str
     ) -> tuple[str, list[tuple[int, int]]]:
         """Renders a conversation; returns the text and the character spans that the template marks as the assistant's.
 
         Raises:
             DataError: the template refuses the messages.
         """
-        known = {"bos_token": self.bos_token, "eos_token": self.eos_token, "add_generation_prompt": False}
+        defaults = {"bos_token": self.bos_token, "eos_token": self.eos_token, "add_generation_prompt": False}
         try:
             template = self._template
             # `messages` last: a record's further arguments must not replace the conversation.
-            marked = run(lambda: template.render(**{**known, **more, "messages": messages}))
+            marked = run(lambda: template.render(**{**defaults, **variables, "messages": messages}))
         # A template is foreign code: besides its own refusals it may fail with any of these on a message of unexpected
         # shape.
         except (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
@@ -100,14 +100,14 @@ class ChatTemplate:
         # Positions are counted in the text without marks.
         pieces = _MARKS.split(marked)
         marks = _MARKS.findall(marked)
-        spans, place, opened = [], 0, None
+        spans, position, opened = [], 0, None
         for piece, mark in zip(pieces, [*marks, ""], strict=True):
-            place += len(piece)
+            position += len(piece)
             # A begin mark without its end (a template that stops within the block) gives no span.
             if mark == _BEGIN:
-                opened = place
+                opened = position
             elif mark == _END and opened is not None:
-                spans.append((opened, place))
+                spans.append((opened, position))
                 opened = None
         return "".join(pieces), spans
 
@@ -135,10 +135,10 @@ def template_text(template: str | None) -> str | None:
 
 def _error_line(error: BaseException) -> str:
     """The line of the template that failed, if it is known: Jinja puts it into the traceback."""
-    line, at = None, error.__traceback__
-    while at is not None:
+    line, trace = None, error.__traceback__
+    while trace is not None:
         # The innermost frame of the template, so keep the last match.
-        if at.tb_frame.f_code.co_filename == "<template>":
-            line = at.tb_lineno
-        at = at.tb_next
+        if trace.tb_frame.f_code.co_filename == "<template>":
+            line = trace.tb_lineno
+        trace = trace.tb_next
     return "" if line is None else f" at its line {line}"

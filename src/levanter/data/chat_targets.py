@@ -33,22 +33,22 @@ class AnswerEncoder:
     tokenizer: Tokenizer
     allow_unstopped: bool = False
 
-    def everything(self, messages: Sequence[Any], more: Mapping[str, Any], origin: str) -> Encoded:
+    def everything(self, messages: Sequence[Any], variables: Mapping[str, Any], origin: str) -> Encoded:
         """Encodes a conversation of which every token counts.
 
         Raises:
             DataError: the template refuses it.
         """
-        return self._weighted(self._masked.everything(messages, more, origin), origin)
+        return self._weighted(self._masked.everything(messages, variables, origin), origin)
 
     def counted(
-        self, messages: Sequence[Mapping[str, Any]], more: Mapping[str, Any], origin: str, *, since: int = 0
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], origin: str, *, since: int = 0
     ) -> Encoded:
         """Encodes a conversation of which the assistant's tokens count; `NOTHING` if the assistant says nothing.
 
         Args:
             messages: the conversation.
-            more: further variables of the template.
+            variables: further variables of the template.
             origin: the file and position of the record, for messages.
             since: the first message of which something may count.
 
@@ -56,7 +56,7 @@ class AnswerEncoder:
             DataError: the template refuses it; what counts cannot be derived; nothing counts; or an answer has no end.
                 end.
         """
-        masked = self._masked.assistant(messages, more, origin, since=since)
+        masked = self._masked.assistant(messages, variables, origin, since=since)
         # The first token counts for nothing: no position precedes it, from which it could be predicted.
         if not masked.counted[1:].any():
             answers = [

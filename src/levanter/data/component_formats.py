@@ -64,11 +64,11 @@ def with_template(component: DatasetComponentBase, template: str | None) -> Data
 
 def has_chats(config: LmDataConfig) -> bool:
     """Whether some component holds conversations, by the configuration alone."""
-    waiting = list(config.components.values())
-    while waiting:
-        component = waiting.pop()
+    pending = list(config.components.values())
+    while pending:
+        component = pending.pop()
         if isinstance(component, ConcatDatasetComponent):
-            waiting += component.children.values()
+            pending += component.children.values()
         formats = (getattr(component, "format", None), getattr(getattr(component, "source", None), "format", None))
         if any(isinstance(format, ChatLmDatasetFormat) for format in formats):
             return True

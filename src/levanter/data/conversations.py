@@ -69,8 +69,8 @@ def _rule(format: ChatLmDatasetFormat, template: ChatTemplate) -> str:
     """The rule that decides which tokens of a conversation count, in words."""
     if not format.mask_user_turns:
         return "every token"
-    how = "tokens of the template's generation spans" if template.marks_generation else "derived: agreement of ids"
-    return how if format.turns == "all" else f"{how}, turns {format.turns}"
+    rule = "tokens of the template's generation spans" if template.marks_generation else "derived: agreement of ids"
+    return rule if format.turns == "all" else f"{rule}, turns {format.turns}"
 
 
 def describe_chat(format: ChatLmDatasetFormat, tokenizer: Tokenizer) -> str:
@@ -80,18 +80,18 @@ def describe_chat(format: ChatLmDatasetFormat, tokenizer: Tokenizer) -> str:
         DataError: there is no template.
     """
     template = chat_template(format, tokenizer)
-    whose = "its own chat template" if format.chat_template is not None else "the tokenizer's chat template"
+    source = "its own chat template" if format.chat_template is not None else "the tokenizer's chat template"
     digest = hashlib.sha256(template.text.encode()).hexdigest()
     if not format.mask_user_turns:
-        how = "every token counts"
+        rule = "every token counts"
     elif template.marks_generation:
-        how = "the assistant's tokens count, which the template marks"
+        rule = "the assistant's tokens count, which the template marks"
     else:
-        how = "the assistant's tokens count, derived (the template does not mark them)"
+        rule = "the assistant's tokens count, derived (the template does not mark them)"
     which = {"all": "", "last": "; of the last turn only", "split": "; each answer a conversation of its own"}
     # A template with the current date gives other ids tomorrow, which the user should know before a store is built.
     dated = "; it may write the date of the day on which it is rendered" if "strftime_now" in template.text else ""
-    return f"{whose} (sha256 {digest[:12]}…{dated}); {how}{which[format.turns]}"
+    return f"{source} (sha256 {digest[:12]}…{dated}); {rule}{which[format.turns]}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,9 +126,9 @@ class ChatEncoder:
 
     def _encoded(self, value: Mapping[str, Any], origin: str) -> Iterator[Encoded]:
         messages = self._messages(value, origin)
-        more = template_arguments(value, self.format.chat_template_kwargs, origin)
+        variables = template_arguments(value, self.format.chat_template_kwargs, origin)
         if not self.format.mask_user_turns:
-            yield self._answers.everything(messages, more, origin)
+            yield self._answers.everything(messages, variables, origin)
             return
         turns = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
         if not turns:
@@ -139,10 +139,12 @@ class ChatEncoder:
             # one.
             for turn in turns:
                 part = f"{origin}, up to message {turn + 1}"
-                yield self._answers.counted(messages[: turn + 1], more, part, since=turn)
+                yield self._answers.counted(messages[: turn + 1], variables, part, since=turn)
         else:
             # The whole conversation once; with `turns: last` earlier answers are context without weight.
-            yield self._answers.counted(messages, more, origin, since=turns[-1] if self.format.turns == "last" else 0)
+            yield self._answers.counted(
+                messages, variables, origin, since=turns[-1] if self.format.turns == "last" else 0
+            )
 
     @cached_property
     def _answers(self) -> AnswerEncoder:

@@ -62,10 +62,10 @@ def check_ids(ids: np.ndarray, origin: str, tokenizer: Tokenizer | None, vocab_s
     """Raises a `DataError` if an id is outside the vocabulary."""
     if len(ids) and (int(ids.max()) >= vocab_size or int(ids.min()) < 0):
         outside = ids[(ids < 0) | (ids >= vocab_size)][0]
-        who = "the ids" if tokenizer is None else f"tokenizer {tokenizer.name} ({tokenizer.vocab_size} ids)"
+        source = "the ids" if tokenizer is None else f"tokenizer {tokenizer.name} ({tokenizer.vocab_size} ids)"
         raise DataError(
-            f"{origin}: token id {outside} is outside the model's vocabulary of {vocab_size}; {who} and model do not "
-            "match"
+            f"{origin}: token id {outside} is outside the model's vocabulary of {vocab_size}; {source} and model do "
+            "not match"
         )
 
 
@@ -145,16 +145,16 @@ class SupervisedEncoder:
         return [self._encoded(pieces[i], pieces[i + 1]) for i in range(0, len(pieces), 2)]
 
     def _texts(self, value: object, origin: str) -> tuple[str, str]:
-        between = self.format.separate_with if isinstance(self.format.separate_with, str) else ""
+        separator = self.format.separate_with if isinstance(self.format.separate_with, str) else ""
         prompt = record_value(value, self.format.input_key, str, origin)
-        return prompt + between, record_value(value, self.format.target_key, str, origin)
+        return prompt + separator, record_value(value, self.format.target_key, str, origin)
 
     def _encoded(self, prompt: np.ndarray, target: np.ndarray) -> Encoded:
-        between = self.format.separate_with
+        separator = self.format.separate_with
         # `separate_with` is text, which joins the input before it is tokenized, or an id, which follows the input's
         # ids.
         before = [] if self.bos is None else [self.bos]
-        middle = [between] if isinstance(between, int) else []
+        middle = [separator] if isinstance(separator, int) else []
         after = [] if self.eos is None else [self.eos]
         ids = np.concatenate([before, prompt, middle, target, after]).astype(np.int32)
         weights = np.ones(len(ids), np.float32)
@@ -169,7 +169,7 @@ def _numbers(values: list, dtype: type[np.generic], key: str, origin: str) -> np
     array = np.asarray(values) if values else np.zeros(0, dtype)
     # Ids must be integers; weights may be integers, floats or booleans. A nested list has more axes, and a list with
     # text has kind `U`.
-    wanted = "iu" if np.issubdtype(dtype, np.integer) else "iufb"
-    if array.ndim != 1 or array.dtype.kind not in wanted:
-        raise DataError(f"{origin}: {key!r} must be a list of {'whole ' if wanted == 'iu' else ''}numbers")
+    kinds = "iu" if np.issubdtype(dtype, np.integer) else "iufb"
+    if array.ndim != 1 or array.dtype.kind not in kinds:
+        raise DataError(f"{origin}: {key!r} must be a list of {'whole ' if kinds == 'iu' else ''}numbers")
     return array.astype(dtype)

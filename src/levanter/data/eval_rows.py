@@ -49,12 +49,12 @@ def held_out_sequences(
     """
     sets = [
         RowSet(
-            name=one.name + SUFFIX,
-            tags=(one.name, one.name + SUFFIX),
-            rows=one.held_out_rows(0, one.held_out),
+            name=set_rows.name + SUFFIX,
+            tags=(set_rows.name, set_rows.name + SUFFIX),
+            rows=set_rows.held_out_rows(0, set_rows.held_out),
         )
-        for one in data.sets
-        if one.held_out
+        for set_rows in data.sets
+        if set_rows.held_out
     ]
     return row_sequences(sets, byte_lengths, positions=data.positions, separate_documents=separate_documents)
 
@@ -91,23 +91,23 @@ def row_sequences(
     spans: list[SetSpan] = []
     lengths: list[np.ndarray] = []
     start = first_row = 0
-    for one in sets:
-        real = one.rows.segment_ids >= 0
+    for row_set in sets:
+        real = row_set.rows.segment_ids >= 0
         # A document begins where the row or the segment changes; padding is one more, of which nothing is scored.
         # −2 is no segment, so every row begins a document, even if the row before ends with the same segment number.
-        segment = np.concatenate([np.full((len(real), 1), -2), one.rows.segment_ids], axis=1)
+        segment = np.concatenate([np.full((len(real), 1), -2), row_set.rows.segment_ids], axis=1)
         begins = np.diff(segment, axis=1) != 0
         spans.append(
             SetSpan(
-                name=one.name,
-                tags=one.tags,
+                name=row_set.name,
+                tags=row_set.tags,
                 documents=int((begins & real).sum()),
                 start=start,
                 stop=start + real.size,
                 first_row=first_row,
                 rows=len(real),
                 skipped=0,
-                chars=one.chars,
+                chars=row_set.chars,
                 stride=positions,
             )
         )
@@ -119,12 +119,12 @@ def row_sequences(
     return EvalSequences(
         max_length=positions,
         sets=tuple(spans),
-        stream=np.concatenate([one.rows.tokens.reshape(-1) for one in sets]),
+        stream=np.concatenate([row_set.rows.tokens.reshape(-1) for row_set in sets]),
         document_starts=np.cumsum(np.concatenate([[0], *lengths]))[:-1].astype(np.int64),
         byte_lengths=np.asarray(byte_lengths, np.int32),
         separate_documents=separate_documents,
-        counts=np.concatenate([_counted(one.rows).reshape(-1) for one in sets]),
-        real=np.concatenate([(one.rows.segment_ids >= 0).reshape(-1) for one in sets]),
+        counts=np.concatenate([_counted(row_set.rows).reshape(-1) for row_set in sets]),
+        real=np.concatenate([(row_set.rows.segment_ids >= 0).reshape(-1) for row_set in sets]),
     )
 
 
@@ -210,12 +210,12 @@ def evaluation_rows(
         text_sets.clear()
         return concatenate_sequences(sequences, rows)
 
-    for one in sets:
+    for dataset in sets:
         # Neighbouring texts are tokenized together; a set of records in between keeps the order of the sets.
-        if one.is_text:
-            text_sets.append(one)
+        if dataset.is_text:
+            text_sets.append(dataset)
             continue
-        sequences = concatenate_sequences(flush_text(), _records(config, one, tokenizer, max_length, vocab_size))
+        sequences = concatenate_sequences(flush_text(), _records(config, dataset, tokenizer, max_length, vocab_size))
         assert sequences is not None
         # Characters of the sets before; the tokenizer reports only its own.
         done = sum(span.chars for span in sequences.sets)
@@ -235,8 +235,8 @@ def _text(
 ) -> EvalSequences:
     limit = tokenizer.vocab_size if vocab_size is None else vocab_size
 
-    def stored(one: EvaluationSet) -> TokenizedText | None:
-        return _stored_text(config, one, tokenizer, limit)
+    def stored(dataset: EvaluationSet) -> TokenizedText | None:
+        return _stored_text(config, dataset, tokenizer, limit)
 
     return build_sequences(
         sets,
@@ -252,16 +252,16 @@ def _text(
 
 
 def _stored_text(
-    config: LmDataConfig, one: EvaluationSet, tokenizer: Tokenizer, vocab_size: int
+    config: LmDataConfig, dataset: EvaluationSet, tokenizer: Tokenizer, vocab_size: int
 ) -> TokenizedText | None:
     """A set's text out of its token store, where there is one."""
-    tokens = _open_store(config, one, tokenizer)
+    tokens = _open_store(config, dataset, tokenizer)
     if tokens is None:
         return None
     if tokens.largest_id >= vocab_size:
         from levanter.data.train_builder import vocabulary_error
 
-        raise DataError(vocabulary_error(as_training_set(one), tokens.largest_id, vocab_size))
+        raise DataError(vocabulary_error(as_training_set(dataset), tokens.largest_id, vocab_size))
     # The whole set at once: evaluation needs all of it in memory anyway.
     ids, _ = tokens.read(np.array([0]), tokens.starts[-1:])
     shards = tokens.manifest.shards or ()
@@ -273,61 +273,61 @@ def _stored_text(
     )
 
 
-def _open_store(config: LmDataConfig, one: EvaluationSet, tokenizer: Tokenizer) -> StoredTokens | None:
+def _open_store(config: LmDataConfig, dataset: EvaluationSet, tokenizer: Tokenizer) -> StoredTokens | None:
     """The finished token store of a set, if it was made from what is configured; else the files are read."""
-    if one.folder is None:
+    if dataset.folder is None:
         return None
     try:
-        manifest = read_manifest(one.folder)
+        manifest = read_manifest(dataset.folder)
         if manifest is None or manifest.shards is None:
             return None
         # It brings chat templates, preferences and mixtures, which the evaluation of text without a store lacks.
         from levanter.data.train_builder import store_identity
 
-        identity = store_identity(config, as_training_set(one), tokenizer)
-        compare(one.folder, manifest.identity, identity, sources=True)
-        refuse_stale(one.folder, manifest, identity)
+        identity = store_identity(config, as_training_set(dataset), tokenizer)
+        compare(dataset.folder, manifest.identity, identity, sources=True)
+        refuse_stale(dataset.folder, manifest, identity)
     except (OSError, ValueError) as error:
         # Another model's store in the same folder, or storage that is out of reach: neither keeps the text from use.
         reason = "\n".join(str(error).splitlines()[:4]) if isinstance(error, StoreError) else str(error).splitlines()[0]
-        logger.info("%s: its token store is not read, the text is tokenized: %s", one.name, reason)
+        logger.info("%s: its token store is not read, the text is tokenized: %s", dataset.name, reason)
         return None
-    logger.info("%s: read from the token store %s", one.name, one.folder)
-    return open_store(one.folder, manifest)
+    logger.info("%s: read from the token store %s", dataset.name, dataset.folder)
+    return open_store(dataset.folder, manifest)
 
 
-def as_training_set(one: EvaluationSet, *, folder: str | None = None) -> "TrainingSet":
+def as_training_set(dataset: EvaluationSet, *, folder: str | None = None) -> "TrainingSet":
     """A set as training would see it.
 
     Args:
-        one: the set.
+        dataset: the set.
         folder: where its token store is to be built; None for none.
     """
     from levanter.data.train_sets import TrainingSet
 
     # Texts may have a key of their own; sets whose files differ in it have no store.
     formats: list[LmDatasetFormatBase] = [
-        part.format for part in one.document_sources if isinstance(part, FileDocuments)
+        part.format for part in dataset.document_sources if isinstance(part, FileDocuments)
     ]
     return TrainingSet(
-        name=one.name,
-        tags=one.tags,
-        format=formats[0] if one.is_text and formats else one.format,
-        document_sources=one.document_sources,
+        name=dataset.name,
+        tags=dataset.tags,
+        format=formats[0] if dataset.is_text and formats else dataset.format,
+        document_sources=dataset.document_sources,
         folder=folder,
-        pack=one.pack,
+        pack=dataset.pack,
         built=None if folder is None else read_manifest(folder),
     )
 
 
 def _records(
-    config: LmDataConfig, one: EvaluationSet, tokenizer: Tokenizer, max_length: int, vocab_size: int | None
+    config: LmDataConfig, dataset: EvaluationSet, tokenizer: Tokenizer, max_length: int, vocab_size: int | None
 ) -> EvalSequences:
     """A set of records in the rows that training would lay it into."""
     from levanter.data.train_builder import build_tokens, plan_rows, token_problems
 
-    records = as_training_set(one)
-    tokens: Tokens | None = _open_store(config, one, tokenizer)
+    records = as_training_set(dataset)
+    tokens: Tokens | None = _open_store(config, dataset, tokenizer)
     if tokens is None:
         # Records without a store are tokenized in memory: an evaluation builds no store.
         (tokens,) = build_tokens(config, [records], tokenizer)
@@ -337,22 +337,22 @@ def _records(
     # Only warn about rows that differ from what the user would expect: truncated or omitted records.
     if isinstance(rows, PackedRows) and (rows.kept or rows.dropped):
         if rows.cut or rows.dropped or rows.uncounted:
-            logger.warning("%s: %s", one.name, rows.describe())
+            logger.warning("%s: %s", dataset.name, rows.describe())
     elif isinstance(rows, PackedRows) and rows.cut:
         logger.warning(
             "%s: %d records are longer than %d tokens and are split; a later piece is predicted without the earlier "
             "one",
-            one.name,
+            dataset.name,
             rows.cut,
             max_length,
         )
     sequences = row_sequences(
-        [RowSet(name=one.name, tags=one.tags, rows=rows.take(np.arange(len(rows))))],
+        [RowSet(name=dataset.name, tags=dataset.tags, rows=rows.take(np.arange(len(rows))))],
         tokenizer.byte_lengths(),
         positions=max_length,
         separate_documents=config.block_cross_document_attention,
     )
     assert sequences is not None and sequences.counts is not None
     if not sequences.counts.any():
-        raise DataError(f"data set {one.name!r}: no token is left to score in rows of {max_length} tokens")
+        raise DataError(f"data set {dataset.name!r}: no token is left to score in rows of {max_length} tokens")
     return sequences

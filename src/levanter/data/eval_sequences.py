@@ -288,9 +288,9 @@ def build_sequences(
     lengths: list[np.ndarray] = []
     spans: list[SetSpan] = []
     start = first_row = chars = 0
-    for one in sets:
-        text = stored(one) or _tokenize(
-            one,
+    for dataset in sets:
+        text = stored(dataset) or _tokenize(
+            dataset,
             tokenizer,
             bos=bos,
             eos=eos,
@@ -301,14 +301,16 @@ def build_sequences(
         tokens, documents = len(text.ids), int(np.count_nonzero(text.lengths))
         if tokens - documents < 1:
             what = "no text" if documents == 0 else "no document with at least two tokens"
-            raise DataError(f"data set {one.name!r} is empty: {what} in {'; '.join(map(str, one.document_sources))}")
+            raise DataError(
+                f"data set {dataset.name!r} is empty: {what} in {'; '.join(map(str, dataset.document_sources))}"
+            )
         # ⌈(tokens − 1) / (max_length − 1)⌉: each row scores max_length − 1 tokens, and the set's first one is not
         # scored.
         rows = -(-(tokens - 1) // (max_length - 1))
         spans.append(
             SetSpan(
-                name=one.name,
-                tags=one.tags,
+                name=dataset.name,
+                tags=dataset.tags,
                 documents=documents,
                 start=start,
                 stop=start + tokens,
@@ -336,7 +338,7 @@ def build_sequences(
 
 
 def _tokenize(
-    one: EvaluationSet,
+    dataset: EvaluationSet,
     tokenizer: Tokenizer,
     *,
     bos: int | None,
@@ -348,12 +350,12 @@ def _tokenize(
     after = np.array([] if eos is None else [eos], np.int32)
     pieces: list[np.ndarray] = []
     lengths: list[int] = []
-    waiting: list[Document] = []
-    waiting_chars = chars = skipped = 0
+    batch: list[Document] = []
+    batch_chars = chars = skipped = 0
 
     def flush() -> None:
-        nonlocal waiting_chars, chars
-        for document, ids in zip(waiting, tokenizer.encode_batch([d.text for d in waiting]), strict=True):
+        nonlocal batch_chars, chars
+        for document, ids in zip(batch, tokenizer.encode_batch([d.text for d in batch]), strict=True):
             ids = np.concatenate([before, np.asarray(ids, np.int32), after])
             # Checked here rather than on the device, where an id outside the vocabulary reads an arbitrary row of the
             # embedding.
@@ -365,21 +367,21 @@ def _tokenize(
                 )
             pieces.append(ids)
             lengths.append(len(ids))
-        chars += waiting_chars
-        waiting.clear()
-        waiting_chars = 0
+        chars += batch_chars
+        batch.clear()
+        batch_chars = 0
         if on_progress is not None:
             on_progress(chars)
 
-    for document in one.documents():
+    for document in dataset.documents():
         if not document.text:
             skipped += 1
             continue
-        waiting.append(document)
-        waiting_chars += len(document.text)
-        if waiting_chars >= CHUNK_CHARS:
+        batch.append(document)
+        batch_chars += len(document.text)
+        if batch_chars >= CHUNK_CHARS:
             flush()
-    if waiting:
+    if batch:
         flush()
     stream = np.concatenate(pieces) if pieces else np.array([], np.int32)
     return TokenizedText(ids=stream, lengths=np.array(lengths, np.int64), skipped=skipped, chars=chars)

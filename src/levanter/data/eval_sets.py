@@ -131,9 +131,9 @@ def resolve_evaluation(
     raise_problems([*absent, *problems])
     notes = [f"{name}: no {split or 'validation'} data, so it is not evaluated" for name in without]
     weighted = [
-        f"data.components.{one.name}: tokens with a weight above 0 are scored, each counting as one"
-        for one in sets
-        if isinstance(one.format, PrebuiltLmDatasetFormat) and one.format.loss_weights_key is not None
+        f"data.components.{dataset.name}: tokens with a weight above 0 are scored, each counting as one"
+        for dataset in sets
+        if isinstance(dataset.format, PrebuiltLmDatasetFormat) and dataset.format.loss_weights_key is not None
     ]
     unused = [] if in_training else _unused_keys(config, sets)
     return EvaluationData(sets=tuple(sets), notes=tuple(notes + weighted + unused))
@@ -204,7 +204,7 @@ def _unused_keys(config: LmDataConfig, sets: Sequence[EvaluationSet]) -> list[st
     ]
     if cache:
         notes.append(f"{', '.join(cache)}: no effect; an evaluation builds no token store, cache_dataset does")
-    records = {one.name for one in sets if not one.is_text}
+    records = {dataset.name for dataset in sets if not dataset.is_text}
     training = [f"data.{key}" for key in _TRAINING_KEYS if is_set(config, key)]
     training += [
         f"data.components.{name}.pack"
@@ -213,6 +213,8 @@ def _unused_keys(config: LmDataConfig, sets: Sequence[EvaluationSet]) -> list[st
     ]
     if training:
         notes.append(f"{', '.join(training)}: no effect; only training uses them")
-    if config.chat_template is not None and not any(isinstance(one.format, ChatLmDatasetFormat) for one in sets):
+    if config.chat_template is not None and not any(
+        isinstance(dataset.format, ChatLmDatasetFormat) for dataset in sets
+    ):
         notes.append("data.chat_template: no effect; no evaluated set holds conversations")
     return notes

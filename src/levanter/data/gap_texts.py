@@ -50,9 +50,9 @@ def read_compared_texts(
         MissingFileError: a file no longer exists.
     """
     texts = []
-    for one in sets:
+    for dataset in sets:
         before = len(texts)
-        for document in _documents(one):
+        for document in _documents(dataset):
             if max_documents is not None and len(texts) - before >= max_documents:
                 break
             text = document.text if max_bytes is None else cut(document.text, max_bytes)
@@ -60,7 +60,9 @@ def read_compared_texts(
             if len(text.encode()) > document.begin:
                 texts.append(ComparedText(**{**vars(document), "text": text}))
         if len(texts) == before:
-            raise DataError(f"data set {one.name!r} is empty: no text in {'; '.join(map(str, one.document_sources))}")
+            raise DataError(
+                f"data set {dataset.name!r} is empty: no text in {'; '.join(map(str, dataset.document_sources))}"
+            )
     return tuple(texts)
 
 
@@ -71,15 +73,15 @@ def cut(text: str, max_bytes: int) -> str:
     return text if len(content) <= max_bytes else content[:max_bytes].decode(errors="ignore")
 
 
-def _documents(one: EvaluationSet) -> Iterator[ComparedText]:
-    for part in one.document_sources:
+def _documents(dataset: EvaluationSet) -> Iterator[ComparedText]:
+    for part in dataset.document_sources:
         if not isinstance(part, FileDocuments):
             for row, document in enumerate(part):
-                yield ComparedText(name=one.name, tags=one.tags, shard=str(part), row=row, text=document.text)
+                yield ComparedText(name=dataset.name, tags=dataset.tags, shard=str(part), row=row, text=document.text)
             continue
         for path in part.paths:
-            for row, (text, begin) in enumerate(_file_texts(one.name, path, part.format)):
-                yield ComparedText(name=one.name, tags=one.tags, shard=path, row=row, text=text, begin=begin)
+            for row, (text, begin) in enumerate(_file_texts(dataset.name, path, part.format)):
+                yield ComparedText(name=dataset.name, tags=dataset.tags, shard=path, row=row, text=text, begin=begin)
 
 
 def _file_texts(name: str, path: str, format: LmDatasetFormatBase) -> Iterator[tuple[str, int]]:

@@ -194,36 +194,36 @@ def is_empty(folder: str, manifest: Manifest) -> bool:
     return manifest.shards is None and not any(exists(join(shard_folder(folder, n), SHARD_MARK)) for n in numbers)
 
 
-def compare(folder: str, stored: StoreIdentity, wanted: StoreIdentity, *, sources: bool) -> None:
+def compare(folder: str, stored: StoreIdentity, configured: StoreIdentity, *, sources: bool) -> None:
     """Raises unless a store has the identity of the configuration.
 
     Args:
         folder: the store.
         stored: the store's identity.
-        wanted: the configuration's identity.
+        configured: the configuration's identity.
         sources: whether to compare the sources; false if the files are not available here.
 
     Raises:
         StoreError: with every difference.
     """
     differences = []
-    if stored.tokenizer != wanted.tokenizer:
+    if stored.tokenizer != configured.tokenizer:
         # Only the hash decides; the names help the user to see which tokenizer it was.
         differences.append(
             f"tokenizer: built with {stored.tokenizer_name} ({stored.vocab_size} ids, hash {stored.tokenizer[:12]}), "
-            f"configured {wanted.tokenizer_name} ({wanted.vocab_size} ids, hash {wanted.tokenizer[:12]})"
+            f"configured {configured.tokenizer_name} ({configured.vocab_size} ids, hash {configured.tokenizer[:12]})"
         )
     differences += [
-        f"{key}: built with {getattr(stored, key)!r}, configured {getattr(wanted, key)!r}"
+        f"{key}: built with {getattr(stored, key)!r}, configured {getattr(configured, key)!r}"
         for key in ("bos", "eos", "format", "weighted")
-        if getattr(stored, key) != getattr(wanted, key)
+        if getattr(stored, key) != getattr(configured, key)
     ]
     if sources:
-        differences += _source_differences(stored.sources, wanted.sources)
+        differences += _source_differences(stored.sources, configured.sources)
         # The division into shards alone changes no id, but a store can only be continued with the division it was begun
         # with.
-        if not differences and stored.groups != wanted.groups:
-            differences.append(f"num_shard_groups: built with {stored.groups}, configured {wanted.groups}")
+        if not differences and stored.groups != configured.groups:
+            differences.append(f"num_shard_groups: built with {stored.groups}, configured {configured.groups}")
     if differences:
         listed = "\n".join(f"  {difference}" for difference in differences)
         raise StoreError(
@@ -232,18 +232,18 @@ def compare(folder: str, stored: StoreIdentity, wanted: StoreIdentity, *, source
         )
 
 
-def _source_differences(stored: Sequence[SourceFile], wanted: Sequence[SourceFile]) -> list[str]:
-    before = {source.name: source for source in stored}
-    now = {source.name: source for source in wanted}
-    differences = [f"source {name}: in the store, not configured" for name in before if name not in now]
-    differences += [f"source {name}: configured, not in the store" for name in now if name not in before]
-    for name in before.keys() & now.keys():
-        old, new = before[name], now[name]
+def _source_differences(stored: Sequence[SourceFile], configured: Sequence[SourceFile]) -> list[str]:
+    old_sources = {source.name: source for source in stored}
+    new_sources = {source.name: source for source in configured}
+    differences = [f"source {name}: in the store, not configured" for name in old_sources if name not in new_sources]
+    differences += [f"source {name}: configured, not in the store" for name in new_sources if name not in old_sources]
+    for name in old_sources.keys() & new_sources.keys():
+        old, new = old_sources[name], new_sources[name]
         if old.size != new.size:
             differences.append(f"source {name}: had {old.size:,} bytes, has {new.size:,}")
         elif old.digest != new.digest:
             differences.append(f"source {name}: the text has changed")
     # Order matters: documents are numbered, and so shuffled, in the order of the files.
-    if not differences and [s.name for s in stored] != [s.name for s in wanted]:
+    if not differences and [s.name for s in stored] != [s.name for s in configured]:
         differences.append("sources: the same files in a different order")
     return differences[:8] + ([f"… and {len(differences) - 8} more sources"] if len(differences) > 8 else [])

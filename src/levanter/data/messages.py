@@ -48,8 +48,8 @@ def checked_messages(
     ]
 
 
-def _problems(messages: Sequence[Any], named: Mapping[str, str]) -> Iterator[str]:
-    known = (*named, *named.values(), *(role for role in ROLES if role not in named))
+def _problems(messages: Sequence[Any], roles: Mapping[str, str]) -> Iterator[str]:
+    known = (*roles, *roles.values(), *(role for role in ROLES if role not in roles))
     for number, message in enumerate(messages, 1):
         if not isinstance(message, Mapping):
             yield f"message {number}: expected an object with role and content, found {type(message).__name__}"
@@ -63,8 +63,8 @@ def _problems(messages: Sequence[Any], named: Mapping[str, str]) -> Iterator[str
                 f"{', '.join(dict.fromkeys(known))}; format.roles says what others are (roles: {{{role}: …}})"
             )
         if isinstance(content, str) and (match := NO_TEXT.search(content)) is not None:
-            at = match.start()
-            yield f"message {number}: its content has U+{ord(match.group()):04X} at {at}: no text has that"
+            position = match.start()
+            yield f"message {number}: its content has U+{ord(match.group()):04X} at {position}: no text has that"
         # A message that only calls tools has no content. Content that is a list of parts (images) is refused below.
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             problem = "missing" if content is None else f"{type(content).__name__}, and only text is read"

@@ -50,11 +50,11 @@ class MixtureStage:
     def _counts(self) -> np.ndarray:
         """int64 `[PERIOD, sets]`: rows of each set in each block of a period."""
         # Every block gets the whole part of its share; `rest` counts the blocks of a period that get one row more.
-        whole, rest = np.divmod(self.shares, PERIOD)
+        whole, remainders = np.divmod(self.shares, PERIOD)
         counts = np.tile(whole, (PERIOD, 1))
         # The ones left over, set by set, dealt round the blocks like cards: no set gets two in one block (each has
         # fewer than PERIOD), and every block gets equally many.
-        sets = np.repeat(np.arange(len(rest)), rest)
+        sets = np.repeat(np.arange(len(remainders)), remainders)
         # A keyed order of the blocks, so that the extra rows of a set are spread over the period.
         order = Feistel(PERIOD, subkey(self.key, "rest"))(np.arange(PERIOD))
         counts[order[np.arange(len(sets)) % PERIOD], sets] += 1
@@ -69,8 +69,8 @@ class MixtureStage:
     def turns_before_block(self, number: int) -> np.ndarray:
         """int64 `[sets]`: how often each set is drawn in the stage before block `number`."""
         # Whole periods have exactly `shares` rows of each set, so only the begun period is looked up.
-        periods, rest = divmod(number, PERIOD)
-        return periods * self.shares + self._before[rest]
+        periods, index = divmod(number, PERIOD)
+        return periods * self.shares + self._before[index]
 
     def block_sets(self, number: int) -> np.ndarray:
         """int32 `[block]`: the set of each draw of block `number`."""
@@ -82,10 +82,10 @@ class MixtureStage:
     def turns_before(self, draws: int) -> np.ndarray:
         """int64 `[sets]`: how often each set is drawn in the stage's first `draws` draws."""
         # Complete blocks by the table, the begun block by counting its first draws.
-        number, rest = divmod(draws, self.block)
+        number, remainder = divmod(draws, self.block)
         turns = self.turns_before_block(number)
-        if rest:
-            turns = turns + np.bincount(self.block_sets(number)[:rest], minlength=len(self.shares))
+        if remainder:
+            turns = turns + np.bincount(self.block_sets(number)[:remainder], minlength=len(self.shares))
         return turns
 
 
@@ -127,13 +127,13 @@ class Mixture:
         # Draws of a batch are consecutive, so they lie in one or two blocks, which are computed once.
         for i in np.unique(stage_numbers):
             stage = self.stages[i]
-            here = np.flatnonzero(stage_numbers == i)
-            blocks, inside = np.divmod(draws[here] - stage.start, stage.block)
+            indices = np.flatnonzero(stage_numbers == i)
+            blocks, offsets = np.divmod(draws[indices] - stage.start, stage.block)
             for number in np.unique(blocks):
                 chosen = blocks == number
                 block_sets, block_turns = self._block(int(i), int(number))
-                sets[here[chosen]] = block_sets[inside[chosen]]
-                turns[here[chosen]] = block_turns[inside[chosen]]
+                sets[indices[chosen]] = block_sets[offsets[chosen]]
+                turns[indices[chosen]] = block_turns[offsets[chosen]]
         return sets, turns
 
     def turns_before(self, draw: int) -> np.ndarray:
@@ -151,11 +151,11 @@ class Mixture:
             sets = self.stages[i].block_sets(number)
             turns = np.empty(len(sets), np.int64)
             base = self._stage_turns[i] + self.stages[i].turns_before_block(number)
-            for one in np.unique(sets):
-                here = sets == one
+            for set_index in np.unique(sets):
+                mask = sets == set_index
                 # Draws of one set within the block are numbered in their order, after all draws of the set before the
                 # block.
-                turns[here] = base[one] + np.arange(np.count_nonzero(here))
+                turns[mask] = base[set_index] + np.arange(np.count_nonzero(mask))
             return sets, turns
 
         return block
@@ -171,10 +171,10 @@ class Mixture:
             return None
         # A set whose weight is always 0 never ends, and must not keep `all_exhausted` from ending.
         ends = [self._draw_behind(i, size) for i, size in enumerate(sizes) if self._is_drawn(i)]
-        known = [end for end in ends if end is not None]
+        finite = [end for end in ends if end is not None]
         if strategy == "first_exhausted":
-            return min(known) if known else None
-        return max(known) if len(known) == len(ends) else None
+            return min(finite) if finite else None
+        return max(finite) if len(finite) == len(ends) else None
 
     def _is_drawn(self, which: int) -> bool:
         return any(stage.shares[which] > 0 for stage in self.stages)

@@ -171,13 +171,13 @@ def _alike(tokens: Tokens, begins: np.ndarray, lengths: np.ndarray) -> Iterator[
     # Groups of pairs of about _READ_AT_ONCE tokens.
     ends = np.cumsum(lengths[same, 0])
     # Cut after every `_READ_AT_ONCE` tokens, so that the memory is bounded whatever the number of pairs.
-    for some in np.split(same, np.searchsorted(ends, np.arange(_READ_AT_ONCE, ends[-1], _READ_AT_ONCE)) + 1):
-        if not len(some):
+    for group in np.split(same, np.searchsorted(ends, np.arange(_READ_AT_ONCE, ends[-1], _READ_AT_ONCE)) + 1):
+        if not len(group):
             continue
-        one, other = (tokens.read(begins[some, side], lengths[some, side])[0] for side in (CHOSEN, REJECTED))
-        starts = np.cumsum(lengths[some, 0]) - lengths[some, 0]
+        chosen, rejected = (tokens.read(begins[group, side], lengths[group, side])[0] for side in (CHOSEN, REJECTED))
+        starts = np.cumsum(lengths[group, 0]) - lengths[group, 0]
         # The number of different ids of each pair.
-        yield np.add.reduceat(one != other, starts) == 0
+        yield np.add.reduceat(chosen != rejected, starts) == 0
 
 
 def _counts(tokens: Tokens, begins: np.ndarray, lengths: np.ndarray) -> bool:

@@ -115,32 +115,32 @@ class PairEncoder:
             )
         if self.template is None:
             raise DataError(f"{origin}: messages need a chat template; the tokenizer {self.tokenizer.name} has none")
-        more = template_arguments(value, self.format.chat_template_kwargs, origin)
+        variables = template_arguments(value, self.format.chat_template_kwargs, origin)
         before = value[PROMPT] if shape == "prompt and messages" else []
-        both = [
+        pair = [
             self._messages([*before, *answer], value, f"{origin}, {key}")
             for answer, key in zip(values, self._keys, strict=True)
         ]
         # A record may add a system message, so the prompt may have more messages than the record lists.
-        since = self._prompt_messages(both, len(both[0]) - len(values[0]) if before else None, origin)
+        since = self._prompt_messages(pair, len(pair[0]) - len(values[0]) if before else None, origin)
         encoded = []
-        for messages, key in zip(both, self._keys, strict=True):
+        for messages, key in zip(pair, self._keys, strict=True):
             where = f"{origin}, {key}"
             if not any(_says(message) for message in messages[since:]):
                 raise DataError(f"{where}: empty completion: the assistant says nothing behind the prompt")
             if not self.format.mask_user_turns:
-                encoded.append(self._answers.everything(messages, more, where))
+                encoded.append(self._answers.everything(messages, variables, where))
             else:
                 counted = 0 if self.format.count == "all" else since
-                encoded.append(self._answers.counted(messages, more, where, since=counted))
+                encoded.append(self._answers.counted(messages, variables, where, since=counted))
             # The weight of the last position does not count: nothing follows it.
             if not (encoded[-1].weights is not None and encoded[-1].weights[:-1].any()):
                 raise DataError(f"{where}: empty completion: nothing that the assistant says counts")
         return PreferencePair(chosen=encoded[0], rejected=encoded[1])
 
-    def _prompt_messages(self, both: Sequence[list[dict[str, Any]]], prompt_length: int | None, origin: str) -> int:
+    def _prompt_messages(self, pair: Sequence[list[dict[str, Any]]], prompt_length: int | None, origin: str) -> int:
         """The number of messages of the prompt: the record's prompt, or what both conversations have in common."""
-        chosen, rejected = both
+        chosen, rejected = pair
         if prompt_length is None:
             pairs = enumerate(zip(chosen, rejected, strict=False))
             prompt_length = next((n for n, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
@@ -248,8 +248,8 @@ def _rule(format: PreferenceChatLmDatasetFormat, template: ChatTemplate | None) 
     if not format.mask_user_turns:
         return "every token"
     marked = template is not None and template.marks_generation
-    how = "tokens of the template's generation spans" if marked else "derived: agreement of ids"
-    return f"{how}, {'of all turns' if format.count == 'all' else 'behind the prompt'}"
+    rule = "tokens of the template's generation spans" if marked else "derived: agreement of ids"
+    return f"{rule}, {'of all turns' if format.count == 'all' else 'behind the prompt'}"
 
 
 def describe_pairs(format: PreferenceChatLmDatasetFormat, tokenizer: Tokenizer) -> str:
@@ -258,20 +258,20 @@ def describe_pairs(format: PreferenceChatLmDatasetFormat, tokenizer: Tokenizer) 
     counts = _rule(format, template)
     if template is None:
         return f"the tokenizer has no chat template, so records are plain texts; counted: {counts}"
-    whose = "its own chat template" if format.chat_template is not None else "the tokenizer's chat template"
+    source = "its own chat template" if format.chat_template is not None else "the tokenizer's chat template"
     digest = hashlib.sha256(template.text.encode()).hexdigest()
-    return f"{whose} (sha256 {digest[:12]}…); counted: {counts}"
+    return f"{source} (sha256 {digest[:12]}…); counted: {counts}"
 
 
 def _common_text(chosen: str, rejected: str, *, origin: str) -> str:
     """The words that two texts begin with in common; without the blank before the first differing word."""
     pairs = enumerate(zip(chosen, rejected, strict=False))
-    at = next((n for n, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
+    position = next((n for n, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
     # Tokenizers join a blank with the word behind it, so the blank belongs to the answers.
-    if at and chosen[at - 1] == " ":
-        at -= 1
-    if not at:
+    if position and chosen[position - 1] == " ":
+        position -= 1
+    if not position:
         raise DataError(
             f"{origin}: no common prompt: one begins with {chosen[:40]!r}, the other with {rejected[:40]!r}"
         )
-    return chosen[:at]
+    return chosen[:position]

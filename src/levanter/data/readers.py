@@ -169,9 +169,9 @@ def _decode(path: str, content: bytes, offset: int) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        place = offset + error.start
+        position = offset + error.start
         invalid = content[error.start : error.start + 4].hex(" ")
-        raise DataError(f"{path}: not UTF-8 at byte {place} ({invalid}: {error.reason})") from error
+        raise DataError(f"{path}: not UTF-8 at byte {position} ({invalid}: {error.reason})") from error
 
 
 def _without_mark(content: bytes) -> tuple[bytes, int]:
@@ -273,10 +273,10 @@ def _checked(text: str, origin: str) -> str:
     return text
 
 
-def _missing_key(what: str, key: str, known: list[str]) -> str:
-    close = get_close_matches(key, known, n=1, cutoff=0.5)
+def _missing_key(what: str, key: str, keys: list[str]) -> str:
+    close = get_close_matches(key, keys, n=1, cutoff=0.5)
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"no {what} {key!r} (format.text_key); it has {', '.join(map(repr, known)) or 'none'}{hint}"
+    return f"no {what} {key!r} (format.text_key); it has {', '.join(map(repr, keys)) or 'none'}{hint}"
 
 
 @contextlib.contextmanager

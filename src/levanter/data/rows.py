@@ -71,11 +71,11 @@ class TrainRows:
             segment_ids=np.full((rows, positions), PADDING_SEGMENT, np.int32),
         )
 
-    def put(self, where: np.ndarray, rows: "TrainRows") -> None:
+    def put(self, indices: np.ndarray, rows: "TrainRows") -> None:
         """Writes rows to these indices."""
-        self.tokens[where] = rows.tokens
-        self.loss_weights[where] = rows.loss_weights
-        self.segment_ids[where] = rows.segment_ids
+        self.tokens[indices] = rows.tokens
+        self.loss_weights[indices] = rows.loss_weights
+        self.segment_ids[indices] = rows.segment_ids
 
 
 class Rows(Protocol):
@@ -136,10 +136,10 @@ class ConcatenatedRows:
         first = np.searchsorted(starts, begins, side="right")
         last = np.searchsorted(starts, begins + counts, side="left")
         marks = span_indices(first, last - first)
-        at = np.repeat(np.arange(len(numbers)), last - first)
+        row = np.repeat(np.arange(len(numbers)), last - first)
         begin_marks = np.zeros((len(numbers), self.positions), np.int32)
         # A document that begins at the row's first position is not marked, so it has number 0.
-        np.add.at(begin_marks, (at, starts[marks] - begins[at]), 1)
+        np.add.at(begin_marks, (row, starts[marks] - begins[row]), 1)
         # The last token before padding predicts nothing.
         rows.loss_weights[:, :-1] *= real[:, 1:]
         # A row's last position predicts nothing: its successor is in the next row.
@@ -295,14 +295,14 @@ def _whole_rows(tokens: Tokens, positions: int, separate: bool, most: int | None
             f"all {len(lengths):,} are longer than a row of {positions:,} tokens, and nothing is left of them "
             f"(overlength: {overlength})"
         )
-    kept = ~leave
+    remaining = ~leave
     return PackedRows(
         tokens=tokens,
         positions=positions,
         separate=separate,
-        begins=begins[kept],
-        lengths=cut[kept],
-        packing=pack(cut[kept], positions=positions, most=most),
+        begins=begins[remaining],
+        lengths=cut[remaining],
+        packing=pack(cut[remaining], positions=positions, most=most),
         cut=0 if overlength == "drop" else len(long) - int(leave.sum()),
         kept={"left": "beginning", "right": "end"}.get(overlength, ""),
         dropped=len(long) if overlength == "drop" else 0,
@@ -329,6 +329,6 @@ def take_mixed(sources: Sequence[Rows], which: np.ndarray, numbers: np.ndarray) 
     rows = TrainRows.empty(len(which), sources[0].positions)
     for i in np.unique(which):
         # One read per set: a set's spans are then fetched from its store together.
-        here = np.flatnonzero(which == i)
-        rows.put(here, sources[i].take(numbers[here]))
+        indices = np.flatnonzero(which == i)
+        rows.put(indices, sources[i].take(numbers[indices]))
     return rows

@@ -162,12 +162,12 @@ class ShuffledWindows:
         positions = np.asarray(positions, np.int64)
         number = positions // self.window
         items = np.empty_like(positions)
-        for one in np.unique(number):
-            start = int(one) * self.window
+        for index in np.unique(number):
+            start = int(index) * self.window
             # The last window may be short.
-            inside = permutation(self.kind, min(self.window, self.size - start), subkey(self.key, int(one)))
-            here = number == one
-            items[here] = start + inside(positions[here] - start)
+            order = permutation(self.kind, min(self.window, self.size - start), subkey(self.key, int(index)))
+            mask = number == index
+            items[mask] = start + order(positions[mask] - start)
         return items
 
 
@@ -216,28 +216,28 @@ class Blocks:
     def _slot_start(self, slot: np.ndarray) -> np.ndarray:
         # A *slot* is a place in the order of blocks. Slot s begins at s·block, less what the short block before it
         # lacks.
-        at, lacking = self._short
-        return slot * self.block - np.where(slot > at, lacking, 0)
+        short_slot, lacking = self._short
+        return slot * self.block - np.where(slot > short_slot, lacking, 0)
 
-    def _slots(self, place: np.ndarray) -> np.ndarray:
-        at, lacking = self._short
+    def _slots(self, position: np.ndarray) -> np.ndarray:
+        short_slot, lacking = self._short
         # Slots in front of the short block are `block` long; behind it every slot begins `lacking` earlier.
-        behind = place >= (at + 1) * self.block - lacking
-        return np.where(behind, (place + lacking) // self.block, place // self.block)
+        after_short = position >= (short_slot + 1) * self.block - lacking
+        return np.where(after_short, (position + lacking) // self.block, position // self.block)
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
         positions = np.asarray(positions, np.int64)
         # Windows are runs of `window` consecutive slots; the short block makes its window shorter.
         windows = self._slots(positions) // self.window
         items = np.empty_like(positions)
-        for one in np.unique(windows):
-            first = int(one) * self.window
+        for index in np.unique(windows):
+            first = int(index) * self.window
             start, stop = self._slot_start(np.array([first, min(first + self.window, self._blocks)]))
-            inside = permutation(self.kind, int(stop - start), subkey(self.key, "window", int(one)))
-            here = windows == one
+            order = permutation(self.kind, int(stop - start), subkey(self.key, "window", int(index)))
+            mask = windows == index
             # First within the window: `moved` is a position in the order of blocks; its slot then gives the block and
             # the offset.
-            moved = start + inside(positions[here] - start)
+            moved = start + order(positions[mask] - start)
             slot = self._slots(moved)
-            items[here] = self._order(slot) * self.block + (moved - self._slot_start(slot))
+            items[mask] = self._order(slot) * self.block + (moved - self._slot_start(slot))
         return items

@@ -167,14 +167,14 @@ def open_store(folder: str, manifest: Manifest) -> StoredTokens:
     # `Chunks` caches decoded chunks, so this cache only holds the indices that locate them.
     context = tensorstore_context(INDEX_BYTES)
     arrays: dict[str, list[Any]] = {"ids": [], "weights": [], "offsets": []}
-    waiting = []
+    pending = []
     for number in range(len(manifest.shards)):
         for name in arrays if manifest.identity.weighted else ("ids", "offsets"):
             path = join(shard_folder(folder, number), name)
             # All arrays are opened at once: one after another, a remote store of many shards would take minutes.
-            waiting.append((name, path, open_array(path, context=context)))
+            pending.append((name, path, open_array(path, context=context)))
     try:
-        for name, path, future in waiting:
+        for name, path, future in pending:
             arrays[name].append((path, future.result()))
     except (ValueError, OSError) as error:
         raise StoreError(f"{path}: cannot be opened ({str(error).splitlines()[0]})") from error
@@ -208,12 +208,12 @@ def check_file_sizes(folder: str, manifest: Manifest) -> None:
     problems = []
     for number, mark in enumerate(manifest.shards or ()):
         for file, size in mark.files.items():
-            have = sizes.get(f"{number:05d}/{file}")
-            if have is None:
+            actual = sizes.get(f"{number:05d}/{file}")
+            if actual is None:
                 problems.append(f"{join(shard_folder(folder, number), file)}: missing")
-            elif have != size:
+            elif actual != size:
                 problems.append(
-                    f"{join(shard_folder(folder, number), file)}: {have:,} bytes, but {size:,} were written"
+                    f"{join(shard_folder(folder, number), file)}: {actual:,} bytes, but {size:,} were written"
                 )
     if problems:
         try:

@@ -180,11 +180,11 @@ def build_store(
 
 def _refuse_changed(before: Sequence[SourceFile], sources: Sequence[Source], numbers: Sequence[int]) -> None:
     """Refuses files that were written while they were read: the store would have neither text."""
-    for was, number in zip(before, numbers, strict=True):
+    for old, number in zip(before, numbers, strict=True):
         source = sources[number]
-        now = source.describe() if was.version is not None and isinstance(source, DescribedSource) else was
-        if (now.size, now.version) != (was.size, was.version):
-            raise StoreError(f"{was.name}: changed while it was tokenized ({was.version}, now {now.version})")
+        new = source.describe() if old.version is not None and isinstance(source, DescribedSource) else old
+        if (new.size, new.version) != (old.size, old.version):
+            raise StoreError(f"{old.name}: changed while it was tokenized ({old.version}, now {new.version})")
 
 
 def tokenize_in_memory(
@@ -204,12 +204,12 @@ def tokenize_in_memory(
     for batch in _encode_batches(identity, sources, encoder, shards):
         assert batch.encoded is not None
         encoded = batch.encoded.result()
-        sums.skipped += batch.skipped + sum(not len(one.ids) for one in encoded)
-        for one in filter(lambda one: len(one.ids), encoded):
-            ids.append(one.ids)
-            ends.append(ends[-1] + len(one.ids))
-            if one.weights is not None:
-                weights.append(one.weights)
+        sums.skipped += batch.skipped + sum(not len(document.ids) for document in encoded)
+        for document in filter(lambda document: len(document.ids), encoded):
+            ids.append(document.ids)
+            ends.append(ends[-1] + len(document.ids))
+            if document.weights is not None:
+                weights.append(document.weights)
         sums.chars += batch.chars
         sums.tokens = ends[-1]
         meter.update(batch.shard, sums)

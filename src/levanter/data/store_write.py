@@ -65,17 +65,17 @@ class ShardWriter:
             skipped: empty documents that were left out before.
         """
         self.sums.chars += chars
-        self.sums.skipped += skipped + sum(not len(one.ids) for one in encoded)
-        encoded = [one for one in encoded if len(one.ids)]
+        self.sums.skipped += skipped + sum(not len(item.ids) for item in encoded)
+        encoded = [item for item in encoded if len(item.ids)]
         if not encoded:
             return
-        ids = np.concatenate([one.ids for one in encoded])
+        ids = np.concatenate([item.ids for item in encoded])
         self._ids.add(ids)
         self.sums.largest_id = max(self.sums.largest_id, int(ids.max()))
         if self._weights is not None:
-            self._weights.add(np.concatenate([one.weights for one in encoded if one.weights is not None]))
+            self._weights.add(np.concatenate([item.weights for item in encoded if item.weights is not None]))
         # The end of each document in the shard; documents without tokens have been removed, so all ends differ.
-        ends = self.sums.tokens + np.cumsum([len(one.ids) for one in encoded], dtype=np.int64)
+        ends = self.sums.tokens + np.cumsum([len(item.ids) for item in encoded], dtype=np.int64)
         self._offsets.add(ends)
         self.sums.documents += len(encoded)
         self.sums.tokens = int(ends[-1])
@@ -134,26 +134,26 @@ class GrowingArray:
         }
         self._array = ts.open(spec, create=True, delete_existing=True, context=context).result()
         self._dtype = np.dtype(dtype)
-        self._waiting: list[np.ndarray] = []
+        self._buffer: list[np.ndarray] = []
         self._count = self._written = 0
         self._writing: ts.WriteFutures | None = None
 
     def add(self, values: np.ndarray) -> None:
         """Appends values; each time a file is full, it is written in the background."""
-        self._waiting.append(values.astype(self._dtype, copy=False))
+        self._buffer.append(values.astype(self._dtype, copy=False))
         self._count += len(values)
         # A file of the array is complete as soon as it is full, and is never opened again.
         while self._count >= FILE_VALUES:
-            values = np.concatenate(self._waiting)
+            values = np.concatenate(self._buffer)
             self._put(values[:FILE_VALUES])
-            self._waiting = [values[FILE_VALUES:]]
+            self._buffer = [values[FILE_VALUES:]]
             self._count -= FILE_VALUES
 
     def finish(self) -> None:
         """Writes the remaining values, and waits until every file is on disk."""
         if self._count:
-            self._put(np.concatenate(self._waiting))
-            self._waiting, self._count = [], 0
+            self._put(np.concatenate(self._buffer))
+            self._buffer, self._count = [], 0
         if self._writing is not None:
             self._writing.result()
 

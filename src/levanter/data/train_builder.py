@@ -72,16 +72,16 @@ def marked_sample(
 
 def _runs(counted: np.ndarray) -> list[range]:
     """The maximal ranges of equal values."""
-    runs, at = [], 0
+    runs, start = [], 0
     for _, group in groupby(counted.tolist()):
         length = len(list(group))
-        runs.append(range(at, at + length))
-        at += length
+        runs.append(range(start, start + length))
+        start += length
     return runs
 
 
-def _marked(pieces: list[str], marks: list[bool], between: str) -> str:
-    return between.join(f"⟦{piece}⟧" if mark else piece for piece, mark in zip(pieces, marks, strict=True))
+def _marked(pieces: list[str], marks: list[bool], separator: str) -> str:
+    return separator.join(f"⟦{piece}⟧" if mark else piece for piece, mark in zip(pieces, marks, strict=True))
 
 
 def build_training(
@@ -121,26 +121,27 @@ def build_training(
     raise_problems(list(token_problems(resolved.sets, tokens, limit)))
     schedule = BatchSchedule.of(batch_sizes)
     sets, lines_of_sets, problems, samples = [], [], [], []
-    for one, set_tokens in zip(resolved.sets, tokens, strict=True):
+    for dataset, set_tokens in zip(resolved.sets, tokens, strict=True):
         try:
-            rows = plan_rows(config, one, set_tokens, positions)
+            rows = plan_rows(config, dataset, set_tokens, positions)
             share = last_held_out
-            sets.append(_set_rows(config, one.name, rows, first_batch=schedule.sizes[0], seed=seed, share=share))
+            sets.append(_set_rows(config, dataset.name, rows, first_batch=schedule.sizes[0], seed=seed, share=share))
         except DataError as error:
             problems.append(str(error))
             continue
-        lines_of_sets.append(_describe_set(one, set_tokens, sets[-1], tokenizer))
-        if isinstance(one.format, ChatLmDatasetFormat):
-            samples.append(marked_sample(one.name, set_tokens, tokenizer))
-        elif isinstance(one.format, PreferenceChatLmDatasetFormat):
+        lines_of_sets.append(_describe_set(dataset, set_tokens, sets[-1], tokenizer))
+        if isinstance(dataset.format, ChatLmDatasetFormat):
+            samples.append(marked_sample(dataset.name, set_tokens, tokenizer))
+        elif isinstance(dataset.format, PreferenceChatLmDatasetFormat):
             titles = [f"the first pair, {side}" for side in SIDES]
             samples += [
-                marked_sample(one.name, set_tokens, tokenizer, number=n, what=title) for n, title in enumerate(titles)
+                marked_sample(dataset.name, set_tokens, tokenizer, number=n, what=title)
+                for n, title in enumerate(titles)
             ]
     raise_problems(problems)
     mixture = plan_mixture(
         [(schedule.first_draw(step), weights) for step, weights in resolved.stages],
-        [one.name for one in sets],
+        [dataset.name for dataset in sets],
         block=config.mixture_block_size,
         seed=seed,
     )
@@ -157,7 +158,7 @@ def build_training(
         mixture=mixture,
         schedule=schedule,
         ignored=ignored if ignored is not None and ignored >= 0 else None,
-        draws=mixture.end([one.used for one in sets], config.stop_strategy),
+        draws=mixture.end([dataset.used for dataset in sets], config.stop_strategy),
         described=lines,
         notes=resolved.notes,
         samples=tuple(samples),
@@ -192,25 +193,31 @@ def build_tokens(
         raise StoreError("\n".join(problems))
     sizes = [
         # Finished stores take no time, so they have no share in the progress.
-        0 if one.built is not None and one.built.shards is not None else sum(source.size for source in identity.sources)
-        for one, identity in zip(sets, identities, strict=True)
+        0
+        if dataset.built is not None and dataset.built.shards is not None
+        else sum(source.size for source in identity.sources)
+        for dataset, identity in zip(sets, identities, strict=True)
     ]
     opened: list[Tokens] = []
     total, before, tokens = max(sum(sizes), 1), 0, 0
-    for one, identity, size in zip(sets, identities, sizes, strict=True):
+    for dataset, identity, size in zip(sets, identities, sizes, strict=True):
         # The defaults bind the values of this round of the loop.
         def report(progress: BuildProgress, size: int = size, before: int = before, tokens: int = tokens) -> None:
             if on_progress is not None:
                 fraction = (before + progress.fraction * size) / total
                 on_progress(BuildProgress(tokens=tokens + progress.tokens, fraction=fraction))
 
-        manifest = one.built
-        if one.folder is not None and (manifest is None or manifest.shards is None):
-            manifest = build_store(one.folder, identity, one.sources(), _encoder(one, identity, tokenizer), report)
-        if one.folder is not None and manifest is not None:
-            opened.append(open_store(one.folder, manifest))
+        manifest = dataset.built
+        if dataset.folder is not None and (manifest is None or manifest.shards is None):
+            manifest = build_store(
+                dataset.folder, identity, dataset.sources(), _encoder(dataset, identity, tokenizer), report
+            )
+        if dataset.folder is not None and manifest is not None:
+            opened.append(open_store(dataset.folder, manifest))
         else:
-            opened.append(tokenize_in_memory(identity, one.sources(), _encoder(one, identity, tokenizer), report))
+            opened.append(
+                tokenize_in_memory(identity, dataset.sources(), _encoder(dataset, identity, tokenizer), report)
+            )
         before += size
         tokens += int(opened[-1].starts[-1]) if size else 0
     return opened
@@ -228,9 +235,9 @@ def compare_stores(
         vocab_size: the size of the model's vocabulary.
     """
     _, problems = _identities(config, sets, tokenizer)
-    for one in sets:
-        if one.built is not None and one.built.shards is not None and one.built.largest_id >= vocab_size:
-            problems.append(vocabulary_error(one, one.built.largest_id, vocab_size))
+    for dataset in sets:
+        if dataset.built is not None and dataset.built.shards is not None and dataset.built.largest_id >= vocab_size:
+            problems.append(vocabulary_error(dataset, dataset.built.largest_id, vocab_size))
     return problems
 
 
@@ -240,8 +247,10 @@ def template_lines(sets: Sequence[TrainingSet], tokenizer: Tokenizer) -> list[st
     Raises:
         DataError: a set has no template.
     """
-    chats = [(one.name, one.format) for one in sets if isinstance(one.format, ChatLmDatasetFormat)]
-    pairs = [(one.name, one.format) for one in sets if isinstance(one.format, PreferenceChatLmDatasetFormat)]
+    chats = [(dataset.name, dataset.format) for dataset in sets if isinstance(dataset.format, ChatLmDatasetFormat)]
+    pairs = [
+        (dataset.name, dataset.format) for dataset in sets if isinstance(dataset.format, PreferenceChatLmDatasetFormat)
+    ]
     return [
         *(f"{name}: {describe_chat(format, tokenizer)}" for name, format in chats),
         *(f"{name}: pairs; {describe_pairs(format, tokenizer)}" for name, format in pairs),
@@ -253,45 +262,47 @@ def _identities(
 ) -> tuple[list[StoreIdentity], list[str]]:
     """The identity of each set's token store by the configuration, and the problems of stores that have another one."""
     identities, problems = [], []
-    for one in sets:
+    for dataset in sets:
         try:
-            identity = store_identity(config, one, tokenizer)
+            identity = store_identity(config, dataset, tokenizer)
         # A `StoreError` concerns storage rather than this set, so it is raised at once; other problems are collected.
         except StoreError:
             raise
         except DataError as error:
-            problems.append(f"data set {one.name!r}: {error}")
+            problems.append(f"data set {dataset.name!r}: {error}")
             continue
         identities.append(identity)
-        if one.built is not None and one.folder is not None:
+        if dataset.built is not None and dataset.folder is not None:
             try:
-                compare(one.folder, one.built.identity, identity, sources=one.document_sources is not None)
-                if one.document_sources is not None:
-                    refuse_stale(one.folder, one.built, identity)
+                compare(dataset.folder, dataset.built.identity, identity, sources=dataset.document_sources is not None)
+                if dataset.document_sources is not None:
+                    refuse_stale(dataset.folder, dataset.built, identity)
             except StoreError as error:
                 problems.append(str(error))
     return identities, problems
 
 
-def store_identity(config: LmDataConfig, one: TrainingSet, tokenizer: Tokenizer) -> StoreIdentity:
+def store_identity(config: LmDataConfig, dataset: TrainingSet, tokenizer: Tokenizer) -> StoreIdentity:
     """The identity of a set's token store by the configuration."""
     # Chat templates write BOS and EOS themselves, and prebuilt ids contain them. Preferences may be plain texts.
-    around = isinstance(one.format, TextLmDatasetFormat | SupervisedLmDatasetFormat | PreferenceChatLmDatasetFormat)
+    adds_bos_eos = isinstance(
+        dataset.format, TextLmDatasetFormat | SupervisedLmDatasetFormat | PreferenceChatLmDatasetFormat
+    )
     return StoreIdentity(
         tokenizer=tokenizer.hash,
         tokenizer_name=tokenizer.name,
         vocab_size=tokenizer.vocab_size,
-        bos=tokenizer.bos_id if around and config.enforce_bos else None,
-        eos=tokenizer.eos_id if around and config.enforce_eos else None,
-        format=one.format_json(tokenizer),
-        weighted=not isinstance(one.format, TextLmDatasetFormat),
-        sources=tuple(source.describe() for source in one.sources()),
+        bos=tokenizer.bos_id if adds_bos_eos and config.enforce_bos else None,
+        eos=tokenizer.eos_id if adds_bos_eos and config.enforce_eos else None,
+        format=dataset.format_json(tokenizer),
+        weighted=not isinstance(dataset.format, TextLmDatasetFormat),
+        sources=tuple(source.describe() for source in dataset.sources()),
         groups=config.cache_options.num_shard_groups or 128,
     )
 
 
-def _encoder(one: TrainingSet, identity: StoreIdentity, tokenizer: Tokenizer) -> Encoder:
-    format = one.format
+def _encoder(dataset: TrainingSet, identity: StoreIdentity, tokenizer: Tokenizer) -> Encoder:
+    format = dataset.format
     if isinstance(format, PrebuiltLmDatasetFormat):
         return PrebuiltEncoder(format=format, vocab_size=tokenizer.vocab_size)
     if isinstance(format, SupervisedLmDatasetFormat):
@@ -307,19 +318,19 @@ def _encoder(one: TrainingSet, identity: StoreIdentity, tokenizer: Tokenizer) ->
 
 def token_problems(sets: Sequence[TrainingSet], tokens: Sequence[Tokens], vocab_size: int) -> Iterator[str]:
     """Problems that make a set useless: no text, ids that the model lacks, nothing that counts in the loss."""
-    for one, set_tokens in zip(sets, tokens, strict=True):
-        where = one.folder if one.document_sources is None else "; ".join(map(str, one.document_sources))
+    for dataset, set_tokens in zip(sets, tokens, strict=True):
+        where = dataset.folder if dataset.document_sources is None else "; ".join(map(str, dataset.document_sources))
         # Every document's first token is context, so at least one document needs two tokens.
         if set_tokens.starts[-1] - (len(set_tokens.starts) - 1) < 1:
             what = "no text" if set_tokens.starts[-1] == 0 else "no document with at least two tokens"
-            if isinstance(one.format, ChatLmDatasetFormat):
+            if isinstance(dataset.format, ChatLmDatasetFormat):
                 what = "no conversation in which the assistant says something"
-            yield f"data set {one.name!r} is empty: {what} in {where}"
+            yield f"data set {dataset.name!r} is empty: {what} in {where}"
         elif set_tokens.largest_id >= vocab_size:
-            yield vocabulary_error(one, set_tokens.largest_id, vocab_size)
+            yield vocabulary_error(dataset, set_tokens.largest_id, vocab_size)
         elif set_tokens.weighted and not counted_tokens(set_tokens)[0]:
-            why = _UNCOUNTED[type(one.format)]
-            yield f"data set {one.name!r}: none of its {set_tokens.starts[-1]:,} tokens counts in the loss; {why}"
+            why = _UNCOUNTED[type(dataset.format)]
+            yield f"data set {dataset.name!r}: none of its {set_tokens.starts[-1]:,} tokens counts in the loss; {why}"
 
 
 _UNCOUNTED: dict[type, str] = {
@@ -344,8 +355,8 @@ def counted_tokens(tokens: Tokens) -> tuple[int, int]:
     while stop < total and not counted:
         begin, stop = stop, min(stop + _COUNTED_AT_ONCE, total)
         # The documents that end within this stretch.
-        first, behind = np.searchsorted(tokens.starts, [begin, stop], side="right")
-        ends = tokens.starts[first:behind] - 1
+        first, last = np.searchsorted(tokens.starts, [begin, stop], side="right")
+        ends = tokens.starts[first:last] - 1
         _, weights = tokens.read(np.array([begin]), np.array([stop - begin]))
         assert weights is not None
         # From a document's last token nothing is predicted, whatever its weight.
@@ -353,29 +364,29 @@ def counted_tokens(tokens: Tokens) -> tuple[int, int]:
     return counted, stop
 
 
-def vocabulary_error(one: TrainingSet, largest: int, vocab_size: int) -> str:
+def vocabulary_error(dataset: TrainingSet, largest: int, vocab_size: int) -> str:
     """The message about a set with ids that the model lacks."""
-    where = one.folder if one.document_sources is None else "; ".join(map(str, one.document_sources))
+    where = dataset.folder if dataset.document_sources is None else "; ".join(map(str, dataset.document_sources))
     return (
-        f"data set {one.name!r}: token id {largest} is outside the model's vocabulary of {vocab_size}; "
+        f"data set {dataset.name!r}: token id {largest} is outside the model's vocabulary of {vocab_size}; "
         f"{where} and model do not match"
     )
 
 
-def plan_rows(config: LmDataConfig, one: TrainingSet, tokens: Tokens, positions: int) -> Rows:
+def plan_rows(config: LmDataConfig, dataset: TrainingSet, tokens: Tokens, positions: int) -> Rows:
     """Lays a set's documents into rows, by `pack` of the component or of its format."""
-    if isinstance(one.format, PreferenceChatLmDatasetFormat):
+    if isinstance(dataset.format, PreferenceChatLmDatasetFormat):
         try:
-            return pair_rows(tokens, half=positions, slices=one.format.slice_strategy)
+            return pair_rows(tokens, half=positions, slices=dataset.format.slice_strategy)
         except DataError as error:
-            raise DataError(f"data set {one.name!r}: {error}") from error
+            raise DataError(f"data set {dataset.name!r}: {error}") from error
     separate = config.block_cross_document_attention
-    pack = one.pack
+    pack = dataset.pack
     overlength: Overlength = "cut"
-    if isinstance(one.format, ChatLmDatasetFormat):
-        overlength = one.format.overlength
+    if isinstance(dataset.format, ChatLmDatasetFormat):
+        overlength = dataset.format.overlength
     if pack is None or pack is False:
-        if isinstance(one.format, TextLmDatasetFormat):
+        if isinstance(dataset.format, TextLmDatasetFormat):
             return ConcatenatedRows(tokens=tokens, positions=positions, separate=separate)
         # A record must stay whole, so `pack: false` puts one record in a row and pads it.
         pack = True if pack is None else "pad"
@@ -383,7 +394,7 @@ def plan_rows(config: LmDataConfig, one: TrainingSet, tokens: Tokens, positions:
     try:
         return packed_rows(tokens, positions=positions, separate=separate, most=most, overlength=overlength)
     except DataError as error:
-        raise DataError(f"data set {one.name!r}: {error}") from error
+        raise DataError(f"data set {dataset.name!r}: {error}") from error
 
 
 def _set_rows(
@@ -431,29 +442,31 @@ def _set_rows(
     )
 
 
-def _describe_set(one: TrainingSet, tokens: Tokens, rows: SetRows, tokenizer: Tokenizer) -> str:
+def _describe_set(dataset: TrainingSet, tokens: Tokens, rows: SetRows, tokenizer: Tokenizer) -> str:
     documents = len(tokens.starts) - 1
     counted = ""
     if tokens.weighted:
-        some, of = counted_tokens(tokens)
-        counted = f", {some / of:.1%} of them count" + ("" if of == tokens.starts[-1] else f" (of the first {of:,})")
+        count, examined = counted_tokens(tokens)
+        counted = f", {count / examined:.1%} of them count" + (
+            "" if examined == tokens.starts[-1] else f" (of the first {examined:,})"
+        )
     clauses = [
-        f"{one.name}: {int(tokens.starts[-1]):,} tokens{counted} in {documents:,} documents",
+        f"{dataset.name}: {int(tokens.starts[-1]):,} tokens{counted} in {documents:,} documents",
         f"{len(rows.rows):,} rows of {rows.rows.positions} ({rows.rows.describe()})",
     ]
-    if isinstance(one.format, PreferenceChatLmDatasetFormat):
-        clauses.append(describe_pairs(one.format, tokenizer))
-    if isinstance(one.format, ChatLmDatasetFormat):
-        clauses.append(describe_chat(one.format, tokenizer))
+    if isinstance(dataset.format, PreferenceChatLmDatasetFormat):
+        clauses.append(describe_pairs(dataset.format, tokenizer))
+    if isinstance(dataset.format, ChatLmDatasetFormat):
+        clauses.append(describe_chat(dataset.format, tokenizer))
         if tokens.skipped:
             clauses.append(f"{tokens.skipped:,} conversations in which the assistant says nothing left out")
     if rows.held_out:
         clauses.append(f"{rows.held_out:,} rows held out")
     if rows.used + rows.held_out < len(rows.rows):
         clauses.append(f"{rows.used:,} rows used")
-    clauses.append("in memory" if one.folder is None else f"token store {one.folder}")
-    if one.note:
-        clauses.append(one.note)
+    clauses.append("in memory" if dataset.folder is None else f"token store {dataset.folder}")
+    if dataset.note:
+        clauses.append(dataset.note)
     return "; ".join(clauses)
 
 

@@ -101,8 +101,8 @@ class SetRows:
         epochs, positions = np.divmod(np.asarray(turns, np.int64), self.used)
         items = np.empty_like(positions)
         for epoch in np.unique(epochs):
-            here = epochs == epoch
-            items[here] = self._order(int(epoch))(positions[here])
+            mask = epochs == epoch
+            items[mask] = self._order(int(epoch))(positions[mask])
         # `items` are positions in the divided set (used rows first); `split` maps them to rows.
         return self.split(items)
 
@@ -163,7 +163,7 @@ class TrainingData:
     def steps_of_epochs(self, epochs: int) -> int:
         """Whole steps until every set has been read `epochs` times."""
         # Counting every set `epochs` times as long turns "each set read `epochs` times" into "each set read once".
-        draws = self.mixture.end([one.used * epochs for one in self.sets], "all_exhausted")
+        draws = self.mixture.end([set_rows.used * epochs for set_rows in self.sets], "all_exhausted")
         if draws is None:
             raise DataError(
                 "the last weights exclude a set that was not finished before; it never completes its last epoch"
@@ -186,9 +186,9 @@ class TrainingData:
         which, turns = self.mixture.at(np.arange(first + start, first + stop))
         numbers = np.empty_like(turns)
         for i in np.unique(which):
-            here = which == i
-            numbers[here] = self.sets[i].numbers(turns[here])
-        batch = take_mixed([one.rows for one in self.sets], which, numbers)
+            mask = which == i
+            numbers[mask] = self.sets[i].numbers(turns[mask])
+        batch = take_mixed([set_rows.rows for set_rows in self.sets], which, numbers)
         if self.ignored is not None:
             # The prediction of the ignored id counts nowhere; its weight is at the position before it.
             batch.loss_weights[:, :-1] *= batch.tokens[:, 1:] != self.ignored
@@ -211,8 +211,11 @@ class TrainingData:
         # refuse to resume every earlier run.
         facts = [
             self.positions,
-            [(one.name, len(one.rows), one.rows.describe(), one.used, one.held_out) for one in self.sets],
-            [(one.split, one.shuffle, one.kind, one.key) for one in self.sets],
+            [
+                (set_rows.name, len(set_rows.rows), set_rows.rows.describe(), set_rows.used, set_rows.held_out)
+                for set_rows in self.sets
+            ],
+            [(set_rows.split, set_rows.shuffle, set_rows.kind, set_rows.key) for set_rows in self.sets],
             [(stage.start, stage.block, stage.key, stage.shares.tolist()) for stage in self.mixture.stages],
             [line.partition("; token store")[0] for line in self.described],
         ]
@@ -228,10 +231,10 @@ class TrainingData:
         if steps is not None:
             draws = self.schedule.first_draw(steps)
             turns = self.mixture.turns_before(draws)
-            for one, count in zip(self.sets, turns, strict=True):
+            for set_rows, count in zip(self.sets, turns, strict=True):
                 lines.append(
-                    f"{one.name}: {count:,} of {draws:,} rows ({count / max(draws, 1):.2%}), "
-                    f"{count / one.used:.2f} epochs"
+                    f"{set_rows.name}: {count:,} of {draws:,} rows ({count / max(draws, 1):.2%}), "
+                    f"{count / set_rows.used:.2f} epochs"
                 )
         if self.steps is not None:
             lines.append(f"the data ends after {self.steps:,} steps")

@@ -158,7 +158,7 @@ class TrainingSets:
 
     def describe(self) -> list[str]:
         """A line for each set, and for each stage of the weights."""
-        lines = [str(one) for one in self.sets]
+        lines = [str(training_set) for training_set in self.sets]
         if len(self.sets) > 1 or len(self.stages) > 1:
             for step, weights in self.stages:
                 total = sum(weights.values())
@@ -264,14 +264,15 @@ def _training_set(
     format, pack = format_and_pack(where, component, formats)
     built = None if folder is None else _manifest(where, folder)
     finished = built is not None and built.shards is not None
-    note = other = "" if built is not None else _other_cache(folder)
+    note = other_cache = "" if built is not None else _other_cache(folder)
     documents: tuple[Documents, ...] | None
     if isinstance(component, DatasetComponent) and component.source is None:
         if folder is None:
             raise DataError(f"{where}: has neither a source nor a cache_dir")
         if not finished:
             raise MissingFileError(
-                f"{where}: has no source, and there is no finished token store in {folder}{other and '; ' + other}"
+                f"{where}: has no source, and there is no finished token store in {folder}"
+                f"{other_cache and '; ' + other_cache}"
             )
         documents = None
     else:

@@ -160,8 +160,8 @@ class Lease:
         self._confirmed = _clock()
 
     def _taken_over(self, claim: Claim | None) -> LeaseLostError:
-        other = None if claim is None else Holder.read(claim.content)
-        who = f"by {other}" if other is not None else "by a process that has ended since, or its lease was deleted"
+        holder = None if claim is None else Holder.read(claim.content)
+        who = f"by {holder}" if holder is not None else "by a process that has ended since, or its lease was deleted"
         return LeaseLostError(
             f"{self.place}: was taken over {who}; this process writes nothing more there. Two runs shared the folder, "
             f"or this one gave no sign of life for {self._times.stale:g} s (suspended, or cut off)"
@@ -304,8 +304,8 @@ class _Taking:
                 continue  # another process created this claim first; judge that claim in the next round
             if claim is not None:
                 before = Holder.read(claim.content)
-                whose = "a damaged lease" if before is None else f"the lease of {before}"
-                logger.warning("%s: took over %s (%s)", self._place, whose, why)
+                owner = "a damaged lease" if before is None else f"the lease of {before}"
+                logger.warning("%s: took over %s (%s)", self._place, owner, why)
             # Files of lower numbers are obsolete. Another process that tries to create this number now fails.
             self._files.keep_only(number)
             lease = Lease(self._place, self._files, number, self._holder, self._times)
@@ -348,12 +348,12 @@ class _Taking:
         if self._announced:
             return
         self._announced = True
-        whose = "a damaged lease" if holder is None else str(holder)
+        owner = "a damaged lease" if holder is None else str(holder)
         if alive:
-            logger.info("%s: waiting for %s", self._place, whose)
+            logger.info("%s: waiting for %s", self._place, owner)
         else:
             logger.warning(
-                "%s: found a lease: %s; watching up to %g s for a sign of life", self._place, whose, self._times.stale
+                "%s: found a lease: %s; watching up to %g s for a sign of life", self._place, owner, self._times.stale
             )
 
     def _refusal(self, holder: Holder | None) -> str:

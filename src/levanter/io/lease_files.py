@@ -114,8 +114,8 @@ class _Local:
                     content = file.read(1 << 16)
                 # The text is only compared with an earlier one, so any format does that changes with the time of a
                 # beat.
-                signs = [f"{name} {self._modified(name)}" for name in beats]
-                return Claim(number, content, " ".join(signs))
+                beat_texts = [f"{name} {self._modified(name)}" for name in beats]
+                return Claim(number, content, " ".join(beat_texts))
 
     def _modified(self, name: str) -> int:
         # NFS clients cache the result of `stat`; an open asks the server (close-to-open consistency).
@@ -179,19 +179,19 @@ class _Local:
             with open(probe, "xb") as file:
                 # The time of a new file is the clock of the storage, which also set the times of the claim and the
                 # beat.
-                now = os.fstat(file.fileno()).st_mtime_ns
+                storage_time = os.fstat(file.fileno()).st_mtime_ns
         except OSError:
             return None
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(probe)
-        seen = [claim_name(claim.number), *([] if holder is None else [beat_name(claim.number, holder)])]
+        names = [claim_name(claim.number), *([] if holder is None else [beat_name(claim.number, holder)])]
         times = []
-        for name in seen:
+        for name in names:
             with contextlib.suppress(FileNotFoundError):
                 times.append(self._modified(name))
         # A beat later than the probe means that the clock of the storage cannot be trusted; then the age is unknown.
-        return (now - max(times)) / 1e9 if times and max(times) <= now else None
+        return (storage_time - max(times)) / 1e9 if times and max(times) <= storage_time else None
 
     def keep_only(self, number: int) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -256,8 +256,8 @@ class _Remote:
                 # A remote beat is a counter, because not every store reports a time, or one that is finer than a
                 # second.
                 beats = sorted(name for name in names if name.startswith(f"{number:06d}.") and name.endswith(".beat"))
-                signs = [f"{name} {self._read(name)!r}" for name in beats]
-                return Claim(number, content, " ".join(signs))
+                beat_texts = [f"{name} {self._read(name)!r}" for name in beats]
+                return Claim(number, content, " ".join(beat_texts))
 
     def create(self, number: int, content: bytes) -> bool:
         path = self._at(claim_name(number))
@@ -286,15 +286,15 @@ class _Remote:
         try:
             self._fs.pipe_file(probe, b"0")
             # As on a disk, a new file shows the clock of the storage.
-            now = self._modified(probe)
+            storage_time = self._modified(probe)
         finally:
             with contextlib.suppress(OSError):
                 self._fs.rm_file(probe)
-        seen = [claim_name(claim.number), *([] if holder is None else [beat_name(claim.number, holder)])]
-        times = [time for name in seen if (time := self._modified(self._at(name))) is not None]
-        if now is None or not times or max(times) > now:
+        names = [claim_name(claim.number), *([] if holder is None else [beat_name(claim.number, holder)])]
+        times = [time for name in names if (time := self._modified(self._at(name))) is not None]
+        if storage_time is None or not times or max(times) > storage_time:
             return None
-        return (now - max(times)).total_seconds()
+        return (storage_time - max(times)).total_seconds()
 
     def _modified(self, path: str) -> datetime | None:
         self._fs.invalidate_cache()

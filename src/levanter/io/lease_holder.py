@@ -84,7 +84,7 @@ _TEXTS = ("id", "host", "machine", "started", "user", "what", "since")
 
 def _printable(text: str) -> str:
     """A text from a claim, safe for a terminal: anyone with access to the folder may have written it."""
-    return "".join(sign if sign.isprintable() else "?" for sign in text[:200])
+    return "".join(character if character.isprintable() else "?" for character in text[:200])
 
 
 def _machine() -> str:

@@ -43,8 +43,8 @@ def setup_logging(level: int | str = logging.INFO, *, process_index: int = 0, pr
             handler.close()
     handler = _StderrHandler()
     handler.set_name(HANDLER_NAME)
-    where = f" [{process_index}]" if process_count > 1 else ""
-    handler.setFormatter(logging.Formatter(f"%(asctime)s{where} %(levelname).1s %(name)s: %(message)s", "%H:%M:%S"))
+    label = f" [{process_index}]" if process_count > 1 else ""
+    handler.setFormatter(logging.Formatter(f"%(asctime)s{label} %(levelname).1s %(name)s: %(message)s", "%H:%M:%S"))
     handler.setLevel(level if process_index == 0 else max(logging.WARNING, _number(level)))
     root.addHandler(handler)
     # The root level is the lower bound for every handler; process 1 and up filter in the handler, so that handlers of

@@ -65,26 +65,26 @@ def _folder(output: Output) -> str | None:
     if is_remote(path):
         # A `new folder` is assembled in its parent folder, so that one must be writable.
         return path if output.kind == "folder" else path.rstrip("/").rpartition("/")[0]
-    at = os.path.abspath(local_path(path))
+    absolute = os.path.abspath(local_path(path))
     kind = special_kind(path)
     if output.kind == "file":
         if kind is not None:
             check_special(path, kind)
             return None
-        if path.endswith("/") or os.path.isdir(at):
+        if path.endswith("/") or os.path.isdir(absolute):
             raise output_error(path, IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR)))
-        _no_circle(path, at)
+        _no_circle(path, absolute)
         # `atomic_write` replaces the file that a link leads to, so its folder is the one to test.
-        return os.path.dirname(os.path.realpath(at))
-    _no_circle(path, at)
-    if kind is not None or (os.path.exists(at) and not stat.S_ISDIR(os.stat(at).st_mode)):
+        return os.path.dirname(os.path.realpath(absolute))
+    _no_circle(path, absolute)
+    if kind is not None or (os.path.exists(absolute) and not stat.S_ISDIR(os.stat(absolute).st_mode)):
         raise OutputError(f"{path}: is a {kind or 'file'}, and a folder is to be written\n  → name a folder")
-    return at if output.kind == "folder" else os.path.dirname(at)
+    return absolute if output.kind == "folder" else os.path.dirname(absolute)
 
 
-def _no_circle(path: str, at: str) -> None:
+def _no_circle(path: str, absolute: str) -> None:
     # `realpath` resolves links completely, except where they lead in a circle.
-    if os.path.islink(os.path.realpath(at)):
+    if os.path.islink(os.path.realpath(absolute)):
         raise output_error(path, OSError(errno.ELOOP, os.strerror(errno.ELOOP)))
 
 

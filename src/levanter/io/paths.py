@@ -258,7 +258,7 @@ def _match(path: str) -> list[str]:
 
 
 def _brace_depth(pattern: str) -> int:
-    depths = itertools.accumulate({"{": 1, "}": -1}.get(sign, 0) for sign in pattern)
+    depths = itertools.accumulate({"{": 1, "}": -1}.get(character, 0) for character in pattern)
     return max(depths, default=0)
 
 
@@ -288,13 +288,13 @@ def _alternatives(body: str, pattern: str) -> Iterator[str]:
             yield f"{number:0{width}d}"
         return
     alternatives, depth, current = [], 0, ""
-    for sign in body:
-        if sign == "," and depth == 0:
+    for character in body:
+        if character == "," and depth == 0:
             alternatives.append(current)
             current = ""
             continue
-        depth += {"{": 1, "}": -1}.get(sign, 0)
-        current += sign
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        current += character
     alternatives.append(current)
     if len(alternatives) == 1:  # `{name}` is no list: it stays as it is, as in a shell
         for inner in expand_braces(body):

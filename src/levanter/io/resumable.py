@@ -22,7 +22,7 @@ from levanter.io.paths import base_name, exists, filesystem, join, open_read
 
 logger = logging.getLogger(__name__)
 
-IDENTITY, PARTS = "run.json", "parts"
+IDENTITY, PART_FOLDER = "run.json", "parts"
 T = TypeVar("T")
 _PART = re.compile(r"part-(\d+)\..*")
 
@@ -175,10 +175,10 @@ class ResumableResults(abc.ABC):
         """The identity in the content of a marker."""
 
     @property
-    def parts(self) -> PartFolder:
+    def part_folder(self) -> PartFolder:
         """The folder of the parts."""
         return PartFolder(
-            path=join(self.folder, PARTS),
+            path=join(self.folder, PART_FOLDER),
             identity=self.identity,
             digits=self.digits,
             ending=self.ending,
@@ -193,13 +193,13 @@ class ResumableResults(abc.ABC):
         Raises:
             OtherRunError: another run has finished or begun here; lists the differences.
         """
-        parts, path = self.parts, join(self.folder, self.marker)
+        part_folder, path = self.part_folder, join(self.folder, self.marker)
         # The marker is written after all parts, so it decides even if the removal of the parts was interrupted.
         if exists(path):
-            identity = self.finished_identity(parts.read_json(path))
-            parts.require_same(identity, f"{self.key}{self.folder} holds the results of")
+            identity = self.finished_identity(part_folder.read_json(path))
+            part_folder.require_same(identity, f"{self.key}{self.folder} holds the results of")
             return True
-        parts.has_begun(f"{self.key}{self.folder} holds a part of")
+        part_folder.has_begun(f"{self.key}{self.folder} holds a part of")
         return False
 
     def begin(self) -> None:
@@ -207,13 +207,13 @@ class ResumableResults(abc.ABC):
         self.check_lease()
         # The temporary file of a marker is in the folder itself, those of parts in the subfolder.
         remove_stale_temporaries(self.folder)
-        self.parts.begin()
+        self.part_folder.begin()
 
     def clean(self) -> None:
         """Removes the parts, and temporary files of interrupted writers."""
         self.check_lease()
         remove_stale_temporaries(self.folder)
-        self.parts.remove()
+        self.part_folder.remove()
 
     def start_over(self) -> None:
         """Removes the parts and the marker of any run; its results are overwritten when this run finishes."""
@@ -226,13 +226,13 @@ class ResumableResults(abc.ABC):
         Raises:
             LeaseLostError: another process has taken it over.
         """
-        self.parts.check_lease()
+        self.part_folder.check_lease()
 
     def write_rows(self, number: int, rows: Json) -> None:
         """Writes a part in JSON, with a checksum of its rows and of the identity."""
-        parts = self.parts
-        parts.check_lease()
-        with atomic_write(parts.at(number)) as file:
+        part_folder = self.part_folder
+        part_folder.check_lease()
+        with atomic_write(part_folder.at(number)) as file:
             file.write(json.dumps({"rows": rows, "crc32": self._checksum(number, rows)}).encode())
 
     def read_rows(self, parse: Callable[[Any], T], *, consequence: str) -> dict[int, T]:
@@ -242,11 +242,11 @@ class ResumableResults(abc.ABC):
             parse: rows → value; raises ValueError, KeyError or TypeError for invalid rows.
             consequence: what the run does about a damaged part, for the warning.
         """
-        parts = self.parts
+        part_folder = self.part_folder
         values: dict[int, T] = {}
-        for number, path in parts.numbered().items():
+        for number, path in part_folder.numbered().items():
             try:
-                part: Any = parts.read_json(path)
+                part: Any = part_folder.read_json(path)
                 if part["crc32"] != self._checksum(number, part["rows"]):
                     raise ValueError("its checksum differs")
                 values[number] = parse(part["rows"])

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 READABLE = "levanter.readable"
 """The name of the error handler of encodings that replaces characters which the terminal's encoding lacks."""
-_NEAR = {
+_ASCII = {
     **dict.fromkeys("–—−─━═┄┅┈┉╌╍╴╶", "-"),
     **dict.fromkeys("│┃║┆┇┊┋╎╏", "|"),
     **{"×": "x", "→": "->", "←": "<-", "…": "...", "≥": ">=", "≤": "<=", "≈": "~", "·": ".", "•": "*", "√": "sqrt"},
@@ -58,17 +58,17 @@ def for_errors() -> IO[str]:
 
 def _readable(error: UnicodeError) -> tuple[str, int]:
     assert isinstance(error, UnicodeEncodeError)
-    return "".join(map(_near, error.object[error.start : error.end])), error.end
+    return "".join(map(_ascii_text, error.object[error.start : error.end])), error.end
 
 
-def _near(sign: str) -> str:
+def _ascii_text(character: str) -> str:
     """The ASCII text that replaces a character."""
-    if sign in _NEAR:
-        return _NEAR[sign]
-    if 0x2500 <= ord(sign) < 0x25A0:  # corners of tables, and bars
-        return "+" if ord(sign) < 0x2580 else "#"
+    if character in _ASCII:
+        return _ASCII[character]
+    if 0x2500 <= ord(character) < 0x25A0:  # corners of tables, and bars
+        return "+" if ord(character) < 0x2580 else "#"
     # `é` is an `e` with an accent, `²` a small `2`.
-    return unicodedata.normalize("NFKD", sign).encode("ascii", "ignore").decode() or ascii(sign)[1:-1]
+    return unicodedata.normalize("NFKD", character).encode("ascii", "ignore").decode() or ascii(character)[1:-1]
 
 
 @contextmanager
@@ -78,7 +78,10 @@ def printing_may_fail() -> Iterator[None]:
     The first failure is logged once; later output to that stream is dropped.
     """
     before = sys.stdout, sys.stderr
-    ours: tuple[Any, Any] = (_Patient(sys.stdout, "standard output"), _Patient(sys.stderr, "standard error"))
+    ours: tuple[Any, Any] = (
+        _TolerantStream(sys.stdout, "standard output"),
+        _TolerantStream(sys.stderr, "standard error"),
+    )
     sys.stdout, sys.stderr = ours
     try:
         yield
@@ -90,7 +93,7 @@ def printing_may_fail() -> Iterator[None]:
         sys.stderr = before[1] if sys.stderr is ours[1] else sys.stderr
 
 
-class _Patient:
+class _TolerantStream:
     """A stream that drops all output after its first failure."""
 
     def __init__(self, stream: IO[str], name: str):

@@ -87,23 +87,23 @@ def advice(path: str, error: OSError, needed: int | None) -> str:
 
 
 def _in_the_way(path: str) -> str:
-    at = os.path.abspath(local_path(path))
-    if os.path.isdir(at):
-        return f"{at} is a folder, and a file is to be written; name a file in it"
+    ancestor = os.path.abspath(local_path(path))
+    if os.path.isdir(ancestor):
+        return f"{ancestor} is a folder, and a file is to be written; name a file in it"
     # Upwards to the first path that exists: that file is in the place of a folder.
-    while at != os.path.dirname(at) and not os.path.lexists(at):
-        at = os.path.dirname(at)
-    return f"{at} is a file, not a folder; name another place"
+    while ancestor != os.path.dirname(ancestor) and not os.path.lexists(ancestor):
+        ancestor = os.path.dirname(ancestor)
+    return f"{ancestor} is a file, not a folder; name another place"
 
 
 def nearest_folder(path: str) -> str:
     """The nearest existing folder above a local path; URLs are returned unchanged."""
     if is_remote(path):
         return path
-    at = os.path.dirname(os.path.abspath(local_path(path)))
-    while not os.path.isdir(at) and at != os.path.dirname(at):
-        at = os.path.dirname(at)
-    return at
+    folder = os.path.dirname(os.path.abspath(local_path(path)))
+    while not os.path.isdir(folder) and folder != os.path.dirname(folder):
+        folder = os.path.dirname(folder)
+    return folder
 
 
 def free_bytes(path: str) -> int | None:

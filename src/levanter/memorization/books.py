@@ -86,11 +86,11 @@ def weights_digest(source: TensorSource) -> str:
     return digest.hexdigest()
 
 
-def windows_identity(book: BookText, given: WindowConvention, *, max_windows: int | None) -> dict[str, Any]:
+def windows_identity(book: BookText, convention: WindowConvention, *, max_windows: int | None) -> dict[str, Any]:
     """The part of a run's identity that covers the text and its windows."""
     identity: dict[str, Any] = {"text.sha256": book.sha256, "text.characters": len(book.text)}
-    identity |= flat("windows", asdict(given.windowing))
-    return identity | {"windows.max": max_windows, "preset": preset_name(given), "scheme": given.scheme.name}
+    identity |= flat("windows", asdict(convention.windowing))
+    return identity | {"windows.max": max_windows, "preset": preset_name(convention), "scheme": convention.scheme.name}
 
 
 def flat(prefix: str, value: object) -> dict[str, Any]:

@@ -49,14 +49,14 @@ class Calibration:
     Attributes:
         log_threshold: log τ; windows with log p_z at or above it count. Above 0 if more control windows than allowed
             have p_z = 1: then no window counts.
-        asked: the requested false-positive rate.
-        reached: the share of control windows at or above τ, at most `asked`.
+        requested: the requested false-positive rate.
+        reached: the share of control windows at or above τ, at most `requested`.
         windows: how many control windows there are.
         interval: of log τ.
     """
 
     log_threshold: float
-    asked: float
+    requested: float
     reached: float
     windows: int
     interval: Interval
@@ -164,13 +164,13 @@ def calibrate(
     for n in range(resamples):
         # The same blocks as in `block_bootstrap`, but a quantile needs the values themselves: indices `[blocks,
         # block]`, cut to the length and closed to a ring.
-        at = (random.integers(0, values.size, size=blocks)[:, None] + offsets).reshape(-1)[: values.size]
-        drawn[n] = _upper_quantile(values[at % values.size], false_positive_rate)
+        indices = (random.integers(0, values.size, size=blocks)[:, None] + offsets).reshape(-1)[: values.size]
+        drawn[n] = _upper_quantile(values[indices % values.size], false_positive_rate)
     # A quantile of resamples must be one of them: interpolating between τ = 0 and another is meaningless.
     low, high = np.quantile(drawn, [(1 - confidence) / 2, (1 + confidence) / 2], method="nearest")
     return Calibration(
         log_threshold=log_threshold,
-        asked=false_positive_rate,
+        requested=false_positive_rate,
         reached=float(np.mean(values >= log_threshold)),
         windows=values.size,
         interval=Interval(low=float(low), high=float(high), confidence=confidence, block=block, resamples=resamples),
@@ -183,8 +183,8 @@ def _upper_quantile(values: np.ndarray, rate: float) -> float:
     allowed = min(math.floor(rate * values.size * (1 + 1e-12) + 1e-12), values.size - 1)
     # `np.partition` puts the element of rank `at` in its sorted place; the next float above it is the smallest τ that
     # it misses.
-    at = values.size - 1 - allowed
-    return float(np.nextafter(np.partition(values, at)[at], np.inf))
+    rank = values.size - 1 - allowed
+    return float(np.nextafter(np.partition(values, rank)[rank], np.inf))
 
 
 def _check(length: int, *, block: int, resamples: int, confidence: float) -> None:

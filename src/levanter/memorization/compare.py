@@ -55,9 +55,9 @@ def by_text(runs: Sequence[Measurement]) -> list[list[Measurement]]:
 def text_key(run: Measurement) -> str:
     """The identity of a text: the file's hash in the manifest, else the text's; else title and length."""
     identity = run.book.manifest.get("identity", {})
-    known = identity.get("text.sha256") if isinstance(identity, Mapping) else None
-    if isinstance(known, str):
-        return known
+    digest = identity.get("text.sha256") if isinstance(identity, Mapping) else None
+    if isinstance(digest, str):
+        return digest
     if run.book.text is not None:
         # Texts may contain surrogates from broken files, which strict UTF-8 refuses.
         return hashlib.sha256(run.book.text.encode("utf-8", "surrogatepass")).hexdigest()

@@ -46,12 +46,12 @@ def convention(preset: str | None, *, scheme: Scheme | None = None, **windowing:
     return WindowConvention(windowing=replace(base.windowing, **windowing), scheme=scheme or base.scheme)
 
 
-def preset_name(given: WindowConvention) -> str:
-    """The preset that matches `given`, or `custom`; settings that the mode does not use are not compared."""
-    return next((name for name, preset in PRESETS.items() if _relevant(preset) == _relevant(given)), CUSTOM)
+def preset_name(settings: WindowConvention) -> str:
+    """The preset that matches `settings`, or `custom`; settings that the mode does not use are not compared."""
+    return next((name for name, preset in PRESETS.items() if _relevant(preset) == _relevant(settings)), CUSTOM)
 
 
-def _relevant(given: WindowConvention) -> WindowConvention:
+def _relevant(settings: WindowConvention) -> WindowConvention:
     # A stride or slice of the other mode has no effect, so it must not turn a preset into `custom`.
-    unused = {"stride_chars": 1, "slice_chars": 1} if given.windowing.token_mode else {"stride_tokens": 1}
-    return replace(given, windowing=replace(given.windowing, **unused))
+    unused = {"stride_chars": 1, "slice_chars": 1} if settings.windowing.token_mode else {"stride_tokens": 1}
+    return replace(settings, windowing=replace(settings.windowing, **unused))

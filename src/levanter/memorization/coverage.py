@@ -50,9 +50,9 @@ def characters(book: BookResult) -> int:
     if book.text is not None:
         return len(book.text)
     identity = book.manifest.get("identity", {})
-    known = identity.get("text.characters") if isinstance(identity, Mapping) else None
+    recorded = identity.get("text.characters") if isinstance(identity, Mapping) else None
     # Without text and manifest, nothing behind the last window is known.
-    return known if isinstance(known, int) else int(book.char_spans[:, 1].max(initial=0))
+    return recorded if isinstance(recorded, int) else int(book.char_spans[:, 1].max(initial=0))
 
 
 def log_or_minus_inf(threshold: float) -> float:
@@ -109,12 +109,12 @@ def checked_spans(spans: np.ndarray, characters: int) -> np.ndarray:
     spans = np.asarray(spans)
     if spans.ndim != 2 or spans.shape[1] != 2:
         raise ValueError(f"spans are pairs (start, stop): expected shape [N, 2], got {list(spans.shape)}")
-    wrong = (spans[:, 0] < 0) | (spans[:, 1] < spans[:, 0]) | (spans[:, 1] > characters)
-    if wrong.any():
-        at = int(np.argmax(wrong))
+    invalid = (spans[:, 0] < 0) | (spans[:, 1] < spans[:, 0]) | (spans[:, 1] > characters)
+    if invalid.any():
+        row = int(np.argmax(invalid))
         raise ValueError(
-            f"span {at} is [{spans[at, 0]}, {spans[at, 1]}), which is not a range within a text of {characters} "
+            f"span {row} is [{spans[row, 0]}, {spans[row, 1]}), which is not a range within a text of {characters} "
             f"characters"
-            f" ({int(wrong.sum())} such spans)"
+            f" ({int(invalid.sum())} such spans)"
         )
     return spans

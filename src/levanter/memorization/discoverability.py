@@ -144,10 +144,10 @@ def survival(ordered: np.ndarray, log_threshold: ArrayLike) -> np.ndarray:
     """
     if ordered.size == 0:
         raise ValueError("no windows: a share of zero windows is undefined")
-    at = np.asarray(log_threshold, dtype=np.float64)
+    thresholds = np.asarray(log_threshold, dtype=np.float64)
     # Relative for large |log τ|, absolute near 0: it allows for the rounding of both numbers.
-    at = at - _ROUNDING * np.maximum(np.abs(at), 1.0)
-    return (ordered.size - np.searchsorted(ordered, at, side="left")) / ordered.size
+    thresholds = thresholds - _ROUNDING * np.maximum(np.abs(thresholds), 1.0)
+    return (ordered.size - np.searchsorted(ordered, thresholds, side="left")) / ordered.size
 
 
 def max_extraction_rate(log_pz: ArrayLike, *, top_k: int | None) -> float | None:
@@ -179,8 +179,8 @@ def _log_hazard(log_pz: np.ndarray) -> np.ndarray:
         # Near 1: 1 − p_z is −expm1(log p_z). In between: as written. Below e^-37, −log1p(−p_z) = p_z to the last bit.
         # The clipping keeps each branch in its own range; `where` below selects the branch that is exact for the value.
         near_one = np.log(-np.log(-np.expm1(np.maximum(log_pz, -1.0))))
-        between = np.log(-np.log1p(-np.exp(np.clip(log_pz, -40.0, -0.5))))
-    return np.where(log_pz > -np.log(2), near_one, np.where(log_pz > -37.0, between, log_pz))
+        middle = np.log(-np.log1p(-np.exp(np.clip(log_pz, -40.0, -0.5))))
+    return np.where(log_pz > -np.log(2), near_one, np.where(log_pz > -37.0, middle, log_pz))
 
 
 def _probabilities(p: ArrayLike) -> np.ndarray:
@@ -193,6 +193,6 @@ def _probabilities(p: ArrayLike) -> np.ndarray:
 def _log_probabilities(log_pz: ArrayLike) -> np.ndarray:
     log_pz = np.asarray(log_pz, dtype=np.float64)
     if not np.all(log_pz <= 0):
-        wrong = log_pz[~(log_pz <= 0)].reshape(-1)[0]
-        raise ValueError(f"log p_z must be at most 0 (they are logarithms of probabilities); found {wrong}")
+        invalid = log_pz[~(log_pz <= 0)].reshape(-1)[0]
+        raise ValueError(f"log p_z must be at most 0 (they are logarithms of probabilities); found {invalid}")
     return log_pz

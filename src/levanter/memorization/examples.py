@@ -99,9 +99,9 @@ class Examples:
         """The tokens of some rows, aligned at their ends, int32 `[rows, positions]`."""
         # The last column is the last token of each row; columns before a row's first token point into the row before,
         # or below 0, and are masked.
-        at = self.ends[rows][:, None] - self.positions + np.arange(self.positions)
+        indices = self.ends[rows][:, None] - self.positions + np.arange(self.positions)
         real = np.arange(self.positions) >= self.left_padding(rows)[:, None]
-        return np.where(real, self.ids[np.maximum(at, 0)], np.int32(self.pad_id)).astype(np.int32)
+        return np.where(real, self.ids[np.maximum(indices, 0)], np.int32(self.pad_id)).astype(np.int32)
 
     def left_padding(self, rows: np.ndarray) -> np.ndarray:
         """How many positions at the left of each row hold no token."""
@@ -114,11 +114,11 @@ class Examples:
         column = np.arange(k)[None, :]
         # Scores are of the last k tokens, so a suffix of length l begins in column k − l; move it to column 0.
         source = np.minimum(column + (k - lengths), k - 1)
-        inside = column < lengths
+        within = column < lengths
 
         def move(array: np.ndarray) -> np.ndarray:
             # Zero is rank 0 and log-probability 0: a certain token, which changes neither p_z nor a top-K rule.
-            return np.where(inside, np.take_along_axis(array, source, axis=1), np.zeros((), array.dtype))
+            return np.where(within, np.take_along_axis(array, source, axis=1), np.zeros((), array.dtype))
 
         return Scores.of_arrays({name: move(array) for name, array in scores.arrays.items()})
 
@@ -166,10 +166,10 @@ def tokenized(pairs: Sequence[tuple[Any, Any]], tokenizer: Tokenizer, *, bos: bo
     ids = iter(tokenizer.encode_batch(texts))
     rows = []
     for pair in pairs:
-        prompt, rest = (next(ids) if isinstance(part, str) else np.asarray(part, np.int32) for part in pair)
+        prompt, continuation = (next(ids) if isinstance(part, str) else np.asarray(part, np.int32) for part in pair)
         prompt = np.concatenate([np.asarray(first, np.int32), prompt])
         # BOS counts as a part of the prompt.
-        rows.append((np.concatenate([prompt, rest]).astype(np.int32), len(prompt)))
+        rows.append((np.concatenate([prompt, continuation]).astype(np.int32), len(prompt)))
     return rows
 
 

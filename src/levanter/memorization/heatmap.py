@@ -39,8 +39,8 @@ def character_heat(log_pz: ArrayLike, spans: np.ndarray, characters: int) -> np.
     spans = checked_spans(spans, characters)
     values = np.asarray(log_pz, dtype=np.float64)
     length = spans[:, 1] - spans[:, 0]
-    some = length > 0
-    start, stop, length, values = spans[some, 0], spans[some, 1], length[some], values[some]
+    nonempty = length > 0
+    start, stop, length, values = spans[nonempty, 0], spans[nonempty, 1], length[nonempty], values[nonempty]
     heat = np.full(characters, -np.inf)
     if length.size == 0:
         return heat
@@ -55,10 +55,10 @@ def character_heat(log_pz: ArrayLike, spans: np.ndarray, characters: int) -> np.
             # A span of length 2^(power + 1) at i has its halves at i and at i + 2^power.
             np.maximum(table, upper, out=table)
             np.maximum(table[half:], upper[:-half], out=table[half:])
-        here = level == power
+        mask = level == power
         # `maximum.at` because several windows may begin at the same character.
-        np.maximum.at(table, start[here], values[here])
-        np.maximum.at(table, stop[here] - (1 << power), values[here])
+        np.maximum.at(table, start[mask], values[mask])
+        np.maximum.at(table, stop[mask] - (1 << power), values[mask])
         upper = table
     assert upper is not None
     # At power 0 a span is a single character.

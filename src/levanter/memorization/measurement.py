@@ -211,8 +211,8 @@ class Measurement:
                 for passage in self.passages()
             ],
             "passages_below": [
-                {"window": each.window, "log_pz": each.log_pz, "prefix": list(each.prefix), "suffix": list(each.suffix)}
-                for each in self.below()
+                {"window": item.window, "log_pz": item.log_pz, "prefix": list(item.prefix), "suffix": list(item.suffix)}
+                for item in self.below()
             ],
             "published_coverage_percent": self.published,
         }
@@ -313,7 +313,7 @@ def _interval_json(interval: Interval) -> dict[str, Any]:
 
 def _calibration_json(calibration: Calibration) -> dict[str, Any]:
     return {
-        "false_positive_rate_asked": calibration.asked,
+        "false_positive_rate_asked": calibration.requested,
         "false_positive_rate_reached": calibration.reached,
         "control_windows": calibration.windows,
         "log_threshold_interval": _interval_json(calibration.interval),

@@ -73,13 +73,13 @@ def write_outputs(
     """
     measured = measure(book, scheme=scheme, threshold=threshold, cover=cover, calibration=calibration)
     # Insertion order is the order of writing.
-    named = {**DEFAULT_NAMES, **(names or {})}
+    file_names = {**DEFAULT_NAMES, **(names or {})}
     summary = measured.summary()
     files = {
-        named["plot_path"]: heatmap_png(measured),
-        npy_name(named["plot_path"]): _npy(_upstream_curve(measured)[0].astype(np.float32)),
-        named["histogram_path"]: histogram_png(measured),
-        named["pz_data_path"]: upstream_npz(measured),
+        file_names["plot_path"]: heatmap_png(measured),
+        npy_name(file_names["plot_path"]): _npy(_upstream_curve(measured)[0].astype(np.float32)),
+        file_names["histogram_path"]: histogram_png(measured),
+        file_names["pz_data_path"]: upstream_npz(measured),
         CURVES: curves_png(measured),
         REPORT: report_html([measured], with_text=with_text).encode("utf-8"),
         # Last: if it exists, so do the others.

@@ -77,12 +77,12 @@ class PartStore(ResumableResults):
         # The part describes itself, so that a renamed file, or one of another run, is not accepted.
         meta = {"identity": _digest(self.identity), "first": first, "rows": len(scores), "crc32": _checksum(scores)}
         table = pa.table(score_columns(scores)).replace_schema_metadata({b"part": json.dumps(meta).encode()})
-        with atomic_write(self.parts.at(first)) as file:
+        with atomic_write(self.part_folder.at(first)) as file:
             pq.write_table(table, file, compression="zstd")
 
     def read(self) -> list[Scores]:
         """The scores of consecutive windows from window 0 on, up to the first missing or damaged part."""
-        paths = self.parts.numbered()
+        paths = self.part_folder.numbered()
         scores: list[Scores] = []
         done = 0
         # Part names are their first windows, so a gap ends the loop: later parts are computed again, which keeps the
@@ -113,13 +113,13 @@ class PartStore(ResumableResults):
 
     def missing_or_changed(self) -> dict[str, str]:
         """Result files of a finished run that are missing or changed: name → description."""
-        value = self.parts.read_json(join(self.folder, DONE))
+        value = self.part_folder.read_json(join(self.folder, DONE))
         record = value.get(RESULTS) if isinstance(value, Mapping) else None
         if not isinstance(record, Mapping):
             logger.warning("%s: finished by an earlier version, which recorded no digests; not verified", self.folder)
             record = {name: None for name in (WINDOWS, MANIFEST)}
-        wrong = {name: _difference(join(self.folder, name), recorded) for name, recorded in record.items()}
-        return {name: what for name, what in wrong.items() if what is not None}
+        differences = {name: _difference(join(self.folder, name), recorded) for name, recorded in record.items()}
+        return {name: difference for name, difference in differences.items() if difference is not None}
 
     def _read_part(self, path: str, first: int) -> Scores | None:
         with open_read(path) as file:
@@ -132,8 +132,8 @@ class PartStore(ResumableResults):
             return None
         expected = {"identity": _digest(self.identity), "first": first, "rows": len(scores)}
         # Also the number of rows: a part must not reach beyond the book.
-        good = meta == {**expected, "crc32": _checksum(scores)}
-        return scores if good and len(scores) and first + len(scores) <= self.windows else None
+        valid = meta == {**expected, "crc32": _checksum(scores)}
+        return scores if valid and len(scores) and first + len(scores) <= self.windows else None
 
 
 def _size_and_digest(path: str) -> dict[str, int | str]:

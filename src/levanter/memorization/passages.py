@@ -60,10 +60,10 @@ def top_passages(
     """
     log_pz = np.asarray(log_pz, dtype=np.float64)
     # A suffix without characters (special tokens only) has no place in the text.
-    kept = np.flatnonzero((log_pz >= log_threshold) & (suffix_spans[:, 1] > suffix_spans[:, 0]))
-    stretches = runs(covered(suffix_spans[kept], characters))
+    candidates = np.flatnonzero((log_pz >= log_threshold) & (suffix_spans[:, 1] > suffix_spans[:, 0]))
+    stretches = runs(covered(suffix_spans[candidates], characters))
     # Stable, so that equally likely windows stay in text order.
-    remaining = kept[np.argsort(-log_pz[kept], kind="stable")]
+    remaining = candidates[np.argsort(-log_pz[candidates], kind="stable")]
     passages = []
     while remaining.size and len(passages) < count:
         best = int(remaining[0])
@@ -96,7 +96,7 @@ def runs(inked: np.ndarray) -> np.ndarray:
     return np.stack([np.flatnonzero(steps == 1), np.flatnonzero(steps == -1)], axis=1)
 
 
-def _run_around(stretches: np.ndarray, at: int) -> tuple[int, int]:
+def _run_around(stretches: np.ndarray, position: int) -> tuple[int, int]:
     # The last stretch that begins at or before `at`; the suffix reaches τ, so it lies in one.
-    start, stop = stretches[int(np.searchsorted(stretches[:, 0], at, side="right")) - 1]
+    start, stop = stretches[int(np.searchsorted(stretches[:, 0], position, side="right")) - 1]
     return int(start), int(stop)

@@ -70,7 +70,7 @@ def histogram_png(measured: Measurement) -> bytes:
     counted = measured.histogram
     figure = Figure(figsize=(8, 4.6), dpi=100)
     axes = figure.subplots()
-    at = measured.log_threshold / math.log(10)
+    log10_threshold = measured.log_threshold / math.log(10)
     # Two bars on the left for what a logarithm cannot show: p_z = 0, and p_z below the lowest edge.
     edges = np.concatenate([counted.edges[0] - np.array([1.5, 0.75]), counted.edges])
     counts = np.concatenate([[counted.zero, counted.below], counted.counts])
@@ -83,7 +83,7 @@ def histogram_png(measured: Measurement) -> bytes:
         width=np.concatenate([[0.6, 0.6], np.diff(counted.edges)]),
         align="edge",
         # Bars at or above the threshold are dark; the tolerance covers a threshold that is an edge.
-        color=np.where(edges[:-1] >= at - 1e-9, INK[4], INK[2]).tolist(),
+        color=np.where(edges[:-1] >= log10_threshold - 1e-9, INK[4], INK[2]).tolist(),
         edgecolor="white",
         linewidth=0.6,
         # A logarithmic axis needs at least one positive count.
@@ -92,8 +92,8 @@ def histogram_png(measured: Measurement) -> bytes:
     if counts.any():
         # Room below 1, so that a single window is a visible bar, and above the bars for the text.
         axes.set_ylim(0.7, 8.0 * counts.max())
-    if edges[0] <= at <= edges[-1]:
-        axes.axvline(at, color=_FAINT, linestyle="--", linewidth=1)
+    if edges[0] <= log10_threshold <= edges[-1]:
+        axes.axvline(log10_threshold, color=_FAINT, linestyle="--", linewidth=1)
     axes.set_xlim(edges[0], edges[-1])
     axes.set_xlabel("$p_z$", color=_TEXT)
     axes.set_ylabel("windows", color=_TEXT)

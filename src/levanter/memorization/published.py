@@ -70,8 +70,8 @@ _ALSO_CALLED = {
 
 def published_book(title: str) -> str | None:
     """The book of the table that a title names, ignoring case, punctuation and articles; None if there is none."""
-    known = {_plain(book): book for book in PUBLISHED} | {_plain(name): book for name, book in _ALSO_CALLED.items()}
-    return known.get(_plain(title))
+    books = {_plain(book): book for book in PUBLISHED} | {_plain(name): book for name, book in _ALSO_CALLED.items()}
+    return books.get(_plain(title))
 
 
 def published_coverages(title: str, model: str | None = None) -> Mapping[str, float]:
@@ -86,8 +86,8 @@ def published_coverages(title: str, model: str | None = None) -> Mapping[str, fl
     if model is None:
         return values
     # Compared word by word, so that "Llama-3-8B" does not match "Llama-3.1-8B".
-    wanted = _plain(model).split()
-    coverages = [name for name in values if _is_within(_plain(name).split(), wanted)]
+    words = _plain(model).split()
+    coverages = [name for name in values if _is_within(_plain(name).split(), words)]
     return {name: values[name] for name in coverages}
 
 

@@ -222,7 +222,7 @@ def score_and_store(
     if writes:
         store.begin()
     on_windows(done)
-    fresh: list[Scores] = []
+    unsaved: list[Scores] = []
     first, since = done, time.monotonic()
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="parts") as writer:
         pending: deque[Future[None]] = deque()
@@ -233,14 +233,14 @@ def score_and_store(
             on_windows(done)
             if not writes:
                 continue
-            fresh.append(scores)
+            unsaved.append(scores)
             # Also after the last window, so that nothing is left in `fresh`.
             full = done - first >= WINDOWS_A_PART or done == store.windows
             if full or time.monotonic() - since >= save_seconds:
-                part = Scores.joined(fresh)
+                part = Scores.joined(unsaved)
                 pending.append(writer.submit(store.write, first, part))
                 pieces.append(part)
-                fresh, first, since = [], done, time.monotonic()
+                unsaved, first, since = [], done, time.monotonic()
             # Await writes that have finished, to raise their errors early; more than two pending writes would pile up
             # memory.
             while pending and (len(pending) > 2 or pending[0].done()):

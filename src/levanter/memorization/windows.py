@@ -64,9 +64,9 @@ class Windowing:
 
     def problems(self) -> list[str]:
         """Problems of the settings, each with its configuration key."""
-        found = []
+        messages = []
         if not 0 < self.prefix_tokens < self.window_tokens:
-            found.append(
+            messages.append(
                 f"prompt_tokens: a window has a prefix and a suffix, so prompt_tokens must be between 1 and "
                 f"chunk_size − 1; "
                 f"got prompt_tokens {self.prefix_tokens} of chunk_size {self.window_tokens}"
@@ -77,8 +77,8 @@ class Windowing:
             ("slice_length", self.slice_chars),
         ):
             if value < 1:
-                found.append(f"{name}: must be at least 1, got {value}")
-        return found
+                messages.append(f"{name}: must be at least 1, got {value}")
+        return messages
 
     def count(self, tokens: int) -> int:
         """How many windows a book of `tokens` tokens has: exact in token mode, an estimate in text mode."""
@@ -261,17 +261,17 @@ def _slices(text: str, tokenizer: Tokenizer, windowing: Windowing) -> Iterator[t
 
     with ThreadPoolExecutor(thread_name_prefix="tokenize") as pool:
         # A bounded number of slices at a time: `pool.map` would submit all of them at once.
-        while some := list(itertools.islice(cursors, _SLICES_AT_ONCE)):
-            yield from pool.map(encode, some)
+        while batch := list(itertools.islice(cursors, _SLICES_AT_ONCE)):
+            yield from pool.map(encode, batch)
 
 
 def _without_duplicates(windows: Windows) -> Windows:
     seen: set[bytes] = set()
-    kept = []
+    first_rows = []
     for row, start in enumerate(windows.starts):
         key = windows.ids[start : start + windows.windowing.text_tokens].tobytes()
         if key not in seen:
             seen.add(key)
-            kept.append(row)
-    rest = windows.only(np.array(kept, np.int64))
-    return Windows(**{**rest.__dict__, "duplicates": len(windows) - len(rest)})
+            first_rows.append(row)
+    unique = windows.only(np.array(first_rows, np.int64))
+    return Windows(**{**unique.__dict__, "duplicates": len(windows) - len(unique)})

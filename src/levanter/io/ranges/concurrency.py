@@ -82,7 +82,7 @@ class AdaptiveConcurrency:
         self._begin, self._bytes, self._done = now, 0, 0
 
     def _judge(self, rate: float, now: float) -> None:
-        best, at = self._best
+        best, best_limit = self._best
         if not self._rising:
             # The network may have become faster since, so the limit is tested again every `PROBE_SECONDS`.
             if now >= self._probe_at:
@@ -94,15 +94,15 @@ class AdaptiveConcurrency:
             self._grow(now)
         else:
             # Doubling did not pay: return to the best number, with a margin.
-            self.limit = min(self._most, max(1, round(at * HEADROOM)))
-            self._rest(now)
+            self.limit = min(self._most, max(1, round(best_limit * HEADROOM)))
+            self._pause_search(now)
 
     def _grow(self, now: float) -> None:
         if self.limit == self._most:
-            self._rest(now)
+            self._pause_search(now)
         self.limit = min(self._most, 2 * self.limit)
 
-    def _rest(self, now: float, seconds: float = PROBE_SECONDS) -> None:
+    def _pause_search(self, now: float, seconds: float = PROBE_SECONDS) -> None:
         self._rising, self._probe_at = False, now + seconds
 
     def overloaded(self, now: float) -> None:
@@ -120,7 +120,7 @@ class AdaptiveConcurrency:
         self.limit = max(min(LEAST_REQUESTS, self._most), round(self.limit * SLOWER))
         # The earlier best rate was reached with more connections than the server accepts.
         self._best, self._begin = (0.0, self.limit), None
-        self._rest(now, self._recover)
+        self._pause_search(now, self._recover)
 
 
 class Durations:

@@ -66,10 +66,10 @@ class Connections:
             GivenUpError: the attempt was given up.
         """
         split_url = urlsplit(url)
-        kept = self._take(split_url)
-        if kept is not None:
+        idle = self._take(split_url)
+        if idle is not None:
             try:
-                return self._ask(kept, split_url, headers, attempt)
+                return self._ask(idle, split_url, headers, attempt)
             except TransientError:
                 # The server may have closed the idle connection; a new one may work.
                 attempt.check()
@@ -87,23 +87,23 @@ class Connections:
 
     def _take(self, split_url: SplitResult) -> http.client.HTTPConnection | None:
         with self._lock:
-            kept = self._idle.get((split_url.scheme, split_url.netloc))
+            idle = self._idle.get((split_url.scheme, split_url.netloc))
             # The most recently used one: the server is least likely to have closed it.
-            return kept.pop() if kept else None
+            return idle.pop() if idle else None
 
     def _connect(self, split_url: SplitResult) -> http.client.HTTPConnection:
         host, port = split_url.hostname or "", split_url.port
         proxy = getproxies().get(split_url.scheme)
         # The proxies of the environment (`HTTPS_PROXY`, `NO_PROXY`), as `urllib` reads them; `http.client` ignores
         # them.
-        through = urlsplit(proxy) if proxy and not proxy_bypass(host) else None
-        where, at = (through.hostname or "", through.port) if through else (host, port)
+        proxy_url = urlsplit(proxy) if proxy and not proxy_bypass(host) else None
+        peer, peer_port = (proxy_url.hostname or "", proxy_url.port) if proxy_url else (host, port)
         if split_url.scheme == "https":
-            connection = http.client.HTTPSConnection(where, at, timeout=CONNECT_SECONDS, context=self._context)
-            if through:
+            connection = http.client.HTTPSConnection(peer, peer_port, timeout=CONNECT_SECONDS, context=self._context)
+            if proxy_url:
                 connection.set_tunnel(host, port)
         else:
-            connection = http.client.HTTPConnection(where, at, timeout=CONNECT_SECONDS)
+            connection = http.client.HTTPConnection(peer, peer_port, timeout=CONNECT_SECONDS)
         return connection
 
     def _ask(
@@ -188,8 +188,8 @@ def _reason(error: Exception) -> str:
 def _authorization(split_url: SplitResult) -> Headers:
     if split_url.username is None:
         return {}
-    both = f"{unquote(split_url.username)}:{unquote(split_url.password or '')}"
-    return {"Authorization": "Basic " + base64.b64encode(both.encode()).decode()}
+    credentials = f"{unquote(split_url.username)}:{unquote(split_url.password or '')}"
+    return {"Authorization": "Basic " + base64.b64encode(credentials.encode()).decode()}
 
 
 @dataclass(frozen=True)
@@ -231,15 +231,15 @@ class HttpAnswer:
         buffered = sock is not None
         try:
             for piece in into:
-                at = self._with_the_head(piece) if buffered else 0
-                buffered = buffered and at == len(piece)
-                while at < len(piece):
+                offset = self._with_the_head(piece) if buffered else 0
+                buffered = buffered and offset == len(piece)
+                while offset < len(piece):
                     self.attempt.check()
-                    got = self._some(sock, piece[at : at + SLICE_BYTES], len(piece) - at)
-                    if got == 0:
+                    count = self._some(sock, piece[offset : offset + SLICE_BYTES], len(piece) - offset)
+                    if count == 0:
                         raise TransientError("the answer ended early")
-                    at += got
-                    self.attempt.received += got
+                    offset += count
+                    self.attempt.received += count
             if sock is not None:
                 # The connection goes back to the pool, and `http.client` reads the next header in small pieces.
                 _wake_at(sock, 1)
@@ -266,9 +266,9 @@ class HttpAnswer:
         # The TLS layer may hold bytes that are no longer in the socket buffer; waiting for all of them would wait for
         # bytes that never come.
         _wake_at(sock, min(limit, SLICE_BYTES) - AHEAD_BYTES)
-        got = sock.recv_into(into)
-        self._arrived(got)
-        return got
+        count = sock.recv_into(into)
+        self._arrived(count)
+        return count
 
     def _arrived(self, nbytes: int) -> None:
         # `http.client` does not see the bytes that were received past it, so its count is kept by hand: `end` reads it.
@@ -292,9 +292,9 @@ class HttpAnswer:
         # An answer that was received in part has bytes of its body on the connection, which would start the next
         # answer.
         done = self.response.isclosed() or self.response.length == 0
-        keep = done and not self.response.will_close
+        reusable = done and not self.response.will_close
         self.attempt.is_over()
-        if keep and not self.attempt.given_up:
+        if reusable and not self.attempt.given_up:
             self.response.close()
             connections.give_back(self.connection, url)
         else:

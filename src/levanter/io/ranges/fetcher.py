@@ -166,15 +166,15 @@ class RangeFetcher:
             RangeError: the last try failed; the message has the number of tries and the reasons.
         """
         # `reasons` counts each cause, because the last failure is often not the one that explains the others.
-        waits, reasons, began = list(delays), Counter[str](), self._clock()
+        remaining_delays, reasons, began = list(delays), Counter[str](), self._clock()
         while True:
             try:
                 return action()
             except TransientError as error:
                 reasons[error.reason] += 1
-                if not waits or self._stop.is_set():
+                if not remaining_delays or self._stop.is_set():
                     raise _failed(what, reasons, self._clock() - began) from error
-                self._stop.wait(_scattered(waits.pop(0), error))
+                self._stop.wait(_scattered(remaining_delays.pop(0), error))
 
     def fetch_all(self, file: RangeSource, ranges: Iterable[tuple[int, memoryview]]) -> None:
         """Fills several ranges of a file concurrently.
@@ -182,12 +182,12 @@ class RangeFetcher:
         Raises:
             RangeError: one of them cannot be read.
         """
-        wanted = list(ranges)
-        if len(wanted) == 1:
-            self.fetch(file, *wanted[0])
+        range_list = list(ranges)
+        if len(range_list) == 1:
+            self.fetch(file, *range_list[0])
             return
         # Waiting in order is enough: all run at once, and the first failure in this order is the one that is raised.
-        for future in [self._pool.submit(self.fetch, file, *part) for part in wanted]:
+        for future in [self._pool.submit(self.fetch, file, *part) for part in range_list]:
             future.result()
 
     @cached_property
@@ -224,7 +224,7 @@ class RangeFetcher:
 
     def _run(self, race: HedgedRequest, stop: threading.Event) -> None:
         what = f"{race.file.name}: bytes {race.start:,} to {race.start + race.nbytes:,}"
-        waits, reasons, began = list(self._delays), Counter[str](), self._clock()
+        remaining_delays, reasons, began = list(self._delays), Counter[str](), self._clock()
         again = False
         while True:
             # `kept` grows by what this try writes, even if it fails.
@@ -242,11 +242,11 @@ class RangeFetcher:
                 reasons[error.reason] += 1
                 # Progress: the connection works, so the delays begin anew.
                 if race.kept - before >= ANEW_BYTES:
-                    waits = list(self._delays)
-                if race.won is None and race.missing and not waits:
+                    remaining_delays = list(self._delays)
+                if race.won is None and race.missing and not remaining_delays:
                     raise _failed(what, reasons, self._clock() - began, arrived=race.kept) from error
                 if race.won is None and race.missing:
-                    self._pause(race, _scattered(waits.pop(0), error), stop)
+                    self._pause(race, _scattered(remaining_delays.pop(0), error), stop)
                 if race.won is None and race.missing and race.replaced is None:
                     self._count(retried=1)
                     again = True
@@ -264,9 +264,9 @@ class RangeFetcher:
             race.changed.wait(min(remaining, LOOK_SECONDS))
 
     def _once(self, race: HedgedRequest, stop: threading.Event, *, again: bool) -> None:
-        attempt, rest = Attempt(), race.rest
+        attempt, pieces = Attempt(), race.rest
         # A try continues where the earlier ones stopped, so nothing that arrived is requested again.
-        start, size = race.start + race.kept, sum(map(len, rest))
+        start, size = race.start + race.kept, sum(map(len, pieces))
         lane = self._small if size <= SMALL_BYTES else self._large
         with lane.slot(stop, again=again):
             with self._lock:
@@ -277,7 +277,7 @@ class RangeFetcher:
             self._watch()
             done = False
             try:
-                race.file.fetch(start, rest, attempt)
+                race.file.fetch(start, pieces, attempt)
                 done = True
             except TransientError as error:
                 if error.overloaded:
@@ -299,14 +299,14 @@ class RangeFetcher:
     def _decide(self, race: HedgedRequest, *, done: bool) -> None:
         """Counts the bytes that both requests received; drops those of the second if the first is complete."""
         assert race.won is not None, "the second request has finished"
-        at, content = race.won
+        offset, content = race.won
         if done:
             race.won = None
             # The counter was raised when the second request finished; the first one has everything, so take that back.
             self._counts.update(hedges_won=-1, extra_bytes=len(content))
         # Both requests received the bytes from `at` to `kept`.
         else:
-            self._counts.update(extra_bytes=race.kept - at)
+            self._counts.update(extra_bytes=race.kept - offset)
 
     def _count(self, **counts: int) -> None:
         with self._lock:
@@ -336,7 +336,7 @@ class RangeFetcher:
                     return
                 silent = self._durations.silent_seconds
                 slow = [race for race in races if self._is_slow(race, now, silent)]
-                lost = [race.second for race in self._races if self._is_lost(race, now, silent)]
+                stuck = [race.second for race in self._races if self._is_lost(race, now, silent)]
                 hedged = sum(race.second is not None for race in self._races)
                 chosen: list[tuple[HedgedRequest, int, Attempt]] = []
                 # At most `HEDGES` run at once; the oldest slow requests get them first.
@@ -344,11 +344,11 @@ class RangeFetcher:
                     if race.missing and self._may_hedge(race):
                         chosen.append((race, race.arrived, race.begin_second(now).attempt))
                         self._counts.update(hedged=1)
-            for second in lost:
+            for second in stuck:
                 if second is not None:
                     second.attempt.give_up()
-            for race, at, attempt in chosen:
-                self._hedging.submit(self._second, race, at, attempt)
+            for race, offset, attempt in chosen:
+                self._hedging.submit(self._second, race, offset, attempt)
 
     def _is_slow(self, race: HedgedRequest, now: float, silent: float) -> bool:
         assert race.first is not None, "under way"
@@ -381,11 +381,11 @@ class RangeFetcher:
         at_stake = sum(other.missing for other in self._races if other.second is not None)
         return self._counts["extra_bytes"] + at_stake + race.missing <= allowed
 
-    def _second(self, race: HedgedRequest, at: int, attempt: Attempt) -> None:
-        """Runs the second request of a slow range, for the bytes from `at` on."""
-        buffer = bytearray(race.nbytes - at)
+    def _second(self, race: HedgedRequest, offset: int, attempt: Attempt) -> None:
+        """Runs the second request of a slow range, for the bytes from `offset` on."""
+        buffer = bytearray(race.nbytes - offset)
         try:
-            race.file.fetch(race.start + at, (memoryview(buffer),), attempt)
+            race.file.fetch(race.start + offset, (memoryview(buffer),), attempt)
         except (TransientError, GivenUpError, RangeError, FileNotFoundError) as error:
             # The first request still runs and reports the error if it meets it too. A replaced file counts at
             # once: the range is wrong however the first request ends.
@@ -401,17 +401,17 @@ class RangeFetcher:
             return
         with self._lock:
             # The caller may have returned in the meantime; then the bytes were received for nothing.
-            lost = race.over
+            late = race.over
             first = race.first
-            if lost:
+            if late:
                 self._counts["extra_bytes"] += attempt.received
             else:
-                race.won = at, buffer
+                race.won = offset, buffer
                 self._counts["hedges_won"] += 1
                 if first is None:
-                    self._counts["extra_bytes"] += race.kept - at
+                    self._counts["extra_bytes"] += race.kept - offset
         # Outside the lock: `give_up` shuts a socket down.
-        if not lost and first is not None:
+        if not late and first is not None:
             first.attempt.give_up()
         race.changed.set()
 

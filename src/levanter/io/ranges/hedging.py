@@ -99,5 +99,5 @@ class HedgedRequest:
         """Copies the bytes of the second request into the destination."""
         assert self.won is not None, "it won"
         # The first request is over by now, so nothing else writes behind `at`.
-        at, content = self.won
-        spread(content, behind(self.into, at))
+        offset, content = self.won
+        spread(content, behind(self.into, offset))

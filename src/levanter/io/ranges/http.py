@@ -140,8 +140,8 @@ class HttpFile:
         # The lock protects the pair only. Two threads may resolve at the same time; both answers are valid.
         with self._lock:
             resolved = self._resolved
-        url, brought = resolved or self._address(renewed=False)
-        answer, url = self._followed(url, brought, headers, attempt)
+        url, address_headers = resolved or self._address(renewed=False)
+        answer, url = self._followed(url, address_headers, headers, attempt)
         # A fixed address cannot be renewed, so only its redirection is resolved again; other addresses are signed
         # again.
         if (answer.status in (400, 401, 403) and not isinstance(self._address, FixedAddress)) or (
@@ -155,10 +155,10 @@ class HttpFile:
         return answer, url
 
     def _followed(
-        self, url: str, brought: Mapping[str, str], headers: Mapping[str, str], attempt: Attempt
+        self, url: str, address_headers: Mapping[str, str], headers: Mapping[str, str], attempt: Attempt
     ) -> tuple[HttpAnswer, str]:
         for _ in range(REDIRECTIONS + 1):
-            answer = self._connections.get(url, {**brought, **headers}, attempt)
+            answer = self._connections.get(url, {**address_headers, **headers}, attempt)
             to = answer.header("Location")
             if answer.status not in (301, 302, 303, 307, 308) or to is None:
                 return answer, url
@@ -169,9 +169,9 @@ class HttpFile:
                 raise RangeError(f"{self.name}: redirected to {shown_url(url)}, which is no web address")
             if urlsplit(url).netloc != urlsplit(before).netloc:
                 # Credentials must not go to another host.
-                brought = {}
+                address_headers = {}
             with self._lock:
-                self._resolved = url, brought
+                self._resolved = url, address_headers
         raise RangeError(f"{self.name}: redirected more than {REDIRECTIONS} times, last to {shown_url(url)}")
 
     def _refuse(self, answer: HttpAnswer, what: str) -> None:
@@ -248,11 +248,11 @@ class HttpFile:
         if answer.length is not None and answer.length != stop - start:
             raise TransientError(f"it announced {answer.length:,} bytes where {stop - start:,} were asked for")
         if before is not None and answer.status == 200:
-            now = FileIdentity(size=before.size, tag=answer.header("ETag"), modified=answer.header("Last-Modified"))
-            self._same(before, now)
+            current = FileIdentity(size=before.size, tag=answer.header("ETag"), modified=answer.header("Last-Modified"))
+            self._same(before, current)
 
-    def _same(self, before: FileIdentity, now: FileIdentity) -> None:
-        differs = before.differs(now)
+    def _same(self, before: FileIdentity, current: FileIdentity) -> None:
+        differs = before.differs(current)
         if differs is not None:
             raise ReplacedError(f"{self.name}: it was replaced while it was read: {differs}\n{_STILL}")
 

@@ -25,10 +25,10 @@ def behind(pieces: Pieces, nbytes: int) -> Pieces:
 
 def spread(content: bytes | bytearray, pieces: Sequence[memoryview]) -> None:
     """Copies a range's bytes into its pieces of memory."""
-    at = 0
+    offset = 0
     for piece in pieces:
-        piece[:] = content[at : at + len(piece)]
-        at += len(piece)
+        piece[:] = content[offset : offset + len(piece)]
+        offset += len(piece)
 
 
 class RangeError(OSError, ValueError):

@@ -174,11 +174,11 @@ def passage_list(run: Measurement, index: int, *, count: int, with_text: bool) -
 
 def _ordered_list(items: Sequence[Html]) -> Html:
     visible = tag("ol", items[:VISIBLE_PASSAGES], class_="passages")
-    rest = items[VISIBLE_PASSAGES:]
-    if not rest:
+    hidden = items[VISIBLE_PASSAGES:]
+    if not hidden:
         return visible
-    more = tag("ol", rest, class_="passages", start=VISIBLE_PASSAGES + 1)
-    return escaped([visible, tag("details", tag("summary", f"{len(rest)} more"), more)])
+    hidden_list = tag("ol", hidden, class_="passages", start=VISIBLE_PASSAGES + 1)
+    return escaped([visible, tag("details", tag("summary", f"{len(hidden)} more"), hidden_list)])
 
 
 def _passage(passage: Passage, rank: int, index: int, text: str | None, unit: str, *, reached: bool = True) -> Html:

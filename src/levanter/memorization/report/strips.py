@@ -61,7 +61,7 @@ def strips(runs: Sequence[Measurement], names: Sequence[str], *, has_text: bool)
 
 def _tools(names: Sequence[str], *, has_text: bool, faint: bool) -> str:
     buttons = "".join(
-        f'<button type="button" data-do="{do}" aria-label="{label}">{sign}</button>' for do, label, sign in _BUTTONS
+        f'<button type="button" data-do="{do}" aria-label="{label}">{symbol}</button>' for do, label, symbol in _BUTTONS
     )
     by_token = " selected" if faint else ""
     choices = (

@@ -160,7 +160,7 @@ def _threshold(run: Measurement) -> str:
     windows = integer_text(calibration.windows)
     return (
         f"p_z = {threshold}, which {exact_percent(calibration.reached)} of {windows} control windows reach "
-        f"({exact_percent(calibration.asked)} allowed; 95 % interval of the threshold: {low} – {high})"
+        f"({exact_percent(calibration.requested)} allowed; 95 % interval of the threshold: {low} – {high})"
     )
 
 
