@@ -1,10 +1,10 @@
-"""Adafactor (Shazeer & Stern, arXiv:1804.04235) as Hugging Face and PyTorch have it, on named axes.
+"""Adafactor (Shazeer & Stern, arXiv:1804.04235) as in Hugging Face and PyTorch, on named axes.
 
-A matrix keeps the means of its squared gradients over its rows and over its columns instead of all of them; a vector
-keeps all. The decay of these averages is `1 − t^−0.8`, the update's root mean square is clipped at 1, there is no first
-moment. A matrix is a projection's output axes × input axes: heads and head size count as one axis, as they do where
-axes have no names, and every layer of a stack is a matrix of its own. The statistics keep their axes' names, so the
-parameter mapping shards them as it shards the parameter.
+For a matrix, only the means of its squared gradients over rows and over columns are stored; for a vector, all of them.
+The decay rate of these averages is `1 − t^−0.8`, the update's root mean square is clipped at 1, and there is no first
+moment. A matrix is a projection's output axes × input axes: heads and head size count as one axis, as in frameworks
+without named axes, and every layer of a stack is a separate matrix. The statistics have named axes, so the parameter
+mapping shards them like the parameter.
 """
 
 from typing import NamedTuple
@@ -47,7 +47,7 @@ def scale_by_adafactor(
     """Divides gradients by the root of their factored second moment, and clips the result's root mean square.
 
     Args:
-        decay_rate: the averages' decay at step t (from 1) is `1 − t^−decay_rate`.
+        decay_rate: the decay rate of the averages at step t (from 1) is `1 − t^−decay_rate`.
         clip_threshold: largest root mean square of one matrix's update; None for no limit.
         epsilon: added to squared gradients.
     """
@@ -56,6 +56,7 @@ def scale_by_adafactor(
         return hax.zeros(tuple(a for a in parameter.axes if a.name not in dropped), dtype=jnp.float32)
 
     def init(params: PyTree) -> AdafactorState:
+        # 0 for the row statistics (without the column axes), 1 for the column statistics, None for those of vectors.
         def part(which: int | None) -> PyTree:
             def make(parameter: Parameter, _: hax.NamedArray) -> hax.NamedArray | None:
                 factors = parameter.factors
@@ -70,6 +71,7 @@ def scale_by_adafactor(
     def update(grads: PyTree, state: AdafactorState, params: PyTree = None) -> tuple[PyTree, AdafactorState]:
         del params
         count = jnp.asarray(optax.safe_increment(state.count))
+        # The weight of the newest gradient, 1 at the first step: no bias correction is needed.
         new = count.astype(jnp.float32) ** -decay_rate
 
         def average(old: hax.NamedArray, now: hax.NamedArray) -> hax.NamedArray:
@@ -85,9 +87,11 @@ def scale_by_adafactor(
                 scaled = wide * hax.rsqrt(full)
             else:
                 row_axes, column_axes = factors
+                # The rank-1 estimate of the second moment is R Cᵀ / mean(R), R and C being the row and column means.
                 rows = average(rows, hax.mean(squared, column_axes))
                 columns = average(columns, hax.mean(squared, row_axes))
                 relative = rows / hax.mean(rows, row_axes)
+                # Scaled by the two factors one after the other: their product R Cᵀ could underflow in float32.
                 scaled = (wide * hax.rsqrt(relative)) * hax.rsqrt(columns)
             if clip_threshold is not None:
                 excess = rms_per_matrix(scaled, parameter) / clip_threshold
@@ -107,7 +111,7 @@ def scale_by_adafactor(
 
 
 def scale_by_parameter_rms(*, minimum: float = 1e-3) -> optax.GradientTransformation:
-    """Multiplies each matrix's update by the root mean square of its parameter, at least `minimum`."""
+    """Multiplies each matrix's update by the root mean square of its parameter, but at least by `minimum`."""
 
     def update(updates: PyTree, state: optax.EmptyState, params: PyTree = None) -> tuple[PyTree, optax.EmptyState]:
         def one(parameter: Parameter, u: hax.NamedArray, value: hax.NamedArray) -> hax.NamedArray:
@@ -121,6 +125,6 @@ def scale_by_parameter_rms(*, minimum: float = 1e-3) -> optax.GradientTransforma
 
 
 def rms_per_matrix(x: hax.NamedArray, parameter: Parameter) -> hax.NamedArray:
-    """The root mean square of each copy in a stack, over the stack axes."""
+    """The root mean square of each matrix of a stack, over the stack axes."""
     inner = tuple(axis.name for axis in x.axes if axis.name not in parameter.stack)
     return hax.sqrt(hax.mean(x * x, inner))

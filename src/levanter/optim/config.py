@@ -1,8 +1,8 @@
-"""`optimizer:` blocks: what the user writes, and the gradient transformation it stands for.
+"""`optimizer:` blocks and the gradient transformations that they configure.
 
 Every optimizer is a chain: clip the gradient's global norm, scale it (the optimizer proper), add weight decay, multiply
-by −learning rate. The transformations are optax's where optax has them. States keep the parameters' named axes, so the
-parameter mapping places them like the parameters themselves.
+by −learning rate. The transformations are optax's where optax has them. States have the parameters' named axes, so the
+parameter mapping shards them like the parameters.
 """
 
 import inspect
@@ -39,7 +39,7 @@ from levanter.optim.update_clipping import ClipUpdateNormConfig, clip_by_recent_
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Ranged, draccus.ChoiceRegistry):
-    """What all optimizers have.
+    """The fields that all optimizers have.
 
     Attributes:
         learning_rate: the peak learning rate.
@@ -78,7 +78,7 @@ class OptimizerConfig(Ranged, draccus.ChoiceRegistry):
 
     @classmethod
     def default_choice_name(cls) -> str | None:
-        """What an optimizer without `type` is: Adam."""
+        """The choice if the block has no `type`: Adam."""
         return "adam"
 
     def __post_init__(self) -> None:
@@ -92,6 +92,7 @@ class OptimizerConfig(Ranged, draccus.ChoiceRegistry):
             yield f"cooldown: not supported; decay: {self.cooldown} ends the run with a decay of that length"
         if self.haps is not None and (self.cycles is not None or self.cycle_length is not None):
             yield "haps, cycles, cycle_length: these are alternatives; give only one of them"
+        # Built once for validation, so that bad names and regular expressions are reported with all other problems.
         for build in (lambda: schedule_from_name(self.lr_schedule), self._decay_mask):
             try:
                 build()
@@ -107,13 +108,13 @@ class OptimizerConfig(Ranged, draccus.ChoiceRegistry):
 
     @abstractmethod
     def scaling(self) -> optax.GradientTransformation:
-        """The optimizer proper: what stands between clipping and weight decay."""
+        """The optimizer proper: the transformation between clipping and weight decay."""
 
     def schedule(self, num_train_steps: int) -> Schedule:
         """The learning rate at each step of a run.
 
         Raises:
-            ValueError: cycles do not fit in the run, or an amount is neither a fraction nor whole steps.
+            ValueError: cycles do not fit in the run, or a length is neither a fraction nor a whole number of steps.
 
         >>> optimizer = AdamConfig(learning_rate=0.5, warmup=4, lr_schedule="constant")
         >>> schedule = optimizer.schedule(100)
@@ -128,7 +129,7 @@ class OptimizerConfig(Ranged, draccus.ChoiceRegistry):
         )
 
     def adjusted(self, num_train_steps: int) -> tuple[str, ...]:
-        """What of warmup and decay does not fit in a run, and what is done instead.
+        """Messages about warmups and decays that do not fit in a run, and their actual lengths.
 
         >>> AdamConfig(warmup=10, decay=100).adjusted(100)
         ('decay 100 is shortened to 90 steps: the run has 100 steps, of which warmup takes 10',)
@@ -146,11 +147,11 @@ class OptimizerConfig(Ranged, draccus.ChoiceRegistry):
         )
 
     def build(self, num_train_steps: int, *, platform: str | None = None) -> optax.GradientTransformation:
-        """The whole transformation, from gradients to what is added to the parameters.
+        """The whole transformation, from gradients to updates of the parameters.
 
         Args:
             num_train_steps: of the run.
-            platform: `cpu`, `gpu` or `tpu`, where it is known; see `clipping`.
+            platform: `cpu`, `gpu` or `tpu`; None if unknown. See `clipping`.
 
         >>> optimizer = SgdConfig(
         ...     learning_rate=0.5, warmup=0, lr_schedule="constant", weight_decay=0.0, max_grad_norm=None
@@ -166,20 +167,21 @@ class OptimizerConfig(Ranged, draccus.ChoiceRegistry):
         scaled = scale_by_learning_rate if platform == "cpu" else optax.scale_by_learning_rate
         chain = [*stages, scaled(schedule)]  # pyright: ignore[reportArgumentType]
         if self.outliers is not None:
+            # Last in the chain: the train step finds it there, and the paths of the other states stay the same.
             chain.append(carry_recent(self.outliers.rolling_interval_length))
         return _with_optax_promotion(optax.chain(*chain))
 
     def build_for(self, num_train_steps: int, platform: str) -> optax.GradientTransformation:
-        """`build` for devices of a platform. A user's class whose `build` takes the steps alone gets them alone."""
+        """`build` for a platform; a user's class whose `build` has no parameter `platform` is called without it."""
         return self.build(num_train_steps, **_if_taken(self.build, platform))
 
     def stages(self, schedule: Schedule, *, platform: str | None = None) -> list[optax.GradientTransformation]:
-        """What comes before the learning rate: clipping, the optimizer proper, weight decay and what follows it.
+        """The transformations before the learning rate: clipping, the optimizer proper, weight decay.
 
-        Always three, so that the paths of their states, and with them checkpoints, do not depend on what is off.
+        Always three, so that the paths of their states, and so checkpoints, do not depend on which are disabled.
 
         Args:
-            schedule: the learning rate, for what follows it.
+            schedule: the learning rate, for transformations that depend on it.
             platform: see `clipping`.
         """
         del schedule
@@ -189,35 +191,35 @@ class OptimizerConfig(Ranged, draccus.ChoiceRegistry):
         """Clipping of the global norm.
 
         Args:
-            platform: on CPUs by a product, see `optim.transforms`; elsewhere it is optax's, with which every
-                figure of a pod was compiled.
+            platform: on CPUs, clipping multiplies, see `optim.transforms`; elsewhere it is optax's, with which the
+                figures for TPU pods were compiled.
         """
         if self.max_grad_norm is None:
             return optax.identity()
         return (clip_by_global_norm if platform == "cpu" else optax.clip_by_global_norm)(self.max_grad_norm)
 
     def decaying(self, weight_decay: float) -> optax.GradientTransformation:
-        """Weight decay of the parameters that it applies to."""
+        """Weight decay of the parameters selected by the mask."""
         return optax.add_decayed_weights(weight_decay, self._decay_mask()) if weight_decay > 0 else optax.identity()
 
     @property
     def outliers(self) -> SkipStepConfig | None:
-        """When a step is left out as far from those before; None for never."""
+        """When a step is skipped as an outlier; None for never."""
         return None
 
     @property
     def curvature(self) -> Hutchinson | None:
-        """How often the train step estimates curvature for it; None for never."""
+        """When the train step estimates the curvature for this optimizer; None for never."""
         return None
 
 
 def _if_taken(method: Callable[..., object], platform: str | None) -> dict[str, Any]:
-    """The platform as a keyword, for methods that know it."""
+    """The platform as a keyword argument, if the method has that parameter."""
     return {"platform": platform} if "platform" in inspect.signature(method).parameters else {}
 
 
 def _with_optax_promotion(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The same under JAX's standard promotion: optax raises floats to integer powers."""
+    """The same under JAX's standard dtype promotion: optax raises floats to integer powers."""
 
     def update(updates: PyTree, state: optax.OptState, params: PyTree = None) -> tuple[PyTree, optax.OptState]:
         with jax.numpy_dtype_promotion("standard"):
@@ -282,8 +284,10 @@ class AdamConfig(OptimizerConfig):
     def stages(self, schedule: Schedule, *, platform: str | None = None) -> list[optax.GradientTransformation]:
         clip, scale, decay = super().stages(schedule, platform=platform)
         if self.adamc_weight_decay and self.weight_decay > 0:
+            # weight_decay · schedule / peak; the learning rate that follows multiplies by the schedule once more.
             part = self.weight_decay / self.learning_rate
             decay = optax.add_decayed_weights(lambda step: part * schedule(step), self._decay_mask())  # pyright: ignore
+        # Chained into the third stage: the number of stages, and so the paths of their states, stays the same.
         if self.update_rms_clipping is not None:
             decay = optax.chain(decay, clip_rms(self.update_rms_clipping))
         if self.clip_update_norm is not None:
@@ -352,6 +356,7 @@ class RmsPropConfig(OptimizerConfig):
     eps: Epsilon = 1e-30
 
     def scaling(self) -> optax.GradientTransformation:
+        # The momentum is a mean of scaled gradients, not of raw ones.
         rms = optax.scale_by_rms(decay=self.beta2, eps=self.eps, eps_in_sqrt=False, bias_correction=True)
         return optax.chain(rms, optax.ema(self.beta1, debias=True))
 
@@ -431,9 +436,10 @@ class MuonConfig(OptimizerConfig):
             self.clipping(platform),
             optax.scale_by_adam(self.beta1, self.beta2, self.epsilon),
             self.decaying(others),
-            # Every schedule is proportional to its peak.
+            # The learning rate that follows is that of the matrices; this factor turns its peak into `adam_lr`.
             optax.scale(self.adam_lr / self.learning_rate),
         ]
+        # Two stages, each masked to its own parameters: a gradient passes through the other one unchanged.
         return [
             optax.masked(optax.chain(self.scaling(), self.decaying(self.weight_decay)), _where(is_hidden_matrix)),
             optax.masked(optax.chain(*adam), _where(lambda parameter: not is_hidden_matrix(parameter))),
@@ -441,5 +447,5 @@ class MuonConfig(OptimizerConfig):
 
 
 def _where(chosen: Callable[[Parameter], bool]) -> Callable[[PyTree], PyTree]:
-    """Which parameters are chosen, as optax wants it: a function of the model."""
+    """A mask for `optax.masked`: a function from the model to a tree of booleans."""
     return lambda model: map_parameters(lambda parameter, _: chosen(parameter), model)

@@ -1,9 +1,10 @@
-"""Estimates of the curvature of what is minimized, for optimizers whose steps depend on it.
+"""Estimates of the Hessian's diagonal, for optimizers that use the curvature of the loss.
 
-The diagonal of a Hessian H is the mean of u ⊙ H u over random u of mean 0 and covariance 1 (Hutchinson, 1989). One
-product H u costs about as much as two gradients, and H is never made. An optimizer that wants estimates says how often
-(`Hutchinson`, by `OptimizerConfig.curvature`) and holds them in its state as a `HessianEma`; the train step makes them,
-because it alone has what is minimized, and puts them there before the optimizer's own update.
+The diagonal of a Hessian H is the expectation of u ⊙ H u over random u with mean 0 and covariance I (Hutchinson, 1989).
+A product H u costs about as much as two gradients, and H itself is never computed. An optimizer declares how often it
+needs an estimate (`Hutchinson`, by `OptimizerConfig.curvature`) and keeps a running mean in its state (`HessianEma`).
+The train step computes the estimates, because only it has the minimized function, and updates the running mean before
+the optimizer's own update.
 """
 
 from collections.abc import Callable
@@ -19,12 +20,12 @@ from haliax_ext.pytree import PyTree, is_named
 
 @dataclass(frozen=True, kw_only=True)
 class Hutchinson:
-    """How often the diagonal is estimated, and by which random numbers.
+    """When the diagonal is estimated, and with which random directions.
 
     Attributes:
-        interval: steps between two estimates; the first step has one.
-        decay: the part of the average of estimates that is kept.
-        seed: of the random directions, which follow from it and the step alone.
+        interval: steps between two estimates, starting with the first step.
+        decay: decay rate of the running mean of the estimates.
+        seed: of the random directions, which depend on the seed and the step only.
     """
 
     interval: int
@@ -33,29 +34,32 @@ class Hutchinson:
 
 
 class HessianEma(NamedTuple):
-    """A running mean of the diagonal, float32, of the parameters' structure."""
+    """A running mean of the diagonal, float32, with the structure of the parameters."""
 
     diagonal: PyTree
 
 
 def no_curvature(params: PyTree) -> HessianEma:
-    """What is known before the first estimate: nothing."""
+    """The state before the first estimate: zeros."""
     return HessianEma(diagonal=jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params))
 
 
 def direction(rule: Hutchinson, params: PyTree, step: jax.Array) -> PyTree:
-    """A random direction of a step: standard normal, float32, of the parameters' structure.
+    """The random direction of a step: standard normal, float32, with the structure of the parameters.
 
     Args:
-        rule: its seed.
+        rule: has the seed.
         params: for structure and shapes.
-        step: steps taken before it.
+        step: steps taken before this one.
     """
+    # A function of seed and step, not of the state's key: a resumed run draws the same directions, and estimates do not
+    # change the random numbers of anything else.
     key = jax.random.fold_in(jax.random.PRNGKey(rule.seed), step)
     named, tree = jax.tree.flatten(params, is_leaf=is_named)
 
     def one(n: int, x: hax.NamedArray | jax.Array) -> PyTree:
         leaf_key = jax.random.fold_in(key, n)
+        # Constrained like the parameter: each device draws only its shard (threefry is partitionable).
         if isinstance(x, hax.NamedArray):
             return hax.auto_sharded(hax.random.normal(leaf_key, x.axes, dtype=jnp.float32))
         return jax.random.normal(leaf_key, x.shape, jnp.float32)
@@ -64,23 +68,24 @@ def direction(rule: Hutchinson, params: PyTree, step: jax.Array) -> PyTree:
 
 
 def product(gradient: Callable[[PyTree], PyTree], params: PyTree, along: PyTree) -> PyTree:
-    """H u: how the gradient changes along a direction, by differentiating it forward.
+    """H u, the directional derivative of the gradient, by forward over reverse differentiation.
 
     Args:
-        gradient: parameters → gradient, of their structure.
-        params: where.
+        gradient: parameters → gradient, with their structure.
+        params: the point at which to differentiate.
         along: the direction u.
 
     >>> gradient = jax.grad(lambda x: jnp.sum(x**3))  # the Hessian is diagonal: 6x
     >>> product(gradient, jnp.array([1.0, 2.0]), jnp.array([1.0, 1.0])).tolist()
     [6.0, 12.0]
     """
+    # A tangent must have the dtype of its primal.
     tangent = jax.tree.map(lambda p, u: u.astype(p.dtype), params, along)
     return jax.jvp(gradient, (params,), (tangent,))[1]
 
 
 def remembered(rule: Hutchinson, optimizer_state: PyTree, estimate: PyTree) -> PyTree:
-    """An optimizer's state whose running mean has taken one more estimate of the diagonal."""
+    """An optimizer's state with one more estimate in its running mean of the diagonal."""
 
     def mixed(node: PyTree) -> PyTree:
         if not isinstance(node, HessianEma):
@@ -88,4 +93,5 @@ def remembered(rule: Hutchinson, optimizer_state: PyTree, estimate: PyTree) -> P
         keep = rule.decay
         return HessianEma(diagonal=jax.tree.map(lambda h, e: keep * h + (1 - keep) * e, node.diagonal, estimate))
 
+    # The `HessianEma` is found by its type, wherever a chain of transformations has put it.
     return jax.tree.map(mixed, optimizer_state, is_leaf=lambda node: isinstance(node, HessianEma))

@@ -1,9 +1,9 @@
-"""Muon (Jordan et al., 2024): momentum whose matrices are made orthogonal, on named axes.
+"""Muon (Jordan et al., 2024): orthogonalized momentum of matrices, on named axes.
 
-The update of a matrix is its momentum with all singular values brought near 1, by a few Newton–Schulz steps: products
-of matrices only, no decomposition. That has a meaning for matrices between hidden layers; embeddings, the output head,
-norms and biases are AdamW's. A projection over several heads is one matrix, its output axes × its input axes, and every
-layer of a stack is a matrix of its own.
+The update of a matrix is its momentum with all singular values moved near 1 by a few Newton–Schulz steps, which consist
+of matrix products only. This makes sense for matrices between hidden layers; AdamW updates embeddings, the output head,
+norms and biases. A projection over several heads is one matrix, output axes × input axes, and every layer of a stack is
+a separate matrix.
 """
 
 import math
@@ -19,21 +19,21 @@ from levanter.optim.parameters import Parameter, map_parameters
 
 Coefficients = Literal["quintic", "simple"]
 COEFFICIENTS: dict[str, tuple[float, float, float]] = {
-    # Steep at 0, so that small singular values rise fast; the result's lie between about 0.7 and 1.2.
+    # Steep at 0, so that small singular values grow fast; the final ones are between about 0.7 and 1.2.
     "quintic": (3.4445, -4.7750, 2.0315),
-    # The classical iteration: slower, and converges to 1.
+    # The classical iteration: slower, but converges to 1.
     "simple": (2.0, -1.5, 0.5),
 }
 
 
 class MuonState(NamedTuple):
-    """Momentum of every matrix."""
+    """The momentum of every matrix."""
 
     momentum: PyTree
 
 
 def is_hidden_matrix(parameter: Parameter) -> bool:
-    """Whether a parameter is Muon's: the matrix of a projection that is not the output head."""
+    """Whether Muon updates a parameter: the matrix of a projection that is not the output head."""
     projects = parameter.role == "matrix" and bool(parameter.inputs) and "head" not in parameter.roles
     return projects and parameter.factors is not None
 
@@ -47,16 +47,16 @@ def scale_by_muon(
     coefficients: Coefficients = "quintic",
     kimi: bool = False,
 ) -> optax.GradientTransformation:
-    """Turns gradients of matrices into their momentum, made orthogonal and scaled.
+    """Replaces gradients of matrices by their orthogonalized and scaled momentum.
 
     Args:
-        momentum: the part of the momentum that is kept.
-        nesterov: whether the gradient is added once more before.
-        steps: of the iteration.
-        epsilon: added to the norm that a matrix is divided by.
+        momentum: decay rate of the momentum.
+        nesterov: whether the gradient is added once more before the orthogonalization.
+        steps: number of iterations.
+        epsilon: added to the norm that divides a matrix.
         coefficients: of the iteration's polynomial.
-        kimi: whether the result is scaled by `0.2·√max(rows, columns)` (Moonshot AI, arXiv:2502.16982: sizes like
-            AdamW's) instead of `√max(1, rows / columns)`.
+        kimi: whether the result is scaled by `0.2·√max(rows, columns)` (Moonshot AI, arXiv:2502.16982: about the size
+            of AdamW's updates) instead of `√max(1, rows / columns)`.
     """
     polynomial = COEFFICIENTS[coefficients]
 
@@ -75,6 +75,7 @@ def scale_by_muon(
             ahead = kept * momentum + grad.astype(jnp.float32) if nesterov else kept
             factors = parameter.factors
             assert factors is not None, f"{parameter.path} is not a matrix"
+            # Stack axes first, then the axes of rows and of columns: a batch of matrices `[stack, rows, columns]`.
             rows, columns = (math.prod(ahead.axis_size(name) for name in names) for names in factors)
             order = tuple(ahead.resolve_axis(name) for name in (*parameter.stack, *factors[0], *factors[1]))
             ordered = ahead.rearrange(order)
@@ -97,8 +98,10 @@ def orthogonal(matrices: jax.Array, *, steps: int, epsilon: float, polynomial: t
     [[1.0, 0.0], [0.0, 1.0]]
     """
     a, b, c = polynomial
+    # X Xᵀ has the size of the first axis, so a tall matrix is transposed: the products are those of the smaller side.
     upright = matrices.shape[1] > matrices.shape[2]
     x = matrices.swapaxes(1, 2) if upright else matrices
+    # The Frobenius norm bounds the largest singular value, which must be at most 1 for the iteration to converge.
     x = x / (jnp.sqrt(jnp.sum(x * x, axis=(1, 2), keepdims=True)) + epsilon)
     for _ in range(steps):
         square = x @ x.swapaxes(1, 2)

@@ -1,9 +1,9 @@
-"""What optimizers ask of a parameter: its path, what it is, the module that says so, and which of its axes are what.
+"""The properties of parameters that optimizers use: path, role, owner, and the axes of rows, columns and stacks.
 
-A *parameter* is a `NamedArray` inside a module. Its *roles* are what modules on the way to it declare (`layers.roles`);
-of what no module declares a role, the axes decide: a matrix, or a vector. Its *class path* is the class that declares
-it and the name there (`Linear.weight`), by which a user may pick parameters. *Stack axes* count copies of one module
-(`layers`, `expert`): every copy is a matrix of its own.
+A *parameter* is a `NamedArray` inside a module. Its *roles* are those that modules on its path declare
+(`layers.param_roles`); without a declared role, its axes decide: matrix or vector. Its *class path* is the class that
+declares it and the name of the field (`Linear.weight`), by which users can select parameters. *Stack axes* (`layers`,
+`expert`) count copies of a module: every copy is a separate matrix.
 """
 
 import re
@@ -27,8 +27,8 @@ class Parameter:
     Attributes:
         path: attribute names from the model down, joined by dots.
         axes: its axes.
-        owner: the innermost module that declares a role for it; the one that holds it, where none does.
-        name: the owner's field that it is, or is in.
+        owner: the innermost module that declares a role for it; if none does, the module that contains it.
+        name: the owner's field that is, or contains, the parameter.
         roles: the declared roles, outermost first.
     """
 
@@ -45,7 +45,8 @@ class Parameter:
 
     @property
     def role(self) -> Role | Literal["vector"]:
-        """What it is: the innermost of its roles, or by its axes."""
+        """Its innermost role, or one by the number of its axes."""
+        # Outer roles (`head`) describe the use of a whole module, the innermost one the kind of the array.
         if self.roles:
             return self.roles[-1]
         return "matrix" if len(self.axes) - len(self.stack) > 1 else "vector"
@@ -57,7 +58,8 @@ class Parameter:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The axes that its projection contracts; none if it is no projection's."""
+        """The axes that its projection contracts; empty if it does not belong to a projection."""
+        # `In` is a tuple of names in this project's `Linear`, and an axis or axes in Haliax's.
         names = hax.axis_name(getattr(self.owner, "In", ()))
         return (names,) if isinstance(names, str) else tuple(names)
 
@@ -71,6 +73,7 @@ class Parameter:
         names = [axis.name for axis in self.axes if axis.name not in STACK_AXES]
         if self.role == "bias" or len(names) < 2:
             return None
+        # Several axes of heads and head size are one axis of the matrix, as in frameworks without named axes.
         columns = tuple(name for name in self.inputs if name in names) or (names[-1],)
         rows = tuple(name for name in names if name not in columns)
         return (rows, columns) if rows else None
@@ -79,7 +82,7 @@ class Parameter:
 def map_parameters(fn: Callable[..., Any], model: PyTree, *rest: PyTree) -> PyTree:
     """Maps `fn(parameter, value, *values of rest)` over the named arrays of `model`.
 
-    Trees in `rest` have the structure of `model` down to its named arrays; what they hold there may be anything.
+    Trees in `rest` have the structure of `model` down to its named arrays, with any values in their place.
 
     >>> model = {"weight": hax.zeros(hax.make_axes(mlp=4, embed=2)), "bias": hax.zeros(hax.Axis("mlp", 4))}
     >>> map_parameters(lambda parameter, _: (parameter.path, parameter.role), model)
@@ -94,12 +97,14 @@ def map_parameters(fn: Callable[..., Any], model: PyTree, *rest: PyTree) -> PyTr
 
 
 def _parameter(model: PyTree, keys: KeyPath, axes: tuple[hax.Axis, ...]) -> Parameter:
+    # Walks from the model to the parameter; `holder` is the object that `key` is looked up in.
     holder, owner, roles = model, None, []
     for n, key in enumerate(keys):
         name = path_string((key,))
         declared = declared_role(holder, name)
         if declared is not None:
             roles.append(declared)
+        # The last declaration wins; without any, the owner is the parent of the array.
         if declared is not None or (not roles and n == len(keys) - 1):
             owner = (holder, name)
         if isinstance(key, jax.tree_util.GetAttrKey):
@@ -117,14 +122,15 @@ NOT_DECAYED = ("bias", "norm", "embedding", "vector")
 
 
 def decay_mask(modules: Sequence[str] | str | None, default: bool | None) -> Callable[[PyTree], PyTree] | None:
-    """Which parameters weight decay applies to, as a function of the model; None for all.
+    """The parameters with weight decay, as a function of the model; None for all.
 
     Args:
-        modules: a regular expression that a path or class path begins with, or a list of texts that one contains.
-        default: whether all but `NOT_DECAYED` decay, besides `modules`; None: where no modules are given.
+        modules: a regular expression that matches the start of a path or class path, or a list of texts that one of
+            them contains.
+        default: whether all roles except `NOT_DECAYED` decay as well; None for: only if `modules` is None.
 
     Raises:
-        ValueError: the regular expression is none.
+        ValueError: the regular expression is invalid.
 
     >>> model = {"weight": hax.zeros(hax.make_axes(mlp=4, embed=2)), "bias": hax.zeros(hax.Axis("mlp", 4))}
     >>> decay_mask(None, True)(model)
@@ -132,6 +138,7 @@ def decay_mask(modules: Sequence[str] | str | None, default: bool | None) -> Cal
     """
     if modules is None and default is False:
         return None
+    # As in upstream: naming modules replaces the default rule, unless both are set.
     use_default = default is True or (default is None and modules is None)
     if isinstance(modules, str):
         try:

@@ -1,9 +1,9 @@
-"""Learning-rate schedules as arithmetic on the step: warmup, stable, decay, and cycles of them.
+"""Learning-rate schedules as functions of the step: warmup, stable phase, decay, and cycles of them.
 
-A run of `n` steps is cut into *cycles* (one, unless asked for more). A cycle is three *phases*: a linear warmup from
-where the cycle before it ended (0 at first), a stable phase at the peak, and a decay by one of the *shapes* below. A
-phase's length is a fraction of its cycle (at most 1) or a number of steps. Where no decay is given it takes all that
-the warmup leaves; a shorter one leaves a stable phase before it, which is warmup-stable-decay (WSD).
+A run of `n` steps is divided into *cycles* (by default one). A cycle has three *phases*: a linear warmup from the end
+of the previous cycle (from 0 in the first), a stable phase at the peak, and a decay with one of the *shapes* below. A
+phase's length is a fraction of its cycle (at most 1) or a number of steps. By default the decay follows the warmup
+immediately; a shorter decay is preceded by a stable phase, which is warmup-stable-decay (WSD).
 """
 
 from abc import abstractmethod
@@ -23,11 +23,11 @@ Schedule = Callable[[jax.Array], jax.Array]
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """What a shape knows of the phase it fills.
+    """The parameters of a decay phase, for a shape.
 
     Attributes:
-        peak: the learning rate the phase starts from.
-        floor: the learning rate it may not fall below.
+        peak: the learning rate at its start.
+        floor: the lower limit of the learning rate.
         steps: its length.
         warmup_steps: steps of warmup before it, in its cycle.
 
@@ -45,17 +45,17 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class LrSchedule(Ranged, draccus.ChoiceRegistry):
-    """The shape of a decay: a function of the steps since it began."""
+    """The shape of a decay: a function of the steps since its start."""
 
     @abstractmethod
     def at(self, phase: Phase, since: jax.Array) -> jax.Array:
-        """The learning rate `since` steps (float32) after the phase began."""
+        """The learning rate `since` steps (float32) after the start of the phase."""
 
 
 @LrSchedule.register_subclass("constant")
 @dataclass(frozen=True, kw_only=True)
 class ConstantLrSchedule(LrSchedule):
-    """The peak throughout."""
+    """The peak in the whole phase."""
 
     def at(self, phase: Phase, since: jax.Array) -> jax.Array:
         return jnp.full_like(since, phase.peak)
@@ -67,7 +67,7 @@ class CosineLrSchedule(LrSchedule):
     """Half a cosine from peak to floor (Loshchilov & Hutter, arXiv:1608.03983), raised to a power.
 
     Attributes:
-        exponent: of the cosine, before it is scaled.
+        exponent: exponent of the cosine, before it is scaled.
     """
 
     exponent: PositiveFloat = 1.0
@@ -107,12 +107,13 @@ class InvSqrtLrSchedule(LrSchedule):
     """`peak · √(timescale / steps since the cycle began)`, at most the peak (Vaswani et al., arXiv:1706.03762).
 
     Attributes:
-        timescale: up to this step the peak is held.
+        timescale: the step up to which the rate is the peak.
     """
 
     timescale: PositiveFloat = 10_000.0
 
     def at(self, phase: Phase, since: jax.Array) -> jax.Array:
+        # Counted from the start of the cycle, warmup included, as in upstream.
         step = jnp.maximum(since + phase.warmup_steps, 1)
         return jnp.maximum(phase.peak * jnp.minimum(1, jnp.sqrt(self.timescale / step)), phase.floor)
 
@@ -131,7 +132,7 @@ class InvLrSchedule(LrSchedule):
 @LrSchedule.register_subclass("inv_sqrt_decay")
 @dataclass(frozen=True, kw_only=True)
 class InvSqrtDecayLrSchedule(LrSchedule):
-    """`peak / √(1 + c·progress)`, at least the floor: its end does not depend on how long the run is.
+    """`peak / √(1 + c·progress)`, at least the floor; the final value does not depend on the length of the run.
 
     Attributes:
         decay_constant: `c`; at the end of the phase the peak is divided by `√(1 + c)`.
@@ -147,16 +148,16 @@ class InvSqrtDecayLrSchedule(LrSchedule):
 @LrSchedule.register_subclass("power")
 @dataclass(frozen=True, kw_only=True)
 class PowerLrSchedule(LrSchedule):
-    """`a · batch size · tokens^b`, at most the peak, where `tokens` counts from the phase's beginning.
+    """`a · batch size · tokens^b`, at most the peak, where `tokens` counts from the start of the phase.
 
-    The shape of the power scheduler (Shen et al., arXiv:2408.13359), which does not know how long the run is. There
-    is no floor.
+    The shape of the power scheduler (Shen et al., arXiv:2408.13359), which does not depend on the length of the run.
+    It has no floor.
 
     Attributes:
-        batch_size: sequences a step.
-        seq_length: tokens in a sequence.
-        a: its amplitude.
-        b: its exponent, negative.
+        batch_size: sequences per step.
+        seq_length: tokens per sequence.
+        a: the amplitude.
+        b: the exponent, negative.
     """
 
     batch_size: PositiveInt
@@ -171,17 +172,18 @@ class PowerLrSchedule(LrSchedule):
 
     def at(self, phase: Phase, since: jax.Array) -> jax.Array:
         tokens = jnp.maximum(since, 0) * float(self.batch_size * self.seq_length)
-        # Nothing to the power of a negative number is infinite, and the peak less.
+        # 0 tokens to a negative power is infinite, so the minimum is the peak; the `where` keeps it finite.
         rate = self.a * self.batch_size * jnp.where(tokens > 0, tokens, 1.0) ** self.b
         return jnp.where(tokens > 0, jnp.minimum(phase.peak, rate), phase.peak)
 
 
 def _progress(phase: Phase, since: jax.Array) -> jax.Array:
+    # Clipped: schedules are evaluated for all steps, and `jnp.where` selects the segment afterwards.
     return jnp.clip(since / max(phase.steps, 1), 0, 1)
 
 
 def schedule_from_name(value: LrSchedule | str) -> LrSchedule:
-    """The shape that a config value means: a block, or a name alone.
+    """The shape for a config value: a block, or only a name.
 
     Raises:
         ValueError: an unknown name.
@@ -200,7 +202,7 @@ def schedule_from_name(value: LrSchedule | str) -> LrSchedule:
 
 
 def num_steps(amount: int | float, total: int, *, key: str) -> int:
-    """An amount of steps: a fraction of `total` up to 1 (an int 1 too, as upstream reads it), else whole steps.
+    """A number of steps: up to 1 a fraction of `total` (the integer 1 too, as in upstream), above that whole steps.
 
     Raises:
         ValueError: negative, or a fraction above 1.
@@ -220,11 +222,11 @@ def cycle_ends(
 
     Args:
         total: steps of the run.
-        cycle_length: of every cycle (a fraction or steps; the last one takes what is left), or of each in turn.
-        cycles: how many, equally long, or the steps at which they end.
+        cycle_length: length of every cycle (a fraction or steps; the last cycle has the rest), or a list of lengths.
+        cycles: number of cycles of equal length, or the steps at which they end.
 
     Raises:
-        ValueError: both are given, or the ends do not rise within the run.
+        ValueError: both are given, or the ends do not increase within the run.
 
     >>> cycle_ends(100, cycle_length=None, cycles=4)
     (25, 50, 75, 100)
@@ -250,6 +252,7 @@ def cycle_ends(
         ends = [total * (n + 1) // cycles for n in range(cycles)]
     elif cycles is not None:
         ends = list(cycles)
+    # Lists may omit the end of the last cycle, which is that of the run.
     if not ends or ends[-1] != total:
         ends.append(total)
     if any(b <= a for a, b in zip([0, *ends], ends, strict=False)):
@@ -265,14 +268,14 @@ class _Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class Cycle:
-    """How one cycle is divided; its stable phase is what lies between.
+    """The division of one cycle; the stable phase is between warmup and decay.
 
     Attributes:
         start: its first step.
-        end: the step behind its last.
+        end: the step after its last.
         rising: steps of warmup.
         falling: steps of decay.
-        adjusted: what was asked for and does not fit, in words; empty where everything does.
+        adjusted: messages about configured lengths that do not fit; empty if all fit.
     """
 
     start: int
@@ -290,13 +293,13 @@ def divide(
     rewarmup: int | float = 0,
     ends: Sequence[int] | None = None,
 ) -> tuple[Cycle, ...]:
-    """The phases of a run. A warmup that is longer than its cycle takes all of it, a decay what the warmup leaves.
+    """Divides a run into cycles and phases. Too long a warmup is truncated to its cycle, too long a decay to the rest.
 
     Args:
         total: steps of the run.
         warmup: of the first cycle, a fraction of it or steps.
-        decay: of each cycle, likewise; None takes all that the warmup leaves.
-        rewarmup: warmup of every cycle but the first.
+        decay: of each cycle, in the same units; None for the whole cycle after the warmup.
+        rewarmup: warmup of every cycle except the first.
         ends: from `cycle_ends`; one cycle if None.
 
     Raises:
@@ -333,7 +336,7 @@ def build_schedule(*, peak: float, min_ratio: float, shape: LrSchedule, cycles: 
 
     Args:
         peak: the learning rate after warmup.
-        min_ratio: the floor, as a part of `peak`.
+        min_ratio: the floor, as a fraction of `peak`.
         shape: of the decay.
         cycles: from `divide`.
 
@@ -353,10 +356,12 @@ def build_schedule(*, peak: float, min_ratio: float, shape: LrSchedule, cycles: 
         phase = Phase(peak=peak, floor=floor, steps=falling, warmup_steps=rising)
         segments.append(_Segment(start=cycle.end - falling, rate=_decay(shape, phase)))
         if cycle is not cycles[-1]:
-            # Compiles a little, so it is done only where a cycle begins from it.
+            # The next warmup starts where this decay ends. Evaluating the shape compiles, so it is skipped for the last
+            # cycle. It is a constant of the schedule, hence the evaluation at compile time even inside a trace.
             with jax.ensure_compile_time_eval():
                 reached = float(shape.at(phase, jnp.float32(falling)))
 
+    # Every segment is evaluated at every step, and the last one that has started wins: scalars cost nothing.
     def schedule(step: jax.Array) -> jax.Array:
         rate = segments[0].rate(step.astype(jnp.float32))
         for segment in segments[1:]:

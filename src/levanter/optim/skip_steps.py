@@ -1,9 +1,9 @@
-"""Steps that are left out because their loss or gradient is far from those before: `skip_bad_steps`.
+"""Skipping of outlier steps, `skip_bad_steps`: steps whose loss or gradient norm is far above that of recent steps.
 
-A step is an *outlier* where its loss or its gradient's norm is more than some standard deviations above the mean of the
-last steps. The last steps' numbers (`Recent`) are a part of the optimizer's state, its last piece, so that they are
-saved and restored with it; the paths of all other pieces do not depend on it. The optimizer itself only carries them:
-the train step asks and decides, since a step that is left out leaves everything else as it was.
+A step is an *outlier* if its loss or its gradient norm is more than some standard deviations above the mean of recent
+steps. The recent numbers (`Recent`) are the last element of the optimizer's state, so that they are saved and restored
+with it, and the paths of all other elements do not depend on it. The optimizer itself only carries them. The train step
+decides, because a skipped step leaves the whole state unchanged, not only that of the optimizer.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ LEAST_DEVIATION = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class UsualRange(Ranged):
-    """What is usual after the last steps: their mean and some standard deviations more.
+    """The usual range of a number: up to the mean of recent steps plus some standard deviations.
 
     Attributes:
         rolling_interval_length: number of recent steps in the statistics; with fewer than half of them nothing is
@@ -42,22 +42,22 @@ class UsualRange(Ranged):
 
     @property
     def least_history(self) -> int:
-        """How many steps must be remembered before anything is unusual."""
+        """The number of recorded steps before any value counts as unusual."""
         return max(2, self.rolling_interval_length // 2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SkipStepConfig(UsualRange):
-    """When a step is an outlier and left out, by its loss and its gradient's norm, in upstream's keys."""
+    """When a step is an outlier and is skipped, by its loss and its gradient norm, with upstream's keys."""
 
 
 class Recent(NamedTuple):
-    """Numbers of the last steps, in a ring.
+    """Numbers of recent steps, in a ring buffer.
 
     Attributes:
-        losses: float32, one a step.
-        grad_norms: float32, one a step.
-        seen: int32, how many steps there were.
+        losses: float32, one per step.
+        grad_norms: float32, one per step.
+        seen: int32, number of recorded steps.
     """
 
     losses: jax.Array
@@ -66,7 +66,7 @@ class Recent(NamedTuple):
 
 
 def carry_recent(length: int) -> optax.GradientTransformation:
-    """A transformation that changes nothing and carries room for the numbers of `length` steps."""
+    """The identity transformation whose state holds the numbers of `length` steps."""
 
     def init(_: PyTree) -> Recent:
         return Recent(
@@ -77,25 +77,26 @@ def carry_recent(length: int) -> optax.GradientTransformation:
 
     def update(updates: PyTree, state: Recent, params: PyTree = None) -> tuple[PyTree, Recent]:
         del params
+        # Unchanged: the loss is known to the train step only, which replaces this state (`with_recent`).
         return updates, state
 
     return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
 
 
 def recent_statistics(optimizer_state: tuple[PyTree, ...]) -> Recent:
-    """The last piece of an optimizer's state, which `carry_recent` made."""
+    """The last element of an optimizer's state, which is that of `carry_recent`."""
     last = optimizer_state[-1]
     assert isinstance(last, Recent), type(last)
     return last
 
 
 def with_recent(optimizer_state: tuple[PyTree, ...], recent: Recent) -> tuple[PyTree, ...]:
-    """The optimizer's state with other numbers."""
+    """The optimizer's state with new recent numbers."""
     return (*optimizer_state[:-1], recent)
 
 
 def is_outlier(rule: SkipStepConfig, recent: Recent, loss: jax.Array, grad_norm: jax.Array) -> jax.Array:
-    """Whether a step is far from the steps before it; one that is not finite is, once there are enough of them.
+    """Whether a step is an outlier; a non-finite one always is, once enough steps are recorded.
 
     >>> rule = SkipStepConfig(rolling_interval_length=4, sigma_factor=6.0)
     >>> recent = Recent(losses=jnp.array([2.0, 2.1, 1.9, 0.0]), grad_norms=jnp.ones(4), seen=jnp.int32(3))
@@ -108,6 +109,7 @@ def is_outlier(rule: SkipStepConfig, recent: Recent, loss: jax.Array, grad_norm:
     enough = recent.seen >= rule.least_history
 
     def fits(values: jax.Array, now: jax.Array) -> jax.Array:
+        # NaN compares as false, so a non-finite number does not fit.
         mean = jnp.mean(values, where=known)
         deviation = jnp.maximum(jnp.std(values, where=known), LEAST_DEVIATION)
         return now <= mean + rule.sigma_factor * deviation
@@ -116,7 +118,7 @@ def is_outlier(rule: SkipStepConfig, recent: Recent, loss: jax.Array, grad_norm:
 
 
 def remembered(recent: Recent, loss: jax.Array, grad_norm: jax.Array) -> Recent:
-    """With the numbers of one step more; numbers that are not finite are not remembered."""
+    """Records the numbers of one more step, unless they are not finite."""
     place = recent.seen % recent.losses.shape[0]
     new = Recent(
         losses=recent.losses.at[place].set(loss),

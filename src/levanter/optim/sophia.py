@@ -1,11 +1,11 @@
 """Sophia-H (Liu et al., arXiv:2305.14342, algorithm 3 with Hutchinson's estimator): momentum over clipped curvature.
 
     m ← β₁ m + (1 − β₁) g
-    h ← β₂ h + (1 − β₂) u ⊙ (H u)          every k-th step, u standard normal; else h stays
+    h ← β₂ h + (1 − β₂) u ⊙ (H u)          every k-th step, u standard normal; otherwise h is unchanged
     θ ← θ − η λ θ − η clip(m / max(γ h, ε), ρ)
 
-A parameter whose loss is flat, or bends down, moves by ρ times the learning rate in the direction of its momentum; a
-steep one moves less. Learning rates are near Lion's, below Adam's.
+Where the curvature is small or negative, a parameter moves by ρ times the learning rate in the direction of its
+momentum; where it is large, it moves less. Learning rates are near Lion's, below Adam's.
 """
 
 from dataclasses import dataclass
@@ -36,13 +36,13 @@ class SophiaState(NamedTuple):
 def scale_by_sophia(
     *, beta1: float, gamma: float, epsilon: float, clip_threshold: float | None
 ) -> optax.GradientTransformation:
-    """Turns gradients into momentum over curvature, clipped.
+    """Replaces gradients by clipped momentum over curvature.
 
     Args:
-        beta1: the part of the momentum that is kept.
-        gamma: multiplies the curvature.
-        epsilon: the least that is divided by.
-        clip_threshold: the largest size of a component; None for no limit.
+        beta1: decay rate of the momentum.
+        gamma: factor of the curvature.
+        epsilon: lower limit of the divisor.
+        clip_threshold: upper limit of a component's absolute value; None for none.
     """
 
     def init(params: PyTree) -> SophiaState:
@@ -54,10 +54,12 @@ def scale_by_sophia(
         momentum = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * g.astype(jnp.float32), state.momentum, grads)
 
         def one(m: jax.Array, h: jax.Array, g: jax.Array) -> jax.Array:
+            # Negative curvature, where the quotient would point uphill, becomes epsilon: the step is clipped momentum.
             step = m / jnp.maximum(gamma * h, epsilon)
             limited = step if clip_threshold is None else jnp.clip(step, -clip_threshold, clip_threshold)
             return limited.astype(g.dtype)
 
+        # The curvature passes through unchanged: the train step has updated it before this call.
         updates = jax.tree.map(one, momentum, state.curvature.diagonal, grads)
         return updates, SophiaState(momentum=momentum, curvature=state.curvature)
 

@@ -1,16 +1,16 @@
-"""Global norm, gradient clipping and learning-rate scaling, written for how XLA fuses them on CPUs.
+"""Global norm, gradient clipping and learning-rate scaling, written for XLA's fusion on CPUs.
 
-Each has the numbers of its optax counterpart except for the last bits. The pods' compiled statistics were recorded with
-optax's versions, so `OptimizerConfig.build` uses these on CPUs only.
+Each computes the same numbers as its optax counterpart, except for the last bits. The compiled statistics of TPU pods
+were recorded with optax's versions, so `OptimizerConfig.build` uses these on CPUs only.
 
 - `global_norm_by_layer` sums each layer of a stack first, like the per-layer norms that a step logs. Otherwise XLA for
-  CPUs writes out squares that are summed in two ways, and with them the parameters of all layers.
-- `clip_by_global_norm` multiplies by a scalar where optax divides the gradient by its norm and selects. XLA recomputes
-  cheap operations for each reader, but not a division: it writes the quotient out, and Adam's two averages then read
-  both the quotient and the gradient, a tenth of a step with a large vocabulary.
-- `scale_by_learning_rate` divides by −1 / learning rate where optax multiplies. A step reads its update twice, for its
-  norm and for the parameters. With a product XLA writes out the factor and the product, or, where the learning rate is
-  one constant for a table and a head of equal shapes, an array of that size that holds only the constant.
+  CPUs materializes squares that are summed in two ways, and with them the parameters of all layers.
+- `clip_by_global_norm` multiplies by a scalar, while optax divides the gradient by its norm and selects. XLA recomputes
+  cheap operations for each reader, but not divisions: it materializes the quotient, and Adam's two averages then read
+  both the quotient and the gradient, which takes a tenth of a step with a large vocabulary.
+- `scale_by_learning_rate` divides by −1 / learning rate, while optax multiplies. A step reads its update twice, for its
+  norm and for the parameters. With a product XLA materializes the factor and the product, or, if the learning rate is
+  a constant and a table and a head have equal shapes, an array of that shape that contains only the constant.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ LAYERS = "layers"
 
 
 def global_norm(tree: PyTree) -> jax.Array:
-    """The root of the sum of squares of everything in `tree`, float32.
+    """The root of the sum of squares of all arrays in `tree`, float32.
 
     >>> float(global_norm({"a": jnp.array([3.0]), "b": jnp.array([4.0])}))
     5.0
@@ -36,7 +36,7 @@ def global_norm(tree: PyTree) -> jax.Array:
 
 
 def global_norm_by_layer(tree: PyTree) -> jax.Array:
-    """`global_norm` but for the order of its sums, and so its last bits."""
+    """`global_norm` with another order of summation, so the last bits differ."""
     return jnp.sqrt(sum(_sums_of_squares(tree)))
 
 
@@ -47,15 +47,15 @@ def _sums_of_squares(tree: PyTree) -> Iterator[jax.Array]:
         squares = jnp.square(array.astype(jnp.float32))
         if LAYERS in names:
             by_layer = jnp.sum(squares, axis=tuple(n for n, name in enumerate(names) if name != LAYERS))
-            # Changes nothing, but of two sums one behind the other the compiler makes one.
+            # The identity, since sums of squares are not negative. Without it the compiler merges the two sums.
             squares = jnp.maximum(by_layer, 0.0)
         yield jnp.sum(squares)
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
-    """Scales everything down to a global norm of `max_norm` where it is larger (Pascanu et al., arXiv:1211.5063).
+    """Scales gradients down to a global norm of `max_norm` if theirs is larger (Pascanu et al., arXiv:1211.5063).
 
-    The numbers are those of `optax.clip_by_global_norm` but for the last bits; the state is the same.
+    The same numbers as `optax.clip_by_global_norm` except for the last bits, and the same state.
 
     Args:
         max_norm: the largest global norm.
@@ -69,6 +69,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
     def update(updates: PyTree, state: optax.EmptyState, params: PyTree = None) -> tuple[PyTree, optax.EmptyState]:
         del params
         norm = global_norm_by_layer(updates)
+        # A NaN norm compares as false and makes all updates NaN, as in optax.
         factor = jnp.where(norm < max_norm, 1.0, max_norm / norm)
         return jax.tree.map(lambda g: g * factor.astype(g.dtype), updates), state
 
@@ -78,11 +79,11 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
 def scale_by_learning_rate(schedule: Schedule) -> optax.GradientTransformation:
     """Divides updates by −1 / learning rate.
 
-    The numbers are those of `optax.scale_by_learning_rate` but for the last bits; the state is the same. Where the
-    learning rate is 0, so are the updates.
+    The same numbers as `optax.scale_by_learning_rate` except for the last bits, and the same state. With a learning
+    rate of 0 the divisor is infinite and the updates are 0.
 
     Args:
-        schedule: from the number of the update to the learning rate.
+        schedule: number of the update → learning rate.
 
     >>> scale = scale_by_learning_rate(lambda step: jnp.float32(0.25))
     >>> updates, _ = scale.update(jnp.array([4.0]), scale.init(jnp.array([0.0])))
@@ -97,7 +98,7 @@ def scale_by_learning_rate(schedule: Schedule) -> optax.GradientTransformation:
         del params
         count = jnp.asarray(state.count)
         rate = jnp.asarray(schedule(count), jnp.float32)
-        # No count is negative, which the compiler does not know: by a constant it would multiply.
+        # Counts are not negative, but the compiler does not know that. A constant divisor it would turn into a factor.
         divisor = jnp.where(count < 0, 1.0, -1.0 / rate)
         after = optax.ScaleByScheduleState(count=optax.safe_increment(count))
         return jax.tree.map(lambda g: g / divisor.astype(g.dtype), updates), after

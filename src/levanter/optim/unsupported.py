@@ -1,7 +1,7 @@
-"""Optimizers of upstream's that this project does not have: their `optimizer:` blocks are read, then refused by name.
+"""Upstream's optimizers that this project does not have: their `optimizer:` blocks are parsed, then refused by name.
 
-The keys are checked like every other block's, so that a document can be read and written anew; what cannot be done is
-to build the transformation.
+Their keys are checked like those of any other block, so that configs can be parsed and rewritten. Only building the
+transformation is refused.
 """
 
 import dataclasses
@@ -126,7 +126,8 @@ def register_absent() -> None:
 
 
 def _annotation(default: object) -> Annotation:
-    """What a key takes: what its default is, where that says something."""
+    """The type of a key, from its default if that has a type to go by."""
+    # `bool` is a subclass of `int`, hence its exclusion.
     if isinstance(default, int | float) and not isinstance(default, bool):
         return AnyInt if isinstance(default, int) else AnyFloat
     return type(default) if isinstance(default, bool | str) else Any

@@ -1,9 +1,9 @@
-"""Limits on what is added to the parameters, after the optimizer and weight decay, before the learning rate.
+"""Clipping of updates: after the optimizer and weight decay, before the learning rate.
 
-Clipping a gradient bounds what an optimizer sees; these bound what it makes of it. `clip_rms` limits each matrix alone,
-by its root mean square. `clip_by_recent_norms` limits all of them together, by what was usual in the last steps: their
-mean norm and some standard deviations more. It remembers norms before they are clipped, so that the limit follows a
-norm that stays high, and a clipped run does not clip itself to nothing.
+Gradient clipping bounds the input of an optimizer; these transformations bound its output. `clip_rms` limits the root
+mean square of each matrix. `clip_by_recent_norms` limits the global norm to the mean of recent norms plus some standard
+deviations. It records norms before clipping, so that the limit follows a norm that stays high, instead of shrinking
+with every clipped update.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ LEAST_NORM = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class ClipUpdateNormConfig(UsualRange):
-    """How far above the last updates' norms one may be, in upstream's keys.
+    """The limit of an update's norm relative to recent norms, with upstream's keys.
 
     Attributes:
         sigma_factor: largest accepted norm, in standard deviations above the mean.
@@ -34,11 +34,11 @@ class ClipUpdateNormConfig(UsualRange):
 
 
 class RecentNorms(NamedTuple):
-    """Norms of the last updates, in a ring.
+    """Norms of recent updates, in a ring buffer.
 
     Attributes:
-        norms: float32, one a step, before clipping.
-        seen: int32, how many there were.
+        norms: float32, one per step, before clipping.
+        seen: int32, number of recorded norms.
     """
 
     norms: jax.Array
@@ -46,10 +46,10 @@ class RecentNorms(NamedTuple):
 
 
 def clip_by_recent_norms(rule: ClipUpdateNormConfig) -> optax.GradientTransformation:
-    """Scales updates down to the mean of the last norms and some deviations, where their norm is above that.
+    """Scales updates down if their norm exceeds the mean of recent norms plus some standard deviations.
 
     Args:
-        rule: how many norms, and how far above.
+        rule: the number of recent norms, and the factor of the standard deviation.
     """
     length = rule.rolling_interval_length
 
@@ -59,13 +59,14 @@ def clip_by_recent_norms(rule: ClipUpdateNormConfig) -> optax.GradientTransforma
     def update(updates: PyTree, state: RecentNorms, params: PyTree = None) -> tuple[PyTree, RecentNorms]:
         del params
         norm = jnp.asarray(optax.tree.norm(updates), jnp.float32)
+        # Until the ring buffer is full, only the first `seen` entries are norms.
         known = jnp.arange(length) < state.seen
         deviation = jnp.maximum(jnp.std(state.norms, where=known), LEAST_DEVIATION)
         most = jnp.mean(state.norms, where=known) + rule.sigma_factor * deviation
         clips = (state.seen >= max(2, length // 2)) & (norm > most)
         factor = jnp.where(clips, most / jnp.maximum(norm, LEAST_NORM), 1.0)
         remembered = RecentNorms(norms=state.norms.at[state.seen % length].set(norm), seen=state.seen + 1)
-        # A norm that is none says nothing about the usual one.
+        # A NaN or infinity would stay in the statistics for `length` steps.
         kept = jax.tree.map(lambda new, old: jnp.where(jnp.isfinite(norm), new, old), remembered, state)
         return jax.tree.map(lambda u: (u * factor).astype(u.dtype), updates), kept
 
@@ -73,7 +74,7 @@ def clip_by_recent_norms(rule: ClipUpdateNormConfig) -> optax.GradientTransforma
 
 
 def clip_rms(threshold: float) -> optax.GradientTransformation:
-    """Scales each parameter's update down to a root mean square of `threshold`; every layer of a stack by itself.
+    """Scales each parameter's update down to a root mean square of `threshold`; each layer of a stack separately.
 
     Args:
         threshold: the largest root mean square.
@@ -87,7 +88,7 @@ def clip_rms(threshold: float) -> optax.GradientTransformation:
         del params
 
         def one(_: Parameter, u: hax.NamedArray) -> hax.NamedArray:
-            # As upstream has it: the experts of a layer are one array, and clipped as one.
+            # As in upstream: the experts of a layer are one array and are clipped together.
             inner = tuple(axis.name for axis in u.axes if axis.name != "layers")
             wide = u.astype(jnp.float32)
             excess = hax.sqrt(hax.mean(wide * wide, inner)) / threshold
