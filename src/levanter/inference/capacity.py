@@ -179,7 +179,7 @@ class DecodeCost:
     expert_count: tuple[int, int] | None = None
     chip_hour_price: float | None = None
 
-    def bytes_of_row(self, context: int, dtype: str | None = None, *, seen: bool = False) -> int:
+    def bytes_per_row(self, context: int, dtype: str | None = None, *, seen: bool = False) -> int:
         """The bytes of a row's keys and values on a device.
 
         Args:
@@ -205,7 +205,7 @@ class DecodeCost:
         """
         # What the weights and the Programs' temporaries leave is divided among the rows of a shard.
         free = limit - self.weights.total - temp_bytes
-        return max(0, free // (self.bytes_of_row(context, dtype) + self.state_bytes)) * self.shards
+        return max(0, free // (self.bytes_per_row(context, dtype) + self.state_bytes)) * self.shards
 
     def laid_out(self, *, shards: int, kv_ways: int, group: int, dtype: str | None = None) -> "DecodeCost":
         """The same model with other shardings, on the same number of devices or more.
@@ -218,20 +218,20 @@ class DecodeCost:
             group: number of devices over which the query heads of each of them are sharded further.
             dtype: of keys and values; the run's own by default.
         """
-        weights, before, now = self.weights, self.devices // self.shards, kv_ways * group
+        weights, devices_per_shard, new_devices_per_shard = self.weights, self.devices // self.shards, kv_ways * group
         kinds = {name: getattr(weights, name) for name in ("integers", "scales", "table", "others", "experts")}
         # Bytes per device scale with the number of devices that share a shard's weights, rounded up.
-        kinds = {name: -(-nbytes * before // now) for name, nbytes in kinds.items()}
+        kinds = {name: -(-nbytes * devices_per_shard // new_devices_per_shard) for name, nbytes in kinds.items()}
         kinds["integers" if weights.integers else "others"] += self.repeated_weights(kv_ways=kv_ways, group=group)
         return replace(
             self,
-            devices=shards * now,
+            devices=shards * new_devices_per_shard,
             shards=shards,
             kv_ways=kv_ways,
             repeated=group,
             dtype=dtype or self.dtype,
             weights=replace(weights, **kinds),
-            state_bytes=self.state_bytes * before * shards // self.shards // now,
+            state_bytes=self.state_bytes * devices_per_shard * shards // self.shards // new_devices_per_shard,
         )
 
     def repeated_weights(self, *, kv_ways: int, group: int) -> int:
@@ -258,10 +258,10 @@ class DecodeCost:
             links: seconds of communication.
         """
         # The fullest shard determines the time.
-        here = -(-rows // self.shards)
+        shard_rows = -(-rows // self.shards)
         return Roofline(
             weights=self._read(rows) / bandwidth,
-            cache=here * self.bytes_of_row(context, seen=True) / bandwidth,
+            cache=shard_rows * self.bytes_per_row(context, seen=True) / bandwidth,
             flops=rows * (self.weight_flops + self._attention_flops(context)) / self.devices / peak,
             links=links,
         )
@@ -296,7 +296,7 @@ class DecodeCost:
 
     def decoding(self, rows: int) -> str:
         """The decode Program for this number of running rows."""
-        return self.decode[min((most for most in self.decode if most >= rows), default=max(self.decode))]
+        return self.decode[min((max_rows for max_rows in self.decode if max_rows >= rows), default=max(self.decode))]
 
     def compute_bound_rows(self, *, bandwidth: float, peak: float) -> int:
         """Rows from which products take longer than reading the weights for them."""

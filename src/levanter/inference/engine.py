@@ -124,9 +124,9 @@ class DeviceRunner:
         inputs["tokens"] = np.zeros((rows, length), np.int32)
         inputs["tables"] = np.zeros((rows, tables.shape[1]), np.int32)
         # Sampling parameters are kept by slot; the prefill call wants them by lane, its own batch axis.
-        of_lane: list[SlotSampling | None] = [None] * rows
+        lane_sampling: list[SlotSampling | None] = [None] * rows
         for chunk in chunks:
-            slot_sampling = of_lane[chunk.lane] = sampling[chunk.slot]
+            slot_sampling = lane_sampling[chunk.lane] = sampling[chunk.slot]
             assert slot_sampling is not None, f"{chunk.id} has no parameters"
             inputs["tokens"][chunk.lane, : len(chunk.tokens)] = chunk.tokens
             inputs["tables"][chunk.lane] = tables[chunk.slot]
@@ -143,7 +143,7 @@ class DeviceRunner:
                 inputs[name][chunk.lane] = value
         # Masks too arrive by slot and leave by lane.
         lane_masks = {chunk.lane: masks[chunk.slot] for chunk in chunks if chunk.slot in masks} if masks else {}
-        return self._step(self.programs.prefill[bucket], inputs, self._of_rows(of_lane), lane_masks)
+        return self._step(self.programs.prefill[bucket], inputs, self._of_rows(lane_sampling), lane_masks)
 
     def decode(
         self,

@@ -51,12 +51,12 @@ class CachePlan:
     repeated: int
 
     @property
-    def pages_of_row(self) -> int:
+    def pages_per_row(self) -> int:
         """How many pages the longest row has."""
         return -(-self.max_seq_len // self.page_size)
 
     @property
-    def rows_of_shard(self) -> int:
+    def rows_per_shard(self) -> int:
         """How many rows a shard has."""
         return self.rows // self.shards
 
@@ -66,24 +66,25 @@ class CachePlan:
         return self.sharding.bytes_per_device
 
     @cached_property
-    def bytes_of_row(self) -> int:
+    def bytes_per_row(self) -> int:
         """What a row of full length takes of each device that holds it."""
         # A device holds pages // shards pages, and bytes_per_device are those of all of them.
-        return self.bytes_per_device * self.shards // self.pages * self.pages_of_row
+        return self.bytes_per_device * self.shards // self.pages * self.pages_per_row
 
     def __str__(self) -> str:
-        how = (
+        layout = (
             f"a page of {self.page_size:,} positions each"
             if self.allocation == "fixed"
             else f"{self.pages:,} pages of {self.page_size} positions"
         )
         shards = f" in {self.shards} shards" if self.shards > 1 else ""
-        twice = f"; each key and value is on {self.repeated} devices" if self.repeated > 1 else ""
+        repetition = f"; each key and value is on {self.repeated} devices" if self.repeated > 1 else ""
         dtype = np.dtype(self.abstract.pages[0].dtype).name
-        scaled = f" with a {np.dtype(self.abstract.scales[0].dtype).name} scale each" if self.abstract.scales else ""
+        scales = f" with a {np.dtype(self.abstract.scales[0].dtype).name} scale each" if self.abstract.scales else ""
         return (
-            f"{self.rows} rows of {self.max_seq_len:,} positions{shards}, {self.allocation}: {how}, {dtype}{scaled}, "
-            f"{self.bytes_of_row / 2**20:,.1f} MiB a row and {self.bytes_per_device / 2**30:,.3f} GiB a device{twice}"
+            f"{self.rows} rows of {self.max_seq_len:,} positions{shards}, {self.allocation}: {layout}, "
+            f"{dtype}{scales}, {self.bytes_per_row / 2**20:,.1f} MiB a row and "
+            f"{self.bytes_per_device / 2**30:,.3f} GiB a device{repetition}"
         )
 
 
@@ -127,25 +128,25 @@ def plan_cache(
     # A fixed cache is a paged one whose pages are as long as a row, so that each row needs one.
     slots = max_seq_len if allocation == "fixed" else page_size
     # Pages of a row at full length, rounded up.
-    of_row = -(-max_seq_len // slots)
-    wanted = rows if allocation == "fixed" else rows * of_row if pages is None else pages
+    row_pages = -(-max_seq_len // slots)
+    num_pages = rows if allocation == "fixed" else rows * row_pages if pages is None else pages
     problems = [
         f"{what} {count} is not a multiple of the {shards} shards of the batch; the nearest above is "
         f"{-(-count // shards) * shards}"
-        for what, count in (("max_rows", rows), ("pages", wanted))
+        for what, count in (("max_rows", rows), ("pages", num_pages))
         # With a fixed cache the number of pages is that of rows: one message is enough.
         if count % shards and (what == "max_rows" or allocation == "paged")
     ]
     # A row cannot use pages of other shards, so each shard alone must hold the longest row.
-    if not problems and wanted // shards < of_row:
+    if not problems and num_pages // shards < row_pages:
         problems.append(
-            f"pages {wanted}: a row of {max_seq_len} positions has {of_row} pages of {slots}, and each of {shards} "
-            f"shards would have {wanted // shards}; at least {of_row * shards} are needed"
+            f"pages {num_pages}: a row of {max_seq_len} positions has {row_pages} pages of {slots}, and each of "
+            f"{shards} shards would have {num_pages // shards}; at least {row_pages * shards} are needed"
         )
     if problems:
         raise ValueError("\n".join(problems))
     # Shapes only: no memory is allocated.
-    cache = abstract(lambda: KvCache.zeros(config, pages=wanted, slots=slots, dtype=dtype))
+    cache = abstract(lambda: KvCache.zeros(config, pages=num_pages, slots=slots, dtype=dtype))
     # The cache is placed by the compute mapping, like the keys that are written into it, not like parameters; overrides
     # of the run name leaves of the model.
     sharding = plan_sharding(leaves(cache), replace(mappings, params=compute, overrides=()), mesh, hbm_bytes=hbm_bytes)
@@ -154,7 +155,7 @@ def plan_cache(
         max_seq_len=max_seq_len,
         allocation=allocation,
         page_size=slots,
-        pages=wanted,
+        pages=num_pages,
         shards=shards,
         abstract=cache,
         mappings=replace(mappings, compute=compute),

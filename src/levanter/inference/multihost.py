@@ -121,7 +121,7 @@ class LeaderRunner:
         # The order is that of `_decode_chunk`.
         chunk_fields = [[p.slot, p.lane, p.start, list(p.tokens), p.fresh, p.ends, p.remaining] for p in chunks]
         # Sent before the call: a Program with collectives runs only when all processes have dispatched it.
-        self._tell("prefill", tables, sampling, masks, bucket=list(bucket), chunks=chunk_fields)
+        self._broadcast_call("prefill", tables, sampling, masks, bucket=list(bucket), chunks=chunk_fields)
         return self._rows.prefill(bucket, chunks, tables, sampling, masks)
 
     def decode(
@@ -132,7 +132,8 @@ class LeaderRunner:
         masks: Masks | None = None,
     ) -> SampledArrays:
         """See `DeviceRunner.decode`."""
-        self._tell("decode", tables, sampling, masks, rows=[[row.slot, row.start, row.tokens] for row in rows])
+        row_fields = [[row.slot, row.start, row.tokens] for row in rows]
+        self._broadcast_call("decode", tables, sampling, masks, rows=row_fields)
         return self._rows.decode(rows, tables, sampling, masks)
 
     def score(self, tokens: Sequence[int], top: int) -> PromptScores:
@@ -145,7 +146,7 @@ class LeaderRunner:
         """Ends the followers: there are no more calls."""
         send_message({"call": "end"}, self._send)
 
-    def _tell(
+    def _broadcast_call(
         self,
         call: str,
         tables: np.ndarray,
@@ -157,20 +158,20 @@ class LeaderRunner:
         send_message({"call": call, **changes, "masks": _encode_masks(masks), **fields}, self._send)
 
 
-def run_follower(rows: Runner, heard: ReceiveFrame, scorer: ScorePromptFn | None = None) -> int:
+def run_follower(rows: Runner, receive: ReceiveFrame, scorer: ScorePromptFn | None = None) -> int:
     """Dispatches the calls of process 0 until it ends.
 
     Args:
         rows: the runner of this process's devices.
-        heard: receives the messages of process 0.
+        receive: receives the messages of process 0.
         scorer: scores prompts; None if no request may have its prompt scored.
 
     Returns:
         The number of calls.
     """
     changes, count = _ChangeTracker(), 0
-    flying: deque[SampledArrays] = deque()
-    while (message := receive_message(heard))["call"] != "end":
+    in_flight: deque[SampledArrays] = deque()
+    while (message := receive_message(receive))["call"] != "end":
         count += 1
         if message["call"] == "score":
             assert scorer is not None
@@ -181,17 +182,17 @@ def run_follower(rows: Runner, heard: ReceiveFrame, scorer: ScorePromptFn | None
         masks = _decode_masks(message["masks"])
         if message["call"] == "decode":
             chosen = [DecodeSlot(id=_NO_CHOICE, slot=p, start=start, tokens=n) for p, start, n in message["rows"]]
-            flying.append(rows.decode(chosen, tables, sampling, masks))
+            in_flight.append(rows.decode(chosen, tables, sampling, masks))
         else:
             size, length = message["bucket"]
-            flying.append(
+            in_flight.append(
                 rows.prefill((size, length), [_decode_chunk(one) for one in message["chunks"]], tables, sampling, masks)
             )
         # Bounds the calls in flight. The results themselves are used by process 0 only.
-        if len(flying) > MAX_INFLIGHT:
-            jax.block_until_ready(flying.popleft())
+        if len(in_flight) > MAX_INFLIGHT:
+            jax.block_until_ready(in_flight.popleft())
     # The process must not leave, and its devices with it, while a call is running.
-    jax.block_until_ready(list(flying))
+    jax.block_until_ready(list(in_flight))
     return count
 
 

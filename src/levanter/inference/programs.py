@@ -119,22 +119,22 @@ def prefill_program(model: ServedModel, cache: CachePlan, *, rows: int, tokens: 
         # The same in every chunk; the state keeps it from the first token on.
         noise = noise_keys(params.seed, params.choice)
         # Counted before sampling: the penalties of the first token cover the whole prompt.
-        state = state.counted(row, ids, starts=first, lengths=count, prompts=prompt, fresh=fresh != 0)
+        state = state.count_prompt(row, ids, starts=first, lengths=count, prompts=prompt, fresh=fresh != 0)
         # The position of the sampled token, if the prompt ends here.
-        behind = first + count
-        counts = state.taken(row).counts
-        sampled = _sample_tokens(net, last, params, noise, behind, counts, finite, masks)
+        next_position = first + count
+        counts = state.take_rows(row).counts
+        sampled = _sample_tokens(net, last, params, noise, next_position, counts, finite, masks)
         # A row index past the end drops the update: the prompt of that row continues in the next call.
-        to = hax.where(ends != 0, row, cache.rows)
-        state = state.begun(to, sampled, params, noise=noise, position=behind, remaining=remaining)
+        target_row = hax.where(ends != 0, row, cache.rows)
+        state = state.begin(target_row, sampled, params, noise=noise, position=next_position, remaining=remaining)
         # Every lane samples, whether its prompt ends or not: the shapes must not depend on the requests.
         return cache_, state, SampledSlots(sampled=sampled, active=ends != 0, finite=finite)
 
-    numbers = {
+    input_axes = {
         "tokens": (Batch, Pos),
         "first": (Batch,),
         "count": (Batch,),
-        "tables": (Batch, Axis("table", cache.pages_of_row)),
+        "tables": (Batch, Axis("table", cache.pages_per_row)),
         "row": (Batch,),
         "fresh": (Batch,),
         "ends": (Batch,),
@@ -144,7 +144,7 @@ def prefill_program(model: ServedModel, cache: CachePlan, *, rows: int, tokens: 
     return _program(
         f"prefill_{rows}x{tokens}",
         prefill,
-        (*_slot_inputs(Batch, model, cache), *_integer_inputs(numbers)),
+        (*_slot_inputs(Batch, model, cache), *_integer_inputs(input_axes)),
         cache,
         model,
     )
@@ -165,35 +165,35 @@ def decode_program(model: ServedModel, cache: CachePlan, *, steps: int) -> Progr
     """
     Batch, Step = Axis("batch", cache.rows), Axis("step", steps)
     # One position per row. On TPUs a single row gets a second, invalid one, so that products have two rows.
-    Pos = Axis("position", 2 if model.matrix_unit and cache.rows_of_shard == 1 else 1)
-    lone = SUBLANES if model.matrix_unit else 1
-    how = {"block": model.cache_block, "lone_queries": lone, "flat": model.matrix_unit}
+    Pos = Axis("position", 2 if model.matrix_unit and cache.rows_per_shard == 1 else 1)
+    lone_queries = SUBLANES if model.matrix_unit else 1
+    options = {"block": model.cache_block, "lone_queries": lone_queries, "flat": model.matrix_unit}
 
     def one(net, cache_: KvCache, state: SlotState, params, masks, tables) -> tuple[KvCache, SlotState, SampledSlots]:
         running = ~state.done
         # A fixed cache has one page a row, in the order of the rows: no table, and no gather.
         row_tables = None if cache.allocation == "fixed" else tables
-        at = NewPositions.consecutive(state.position, running.astype(jnp.int32), Pos, tables=row_tables, **how)
+        at = NewPositions.consecutive(state.position, running.astype(jnp.int32), Pos, tables=row_tables, **options)
         ids = state.last_token.broadcast_axis(Pos).rearrange((Batch, Pos))
         activations, cache_ = advance(net, ids, cache_, at, length=cache.max_seq_len)
         last = activations["position", 0]
         finite = hax.all(hax.isfinite(last.astype(jnp.float32)), "embed")
         sampled = _sample_tokens(net, activations, params, state.noise, state.position + 1, state.counts, finite, masks)
-        return cache_, state.advanced(sampled, params), SampledSlots(sampled=sampled, active=running, finite=finite)
+        return cache_, state.advance(sampled, params), SampledSlots(sampled=sampled, active=running, finite=finite)
 
     def decode(net, cache_, state, params, masks, tables, going):
         # Rows that are not part of this call are marked as done for its duration, and restored after it.
-        stays = (going == 0) & ~state.done
-        cache_, state, stays, drawn = several(net, cache_, state.released(stays), stays, params, masks, tables, going)
-        return cache_, eqx.tree_at(lambda s: s.done, state, state.done & ~stays), drawn
+        paused = (going == 0) & ~state.done
+        cache_, state, paused, drawn = several(net, cache_, state.release(paused), paused, params, masks, tables, going)
+        return cache_, eqx.tree_at(lambda s: s.done, state, state.done & ~paused), drawn
 
-    def several(net, cache_, state, stays, params, masks, tables, going):
+    def several(net, cache_, state, paused, params, masks, tables, going):
         if steps == 1:
             cache_, state, drawn = one(net, cache_, state, params, masks, tables)
-            return cache_, state, stays, _map_named(lambda x: hax.named(x.array[None], (Step, *x.axes)), drawn)
+            return cache_, state, paused, _map_named(lambda x: hax.named(x.array[None], (Step, *x.axes)), drawn)
         # A while loop needs its outputs allocated before: their shapes come from tracing one step.
         shapes = eqx.filter_eval_shape(one, net, cache_, state, params, masks, tables)[2]
-        nothing = _map_named(lambda x: hax.zeros((Step, *x.axes), dtype=x.dtype), shapes)
+        empty_outputs = _map_named(lambda x: hax.zeros((Step, *x.axes), dtype=x.dtype), shapes)
 
         def more(carry) -> jax.Array:
             step, _, state, _, _ = carry
@@ -201,7 +201,7 @@ def decode_program(model: ServedModel, cache: CachePlan, *, steps: int) -> Progr
             return (step < steps) & ~jnp.all(state.done.array)
 
         def body(carry):
-            step, cache_, state, stays, outputs = carry
+            step, cache_, state, paused, outputs = carry
             cache_, state, drawn = one(net, cache_, state, params, masks, tables)
             outputs = jax.tree.map(
                 lambda all_, new: hax.named(all_.array.at[step].set(new.array), all_.axes),
@@ -210,16 +210,20 @@ def decode_program(model: ServedModel, cache: CachePlan, *, steps: int) -> Progr
                 is_leaf=is_named,
             )
             # A constrained row gets one token a call, because its mask holds for that token only.
-            had_theirs = (going == 2) & ~state.done
-            return step + 1, cache_, state.released(had_theirs), stays | had_theirs, outputs
+            constrained = (going == 2) & ~state.done
+            return step + 1, cache_, state.release(constrained), paused | constrained, outputs
 
-        begin = (jnp.int32(0), cache_, state, stays, nothing)
-        _, cache_, state, stays, outputs = jax.lax.while_loop(more, body, begin)
-        return cache_, state, stays, outputs
+        begin = (jnp.int32(0), cache_, state, paused, empty_outputs)
+        _, cache_, state, paused, outputs = jax.lax.while_loop(more, body, begin)
+        return cache_, state, paused, outputs
 
-    numbers = {"tables": (Batch, Axis("table", cache.pages_of_row)), "going": (Batch,)}
+    input_axes = {"tables": (Batch, Axis("table", cache.pages_per_row)), "going": (Batch,)}
     return _program(
-        f"decode_{cache.rows}", decode, (*_slot_inputs(Batch, model, cache), *_integer_inputs(numbers)), cache, model
+        f"decode_{cache.rows}",
+        decode,
+        (*_slot_inputs(Batch, model, cache), *_integer_inputs(input_axes)),
+        cache,
+        model,
     )
 
 
@@ -295,13 +299,13 @@ def _program(
             Input(name="state", value=state, placement=_state_mapping(cache)),
         )
     # The outputs are donated inputs: they must have the same sharding, or XLA could not reuse the buffers.
-    of_results = (("0", cache.mappings.compute), ("1", _state_mapping(cache)))
+    output_mappings = (("0", cache.mappings.compute), ("1", _state_mapping(cache)))
     return Program(
         name=name,
         function=function,
         inputs=(*state_inputs, *inputs),
         mappings=cache.mappings,
-        out_placement=Mappings(params=AxisMapping(), overrides=of_results),
+        out_placement=Mappings(params=AxisMapping(), overrides=output_mappings),
         donate=("cache", "state") if inputs else (),
         matmul_precision=model.matmul_precision,
         compiler_options=model.compiler_options,
@@ -405,14 +409,14 @@ def _score_positions(logits: NamedArray, targets: NamedArray, axes: tuple[Axis, 
     Vocab = logits.resolve_axis("vocab")
     logits = hax.auto_sharded(logits)
     # log Σ exp, as in `sampling.sample`, so that scores equal the log-probabilities of sampled tokens.
-    most = hax.max(logits, Vocab)
-    normalizer = hax.log(hax.sum(hax.exp(logits - most), Vocab)) + most
+    largest = hax.max(logits, Vocab)
+    normalizer = hax.log(hax.sum(hax.exp(logits - largest), Vocab)) + largest
     ids = hax.arange(Vocab, dtype=jnp.int32).broadcast_to(logits.axes)
     # A sum with one nonzero term: it needs no gather over a sharded vocabulary.
-    of_target = hax.sum(hax.where(ids == targets, logits, 0.0), Vocab)
+    target_logits = hax.sum(hax.where(ids == targets, logits, 0.0), Vocab)
     Candidates = Top.resize(min(Top.size, Vocab.size))
     values, top_ids = top_tokens(logits, Candidates)
-    scores = ScoredPositions(logprobs=of_target - normalizer, top_ids=top_ids, top_logprobs=values - normalizer)
+    scores = ScoredPositions(logprobs=target_logits - normalizer, top_ids=top_ids, top_logprobs=values - normalizer)
     return jax.tree.map(
         lambda x: hax.auto_sharded(x.unflatten_axis("batch", axes)), scores, is_leaf=lambda x: isinstance(x, NamedArray)
     )
@@ -462,11 +466,11 @@ class PromptScorer:
             np.asarray(x.array.addressable_data(0))[0, :count]
             for x in (outputs.logprobs, outputs.top_ids, outputs.top_logprobs)
         )
-        likeliest_ = [
+        likeliest = [
             tuple(zip(ids[:top].tolist(), values[:top].tolist(), strict=True))
             for ids, values in zip(top_ids, top_logprobs, strict=True)
         ]
-        return PromptScores(logprobs=tuple(logprobs.tolist()), top=tuple(likeliest_))
+        return PromptScores(logprobs=tuple(logprobs.tolist()), top=tuple(likeliest))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

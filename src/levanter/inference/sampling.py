@@ -293,11 +293,11 @@ def sample(
     top = hax.max(logits, Vocab)
     normalizer = hax.log(hax.sum(hax.exp(logits - top), Vocab)) + top
     # Log-probabilities are those of the model's own distribution, so `logits` stay as they are beside `changed`.
-    changed = hax.auto_sharded(adjust_logits(logits, params, position, counts=counts, mask=mask))
-    best = hax.max(changed, Vocab)
+    adjusted = hax.auto_sharded(adjust_logits(logits, params, position, counts=counts, mask=mask))
+    best = hax.max(adjusted, Vocab)
     # A row whose ids are all hidden by masks has no token to sample.
     ok = hax.isfinite(top) & (best > HIDDEN / 2)
-    scores = _scores(changed - best, params, noise, position)
+    scores = _scores(adjusted - best, params, noise, position)
     ids = hax.arange(Vocab, dtype=jnp.int32).broadcast_to(logits.axes)
     is_best = scores == hax.max(scores, Vocab)
     # The lowest of the best ids, as a minimum: devices reduce their shards first and exchange one number a row, where
@@ -305,12 +305,12 @@ def sample(
     tokens = hax.min(hax.where(is_best, ids, Vocab.size - 1), Vocab)
     tokens = hax.where(ok, tokens, 0)
     # A sum with one nonzero term selects an entry of a sharded axis without a gather.
-    of_token = hax.sum(hax.where(ids == tokens, logits, 0.0), Vocab)
+    token_logits = hax.sum(hax.where(ids == tokens, logits, 0.0), Vocab)
     top_ids, top_logits = _top(logits, params)
     wants_top = params.top_logprobs.broadcast_axis(Top) > 0
     return Sampled(
         tokens=tokens,
-        logprobs=hax.where(ok, of_token - normalizer, 0.0),
+        logprobs=hax.where(ok, token_logits - normalizer, 0.0),
         top_ids=top_ids,
         top_logprobs=hax.where(wants_top, top_logits - normalizer, 0.0).rearrange(top_logits.axes),
         ok=ok,
@@ -418,8 +418,8 @@ def allowed_tokens(x: NamedArray, params: SlotParams) -> NamedArray:
         return _threshold(keys, lambda mask: hax.sum(mask.astype(jnp.int32), Vocab) >= k)
 
     # A threshold of 0 admits every token: all keys are unsigned.
-    of_k = _where_any(has_k.array, by_count, everything)
-    stays = keys >= of_k
+    k_threshold = _where_any(has_k.array, by_count, everything)
+    stays = keys >= k_threshold
 
     def by_probability(least: NamedArray) -> NamedArray:
         remaining = hax.where(stays, weights, 0.0)
@@ -431,8 +431,8 @@ def allowed_tokens(x: NamedArray, params: SlotParams) -> NamedArray:
         threshold = _threshold(keys, lambda mask: hax.sum(hax.where(mask, remaining, 0.0), Vocab) >= enough)
         return cast(NamedArray, hax.maximum(least, threshold))
 
-    of_p = _where_any(has_p.array, by_probability, of_k)
-    return cast(NamedArray, (keys >= of_p) & (weights >= params.min_p))
+    p_threshold = _where_any(has_p.array, by_probability, k_threshold)
+    return cast(NamedArray, (keys >= p_threshold) & (weights >= params.min_p))
 
 
 def _threshold(keys: NamedArray, enough: Callable[[NamedArray], NamedArray]) -> NamedArray:

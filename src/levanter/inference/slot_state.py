@@ -1,7 +1,7 @@
 """`SlotState`: the state of every running sequence on the devices, between two calls.
 
-Array updates start and end rows: a prefill call writes the rows whose prompts end in it (`begun`), a decode step
-advances all of them (`advanced`), and a mask releases rows. So no request compiles anything.
+Array updates start and end rows: a prefill call writes the rows whose prompts end in it (`begin`), a decode step
+advances all of them (`advance`), and a mask releases rows. So no request compiles anything.
 
 The *last token* of a row was sampled but not yet read by the model: the next step writes its key and value, at
 `position`.
@@ -62,7 +62,7 @@ class SlotState(eqx.Module):
         """The axis of rows."""
         return self.done.resolve_axis("batch")
 
-    def taken(self, rows: NamedArray) -> "SlotState":
+    def take_rows(self, rows: NamedArray) -> "SlotState":
         """The state of some of the rows.
 
         Args:
@@ -80,13 +80,13 @@ class SlotState(eqx.Module):
         inside = hax.named((rows.array >= 0) & (rows.array < self.Batch.size), rows.axes)
         return eqx.tree_at(lambda s: s.done, state, state.done | ~inside)
 
-    def replaced(self, rows: NamedArray, part: "SlotState") -> "SlotState":
+    def replace_rows(self, rows: NamedArray, part: "SlotState") -> "SlotState":
         """The state with some of its rows replaced.
 
         Args:
             rows: int32, indices over the `batch` of `part`, each at most once; an index past the last row drops the
                 entry.
-            part: the new rows, such as a changed `taken(rows)`.
+            part: the new rows, such as a changed `take_rows(rows)`.
         """
         indices = self._scatter_indices(rows)
 
@@ -96,7 +96,7 @@ class SlotState(eqx.Module):
 
         return jax.tree.map(put, self, part, is_leaf=lambda x: isinstance(x, NamedArray))
 
-    def begun(
+    def begin(
         self,
         rows: NamedArray,
         sampled: Sampled,
@@ -120,16 +120,16 @@ class SlotState(eqx.Module):
         (Part,) = rows.axes
         fresh = SlotState(
             last_token=sampled.tokens,
-            # `advanced` adds one for the first token.
+            # `advance` adds one for the first token.
             position=position - 1,
             remaining=remaining,
             done=hax.zeros(Part, dtype=jnp.bool_),
             noise=noise,
-            counts=None if self.counts is None else self.taken(rows).counts,
+            counts=None if self.counts is None else self.take_rows(rows).counts,
         )
-        return self.replaced(rows, fresh.advanced(sampled, params))
+        return self.replace_rows(rows, fresh.advance(sampled, params))
 
-    def advanced(self, sampled: Sampled, params: SlotParams) -> "SlotState":
+    def advance(self, sampled: Sampled, params: SlotParams) -> "SlotState":
         """The state after one more token of every row that is not done.
 
         A row is done when it samples one of its stop ids, has no tokens remaining, or has no token that it could
@@ -155,11 +155,11 @@ class SlotState(eqx.Module):
             counts=counts,
         )
 
-    def released(self, rows: NamedArray) -> "SlotState":
+    def release(self, rows: NamedArray) -> "SlotState":
         """The state without the rows where the mask `[batch]` is true."""
         return eqx.tree_at(lambda s: s.done, self, self.done | rows)
 
-    def counted(
+    def count_prompt(
         self,
         rows: NamedArray,
         tokens: NamedArray,
@@ -197,7 +197,7 @@ class SlotState(eqx.Module):
             return lanes, jnp.where(mask.rearrange((Part, Pos)).array, ids, Vocab.size)
 
         # Counts of a row continue from its previous chunk, unless this is its first.
-        before = self.taken(rows).counts
+        before = self.take_rows(rows).counts
         assert before is not None
         counts = hax.where(fresh, 0, before).rearrange((Part, Vocab)).array
         # The prompt sets a bit (max), generated tokens add. Positions that are not valid have ids out of range.

@@ -165,7 +165,7 @@ def serving_report(verdict: Verdict) -> ServingReport | None:
     prompts = sorted({min(tokens, cost.context) for tokens in (128, 2048, cost.context)})
     loads = sorted({min(rows, cost.rows) for rows in (*LOADS, cost.rows)})
     # The cache stores whole rows in every layer; a layer with a window reads (`seen`) the window alone.
-    window = cost.bytes_of_row(cost.context) - cost.bytes_of_row(cost.context, seen=True)
+    window = cost.bytes_per_row(cost.context) - cost.bytes_per_row(cost.context, seen=True)
     return ServingReport(
         served=cost,
         memory=memory,

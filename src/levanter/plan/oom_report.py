@@ -262,5 +262,5 @@ def _larger_pods(served: DecodeCost, limit: int, pod: Accelerator, temporaries: 
             mesh = " × ".join(
                 f"{axis} {size}" for axis, size in (("data", data), ("model", kv_ways), ("group", group)) if size > 1
             )
-            return [f"{name} with {mesh}, {rows} rows of {gib(smaller.bytes_of_row(served.context))} a chip"]
+            return [f"{name} with {mesh}, {rows} rows of {gib(smaller.bytes_per_row(served.context))} a chip"]
     return []

@@ -23,9 +23,9 @@ def test_weights_of_70b():
 
 
 def test_a_row_of_8192_positions():
-    assert SEVENTY.bytes_of_row(8192, "bfloat16") == 0.3125 * GIB
-    assert SEVENTY.bytes_of_row(8192, "int8") == 0.15625 * GIB * (1 + 1 / 64)
-    assert SEVENTY.bytes_of_row(8192) * 46 == SEVENTY.cache_bytes
+    assert SEVENTY.bytes_per_row(8192, "bfloat16") == 0.3125 * GIB
+    assert SEVENTY.bytes_per_row(8192, "int8") == 0.15625 * GIB * (1 + 1 / 64)
+    assert SEVENTY.bytes_per_row(8192) * 46 == SEVENTY.cache_bytes
     assert position_bytes(8, 128, "float32") == 2 * 8 * 128 * 4
 
 
@@ -45,7 +45,7 @@ def test_rows_that_fit_eight_chips_of_v5e():
 
 
 def test_what_a_row_keeps_beside_its_cache_counts():
-    counting = replace(SEVENTY, state_bytes=SEVENTY.bytes_of_row(8192))
+    counting = replace(SEVENTY, state_bytes=SEVENTY.bytes_per_row(8192))
     assert counting.fitting(V5E.hbm_bytes, 8192) == 23
 
 
@@ -89,8 +89,8 @@ def test_the_calls_of_a_prompt():
 
 def test_layers_with_a_window_keep_all_positions_and_read_few():
     windowed = replace(SEVENTY, windows=((1024, 60), (None, 20)), attention_features=((1024, 60.0), (None, 20.0)))
-    assert windowed.bytes_of_row(8192) == SEVENTY.bytes_of_row(8192)
-    assert windowed.bytes_of_row(8192, seen=True) == 260 * (60 * 1024 + 20 * 8192)
+    assert windowed.bytes_per_row(8192) == SEVENTY.bytes_per_row(8192)
+    assert windowed.bytes_per_row(8192, seen=True) == 260 * (60 * 1024 + 20 * 8192)
     floor = replace(windowed, weight_flops=0.0, devices=1).decode_floor(1, 8192, bandwidth=1.0, peak=1.0)
     assert floor.flops == 4 * (60 * 1024 + 20 * 8192)
     assert floor.cache == 260 * (60 * 1024 + 20 * 8192)

@@ -33,9 +33,9 @@ def params(axis, stops=()):
     return SlotParams.of_arrays(host_params([row] * axis.size), axis)
 
 
-def begun(state, rows, tokens, *, position, remaining, stops=(), ok=None):
+def begin(state, rows, tokens, *, position, remaining, stops=(), ok=None):
     noise = hax.named(jnp.arange(6, dtype=jnp.uint32).reshape(3, 2) + 1, (Lane, Word))
-    return state.begun(
+    return state.begin(
         named(rows, Lane),
         sampled(tokens, Lane, ok),
         params(Lane, stops),
@@ -46,7 +46,7 @@ def begun(state, rows, tokens, *, position, remaining, stops=(), ok=None):
 
 
 def test_rows_begin_where_they_are_put_and_others_stay():
-    state = begun(SlotState.empty(Batch), [3, 5, 0], [7, 8, 9], position=[4, 1, 6], remaining=[2, 2, 1])
+    state = begin(SlotState.empty(Batch), [3, 5, 0], [7, 8, 9], position=[4, 1, 6], remaining=[2, 2, 1])
     assert state.last_token.array.tolist() == [9, 0, 0, 7, 0]
     assert state.position.array.tolist() == [6, 0, 0, 4, 0]
     assert state.remaining.array.tolist() == [0, 0, 0, 1, 0]
@@ -57,18 +57,18 @@ def test_rows_begin_where_they_are_put_and_others_stay():
 
 
 def test_negative_rows_are_none():
-    state = begun(SlotState.empty(Batch), [-1, -5, 2], [7, 8, 9], position=[4, 1, 6], remaining=[2, 2, 2])
+    state = begin(SlotState.empty(Batch), [-1, -5, 2], [7, 8, 9], position=[4, 1, 6], remaining=[2, 2, 2])
     assert state.done.array.tolist() == [True, True, False, True, True]
 
 
 def test_rows_end_by_a_stop_by_their_length_and_by_having_nothing_to_sample():
-    state = begun(SlotState.empty(Batch), [0, 1, 2], [1, 2, 3], position=[5, 5, 5], remaining=[9, 3, 9])
-    state = begun(state, [3, 5, 4], [1, 1, 2], position=[5, 5, 5], remaining=[9, 9, 9])
-    state = state.advanced(sampled([6, 4, 4, 4, 11], Batch, [True, True, False, True, True]), params(Batch, [6]))
+    state = begin(SlotState.empty(Batch), [0, 1, 2], [1, 2, 3], position=[5, 5, 5], remaining=[9, 3, 9])
+    state = begin(state, [3, 5, 4], [1, 1, 2], position=[5, 5, 5], remaining=[9, 9, 9])
+    state = state.advance(sampled([6, 4, 4, 4, 11], Batch, [True, True, False, True, True]), params(Batch, [6]))
     assert state.done.array.tolist() == [True, False, True, False, False]
     assert state.last_token.array.tolist() == [6, 4, 4, 4, 11]
     assert state.position.array.tolist() == [6] * 5
-    state = state.advanced(sampled([9] * 5, Batch), params(Batch, [6]))
+    state = state.advance(sampled([9] * 5, Batch), params(Batch, [6]))
     assert state.done.array.tolist() == [True, True, True, False, False]
     # What is done stays as it was.
     assert state.last_token.array.tolist() == [6, 9, 4, 9, 9]
@@ -77,18 +77,18 @@ def test_rows_end_by_a_stop_by_their_length_and_by_having_nothing_to_sample():
 
 
 def test_released_rows_are_done():
-    state = begun(SlotState.empty(Batch), [0, 1, 2], [1, 2, 3], position=[5, 5, 5], remaining=[9, 9, 9])
-    state = state.released(named([False, True, False, False, False], Batch, dtype=jnp.bool_))
+    state = begin(SlotState.empty(Batch), [0, 1, 2], [1, 2, 3], position=[5, 5, 5], remaining=[9, 9, 9])
+    state = state.release(named([False, True, False, False, False], Batch, dtype=jnp.bool_))
     assert state.done.array.tolist() == [False, True, False, True, True]
 
 
 def test_some_rows_by_themselves_and_back():
-    state = begun(SlotState.empty(Batch, Vocab), [0, 1, 2], [1, 2, 3], position=[4, 5, 6], remaining=[9, 9, 9])
+    state = begin(SlotState.empty(Batch, Vocab), [0, 1, 2], [1, 2, 3], position=[4, 5, 6], remaining=[9, 9, 9])
     rows = named([2, 5, 0], Lane)
-    part = state.taken(rows)
+    part = state.take_rows(rows)
     assert part.position.array.tolist()[::2] == [6, 4] and part.done.array.tolist() == [False, True, False]
-    moved = part.advanced(sampled([8, 8, 7], Lane), params(Lane))
-    back = state.replaced(rows, moved)
+    moved = part.advance(sampled([8, 8, 7], Lane), params(Lane))
+    back = state.replace_rows(rows, moved)
     assert back.last_token.array.tolist() == [7, 2, 8, 0, 0]
     assert back.position.array.tolist() == [5, 5, 7, 0, 0]
     assert back.counts.array[2].tolist() == [0, 0, 0, GENERATED, 0, 0, 0, 0, GENERATED, 0, 0, 0]
@@ -100,7 +100,7 @@ def test_tokens_are_counted_as_prompt_or_as_generated():
     state = SlotState.empty(Batch, Vocab)
     Pos = Axis("position", 4)
     tokens = named([[1, 1, 2, 9], [3, 4, 4, 5], [8, 8, 8, 8]], Lane, Pos)
-    state = state.counted(
+    state = state.count_prompt(
         named([4, 1, 5], Lane),
         tokens,
         starts=named([0, 0, 0], Lane),
@@ -112,7 +112,7 @@ def test_tokens_are_counted_as_prompt_or_as_generated():
     assert state.counts.array[4].tolist() == [0, P, P, 0, 0, 0, 0, 0, 0, 0, 0, 0]
     assert state.counts.array[1].tolist() == [0, 0, 0, P, P + G, G, 0, 0, 0, 0, 0, 0]
     assert not state.counts.array[jnp.array([0, 2, 3])].any()
-    state = state.counted(
+    state = state.count_prompt(
         named([4, 5, 1], Lane),
         tokens,
         starts=named([3, 0, 0], Lane),
@@ -123,8 +123,8 @@ def test_tokens_are_counted_as_prompt_or_as_generated():
     # A second part is added; a new request in row 1 begins with nothing.
     assert state.counts.array[4].tolist() == [0, P, P, 0, 0, 0, 0, 0, 0, 0, 0, 0]
     assert state.counts.array[1].tolist() == [0, 0, 0, 0, 0, 0, 0, 0, P, 0, 0, 0]
-    state = begun(state, [4, 5, 5], [1, 0, 0], position=[5, 0, 0], remaining=[4, 4, 4])
-    state = state.advanced(sampled([7] * 5, Batch), params(Batch))
+    state = begin(state, [4, 5, 5], [1, 0, 0], position=[5, 0, 0], remaining=[4, 4, 4])
+    state = state.advance(sampled([7] * 5, Batch), params(Batch))
     assert state.counts.array[4].tolist() == [0, P + G, P, 0, 0, 0, 0, G, 0, 0, 0, 0]
     assert state.counts.array[1].tolist() == [0, 0, 0, 0, 0, 0, 0, 0, P, 0, 0, 0]
 
@@ -133,7 +133,7 @@ def test_without_penalties_nothing_is_counted():
     state = SlotState.empty(Batch)
     nothing = named([0, 0, 0], Lane)
     tokens = named(np.zeros((3, 2)), Lane, Axis("position", 2))
-    same = state.counted(nothing, tokens, starts=nothing, lengths=nothing, prompts=nothing, fresh=nothing > 0)
+    same = state.count_prompt(nothing, tokens, starts=nothing, lengths=nothing, prompts=nothing, fresh=nothing > 0)
     assert same is state
 
 
@@ -146,14 +146,14 @@ def test_new_requests_compile_nothing():
         traced.append("begin")
         noise = hax.zeros((Lane, Word), dtype=jnp.uint32)
         first = sampled(tokens, Lane)
-        return state.begun(
+        return state.begin(
             rows, first, SlotParams.of_arrays(arrays, Lane), noise=noise, position=position, remaining=remaining
         )
 
     @jax.jit
     def move(state, released, tokens, arrays):
         traced.append("move")
-        return state.released(released).advanced(sampled(tokens, Batch), SlotParams.of_arrays(arrays, Batch))
+        return state.release(released).advance(sampled(tokens, Batch), SlotParams.of_arrays(arrays, Batch))
 
     state = SlotState.empty(Batch)
     for n in range(4):

@@ -34,7 +34,7 @@ def test_the_answer_is_a_run_as_promised(target, goal):
     served = found.work.serving
     assert (served.rows, served.dtype, served.shards) == (best.rows, best.served.dtype, best.served.shards)
     assert served.weights.total == pytest.approx(best.served.weights.total, rel=0.005)
-    assert served.bytes_of_row(8192) == best.served.bytes_of_row(8192)
+    assert served.bytes_per_row(8192) == best.served.bytes_per_row(8192)
     assert served.weights.total + served.cache_bytes <= pod.hbm_bytes
 
 

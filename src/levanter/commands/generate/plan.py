@@ -162,7 +162,7 @@ def _checks(
 
 def _chunk_notes(inference: InferenceConfig, cache: CachePlan, target: Target) -> tuple[Check, ...]:
     """A note on the prefill chunk where `auto` differs from the common value."""
-    rows = cache.rows_of_shard
+    rows = cache.rows_per_shard
     if inference.prefill_chunk != "auto" or (chunk := inference.chunk(rows, platform=target.platform)) == CHUNK:
         return ()
     message = (
@@ -221,7 +221,7 @@ def _programs(
         matmul_precision=pretrained.precision.matmul,
         compiler_options=dict(pretrained.compiler_options),
     )
-    prefill = inference.prefill_calls(cache.rows_of_shard, cache.max_seq_len, platform=target.platform)
+    prefill = inference.prefill_calls(cache.rows_per_shard, cache.max_seq_len, platform=target.platform)
     longest = min(CHUNK if inference.prefill_chunk == "auto" else inference.prefill_chunk, cache.max_seq_len)
     # Prompt scores need the longest chunk and the whole context.
     score = (longest, cache.max_seq_len) if inference.prompt_logprobs else ()
@@ -387,7 +387,7 @@ def plan_slots(
     most = value.fitting(limit // (HOST_SHARE if shared else 1), pages_per_slot(least, inference), temp_bytes=reserved)
     # Configured pages limit the rows too: each row needs at least the pages of one context.
     if inference.pages is not None:
-        most = min(most, inference.pages // shards // least.pages_of_row * shards)
+        most = min(most, inference.pages // shards // least.pages_per_row * shards)
     taken = MAX_CPU_ROWS if target.platform == "cpu" else MAX_ROWS
     # A multiple of the shards, and at least one row on each.
     rows = max(shards, min(most, taken // shards * shards))
@@ -403,7 +403,7 @@ def plan_slots(
 def pages_per_slot(cache: CachePlan, inference: InferenceConfig) -> int:
     """Positions that a slot reserves: its whole pages, or 1 if the number of pages is configured separately."""
     # With configured pages the size of the cache is fixed, so further rows cost hardly anything.
-    return cache.pages_of_row * cache.page_size if inference.pages is None else 1
+    return cache.pages_per_row * cache.page_size if inference.pages is None else 1
 
 
 def program_bytes(pretrained: PretrainedModel) -> int:

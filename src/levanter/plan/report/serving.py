@@ -60,7 +60,7 @@ def _bytes(verdict: Verdict, report: ServingReport) -> ReportTable:
     sentences = [
         f"temporaries of Programs: {how}",
         f"page / slot bytes: {gib(nbytes)} of a {one} for a page of {positions:,} positions, "
-        f"{gib(served.bytes_of_row(served.context))} for a slot of {served.context:,}",
+        f"{gib(served.bytes_per_row(served.context))} for a slot of {served.context:,}",
     ]
     if memory.repeated:
         sentences.append(
@@ -179,7 +179,7 @@ def serving_values(verdict: Verdict) -> dict[str, Any] | None:
             "free_bytes": memory.free,
             "page_positions": memory.page[0],
             "page_bytes": memory.page[1],
-            "row_bytes": served.bytes_of_row(served.context),
+            "row_bytes": served.bytes_per_row(served.context),
             "repeated": served.repeated,
             "repeated_bytes": memory.repeated,
             "outside_windows_bytes": report.repeated_window,

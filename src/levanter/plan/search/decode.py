@@ -235,7 +235,7 @@ def _neighbours(best: DecodeLayout, pod: Accelerator, goal: Goal, *, limit: int)
         beyond = (
             cost.weights.total
             + cost.temp_bytes
-            + more // cost.shards * (cost.bytes_of_row(cost.context) + cost.state_bytes)
+            + more // cost.shards * (cost.bytes_per_row(cost.context) + cost.state_bytes)
         )
         yield f"{more} rows", f"{gib(beyond - limit)} too much a chip"
     for context in (cost.context // 2, cost.context * 2):

@@ -31,12 +31,12 @@ def test_a_layout_has_the_bytes_of_its_shards():
     """On four devices a shard: weights twice as large, and a row has two heads of keys and values."""
     four = SEVENTY.laid_out(shards=2, kv_ways=4, group=1)
     assert four.devices == 8 and four.weights.total == pytest.approx(2 * SEVENTY.weights.total, rel=1e-6)
-    assert four.bytes_of_row(8192) == 2 * SEVENTY.bytes_of_row(8192)
+    assert four.bytes_per_row(8192) == 2 * SEVENTY.bytes_per_row(8192)
     wide = SEVENTY.laid_out(shards=1, kv_ways=8, group=2)
     # Half of all, but for the projections to keys and values, which are whole over a group.
     repeated = 2 * 80 * 8192 * 1024 // 8 // 2
     assert wide.devices == 16 and wide.weights.total == pytest.approx(SEVENTY.weights.total / 2 + repeated, rel=1e-6)
-    assert wide.bytes_of_row(8192) == SEVENTY.bytes_of_row(8192) and wide.repeated == 2
+    assert wide.bytes_per_row(8192) == SEVENTY.bytes_per_row(8192) and wide.repeated == 2
 
 
 def test_layouts_divide_the_devices_and_the_heads():
