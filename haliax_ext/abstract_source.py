@@ -26,7 +26,7 @@ class ExpectedSource:
 
     @classmethod
     def of(cls, rules: WeightRules, leaves: Iterable[Leaf], *, dtype: np.dtype) -> "ExpectedSource":
-        """What a checkpoint of these leaves holds.
+        """The source that a checkpoint of these leaves would be.
 
         Args:
             rules: the model family's table.

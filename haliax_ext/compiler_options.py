@@ -1,7 +1,7 @@
-"""What is said where a compiler does not take an option that a Program gives it.
+"""The error of a Program whose compiler options the compiler refuses.
 
-XLA judges the options of a compilation itself, in words of its own and as an internal error. They come from a
-configuration, so they are bad input: `translate_option_errors` makes a `CompilerOptionError` of what the compiler says.
+XLA checks the options of a compilation itself and reports a refusal as an internal error. Options come from a
+configuration, so a refused one is bad input: `translate_option_errors` raises a `CompilerOptionError` instead.
 """
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
@@ -9,12 +9,12 @@ import contextlib
 import re
 from collections.abc import Generator, Mapping
 
-# XLA knows no option of a name; or cannot read an option's value.
+# XLA does not know an option, or cannot read its value.
 _OPTION_ERROR = re.compile(r"No such compile option|While setting option|Failed to parse .* into flag")
 
 
 class CompilerOptionError(ValueError):
-    """A compiler does not take an option of a Program; its own words are in the message."""
+    """A compiler refuses an option of a Program; its own message is part of the error's."""
 
     def __init__(self, program: str, options: Mapping[str, str], compiler_message: str):
         self.options = dict(options)
@@ -27,7 +27,7 @@ class CompilerOptionError(ValueError):
 
 @contextlib.contextmanager
 def translate_option_errors(program: str, options: Mapping[str, str]) -> Generator[None]:
-    """Makes a `CompilerOptionError` of what a compiler says of options inside.
+    """Raises a `CompilerOptionError` where a compiler refuses options inside the block.
 
     Args:
         program: what is compiled.
@@ -39,7 +39,7 @@ def translate_option_errors(program: str, options: Mapping[str, str]) -> Generat
     try:
         yield
     except RuntimeError as error:
-        # jax.errors.JaxRuntimeError is one, and nothing else that says such a thing.
+        # jax.errors.JaxRuntimeError is a RuntimeError; no other one has these texts.
         first_line = str(error).partition("\n")[0]
         if not options or not _OPTION_ERROR.search(first_line):
             raise

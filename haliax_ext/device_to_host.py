@@ -1,15 +1,15 @@
-"""Arrays on devices → the hosts, piece by piece, so that no device needs room for more than a piece.
+"""Copies arrays from devices to the hosts, piece by piece, so that no device needs memory for more than a piece.
 
-`HostGather` says how a box of one array comes to the hosts: which part of its shard each device gives at a time, and
-which Programs do that. What it takes on a device beside the array is bounded, whatever the array's size. Each element
-is given once. Two ways:
+`HostGather` plans how a box of one array is copied: which part of its shard each device contributes at a time, and
+which Programs do that. The memory it takes on a device beside the array is bounded, whatever the array's size. Each
+element is copied once. There are two ways:
 
-- *cut*: this process holds all of it, so each device gives what it has, and nothing moves between devices;
-- *gather*: other processes hold some, so every device gives the same part of its shard and all parts are gathered to
-  every process. The parts of a piece lie as far apart as shards do: a piece is not a range of rows, and need not be.
+- *cut*: this process holds all of the box, so each device contributes what it has, and nothing moves between devices;
+- *gather*: other processes hold some of it, so every device contributes the same part of its shard and all parts are
+  gathered to every process. The parts of a piece are as far apart as shards are: a piece is no range of rows.
 
-Along an axis of which the box lies in one shard (a single layer, an expert) only that shard's owner gives, and the
-others add nothing. What moves between devices are integers, so that every bit arrives as it was.
+Along an axis where the box is inside one shard (a single layer, an expert) only that shard's owner contributes, and the
+others add zeros. Elements move between devices as integers, so that every bit arrives unchanged.
 """
 
 import functools
@@ -35,16 +35,16 @@ _LANES, _SUBLANE_BYTES = 128, 32
 
 @dataclass(frozen=True, kw_only=True)
 class HostGather:
-    """How a box of one array comes to the hosts.
+    """The plan by which a box of one array is copied to the hosts.
 
     Attributes:
         shape: of the array.
         dtype: of the array.
         cuts: the mesh axes that cut it; none of size 1.
         sizes: of the mesh axes.
-        owned: for each axis, whether the box lies in one shard of several.
-        local: how much of its shard a device gives along each axis, over all pieces.
-        part: how much of that at a time.
+        owned: for each axis, whether the box is inside one shard of several.
+        local: elements of its shard that a device contributes along each axis, over all pieces.
+        part: elements of these at a time.
         gathered: whether other processes hold some of it.
     """
 
@@ -68,7 +68,7 @@ class HostGather:
         return tuple(n // ways for n, ways in zip(self.shape, self.ways, strict=True))
 
     def pieces(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Where each piece begins behind the beginning of `local`, and how long it is, along each axis."""
+        """For each piece its offset in `local` and its length, along each axis."""
         axes = [
             [(at, min(part, whole - at)) for at in range(0, whole, part)]
             for whole, part in zip(self.local, self.part, strict=True)
@@ -102,7 +102,7 @@ def plan_host_gather(
     gathered: bool,
     limit: int = TRANSIENT_LIMIT,
 ) -> tuple[HostGather, tuple[int, ...], tuple[int, ...]]:
-    """Plans how a box comes to the hosts.
+    """Plans how a box is copied to the hosts.
 
     Args:
         box: which elements.
@@ -114,7 +114,7 @@ def plan_host_gather(
         limit: bytes on a device that a piece may take, beside the array.
 
     Returns:
-        How; where in a shard the box begins; along axes that are `owned`, which shard that is.
+        The plan; where in a shard the box begins; along axes that are `owned`, the number of the shard.
     """
     large = {name for name, n in sizes if n > 1}
     cuts = tuple(tuple(axis for axis in axes if axis in large) for axes in cuts)
@@ -231,7 +231,7 @@ def gather_to_host(
 
 
 def contribute(array: jax.Array, box: Box, *, jit: Jit = Program.jit, limit: int = TRANSIENT_LIMIT) -> None:
-    """Does a process's part of `gather_to_host` where another one wants the elements.
+    """Takes part in the collectives of `gather_to_host` on a process that does not need the elements.
 
     Args:
         array, box, jit, limit: as `gather_to_host` takes them.

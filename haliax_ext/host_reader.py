@@ -28,20 +28,20 @@ READ_BYTES = 2 << 20
 LEAST_READ_BYTES = 1 << 20
 """Of one read from another machine, where memory is short or little is left to read."""
 LAST_READS = 128
-"""The rest of a source is read in so many reads, where that makes them smaller."""
+"""Towards the end of a source, reads become smaller, so that at least this many remain."""
 AHEAD = 32
 """Reads from another machine beyond a block that is larger than the memory budget."""
 BUFFERS = 32
 """Reads from another machine that have a buffer, at least, if they must be smaller for it."""
 BUFFER_SHARE = 8
-"""One part in so many of the memory budget is for buffers, where a source is on another machine: blocks cannot have
-that part, and while the last reads of one block are under way, the memory for the next keeps the network busy."""
+"""The memory budget divided by this is for buffers, where a source is on another machine. Blocks cannot use that part:
+while the last reads of one block are under way, it keeps the network busy with reads for the next."""
 MAX_BUFFER_SHARE = 4
 """The same where memory is so short that there would be fewer buffers than `BUFFERS`."""
 ALIGNMENT = 64
 """Bytes to which XLA's CPU devices want memory to be aligned that they adopt instead of copying."""
 SMALL = 16
-"""A read of at most one part in so many of a buffer uses memory of its thread, and waits for no buffer."""
+"""A read of at most a buffer's size divided by this uses memory of its thread, and waits for no buffer."""
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -120,7 +120,7 @@ class BufferPool:
 
 @dataclass(frozen=True, kw_only=True)
 class Readers:
-    """How many threads read, how much at a time, and the memory they need.
+    """The number of reading threads, the size of their reads, and the memory they need.
 
     Attributes:
         threads: that read concurrently.
@@ -195,7 +195,7 @@ class HostReader:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and self._remote is not None:
-            # After Ctrl-C, or an error of a damaged file, nobody waits for a slow network.
+            # After Ctrl-C, or an error of a damaged file, the process must not wait for a slow network.
             self._pool.shutdown(wait=False, cancel_futures=True)
             self._remote.interrupt()
         self._pool.shutdown(wait=kind is None or self._remote is None, cancel_futures=True)
@@ -225,10 +225,10 @@ class HostReader:
         return self._pool.submit(self._read, slices)
 
     def wait(self, futures: Sequence[Future[None]], seconds: float) -> bool:
-        """Waits at most so long for reads; whether they are complete.
+        """Waits for reads, at most so many seconds; returns whether they are complete.
 
         Raises:
-            Exception: what a read raised, one of these or a later one: those waited for may take long.
+            Exception: the error of a read, of these or of later ones, since these may take long.
         """
         # The timeout lets the caller report progress; the first exception ends the wait early.
         done, pending = wait(futures, timeout=seconds, return_when=FIRST_EXCEPTION)
@@ -320,7 +320,7 @@ def _block_view(requests: Slice) -> np.ndarray | None:
 
 
 def _not_finite(buffer: np.ndarray, load: LeafLoad, name: str) -> NotFinite | None:
-    """What is not finite in a buffer; checked at once, while the bytes are in the core's cache."""
+    """The values in a buffer that are not finite; checked at once, while the bytes are in the core's cache."""
     if all_finite(buffer, load.leaf.dtype):
         return None
     return not_finite(buffer, load.leaf.dtype, path=load.path, tensor=name)

@@ -1,8 +1,8 @@
-"""Leaves that no file has: made on the devices while the others are loaded.
+"""Leaves that no file contains: initialized on the devices while the others are loaded.
 
-A factor of an adapter, a head for another task: the table of rules names an initializer for it instead of a tensor. One
-Program makes all of them, each device its own shards. The numbers follow from the leaf's path and a seed alone, so they
-are the same on every mesh.
+For a factor of an adapter, or a head for another task, the table of rules names an initializer instead of a tensor. One
+Program initializes all of them, each device its own shards. The values depend on the leaf's path and a seed alone, so
+they are the same on every mesh.
 """
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
@@ -67,7 +67,7 @@ class Normal:
 
 @dataclass(frozen=True, kw_only=True)
 class InitialRule:
-    """How a leaf is made that the source does not have.
+    """The initialization of a leaf that the source does not have.
 
     Attributes:
         target: the leaf's path.

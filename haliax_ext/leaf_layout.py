@@ -57,7 +57,7 @@ def box_size(box: Box) -> int:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """What two boxes share, `None` if nothing.
+    """The intersection of two boxes; `None` if it is empty.
 
     >>> intersect(((0, 4), (0, 8)), ((2, 6), (4, 6)))
     ((2, 4), (4, 6))
@@ -349,7 +349,7 @@ class LeafLayout:
         Gaps between pieces of wider digits are not: other leaves own those elements and read them.
 
         Args:
-            boxes: at least one; their stacked axes are not looked at.
+            boxes: at least one; their stacked axes are ignored.
             itemsize: bytes of a source element.
             gap_bytes: the largest gap that is cheaper to read than to skip.
         """

@@ -224,7 +224,7 @@ class LoadPlan:
 
     @property
     def num_hosts(self) -> int:
-        """How many hosts read."""
+        """The number of hosts that read."""
         return max(self.hosts) + 1
 
     @property
@@ -239,7 +239,7 @@ class LoadPlan:
 
     @property
     def amplification(self) -> float:
-        """How many times the job reads the checkpoint."""
+        """Bytes that all hosts read, divided by the bytes in storage."""
         return sum(self.bytes_by_host) / max(self.source_bytes, 1)
 
     @property

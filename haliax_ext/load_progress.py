@@ -1,4 +1,4 @@
-"""What loading tells while it runs, and at the end: `LoadProgress`, `LoadReport`, and the memory it watched."""
+"""Reports of loading while it runs and at the end: `LoadProgress`, `LoadReport`, and the peak of host memory."""
 
 import threading
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ SAMPLE_SECONDS = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class LoadProgress:
-    """How far this host is with the whole job (all hosts load in step).
+    """This host's progress (all hosts load in step).
 
     Attributes:
         bytes_done: bytes this host has read.
@@ -21,7 +21,7 @@ class LoadProgress:
         seconds: time since the beginning.
         path: the leaf that was read last.
         layer: its index along the (first) stacked axis.
-        network: how requests go, where the source is on another machine.
+        network: the state of requests, where the source is on another machine.
     """
 
     bytes_done: int
@@ -61,7 +61,7 @@ class LoadProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadReport:
-    """How a load went.
+    """The figures of a finished load.
 
     Attributes:
         bytes_read: bytes this host read.
@@ -70,7 +70,7 @@ class LoadReport:
         bytes_per_device: bytes of the arrays on each device.
         seconds_by_host: how long each host took.
         not_finite: weights that this host read and that are NaN or infinite, in the order of the plan.
-        network: how requests went, where the source is on another machine.
+        network: the figures of requests, where the source is on another machine.
     """
 
     bytes_read: int

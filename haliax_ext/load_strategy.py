@@ -44,7 +44,7 @@ def plan_loading(
     Args:
         plan: where everything goes; it must have no errors.
         rules: the model family's table.
-        source: what to read from; only its index is looked at.
+        source: what to read from; only its index is used.
         hosts: the host of each device, of the mesh's shape; None: one host.
         dtype: what floating-point leaves are loaded in; None: as in `plan`.
         memory_bytes: the host-memory budget, which also bounds the pieces of a reshard; None: of a source on another
@@ -218,7 +218,7 @@ def _resharded(load: LeafLoad, leaf_plan: LeafPlan, hosts: np.ndarray, mesh: Mes
 
 
 def _host_bytes(load: LeafLoad, hosts: np.ndarray, mesh: MeshSpec) -> tuple[tuple[int, ...], int]:
-    """What each host reads, and the most that one of them holds at a time."""
+    """Bytes that each host reads, and the most that one of them holds at a time."""
     num_hosts = int(hosts.max()) + 1
     elements = np.zeros(num_hosts)
     largest = 0

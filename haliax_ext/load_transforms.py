@@ -28,7 +28,7 @@ from haliax_ext.pytree import eval_shape
 from haliax_ext.reshard import Reshard, reshard_slabs
 
 WORKING_BYTES = 4
-"""What a function may hold on a device of each element of a piece, beside the piece and the results: float32."""
+"""Bytes that a function may hold on a device for each element of a piece, beside piece and results: float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class LoadTransformRule:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadTransform:
-    """What becomes of a leaf that is read and not kept.
+    """The transform of a leaf that is read and not kept.
 
     Attributes:
         rule: the function.
@@ -88,7 +88,7 @@ class LoadTransform:
         return tuple(n for n, name in enumerate(leaf.names) if all(name in r.leaf.names for r in self.results))
 
     def working_bytes(self, reshard: Reshard, ways: int) -> int:
-        """Bytes on a device that turning one piece takes, beside the piece itself.
+        """Bytes on a device that transforming one piece takes, beside the piece itself.
 
         Args:
             reshard: of the read leaf.
@@ -108,7 +108,7 @@ def abstract_leaf(leaf: Leaf) -> hax.NamedArray:
 
 
 def derive_program(name: str, reshard: Reshard, derived: LoadTransform, placement: Placement) -> Program:
-    """The Program that turns a leaf that arrives at once: its slabs in, the results by path out."""
+    """The Program that transforms a leaf that arrives at once: its slabs in, the results by path out."""
 
     def run(slab: hax.NamedArray) -> Mapping[str, hax.NamedArray]:
         return _derive_results(derived, reshard_slabs(reshard, (0, 0), slab))
@@ -118,7 +118,7 @@ def derive_program(name: str, reshard: Reshard, derived: LoadTransform, placemen
 
 
 def begin_derived_program(name: str, results: Sequence[LeafPlan], placement: Placement) -> Program:
-    """The Program that makes room for results that arrive in pieces."""
+    """The Program that allocates results that arrive in pieces."""
 
     def run() -> Mapping[str, hax.NamedArray]:
         return {plan.leaf.path: hax.zeros(haliax_axes(plan.leaf), dtype=plan.leaf.dtype) for plan in results}
@@ -129,7 +129,7 @@ def begin_derived_program(name: str, results: Sequence[LeafPlan], placement: Pla
 def derive_piece_program(
     name: str, reshard: Reshard, derived: LoadTransform, piece: Span, placement: Placement
 ) -> Program:
-    """The Program that turns one piece and puts what comes of it into the results, in place.
+    """The Program that transforms one piece and writes its part of the results, in place.
 
     Its inputs: the results so far, the piece's slabs, and where the piece begins.
     """
@@ -163,7 +163,7 @@ def derive_piece_program(
 
 
 def _derive_results(derived: LoadTransform, x: hax.NamedArray) -> dict[str, hax.NamedArray]:
-    """What the function gives, in the order, with the axes and in the dtypes of the results."""
+    """The function's results by path, in the order of the plan, each with the axes of its leaf."""
     arrays = derived.rule.derive(x)
     # The function may return axes in another order, which is corrected, but not another dtype.
     for result in derived.results:

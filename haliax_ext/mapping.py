@@ -2,7 +2,7 @@
 
 It is a `Mapping[str, str | tuple[str, ...]]`, so `haliax.axis_mapping(mapping)` takes it as it is. Four mappings stay
 four: *params* (weights and optimizer state), *compute* (activations at named constraint points), *residual* (the
-residual stream at block boundaries) and *attention* (queries, keys and values while positions look at each other);
+residual stream at block boundaries) and *attention* (queries, keys and values inside attention);
 `Mappings` holds them with per-path parameter overrides.
 
 Path patterns: segments are separated by dots, `*` stands for one segment, `**` for any number; a pattern also matches
@@ -178,7 +178,7 @@ def _as_mesh_axes(name: str, value: str | Iterable[str] | None) -> MeshAxes | No
 
 @dataclass(frozen=True, kw_only=True)
 class DeclaredReplication:
-    """Arrays with axis `has` but without axis `lacks` are replicated over `mesh_axes`, and that is meant.
+    """Arrays with axis `has` but without axis `lacks` are replicated over `mesh_axes` on purpose.
 
     Grouped-query attention is the case: query groups are sharded over a mesh axis that K/V heads cannot be sharded
     over.
@@ -190,7 +190,7 @@ class DeclaredReplication:
     reason: str = "the mapping implies it"
 
     def applies(self, axis_names: Collection[str]) -> bool:
-        """Whether an array with these axes is meant."""
+        """Whether the rule applies to an array with these axes."""
         return self.has in axis_names and self.lacks not in axis_names
 
 
@@ -203,8 +203,8 @@ class Mappings:
         compute: for activations.
         residual: for the residual stream at block boundaries, over `compute`.
         attention: for queries, keys and values between their projections and the output's, over `compute`.
-        zigzag: axes whose entries lie in zigzag order over the parts that they are cut in inside attention: of 2n runs,
-            part i has the runs i and 2n − 1 − i.
+        zigzag: axes in zigzag order over their n parts inside attention: of 2n runs of consecutive entries, part i has
+            the runs i and 2n − 1 − i.
         overrides: pairs (path pattern, mapping merged over `params` for matching leaves); later ones win.
         declared: replication that the mapping implies on purpose.
         allow_replicated: path patterns or mesh axes whose replication the user accepts.
@@ -246,7 +246,7 @@ class Mappings:
 
     @property
     def inside_attention(self) -> AxisMapping:
-        """The mapping in force while positions look at each other: `attention` over `compute`."""
+        """The mapping in force inside attention: `attention` over `compute`."""
         return self.compute.merged(self.attention)
 
 
@@ -359,7 +359,7 @@ def in_one_mapping() -> bool:
 
 
 def zigzag_parts(axis_name: str) -> int:
-    """Over how many parts the entries of an axis lie in zigzag order; 1 where they lie in their own."""
+    """The number of parts over which an axis is in zigzag order; 1 where it is in natural order."""
     if axis_name not in _zigzag.get():
         return 1
     # The order is defined by the cuts inside attention, which its own mapping decides.

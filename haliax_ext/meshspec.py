@@ -24,7 +24,7 @@ AnyMesh = Mesh | AbstractMesh
 
 
 class Device(Protocol):
-    """What a mesh needs of a JAX device; TPU devices also have a `slice_index`."""
+    """The part of a JAX device that a mesh uses; TPU devices also have a `slice_index`."""
 
     @property
     def id(self) -> int:
@@ -47,7 +47,7 @@ class Device(Protocol):
         ...
 
     def memory_stats(self) -> dict[str, int] | None:
-        """What the runtime says of its memory, in bytes; None where it says nothing."""
+        """The runtime's figures of its memory, in bytes; None where it has none."""
         ...
 
 

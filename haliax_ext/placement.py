@@ -1,10 +1,10 @@
-"""Where one array goes: its mapping, the mesh, and the two rules that concern it alone.
+"""Places one array on a mesh by its mapping, under the two rules that concern a single array.
 
 1. Conflict: two logical axes of one array may not go to the same mesh axis.
 2. Divisibility: an axis size must be a multiple of the mesh axes it is mapped to.
 
-`place` never raises: what is wrong comes back as *findings* beside the `LeafPlan`, so that a plan can show all of it.
-Parameters and activations obey the same rules; only the way out of a violation differs.
+`place` never raises: it returns *findings* beside the `LeafPlan`, so that a plan can show all of them. Parameters and
+activations obey the same rules; only the suggested fix differs.
 """
 
 import math

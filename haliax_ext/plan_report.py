@@ -217,7 +217,7 @@ def _largest(plan: ShardingPlan, count: int) -> str:
 
 
 def _findings(plan: ShardingPlan) -> list[str]:
-    """What is replicated, other notes, and errors, each a section."""
+    """The sections on replicated arrays, other notes, and errors."""
     whole = [f for f in plan.findings if f.kind == "replicated" and f.severity == "note"]
     whole.sort(key=lambda f: -f.nbytes)
     wasted = gib(sum(f.nbytes for f in whole))

@@ -1,4 +1,4 @@
-"""Batches of host arrays through a Program: onto the devices, and what comes of them back, a few batches later.
+"""Runs a Program over batches of host arrays, and fetches each result a few batches later.
 
 `place` makes global arrays of host arrays, as an `Input` declares them. `results` is the loop: batches are dispatched
 in order and their results fetched while later ones compute, so that the devices never wait for the host.
@@ -21,7 +21,7 @@ K = TypeVar("K")
 
 
 def shardings(declared: Input, mesh: Mesh) -> dict[str, NamedSharding]:
-    """How the arrays of an input lie on a mesh, by path (the empty one where the input is one array).
+    """The shardings of an input's arrays on a mesh, by path (the empty one where the input is one array).
 
     Args:
         declared: the input; something must place it.
@@ -70,18 +70,18 @@ def results(
     behind: int,
     jit: Jit = Program.jit,
 ) -> Iterator[tuple[K, Any]]:
-    """Runs a Program for each batch, in order, and gives what comes of them.
+    """Runs a Program for each batch, in order, and yields the results.
 
     Args:
         program: its outputs are replicated.
         mesh: the devices.
         first: its first input, the same for all batches, on the devices.
-        batches: for each what it is called, and the other inputs, an array each.
+        batches: pairs (name of the batch, the other inputs, one array each).
         behind: batches in flight before the first result is fetched.
         jit: makes the Program callable.
 
     Returns:
-        For each batch what it is called, and what the Program returns, with NumPy arrays.
+        Pairs (name of the batch, the Program's outputs as NumPy arrays).
     """
     run = jit(program, mesh)
     waiting: deque[tuple[K, PyTree]] = deque()

@@ -38,7 +38,7 @@ from haliax_ext.pytree import (
 
 Placement = AxisMapping | Mappings | ShardingPlan | None
 Jit = Callable[["Program", Mesh], Callable[..., Any]]
-"""What makes a Program callable: `Program.jit`, or a wrapper that synchronizes the processes around its first call."""
+"""Makes a Program callable: `Program.jit`, or a wrapper that synchronizes the processes around its first call."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +173,7 @@ class Program:
         return self._on(mesh).prepared
 
     def memory(self, mesh: Mesh) -> MemoryFigures | None:
-        """What the executable that `prepare` made takes on a device; None where there is none, or it does not say."""
+        """Memory of the executable that `prepare` made; None before `prepare`, or where the compiler states none."""
         return self._on(mesh).memory
 
     def _checked(self, values: tuple[PyTree, ...]) -> list[dict[str, Array]]:
@@ -238,7 +238,7 @@ class Program:
 
 
 class _Jitted(Protocol):
-    """What a Program needs of `jax.jit`'s result: by path, arrays in and arrays out."""
+    """The part of `jax.jit`'s result that a Program uses: dictionaries from path to array in and out."""
 
     def __call__(self, *arrays: Mapping[str, Array]) -> dict[str, Array]: ...
     def trace(self, *arrays: Mapping[str, Array]) -> jax.stages.Traced: ...

@@ -1,4 +1,4 @@
-"""What a host reads for the blocks of its devices: plans of blocks that are read together, and their requests.
+"""The reads of a host for the blocks of its devices: plans of blocks that are read together, and their requests.
 
 A `Block` is the box of a leaf that one device holds (several devices, where they hold the same). A `ReadPlan` is a set
 of blocks of one leaf that are read together, because the cheap way to read one of them reads bytes of the others too
@@ -228,7 +228,7 @@ def plan_reads(load: LeafLoad, blocks: Sequence[Block], *, gap_bytes: int | None
 def _source_groups(
     layout: LeafLayout, blocks: Sequence[Block], itemsize: int, gap_bytes: int
 ) -> Iterator[_SourceGroup]:
-    """What reading `blocks` together takes, stacked indices with the same needs as one group."""
+    """The source spans that reading `blocks` together takes; stacked indices with the same needs are one group."""
     pairs = ((block, layout.clipped(block.box)) for block in blocks)
     clipped = {block: box for block, box in pairs if box is not None}
     stacks: dict[tuple[Block, ...], list[Stack]] = {}

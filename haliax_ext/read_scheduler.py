@@ -27,11 +27,11 @@ SMALL_BYTES = 1 << 20
 
 @dataclass(eq=False, kw_only=True)
 class ReadBatch:
-    """What is waited for at once.
+    """Reads that the calling thread waits for together.
 
     Attributes:
-        steps: that it belongs to; several where their leaves are small, or share source tensors.
-        plans: what is read.
+        steps: the steps that it belongs to; several where their leaves are small, or share source tensors.
+        plans: the plans that are read.
         completes: whether the steps can be finished once it is read.
         futures: the reads that were begun.
         held_bytes: host memory that these reads fill.

@@ -1,8 +1,8 @@
-"""Replicas cut into parts, so that each device has a part of its own to give to whoever stores an array.
+"""Replicas cut into parts, so that each device that holds an array stores a part of its own.
 
-An array that several devices hold alike is stored by one of them, or a part of it by each. The second is faster with
-many hosts, and the parts are cut by a Program that a plan knows: every device takes its part of what it holds, and
-nothing moves between devices.
+An array that is replicated over several devices is stored by one of them, or in parts by all. The second is faster with
+many hosts. A Program that the plan lists cuts the parts: every device takes its part of what it holds, and nothing
+moves between devices.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from haliax_ext.program import Input, Program
 
 PROGRAM_NAME = "save.parts"
 MIN_SLICE_BYTES = 64 << 10
-"""Smaller parts cost more in files' own records than a device wins by having less to write."""
+"""Least bytes of a part: smaller ones cost more in the records of files than they save in bytes to write."""
 
 
 def replica_slices_plan(plan: ShardingPlan, *, min_bytes: int = MIN_SLICE_BYTES) -> ShardingPlan:

@@ -21,7 +21,7 @@ REPORT_SHARE = 0.001
 ERROR_SHARE = 0.05
 """A replicated array above this share of a chip's memory is an error."""
 REPORT_BYTES = 1 << 20
-"""What is reported where the chip's memory is unknown."""
+"""Bytes of a replicated array that is reported where the chip's memory is unknown."""
 
 
 def replication_findings(

@@ -40,7 +40,7 @@ Cuts = tuple[tuple[str, ...], ...]
 """For each axis of a leaf, the mesh axes that shard it, major first."""
 
 TRANSIENT_LIMIT = 448 << 20
-"""What one reshard may hold on a device: slab, result, and what is sent and received in between.
+"""Bytes that one reshard may hold on a device: slab, result, and what is sent and received in between.
 
 512 MiB are promised; an eighth of them is left for the tiles that a TPU pads.
 """
@@ -499,7 +499,7 @@ def _identity(seconds: hax.NamedArray) -> hax.NamedArray:
 
 @functools.lru_cache(maxsize=64)
 def seconds_program(mesh: MeshSpec) -> Program:
-    """The Program that tells every host how long each took: one number for each device in, all of them out."""
+    """The Program that gathers the seconds of each host to all hosts: one number for each device in, all out."""
     axis = hax.Axis("device", mesh.size)
     value = abstract_array((axis,), np.dtype(np.float32))
     return Program(

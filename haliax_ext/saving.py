@@ -24,7 +24,7 @@ from haliax_ext.rules import SourcePiece, WeightRules
 
 
 class Readable(Protocol):
-    """An array of which slices can be had: NumPy's, or one that lies in a file."""
+    """An array that can be read by slices: NumPy's, or one in a file."""
 
     def __getitem__(self, index: tuple[slice, ...], /) -> ArrayLike:
         """The elements of a slice."""
@@ -60,7 +60,7 @@ def plan_saving(
     dtype: np.dtype | None = None,
     true_sizes: Mapping[str, int] | None = None,
 ) -> tuple[OutTensor, ...]:
-    """Which tensors a model is written as; reads no array.
+    """The tensors that a model is written as; reads no array.
 
     Args:
         leaves: the model's.
@@ -97,7 +97,7 @@ def gather_tensors(
     Args:
         plan: from `plan_saving`.
         arrays: by leaf path; on devices, in memory, or in files that are read slice by slice.
-        jit: makes the programs callable that take pieces from devices.
+        jit: makes the Programs callable that copy pieces from devices.
         limit: bytes on a device that a piece may take, beside the arrays.
     """
     for tensor in plan:
@@ -120,7 +120,7 @@ def contribute_tensors(
     jit: Jit = Program.jit,
     limit: int = TRANSIENT_LIMIT,
 ) -> Iterator[OutTensor]:
-    """Does the part of a process that writes nothing while another one goes through `gather_tensors`.
+    """Takes part in the collectives of `gather_tensors` on a process that writes nothing.
 
     Args:
         plan, arrays, jit, limit: as `gather_tensors` takes them.

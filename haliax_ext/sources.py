@@ -16,7 +16,7 @@ Index = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a source knows of a tensor without reading it.
+    """The metadata of a tensor, known without reading it.
 
     Attributes:
         name: its name in the source.
@@ -87,7 +87,7 @@ class AdjacentSource(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteReads:
-    """How a source on another machine is read.
+    """The sizes of reads from a source on another machine.
 
     Attributes:
         reads_at_once: reads that wait for the network side by side.
@@ -101,7 +101,7 @@ class RemoteReads:
 
 
 class RemoteAccess(Protocol):
-    """What a loader wants to know of a source on another machine, and what it tells it."""
+    """The interface of a source on another machine to a loader."""
 
     @property
     def reads_at_once(self) -> int:
@@ -119,15 +119,15 @@ class RemoteAccess(Protocol):
         ...
 
     def interrupt(self) -> None:
-        """Ends every read that is under way or comes later, from another thread, until `resume`."""
+        """Fails every read that is under way or comes later, until `resume`; called from another thread."""
         ...
 
     def resume(self) -> None:
-        """Takes back an interrupt."""
+        """Allows reads again after an `interrupt`."""
         ...
 
     def settle(self) -> None:
-        """Makes sure, once all was read, that it was one and the same checkpoint from beginning to end."""
+        """Checks, once everything was read, that the checkpoint has not changed meanwhile."""
         ...
 
     def __str__(self) -> str: ...

@@ -1,8 +1,8 @@
-"""What a compiled program will do: memory, collectives, cycles, read from the compiler's own text.
+"""Figures of a compiled program: memory, collectives and cycles, read from the compiler's own text.
 
 `read_figures(compiled.as_text(), mesh_spec)` gives `CompiledFigures`, `memory_figures(compiled.memory_analysis())`
 gives `MemoryFigures`, `read_out_of_memory(message)` turns the compiler's refusal into an `OutOfMemory` value. No
-device is touched, and nothing is guessed: what cannot be told is listed in `CompiledFigures.unknown`.
+device is touched, and nothing is guessed: what cannot be determined is listed in `CompiledFigures.unknown`.
 """
 
 from haliax_ext.hlo.memory import MemoryFigures as MemoryFigures

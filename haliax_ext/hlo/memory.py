@@ -11,9 +11,9 @@ from haliax_ext.hlo.parser import Computation, Instruction, Module, Shape
 
 _SLICING = ("dynamic-slice", "slice", "gather")
 _VIEWS = ("bitcast", "reshape", "transpose", "copy", "convert", "bitcast-convert")
-"""What a compiler fuses in front of a slice: only what the slice needs of it is computed."""
+"""Operations that compilers fuse in front of a slice: only the elements that the slice needs are computed."""
 _IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}
-"""What updates its first operand in place, and which operand is the update."""
+"""Operations that update their first operand in place → the position of the operand that is the update."""
 _ASYNC_COPIES = ("copy-done", "slice-done", "dynamic-slice-done", "dynamic-update-slice-done")
 
 
@@ -28,9 +28,9 @@ class MemoryFigures:
         temp: everything alive in between, as the compiler reports it.
         generated_code: the program.
         peak: the compiler's own peak of live bytes; `None` where it states none. It is this number that the TPU
-            compiler holds against HBM when it refuses a program (seen by growing one until it was refused); it can be
-            less than `total` where results and temporaries share room, and for tiny programs more, with on-chip
-            memory in it.
+            compiler compares with HBM when it refuses a program (measured by growing one until it was refused). It can
+            be less than `total` where results and temporaries share memory, and more for tiny programs, where it
+            includes on-chip memory.
     """
 
     argument: int
@@ -114,7 +114,7 @@ def _updated(computation: Computation, array: str, update: str, *, adds: bool) -
 
 
 def _copied(computation: Computation, done: Instruction) -> int:
-    """Bytes of an asynchronous copy or slice, told from where it ends: what arrives is what was read."""
+    """Bytes of an asynchronous copy or slice, from its last instruction: as much arrives as was read."""
     start = computation.by_name.get(done.operands[0])
     if start is None or not start.operands:
         return 0
@@ -145,9 +145,9 @@ def _operands_read(module: Module, computation: Computation, fusion: Instruction
 
 @dataclass(frozen=True)
 class _Use:
-    """What a computation does with an array: the share it reads, and whether the result is the array, seen otherwise.
+    """What a computation does with an array: the share it reads, and whether its result is a view of the array.
 
-    `moved` says that the array's elements must be read to make that result: it is more than another shape of them.
+    `moved` is true if the array's elements must be read to make that view, because it is more than another shape.
     """
 
     share: float = 0.0
@@ -159,7 +159,7 @@ class _Use:
 
 
 def _use(module: Module, computation: Computation, name: str) -> _Use:
-    """What the users of `name` inside a fusion take of it."""
+    """The use of `name` by all of its users inside a fusion."""
     elements = _elements(computation.by_name[name])
     # An operand that is itself the fusion's result is passed on, not read.
     use = _Use(passed_on=computation.root.name == name)
@@ -184,7 +184,7 @@ def _one_use(module: Module, computation: Computation, user: Instruction, positi
             return _Use(1.0)
         within = _use(module, inner, parameter.name)
         # Looking into the inner fusion keeps a slice inside it from counting as a read of the whole operand.
-        # What the inner fusion hands on is read by whoever uses its result.
+        # Elements that the inner fusion passes on are read by the users of its result.
         after = _use(module, computation, user.name) if within.passed_on else _Use()
         return _Use(within.share) + after + _Use(moved=within.moved)
     if position == 0 and user.opcode in _SLICING:
@@ -202,7 +202,7 @@ def _elements(instruction: Instruction) -> int:
 
 
 def _is_result(computation: Computation, instruction: Instruction) -> bool:
-    """Whether nothing looks at an instruction inside its fusion but the fusion's result."""
+    """Whether an instruction is used inside its fusion only as the fusion's result."""
     users = [user for user in computation.instructions if instruction.name in user.operands]
     return all(user.opcode == "tuple" or (user.opcode == "bitcast" and _is_result(computation, user)) for user in users)
 

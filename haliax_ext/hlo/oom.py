@@ -25,7 +25,7 @@ class Allocation:
         nbytes: with layout padding.
         shape: the array, `None` where none is printed.
         op_name: the compiler's name of its origin.
-        kind: what it is for, e.g. `HLO temp` or `Argument`.
+        kind: the compiler's word for its purpose, e.g. `HLO temp` or `Argument`.
     """
 
     nbytes: int
@@ -47,7 +47,7 @@ class OutOfMemory:
         needed: arguments and temporaries together.
         available: usable HBM as the compiler states it.
         allocations: the largest, as far as the compiler lists them.
-        message: the first line of what it said.
+        message: the first line of the compiler's message.
     """
 
     needed: int
@@ -60,7 +60,7 @@ class OutOfMemory:
 
 
 def read_out_of_memory(message: str) -> OutOfMemory | None:
-    """Reads the text of a compile error; `None` if it is about something else."""
+    """Reads the text of a compile error; `None` if the error has another cause."""
     if "RESOURCE_EXHAUSTED" not in message and "Ran out of memory" not in message:
         return None
     # First the early text, which states the total alone; then that of the buffer packing, which lists allocations.

@@ -64,7 +64,7 @@ _KERNEL_SCOPE = re.compile(r"(static|dynamic)_sparsity_splash|splash_m[hq]a_\w+"
 
 
 def parse_scope(op_name: str) -> Scope:
-    """Module and pass of an instruction; module `(unnamed)` where the compiler kept no trace of it.
+    """Module and pass of an instruction; module `(unnamed)` where the compiler recorded none.
 
     >>> scope = parse_scope("jit(step)/transpose(jvp(layers))/while/body/mlp/dot_general")
     >>> scope.module, scope.during

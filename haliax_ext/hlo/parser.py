@@ -63,7 +63,7 @@ class Instruction:
 
     @cached_property
     def op_name(self) -> str:
-        """Where in the source program this comes from, e.g. `jit(step)/jvp(layers)/while/body/mlp/dot_general`."""
+        """The origin in the source program, e.g. `jit(step)/jvp(layers)/while/body/mlp/dot_general`."""
         match = re.search(r'metadata=\{[^}]*?op_name="([^"]*)"', self.attributes)
         return match.group(1) if match else ""
 

@@ -421,7 +421,7 @@ def _payload(computation: Computation, instruction: Instruction, kind: str) -> t
 
 
 def _direction(instruction: Instruction) -> int:
-    """Which way round a permute sends most of its data: 1, -1, or 0 for everything else."""
+    """The direction in which a permute sends most of its data: 1 or -1; 0 for other collectives."""
     pairs = parse_pairs(instruction.attributes)
     # In a ring one pair closes the circle and points the other way, so the majority decides.
     return 0 if pairs is None else int(np.sign(np.sign(pairs[:, 1] - pairs[:, 0]).sum()))

@@ -1,9 +1,9 @@
-"""How often the body of a while loop runs.
+"""The number of times that the body of a while loop runs.
 
 A counted loop carries an integer in its state, starts it at a constant, adds a constant in the body, and compares it
 with a constant in the condition. All three are looked up, since a step of 2 is common (the loops in which the
-partitioner interleaves a matmul with its collective are unrolled once). CPU and GPU compilers print the count. What
-is found by neither is `None`, and stays unknown.
+partitioner interleaves a matmul with its collective are unrolled once). CPU and GPU compilers print the count. Where
+neither way gives a count it is `None`.
 """
 
 import math
@@ -13,12 +13,12 @@ from collections.abc import Callable
 from haliax_ext.hlo.parser import Computation, Instruction, Module
 
 Initial = Callable[[int], int | None]
-"""Where an element of the loop's state starts, if at a constant."""
+"""Position in the loop's state → the constant that this element starts at; None where it is no constant."""
 _COPIES = ("copy", "bitcast", "convert", "reshape", "copy-done", "copy-start", "broadcast")
 
 
 def trip_count(module: Module, parent: Computation, loop: Instruction) -> int | None:
-    """The number of times the body of `loop`, an instruction of `parent`, runs; `None` if it cannot be told."""
+    """The number of times the body of `loop`, an instruction of `parent`, runs; `None` if it is not determined."""
     printed = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
     if printed:
         return int(printed.group(1))
@@ -118,7 +118,7 @@ def _value(computation: Computation, name: str, body: Computation, initial: Init
 
 
 def _step(body: Computation, counter: int, initial: Initial) -> int | None:
-    """What the body adds to the counter."""
+    """The constant that the body adds to the counter; None if there is none."""
     if body.root.opcode != "tuple":
         return None
     update = _resolve(body, body.root.operands[counter])

@@ -1,1 +1,1 @@
-"""What every other package may use: exit codes, limits on input, bounded JSON. It imports the standard library only."""
+"""Exit codes, limits on input and bounded JSON for all other packages. It imports the standard library only."""

@@ -60,7 +60,7 @@ def _depth(text: str) -> int:
 
 
 def lone_surrogate(text: str) -> int | None:
-    """Where a text has half of a surrogate pair, which UTF-8 cannot hold; None where it has none."""
+    """The index of half a surrogate pair in a text, which UTF-8 cannot encode; None where there is none."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -126,7 +126,7 @@ def find_surrogate(value: object, where: str = "") -> str | None:
 
 
 def json_kind(value: object) -> str:
-    """What kind of JSON value something is, in words."""
+    """The kind of a JSON value, in words."""
     kinds = {list: "a list", dict: "an object", str: "a string", bool: "true or false", type(None): "null"}
     return kinds.get(type(value), "a number")
 

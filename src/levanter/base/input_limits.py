@@ -56,7 +56,7 @@ def read_bounded(file: IO[bytes], limit: int, *, where: str) -> bytes:
     """All of an open file.
 
     Raises:
-        OutOfBoundsError: it has more than `limit` bytes; so many are read of it and no more.
+        OutOfBoundsError: it has more than `limit` bytes; at most one byte more than that is read.
     """
     # One byte more than the limit, to tell a file of exactly that size from a larger one.
     pieces, rest = [], limit + 1

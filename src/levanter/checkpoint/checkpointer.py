@@ -56,16 +56,16 @@ class Checkpointer:
         keep_last_temporary: how many temporary checkpoints stay.
         temporary_base: where temporary checkpoints go; None for `base`.
         delete_old_temporary: whether temporary checkpoints of earlier attempts at this run are deleted as well.
-        used: of arrays that may be padded, the part that means something, by path.
+        used: the shapes without padding of arrays that may be padded, by path.
         timeout_seconds: how long a save may take, waiting for other processes included.
-        chunk_bytes: an array's part on a device is written in pieces of at most so many bytes.
-        watch: what a save reports about itself; None for nothing.
-        leases: of the folders, held by process 0: a run that lost one writes no more.
-        clock: seconds that only grow; process 0's counts.
+        chunk_bytes: the most bytes of one stored piece of an array's part on a device.
+        watch: reports about each save while it runs; None for none.
+        leases: of the folders, held by process 0; a run that has lost one stops writing.
+        clock: a monotonic clock in seconds; only process 0's is used.
 
     Raises:
         CheckpointSaveError: nothing can be written to a base.
-        ValueError: `keep`, the interval or the number is senseless.
+        ValueError: `keep`, the interval or the number is not valid.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Checkpointer:
     def due(self, step: int) -> bool:
         """Whether the run is to be saved after `step` steps: by step, or because enough time has passed.
 
-        With several processes and a time interval this is a short conversation between them: all must ask.
+        With several processes and a time interval they exchange a message: all must call this.
         """
         # Steps that are kept by number need no exchange: every process computes the same answer.
         if is_kept(step, self._keep):
@@ -226,7 +226,7 @@ class Checkpointer:
         self.close()
 
     def _prepare(self, ref: CheckpointRef) -> str:
-        """Makes room for a checkpoint and chooses the name of its arrays; on process 0 only."""
+        """Deletes old remains and chooses the name of the new arrays; on process 0 only."""
         # First the lease: a run that has lost its folder must delete nothing in it.
         self._check_leases()
         if not self._swept:
@@ -240,7 +240,7 @@ class Checkpointer:
         return ARRAYS_PREFIX + secrets.token_hex(4)
 
     def _complete(self, ref: CheckpointRef) -> CheckpointRef:
-        """Waits for the arrays, makes the checkpoint complete, and clears away; in the background."""
+        """Waits for the arrays, makes the checkpoint complete, and deletes expired ones; in the background."""
         # The order makes a checkpoint crash-safe: arrays, then their digests, then metadata.json (from here on it
         # exists), and only then is anything older deleted.
         try:
@@ -266,8 +266,8 @@ class Checkpointer:
     def _merge_digests(self, ref: CheckpointRef, digests: dict[str, ArrayDigests]) -> dict[str, ArrayDigests]:
         """The digests of what all processes wrote, on the process that decides; its own on every other.
 
-        They pass through files beside the arrays, which are storage that all processes see; a killed process's are
-        swept up with its arrays.
+        They are exchanged through files beside the arrays, on storage that all processes see. `sweep` deletes those of
+        a killed process together with its arrays.
         """
         files = [join(ref.path, f"{ref.arrays}.digests.{n}") for n in range(jax.process_count())]
         if not self._agreement.decides:
@@ -291,7 +291,7 @@ class Checkpointer:
             lease.check()
 
     def _retire(self, newest: CheckpointRef) -> None:
-        """Deletes temporary checkpoints that have expired. That it fails is no reason to stop a run."""
+        """Deletes temporary checkpoints that have expired; a failure is only logged."""
         try:
             checkpoints = [
                 ref for ref in find_checkpoints(*self._bases) if self._delete_old or ref.path in self._saved_paths
@@ -309,13 +309,13 @@ class Checkpointer:
         self._swept = False
         if self._agreement.decides:
             with contextlib.suppress(OSError, ValueError):
-                # What lies there may be another run's by now.
+                # The folder may belong to another run by now.
                 self._check_leases()
                 sweep(self._base[ref.kind])
 
     @contextlib.contextmanager
     def _translate_errors(self, ref: CheckpointRef):
-        """Turns what a library raises into an error that says what is lost, and what is not."""
+        """Turns errors of libraries into one that names the lost checkpoint and the last complete one."""
         try:
             yield
         except (CheckpointPeerError, LeaseError):
@@ -342,7 +342,7 @@ def _nothing() -> None:
 
 
 def _reason(error: BaseException) -> tuple[str, int | None]:
-    """What went wrong in the words of the library that noticed; of a full disk, those of the system and its code."""
+    """The library's message of an error; for a full disk and the like, the system's message and code."""
     text = " ".join(str(error).split())
     # Libraries wrap system errors and lose their number; the system's text is still in the message.
     for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
@@ -392,7 +392,7 @@ def _check_metadata(ref: CheckpointRef) -> None:
 
 
 def _check_writable(base: str) -> None:
-    """An unwritable place is known before the first step."""
+    """Refuses a base that cannot be written, before the first step."""
     try:
         check_writable(base)
     except OSError as error:
@@ -417,7 +417,7 @@ class Consensus:
         return process_group().decides
 
     def on(self, question: str, decide: Callable[[], str]) -> str:
-        """What process 0's `decide` returns, on every process; the others' is not called.
+        """Returns the result of process 0's `decide` on every process; only process 0 calls it.
 
         Raises:
             CheckpointPeerError: process 0 does not answer in time.
@@ -437,7 +437,7 @@ class Consensus:
 
 @contextmanager
 def _as_checkpoint_error() -> Iterator[None]:
-    """Who waits for checkpoints knows one kind of error; `decide`'s own errors pass."""
+    """Turns lost peers into checkpoint errors, the only kind that callers handle; `decide`'s own errors pass."""
     try:
         yield
     except PeerLostError as error:

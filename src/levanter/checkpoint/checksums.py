@@ -1,12 +1,12 @@
 """Digests of arrays: what a checkpoint records about each stored chunk, so that readers can verify that it is intact.
 
 A digest is of the values in row-major order, not of files: it covers all that lies between the memory that was saved
-and the memory that is read into. It costs next to nothing where values are copied anyway: pieces that fit a core's
-cache are copied and added up at once.
+and the memory that is read into. It costs almost nothing where values are copied anyway: pieces that fit a core's
+cache are summed and copied together.
 
 The 64-bit words of each piece of 256 KiB are added modulo 2⁶⁴; BLAKE2b of these sums and the length is the digest. Any
 change within one word is noticed, so any flipped bit, as are pieces that are lost, repeated or exchanged; of other
-damage one case in 2⁶⁴ is not. It is no defence against somebody who wants to deceive.
+damage one case in 2⁶⁴ is not. It is no protection against deliberate changes.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ import numpy as np
 
 Box = tuple[tuple[int, int], ...]
 Number = tuple[int, ...]
-"""Which chunk of an array: its place along each axis."""
+"""A chunk's index along each axis of its array."""
 
 _WORDS = 32 * 1024
 """Words of a piece."""

@@ -1,4 +1,4 @@
-"""Checkpoints in folders: found again, read, written, deleted."""
+"""Lists, reads, writes and deletes checkpoints in folders."""
 
 import logging
 import re
@@ -12,7 +12,7 @@ from levanter.io.paths import base_name, exists, filesystem, join, open_read
 
 log = logging.getLogger(__name__)
 OCDBT = "manifest.ocdbt"
-"""What a TensorStore folder contains; ours are one level below."""
+"""A file that every TensorStore folder contains; in our checkpoints such a folder is one level below."""
 _STEP = re.compile(r"^step-(\d+)$")
 
 
@@ -51,10 +51,10 @@ def latest(base: str, *more: str) -> CheckpointRef | None:
 
 
 def checkpoint_at(path: str) -> CheckpointRef:
-    """The checkpoint a user named: its own folder, or a base, which stands for its latest.
+    """The checkpoint that a user named: by its own folder, or by a base, which means the latest one in it.
 
     Raises:
-        MissingCheckpointError: there is none; the message says what is there instead.
+        MissingCheckpointError: there is none; the message lists what the folder has instead.
         UnreadableCheckpointError: it is damaged or not ours.
     """
     ref = read_ref(path)
@@ -108,7 +108,7 @@ def write_ref(ref: CheckpointRef) -> None:
 
 
 def unreadable_error(path: str, file: str, why: str) -> UnreadableCheckpointError:
-    """The error of a checkpoint that is there and cannot be used: which, why, and what there is instead.
+    """The error of a checkpoint that cannot be used: which, why, and which other one is intact.
 
     Args:
         path: its folder.
@@ -172,7 +172,7 @@ def step_folders(base: str) -> list[str]:
 
 
 def list_entries(path: str) -> list[tuple[str, bool]]:
-    """What a folder holds, sorted: (name, whether it is a folder). Empty where there is no such folder."""
+    """The entries of a folder, sorted: (name, whether it is a folder). Empty where there is no such folder."""
     fs, name = filesystem(path)
     # fsspec caches listings of remote folders; another process may have written since.
     fs.invalidate_cache()
@@ -205,7 +205,7 @@ def sweep(base: str) -> list[str]:
         try:
             ref = read_ref(path)
         except UnreadableCheckpointError as error:
-            # Its user decides what becomes of it.
+            # The user decides whether it is deleted.
             log.warning("%s", error)
             continue
         fs, name = filesystem(path)
@@ -227,7 +227,7 @@ def _is_ours(name: str) -> bool:
 
 
 def upstream_message(path: str) -> str:
-    """What is said of a checkpoint that upstream's Levanter wrote."""
+    """The message about a checkpoint that upstream's Levanter wrote."""
     return (
         f"{path}: a checkpoint of upstream Levanter (TensorStore), which cannot be read here; export it where upstream "
         f"is installed (python -m levanter.main.export_lm_to_hf --checkpoint_path {path} --output_dir FOLDER) "

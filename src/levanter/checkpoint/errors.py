@@ -1,4 +1,4 @@
-"""What can go wrong with checkpoints, each an error a user can act on."""
+"""The errors of checkpoints, each with a message that a user can act on."""
 
 
 class MissingCheckpointError(FileNotFoundError, ValueError):
@@ -6,7 +6,7 @@ class MissingCheckpointError(FileNotFoundError, ValueError):
 
 
 class UnreadableCheckpointError(OSError, ValueError):
-    """A checkpoint is there and cannot be read: damaged, or written by something else."""
+    """A checkpoint exists and cannot be read: damaged, or written by another program."""
 
 
 class CheckpointMismatchError(ValueError):

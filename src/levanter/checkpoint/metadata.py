@@ -1,4 +1,4 @@
-"""`metadata.json`: what makes a checkpoint complete, as text and back.
+"""`metadata.json`, the file that makes a checkpoint complete: written and parsed.
 
 The file has a digest of its own, and every value in it is checked: a number that is not one, a shape with a negative
 size or a folder outside the checkpoint is damage, and one error lists all of it.
@@ -59,7 +59,7 @@ def format_document(ref: CheckpointRef) -> bytes:
             for path, leaf in sorted(ref.leaves.items())
         },
     }
-    # What JSON makes of it (text keys, lists) is what will be read.
+    # The digest must be of the values that a reader gets: keys as text, tuples as lists.
     content = json.loads(json.dumps(content, indent=1, allow_nan=False))
     return (json.dumps({**content, _DIGEST: _digest(content)}, indent=1, allow_nan=False) + "\n").encode()
 
@@ -141,7 +141,7 @@ def parse_document(path: str, text: bytes) -> CheckpointRef:
 
 
 def _problems(path: str, content: Mapping[str, Any], *, digests: bool) -> list[str]:
-    """What is wrong with the values, each with its key."""
+    """The invalid values, each with its key."""
     checks: dict[str, Callable[[object], bool]] = {
         "step": _is_count,
         "kind": lambda x: x in ("kept", "temporary"),

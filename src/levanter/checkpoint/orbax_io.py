@@ -1,4 +1,4 @@
-"""Arrays to Orbax's files: the only module that knows Orbax.
+"""Writes arrays to Orbax's files; the only module that imports Orbax.
 
 Every process writes the shards it holds, each shard once (of copies, one), as Zarr 3 in one OCDBT store. A leaf's path
 is its name in the store. `source` reads the chunks back.
@@ -37,7 +37,7 @@ class ArrayWriter:
 
     Args:
         timeout_seconds: how long a save may take, waiting for other processes included.
-        chunk_bytes: an array's part on a device is written in pieces of at most so many bytes.
+        chunk_bytes: the most bytes of one stored piece of an array's part on a device.
     """
 
     def __init__(self, *, timeout_seconds: float, chunk_bytes: int):
@@ -113,16 +113,16 @@ class ArrayWriter:
             self._staging.close()
             for name in _LOGGERS:
                 logging.getLogger(name).removeFilter(_drop_reported)
-            # Behind a save that failed, echoes come until the process ends.
+            # After a save that failed, late errors appear until the process ends.
             if not self._failed and isinstance(sys.unraisablehook, _UnraisableFilter):
                 sys.unraisablehook = self._hook
 
 
 def _whole_shards() -> "ocp.type_handlers.TypeHandlerRegistry":
-    """How arrays are written: each shard as it is, by the first of those that hold it.
+    """The handler that writes each shard as a whole, by the first device that holds it.
 
-    Left to itself, Orbax has each holder write a part, which it slices out eagerly, in computations that no plan knows.
-    Whoever saves gives it the parts instead (`haliax_ext.replica_slices`).
+    By default Orbax makes each holder write a part, which it slices out eagerly, in computations that no plan lists.
+    Callers pass the parts instead (`haliax_ext.replica_slices`).
     """
     handler = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
     return ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
@@ -148,7 +148,7 @@ class _UnraisableFilter:
     """A `sys.unraisablehook` that leaves out the echoes of a failed save.
 
     When one write fails, Orbax closes the event loop it waited in; the other writes, still under way, then find it
-    closed, each with a traceback that nobody can catch. What failed has been raised.
+    closed, each with a traceback that cannot be caught. The failure itself has been raised.
     """
 
     def __init__(self, before: "Callable[[sys.UnraisableHookArgs], object]"):
@@ -163,7 +163,7 @@ class _UnraisableFilter:
 
 
 def _pieces(array: jax.Array, chunk_bytes: int) -> ocp.SaveArgs:
-    """In which pieces an array is written: what a device holds of it, cut further where that is large.
+    """The pieces in which an array is written: a device's part, cut further where that is large.
 
     An array of three and more axes is a stack of matrices (one for each layer); it is cut into those first, because
     that is how an export reads it.
@@ -190,7 +190,7 @@ def _chunk(array: jax.Array, save_args: ocp.SaveArgs) -> tuple[int, ...]:
 
 
 def _drop_reported(record: logging.LogRecord) -> bool:
-    """Leaves out tracebacks that are logged, thread by thread, for a failure Orbax then raises: we raise it by name."""
+    """Drops the tracebacks that each thread logs for a failure that Orbax then raises: ours names the checkpoint."""
     error = record.exc_info[1] if record.exc_info else None
     return not (record.levelno >= logging.ERROR and error is not None and _passed_through_orbax(error))
 

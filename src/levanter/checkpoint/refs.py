@@ -33,9 +33,9 @@ class SavedLeaf:
     """The shape and dtype of one saved array.
 
     Attributes:
-        shape: as it lies in the files.
+        shape: its shape in the files.
         dtype: its name.
-        used: the part of the shape that means something, where the rest may be padding; None where nothing is said.
+        used: the shape without padding; None where it was not recorded.
     """
 
     shape: tuple[int, ...]

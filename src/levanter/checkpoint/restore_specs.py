@@ -1,4 +1,4 @@
-"""Where restored arrays go, and whether a checkpoint has what is asked for.
+"""The targets of restored arrays, and the comparison of a checkpoint with them.
 
 A *target* is the shape, dtype and sharding an array is to have. The sharding is the caller's: it need not be the one
 the array was saved under, nor on as many devices or processes. Neither need the shape be, where some of it is padding:
@@ -23,14 +23,13 @@ Unexpected = Literal["error", "skip"]
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreTarget:
-    """What one array is to become.
+    """The shape, dtype and sharding that one restored array is to have.
 
     Attributes:
         shape: its shape.
         dtype: its dtype.
         sharding: where it lies.
-        used: the part of the shape that means something; beyond it, what is not in the checkpoint is zero. None for
-            all of it.
+        used: the shape without padding; beyond it, elements that the checkpoint lacks are zero. None: no padding.
     """
 
     shape: tuple[int, ...]
@@ -100,7 +99,7 @@ def check_leaves(
         ref: the checkpoint.
         wanted: every leaf that is wanted, by path.
         unexpected: as in `restore`.
-        within: the beginnings of the paths that are looked at; what else the checkpoint has does not matter.
+        within: prefixes of the paths that are compared; other leaves of the checkpoint are ignored.
 
     Raises:
         CheckpointMismatchError: lists every leaf that is missing, unexpected, or of another shape or dtype.

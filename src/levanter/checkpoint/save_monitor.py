@@ -1,6 +1,6 @@
-"""`SaveWatch`: what a save that is slow, or takes too much memory, reports about itself while it runs.
+"""`SaveWatch`: reports about a save while it runs, to find out why it is slow or takes too much memory.
 
-For a run that is being looked into, not for every run: following allocations slows Python down.
+It is meant for debugging one run, not for every run: tracing allocations slows Python down.
 """
 
 import contextlib
@@ -22,12 +22,12 @@ _STATM = Path("/proc/self/statm")
 
 @dataclass(frozen=True, kw_only=True)
 class SaveWatch:
-    """What is reported of a save.
+    """The settings of the reports about a save.
 
     Attributes:
         interval: seconds between two lines.
         stacks_after: seconds after which the stacks of all Python threads are logged, once a save; None for never.
-        frames: frames recorded for each allocation; 0 follows none.
+        frames: frames recorded for each allocation; 0 traces no allocations.
         top: how many of the largest allocations since the save began are logged.
         collect: whether garbage is collected before a save.
         flush: whether logs are flushed behind each line.
@@ -55,7 +55,7 @@ class SaveWatch:
             raise ValueError("\n".join(problems))
 
     def begin(self, name: str) -> Callable[[], None]:
-        """Reports on a save from now on; what is returned ends it.
+        """Reports on a save from now on; returns a function that ends the reports.
 
         Args:
             name: how lines call the save.

@@ -1,7 +1,7 @@
 """`CheckpointSource`: a checkpoint of ours as a `TensorSource`, so that it loads and exports like any other.
 
-The names are the leaves' paths, without the part that says where in the training state they were. Padding is left out.
-A slice is read from the chunks that hold it, and nothing else is; each is compared with its digest. Chunks that
+The names are the leaves' paths, without their prefix in the training state. Padding is left out. A slice is read from
+the chunks that hold it and from no others; each is compared with its digest. Chunks that
 neighbouring slices share stay in a cache of bounded size.
 """
 

@@ -1,10 +1,10 @@
-"""Copies of a state in host memory that stays: what is written while the next steps change the state.
+"""Copies of a state in reused host memory, which are written while the next steps change the state.
 
-Orbax copies what lies on accelerators; of arrays on CPU devices it takes views. A buffer that somebody views cannot be
-donated, so XLA would copy the whole state in the next step instead, into fresh memory, which the kernel has to find and
-clear page by page: on the machine this was measured on, that took three times as long as a copy into memory that has
-been used. So CPU arrays are copied here, into the same memory at each save, and the step updates its state in place as
-ever. The price is the memory of one state, held between saves too.
+Orbax copies arrays on accelerators; of arrays on CPU devices it takes views. A buffer that has a view cannot be
+donated, so XLA would copy the whole state in the next step instead, into new memory, which the kernel has to allocate
+and clear page by page: on the machine where this was measured, that took three times as long as a copy into memory that
+has been used before. So CPU arrays are copied here, into the same memory at each save, and the step still updates its
+state in place. This costs the memory of one state, between saves too.
 """
 
 import os
@@ -35,7 +35,7 @@ class StagingBuffers:
     def copy_and_digest(
         self, arrays: Mapping[str, jax.Array], chunks: Mapping[str, tuple[int, ...]]
     ) -> tuple[dict[str, jax.Array], dict[str, dict[Number, str]]]:
-        """What `copy` returns, and the digests of those chunks of the copies that this process is to write.
+        """The result of `copy`, and the digests of those chunks of the copies that this process writes.
 
         Args:
             arrays: by name.

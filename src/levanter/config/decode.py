@@ -49,7 +49,7 @@ SAME: Mapping[str, str] = {"hf_checkpoint": "initialize_from_hf", "initialize_fr
 LONGEST_TEXT = 200
 """Characters of a value that are shown."""
 INVALID: Final = _Invalid()
-"""What a decoder returns for a node whose problem has been recorded."""
+"""The result of decoding a node whose problem has been recorded."""
 
 # YAML 1.1 has more words for true and false; they are booleans only in a field whose type is bool.
 _BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -202,7 +202,7 @@ class Decoder:
         others = [name for name, cls in choices.items() if entry.key in config_fields(cls)]
         vocabulary = {*known, *self.old_keys(path)} - {entry.key}
         hint = f"; it is a key of {TYPE_KEY}: {' or '.join(others[:3])}" if others else ""
-        # A key of another block is at the wrong place, and nothing that only looks like it is meant.
+        # A key of another block is misplaced: similar names in this block would be a misleading hint.
         other_paths = [p for p in key_paths(self.root).get(entry.key, ()) if p != ".".join((*path, entry.key))]
         if not hint and other_paths:
             hint = f"; it belongs at {' or '.join(f'`{p}`' for p in other_paths[:3])}"

@@ -97,7 +97,7 @@ class _Keys:
 
 
 def _program(cls: type) -> str:
-    """What runs the module of a class, also where that is what is running, as a module or as a file."""
+    """The command that runs the module of a class, also where it is the running module or file."""
     if cls.__module__ != "__main__":
         return f"python -m {cls.__module__}"
     spec = getattr(sys.modules["__main__"], "__spec__", None)

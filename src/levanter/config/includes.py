@@ -134,7 +134,7 @@ def _locate(path: str) -> str:
 
 
 def _instead(path: str) -> str:
-    """What may be meant by a file that is not there: documents of the same folder with nearly its name."""
+    """A hint for a missing file: documents of the same folder with similar names."""
     folder, name = os.path.split(path)
     if _is_url(path):
         return ""
@@ -142,9 +142,9 @@ def _instead(path: str) -> str:
         return f"; nor is there a folder {folder}"
     try:
         names = os.listdir(folder or ".")
-    except OSError:  # a folder that may not be listed; that the file is not there is said in any case
+    except OSError:  # a folder that may not be listed; the caller reports the missing file anyway
         return ""
-    # Suffixes are alike for all of them and say nothing.
+    # All of them have the same suffixes, which would only raise the similarity.
     candidates = {_stem(other): other for other in names if other.endswith(SUFFIXES[1:])}
     close = [os.path.join(folder, candidates[stem]) for stem in nearest(_stem(name), candidates)]
     return f"; did you mean {' or '.join(close)}?" if close else ""

@@ -102,7 +102,7 @@ def parse(
     paths: Sequence[str] = (),
     overrides: Mapping[str, object] | Sequence[tuple[str, object]] = (),
 ) -> C:
-    """The configuration of some files with overrides; `read` also tells what was translated.
+    """The configuration of some files with overrides; `read` also returns the changes.
 
     Args:
         config_class: the entry point's dataclass.
@@ -154,7 +154,7 @@ def read_text(config_class: type[C], text: str, *, source: str = "<text>") -> Lo
 
 
 def arguments_for(function: Callable[..., Any], loaded: Loaded[C]) -> tuple[C, dict[str, ExplicitKeys]]:
-    """What a function of a configuration is called with: the keyword `written` where it has one.
+    """The arguments for a function of a configuration: the keyword `written` where it takes one.
 
     Raises:
         ConfigError: it has none, and what is asked for is not carried.
@@ -223,8 +223,9 @@ def main(
 ) -> Callable[[], R] | Callable[[Callable[[Any], R]], Callable[[], R]]:
     """Turns a function of a configuration into a program: `main(run)()`, or `@main(args=[…])`.
 
-    The configuration class is the annotation of the function's first argument. Where it has a keyword `written`, it is
-    told which keys the user wrote. A `ConfigError` becomes its message on standard error and exit code 2.
+    The configuration class is the annotation of the function's first argument. Where the function has a keyword
+    `written`, it receives the keys that the user wrote. A `ConfigError` becomes its message on standard error and
+    exit code 2.
     """
     if function is None:
         return functools.partial(main, args=args)  # type: ignore[return-value]
@@ -254,7 +255,7 @@ def _show(text: object) -> None:
         sys.stdout.write(str(text))
         sys.stdout.flush()
     except BrokenPipeError:
-        # `… --help | head`: nobody reads the rest; Python's own last flush goes nowhere then.
+        # `… --help | head`: the reader has gone; Python's own last flush must not raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

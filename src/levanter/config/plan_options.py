@@ -10,7 +10,7 @@ Goal: TypeAlias = Literal["max_rows", "latency_ms", "tokens_per_second"]
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(Ranged):
-    """What a config tells planning that a run would find out by itself: the block `plan:`.
+    """Values for planning that a run would determine by itself: the block `plan:`.
 
     Attributes:
         assume_tokens: tokens to score if the text is unavailable.

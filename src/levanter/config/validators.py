@@ -229,7 +229,7 @@ def _look_at_union(members: tuple[tuple[Annotation, Look], ...]) -> Look:
             check for types, kind, check in kinds if isinstance(value, types) and not (number and kind in (int, float))
         ]
         if not fitting and _is_number(value):
-            # A whole number where a float is meant.
+            # A whole number where the type is float.
             fitting = [check for _, kind, check in kinds if kind is float]
         return fitting[0](value) if fitting else ()
 

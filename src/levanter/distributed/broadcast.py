@@ -57,5 +57,5 @@ def receive_broadcast(topic: str) -> Mapping[str, Any]:
         PeerLostError: process 0 is gone.
     """
     peers = current_peers()
-    assert peers is not None and peers.process != 0, "process 0 tells, and does not receive_message"
+    assert peers is not None and peers.process != 0, "process 0 sends broadcasts and does not receive them"
     return receive_message(lambda: peers.follow(topic, lambda: "", seconds=WAIT_SECONDS))

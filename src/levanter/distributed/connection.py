@@ -16,7 +16,7 @@ MAX_MESSAGE = 1 << 20
 """Bytes; a longer message does not come from one of our processes."""
 
 SEND_SECONDS = 10
-"""How long a message may wait for room in the connection's buffer."""
+"""Seconds that a message may wait for space in the connection's buffer."""
 
 Message = Mapping[str, Any]
 
@@ -25,7 +25,7 @@ class Connection:
     """One connection; any thread may send, one thread receives.
 
     Args:
-        connection: it is owned by this object from now on.
+        connection: the socket; this object owns it from now on.
 
     Attributes:
         heard: when something was last received, on the monotonic clock.
@@ -39,7 +39,7 @@ class Connection:
         self.heard = time.monotonic()
 
     def send(self, kind: str, **fields: object) -> bool:
-        """Sends a message; whether the connection was still there to take it."""
+        """Sends a message; returns False where the connection is closed."""
         line = json.dumps({"kind": kind, **fields}, ensure_ascii=True).encode() + b"\n"
         try:
             # Several threads send: two messages must not be mixed on the wire.
@@ -50,7 +50,7 @@ class Connection:
         return True
 
     def messages(self) -> Iterator[Message]:
-        """What arrives, until the connection closes or says something that is no message."""
+        """The messages that arrive, until the connection closes or anything else arrives."""
         waiting = b""
         while len(waiting) <= MAX_MESSAGE:
             try:
@@ -69,7 +69,7 @@ class Connection:
                 yield message
 
     def close(self) -> None:
-        """Closes it; what was sent before still arrives."""
+        """Closes the connection; messages that were sent before still arrive."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()

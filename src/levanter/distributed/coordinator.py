@@ -20,7 +20,7 @@ from levanter.distributed.connection import Connection, Message
 logger = logging.getLogger(__name__)
 
 PROGRESS_SECONDS = 10.0
-"""How often processes that have joined are told who else has."""
+"""Seconds between two messages to the joined processes about which others have joined."""
 
 
 @dataclass(kw_only=True)

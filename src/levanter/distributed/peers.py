@@ -27,12 +27,12 @@ GATHER_SECONDS = 1.0
 SAME_ERROR_SECONDS = 10.0
 """Seconds that a process has to hit the error itself that another one has ended with: all may share it."""
 WHO_SECONDS = 10.0
-"""How often a waiting process asks which processes it is waiting for."""
+"""Seconds between two questions of a waiting process which processes it is waiting for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
-    """How long the processes of a run wait for each other, in seconds.
+    """The timeouts of the processes of a run, in seconds.
 
     Attributes:
         roll: at the start, until all have joined.
@@ -121,16 +121,16 @@ class Peers:
 
     @property
     def count(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         return len(self.roster)
 
     @property
     def is_stopping(self) -> bool:
-        """Whether any process was told to stop."""
+        """Whether any process has received a signal to stop."""
         return self._stop
 
     def request_stop(self) -> None:
-        """Tells process 0 (and all others) that this one was told to stop."""
+        """Informs process 0 (and all others) that this process has received a signal to stop."""
         if not self._stop:
             self._wire.send("stop")
 

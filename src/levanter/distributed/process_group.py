@@ -30,10 +30,10 @@ class ProcessGroup(Protocol):
         ...
 
     def follow(self, question: str, decide: Callable[[], str], *, seconds: float) -> str:
-        """What process 0's `decide` returns, on every process; the others' is not called.
+        """Returns the result of process 0's `decide` on every process; only process 0 calls it.
 
         Args:
-            question: the nth time that one is asked is a question of its own.
+            question: the name of the decision; the nth use of a name is a decision of its own.
             decide: called on process 0 only.
             seconds: how long the others wait.
 

@@ -50,7 +50,7 @@ CHAPTER = "specialnames"
 TITLE = "Special method names, from Python's reference manual"
 TEXT, MODEL, BOOK = "chapter.txt", "model", "book"
 KNOWN, UNKNOWN = 0.9, 0.02
-"""What the demo must show: coverage of the first half above the former, of the second below the latter."""
+"""The coverage that the demo must reach: of the first half above `KNOWN`, of the second below `UNKNOWN`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ class DemoConfig:
 
     @property
     def optimizer(self) -> AdamConfig:
-        """How it is trained; nothing keeps it from memorizing."""
+        """The optimizer; without weight decay, so that the model memorizes."""
         return AdamConfig(learning_rate=self.learning_rate, warmup=20, weight_decay=0.0, min_lr_ratio=0.05)
 
 

@@ -1,7 +1,7 @@
 """Demo of context extension: a small model that retrieves needles from 512 tokens is trained to retrieve from 2,048.
 
-It is `eval_needles` of the model beside its configuration, `train_lm` with `config/needles/demo.yaml`, a YaRN stage of
-a hundred steps, and `eval_needles` of what that exports. What it learns from is made here, by a seed.
+It runs `eval_needles` on the model of `config/needles/demo.yaml`, `train_lm` with that file (a YaRN stage of a hundred
+steps), and `eval_needles` on the exported model. The training texts are generated here, from a seed.
 """
 
 import json
@@ -27,11 +27,11 @@ from levanter.runplan import INTERNAL_ERROR, OK, PREEMPTED
 TASK, DEPTHS, SAMPLES = "niah_single_1", 5, 20
 SHORT, LONG = 512, 2048
 TEXTS = 400
-"""That the stage learns from; none of them is asked for afterwards."""
+"""Training texts of the stage; none of them is part of an evaluation."""
 
 
 def main(config: TrainLmConfig) -> int:
-    """Runs the demo; returns 0 if needles are found as they should be, before and after."""
+    """Runs the demo; returns 0 if the scores before and after the stage are as expected."""
     began = time.monotonic()
     if not isinstance(config.initialize_from_hf, str) or config.hf_save_path is None:
         raise ValueError("the demo begins from a checkpoint and exports another; use config/needles/demo.yaml")
@@ -64,7 +64,7 @@ def main(config: TrainLmConfig) -> int:
 
 
 def _evaluate(config: TrainLmConfig, model: str, folder: Path) -> Mapping[str, Any]:
-    """What a model finds, by length."""
+    """The scores of a model, by length."""
     eval_config = EvalNeedlesConfig(
         hf_checkpoint=model,
         tasks=[TASK],

@@ -2,9 +2,9 @@
 
     make demo-sft
 
-It is `eval_lm`, `train_lm` with `config/lora/demo.yaml`, and `eval_lm` with the adapter that came of it; before and
-after, the model answers six questions as `generate` would. Training ends by itself, and is told to stop where a machine
-takes longer than `SECONDS` for it: what was learned by then is saved and evaluated all the same.
+It runs `eval_lm`, `train_lm` with `config/lora/demo.yaml`, and `eval_lm` with the resulting adapter; before and after,
+the model answers six questions as `generate` would. On a machine where training takes longer than `SECONDS`, it is
+stopped: the adapter that was trained by then is saved and evaluated as usual.
 """
 
 import logging
@@ -50,7 +50,7 @@ QUESTIONS = (
 
 
 def main(config: TrainLmConfig) -> int:
-    """Runs the demo; returns 0 if the model knows more of the island than before."""
+    """Runs the demo; returns 0 if the held-out loss has fallen."""
     began = time.monotonic()
     logging.getLogger("levanter").setLevel(logging.INFO)
     assert config.hf_checkpoint is not None, "the demo begins from a checkpoint; use config/lora/demo.yaml"
@@ -74,7 +74,7 @@ def main(config: TrainLmConfig) -> int:
 
 
 def _trained(config: TrainLmConfig) -> Trained:
-    """Trains for as long as there is time; a run that was told to stop ends where it stands."""
+    """Trains for at most `SECONDS`; a run that was stopped is finished at the step that it had reached."""
     with _interrupted_after(SECONDS):
         done = train(config)
     if not done.preempted:
@@ -87,8 +87,8 @@ def _trained(config: TrainLmConfig) -> Trained:
 
 @contextmanager
 def _interrupted_after(seconds: float) -> Iterator[None]:
-    """Sends this process what a scheduler sends, after a while."""
-    # SIGTERM is what a scheduler sends before it preempts: the run saves and ends cleanly.
+    """Sends this process a SIGTERM after so many seconds."""
+    # Schedulers send SIGTERM before they preempt: the run saves and ends cleanly.
     timer = threading.Timer(seconds, signal.raise_signal, [signal.SIGTERM])
     timer.daemon = True
     timer.start()
@@ -113,7 +113,7 @@ def _judged(config: TrainLmConfig, adapter: str | None) -> EvalResult:
 
 
 def _answers(config: TrainLmConfig, adapter: str | None) -> list[str]:
-    """What the model answers, greedily."""
+    """The model's answers, by greedy decoding."""
     generate_config = GenerateConfig(
         hf_checkpoint=config.hf_checkpoint,
         adapter_path=adapter,

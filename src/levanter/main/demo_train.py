@@ -2,7 +2,7 @@
 
     make demo-train
 
-It is `train_lm` with `config/train/demo.yaml`, followed by one comparison: the loss on held-out topics against the
+It runs `train_lm` with `config/train/demo.yaml`, followed by one comparison: the loss on held-out topics against the
 entropy of a byte given the previous one, counted over the complete text. A model below that number has learned more
 than which letters follow each other.
 """

@@ -31,7 +31,7 @@ Order = Literal["natural", "zigzag"]
 POSITION, KEY_POSITION = "position", "key_position"
 
 GATHERED_SHARE = 0.05
-"""Above this share of a device's memory for the keys and values of one sequence and layer, `auto` gathers none."""
+"""The largest share of a device's memory that gathered keys and values of one sequence and layer may take in `auto`."""
 
 ALIKE = 0.05
 """Methods whose waiting times differ by less than this share count as equal."""
@@ -80,12 +80,12 @@ def choose(
     seconds: Mapping[Method, float] | None = None,
     between_slices: bool = False,
 ) -> MethodChoice:
-    """The method that `auto` means. Arithmetic only.
+    """The method that `auto` selects, by arithmetic only.
 
-    Candidates are `heads`, if they divide, `gather`, while gathered keys and values are a small share of a device's
-    memory, and `ring`, in this order. The one that a layer waits for least is chosen; the first of those that differ by
-    less than `ALIKE`, or whose seconds are not known. (With `heads` the work of a causal mask is balanced without an
-    order of positions, and a device has an n-th of the keys.)
+    Candidates are, in this order, `heads` if they divide, `gather` if gathered keys and values are a small share of a
+    device's memory, and `ring`. The method with the least waiting time per layer is chosen; among those that differ by
+    less than `ALIKE`, or whose seconds are not known, the first. (With `heads` the work of a causal mask is balanced
+    without an order of positions, and a device has an n-th of the keys.)
 
     Args:
         kv_heads: number of K/V heads.
@@ -184,7 +184,7 @@ def method_from_mapping(attention: AxisMapping, compute: AxisMapping, mesh: Mesh
 def check_attention_mapping(
     attention: AxisMapping, compute: AxisMapping, mesh: MeshSpec, *, sizes: Mapping[str, int], order: Order
 ) -> list[ShardingError]:
-    """What is wrong with an attention mapping, each with a suggestion.
+    """The problems of an attention mapping, each with a suggestion.
 
     Args:
         attention: over the compute mapping.
@@ -220,7 +220,7 @@ def check_attention_mapping(
 
 
 def check_dcn(attention: AxisMapping, compute: AxisMapping, mesh: MeshSpec, *, allowed: bool) -> list[ShardingError]:
-    """What is wrong with positions that are sharded over DCN: only a ring may be, where it is allowed.
+    """The problems of positions that are sharded over DCN: only a ring may cross it, where that is allowed.
 
     Args:
         attention: over the compute mapping.
@@ -401,7 +401,7 @@ def plan_context_parallel(
 def _auto(
     compute: AxisMapping, spec: MeshSpec, model: ModelAxes, hbm_bytes: int | None, prices: Prices | None
 ) -> MethodChoice:
-    """The method that `auto` means for a model on a mesh."""
+    """The method that `auto` selects for a model on a mesh."""
     kv_heads, position = model.sizes.get(KV_HEAD, 1), compute.mesh_axes(POSITION)
     heads_ways, position_ways = spec.ways(compute.mesh_axes(KV_HEAD)), spec.ways(position)
     seconds: dict[Method, float] = {}

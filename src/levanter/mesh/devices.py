@@ -1,4 +1,4 @@
-"""Devices: the only place that looks for them, and what is printed about them at start."""
+"""Devices: the only module that asks JAX for them, and the report about them at start-up."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from levanter.mesh.heads import KV_HEAD, Q_PER_GROUP
 
 
 class DeviceFacts(Protocol):
-    """What the report needs to know about devices, whether available (`DeviceSet`) or only named (a target)."""
+    """The facts about devices that the report needs, whether available (`DeviceSet`) or only named (a target)."""
 
     @property
     def platform(self) -> str:
@@ -30,12 +30,12 @@ class DeviceFacts(Protocol):
 
     @property
     def hosts(self) -> int:
-        """How many processes hold the devices."""
+        """The number of processes that hold the devices."""
         ...
 
     @property
     def granules(self) -> int:
-        """How many slices (or processes) they form."""
+        """The number of slices (or processes) that they form."""
         ...
 
     @property
@@ -128,7 +128,7 @@ def mesh_report(
 
 
 def _heads(spec: MeshSpec, mappings: Mappings | None) -> list[str]:
-    """Which projections of attention are sharded, for in other projects `heads` reaches o only."""
+    """The projections of attention that are sharded, because in other projects `heads` shards o only."""
     reached = {KV_HEAD: "q, k, v and o", Q_PER_GROUP: "q and o"}
     cut = []
     for name, projections in reached.items():

@@ -127,7 +127,7 @@ def mesh_rules(config: MeshConfig, model: ModelAxes, spec: MeshSpec) -> MeshRule
 
 @dataclass(frozen=True, kw_only=True)
 class HeadsMapping:
-    """What `heads` expands to: rules for `kv_head` and `q_heads_per_group`, and the replication they imply."""
+    """The expansion of `heads`: rules for `kv_head` and `q_heads_per_group`, and the replication they imply."""
 
     kv_head: tuple[str, ...]
     q_heads_per_group: tuple[str, ...]

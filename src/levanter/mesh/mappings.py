@@ -31,17 +31,17 @@ class ResolvedMesh:
 
     @property
     def batch_ways(self) -> int:
-        """How many shards the batch has."""
+        """The number of shards of the batch."""
         return self.spec.ways(self.mappings.compute.mesh_axes(self.batch_axis))
 
     @property
     def position_ways(self) -> int:
-        """How many shards the positions of a sequence have."""
+        """The number of shards of a sequence's positions."""
         return self.spec.ways(self.mappings.compute.mesh_axes("position"))
 
     @property
     def query_ways(self) -> int:
-        """How many shards the queries of a sequence have inside of attention."""
+        """The number of shards of a sequence's queries inside attention."""
         return self.spec.ways(self.mappings.inside_attention.mesh_axes("position"))
 
 

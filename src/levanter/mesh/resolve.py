@@ -1,4 +1,4 @@
-"""`resolve`: what the user wrote → mesh axis sizes and mappings, in four steps of which each is a value.
+"""`resolve`: the configured mesh → mesh axis sizes and mappings, in four steps, each with a value as its result.
 
     sizes             -1 replaced, products checked                         `MeshSpec`
     heads             defaults, aliases, `heads` in the model's own axes    `MeshRules`

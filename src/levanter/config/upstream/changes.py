@@ -1,8 +1,8 @@
 """`Draft`: a document during translation, with its changes and its contradictions.
 
-A *change* is one old key and what became of it, with the reason; every change is printed once. A *draft* is the
-document while it is translated. An old key never overwrites what the user wrote in the new spelling: if both say the
-same, the old one goes; if they differ, the document is refused, naming both.
+A *change* is one old key with its translation and the reason; every change is printed once. A *draft* is the document
+while it is translated. An old key never overwrites what the user wrote in the new spelling: if both have the same
+value, the old one is removed; if they differ, the document is refused with an error that names both.
 """
 
 from collections.abc import Iterable
@@ -19,15 +19,15 @@ Keys = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One old key and what became of it.
+    """One old key and its translation.
 
     Attributes:
         key: the old key, dotted.
         was: its value.
-        now: what stands for it now, as `key: value` text ("" where nothing does).
+        now: the new keys that replace it, as `key: value` text ("" for none).
         why: one sentence.
-        mark: where the old key stands; None for a default that was not written.
-        kind: whether the meaning is carried on, or the key has no effect here.
+        mark: the position of the old key; None for a default that was not written.
+        kind: whether the key was translated, or has no effect here.
     """
 
     key: str
@@ -149,15 +149,15 @@ class Draft:
         self.document = _with(self.document, path, node, entry.mark)
 
     def note(self, row: OldKey, entry: Entry, key: str, now: str) -> None:
-        """Says what became of an old key whose entry was replaced by other means."""
+        """Records the change of an old key whose entry was replaced by other means."""
         self.changes.append(Change(key=key, was=inline(entry.node), now=now, why=row.why, mark=entry.mark))
 
     def wrong(self, entry: Entry, key: str, message: str) -> None:
-        """Notes that the value of an old key cannot be understood."""
+        """Records that the value of an old key is not valid."""
         self.problems.append(Problem(message=message, mark=entry.mark, key=key))
 
     def move(self, row: OldKey, entry: Entry, block: Keys, edits: Iterable[tuple[Keys, Any]], why: str = "") -> None:
-        """Replaces the old key `block.row.name` by edits, and says so."""
+        """Replaces the old key `block.row.name` by edits, and records the change."""
         # Removed before the edits are written: the new key may be the old one with another value.
         self.remove((*block, row.name))
         # Read twice below, and a generator could be read only once.
@@ -172,7 +172,7 @@ class Draft:
         self.changes.append(change)
 
     def ignore(self, row: OldKey, entry: Entry, block: Keys) -> None:
-        """Drops an old key that has no effect here, and says so."""
+        """Removes an old key that has no effect here, and records that."""
         self.remove((*block, row.name))
         key = ".".join((*block, row.name))
         change = Change(key=key, was=inline(entry.node), now="", why=row.why, mark=entry.mark, kind="ignored")

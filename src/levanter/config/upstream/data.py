@@ -2,7 +2,7 @@
 
 The old generation had three shapes: files (`train_urls`, `validation_urls`), one data set of the Hub (`id`), and a
 mixture (`configs:` with weights). The new one has components, each with a source and a format. Old shapes did not
-shuffle unless told to; the new one does, so `shuffle: false` is spelled out.
+shuffle by default; the new one does, so `shuffle: false` is written explicitly.
 """
 
 from levanter.config.errors import did_you_mean

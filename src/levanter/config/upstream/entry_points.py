@@ -1,7 +1,7 @@
 """Old keys of single entry points: adapters, the evaluation harness, the sampling engine.
 
-They stand at the top of a document, or in a block that only one entry point has, so a document tells by itself which
-of them it has.
+They are at the top of a document, or in a block that only one entry point has, so the keys themselves identify the
+entry point.
 """
 
 from dataclasses import replace

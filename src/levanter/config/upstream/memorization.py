@@ -1,7 +1,7 @@
-"""Old shapes of memorization documents: a `base_eval:` that holds everything but the books, and switches without use.
+"""Old shapes of memorization documents: a `base_eval:` with everything but the books, and switches without effect.
 
-The books of several runs of the old generation stood beside a whole single-book document, `base_eval:`; it is the
-document itself now. Its switches chose between ways of feeding and storing that are one way here.
+In the old generation a document with several books had a complete single-book document in it, `base_eval:`; its keys
+are top-level keys now. The switches chose between ways of loading and storing of which this project has one.
 """
 
 from levanter.config.upstream.changes import Change, Draft, OldKey, inline
@@ -47,7 +47,7 @@ def translate_memorization(draft: Draft) -> None:
 def _lift_base(draft: Draft) -> None:
     base, block = draft.entry((BASE,)), draft.block((BASE,))
     if base is None or block is None:
-        return  # where it is no mapping, the decoder says what is wrong with it
+        return  # the decoder reports a value that is no mapping
     draft.remove((BASE,))
     for entry in block:
         # Each key is set separately, so that a key that is in both places with another value is reported.

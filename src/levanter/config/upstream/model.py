@@ -1,4 +1,4 @@
-"""Old keys of `model:`, and the length of the rows of an evaluation, which was the model's."""
+"""Old keys of `model:`, among them the length of an evaluation's rows, which used to be the model's."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -34,13 +34,13 @@ def translate_model(draft: Draft) -> None:
 
 
 def translate_row_length(draft: Draft, takes: Collection[str]) -> None:
-    """Gives an entry point that has a length of its own the one that `model.seq_len` was to it."""
+    """Copies `model.seq_len` to the row length of entry points that have one, which it used to set."""
     # Only for entry points with rows of their own, and not over a length that the user wrote.
     old = draft.entry((*MODEL, "seq_len"))
     if old is None or ROW_LENGTH not in takes or draft.entry((ROW_LENGTH,)) is not None:
         return
     if not isinstance(to_plain(old.node), int):
-        return  # the decoder says what is wrong with it
+        return  # the decoder reports the wrong type
     draft.set((ROW_LENGTH,), old.node, old="model.seq_len", mark=old.mark)
     text = inline(old.node)
     change = Change(key="model.seq_len", was=text, now=f"{ROW_LENGTH}: {text}", why=ROW_LENGTH_WHY, mark=old.mark)

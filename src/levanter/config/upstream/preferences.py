@@ -4,7 +4,7 @@ from levanter.config.upstream.changes import Change, Draft, OldKey
 from levanter.config.yaml_nodes import to_plain
 
 TRAIN_DPO, LORA_DPO = "train_dpo", "lora_dpo"
-"""Whose keys a class may have besides (`EARLIER`)."""
+"""The upstream commands whose keys a class may accept besides its own (`EARLIER`)."""
 
 PATH = OldKey(
     block="",
@@ -49,7 +49,7 @@ def translate_preferences(draft: Draft, earlier: str) -> None:
 
 
 def _random_a(draft: Draft, block: str) -> None:
-    """Where only B is said to begin as 0, A was random: `a_init_mode` came later, and its default contradicts."""
+    """Sets `a_init_mode: random` where only `zero_init_b` is given: that was its meaning before the key existed."""
     zero = draft.entry((block, "zero_init_b"))
     # The contradiction arises only where B is zero by request and A's mode is not stated.
     if zero is None or to_plain(zero.node) is not True or draft.entry((block, "a_init_mode")) is not None:

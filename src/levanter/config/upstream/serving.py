@@ -1,7 +1,7 @@
 """Upstream's keys of a server: `service`, the engine's block, and the defaults of a request at the top of a document.
 
-Both generations have them in the configuration of `InferenceServer`, which a script of one's own starts. Entry points
-that generate otherwise have keys of the same names, so a document of a server is told by the class that reads it.
+Both generations have them in the configuration of `InferenceServer`, which a user's script starts. Other entry points
+that generate have keys of the same names, so the class that reads a document decides whether it is a server's.
 """
 
 from collections.abc import Collection
@@ -57,7 +57,7 @@ IGNORED = (
     _service("max_tokens_per_round", "", "the calls for prompts have the sizes that the plan lists"),
 )
 AT_THE_TOP = (TEMPERATURE, SEED)
-"""Keys that other classes have, too: nobody who misspelt something else meant these."""
+"""Keys that other classes have, too; they are not suggested for misspelt ones."""
 SERVER_KEYS = (*AT_THE_TOP, ROWS, STEPS, LENGTH, CHUNK, SIZE, COUNT, DTYPE, WAITING, SERVICE_PAGES, *IGNORED)
 
 
@@ -105,7 +105,7 @@ def _moved(draft: Draft) -> None:
 
 
 def _requested(draft: Draft, row: OldKey) -> Entry | None:
-    """The entry of a key; one that is null says nothing and goes."""
+    """The entry of a key; one that is null sets nothing and is removed."""
     entry = draft.entry((*BLOCK, row.name))
     if entry is not None and to_plain(entry.node) is None:
         draft.move(row, entry, BLOCK, [])
@@ -114,7 +114,7 @@ def _requested(draft: Draft, row: OldKey) -> Entry | None:
 
 
 def _pages_of_a_row(draft: Draft) -> None:
-    """So many pages of a row are a length in tokens."""
+    """Translates the number of pages of a row into a length in tokens."""
     entry = _requested(draft, SERVICE_PAGES)
     if entry is None:
         return

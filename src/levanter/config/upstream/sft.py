@@ -1,9 +1,9 @@
-"""Documents of `sft` and `sft_mixture`: supervised fine-tuning by keys of its own, which `train_lm` does now.
+"""Documents of `sft` and `sft_mixture`, two commands of supervised fine-tuning that `train_lm` has replaced.
 
 Both trained on pairs. With `dataset_type: chat_jsonl` a pair was the first message of `input_role` and the first one of
-`output_role` of a conversation, one behind the other without a chat template, and the end of a text; a template that
-writes exactly this stands in the new document. With `dataset_type: huggingface` it was two fields of a record. What
-`sft` did with several sets of the Hub (it trained on the first) and what it added to a vocabulary is refused.
+`output_role` of a conversation, one after the other without a chat template, and the end of a text; the new document
+has a template that writes exactly this. With `dataset_type: huggingface` it was two fields of a record. Several sets of
+the Hub, of which `sft` used only the first, and additions to the vocabulary are refused.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ PAIR = (
     "{{ bos_token }}{{ (messages | selectattr('role', 'equalto', 'user') | first).content }}{% generation %}"
     "{{ (messages | selectattr('role', 'equalto', 'assistant') | first).content }}{{ eos_token }}{% endgeneration %}"
 )
-"""What was trained on of a conversation."""
+"""The template of the part of a conversation that was trained on."""
 MODEL_NAME = "NousResearch/Llama-2-7b-hf"
 """The default of both `model_name_or_path` and `tokenizer`."""
 _PACKED = 4
@@ -154,13 +154,13 @@ _SAME = {"user": "user", "assistant": "assistant"}
 
 
 def _named(node: MapNode, entry: Entry) -> list[Entry]:
-    """Sets by name; a single one is called by what it is."""
+    """Data sets by name; a single one gets the name `ONE`."""
     single = any(key in node for key in (*_OF_A_SET, *_OF_THE_HUB))
     return [Entry(key=ONE, node=node, mark=entry.mark)] if single else list(node)
 
 
 def _is_known(draft: Draft, dataset: Entry) -> bool:
-    """Whether a set is one; what is wrong with it is noted."""
+    """Whether an entry is a data set; records the problems of one that is not."""
     if not isinstance(dataset.node, MapNode):
         draft.wrong(dataset, f"supervised_data.{dataset.key}", f"expected a source, got {inline(dataset.node)}")
         return False
@@ -172,7 +172,7 @@ def _is_known(draft: Draft, dataset: Entry) -> bool:
 
 
 def _component(dataset: Entry, kind: str, fields: Mapping[str, object]) -> MapNode:
-    """A set as a component."""
+    """A data set as a component."""
     assert isinstance(dataset.node, MapNode)
     keys = dataset.node
     source: dict[str, Node | object] = {"type": "hf"} if "id" in keys else {}
