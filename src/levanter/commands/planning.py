@@ -150,7 +150,7 @@ def _compared(
     verdict: "Verdict",
     say: Callable[[str], None],
 ) -> list["Comparison"]:
-    """Compares the run with the same run without adapters; empty where the run cannot be described."""
+    """Compares the run with the same run without adapters; empty if the run cannot be described."""
     from levanter.plan.compare import compare
     from levanter.plan.preflight.pipeline import preflight
 

@@ -253,7 +253,7 @@ def outputs(plan: RunPlan[ConvertWork], session: Session) -> tuple[Output, ...]:
 
 
 def finish(plan: RunPlan[ConvertWork], folder: str, session: Session) -> int:
-    """Prints where the folder is."""
+    """Prints the path of the folder."""
     del plan, session
     print(f"Hugging Face folder: {folder}")
     return OK

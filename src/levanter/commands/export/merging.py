@@ -30,7 +30,7 @@ class Merge:
     Attributes:
         stored: the leaves of the base, with the dtypes that they are stored in.
         rules: of its weights.
-        adapter: the adapter; None where it is not available here.
+        adapter: the adapter; None if it is not available here.
         targets: the modules that it changes.
         saved: our checkpoint that contains it; None if it is in files of peft.
         whole: paths of the leaves of which the adapter has whole copies.
@@ -69,7 +69,7 @@ def find_merge(
     """Plans the merge of an adapter into a checkpoint; reads headers only.
 
     Args:
-        adapter_path: where the adapter is; None for that of the checkpoint.
+        adapter_path: path of the adapter; None for the adapters of the checkpoint.
         origin: the checkpoint.
         model: its architecture, with `vocab_size`.
         Vocab: rows of its embedding.

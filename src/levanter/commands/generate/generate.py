@@ -268,7 +268,7 @@ def execute(plan: RunPlan[GenerateWork], mesh: Mesh | None, session: Session | N
                 stack.callback(answers.store)
                 _answer_all(_Run(work, schedule, result, reader, ready.score), ready.engine, answers, show=show)
         # All processes end with the same exit code.
-        result.exit_code = int(agreed("how it went", str(_exit_code(result))))
+        result.exit_code = int(agreed("the exit code", str(_exit_code(result))))
         # Assembles the output file from its parts.
         if answers is not None:
             result.lines = answers.finish()

@@ -290,7 +290,7 @@ def _not_files(config: GenerateConfig) -> Iterator[tuple[str, str]]:
     if written is not None and (kind := _kind(written)) is not None:
         yield (
             "output_path",
-            f"output_path: {written} is a {kind}; a run that can go on where it was killed writes a file\n  → name one",
+            f"output_path: {written} is a {kind}; resuming a run needs a regular file\n  → name a file",
         )
     if read is not None and written is not None and _same_file(read, written):
         yield "output_path", f"output_path: {written} is the file of the prompts\n  → name another file"

@@ -99,7 +99,7 @@ def execute(plan: RunPlan[ReplWork], mesh: Mesh | None, session: Session | None 
             repl = Repl(Terminal(Dialogue(ready.engine, reader, reader.defaults)))
             stats = repl.run(config.command, config.args)
     # Every process exits with the code of process 0, the only one that reads the terminal.
-    stats.exit_code = int(agreed("how it went", str(stats.exit_code)))
+    stats.exit_code = int(agreed("the exit code", str(stats.exit_code)))
     return stats
 
 

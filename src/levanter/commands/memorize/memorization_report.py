@@ -173,7 +173,7 @@ def _folders(path: str) -> list[str]:
     if not folders:
         shown = ", ".join(inside[:6]) or "nothing"
         raise NoRunError(
-            f"{path}: no scored book: neither it nor a folder in it has a {WINDOWS}; it holds {shown}\n"
+            f"{path}: no scored book: neither it nor a folder in it has a {WINDOWS}; it contains {shown}\n"
             "  → a run writes this file when it finishes: if it was interrupted, start the same command again"
         )
     return folders

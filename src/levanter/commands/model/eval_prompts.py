@@ -97,7 +97,7 @@ def rows_reach(model: LmConfig, resolved: ResolvedMesh, platform: str, *, length
 
 
 def reading_checks(model: LmConfig, longest: int) -> list[Check]:
-    """Says so where it matters how long a row is.
+    """A note if the model's rotary embeddings depend on the length of a row.
 
     Args:
         model: the architecture.

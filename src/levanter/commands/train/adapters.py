@@ -151,10 +151,10 @@ def frozen_base(
         origin: the checkpoint that it begins from; None for none.
         model: the architecture.
         Vocab: rows of its embedding.
-        module: the model, in the dtype that it is held in where it is not held in integers.
+        module: the abstract model, in the dtype of weights that are not quantized.
 
     Raises:
-        QuantizationError: it cannot be held in integers, or is stored in them and cannot be merged.
+        QuantizationError: the base cannot be quantized, or is stored in integers and cannot be merged.
     """
     int8 = adapted.config.base_dtype == "int8"
     if origin is None:

@@ -146,7 +146,7 @@ class TrainLmConfig(Ranged):
                 "initialize_model_from_checkpoint_path"
             )
         if self.peft_save_path is not None and self.peft_save_path == self.merged_hf_save_path:
-            problems.append("peft_save_path and merged_hf_save_path: one folder cannot hold both; give each its own")
+            problems.append("peft_save_path and merged_hf_save_path: they must be different folders")
         # The merged export rewrites the checkpoint's own files, so there must be such files.
         if self.merged_hf_save_path is not None and self.pretrained is None:
             problems.append(
@@ -181,7 +181,7 @@ class TrainLmConfig(Ranged):
 
     @property
     def lora(self) -> LoraConfig | None:
-        """The adapters that are trained; None where the model's own weights are."""
+        """The adapters that are trained; None if the model's own weights are trained."""
         return self.adapter if isinstance(self.adapter, LoraConfig) else None
 
     @property

@@ -41,7 +41,7 @@ class AttentionImbalance:
 
     Attributes:
         of_rows: segments of rows → busiest over mean; None if there is nothing to balance.
-        segments: whether rows hold several documents.
+        segments: whether rows may contain several documents.
     """
 
     of_rows: Callable[[np.ndarray | None], float] | None

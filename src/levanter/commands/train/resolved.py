@@ -160,7 +160,7 @@ def _vocabulary(config: TrainLmConfig, model: LmConfig) -> tuple[int, Tokenizer 
 
 
 def resolve_base(config: TrainLmConfig, written: ExplicitKeys) -> ModelSource | None:
-    """The checkpoint, as far as it is reachable; None if weights are initialized."""
+    """The checkpoint that the run begins from, as far as it is reachable; None if weights are initialized."""
     if config.pretrained is None:
         return None
     replaces = config.takes_architecture

@@ -47,7 +47,7 @@ class TrainWork:
         frozen_part: how checkpoints identify it, without digests.
         state_plan: its placement.
         batches: batch plans by first step.
-        origin: where the first weights come from; None if they are initialized.
+        origin: the source of the first weights; None if they are initialized.
         tokenizer: text to ids; None if it is unavailable.
         validation: the validation sets; None for none.
         pairs: the setup of preference training; None for training on text.

@@ -57,7 +57,7 @@ def test_controls_give_the_threshold(folder, capsys):
     [
         (["{}/nothing", "{}/runs/three"], "no such folder"),
         (["{}/runs/one/text.txt"], "no such folder"),
-        (["{}/empty"], "neither it nor a folder in it has a windows.parquet; it holds manifest.json"),
+        (["{}/empty"], "neither it nor a folder in it has a windows.parquet; it contains manifest.json"),
         (["{}/runs/one", "--scheme", "k41"], "did not store its normalizer"),
         (["{}/runs/one", "--scheme", "best"], "is not a scheme; examples"),
         (["{}/runs/one", "--threshold", "5"], "0.1 % is 0.001"),

@@ -346,7 +346,7 @@ def test_merged_weights_want_files_to_merge_into(tmp_path):
     with pytest.raises(ValueError, match="merged_hf_save_path: adapters are merged into the files of a Hugging Face"):
         read(write_run(tmp_path, steps=2), *LORA, "--merged_hf_save_path", "x")
     both = ("--merged_hf_save_path", "x", "--peft_save_path", "x", "--initialize_from_hf", "y")
-    with pytest.raises(ValueError, match="one folder cannot hold both"):
+    with pytest.raises(ValueError, match="they must be different folders"):
         read(tmp_path / "run.yaml", *LORA, *both)
 
 

@@ -53,7 +53,7 @@ class FirstLossError(ValueError):
 
 
 def loaded_reference(plan: TrainPlan, mesh: Mesh, *, show: bool) -> LmHeadModel | None:
-    """The second model, loaded; None where steps need none."""
+    """Loads the second model; None if steps need none."""
     work: TrainWork = plan.work
     if work.pairs is None or work.pairs.resident is None:
         return None

@@ -56,11 +56,11 @@ class ReferenceModel:
     """A second model, which a policy is compared with.
 
     Attributes:
-        origin: where it comes from.
+        origin: its source.
         config: its architecture.
         module: the model in the compute dtype, abstract.
         plan: its placement.
-        load: which bytes are read by whom; None where the plan has errors.
+        load: the bytes that each host reads; None if the plan has errors.
     """
 
     origin: ModelSource
@@ -216,7 +216,7 @@ def find_preferences(
     Args:
         config: the run.
         written: the keys that the user wrote.
-        origin: where the policy comes from, if from a Hugging Face checkpoint.
+        origin: the policy's Hugging Face checkpoint; None for none.
         vocab: rows of the embedding: the axis, and how many of them are ids.
         precision: the dtype policy.
         resolved: mesh and mappings.

@@ -101,11 +101,11 @@ class TrainingHarness:
 
 
 def find_harness(run: TrainedRun, tokenizer: Tokenizer | None, largest: BatchPlan) -> TrainingHarness | None:
-    """The harness of a run; None where it has none.
+    """The harness of a run; None without one.
 
     Args:
         run: the training run.
-        tokenizer: of the data; None where it is not available here.
+        tokenizer: of the data; None if it is not available here.
         largest: the batch whose microbatch rows are used, unless the configuration sets those of evaluation.
     """
     config = run.config.eval_harness

@@ -86,9 +86,9 @@ def describe(
         ValueError: mesh, batch, schedule or precision cannot be resolved. What is wrong with the sharding is in the
             plan.
     """
-    settled = resolve_training_config(config, target, ExplicitKeys.in_python(config) if written is None else written)
-    config, origin, model, vocab = settled.config, settled.origin, settled.model, settled.vocab
-    batches, resolved, checks = settled.batches, settled.resolved, list(settled.checks)
+    training = resolve_training_config(config, target, ExplicitKeys.in_python(config) if written is None else written)
+    config, origin, model, vocab = training.config, training.origin, training.model, training.vocab
+    batches, resolved, checks = training.batches, training.resolved, list(training.checks)
     trainer = config.trainer
     Vocab = vocabulary_axis(vocab, resolved)
     # The true size; `Vocab` is rounded up so that it divides over its shards.
@@ -100,7 +100,7 @@ def describe(
         since = f"from step {stage.start}: " if len(batches) > 1 else ""
         checks.append(Check(name="batch", status="ok", message=f"{since}{stage.plan}"))
 
-    run = _with_pairs(settled, _trained(settled, model, Vocab, target, objective or LmObjective()), target)
+    run = _with_pairs(training, _trained(training, model, Vocab, target, objective or LmObjective()), target)
     checks += () if run.pairs is None else run.pairs.checks
     state_plan = run.state_plan
     part = frozen_part(trainer, state_plan, begun_from=config.pretrained or config.begun_from_checkpoint)
@@ -113,8 +113,8 @@ def describe(
     if origin is not None and not state_plan.parameters.errors:
         load, load_checks = plan_weight_loading(origin, model, Vocab, state_plan.loaded, target, rules=run.rules)
         checks += load_checks
-    programs = [*first_programs(run), *step_programs(run, batches), *_scoring(settled, run, largest)]
-    harness = find_harness(run, settled.tokenizer, largest)
+    programs = [*first_programs(run), *step_programs(run, batches), *_scoring(training, run, largest)]
+    harness = find_harness(run, training.tokenizer, largest)
     if harness is not None:
         checks += harness.checks
         programs += harness.programs.values()
@@ -134,7 +134,7 @@ def describe(
         load=load,
         computing=tuple(programs),
         saving=saving,
-        workloads=(*_workloads(settled, run), *(() if harness is None else harness.workloads)),
+        workloads=(*_workloads(training, run), *(() if harness is None else harness.workloads)),
         notes=resolved.notes,
         resident_bytes=run.resident_bytes,
         coresident_bytes=coresident_bytes(state_plan, programs, saving, run.pairs),
@@ -144,7 +144,7 @@ def describe(
             config=config,
             model=model,
             Vocab=Vocab,
-            precision=settled.precision,
+            precision=training.precision,
             resolved=resolved,
             state=run.state,
             partition=run.partition,
@@ -156,8 +156,8 @@ def describe(
             state_plan=state_plan,
             batches=batches,
             origin=origin,
-            tokenizer=settled.tokenizer,
-            validation=settled.validation,
+            tokenizer=training.tokenizer,
+            validation=training.validation,
             pairs=run.pairs,
             harness=harness,
         ),
@@ -171,7 +171,7 @@ def describe_full_finetune(config: TrainLmConfig, target: Target, *, written: Ex
 
 
 def _trained(
-    settled: ResolvedTraining, model: LmConfig, Vocab: hax.Axis, target: Target, objective: LmObjective
+    training: ResolvedTraining, model: LmConfig, Vocab: hax.Axis, target: Target, objective: LmObjective
 ) -> TrainedRun:
     """The abstract trained and frozen parts of the model, and their placement."""
 
@@ -182,16 +182,16 @@ def _trained(
     def example() -> LmHeadModel:
         return build(jax.random.PRNGKey(0))
 
-    trainer, resolved = settled.config.trainer, settled.resolved
+    trainer, resolved = training.config.trainer, training.resolved
     partition = Partition.of(trainer.trainable, abstract(example))
     # None unless `adapter:` is set; then all of the model's own parameters are frozen.
-    adapted = resolve_adapters(settled.config, model, Vocab, abstract(example))
+    adapted = resolve_adapters(training.config, model, Vocab, abstract(example))
     mappings, rules = resolved.mappings, None
     renewed = resolve_reinit_rows(
-        settled.config,
+        training.config,
         abstract(example),
-        tokenizer=settled.tokenizer,
-        vocab=settled.vocab,
+        tokenizer=training.tokenizer,
+        vocab=training.vocab,
         partition=partition,
         adapted=adapted,
     )
@@ -199,30 +199,30 @@ def _trained(
     if adapted is not None and renewed is not None:
         adapted = replace(adapted, renewed=renewed)
     if adapted is None:
-        state = abstract_state(example, settled.transformation, settled.precision, partition, trainer.model_averaging)
-        frozen = abstract_frozen(example, settled.precision, partition)
+        state = abstract_state(example, training.transformation, training.precision, partition, trainer.model_averaging)
+        frozen = abstract_frozen(example, training.precision, partition)
     else:
         # A frozen base needs no float32 master copy: it is held in the compute dtype, or in int8.
-        base = cast(abstract(example), adapted.base_dtype(settled.precision))
-        frozen, rules = frozen_base(settled.config, adapted, settled.origin, model, Vocab, base)
-        state = adapted.abstract_state(settled.transformation, trainer.model_averaging, base=frozen)
+        base = cast(abstract(example), adapted.base_dtype(training.precision))
+        frozen, rules = frozen_base(training.config, adapted, training.origin, model, Vocab, base)
+        state = adapted.abstract_state(training.transformation, trainer.model_averaging, base=frozen)
         # Overrides that place the factors (`adapter.placement`).
         mappings = adapted.placed(mappings, resolved.spec)
     hbm_bytes = trainer.mesh.hbm_bytes(target.hbm_bytes)
     return TrainedRun(
-        config=settled.config,
+        config=training.config,
         model=model,
         Vocab=Vocab,
         build=build,
-        transformation=settled.transformation,
-        precision=settled.precision,
+        transformation=training.transformation,
+        precision=training.precision,
         resolved=resolved,
         state=state,
         partition=partition,
         frozen=frozen,
         adapted=adapted,
         state_plan=plan_state(state, mappings, resolved.spec, frozen=frozen, hbm_bytes=hbm_bytes),
-        compiler=settled.compiler,
+        compiler=training.compiler,
         platform=target.platform,
         kind=objective,
         rules=rules,
@@ -230,13 +230,13 @@ def _trained(
     )
 
 
-def _with_pairs(settled: ResolvedTraining, run: TrainedRun, target: Target) -> TrainedRun:
+def _with_pairs(training: ResolvedTraining, run: TrainedRun, target: Target) -> TrainedRun:
     """The run, with its preference setup if it trains on pairs."""
     pairs = find_preferences(
-        settled.config,
-        settled.written,
-        settled.origin,
-        vocab=(run.Vocab, settled.vocab),
+        training.config,
+        training.written,
+        training.origin,
+        vocab=(run.Vocab, training.vocab),
         precision=run.precision,
         resolved=run.resolved,
         target=target,
@@ -246,25 +246,25 @@ def _with_pairs(settled: ResolvedTraining, run: TrainedRun, target: Target) -> T
     return replace(run, pairs=pairs)
 
 
-def _scoring(settled: ResolvedTraining, run: TrainedRun, largest: BatchPlan) -> list[Program]:
+def _scoring(training: ResolvedTraining, run: TrainedRun, largest: BatchPlan) -> list[Program]:
     """The Programs that score between steps."""
     if run.pairs is not None:
         return pair_programs(run, largest)
-    if settled.validation is None:
+    if training.validation is None:
         return []
-    return [evaluation_program(run, largest, accuracy=has_chats(settled.config.data))]
+    return [evaluation_program(run, largest, accuracy=has_chats(training.config.data))]
 
 
-def _workloads(settled: ResolvedTraining, run: TrainedRun) -> Iterator[Workload]:
+def _workloads(training: ResolvedTraining, run: TrainedRun) -> Iterator[Workload]:
     """The work of each step."""
-    config = settled.config
+    config = training.config
     return training_workloads(
         run.model,
-        settled.batches,
-        settled.vocab,
+        training.batches,
+        training.vocab,
         positions=config.positions,
         steps=config.trainer.num_train_steps,
-        spared=spared_flops(run.model, run.state.model, run.frozen, vocab=settled.vocab),
+        spared=spared_flops(run.model, run.state.model, run.frozen, vocab=training.vocab),
         sequences=run.sequences,
         scored_besides=0.0 if run.pairs is None else run.pairs.scored_besides,
     )
