@@ -71,7 +71,7 @@ ATTACKS = [
     Attack(name="output-folder", command="generate", words=with_output(Path.mkdir), code=BAD,
            says=("output_path", "is a folder"), never=LOADING),
     Attack(name="output-pipe", command="generate", words=with_output(os.mkfifo), code=BAD,
-           says=("output_path", "is a pipe", "name one"), never=LOADING),
+           says=("output_path", "is a pipe", "name a file"), never=LOADING),
     Attack(name="output-below-a-file", command="generate", words=below_a_file, code=BAD,
            says=("output_path", "is a file, not a folder"), never=LOADING),
     Attack(name="output-is-there", command="generate", words=with_output(Path.touch), code=BAD,
