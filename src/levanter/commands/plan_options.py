@@ -178,21 +178,21 @@ def parse_plan_request(argv: Sequence[str]) -> PlanRequest:
         raise PlanUsageError("\n".join(problems))
     assert entry is not None
 
-    def one(name: str) -> str | None:
+    def first_value(name: str) -> str | None:
         return values[name][0] if values[name] else None
 
     return PlanRequest(
         entry_point=entry,
         # Options of the block `plan:` become overrides of the entry point's configuration.
-        argv=(*rest, *(f"--plan.{name}={one(name)}" for name in _OF_PLAN_BLOCK if values[name])),
+        argv=(*rest, *(f"--plan.{name}={first_value(name)}" for name in _OF_PLAN_BLOCK if values[name])),
         targets=tuple(dict.fromkeys(targets)),
-        json=one("json"),
-        html=one("html"),
+        json=first_value("json"),
+        html=first_value("html"),
         compile="no_compile" not in switches,
         scope="all" if "all_programs" in switches else "timed" if "timed_only" in switches else "run",
         require_inputs="require_inputs" in switches,
         search="search" in switches,
-        keep_hlo=one("keep_hlo"),
+        keep_hlo=first_value("keep_hlo"),
         cache="no_cache" not in switches,
         compare=bool(values["compare"]),
     )

@@ -103,9 +103,8 @@ def find_merge(
     except (CheckpointError, CheckpointMismatchError, WeightMismatchError, UnsupportedTargetError) as error:
         return nothing, [Check(name="adapter", status="error", message=str(error), error=error)]
     copies = f", and {len(whole)} arrays whole" if whole else ""
-    message = (
-        f"{adapter.where}: {len(targets)} kinds of modules, rank {_some({group.rank for group in targets})}{copies}"
-    )
+    ranks = _ranks_text({group.rank for group in targets})
+    message = f"{adapter.where}: {len(targets)} kinds of modules, rank {ranks}{copies}"
     checks = [Check(name="adapter", status="ok", message=message)]
     if adapter_path is not None and adapter.config.base is not None and adapter.config.base != origin.reference:
         message = f"the adapter's config names the base {adapter.config.base}; it is merged into {origin.reference}"
@@ -160,5 +159,5 @@ class _Slices:
         return self.source.read(self.path, index)
 
 
-def _some(ranks: set[int]) -> str:
+def _ranks_text(ranks: set[int]) -> str:
     return ", ".join(map(str, sorted(ranks)))

@@ -72,7 +72,7 @@ def main(config: GenerateConfig) -> int:
     same = ", ".join(f"{_common(a, b)} of {len(a)}" for a, b in pairs)
     print(f"characters that the greedy answers begin with alike: {same}")
     turns = [*loaded.greedy, *loaded.sampled, *int8.greedy]
-    if all(one.error is None and one.text.strip() for one in turns):
+    if all(turn.error is None and turn.text.strip() for turn in turns):
         return OK
     print("error: a question has no answer", file=sys.stderr)
     return INTERNAL_ERROR

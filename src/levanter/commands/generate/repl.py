@@ -172,9 +172,9 @@ class Repl:
         self._terminal.read_lines(say, "chat> ")
 
     def _batch(self, text: str) -> None:
-        for number, one in enumerate(self._requests(text)):
+        for number, request in enumerate(self._requests(text)):
             self._terminal.show(f"--- {number + 1}")
-            messages, prompt = one.get("messages"), one.get("prompt")
+            messages, prompt = request.get("messages"), request.get("prompt")
             if isinstance(messages, list):
                 # The default binds this iteration's messages.
                 self._terminal.ask(lambda dialogue, m=messages: dialogue.chat(m))
@@ -196,7 +196,7 @@ class Repl:
             self._terminal.refuse(f"batch: neither a file nor JSON ({error})")
             return []
         listed = document if isinstance(document, list) else [document]
-        if not all(isinstance(one, dict) for one in listed):
+        if not all(isinstance(request, dict) for request in listed):
             self._terminal.refuse("batch: expected a list of objects")
             return []
         return listed

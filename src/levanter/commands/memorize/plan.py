@@ -262,8 +262,8 @@ def _workload(
         flops = model.config.flops(vocab_size=model.Vocab.size, context_length=shape.positions, attention=pairs)
         return flops.attention * shape.rows * shape.positions
 
-    mine = [job for job, _, program in jobs if program == name]
-    counts = [job.windows for job in mine]
+    program_jobs = [job for job, _, program in jobs if program == name]
+    counts = [job.windows for job in program_jobs]
     return Workload(
         program=name,
         tokens=shape.rows * shape.positions,
@@ -273,5 +273,5 @@ def _workload(
         flops_causal=weights + attention("causal"),
         # One unknown count makes the total unknown.
         executions=None if None in counts else sum(shape.batches(count) for count in counts if count is not None),
-        reason="; ".join(f"{job.title}: {job.windows_reason}" for job in mine),
+        reason="; ".join(f"{job.title}: {job.windows_reason}" for job in program_jobs),
     )

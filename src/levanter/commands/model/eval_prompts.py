@@ -18,7 +18,7 @@ def query_encoder(tokenizer: Tokenizer | None, length: int) -> tuple[QueryEncode
     """The encoder of requests of at most `length` tokens; None without a tokenizer."""
     if tokenizer is None:
         return None, []
-    # lm_eval's own rule: BOS only if the tokenizer's files add it.
+    # Not a setting of the harness: the tokenizer's files decide about BOS.
     adds = isinstance(tokenizer, FastTokenizer) and tokenizer.adds_bos
     prefix = "BOS is prepended to a text" if adds else "nothing is prepended to a text"
     check = Check(name="encoding", status="ok", message=f"{prefix}, as configured in the tokenizer's files")

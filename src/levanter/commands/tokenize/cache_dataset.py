@@ -80,17 +80,17 @@ def _build(config: CacheDatasetConfig, *, show: bool) -> None:
     if tokenizer is None:
         assert check.error is not None
         raise check.error
-    stored = [one for one in sets if one.folder is not None]
+    stored = [dataset for dataset in sets if dataset.folder is not None]
     # Before hours of tokenizing: is every cache folder writable?
     probe(
-        Output(key=f"data.cache_dir of {one.name}", path=one.folder, kind="folder")
-        for one in stored
-        if one.folder is not None and one.document_sources is not None
+        Output(key=f"data.cache_dir of {dataset.name}", path=dataset.folder, kind="folder")
+        for dataset in stored
+        if dataset.folder is not None and dataset.document_sources is not None
     )
     for line in lines:
         log(line)
     # Such sets have no folder to build a store in.
-    without = [one.name for one in sets if one.folder is None]
+    without = [dataset.name for dataset in sets if dataset.folder is None]
     if without:
         log(f"{', '.join(without)}: tokenized at the start of a run (data.cache_dir is null, or the text is in memory)")
     if not stored:
@@ -110,18 +110,20 @@ def _build(config: CacheDatasetConfig, *, show: bool) -> None:
         # Ends the progress line without a total, which may be off by a few tokens.
         progress.meter.total = None
     seconds = time.perf_counter() - began
-    for one, its in zip(stored, tokens, strict=True):
-        assert isinstance(its, StoredTokens)
-        log(f"  {store_line(one, its)}")
+    for dataset, store in zip(stored, tokens, strict=True):
+        assert isinstance(store, StoredTokens)
+        log(f"  {store_line(dataset, store)}")
     if new_tokens:
         log(f"{new_tokens:,.0f} tokens in {duration(seconds)}, {new_tokens / seconds:,.0f} tokens/s")
     else:
         log("nothing was missing")
     if config.verify:
-        pairs = [(one, its) for one, its in zip(stored, tokens, strict=True) if isinstance(its, StoredTokens)]
-        _verify([its for _, its in pairs], show=show)
-        for one, its in pairs:
-            log(_verify_sources(one, its, store_identity(config.data, one, tokenizer)))
+        pairs = [
+            (dataset, store) for dataset, store in zip(stored, tokens, strict=True) if isinstance(store, StoredTokens)
+        ]
+        _verify([store for _, store in pairs], show=show)
+        for dataset, store in pairs:
+            log(_verify_sources(dataset, store, store_identity(config.data, dataset, tokenizer)))
         log("verified: every token was read against its checksum")
 
 
@@ -138,9 +140,8 @@ def _sets(config: LmDataConfig) -> tuple[list[TrainingSet], list[str]]:
         trained = resolve_training(config)
     except AbsentTextError as error:
         # A configuration that only evaluates has no training data, which is no problem then.
-        (problems if any(_has_training(component) for component in config.components.values()) else nothing).append(
-            error
-        )
+        expected = any(_has_training(component) for component in config.components.values())
+        (problems if expected else nothing).append(error)
     except DataError as error:
         problems.append(error)
     validation: list[TrainingSet] = []
@@ -170,32 +171,32 @@ def _has_training(component: DatasetComponentBase) -> bool:
     return bool(getattr(source, "train_urls", None)) or source is None
 
 
-def store_line(one: TrainingSet, tokens: StoredTokens) -> str:
+def store_line(dataset: TrainingSet, tokens: StoredTokens) -> str:
     """The contents of a store, in one line."""
     shards = tokens.manifest.shards or ()
     size = sum(sum(shard.files.values()) for shard in shards)
     skipped = sum(shard.skipped for shard in shards)
     empty = f", {skipped:,} empty documents left out" if skipped else ""
     return (
-        f"{one.name}: {tokens.manifest.tokens:,} tokens, {tokens.manifest.documents:,} documents{empty}, "
+        f"{dataset.name}: {tokens.manifest.tokens:,} tokens, {tokens.manifest.documents:,} documents{empty}, "
         f"{len(shards)} shards, {amount(size, 'bytes')} in {tokens.folder}"
     )
 
 
-def _verify_sources(one: TrainingSet, tokens: StoredTokens, wanted: StoreIdentity) -> str:
+def _verify_sources(dataset: TrainingSet, tokens: StoredTokens, wanted: StoreIdentity) -> str:
     """Compares the sources of a store with their recorded digests; returns the result in a line.
 
     Raises:
         StoreError: lists those whose text has changed.
     """
-    if one.document_sources is None:
-        return f"{one.name}: unverified: its sources are not available here"
+    if dataset.document_sources is None:
+        return f"{dataset.name}: unverified: its sources are not available here"
     comparison = compare_sources(tokens.manifest, wanted, thorough=True)
     if comparison.problems:
         raise StoreError(stale_message(tokens.folder, comparison.problems))
     if comparison.unverified:
-        return f"{one.name}: unverified: the store has no digests of {comparison.unverified:,} of its sources"
-    return f"{one.name}: {len(wanted.sources):,} sources match the store"
+        return f"{dataset.name}: unverified: the store has no digests of {comparison.unverified:,} of its sources"
+    return f"{dataset.name}: {len(wanted.sources):,} sources match the store"
 
 
 def _verify_files(stores: list[StoredTokens]) -> None:

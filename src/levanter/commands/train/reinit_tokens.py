@@ -55,11 +55,11 @@ def resolve_reinit_rows(
     ids = list(range(len(tokens)))
     if tokenizer is not None:
         encodings = [encoded.tolist() for encoded in tokenizer.encode_batch(list(tokens))]
-        multi_token = [token for token, its in zip(tokens, encodings, strict=True) if len(its) != 1]
+        multi_token = [token for token, encoding in zip(tokens, encodings, strict=True) if len(encoding) != 1]
         if multi_token:
             problems.append(f"{KEY}: {', '.join(map(repr, multi_token))}: no single token of {tokenizer.name}")
         # An empty encoding has no first id; it is listed among the problems already.
-        ids = [its[0] for its in encodings if its]
+        ids = [encoding[0] for encoding in encodings if encoding]
     if not chosen:
         problems.append(f"{KEY}: reinit_embeddings and reinit_lm_head exclude every row, so nothing is reinitialized")
     if problems:

@@ -144,9 +144,9 @@ def _evaluation(config: PerplexityGapConfig, model: GapModelConfig, texts: Seque
     """An `eval_lm` configuration for the same texts: documents begin with BOS, and EOS is not scored."""
     components: dict[str, DirectDatasetComponent] = {}
     for name in dict.fromkeys(text.name for text in texts):
-        mine = [text.text for text in texts if text.name == name]
+        documents = [text.text for text in texts if text.name == name]
         # The documents are passed in memory, so that both models see exactly the same text.
-        components[name] = DirectDatasetComponent(datasets={"validation": mine})
+        components[name] = DirectDatasetComponent(datasets={"validation": documents})
     data = LmDataConfig(components=dict(components), enforce_eos=False, cache_dir=None)
     return EvalLmConfig(
         hf_checkpoint=model.files,

@@ -119,7 +119,9 @@ def _prompts(work: NeedleWork, *, show: bool) -> dict[int, list[NeedlePrompt]]:
 
 def _batches(prompts: Mapping[int, Sequence[NeedlePrompt]], rows: int) -> list[tuple[int, NeedleBatch]]:
     # Batches of one length only: each length has a Program of its own.
-    return [(length, batch) for length, mine in prompts.items() for batch in batches(mine, rows, length)]
+    return [
+        (length, batch) for length, length_prompts in prompts.items() for batch in batches(length_prompts, rows, length)
+    ]
 
 
 def _resume(

@@ -65,7 +65,7 @@ def evaluation_resident_plan(plan: StatePlan, reference: ShardingPlan | None) ->
     trained = [planned for planned in parameters.leaves if planned.leaf.path not in plan.frozen]
     frozen = [planned for planned in parameters.leaves if planned.leaf.path in plan.frozen]
     groups = {TRAINED: trained, FROZEN: frozen, REFERENCE: () if reference is None else reference.leaves}
-    leaves = tuple(under(name, planned) for name, some in groups.items() for planned in some)
+    leaves = tuple(under(name, planned) for name, planned_leaves in groups.items() for planned in planned_leaves)
     return ShardingPlan(
         mesh=parameters.mesh, mappings=parameters.mappings, leaves=leaves, findings=(), hbm_bytes=parameters.hbm_bytes
     )
@@ -173,7 +173,7 @@ class PairResult:
         """The mean of a metric over all pairs."""
         total = sum(self.pairs.values())
         # Weighted by the number of pairs, so that sets of different sizes count by pair.
-        return sum(means[name] * self.pairs[one] for one, means in self.sets.items()) / max(total, 1)
+        return sum(means[name] * self.pairs[set_name] for set_name, means in self.sets.items()) / max(total, 1)
 
     @property
     def not_finite(self) -> list[str]:
@@ -245,7 +245,7 @@ class EvaluatePairs:
         # Tokens of each text that count, for losses that normalize by length.
         counts = [np.zeros((len(numbers), 2), np.float64) for numbers in chosen]
         with Progress("evaluating", total=len(batches), unit="batches", show=self.show) as progress:
-            inputs = (((n, start), pair_inputs(self.sets[n], some, rows)) for n, start, some in batches)
+            inputs = (((n, start), pair_inputs(self.sets[n], indices, rows)) for n, start, indices in batches)
             for (n, start), logprobs in results(
                 self.program, self.mesh, models, inputs, behind=FETCH_BEHIND, jit=jit_together
             ):
@@ -254,17 +254,17 @@ class EvaluatePairs:
                 for which, sums in enumerate(logprobs):
                     scores[n][which, start:stop] = sums[: stop - start]
                 progress.advance(1)
-        for n, (one, numbers) in enumerate(zip(self.sets, chosen, strict=True)):
+        for n, (pair_set, numbers) in enumerate(zip(self.sets, chosen, strict=True)):
             # Token counts come from the targets, which the host has anyway; the Program need not return them.
             for start in range(0, len(numbers), rows):
-                _, targets = pair_targets(one.rows.take(numbers[start : start + rows]))
+                _, targets = pair_targets(pair_set.rows.take(numbers[start : start + rows]))
                 counts[n][start : start + rows] = (targets >= 0).sum(axis=-1)
             # Stored log-probabilities take the place of outputs that the Program did not compute.
-            if one.reference is not None:
-                scores[n][1] = one.reference[: len(numbers)]
+            if pair_set.reference is not None:
+                scores[n][1] = pair_set.reference[: len(numbers)]
         self.result = PairResult(
-            sets={one.name: self._means(scores[n], counts[n]) for n, one in enumerate(self.sets)},
-            pairs={one.name: len(numbers) for one, numbers in zip(self.sets, chosen, strict=True)},
+            sets={pair_set.name: self._means(scores[n], counts[n]) for n, pair_set in enumerate(self.sets)},
+            pairs={pair_set.name: len(numbers) for pair_set, numbers in zip(self.sets, chosen, strict=True)},
         )
         self.tracker.log(self.result.metrics(), step=max(taken - 1, 0))
         logger.info("step %d: %s", taken, self.result)
@@ -283,9 +283,9 @@ def _batches(sets: Sequence[PairSet], chosen: Sequence[np.ndarray], rows: int) -
             yield n, start, chosen[n][start : start + rows]
 
 
-def pair_inputs(one: PairSet, numbers: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
+def pair_inputs(pair_set: PairSet, numbers: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and targets of a batch, `[rows, 2, positions]`; missing pairs are padding that does not count."""
-    tokens, targets = pair_targets(one.rows.take(numbers))
+    tokens, targets = pair_targets(pair_set.rows.take(numbers))
     # A target of -1 counts in no sum.
     missing = [(0, rows - len(numbers)), (0, 0), (0, 0)]
     return np.pad(tokens, missing), np.pad(targets, missing, constant_values=-1)

@@ -125,20 +125,20 @@ def reference_stores(
         ReferenceStoreError: a folder has those of another reference, or of other pairs; lists all.
     """
     stores, problems = [], []
-    for one in wanted:
+    for request in wanted:
         # Everything that determines the numbers. A folder whose store has another identity is refused.
         identity = {
             "reference": reference,
             "reference_digest": digest,
-            "set": one.name,
-            "pairs": len(one.rows),
-            "pairs_digest": pairs_digest(one.rows),
-            "positions": one.rows.half,
-            "template": one.template,
+            "set": request.name,
+            "pairs": len(request.rows),
+            "pairs_digest": pairs_digest(request.rows),
+            "positions": request.rows.half,
+            "template": request.template,
             # Log-probabilities in bfloat16 and float32 differ.
             "compute_dtype": np.dtype(precision.compute).name,
         }
-        store = ReferenceStore(folder=join(root, one.name), identity=identity, pairs=len(one.rows))
+        store = ReferenceStore(folder=join(root, request.name), identity=identity, pairs=len(request.rows))
         try:
             store.check()
         except DataError as error:
@@ -172,9 +172,9 @@ def build_stores(
         model = reference()
         total = sum(len(store.chunks[n]) for store, chunks in zip(stores, missing, strict=True) for n in chunks)
         with Progress("scoring with the reference", total=total, unit="pairs", show=show) as progress:
-            for store, one, chunks in zip(stores, wanted, missing, strict=True):
+            for store, request, chunks in zip(stores, wanted, missing, strict=True):
                 if chunks:
-                    _build(store, one, chunks, program, mesh, model, progress)
+                    _build(store, request, chunks, program, mesh, model, progress)
         # Drops the last reference to a model that was loaded for this only, before the training state is allocated.
         del model
     else:
@@ -182,7 +182,7 @@ def build_stores(
         logger.info("the reference's log-probabilities are read from %s; it is not loaded for them", folders)
     # All processes read the store below, so they wait for the writes of process 0.
     barrier("reference log-probabilities", seconds=ONE_FOR_ALL_SECONDS)
-    return {one.name: store.all() for store, one in zip(stores, wanted, strict=True)}
+    return {request.name: store.all() for store, request in zip(stores, wanted, strict=True)}
 
 
 def _missing(stores: Sequence[ReferenceStore]) -> list[list[int]]:
@@ -195,7 +195,7 @@ def _missing(stores: Sequence[ReferenceStore]) -> list[list[int]]:
 
 def _build(
     store: ReferenceStore,
-    one: ReferenceRequest,
+    request: ReferenceRequest,
     missing_chunks: Sequence[int],
     program: Program,
     mesh: Mesh,
@@ -210,7 +210,7 @@ def _build(
             len(store.chunks) - len(missing_chunks),
             len(store.chunks),
         )
-    here = PairSet(name=one.name, rows=one.rows, numbers=np.arange(len(one.rows)))
+    here = PairSet(name=request.name, rows=request.rows, numbers=np.arange(len(request.rows)))
 
     def batches() -> Iterator[tuple[tuple[int, int], tuple[np.ndarray, np.ndarray]]]:
         for number in missing_chunks:
@@ -234,7 +234,7 @@ def _build(
             if stop == chunk.stop:
                 # A stored NaN would spoil every later run that reads it.
                 if not np.isfinite(into).all():
-                    raise DataError(f"{one.name}: the reference gives pairs that are not finite; nothing is stored")
+                    raise DataError(f"{request.name}: the reference gives pairs that are not finite; nothing is stored")
                 if is_process_0():
                     store.write(number, values.pop(number))
 

@@ -189,20 +189,23 @@ def validation_pairs(plan: TrainPlan, data: TrainingData, logprobs: Mapping[str,
     assert work.tokenizer is not None
     with_text = () if work.validation is None else work.validation.sets
     # A set may have both held-out pairs and validation data of its own; two sets must not share a name in the metrics.
-    taken = {one.name for one in with_text}
-    for one in data.sets:
-        if one.held_out:
-            assert isinstance(one.rows, PairRows)
+    taken = {dataset.name for dataset in with_text}
+    for dataset in data.sets:
+        if dataset.held_out:
+            assert isinstance(dataset.rows, PairRows)
             # The held-out pairs are the last ones of the set; `split` maps positions of this order to row numbers.
-            numbers = one.split(np.arange(one.held_out) + len(one.rows) - one.held_out)
-            name = f"{one.name}/held_out" if one.name in taken else one.name
-            set_logprobs = logprobs.get(f"{one.name}/{TRAIN}")
+            numbers = dataset.split(np.arange(dataset.held_out) + len(dataset.rows) - dataset.held_out)
+            name = f"{dataset.name}/held_out" if dataset.name in taken else dataset.name
+            set_logprobs = logprobs.get(f"{dataset.name}/{TRAIN}")
             # The store covers the set's rows in their own order.
             stored = None if set_logprobs is None else set_logprobs[numbers]
-            yield PairSet(name=name, rows=one.rows, numbers=numbers, reference=stored)
-    for one, rows in _process_rows(plan):
+            yield PairSet(name=name, rows=dataset.rows, numbers=numbers, reference=stored)
+    for dataset, rows in _process_rows(plan):
         yield PairSet(
-            name=one.name, rows=rows, numbers=np.arange(len(rows)), reference=logprobs.get(f"{one.name}/{VALIDATION}")
+            name=dataset.name,
+            rows=rows,
+            numbers=np.arange(len(rows)),
+            reference=logprobs.get(f"{dataset.name}/{VALIDATION}"),
         )
 
 
@@ -210,13 +213,13 @@ def _process_rows(plan: TrainPlan) -> Iterator[tuple[EvaluationSet, PairRows]]:
     """The sets with validation data of their own, laid into rows."""
     work: TrainWork = plan.work
     assert work.tokenizer is not None
-    for one in () if work.validation is None else work.validation.sets:
-        records = as_training_set(one, folder=one.folder)
+    for dataset in () if work.validation is None else work.validation.sets:
+        records = as_training_set(dataset, folder=dataset.folder)
         # The same token stores as in training, built on first use.
         (tokens,) = build_tokens(work.config.data, [records], work.tokenizer)
         rows = plan_rows(work.config.data, records, tokens, work.config.positions)
         assert isinstance(rows, PairRows)
-        yield one, rows
+        yield dataset, rows
 
 
 def stored_logprobs(plan: TrainPlan, mesh: Mesh, data: TrainingData, *, show: bool) -> dict[str, np.ndarray]:
@@ -230,8 +233,8 @@ def stored_logprobs(plan: TrainPlan, mesh: Mesh, data: TrainingData, *, show: bo
     second = work.pairs.model
     assert second is not None and second.origin.checkpoint is not None
     # Training and validation pairs are both scored, since the model is not in memory later.
-    wanted = [_wanted(work, one.name, TRAIN, one.rows) for one in data.sets]
-    wanted += [_wanted(work, one.name, VALIDATION, rows) for one, rows in _process_rows(plan)]
+    wanted = [_wanted(work, dataset.name, TRAIN, dataset.rows) for dataset in data.sets]
+    wanted += [_wanted(work, dataset.name, VALIDATION, rows) for dataset, rows in _process_rows(plan)]
     # Weights are identified by contents, not by path: a folder may be replaced.
     digest = digest_of_source(second.origin.checkpoint.source)
     return _score_pairs(plan, mesh, wanted, digest, lambda: _loaded(plan, second, mesh, show=show), show=show)
@@ -252,8 +255,8 @@ def validation_logprobs(
     if work.pairs is None or work.pairs.stores is None:
         return {}
     # Only held-out rows are evaluated, but a store covers a whole set, as `precomputed` does.
-    wanted = [_wanted(work, one.name, TRAIN, one.rows) for one in data.sets if one.held_out]
-    wanted += [_wanted(work, one.name, VALIDATION, rows) for one, rows in _process_rows(plan)]
+    wanted = [_wanted(work, dataset.name, TRAIN, dataset.rows) for dataset in data.sets if dataset.held_out]
+    wanted += [_wanted(work, dataset.name, VALIDATION, rows) for dataset, rows in _process_rows(plan)]
     if reference is not None:
         second = work.pairs.model
         assert second is not None and second.origin.checkpoint is not None
@@ -294,13 +297,14 @@ def step_logprobs(
     if work.pairs is None or not work.pairs.objective.stored:
         return None
     # In the order of `data.sets`, by which `data.sources` numbers them.
-    logprobs_by_set = [logprobs[f"{one.name}/{TRAIN}"] for one in data.sets]
+    logprobs_by_set = [logprobs[f"{dataset.name}/{TRAIN}"] for dataset in data.sets]
 
     def row_logprobs(step: int, start: int, stop: int) -> np.ndarray:
         # For each row of the step's batch: the index of its set, and its row in the set.
         which, numbers = data.sources(step)
         values = [
-            logprobs_by_set[one][number] for one, number in zip(which[start:stop], numbers[start:stop], strict=True)
+            logprobs_by_set[set_index][number]
+            for set_index, number in zip(which[start:stop], numbers[start:stop], strict=True)
         ]
         # `np.stack` refuses an empty list; a process without rows still needs the right shape.
         return np.stack(values) if values else np.zeros((0, 2), np.float32)
