@@ -1,13 +1,13 @@
 """Table of accelerators: name → chips, hosts, topology, memory, speeds. Does not import JAX.
 
-`parse_accelerator("v4-256")` is an `Accelerator`: a *generation* (what one chip can do) × a *topology* (how many
-chips, in which torus) × a number of slices. Names are those users already have: `v4-256` and `v5p-512` count
+`parse_accelerator("v4-256")` is an `Accelerator`: a *generation* (the properties of one chip) × a *topology* (the torus
+of chips in a slice) × a number of slices. Names are those of the vendors: `v4-256` and `v5p-512` count
 TensorCores (two a chip), `v5litepod-16`, `v5e-16` and `v6e-256` count chips, `tpu7x-16` counts cores (two a chip, and
 each core is a device of its own), `2xv5p-128` is two slices joined by the data-center network, `v6e:4x8` names the
 torus itself, and `h100x16` is two hosts of eight GPUs, for arithmetic only (no GPU compiler runs without a GPU).
 
-Words. *chip*: what is sold. *device*: what JAX addresses; one a chip, except on tpu7x. *ICI*: the links between the
-chips of a slice. *DCN*: the data-center network between hosts, which joins slices.
+A *chip* is the unit of sale, a *device* the unit that JAX addresses; they are the same except on tpu7x. *ICI* are the
+links between the chips of a slice, *DCN* is the data-center network between hosts, which joins slices.
 """
 
 from levanter.hardware.accelerator import Accelerator as Accelerator

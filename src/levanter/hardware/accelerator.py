@@ -1,4 +1,4 @@
-"""From a user's name of an accelerator to chips, hosts and topology."""
+"""Parses the names of accelerators into chips, hosts and topology."""
 
 import itertools
 import math
@@ -11,11 +11,11 @@ from functools import cached_property, lru_cache
 from levanter.hardware.generations import BF16_PASSES, GENERATIONS, Generation, Precision
 
 MOST_SLICES = 256
-"""Slices of one target. The largest published job has 199 (of 256 chips of v5e)."""
+"""The most slices of one target. The largest published job has 199 (of 256 chips of v5e)."""
 
 
 class AcceleratorError(ValueError):
-    """A name that stands for no accelerator, or a size it is not made in."""
+    """An unknown name of an accelerator, or a size that does not exist."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +24,9 @@ class Accelerator:
 
     Attributes:
         name: canonical name.
-        generation: what each chip can do.
+        generation: the properties of each chip.
         topology: chips along each torus axis of one slice; `(chips,)` for one host of GPUs.
-        slices: how many of them, joined by the data-center network.
+        slices: their number; the data-center network joins them.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Accelerator:
 
     @property
     def devices(self) -> int:
-        """What the mesh is made of."""
+        """Devices of all slices: the size of the mesh."""
         return self.chips * self.generation.devices_per_chip
 
     @cached_property
@@ -63,7 +63,7 @@ class Accelerator:
 
     @cached_property
     def chips_per_host_bounds(self) -> tuple[int, int, int] | None:
-        """The block of chips that one host holds, as libtpu wants it; `None` for GPUs."""
+        """The block of chips that one host holds, in the form that libtpu takes; `None` for GPUs."""
         if self.generation.platform == "gpu":
             return None
         return {1: (1, 1, 1), 4: (2, 2, 1), 8: (2, 4, 1)}[self.chips_per_host]
@@ -75,11 +75,13 @@ class Accelerator:
 
     @cached_property
     def wrap(self) -> tuple[bool, ...]:
-        """Which topology axes close to a ring."""
+        """Whether each topology axis closes to a ring."""
         if self.generation.topology_axes == 3:
+            # Optical switches close the axes of a slice of whole 4 × 4 × 4 cubes; smaller slices do not wrap.
             torus = all(side % 4 == 0 for side in self.topology)
             return (torus,) * 3
         if self.generation.topology_axes == 2:
+            # Only an axis of the whole pod (16 chips) has wraparound links.
             return tuple(side == 16 for side in self.topology)
         return (False,)
 
@@ -103,11 +105,12 @@ class Accelerator:
         native = self.generation.peak_f32_native
         if precision == "f32" and native is not None:
             return native
+        # The table has figures of a chip; a device of tpu7x is half of one.
         return self.generation.peak_bf16 / BF16_PASSES[precision] / self.generation.devices_per_chip
 
     @property
     def dcn_device_bandwidth(self) -> float | None:
-        """Bytes/s each way between slices that fall to one device; `None`: not published."""
+        """Bytes/s in each direction between slices for one device; `None`: not published."""
         host = self.generation.dcn_host_bandwidth
         if host is None:
             return None
@@ -116,7 +119,7 @@ class Accelerator:
 
     @property
     def libtpu_accelerator_type(self) -> str:
-        """One slice's name as libtpu's environment spells it."""
+        """The name of one slice in libtpu's environment variables."""
         return _canonical_name(self.generation, self.topology, 1)
 
     def __str__(self) -> str:
@@ -137,6 +140,8 @@ def parse_accelerator(name: str) -> Accelerator:
     """
     text = name.strip().lower()
     generation = None
+    # The family is matched lazily: in `h100x8` it ends before the separator,
+    # and `2x` before a family counts slices.
     if match := _NAME.fullmatch(text):
         generation = _generation(match["family"])
     if match is None or generation is None:
@@ -164,12 +169,13 @@ def parse_accelerator(name: str) -> Accelerator:
 
 
 def find_generation(kind: str) -> Generation | None:
-    """The generation of a device, by the vendor's name of it; None where it is not known.
+    """The generation of a device, by the vendor's name for it; None where it is not known.
 
-    GPUs of one generation are sold under several names, which begin alike.
+    GPUs of one generation have several names with a common beginning.
     """
 
     def has_kind(generation: Generation) -> bool:
+        # `NVIDIA H100 80GB HBM3` and `NVIDIA H100 PCIe` share their first two words.
         brand = " ".join(generation.device_kind.split()[:2])
         return kind == generation.device_kind or (generation.platform == "gpu" and kind.startswith(brand))
 
@@ -177,19 +183,20 @@ def find_generation(kind: str) -> Generation | None:
 
 
 def find_accelerator(kind: str, devices: int, *, slices: int = 1) -> Accelerator | None:
-    """What so many TPU devices of a kind are, in slices of the topology that their number stands for.
+    """The accelerator with a number of TPU devices of a kind, in slices of the default topology of their size.
 
     Args:
-        kind: the vendor's name of one.
-        devices: how many there are, over all slices.
-        slices: how many.
+        kind: the vendor's name of a device.
+        devices: their number, over all slices.
+        slices: the number of slices.
 
     Returns:
-        None where the kind is not known, or does not come in slices of that size.
+        None where the kind is not known, or has no slices of that size.
     """
     generation = find_generation(kind)
     if generation is None or generation.platform != "tpu" or devices % (slices * generation.devices_per_chip):
         return None
+    # Names count cores where a chip has two, so devices go through chips to the number in the name.
     cores = devices // slices // generation.devices_per_chip * generation.cores_per_chip
     try:
         return parse_accelerator(f"{slices}x{generation.name}-{cores}" if slices > 1 else f"{generation.name}-{cores}")
@@ -204,6 +211,7 @@ def _generation(family: str) -> Generation | None:
 def _canonical_name(generation: Generation, topology: tuple[int, ...], slices: int) -> str:
     prefix = f"{slices}x" if slices > 1 else ""
     chips = math.prod(topology)
+    # A shape that is not the default of its size must be spelled out, or the name would mean another torus.
     if topology == default_topologies(generation).get(chips):
         return f"{prefix}{generation.name}-{chips * generation.cores_per_chip}"
     return f"{prefix}{generation.compiler_name}:{'x'.join(map(str, topology))}"
@@ -214,6 +222,7 @@ def _gpus(name: str, generation: Generation, sizes: tuple[int, ...], slices: int
     if separator == ":" or len(sizes) > 1 or slices > 1:
         raise AcceleratorError(f"{name!r}: GPUs are specified by their count alone, e.g. {generation.name}x{count}")
     host = generation.chips_per_host
+    # A part of one host is fine; of several hosts each is full.
     if count < 1 or (count > host and count % host) or count > generation.max_chips:
         lower, upper = max(host, count // host * host), (count // host + 1) * host
         raise AcceleratorError(
@@ -247,12 +256,15 @@ def _explicit(name: str, generation: Generation, sizes: tuple[int, ...]) -> tupl
         raise AcceleratorError(
             f"{name!r}: a {generation.name} topology has {axes} dimensions, this one has {len(sizes)}"
         )
+    # Both are ascending: a slice can be rotated within the pod.
     fits = all(side <= limit for side, limit in zip(sorted(sizes), generation.pod, strict=True))
     if not fits or chips > generation.max_chips:
         pod = "x".join(map(str, generation.pod))
         raise AcceleratorError(
             f"{name!r}: larger than the largest {generation.name} slice ({pod} and {generation.max_chips} chips)"
         )
+    # A host holds a 2 × 2 block in the first two axes; only a single chip of a
+    # 2D generation is less than a host.
     whole_host = sizes[0] % 2 == 0 and sizes[1] % 2 == 0
     if chips < 1 or not (whole_host or (axes == 2 and chips == 1)):
         raise AcceleratorError(
@@ -277,9 +289,11 @@ def default_topologies(generation: Generation) -> dict[int, tuple[int, ...]]:
         }  # fmt: skip
     if generation.topology_axes == 0:
         return {}
+    # Slices below a cube of 64 chips have one shape each.
     shapes: dict[int, tuple[int, ...]] = {4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4)}
     for shape in _cubes(generation):
         chips = math.prod(shape)
+        # Least surface for a volume: the shape nearest to a cube, with the shortest ways between chips.
         if chips not in shapes or _surface(shape) < _surface(shapes[chips]):
             shapes[chips] = shape
     return dict(sorted(shapes.items()))

@@ -1,11 +1,11 @@
 """Options of XLA for each accelerator, in addition to its defaults.
 
-The options belong to the Program, so the run on the devices and the plan without them are compiled alike. *Default*
-options are those that every Program has, without which published speeds are not reproduced; *tuned* ones are added to
-Programs that work, unless `trainer.compiler: default` leaves them out: what publishers set for a generation, as far as
-this compiler takes it and makes something of it.
-Each option says why it is there; `benchmarks/compiler_options.py` compares them (docs/preflight/compiler-options.md).
-No option of one platform reaches another, whose compiler would refuse it.
+Options are part of a Program, so the run on the devices and the plan without them compile the same. Every Program has
+the *default* options, without which published speeds are not reproduced. *Tuned* options are added to Programs that
+train, score or generate, unless `trainer.compiler: default` leaves them out: options that publishers set for a
+generation, as far as this compiler accepts them and gains by them. Each option has its reason;
+`benchmarks/compiler_options.py` compares them (docs/preflight/compiler-options.md). Options of one platform are never
+passed to another, whose compiler would refuse them.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -14,17 +14,17 @@ from typing import Literal
 
 CompilerMode = Literal["default", "tuned"]
 Work = Literal["train", "score", "generate"]
-"""Which Programs may be tuned: train steps, those that score, those that generate. What draws, loads and saves arrays
-takes the default."""
+"""Kinds of Programs that have tuned options: train steps, scoring, generation. Programs that initialize, load and save
+arrays have the default options."""
 
 Layout = Literal["fsdp", "fsdp_and_tensor", "other"]
-"""How a run is laid out: parameters are sharded over mesh axes that shard the batch and nothing over others; over these
-and features or heads over others; or neither, or whole experts over some."""
+"""Kinds of layouts. `fsdp`: parameters are sharded over mesh axes of the batch, and nothing over other ones.
+`fsdp_and_tensor`: in addition features or heads are sharded over others. `other`: neither, or whole experts."""
 LAYOUTS: tuple[Layout, ...] = ("fsdp", "fsdp_and_tensor", "other")
 
 WINDOWED = "xla_jf_spmd_threshold_for_windowed_einsum_mib"
 NO_OPERAND_MIB = "1000000"
-"""A size that no operand has."""
+"""A threshold above the size of any operand."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class CompilerOption:
     """An option of XLA, and why it is set.
 
     Attributes:
-        name: XLA's.
+        name: in XLA.
         value: as text.
         why: the reason, a line.
     """
@@ -48,8 +48,8 @@ class CompilerOption:
 _DEFAULT: Mapping[str, tuple[CompilerOption, ...]] = {
     # Windowed einsum cuts a matmul whose operand is gathered into a ring of small ones, to overlap the two. On v4 the
     # compiler chooses it for every FSDP matmul and then estimates 36 % more cycles for the same step of Llama 2 7B on
-    # v4-32 than without (and the published runs, which turn it off, are reproduced without). The threshold is the size
-    # of an operand, in MiB, from which it is considered: one that no operand has.
+    # v4-32 than without (and the published runs, which turn it off, are reproduced without). The threshold is the least
+    # size of an operand in MiB for which the compiler considers it, set above every operand here.
     "TPU v4": (
         CompilerOption(
             name=WINDOWED,
@@ -61,7 +61,7 @@ _DEFAULT: Mapping[str, tuple[CompilerOption, ...]] = {
 
 
 def _no_rings(times: str) -> CompilerOption:
-    """Whole gathers in place of rings, where rings took so many times the cycles."""
+    """The option that replaces rings by whole gathers; `times` is the cost of rings in cycles."""
     return CompilerOption(
         name=WINDOWED,
         value=NO_OPERAND_MIB,
@@ -71,7 +71,7 @@ def _no_rings(times: str) -> CompilerOption:
 
 VECTOR_MEMORY = "xla_tpu_scoped_vmem_limit_kib"
 PUBLISHERS_VECTOR_MEMORY = 98304
-"""KiB that publishers of fast runs on v6e let a fusion use."""
+"""KiB of vector memory that publishers of fast runs on v6e allow a fusion."""
 _VECTOR_MEMORY = CompilerOption(
     name=VECTOR_MEMORY,
     value=str(PUBLISHERS_VECTOR_MEMORY),
@@ -90,7 +90,7 @@ _TUNED_GENERATING: Mapping[str, tuple[CompilerOption, ...]] = {
     # v6e-8. With 96 MiB v6e took more than with 64, and less than with 16.
     for kind, times in (("TPU v5 lite", 0.84), ("TPU v6 lite", 0.96))
 }
-"""What Programs that generate text have in any layout."""
+"""Options of Programs that generate text, in any layout."""
 
 _TUNED: Mapping[tuple[str, Work, Layout], tuple[CompilerOption, ...]] = {
     ("TPU v6 lite", "train", "fsdp"): (_no_rings("1.7 to 1.9 times"),),
@@ -99,7 +99,7 @@ _TUNED: Mapping[tuple[str, Work, Layout], tuple[CompilerOption, ...]] = {
     ("TPU v5 lite", "score", "fsdp"): (_no_rings("1.2 to 1.5 times"),),
     ("TPU v5", "train", "fsdp_and_tensor"): (_no_rings("1.2 times"),),
 }
-"""By kind of device, of work and of layout. Others were not compared, or gained nothing."""
+"""Options by kind of device, of work and of layout. Other combinations were not compared, or gained nothing."""
 
 PUBLISHED: Collection[str] = frozenset(
     (
@@ -158,11 +158,11 @@ _OWNERS: Mapping[str, tuple[str, ...]] = {
     "gpu": ("xla_gpu_",),
     "tpu": ("xla_tpu_", "xla_jf_", "xla_sc_", "xla_msa_", "xla_mosaic_"),
 }
-"""Platform → how the names of its options begin."""
+"""Platform → prefixes of the names of its options."""
 
 
 def default_options(platform: str, kind: str) -> tuple[CompilerOption, ...]:
-    """What every Program on these devices is compiled with.
+    """The options that every Program on these devices has.
 
     Args:
         platform: `cpu`, `gpu` or `tpu`.
@@ -172,22 +172,23 @@ def default_options(platform: str, kind: str) -> tuple[CompilerOption, ...]:
 
 
 def tuned_options(platform: str, kind: str, *, work: Work, layout: Layout) -> tuple[CompilerOption, ...]:
-    """What Programs of a kind are compiled with where the compiler is to be tuned, the default options among them.
+    """The options of Programs of a kind with tuning, including the default options.
 
     Args:
         platform: `cpu`, `gpu` or `tpu`.
         kind: the vendor's name of one device.
-        work: what the Programs do.
+        work: the kind of Programs.
         layout: of the run.
     """
     default = default_options(platform, kind)
     added = _TUNED.get((kind, work, layout), ())
+    # `_TUNED` is keyed by kinds of TPUs, so on other platforms nothing is added by it.
     added = (*added, *(_TUNED_GENERATING.get(kind, ()) if work == "generate" else ())) if platform == "tpu" else ()
     return (*(option for option in default if option.name not in as_values(added)), *added)
 
 
 def as_values(options: Iterable[CompilerOption]) -> dict[str, str]:
-    """Options as XLA takes them: name → value."""
+    """Options in the form that JAX passes to XLA: name → value."""
     return {option.name: option.value for option in options}
 
 

@@ -1,6 +1,6 @@
-"""The generations of accelerators: what one chip of each can do.
+"""The generations of accelerators: speeds, memory and topology of one chip of each.
 
-Sources, in words. Peak FLOP/s, HBM and ICI bandwidth, NIC speeds, pod sizes, topologies and chips per host: Google's
+Sources. Peak FLOP/s, HBM and ICI bandwidth, NIC speeds, pod sizes, topologies and chips per host: Google's
 Cloud TPU documentation, one page a generation ("System architecture" and "Configurations"). ICI is stated there a chip
 and both ways (v6e 800 GB/s over 4 ports, v5p and tpu7x 1,200 over 6, v5e 400 over 4; v4 is 50 GB/s a link each way in
 "TPU v4: An Optically Reconfigurable Supercomputer", ISCA 2023); what a collective reaches is about nine tenths of it,
@@ -29,7 +29,7 @@ BF16_PASSES: dict[str, int] = {"bf16": 1, "high": 3, "f32": 6}
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """What one chip can do, and how chips are put together.
+    """The properties of one chip, and how chips form a slice.
 
     Attributes:
         name: the family as users write it before the number.
@@ -87,7 +87,9 @@ GENERATIONS: tuple[Generation, ...] = (
         max_chips=4096,
         compiler_name="v4",
         device_kind="TPU v4",
+        # The two TensorCores of a v4 chip run as one device, which is not libtpu's default configuration.
         chip_config_name="megacore",
+        # GiB that a program may use of the chip's 32: the rest is reserved, as the compiler's refusals state.
         hbm_bytes=int(30.75 * GIB),
         peak_bf16=275 * TERA,
         hbm_bandwidth=1200 * GB,
@@ -202,7 +204,7 @@ GENERATIONS: tuple[Generation, ...] = (
         topology_axes=0,
         max_chips=16384,
         chips_per_host=8,
-        # 141 GB as sold; what NVIDIA's tools show as the device's memory.
+        # Sold as 141 GB; this is the memory that NVIDIA's tools report for the device.
         hbm_bytes=int(139.8 * GIB),
         peak_bf16=989 * TERA,
         peak_f32_native=67 * TERA,

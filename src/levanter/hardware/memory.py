@@ -1,7 +1,7 @@
 """Memory of this machine that processes may use: the RAM, or the limit of the container if that is less.
 
-Devices without memory of their own (CPU) share it. It is the whole of it, not what is free now: a run that needs more
-can never work here, one that needs less may have to wait for others.
+Devices without memory of their own (CPU) share it. `host_memory` is the total, not what is free now: a run that needs
+more can never work here, one that needs less may have to wait for others.
 """
 
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def host_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that processes here may use at most; None where the system does not say.
+    """The most bytes that processes on this machine may use; None where the system does not report it.
 
     Args:
         root: of the file system that has `proc` and `sys`.
@@ -20,7 +20,7 @@ def host_memory(root: Path = Path("/")) -> int | None:
 
 
 def free_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that processes here may still use: what is free, or what their container leaves, if that is less.
+    """Bytes that processes on this machine may still use: free memory, or the rest of the container's limit if less.
 
     Args:
         root: of the file system that has `proc` and `sys`.
@@ -32,11 +32,13 @@ def free_memory(root: Path = Path("/")) -> int | None:
         lines = []
     for line in lines:
         name, _, rest = line.partition(":")
+        # In kB. `MemAvailable` includes caches that the kernel can drop, which `MemFree` leaves out.
         if name == "MemAvailable" and rest.split()[0].isdigit():
             amounts.append(int(rest.split()[0]) * 1024)
+    # The first pair is of control groups v2, the second of v1.
     for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
         base = root / ("sys/fs/cgroup" if limit == "memory.max" else "sys/fs/cgroup/memory")
-        # Pages of files that were read count as used, and are given up when they are wanted.
+        # Cached pages of files count as used, and the kernel drops them when memory is needed: they count as free here.
         for allowed in _number(base / limit):
             cached = next((n for n in _reclaimable(base / "memory.stat")), 0)
             amounts += [max(allowed - now + cached, 0) for now in _number(base / used)]
@@ -58,6 +60,8 @@ def _built_in(root: Path) -> Iterator[int]:
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
     except OSError:
+        # Systems without /proc (macOS): POSIX has the number of pages. Tests pass
+        # another root, where it would be wrong.
         if root == Path("/") and {"SC_PHYS_PAGES", "SC_PAGE_SIZE"} <= os.sysconf_names.keys():
             yield os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return
@@ -68,12 +72,13 @@ def _built_in(root: Path) -> Iterator[int]:
 
 
 def _allowed(root: Path) -> Iterator[int]:
-    """The limits of this process's control groups, the inner ones and those around them, of both generations."""
+    """The limits of this process's control groups and of their ancestors, for both versions of control groups."""
     try:
         groups = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
     for group in groups:
+        # A line is `id:controllers:path`; version 2 has no controllers in it.
         _, controllers, path = [*group.split(":", 2), "", ""][:3]
         if not controllers:
             base, name = root / "sys/fs/cgroup", "memory.max"

@@ -7,5 +7,5 @@ Terms. *pod*: the slices of one run, under one name. *slice*: an ICI domain of m
 *worker*): one process with its chips. *attempt*: one start of the command on all hosts; a preemption ends an attempt,
 and another follows. *gang*: the processes of an attempt, which start and end together.
 
-This room runs on a laptop: it never imports JAX, and preflight is a subprocess (`planfirst`).
+This package runs on a laptop: it never imports JAX, and preflight is a subprocess (`preflight`).
 """

@@ -35,6 +35,8 @@ class Parser(argparse.ArgumentParser):
     def flag(self, *names: str, **keywords: Any) -> None:
         """Adds a flag in all its spellings, with `_` and with `-`."""
         spelled = [name for name in names for name in dict.fromkeys((name, _dashed(name)))]
+        # `add_argument` with all spellings would print each of them in --help;
+        # the others are registered silently below.
         shown = [name for name in spelled if name in names]
         action = self.add_argument(*shown, **keywords)
         for name in spelled:
@@ -50,9 +52,12 @@ class Parser(argparse.ArgumentParser):
         unknown = re.match(r"unrecognized arguments: (.*)", message)
         if unknown is None:
             raise UsageError(f"{message}\n{self.prog} --help lists the flags")
+        # Suggestions use the spelling with `_` alone, the one that --help prints.
         known = [name for name in self._option_string_actions if name.startswith("--") and "-" not in name[2:]]
         problems = []
+        # argparse joins the unknown arguments with spaces; an apostrophe in one must not begin a quotation.
         words = shlex.split(unknown.group(1).replace("'", "\\'"))
+        # A word after an unknown flag is probably its value, so only one that follows no flag is reported.
         for before, word in zip(["", *words], words, strict=False):
             flag = word.partition("=")[0]
             if flag.startswith("-"):
@@ -82,6 +87,7 @@ def split_command(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     words = list(argv)
     if "--" not in words:
         return words, ()
+    # The run's own command may have a `--` too: only the first one separates.
     at = words.index("--")
     return words[:at], tuple(words[at + 1 :])
 

@@ -16,6 +16,7 @@ class Console:
     """
 
     def __init__(self, secrets: Collection[str] = ()):
+        # Longest first: a secret that contains another one is masked as a whole.
         self._secrets = sorted((text for text in secrets if len(text) >= _SHORTEST_SECRET), key=len, reverse=True)
         self._lock = threading.Lock()
 

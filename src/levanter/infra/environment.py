@@ -85,6 +85,7 @@ def collect(
     for file in files:
         values.update(_read(file, problems))
     for pair in pairs:
+        # Only the first `=` separates; values such as base64 have more of them.
         name, equals, value = pair[0].partition("=")
         if len(pair) > 2 or (len(pair) == 2 and equals):
             problems.append(f"-e {name}: expected NAME=value, NAME value, or NAME alone (its value here)")
@@ -95,6 +96,7 @@ def collect(
     for name, value in values.items():
         if not _NAME.fullmatch(name):
             problems.append(f"{name!r} is not a valid name of an environment variable")
+        # The format has one variable a line and no quoting, so such a value would become further variables.
         if "\n" in value or "\0" in value:
             problems.append(f"{name}: its value has a line break, which an environment file cannot hold")
     if problems:

@@ -69,6 +69,7 @@ def _where(parser: Parser) -> None:
 def _kind(parser: Parser) -> None:
     parser.flag("--tpu_type", "--tpu", dest="tpu_type", metavar="TYPE", help="v4-256, v6e-64, 2xv5p-128, v4:4x4x16")
     parser.flag("--node_count", type=int, metavar="N", help="number of slices, if the type does not give it")
+    # None: `make_pod` decides by the number of slices and the capacity.
     parser.switch("--queued", default=None, help="use a queued resource (default: if needed)")  # type: ignore[arg-type]
     parser.switch("--internal_ips", default=False, help="no external addresses; reach hosts through IAP")
 

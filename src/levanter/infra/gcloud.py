@@ -38,6 +38,7 @@ def create(pod: Pod) -> Command:
     if not pod.queued:
         version = f"--version={pod.runtime_version}"
         return (*_TPU_VM, "create", pod.name, *where, *kind, version, *_CAPACITY_FLAGS[pod.capacity], *common)
+    # A queued resource of several slices names its VMs NAME-0, NAME-1, …, as `Pod.nodes` does.
     if pod.slices > 1:
         nodes: Command = (f"--node-count={pod.slices}", f"--node-prefix={pod.name}")
     else:
@@ -71,6 +72,7 @@ def reasons(pod: Pod) -> Command:
 def delete(pod: Pod) -> Command:
     """Deletes the TPU VM, or the queued resource with its TPU VMs."""
     if pod.queued:
+        # `--force` deletes the TPU VMs too; without it gcloud refuses while they exist.
         return (*_QUEUED, "delete", pod.name, *_where(pod), "--force", "--quiet")
     return (*_TPU_VM, "delete", pod.name, *_where(pod), "--quiet")
 
@@ -138,6 +140,7 @@ def shell_text(command: Sequence[str]) -> str:
 def _quoted(word: str) -> str:
     home = os.path.expanduser("~")
     if word.startswith(home + "/"):
+        # `~` must stay outside of the quotes, or the shell would not expand it.
         return "~/" + shlex.quote(word[len(home) + 1 :])
     name, equals, value = word.partition("=")
     if word.startswith("--") and equals:

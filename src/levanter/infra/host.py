@@ -38,6 +38,7 @@ class Host:
     def __init__(self, address: str):
         self._address = address
         self._process: subprocess.Popen | None = None
+        # Bounded: a process that prints without end while nobody polls must not fill the memory of the actor.
         self._lines: collections.deque[str] = collections.deque(maxlen=_MOST_LINES)
         self._reader: threading.Thread | None = None
 
@@ -52,10 +53,12 @@ class Host:
     def start(self, command: Sequence[str], environment: Mapping[str, str], *, grace: float) -> None:
         """Starts the process; `python` is the one that runs here."""
         assert self._process is None, "one process per host"
+        # `python` on the PATH of a worker may be another interpreter than the one that has the packages.
         words = [sys.executable, *command[1:]] if command[0] in ("python", "python3") else list(command)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "levanter.infra.parent_watch", *words],
             env={**os.environ, **environment, GRACE: str(grace), "PYTHONUNBUFFERED": "1"},
+            # The guard watches this pipe: it closes when this process ends, even by SIGKILL.
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -75,12 +78,15 @@ class Host:
         """What has happened since the last poll."""
         process, reader = self._process, self._reader
         assert process is not None and reader is not None, "polled before it was started"
+        # Polled before the lines are taken, so that a reported exit code comes with all lines of the process.
         code = process.poll()
         if code is not None:
             # A leftover child may hold its output open; we do not wait for it.
             reader.join(timeout=2.0)
             self.stop()
         lines = []
+        # The reader thread may append meanwhile, so the deque is emptied one by
+        # one instead of copied and cleared.
         while self._lines:
             lines.append(self._lines.popleft())
         return ProcessStatus(lines=tuple(lines), code=code)

@@ -70,6 +70,7 @@ class Remote:
             )
         if self.setup == "none":
             return head
+        # The copied tree is installed in place, so that files beside the package (configs) have their paths.
         target = f"-e {shlex.quote(self.install)}" if self.install.startswith("source") else shlex.quote(self.install)
         requirements = " ".join([target, *map(shlex.quote, self.pins)])
         return head + _SETUP_PIP.format(python=self.python, requirements=requirements)
@@ -119,6 +120,7 @@ command -v uv >/dev/null || python3 -m pip install --quiet --user uv
 uv pip install --quiet --python venv/bin/python {requirements}
 """
 
+# A container of an earlier run would hold the chips, so all of ours are removed first.
 _SETUP_IMAGE = """\
 sudo docker ps --quiet --filter name=levanter- | xargs --no-run-if-empty sudo docker rm --force
 case {registry} in
@@ -127,6 +129,7 @@ esac
 sudo docker pull --quiet {image}
 """
 
+# `export "$line"` takes the line as it is: nothing in a value is evaluated by the shell.
 _RUN_HERE = """\
     while IFS= read -r line; do export "$line"; done <"$home/environment"
     export PATH="$home/venv/bin:$HOME/.local/bin:$PATH"
@@ -140,6 +143,9 @@ _RUN_IMAGE = """\
         {command}
 """
 
+# Starting is made atomic by `mkdir`: of two calls one creates the folder of the attempt. Files
+# are written under another name and renamed, so that `follow` never reads half a pid or exit
+# code. Braces are doubled for `format`.
 _WORKER = """\
 #!/usr/bin/env bash
 # worker.sh ATTEMPT|latest run|start|follow [LABEL]: starts an attempt once on this host, and follows its log.

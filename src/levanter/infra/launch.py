@@ -53,6 +53,7 @@ def shell(run: Callable[[], int]) -> int:
     """Calls `run` and turns the outcome into an exit code; user errors are shown without a traceback."""
     try:
         code = run()
+        # Python flushes standard output at exit, where a full disk would no longer change the exit code.
         return INTERNAL_ERROR if output_is_lost() else code
     except LaunchError as error:
         if os.environ.get("LEVANTER_TRACEBACK"):
@@ -82,6 +83,7 @@ def _main(argv: Sequence[str]) -> int:
         raise UsageError(
             f"unknown command {flag_words[0]!r}{did_you_mean(flag_words[0], COMMANDS)} (known: {', '.join(COMMANDS)})"
         )
+    # Without a command the flags are those of `tpu`, as in upstream's launch script.
     name = flag_words.pop(0) if flag_words and flag_words[0] in COMMANDS else "tpu"
     parser = command_parser(name)
     flags, variables = settings(folder=Path.cwd(), home=Path.home())
@@ -227,6 +229,7 @@ def _retry_policy(args: Namespace) -> RetryPolicy:
 
 def _stage(staged: Path, remote: Remote, environment: Environment, *, tree: Path | None) -> None:
     staged.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # `mkdir` is subject to the umask, and the folder may exist already with another mode.
     staged.chmod(0o700)
     environment.write(staged / ENVIRONMENT)
     (staged / "setup.sh").write_text(remote.setup_script(), encoding="utf-8")
@@ -294,6 +297,8 @@ def _local(args: Namespace, command: tuple[str, ...], variables: Mapping[str, st
     requested = _environment(args, variables)
     environment = {**os.environ, **requested.values}
     if args.cpu_devices:
+        # Virtual devices exist on the CPU platform only, and an accelerator
+        # cannot be shared by several processes.
         environment["JAX_PLATFORMS"] = "cpu"
         kept = [flag for flag in environment.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
         environment["XLA_FLAGS"] = " ".join([*kept, f"--xla_force_host_platform_device_count={args.cpu_devices}"])
@@ -366,6 +371,8 @@ def list_files(tree: Path) -> list[str]:
             f"{tree} is not a git repository, so the files to copy are unknown: run this in the project's folder, "
             "or give --install 'levanter[tpu] @ git+https://…' or --image"
         ) from error
+    # `ls-files` lists a file with merge conflicts several times, and files that
+    # are deleted in the working tree.
     names = sorted({name for name in listed.split("\0") if name})
     return [name for name in names if (tree / name).is_file() and not _may_hold_secrets(name)]
 
@@ -396,6 +403,7 @@ def pack(tree: Path, archive: Path) -> int:
     with (
         archive.open("wb") as raw,
         gzip.GzipFile(filename="", fileobj=raw, mode="wb", mtime=0) as packed,
+        # No file name, times or owners: the same tree gives the same archive, byte for byte.
         tarfile.open(fileobj=packed, mode="w") as tar,
     ):
         for name in names:

@@ -19,6 +19,7 @@ GRACE = "LEVANTER_GUARD_GRACE"
 
 def main() -> int:
     """Runs the command line's command and returns its exit code."""
+    # Removed from the environment, which the command inherits.
     grace = float(os.environ.pop(GRACE, "10"))
     try:
         # A session of its own, so that `killpg` reaches all descendants. Standard input is the watched pipe, which the
@@ -45,6 +46,7 @@ def main() -> int:
 
     threading.Thread(target=watch, daemon=True).start()
     for number in (signal.SIGTERM, signal.SIGINT):
+        # Signals for this process are passed on to the whole group, which is in another session.
         signal.signal(number, lambda received, _: signalled(received))
     code = process.wait()
     # Its children, such as data workers, end with it.

@@ -123,6 +123,7 @@ def make_pod(
         problems.append(str(error))
     if capacity not in CAPACITIES:
         problems.append(f"--capacity_type {capacity}: expected one of {', '.join(CAPACITIES)}")
+    # gcloud creates several slices, and best-effort VMs, through queued resources only.
     needs_queue = (accelerator is not None and accelerator.slices > 1) or capacity == "best-effort"
     if queued is False and needs_queue:
         problems.append(
@@ -152,6 +153,7 @@ def _accelerator(tpu: str, node_count: int | None) -> Accelerator:
         raise UsageError(f"--node_count {node_count}: must be at least 1")
     if accelerator.slices not in (1, node_count):
         raise UsageError(f"--node_count {node_count}: --tpu_type {tpu} means {accelerator.slices} slices")
+    # `--tpu_type 2xv5p-128 --node_count 2` names the two slices twice; they are counted once.
     one = tpu.strip().lower().removeprefix(f"{accelerator.slices}x") if accelerator.slices > 1 else tpu.strip()
     return parse_accelerator(one if node_count == 1 else f"{node_count}x{one}")
 

@@ -28,6 +28,8 @@ def plan_command(command: Sequence[str], target: str) -> tuple[str, ...]:
     for index, word in enumerate(command):
         module = _MODULE.search(word)
         if module and (index == 0 or command[index - 1] == "-m" or word.endswith(".py")):
+            # `python -m levanter.main.X` or a path to the file: the words after
+            # it are the entry point's arguments.
             entry = module.group(1)
             return (sys.executable, "-m", "levanter.main.plan", entry, "--target", target, *command[index + 1 :])
     raise LaunchError(
@@ -47,6 +49,7 @@ def require_plan(command: Sequence[str], target: str, console: Console) -> None:
         LaunchError: it does not fit, its input is bad, or planning failed; with the plan's exit code.
     """
     words = plan_command(command, target)
+    # Checked before the subprocess starts, for a message that says how to install them.
     missing = [name for name in ("jax", "libtpu") if importlib.util.find_spec(name) is None]
     if missing:
         raise LaunchError(
@@ -60,6 +63,7 @@ def require_plan(command: Sequence[str], target: str, console: Console) -> None:
             for line in process.stdout:
                 console.show(line.rstrip("\n"))
         except KeyboardInterrupt:
+            # The plan has its own handler, which also ends its compile workers.
             process.terminate()
             raise
     code = process.returncode

@@ -81,12 +81,15 @@ class Processes:
             self._end(signal.SIGINT)
             raise
         finally:
+            # Readers end when all writers of their pipes have, so the processes
+            # are ended before the readers are joined.
             self._end(signal.SIGTERM)
             for reader in self._readers:
                 reader.join()
 
     def _start(self) -> None:
         coordinator = f"127.0.0.1:{free_port()}"
+        # Prefixes of equal width keep the lines of all processes aligned.
         width = len(str(self._count - 1))
         for index in range(self._count):
             environment = {**self._environment, **place(coordinator, self._count, index), "PYTHONUNBUFFERED": "1"}
@@ -123,6 +126,7 @@ class Processes:
                 if code is None:
                     continue
                 running.discard(index)
+                # The first process that fails is reported: the others fail because of it, and are ended.
                 if code != 0:
                     first = Outcome(process=index, code=code)
                     self._console.say(f"{first}" + (f"; ending the other {len(running)}" if running else ""))
@@ -136,6 +140,7 @@ class Processes:
         deadline = time.monotonic() + self._grace
         while any(process.poll() is None for process in self._running) and time.monotonic() < deadline:
             time.sleep(0.05)
+        # Sent to those that outlived the grace period; `_signal` skips the ones that have exited.
         self._signal(signal.SIGKILL)
         for process in self._running:
             process.wait()
@@ -144,6 +149,8 @@ class Processes:
         for process in self._running:
             if process.poll() is None:
                 try:
+                    # Each process leads a session, so its pid is the id of its
+                    # group: children get the signal too.
                     os.killpg(process.pid, number)
                 except ProcessLookupError:
                     continue

@@ -79,6 +79,7 @@ class RayHost:
 
     def _ask(self, method: str, *arguments: object, **keywords: object) -> Any:
         try:
+            # With a timeout: a host that hangs, or lost its network, must end the attempt as one that died.
             return self._ray.get(getattr(self._actor, method).remote(*arguments, **keywords), timeout=_ANSWER_SECONDS)
         except (self._ray.exceptions.RayActorError, self._ray.exceptions.GetTimeoutError) as error:
             raise HostGone(self.where) from error
@@ -126,6 +127,7 @@ class RayCluster:
         try:
             for index in range(self._accelerator.slices):
                 hosts += self._slice(index, deadline)
+        # Ctrl-C included: slices that are reserved already would stay reserved for as long as the driver lives.
         except BaseException:
             self.release(hosts)
             raise
@@ -139,6 +141,7 @@ class RayCluster:
     def _slice(self, index: int, deadline: float) -> list[RayHost]:
         hosts = self._accelerator.hosts // self._accelerator.slices
         while True:
+            # Holding the head's resource reserves the slice: no other run gets it while the rest joins.
             head = self._head(index, deadline)
             members = self._slice_nodes(head.node)
             joined = time.monotonic() + self._intact
@@ -149,6 +152,8 @@ class RayCluster:
             if len(members) == hosts:
                 rest = [self._host(index, node, self._chips()) for node in members if node["NodeID"] != head.node]
                 return [head, *rest]
+            # A slice that stays incomplete is released, so that another one, or
+            # its replacement, can be reserved.
             head.kill()
             labels = members[0].get("Labels", {}) if members else {}
             what = f"{labels.get(SLICE, 'a slice')} has {len(members)} of {hosts} hosts"
@@ -162,6 +167,8 @@ class RayCluster:
         while True:
             actor = self._actor(resources={self.head_resource: 1, **self._chips()})
             ready = actor.name.remote()
+            # A pending actor is also what makes an autoscaler add a slice, so
+            # the request stays open while it waits.
             while not self._ray.wait([ready], timeout=5.0)[0]:
                 if time.monotonic() >= deadline:
                     self._ray.kill(actor, no_restart=True)
@@ -190,12 +197,15 @@ class RayCluster:
     def _host(self, index: int, node: Mapping[str, Any], resources: Mapping[str, float]) -> RayHost:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+        # `soft=False`: on another node the actor would not be part of the slice.
         strategy = NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
         actor = self._actor(resources=dict(resources), scheduling_strategy=strategy)
         where = f"{node.get('NodeManagerHostname', '')} ({node['NodeManagerAddress']})"
         return RayHost(self._ray, actor, slice=index, where=where, node=node["NodeID"])
 
     def _actor(self, **options: object) -> "ActorHandle":
+        # No restarts by Ray: a restarted actor would have lost its process;
+        # `run_worker_group` restarts all of them.
         return self._ray.remote(RayActor).options(num_cpus=0, max_restarts=0, **options).remote()
 
     def _chips(self) -> dict[str, float]:
@@ -218,6 +228,7 @@ class RayCluster:
         if name is None:
             return [head]
         members = [node for node in alive if node.get("Labels", {}).get(SLICE) == name]
+        # Process indices must follow the worker ids of the slice, by which libtpu numbers its chips.
         return sorted(members, key=lambda node: (int(node["Labels"].get(WORKER, 0)), node["NodeManagerAddress"]))
 
 

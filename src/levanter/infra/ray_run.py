@@ -72,6 +72,7 @@ def _main(argv: Sequence[str]) -> int:
     no_secrets_in(command, environment)
     console = Console(environment.secrets())
     ray = import_ray()
+    # Before the cluster is contacted: a run that does not fit reserves no slice.
     if args.plan_first:
         preflight.require_plan(command, accelerator.name, console)
     run_id = args.run_id or f"ray-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
@@ -92,6 +93,7 @@ def _main(argv: Sequence[str]) -> int:
         cluster = RayCluster(accelerator, console, wait=args.wait_seconds, intact=args.intact_seconds)
         judgement = run_worker_group(run, cluster, console)
     finally:
+        # Disconnects, and releases the actors of this driver even after an error.
         ray.shutdown()
     console.say(str(judgement))
     return judgement.exit_code

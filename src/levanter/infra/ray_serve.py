@@ -71,10 +71,11 @@ def application(serve: ModuleType, args: Namespace, command: Sequence[str], envi
         ray_actor_options={"num_cpus": args.cpus, "num_gpus": args.gpus, "resources": resources},
         # The server bounds its queue and says 429; Ray's own bound of 5 would leave its rows empty.
         max_ongoing_requests=100_000,
+        # A replaced replica gets no new requests and has this long for those that it has.
         graceful_shutdown_timeout_s=args.drain_seconds,
         graceful_shutdown_wait_loop_s=0.2,
     )(serve.ingress(forwarding)(Replica))
-    # Ray replaces replicas that run only where something differs.
+    # Ray replaces running replicas only if an argument differs, so every start has its own name.
     attempt = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     return deployment.bind(
         list(command), dict(environment.values), list(environment.secrets()), args.drain_seconds, attempt
@@ -82,14 +83,14 @@ def application(serve: ModuleType, args: Namespace, command: Sequence[str], envi
 
 
 def server_command(args: Namespace, command: Sequence[str]) -> list[str]:
-    """The command of each server, with what the launcher's own flags say of who is answered.
+    """The command of each server, with the access flags that the launcher received.
 
     Args:
         args: the command line.
-        command: what stands behind `--`.
+        command: the words after `--`.
     """
     words = [*command, *(("--api_key", args.api_key) if args.api_key else ())]
-    # A server of its machine alone answers to that machine's names; requests that are passed on have others.
+    # The server listens on localhost and would refuse requests whose Host header names the address of Ray Serve.
     return [*words, "--insecure", "true"] if args.insecure else words
 
 
@@ -137,6 +138,7 @@ def _deploy(
         serve.run(application(serve, args, words, environment), name=args.name, route_prefix="/")
     except RuntimeError as error:
         deployed = serve.status().applications.get(args.name)
+        # Ray's error says that the deployment failed; the reason is in the status of its deployments.
         why = [deployment.message for deployment in deployed.deployments.values()] if deployed is not None else []
         raise LaunchError("\n".join([f"{args.name} could not be started: {error}", *why])) from error
     console.say(f"{args.name} is ready: http://{args.host}:{args.port} (ended by --delete --name {args.name})")

@@ -1,7 +1,7 @@
 """A replica of a server: a server process on this machine, and an ASGI proxy that forwards requests to it.
 
-`levanter.main.serve` is a process of its own, behind a port that only this machine reaches. The proxy in front passes
-requests and answers on byte for byte as they arrive, so that streamed answers stream and the server notices a client
+`levanter.main.serve` is a process of its own, behind a port that only this machine reaches. The proxy in front forwards
+requests and responses byte for byte as they arrive, so that streamed responses stream and the server notices a client
 that disconnects.
 """
 
@@ -55,11 +55,12 @@ class ServerOnHost:
         )
 
     async def ready(self, poll: float = 0.2) -> None:
-        """Returns once it answers: the model is loaded and everything is compiled.
+        """Returns once the server is ready: the model is loaded and everything is compiled.
 
         Raises:
             LaunchError: it ended before, with its exit code and last lines.
         """
+        # In a thread: a blocking request would stop the event loop of the actor.
         while not await asyncio.to_thread(self.answers, "/ready"):
             self.check()
             await asyncio.sleep(poll)
@@ -76,7 +77,7 @@ class ServerOnHost:
             raise LaunchError(f"the server ended with exit code {code}\n{tail}", exit_code=code or PEER_LOST)
 
     def answers(self, path: str, timeout: float = 5.0) -> bool:
-        """Whether it answers a path with 200."""
+        """Whether the server responds to a path with 200."""
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=timeout) as answer:
                 return answer.status == 200
@@ -84,7 +85,7 @@ class ServerOnHost:
             return False
 
     async def end(self, poll: float = 0.05) -> None:
-        """Has it end: SIGTERM, and SIGKILL after its grace; returns when it has ended."""
+        """Ends the server: SIGTERM, then SIGKILL after the grace period; returns when it has ended."""
         self._host.stop()
         while self._news() is None:
             await asyncio.sleep(poll)
@@ -98,10 +99,10 @@ class ServerOnHost:
 
 
 class Forwarder:
-    """An ASGI application that passes every request on to a server of this machine.
+    """An ASGI application that forwards every request to a server on this machine.
 
     Args:
-        port: the server's; asked for at each request.
+        port: returns the server's port; called for each request.
     """
 
     def __init__(self, port: Callable[[], int]):
@@ -115,6 +116,7 @@ class Forwarder:
         elif scope["type"] == "http":
             await self._pass_on(scope, receive, send)
         else:
+            # Not served: 1003 is the code for data that an endpoint does not accept.
             await send({"type": "websocket.close", "code": 1003})
 
     async def _live(self, receive: Receive, send: Send) -> None:
@@ -140,6 +142,7 @@ class Forwarder:
 
     async def _pass_on(self, scope: Message, receive: Receive, send: Send) -> None:
         """Forwards one request; it ends when the client or the server ends it."""
+        # `taken`: the body has been read. `gone`: the client has disconnected.
         taken = asyncio.Event()
         gone = asyncio.Event()
 
@@ -171,6 +174,7 @@ class Forwarder:
                 if not task.done():
                     # Cancelling closes the connection, which tells the server that the client has disconnected.
                     task.cancel()
+        # Raises what the forwarding raised; a cancelled one was ended by the disconnect above.
         with contextlib.suppress(asyncio.CancelledError):
             await answer
 
@@ -180,6 +184,7 @@ class Forwarder:
 
         path = scope.get("raw_path") or scope["path"].encode()
         query = b"?" + scope["query_string"] if scope.get("query_string") else b""
+        # The raw path, already encoded: decoding and encoding it again could change it.
         url = URL(f"http://127.0.0.1:{self._port()}{(path + query).decode('latin-1')}", encoded=True)
         headers = [
             (name.decode("latin-1"), value.decode("latin-1"))
@@ -187,8 +192,10 @@ class Forwarder:
             if name.lower() not in _OF_A_CONNECTION
         ]
         has_body = any(name.lower() in (b"content-length", b"transfer-encoding") for name, _ in scope["headers"])
-        assert self._session is not None, "asked before its lifespan began"
+        assert self._session is not None, "a request before the lifespan began"
         try:
+            # A request without a body must be sent without one: chunked encoding would add
+            # a header that the client did not send.
             request = self._session.request(
                 scope["method"], url, headers=headers, data=body if has_body else None, allow_redirects=False
             )
@@ -225,7 +232,7 @@ class Replica:
         environment: its variables.
         hidden: texts that are never shown.
         grace: seconds that its requests have to end.
-        attempt: names the command that started it, in Ray's books.
+        attempt: the id of the launch, which makes Ray replace replicas of an earlier one.
 
     Raises:
         LaunchError: the server ended before it was ready.
@@ -245,14 +252,14 @@ class Replica:
         await self._server.ready()
 
     def check_health(self) -> None:
-        """Ray asks now and then; a replica that fails is replaced.
+        """Called by Ray periodically; a replica that raises is replaced.
 
         Raises:
-            LaunchError: the server ended, or does not answer.
+            LaunchError: the server ended, or does not respond.
         """
         self._server.check()
         if not self._server.answers("/health"):
-            raise LaunchError("the server does not answer /health")
+            raise LaunchError("the server does not respond to /health")
 
     async def __del__(self) -> None:
         """Ends the server; by now Ray has seen its requests end."""
@@ -267,7 +274,7 @@ class _Here:
 
     @classmethod
     def port(cls) -> int:
-        assert cls.server is not None, "asked before the replica was made"
+        assert cls.server is not None, "used before the replica was created"
         return cls.server.port
 
 

@@ -54,6 +54,7 @@ class Outcome:
         """The signal that ended the process."""
         if self.code is None or (self.code >= 0 and not 128 < self.code < 160) or self.code == INTERRUPTED:
             return None
+        # `subprocess` reports signal n as −n, a shell as 128 + n; 130 is Ctrl-C and has a code of its own.
         return -self.code if self.code < 0 else self.code - 128
 
     def __str__(self) -> str:
@@ -118,6 +119,7 @@ def judge(outcomes: Sequence[Outcome]) -> Judgement:
     if gone is not None:
         return Judgement(kind="lost", exit_code=PREEMPTED if saved else PEER_LOST, cause=gone)
     failed = next(
+        # A program that fails by itself exits with a code; peers and the runtime end by 5, 75 or a signal.
         (o for o in bad if o.signal is None and o.code not in (PEER_LOST, PREEMPTED)),
         None,
     )

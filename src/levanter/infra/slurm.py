@@ -77,7 +77,9 @@ class SlurmJob:
             "qos": self.qos,
             "constraint": self.constraint,
             "output": f"{self.name}-%j.log",
+            # A requeued job runs the same script again and must not overwrite its log.
             "open-mode": "append",
+            # Sent to the job steps, so each process saves; exit code 75 then requeues the job.
             "signal": f"TERM@{self.warning_seconds}",
         }
         lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
@@ -102,6 +104,7 @@ while IFS= read -r line; do
 done <{file}
 """
 
+# `${{SLURM_RESTART_COUNT:-0}}` counts requeues, which Slurm does not limit. Braces are doubled for `format`.
 _SCRIPT = """\
 #!/usr/bin/env bash
 {options}

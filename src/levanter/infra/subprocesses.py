@@ -52,6 +52,7 @@ class Caller:
             prefix: put before each line.
             hide: prefixes of lines that are not shown.
         """
+        # Enough for the error at the end of a program's output, without keeping a run of days in memory.
         kept: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
         with self._started(command) as process:
             assert process.stdout is not None
@@ -65,6 +66,7 @@ class Caller:
     def stop(self) -> None:
         """Terminates what is running."""
         with self._lock:
+            # A copy: processes that end meanwhile remove themselves from the list.
             running = list(self._running)
         for process in running:
             if process.poll() is None:
@@ -105,6 +107,7 @@ class _Running:
         return self._process
 
     def __exit__(self, *raised: object) -> None:
+        # Left by an error or Ctrl-C: the program must not run on without its reader.
         if raised[0] is not None and self._process.poll() is None:
             self._process.terminate()
         self._process.wait()

@@ -41,6 +41,7 @@ _LEAVING = {"DELETING", "STOPPING", "HIDING", "SUSPENDING"}
 
 Meaning = Literal["capacity", "quota", "transient", "preempted", "ssh", "not_found", "exists", "other"]
 
+# Order matters: the first match wins. Specific texts come before general codes, which they may contain.
 _PATTERNS: tuple[tuple[Meaning, re.Pattern[str]], ...] = (
     # A per-minute request limit is worded as a quota too, but passes by itself.
     ("transient", re.compile(r"requests per minute|RATE_LIMIT_EXCEEDED|rateLimitExceeded", re.I)),
@@ -175,10 +176,13 @@ class TpuVmLauncher:
         failures = 0
         while True:
             state = self._state()
+            # A name that is being deleted can be neither used nor created again.
             if state in _LEAVING:
                 self.sleep(self.patience.poll)
                 continue
             if state == "ACTIVE" and self._lost_a_slice():
+                # A queued resource may stay ACTIVE after one of its VMs was
+                # preempted; the run needs all of them.
                 state = "missing one of its slices"
             elif state is not None and state not in _GONE:
                 if self._wait_until_ready(state):
@@ -195,6 +199,7 @@ class TpuVmLauncher:
                 failures = self._wait_again(failures, "preempted", f"{self.pod.name} ended before it was ready")
                 continue
             meaning = classify_error(creation.text)
+            # A retry changes nothing about quota, permissions or a wrong name.
             if meaning not in ("capacity", "transient", "preempted"):
                 raise LaunchError(_advice(meaning, self.pod, creation.text))
             failures = self._wait_again(failures, meaning, creation.text)
@@ -212,6 +217,7 @@ class TpuVmLauncher:
                 failed = [called for called in self._run_on_nodes(step) if called.code != 0]
                 if not failed:
                     break
+                # A preempted VM looks like a failed step: the state is queried before the failure is believed.
                 if self._gone():
                     return False
                 text = "\n".join(called.text for called in failed)
@@ -235,6 +241,7 @@ class TpuVmLauncher:
                 exit_codes = self._codes(called)
                 if _SSH_FAILED in exit_codes.values():
                     dropped.append(node)
+                # A reconnected node replaces its earlier codes, which were those of the connection.
                 codes = {key: code for key, code in codes.items() if key[0] != node}
                 codes.update({(node, worker): code for worker, code in exit_codes.items()})
             if not dropped:
@@ -248,6 +255,7 @@ class TpuVmLauncher:
                 f"lost the connection to {', '.join(dropped)}, which is READY; reconnecting in {seconds:.0f} s"
             )
             self.sleep(seconds)
+            # `worker.sh` of the other nodes has ended, so only the lost ones are followed again.
             nodes = dropped
         workers = self.pod.hosts_per_slice
         outcomes = [
@@ -315,6 +323,7 @@ class TpuVmLauncher:
 
         if len(commands) == 1:
             return [one(commands[0])]
+        # One thread a slice: each waits for a gcloud process that runs as long as the attempt.
         with ThreadPoolExecutor(len(commands)) as pool:
             futures = [pool.submit(one, command) for command in commands]
             try:
@@ -345,6 +354,7 @@ class TpuVmLauncher:
         if self.pod.queued or len(words) < 2:
             return
         kind, wanted = words[1].rsplit("/", 1)[-1], self.pod.accelerator.libtpu_accelerator_type
+        # A topology that was named explicitly has no accelerator type to compare with.
         if kind != wanted and ":" not in wanted:
             raise LaunchError(
                 f"{self.pod.name} exists and is a {kind}, not a {wanted}: give another --tpu_name, or delete it"
@@ -374,6 +384,7 @@ class TpuVmLauncher:
                 return True
             if state in (None, *_GONE):
                 if state == "FAILED":
+                    # A failed request may hide a quota or permission, which no further request would get past.
                     self._explain_failure()
                 return False
             if state != shown:

@@ -114,6 +114,7 @@ def _attempt(
         try:
             act()
         except HostGone:
+            # `setdefault`: a host that is lost after its process has ended does not change the outcome.
             ended.setdefault(index, Outcome(process=index, code=None, where=members[index].where))
 
     def look(index: int) -> None:
@@ -131,6 +132,7 @@ def _attempt(
                 run.command, _environment(run, members, coordinator, index), grace=run.grace
             ))  # fmt: skip
 
+    # The coordinator runs on host 0, so its loss while starting is the loss of member 0.
     reached(0, start_all)
     deadline: float | None = None
     try:
@@ -139,10 +141,13 @@ def _attempt(
                 if index not in ended:
                     reached(index, lambda index=index: look(index))
             if deadline is None and any(outcome.code != 0 for outcome in ended.values()):
+                # The others get some seconds to end by themselves, which reveals the root cause; a peer that
+                # hangs would wait for its own timeout of minutes.
                 deadline = time.monotonic() + run.settle
             if len(ended) < len(members):
                 sleep(run.poll)
     finally:
+        # Taken before the others are stopped: exits that follow from our SIGTERM say nothing about the cause.
         outcomes = list(ended.values())
         for index, member in enumerate(members):
             if index not in ended:

@@ -28,6 +28,7 @@ def start_trackers(
     Raises:
         ValueError: a tracker's package is not installed, or its settings contradict the environment.
     """
+    # Metrics are the same on every process; several writers would log every step several times.
     if process_index != 0:
         return NoopTracker()
     blocks = (configs,) if isinstance(configs, TrackerConfig) else tuple(configs)
@@ -35,6 +36,7 @@ def start_trackers(
     try:
         for block in blocks:
             started.append(block.init(run_id))
+    # The trackers that did start are closed, so that no run stays open at a service.
     except ValueError:
         CompositeTracker(started).finish()
         raise

@@ -61,8 +61,11 @@ class BackgroundTracker(Tracker):
     def finish(self) -> None:
         if self._finished:
             return
+        # An explicit `finish` replaces the one at exit; without this the hook would keep the tracker alive.
         atexit.unregister(self.finish)
         deadline = time.monotonic() + self._finish_timeout
+        # Queued before the flag is set, because `_put` takes nothing after it.
+        # The `None` behind it ends the thread.
         self._put(self.tracker.finish)
         self._finished = True
         try:
@@ -82,6 +85,7 @@ class BackgroundTracker(Tracker):
             logger.warning("tracker %s: %d calls are queued; the run waits for it", self.name, self._calls.qsize())
             self._warned = True
         try:
+            # Blocks while the queue is full: metrics are delayed rather than dropped.
             self._calls.put(call, timeout=self._finish_timeout)
         except queue.Full:
             self._broken = True
@@ -92,6 +96,7 @@ class BackgroundTracker(Tracker):
             )
 
     def _work(self) -> None:
+        # A broken tracker still empties the queue, so that no caller waits for space in it.
         while (call := self._calls.get()) is not None:
             if self._broken:
                 continue

@@ -118,6 +118,7 @@ def as_plain(value: object) -> Json:
         return {str(key): as_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [as_plain(item) for item in value]
+    # JAX arrays too: `np.asarray` copies them to the host and waits for their computation.
     if hasattr(value, "__array__"):
         array = np.asarray(value)
         if array.dtype.kind == "V" or array.dtype.kind == "O":  # bfloat16 and the like

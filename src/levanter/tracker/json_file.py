@@ -68,6 +68,7 @@ class JsonFileTracker(Tracker):
         try:
             self._lines.close()
         finally:
+            # Written even if the lines could not be: the last values are what evaluations are read by.
             with atomic_write(join(self.folder, RESULTS_FILE)) as file:
                 file.write((json.dumps(self._last, indent=2, sort_keys=True) + "\n").encode())
 
@@ -85,6 +86,7 @@ class _LocalLines:
         self._warned = False
         with output_errors(path, "written"):
             os.makedirs(os.path.dirname(self._path), exist_ok=True)
+            # O_APPEND: a resumed run continues behind the lines of the earlier one.
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
             self._cut_half_line()
 
@@ -93,6 +95,8 @@ class _LocalLines:
         try:
             self._write()
         except OSError as error:
+            # A full disk is often cleared while a run continues; only a backlog
+            # that threatens its memory ends it.
             if len(self._waiting) > MOST_WAITING:
                 raise output_error(self._path, error) from error
             if not self._warned:
@@ -103,6 +107,8 @@ class _LocalLines:
         try:
             with output_errors(self._path, "written"):
                 self._write()
+                # Once, at the end: after a crash of the process the kernel still has the
+                # lines, only a power failure loses some.
                 os.fsync(self._descriptor)
         finally:
             os.close(self._descriptor)
@@ -117,6 +123,7 @@ class _LocalLines:
         end, block = size, 1 << 16
         while end > 0:
             start = max(0, end - block)
+            # Searches backwards in blocks for the last line break; everything behind it is a torn line.
             newline = os.pread(self._descriptor, end - start, start).rfind(b"\n")
             if newline >= 0:
                 end = start + newline + 1
@@ -135,6 +142,8 @@ class _RemoteLines:
         if path_exists(path):
             with open_read(path) as file:
                 content = file.read()
+            # The same for an object: a half line at its end is dropped, and
+            # with no line break at all everything is.
             self._content += content[: content.rfind(b"\n") + 1]
         self._written = time.monotonic()
 

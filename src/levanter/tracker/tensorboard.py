@@ -37,6 +37,7 @@ class TensorboardTracker(Tracker):
 
     def log(self, metrics: Metrics, *, step: int | None, commit: bool | None = None) -> None:
         del commit
+        # A summary has no step; it is drawn at the last one that was logged.
         self._step = self._step if step is None else step
         self._add(metrics, self._step)
 
@@ -46,6 +47,7 @@ class TensorboardTracker(Tracker):
     def log_artifact(self, path: str, *, name: str | None = None, type: str | None = None) -> None:
         del type
         folder = self.writer.logdir
+        # `tensorboardX` writes its event files to object stores; plain files would need another client.
         if is_remote(folder):
             logger.warning("tensorboard: %s is not copied to the remote folder %s", path, folder)
             return
@@ -63,6 +65,7 @@ class TensorboardTracker(Tracker):
 
     def _add(self, metrics: Metrics, step: int) -> None:
         for name, value in flatten(as_plain(metrics)):
+            # After `as_plain` every number is one of Python's, of arrays of one element too.
             if isinstance(value, (bool, int, float)):
                 self.writer.add_scalar(name, value, step)
             elif isinstance(value, list) and value and all(isinstance(item, (int, float)) for item in value):

@@ -95,6 +95,7 @@ class TrackioConfig(TrackerConfig):
         run = trackio.init(
             project=self.project,
             name=self.name or run_id,
+            # Without a space trackio writes to a local database only, which is what offline means here.
             space_id=None if offline else self.space_id,
             dataset_id=None if offline else self.dataset_id,
             config=dict(self.config),

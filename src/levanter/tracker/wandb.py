@@ -51,11 +51,13 @@ class WandbTracker(Tracker):
         self._finished = False
         # Logged values, kept here because the run's own summary lags behind until it has ended.
         self._config: dict[str, Any] = {}
+        # A resumed run begins with the summary of its earlier part.
         self._summary: dict[str, Any] = as_plain(dict(run.summary))
 
     def log_hyperparameters(self, hparams: Mapping[str, Any]) -> None:
         plain = as_plain(hparams)
         self._config.update(plain)
+        # A resumed run may change its configuration, which the service refuses by default.
         self.run.config.update(plain, allow_val_change=True)
 
     def log(self, metrics: Metrics, *, step: int | None, commit: bool | None = None) -> None:
@@ -83,6 +85,7 @@ class WandbTracker(Tracker):
         if self._finished:
             return
         self._finished = True
+        # Before the run ends, since an ended run takes no more artifacts.
         if self._xla_dump_folder is not None and os.path.isdir(self._xla_dump_folder):
             self.log_artifact(self._xla_dump_folder, name="xla_dump", type="xla_dump")
         self.run.finish()
@@ -149,6 +152,7 @@ class WandbConfig(TrackerConfig):
             settings["code_dir"] = code_dir
             commit = git_commit(code_dir)
             if commit is not None:
+                # Set explicitly: the service would look for the repository in the working directory.
                 settings["git_root"] = code_dir
                 settings["git_commit"] = commit
         run = wandb.init(
@@ -198,6 +202,7 @@ class WandbConfig(TrackerConfig):
 def _has_credentials() -> bool:
     import wandb
 
+    # Reads the key from the environment or from netrc; `verify=False` makes no request.
     return wandb.login(prompt=False, verify=False)
 
 
@@ -226,5 +231,6 @@ def _artifact_name(name: str) -> str:
     clean = re.sub(r"[^A-Za-z0-9_.\-]", "-", name)
     if len(clean) <= ARTIFACT_NAME_LIMIT:
         return clean
+    # Two long names with a common beginning stay distinct.
     suffix = hashlib.sha256(clean.encode()).hexdigest()[:8]
     return f"{clean[: ARTIFACT_NAME_LIMIT - 9]}-{suffix}"

@@ -51,7 +51,7 @@ def test_both_runs_side_by_side(entry_point, tmp_path, capsys):
     assert full["resident_bytes"]["optimizer"] == pytest.approx(2 * parameters, abs=64)
     assert set(mine["received"]) == {"frozen weights, gathered", "adapters, gathered", "gradients, summed"}
     shown = capsys.readouterr().out
-    table = shown[shown.index("beside full fine-tuning on v5litepod-16") :].splitlines()
+    table = shown[shown.index("compared with full fine-tuning on v5litepod-16") :].splitlines()
     assert table[1].split() == ["this", "run", "full", "full", "/", "this"]
     rows = {line[:33].strip(): line[33:].split() for line in table[2:]}
     assert rows["frozen mlp"][-1] == "–" and rows["verdict"] == ["not", "compiled", "not", "compiled"]

@@ -54,6 +54,7 @@ def preflight(question: Question, *, progress: Progress = lambda _: None) -> Ver
     inquiry = Inquiry(question=question, progress=progress)
     plan = _config(inquiry, pod)
     if plan is None:
+        # Without a description there are no Programs, so no later stage can run.
         headline = f"cannot be planned: {first_line(inquiry.stages[-1].findings)}"
         return _verdict(inquiry, None, pod, None, None, (), headline)
     if (short := find_hbm_shortage(plan)) is not None:
@@ -175,6 +176,7 @@ def _loading(inquiry: Inquiry, plan: RunPlan, pod: Accelerator | None) -> LoadBu
             code=DOES_NOT_FIT,
         )
     else:
+        # Reading time depends on the stored dtype, which is not known without the checkpoint.
         assumed = " (as if it had the names and dtype expected)" if _expected(plan) else ""
         read = f"{gib(budget.source_bytes)}{assumed} read {budget.amplification:.2f}×, {rate}"
         inquiry.end("loading", f"{read}; at most {gib(peak)} on a device, {gib(budget.host_peak)} on a host")

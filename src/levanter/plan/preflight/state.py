@@ -81,6 +81,7 @@ class Inquiry:
         """Records a stage; its status follows from the exit code unless it is given."""
         if status is None:
             status = "ok" if code == OK else "crashed" if code == COMPILER_CRASH else "refused"
+        # Every code is collected: the exit code is decided at the end, by importance and not by order.
         self.codes.add(code)
         seconds = time.monotonic() - self.began
         self.stages.append(Stage(name=name, status=status, seconds=seconds, message=message, findings=tuple(findings)))

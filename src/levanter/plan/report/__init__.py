@@ -1,7 +1,7 @@
-"""What preflight found out, shown: `render` for a terminal, `to_json` for programs, `to_html` for a browser.
+"""Reports of preflight: `render` for a terminal, `to_json` for programs, `to_html` for a browser.
 
-All three are functions of the verdicts alone and say the same; what has to be worked out of a verdict first is in
-`facts`. No time in them is measured, and every form says so.
+All three are functions of the verdicts alone and have the same content; `view` and `timing` derive it from a verdict.
+No time in them is measured, and every form says so.
 """
 
 from levanter.plan.report.comparison import compared_text as compared_text

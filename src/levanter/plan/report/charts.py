@@ -1,7 +1,7 @@
 """The page's charts as markup: a bar of bytes against a chip's memory, a treemap of arrays, bars of time.
 
-They are plain boxes placed by percentages, so that they need no script, print, and keep their text readable on a narrow
-screen. Every chart stands beside a table that says the same.
+They are plain boxes placed by percentages, so that they need no script, print well, and keep their text readable on a
+narrow screen. Every chart is accompanied by a table of its numbers.
 """
 
 import re
@@ -21,20 +21,22 @@ MODULE_COLORS = 5
 _GROUP_OF = {"embeddings": "embedding", "self_attn": "attention", "mlp": "mlp", "lm_head": "head", "norm": "norm"}
 LETTER = 7.7
 """Approximate width of a letter in pixels: decides how much of a name fits in a box."""
-# The treemap's shape on a desk; the boxes' sizes are percentages of whatever it is shown in.
+# The treemap's size in pixels on a desktop screen; boxes are placed by percentages of it, so they scale with the page.
 _MAP = Rectangle(0.0, 0.0, 1060.0, 400.0)
 
 
 def group_class(name: str) -> str:
-    """The class that colors a group: `g-kv-cache`. What is frozen has the color of its kind."""
+    """The CSS class that colors a group: `g-kv-cache`. Frozen parameters have the color of their group."""
     name = name.removeprefix("frozen ")
     return "g-" + re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def module_classes(names: Sequence[str]) -> dict[str, str]:
-    """A color for each module: that of the parameters it holds where it is known, else the next that is left."""
+    """A color for each module: that of its parameters' group where it is known, else the next unused one."""
     classes = {name: group_class(_GROUP_OF[name]) for name in names if name in _GROUP_OF}
     others = [name for name in names if name not in classes]
+    # The style sheet has `MODULE_COLORS` colors for modules; the rest shares one,
+    # so that no two share a color by chance.
     classes |= {name: f"g-m{n}" if n < MODULE_COLORS else "g-rest" for n, name in enumerate(others)}
     return classes | {name: "g-rest" for name in names if name.endswith(" smaller modules")}
 
@@ -45,7 +47,7 @@ def swatch(name: str) -> Html:
 
 
 def memory_bar(occupancy: view.Occupancy, *, holder: str) -> Html:
-    """The bytes of a chip, stacked, against what it has."""
+    """The bytes on a chip, stacked, against its memory."""
     pieces = [
         BarPiece(
             css_class=group_class(segment.name),
@@ -58,7 +60,7 @@ def memory_bar(occupancy: view.Occupancy, *, holder: str) -> Html:
     if occupancy.limit is None:
         return tag("div", stacked_bar(pieces, label=label))
     at = occupancy.limit / occupancy.scale
-    # The text is placed on that side of the line where it fits.
+    # The label goes to the side of the limit's line that has more space.
     side = f"left:{css_percent(at)}" if at < 0.5 else f"right:{css_percent(1 - at)}"
     under = tag("div", tag("span", f"{gib(occupancy.limit)} of a {holder}", style=side), class_="under")
     return tag("div", stacked_bar(pieces, label=f"{label} of {gib(occupancy.limit)}", marker=at), under)
@@ -66,7 +68,7 @@ def memory_bar(occupancy: view.Occupancy, *, holder: str) -> Html:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One array, or arrays that differ in a layer's number only."""
+    """One array, or arrays that differ only in the number of their layer."""
 
     resident: Resident
     count: int = 1
@@ -78,12 +80,12 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """The path, and how many arrays it stands for."""
+        """The path, and the number of arrays that share it."""
         return self.resident.path + (f" ({self.count} of them)" if self.count > 1 else "")
 
     @property
     def about(self) -> str:
-        """All there is to know, in lines."""
+        """The description of the cell, as lines: path, axes, sharding and bytes."""
         resident = self.resident
         lines = [self.name, f"{resident.group}: {resident.dtype} {named_shape(resident.axes)}"]
         lines += [] if resident.replicated else [resident.spec]
@@ -97,12 +99,14 @@ class Cell:
 
 
 def cells(residents: Sequence[Resident], *, most: int) -> list[Cell]:
-    """Every array, largest first; numbered layers that are alike become one, and the smallest beyond `most` too."""
+    """Every array, largest first; equal arrays of numbered layers are merged, and so are the smallest beyond `most`."""
 
     def folded(resident: Resident) -> str:
+        # `layers.3.mlp.w` becomes `layers.*.mlp.w`.
         return re.sub(r"\.\d+(?=\.)", ".*", resident.path)
 
     def kind(resident: Resident) -> tuple[object, ...]:
+        # Layers of one pattern but another shape or sharding stay apart: their bytes differ.
         return folded(resident), resident.axes, resident.dtype, resident.spec
 
     counts = Counter(kind(resident) for resident in residents)
@@ -115,6 +119,7 @@ def cells(residents: Sequence[Resident], *, most: int) -> list[Cell]:
     if len(ordered) <= most:
         return ordered
     rest = ordered[most - 1 :]
+    # One more box for the rest, so that the areas still add up to all bytes.
     summary = Resident(
         path=f"{sum(cell.count for cell in rest)} smaller arrays",
         group="other weights",
@@ -128,10 +133,11 @@ def cells(residents: Sequence[Resident], *, most: int) -> list[Cell]:
 
 
 def treemap(shown: Sequence[Cell]) -> Html:
-    """Every array as a box as large as what it takes on a chip; groups stay together, replicated ones are hatched."""
+    """Every array as a box with an area of its bytes on a chip, by group; replicated arrays are hatched."""
     groups: dict[str, list[Cell]] = {}
     for cell in shown:
         groups.setdefault(cell.resident.group, []).append(cell)
+    # Two levels: each group gets a rectangle, which its arrays then fill.
     areas = squarify([sum(cell.nbytes for cell in members) for members in groups.values()], _MAP)
     apart = _short_names(shown)
     boxes: list[Content] = []
@@ -142,9 +148,10 @@ def treemap(shown: Sequence[Cell]) -> Html:
 
 
 def _short_names(shown: Sequence[Cell]) -> dict[str, str]:
-    """The short name of each array by its path: its last two parts, and what tells those apart that share them."""
+    """The short name of each array: the end of its path, and a distinguishing part where several share that."""
     alike: dict[tuple[str, str], list[Cell]] = {}
     for cell in shown:
+        # `.weight`, and `.q` of integer weights, are the same for almost every array.
         short = ".".join(cell.resident.path.removesuffix(".q").removesuffix(".weight").split(".")[-2:])
         alike.setdefault((cell.resident.group, short), []).append(cell)
     names = {}
@@ -152,6 +159,7 @@ def _short_names(shown: Sequence[Cell]) -> dict[str, str]:
         for cell in members:
             path = cell.resident.path.split(".")
             others = [set(other.resident.path.split(".")) for other in members if other is not cell]
+            # A part of the path that no other array of this short name has, such as the layer's number.
             unique = [part for part in path if others and not any(part in other for other in others)]
             names[cell.name] = f"{unique[0]} {short}" if unique and unique[0] not in short else short
     return names
@@ -164,7 +172,7 @@ def _box(cell: Cell, at: Rectangle, name: str) -> Html:
         f"width:{css_percent(at.width / _MAP.width)};height:{css_percent(at.height / _MAP.height)}"
     )
     classes = f"cell {group_class(resident.group)}" + (" whole" if resident.replicated else "")
-    # Text where there is room for some; the path's end is what tells arrays apart.
+    # Text only where it fits; if the name is too long its last part, which differs between arrays.
     text: Content = ""
     if at.width > 40 and at.height > 18:
         name = name if LETTER * len(name) < at.width else name.split(".")[-1]
@@ -186,9 +194,9 @@ class TimeBar:
     """One line of the chart of time.
 
     Attributes:
-        name: in front of it.
+        name: the label before the bar.
         pieces: name, seconds and class of each piece.
-        total: seconds that are written behind it.
+        total: the seconds written after it.
     """
 
     name: str
@@ -198,6 +206,7 @@ class TimeBar:
 
 def time_bars(bars: Sequence[TimeBar]) -> Html:
     """Bars on one scale of seconds."""
+    # One scale for all bars makes their lengths comparable.
     scale = max((sum(s for _, s, _ in bar.pieces) for bar in bars), default=0.0) or 1.0
     lines = [
         tag(

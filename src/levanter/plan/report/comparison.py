@@ -1,4 +1,4 @@
-"""A comparison with full fine-tuning, shown: a table for people, values for `--json`."""
+"""Renders a comparison with full fine-tuning: a table for people, values for `--json`."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -16,11 +16,11 @@ Row = tuple[str, ...]
 def compared_text(comparison: Comparison) -> str:
     """The comparison as text."""
     lines = paragraph(
-        f"beside full fine-tuning on {comparison.target}: the same run without its adapters, every weight trained",
+        f"compared with full fine-tuning on {comparison.target}: the same run without adapters, every weight trained",
         indent=0,
     )
     if comparison.other is None:
-        return "\n".join([*lines, *paragraph(f"which cannot be planned: {comparison.problem}")]) + "\n"
+        return "\n".join([*lines, *paragraph(f"full fine-tuning cannot be planned: {comparison.problem}")]) + "\n"
     header = ("", "this run", "full", "full / this")
     rows = [
         *_bytes(comparison.configured, comparison.other),
@@ -29,7 +29,7 @@ def compared_text(comparison: Comparison) -> str:
     ]
     lines += table(rows, align=("left", "right", "right", "right"), header=header)
     legend = (
-        "received: bytes that a chip takes in from others in one step; by arithmetic, weights are gathered in the "
+        "received: bytes that a chip receives from others in one step; by arithmetic, weights are gathered in the "
         "compute dtype in the forward and in the backward pass, and gradients are summed in float32; as compiled, all "
         f"collectives of the step. Times are {view.MODELLED}"
     )
@@ -51,6 +51,7 @@ def _bytes(this: ComparedRun, other: ComparedRun) -> Iterator[Row]:
     for name in names:
         yield _row(name, this.groups.get(name), other.groups.get(name), gib)
     yield _row("together, without activations", sum(this.groups.values()), sum(other.groups.values()), gib)
+    # Inputs alone are no peak: a side that was not compiled has none to compare.
     most = [view.most_bytes(side.verdict) if _is_whole(side) else None for side in (this, other)]
     yield ("at its peak, compiled", *(_NONE if nbytes is None else gib(nbytes) for nbytes in most), "")
     yield ("verdict", view.state(this.verdict), view.state(other.verdict), "")
@@ -63,6 +64,7 @@ def _is_whole(side: ComparedRun) -> bool:
 def _received(this: ComparedRun, other: ComparedRun) -> Iterator[Row]:
     for network in ("ici", "dcn"):
         mine, its = getattr(this.total_received, network), getattr(other.total_received, network)
+        # A single slice has no DCN traffic; a row of zeros would say nothing.
         if not mine and not its:
             continue
         yield _row(f"received over {network.upper()}", mine, its, _size)
@@ -99,6 +101,7 @@ def _utilization(side: ComparedRun) -> float | None:
 
 
 def _row(name: str, this: float | None, other: float | None, show: Callable[[float], str]) -> Row:
+    # No ratio where a side has no figure, or zero: adapters have no gathered frozen weights in a full run.
     ratio = f"{other / this:.2f}" if this and other else ""
     return (name, _NONE if this is None else show(this), _NONE if other is None else show(other), ratio)
 

@@ -1,7 +1,7 @@
-"""Verdicts as one self-contained page: no network, and nothing is lost without scripts.
+"""Verdicts as one self-contained page: it needs no network, and is complete without scripts.
 
-Each target is a *panel* that shows what the terminal shows, with a bar, a treemap and bars of time; with several
-targets a table that compares them stands in front, and a script shows one panel at a time.
+Each target is a *panel* with the content of the terminal report, and with a bar, a treemap and bars of time. With
+several targets a table that compares them comes first, and a script shows one panel at a time.
 """
 
 import re
@@ -28,7 +28,7 @@ from levanter.plan.verdict import ProgramVerdict, Verdict
 
 MOST_ARRAYS = 600
 """Arrays shown individually on a page, over all targets: with more it would be slow to read and to load."""
-# Nothing may be fetched, whatever got into the page.
+# The browser fetches nothing, even if text of a config or checkpoint were taken for markup.
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
     "form-action 'none'"
@@ -36,21 +36,22 @@ _POLICY = (
 
 
 def to_html(verdicts: Sequence[Verdict], *, more: Sequence[tuple[str, str]] = ()) -> str:
-    """The page.
+    """The page as HTML.
 
     Args:
         verdicts: one for each target.
-        more: titles and plain texts to add at the end, such as what a search found.
+        more: titles and plain texts to add at the end, such as the result of a search.
     """
     names = {verdict.plan.entry_point: None for verdict in verdicts if verdict.plan is not None}
     title = f"Preflight: {', '.join(names) or 'no run'} on {', '.join(verdict.target for verdict in verdicts)}"
     ids = _ids(verdicts)
     body: list[Content] = [
         tag("h1", title),
-        tag("p", f"Times are {view.MODELLED}; bytes are the compiler's where it was asked.", class_="soft"),
+        tag("p", f"Times are {view.MODELLED}; bytes are the compiler's where it was run.", class_="soft"),
     ]
     if len(verdicts) > 1:
         body += [_comparison(verdicts, ids), _tabs(verdicts, ids)]
+    # The bound is over all panels, since every panel is in the page even while a script hides it.
     most = max(60, min(300, MOST_ARRAYS // max(len(verdicts), 1)))
     body += [_panel(verdict, id_, most) for verdict, id_ in zip(verdicts, ids, strict=True)]
     body += [section(heading, tag("pre", text)) for heading, text in more]
@@ -68,7 +69,7 @@ def _part(name: str) -> str:
 
 
 def _ids(verdicts: Sequence[Verdict]) -> list[str]:
-    """A name for each panel that can stand in an address: the target's, numbered where two are alike."""
+    """An anchor for each panel: the target's name in URL characters, numbered where two are equal."""
     ids: list[str] = []
     for number, verdict in enumerate(verdicts, 1):
         name = re.sub(r"[^a-z0-9]+", "-", verdict.target.lower()).strip("-") or "target"
@@ -124,6 +125,7 @@ def _panel(verdict: Verdict, id_: str, most: int) -> Html:
         tag("p", f"mesh {verdict.plan.mesh}", class_="soft") if verdict.plan is not None else "",
         _tiles(verdict),
     ]
+    # Findings explain a refusal; inputs that were not checked are listed at the end instead.
     if verdict.exit_code and (wrong := view.findings(verdict)):
         content.append(section("What is wrong", bullet_list(wrong)))
     if reasons := view.reasons(verdict):
@@ -153,7 +155,7 @@ def _serving(sheet: ReportTable) -> Content:
 
 
 def _tiles(verdict: Verdict) -> Html:
-    """The figures one looks for first."""
+    """The main figures: memory, time, utilization and loading."""
     figures: list[tuple[str, str, str]] = []
     occupancy, most = view.occupancy(verdict), view.most_bytes(verdict)
     if most is not None:
@@ -251,7 +253,10 @@ def _time(verdict: Verdict, program: ProgramVerdict) -> Content:
     time = program.time
     if time is None:
         return ""
+    # Bars in sequence are the schedule: modules one after the other, then the
+    # communication that they do not hide.
     compute = timing.large_modules(program)
+    # The bar and the table use the same color for a module.
     colors = charts.module_classes([part.name for part in compute])
     pieces = [(part.name, part.seconds, colors[part.name]) for part in compute]
     if time.exposed:
@@ -281,6 +286,7 @@ def _time(verdict: Verdict, program: ProgramVerdict) -> Content:
     summary += "with the compiler's own cycles, and all communication that it does not hide."
     if time.calibration.estimate:
         summary = f"{timing.time_text(time)}."
+    # All columns but the name: one for each pass, the sum, and the share.
     numbers = tuple(range(1, len(passes) + 3))
     return section(
         f"Time of one {program.name}",
@@ -323,6 +329,8 @@ def _collectives(program: ProgramVerdict) -> Content:
     rows: list[list[Content]] = []
     for wire in traffic:
         for number, traffic in enumerate(wire.kinds):
+            # Times belong to the links, which all kinds of collectives share,
+            # so they appear in the first row alone.
             times = ["not known" if t is None else seconds_text(t) for t in (wire.busy, wire.exposed)]
             shown = times if number == 0 else ["", ""]
             where = [wire.over, wire.network] if number == 0 else ["", ""]
@@ -358,6 +366,7 @@ def _programs(verdict: Verdict) -> Content:
         outcome, budget = program.outcome, verdict.budget
         if isinstance(outcome, Compiled):
             memory = outcome.memory
+            # Results that alias donated inputs take no new bytes.
             sizes = (memory.argument, memory.output - memory.alias, memory.temp, memory.generated_code)
             peak = gib(program.peak_bytes or 0)
             rows.append([program.name, "fits", *map(gib, sizes), peak, seconds_text(outcome.compile_seconds)])

@@ -54,6 +54,7 @@ def _bytes(verdict: Verdict, report: ServingReport) -> ReportTable:
     rows = [(name, gib(nbytes)) for name, nbytes in memory.groups.items()]
     rows.append(("temporaries", gib(memory.temporaries)))
     if memory.free is not None:
+        # A negative remainder is shown as an excess.
         rows.append(("free", gib(memory.free)) if memory.free >= 0 else ("too much", gib(-memory.free)))
     how = "as compiled, the largest of all Programs" if memory.compiled else "assumed, because nothing is compiled"
     positions, nbytes = memory.page
@@ -75,6 +76,7 @@ def _bytes(verdict: Verdict, report: ServingReport) -> ReportTable:
     limit = "" if memory.limit is None else f" of {gib(memory.limit)}"
     title = f"{count_text(served.rows, 'row')} on each {one}{limit}"
     if served.shards > 1:
+        # Each shard of the batch holds its rows; the bytes are those of one device of a shard.
         title = f"{served.rows:,} rows in {served.shards} shards, on each {one}{limit}"
     return ReportTable(title=f"bytes of {title}", header=(), rows=tuple(rows), sentences=tuple(sentences))
 
@@ -104,6 +106,7 @@ def _prompts(report: ServingReport) -> ReportTable:
 
 
 def _call(call: PrefillCall, what: str) -> tuple[str, ...]:
+    # A bucket has the name of its Program; a single prompt is named by its length.
     name = call.name if call.name in call.calls else f"a prompt of {call.name}"
     return (name, what, *_timed(call.time, call.floor))
 
@@ -127,6 +130,7 @@ def _loads(report: ServingReport) -> ReportTable:
     if any(load.time is None for load in report.loads):
         sentences.append("not compiled: tokens/s/chip at the roofline, which no program exceeds")
     if len(served.decode) == 1 and len(report.loads) > 1:
+        # Without buckets of rows the only Program always computes `max_rows` rows.
         sentences.append(f"fewer rows take as long as {served.rows}: one Program serves all of them")
     if report.compute_bound is not None:
         bound = "reading the cache always grows with the rows"
@@ -144,6 +148,7 @@ def _loads(report: ServingReport) -> ReportTable:
 
 def _load(load: DecodeLoad, *, priced: bool) -> tuple[str, ...]:
     time, within, floor, share, binds = _timed(load.time, load.floor)
+    # Without a compiled time the rate is that of the roofline, an upper bound.
     at_most = "" if load.time is not None else "≤ "
     cells = (f"{load.rows:,}", time, within, at_most + three_digits(load.rate), floor, share, binds)
     return (*cells, three_digits(load.dollars)) if priced and load.dollars is not None else cells
@@ -162,7 +167,7 @@ def _start(report: ServingReport) -> ReportTable:
 
 
 def serving_values(verdict: Verdict) -> dict[str, Any] | None:
-    """The same as plain values; None for runs that generate no text."""
+    """The serving section as plain JSON values; None for runs that generate no text."""
     report = serving_report(verdict)
     if report is None:
         return None
@@ -236,6 +241,7 @@ def as_text(sheets: Sequence[ReportTable]) -> list[str]:
     """The tables as lines."""
     lines: list[str] = []
     for sheet in sheets:
+        # The header may be empty or longer than a row (a price that is known for some rows only).
         width = max(map(len, (sheet.header, *sheet.rows)))
         align: list[Align] = ["left" if n in sheet.text_columns else "right" for n in range(width)]
         lines += ["", *paragraph(sheet.title, indent=0)]

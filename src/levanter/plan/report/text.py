@@ -1,8 +1,8 @@
 """Verdicts as plain text for a terminal or a file: no colors, at most 110 columns.
 
-One target: the verdict, its stages, where the bytes of a chip go, what loading takes, each Program, its collectives and
-its time, what is not known. Several: a table that compares them, then why each of those that were refused was; for the
-details one asks for one target, or for the page.
+One target: the verdict, its stages, the bytes on a chip, loading, each Program, its collectives and its time, and what
+is not known. Several targets: a table that compares them, then the reasons for each refusal; the details are in the
+report of one target, and on the page.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ _BAR = 44
 
 
 def render(verdicts: Sequence[Verdict]) -> str:
-    """The verdicts as text, in the order they are given."""
+    """The verdicts as text, in the given order."""
     lines = _one(verdicts[0]) if len(verdicts) == 1 else _several(verdicts)
     return visible("\n".join(lines)) + "\n"
 
@@ -41,6 +41,7 @@ def _several(verdicts: Sequence[Verdict]) -> list[str]:
     for verdict in verdicts:
         if verdict.exit_code:
             lines += ["", *_heading(verdict), *_wrong(verdict)]
+    # Targets share a config, so what is unchecked for one is unchecked for all: each line once.
     lines_ = [line for verdict in verdicts for line in view.unchecked(verdict)]
     lines += _listed("not checked here", tuple(dict.fromkeys(lines_)))
     return [*lines, "", "  for details, plan one target at a time, or write the page with --html FILE"]
@@ -71,6 +72,7 @@ def comparison(verdicts: Sequence[Verdict]) -> list[str]:
                 _share_or_dash(timing.exposed_share(time) if time is not None else None),
             )
         )
+    # A target whose run cannot be described has no plan; any other one names the command.
     what = next((f"{v.plan.entry_point}: " for v in verdicts if v.plan is not None), "")
     lines = [
         *paragraph(f"{what}{count_text(len(verdicts), 'target')} (times are {view.MODELLED})", indent=0),
@@ -112,7 +114,7 @@ def _heading(verdict: Verdict) -> list[str]:
 
 
 def _stages(verdict: Verdict) -> list[str]:
-    """What was done, one line each; messages may take more."""
+    """One entry for each stage; long messages continue on further lines."""
     if not verdict.stages:
         return []
     names = max(len(stage.name) for stage in verdict.stages)
@@ -142,7 +144,7 @@ def _title(text: str) -> list[str]:
 
 
 def _bytes(verdict: Verdict) -> list[str]:
-    """Where the bytes of a chip go, stacked against its memory."""
+    """The bytes on a chip by group, stacked against its memory."""
     occupancy = view.occupancy(verdict)
     if occupancy is None:
         return []
@@ -157,9 +159,11 @@ def _bytes(verdict: Verdict) -> list[str]:
     for segment in occupancy.segments:
         piece = bar(begin / occupancy.scale, segment.nbytes / occupancy.scale, width=_BAR, mark=mark)
         rows.append((segment.name, gib(segment.nbytes), _share(segment.nbytes, occupancy), f"▕{piece}▏"))
+        # Each row's piece begins where the one before it ended, so the column reads as one stacked bar.
         begin += segment.nbytes
     if occupancy.free is not None:
         over = occupancy.free < 0
+        # What exceeds the limit is drawn after the mark; free memory is an empty piece.
         beyond = -occupancy.free if over else 0
         piece = bar((occupancy.limit or 0) / occupancy.scale, beyond / occupancy.scale, width=_BAR, mark=mark)
         what = ("too much", gib(-occupancy.free)) if over else ("free", gib(occupancy.free))
@@ -181,6 +185,7 @@ def _largest(verdict: Verdict) -> list[str]:
     if verdict.budget is None or not verdict.budget.residents:
         return []
     residents = view.largest(verdict.budget.residents, LARGEST)
+    # Bytes are right-aligned, and the second line of an array is indented past them.
     size = max(len(gib(resident.nbytes)) for resident in residents)
     lines = _title(f"largest of {count_text(len(verdict.budget.residents), 'array')} on a {view.holder(verdict)}")
     for resident in residents:
@@ -213,7 +218,7 @@ def _loading(load: LoadBudget | None) -> list[str]:
 
 
 def _programs(verdict: Verdict) -> list[str]:
-    """Each Program as the compiler sees it."""
+    """The compiler's figures of each Program."""
     if not verdict.programs:
         return []
     rows = []
@@ -226,12 +231,15 @@ def _programs(verdict: Verdict) -> list[str]:
             memory = outcome.memory
             sizes = (
                 memory.argument,
+                # Results that alias donated inputs take no new bytes.
                 memory.output - memory.alias,
                 memory.temp,
                 memory.generated_code,
                 *((program.coresident_bytes,) if coresident else ()),
             )
             peak = gib(program.peak_bytes or 0)
+            # CPU and GPU compilers accept a Program that exceeds the memory, and no
+            # TPU compiler counts co-resident arrays.
             state = "does not fit" if limit is not None and (program.peak_bytes or 0) > limit else "fits"
             rows.append((program.name, state, *map(gib, sizes), peak, seconds_text(outcome.compile_seconds)))
         else:
@@ -241,6 +249,8 @@ def _programs(verdict: Verdict) -> list[str]:
             state = "refused" if refused else "not compiled" if program.bound is None else "by arithmetic"
             if program.bound is not None and not refused:
                 tail = (gib(program.peak_bytes or 0), "")
+            # New results, temporaries, code and, if there is such a column,
+            # resident bytes are known to a compiler only.
             blanks = [""] * (4 if coresident else 3)
             rows.append((program.name, state, gib(inputs) if inputs is not None else "", *blanks, *tail))
     front = ("program", "", "inputs", "new results", "temporaries", "code")
@@ -258,16 +268,17 @@ def _programs(verdict: Verdict) -> list[str]:
 
 
 def _time(verdict: Verdict, program: ProgramVerdict) -> list[str]:
-    """How long one execution takes, and what of."""
+    """The time of one execution, by module and pass."""
     time = program.time
     if time is None:
         return []
     lines = _title(f"time of one {program.name}: {timing.time_text(time)} ({timing.basis(time)})")
     compute = timing.large_modules(program)
+    # At least the sum of the pieces, so that rounding does not make them longer than the bar.
     scale = max(time.expected, sum(part.seconds for part in compute) + time.exposed, 1e-12)
     passes = timing.passes(compute)
     names = max(len(name) for name in ["exposed communication", *(part.name for part in compute)])
-    # Beside the bar: margins, its own ends, and a column of seconds for each pass and for all of them.
+    # The bar gets what the margins, its two end marks and the columns of seconds (one a pass, one for all) leave.
     width = max(16, min(_BAR, WIDTH - names - 11 * (len(passes) + 1) - 7))
     rows, begin = [], 0.0
     for part in compute:
@@ -309,6 +320,7 @@ def _collectives(program: ProgramVerdict) -> list[str]:
     rows = []
     for wire in traffic_by_links:
         for number, traffic in enumerate(wire.kinds):
+            # Times belong to the links, which all kinds of collectives over these axes share.
             first = number == 0
             rows.append(
                 (

@@ -1,4 +1,4 @@
-"""Plain text: tables whose columns line up, bars of block characters, paragraphs. At most `WIDTH` columns wide."""
+"""Plain text of at most `WIDTH` columns: aligned tables, bars of block characters, wrapped paragraphs."""
 
 import re
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from levanter.html.format import columns, visible
 
 WIDTH = 110
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
-# A number and its unit are one word.
+# Words for wrapping; a number and its unit are one word, so that no line ends between them.
 _WORD = re.compile(r" *[^ ]*\d (?:GiB|MiB|KiB|B|GB/s|days|h|min|s|ms|µs|%)(?=[ ,;:.)]|$)[,;:.)]*| *[^ ]+")
 Align = Literal["left", "right"]
 
@@ -21,10 +21,11 @@ def table(
     indent: int = 2,
     gap: int = 2,
 ) -> list[str]:
-    """Rows whose columns line up; the widest left-aligned column is cut where the line would be too long."""
+    """Aligned rows; the widest left-aligned column is cut where the line would exceed `WIDTH`."""
     if not rows:
         return []
     cells = [[visible(cell).replace("\n", " ") for cell in row] for row in ([header, *rows] if header else rows)]
+    # Widths are in terminal columns: some characters take two, and combining ones none.
     widths = [max(columns(row[n]) for row in cells) for n in range(len(align))]
     excess = indent + sum(widths) + gap * (len(widths) - 1) - WIDTH
     if excess > 0:
@@ -39,7 +40,7 @@ def table(
 
 
 def cut(text: str, width: int) -> str:
-    """The text in at most `width` columns; what is left out is in front, because paths differ at their ends."""
+    """The text in at most `width` columns, cut at the front, because paths differ at their ends."""
     if columns(text) <= width:
         return text
     kept = text
@@ -54,13 +55,13 @@ def _pad(text: str, width: int, side: Align) -> str:
 
 
 def paragraph(text: str, *, indent: int = 2, hanging: int = 2, mark: str = "") -> list[str]:
-    """Text wrapped to the width; its own line breaks stay, and so does the indentation behind them.
+    """Text wrapped to the width; its line breaks stay, and so does the indentation of each line.
 
     Args:
-        text: what is said.
+        text: the text.
         indent: of every line.
-        hanging: of the lines that continue one, beyond `indent`.
-        mark: in front of the first line, such as `• `.
+        hanging: of continuation lines, in addition to `indent`.
+        mark: before the first line, such as `• `.
     """
     lines: list[str] = []
     for number, line in enumerate(visible(text).split("\n")):
@@ -72,9 +73,9 @@ def paragraph(text: str, *, indent: int = 2, hanging: int = 2, mark: str = "") -
 
 
 def _wrapped(text: str, first: str, later: str) -> list[str]:
-    """Words one after another while they fit; a word that fits no line is broken."""
+    """Wraps words into lines; a word that is longer than a line is broken."""
     lines, line, empty = [], first, True
-    # Runs of spaces stay where a line does not end in them: columns inside a text line up.
+    # Runs of spaces inside a line stay, so that columns inside a text keep their alignment.
     for word in _WORD.findall(text):
         if not empty and columns(line) + columns(word) > WIDTH:
             lines.append(line)
@@ -82,6 +83,7 @@ def _wrapped(text: str, first: str, later: str) -> list[str]:
         rest = word.lstrip(" ") if empty and line == later else word
         while columns(line) + columns(rest) > WIDTH:
             available = WIDTH - columns(line)
+            # The longest prefix that fits, and at least one character, or the loop would not end.
             taken = next(n for n in range(len(rest), 0, -1) if columns(rest[:n]) <= available or n == 1)
             lines.append(line + rest[:taken])
             line, rest = later, rest[taken:]
@@ -90,17 +92,19 @@ def _wrapped(text: str, first: str, later: str) -> list[str]:
 
 
 def bar(begin: float, length: float, *, width: int, mark: float | None = None) -> str:
-    """A piece of a bar on a scale from 0 to 1: `begin` of it empty, `length` of it full, to an eighth of a column.
+    """A piece of a bar on a scale from 0 to 1, drawn to an eighth of a column.
 
     Args:
         begin: where the piece starts.
-        length: how long it is; anything above nothing shows at least a sliver.
+        length: its length; any positive length shows at least an eighth of a column.
         width: columns of the whole scale.
-        mark: a place on the scale that is marked with a line where nothing covers it.
+        mark: a position on the scale that is marked with a line where the piece does not cover it.
     """
+    # Both ends in eighths of a column.
     first, last = round(begin * width * 8), round((begin + length) * width * 8)
     if length > 0:
         last = max(last, first + 1)
+        # A sliver at the very end is moved back into the bar.
         overhang = max(0, last - width * 8)
         first, last = first - overhang, last - overhang
     cells = [" "] * width
@@ -109,7 +113,8 @@ def bar(begin: float, length: float, *, width: int, mark: float | None = None) -
         filled_from = max(first - 8 * column, 0)
         if filled_to <= filled_from:
             continue
-        # Blocks grow from the left only; one that begins inside a column is shown from its left edge.
+        # Block characters fill from the left, except the right half `▐`; other pieces that begin inside a column are
+        # drawn from its left edge.
         cells[column] = "▐" if filled_from >= 4 and filled_to == 8 else _EIGHTHS[filled_to]
     if mark is not None:
         column = min(width - 1, max(0, round(mark * width) - 1))

@@ -1,4 +1,4 @@
-"""What is said of one Program of a verdict: its time by module, its traffic by link, its rate.
+"""Figures of one Program for the reports: its time by module, its traffic by link, its rate.
 
 *LinkTraffic*: the collectives over one set of mesh axes, which share their links. *ModuleTime*: the compute time of one
 module.
@@ -15,7 +15,7 @@ from levanter.plan.report import view
 from levanter.plan.step_time_model import StepTime
 from levanter.plan.verdict import ProgramVerdict, Verdict
 
-# Names that only hold others.
+# Modules that only contain others: their children are the modules of the report.
 _TRUNK = frozenset(("transformer", "layers", "stacked", "model", "blocks"))
 
 
@@ -35,12 +35,14 @@ class ModuleTime:
 
 
 def module_times(program: ProgramVerdict) -> tuple[ModuleTime, ...]:
-    """The compute time of a Program by module, largest first; with what is exposed it adds up to `time.expected`."""
+    """The compute time of a Program by module, largest first; with exposed communication it adds up to the schedule."""
     figures, time = view.figures(program), program.time
     if time is not None and time.calibration.estimate:
         return (ModuleTime(name="compute and memory", seconds=time.kernels_expected, during={}),)
     if figures is None or time is None:
         return ()
+    # Seconds of one estimated cycle; the compiler states cycles by operation,
+    # and the calibration scales all alike.
     per_cycle = time.cycle_scale * time.cycles / max(figures.total_cycles, 1)
     sums: dict[str, Counter[str]] = defaultdict(Counter)
     for scope, cycles in figures.cycles.items():
@@ -55,6 +57,7 @@ def module_times(program: ProgramVerdict) -> tuple[ModuleTime, ...]:
         if passes.total()
     ]
     if time.kernels_expected:
+        # Hand-written kernels have no cycles of the compiler, so they are a row of their own.
         rows.append(ModuleTime(name="kernels", seconds=time.kernels_expected, during={}))
     if time.copies:
         rows.append(ModuleTime(name="copies of arrays", seconds=time.copies, during={}))
@@ -62,24 +65,24 @@ def module_times(program: ProgramVerdict) -> tuple[ModuleTime, ...]:
 
 
 def basis(time: StepTime) -> str:
-    """What a time rests on, in three words."""
+    """How a time was obtained, in three words."""
     return view.ESTIMATE if time.calibration.estimate else view.MODELLED
 
 
 def time_text(time: StepTime) -> str:
-    """The figure to plan with, and the range it stands in: `5.93 s, within 4.03–6.14 s`."""
+    """The expected time and its range: `5.93 s, within 4.03–6.14 s`."""
     within = f", within {span_text(time.low, time.high)}" if time.low < time.high else ""
     return seconds_text(time.expected) + within
 
 
 def passes(shown: Sequence[ModuleTime]) -> list[str]:
-    """The passes that the parts are divided in, in their order; none where there is one only."""
+    """The passes into which modules are divided, in order; none where there is only one."""
     names = [name for name in ("forward", "remat", "backward") if any(name in part.during for part in shown)]
     return names if len(names) > 1 else []
 
 
 def bounds(program: ProgramVerdict) -> tuple[tuple[str, float], ...]:
-    """What a Program would take if all but one thing cost nothing: the low end of its time is the largest of these."""
+    """The lower bounds of a Program's time, by resource; the low end of its time is the largest of them."""
     time = program.time
     if time is None:
         return ()
@@ -90,11 +93,12 @@ def bounds(program: ProgramVerdict) -> tuple[tuple[str, float], ...]:
         rows += [(f"links {wire.over} ({wire.network})", wire.busy) for wire in wires(program) if wire.busy]
     rows += [("activations sent to host memory", time.transfers)]
     rows.append(("model FLOPs at peak", time.peak))
+    # Bounds below a thousandth of the time are noise in a table.
     return tuple((name, seconds) for name, seconds in rows if seconds > time.expected / 1000)
 
 
 def suspicions(time: StepTime) -> tuple[str, ...]:
-    """Sentences about bounds of a time that cannot be true beside its compiled schedule."""
+    """Sentences about bounds that contradict the compiled schedule."""
     schedule = time.compute + time.exposed
     return tuple(
         f"suspect: bound by {name}, {seconds_text(seconds)}, which is {seconds / schedule:.1f} times the schedule as "
@@ -104,9 +108,10 @@ def suspicions(time: StepTime) -> tuple[str, ...]:
 
 
 def large_modules(program: ProgramVerdict) -> tuple[ModuleTime, ...]:
-    """The same as `module_times`, modules of less than a thousandth of the time put together at the end."""
+    """`module_times` with the modules below a thousandth of the time merged into one at the end."""
     modules, time = module_times(program), program.time
     small = [part for part in modules if time is not None and part.seconds < time.expected / 1000]
+    # Merging a single module would hide its name and save no row.
     if len(small) < 2:
         return modules
     during: Counter[str] = Counter()
@@ -142,9 +147,9 @@ class LinkTraffic:
     Attributes:
         over: the mesh axes, as text.
         network: `ICI`, `DCN` or `unknown`.
-        kinds: what runs over them, most bytes first.
+        kinds: the collectives by kind, most bytes first.
         busy: seconds in use; `None` where the time is not known.
-        exposed: seconds that nothing hides.
+        exposed: seconds that the schedule does not hide.
     """
 
     over: str
@@ -184,12 +189,12 @@ def wires(program: ProgramVerdict) -> tuple[LinkTraffic, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """How fast one Program goes.
+    """The throughput of one Program.
 
     Attributes:
         tokens_per_second_per_chip: at the high and the low end of its time.
-        expected: the same at the time to plan with.
-        items_per_second: of the workload's own unit, over all chips, at the time to plan with.
+        expected: the same at the expected time.
+        items_per_second: items of the workload's unit, over all chips, at the expected time.
     """
 
     tokens_per_second_per_chip: tuple[float, float]
@@ -198,7 +203,7 @@ class Rate:
 
 
 def rate(verdict: Verdict, program: ProgramVerdict) -> Rate | None:
-    """What the modelled time makes of a Program's workload."""
+    """The throughput that follows from a Program's modelled time and workload."""
     work, time, number = program.workload, program.time, view.chips(verdict)
     if work is None or time is None or not number or time.low <= 0:
         return None
@@ -210,8 +215,9 @@ def rate(verdict: Verdict, program: ProgramVerdict) -> Rate | None:
 
 
 def utilization(program: ProgramVerdict, ends: tuple[float, float] | None) -> float | None:
-    """MFU at the time to plan with, from that at the high and the low end."""
+    """MFU at the expected time, from its values at the high and the low end of the time."""
     time = program.time
+    # MFU is inversely proportional to the time, so one end gives every other value.
     return None if time is None or ends is None else ends[0] * time.high / time.expected
 
 
@@ -227,5 +233,5 @@ def utilization_text(program: ProgramVerdict, ends: tuple[float, float] | None) 
 
 
 def exposed_share(time: StepTime) -> float:
-    """The share of a step that is communication which nothing hides."""
+    """The share of a step that is exposed communication."""
     return time.exposed / time.expected if time.expected > 0 else 0.0

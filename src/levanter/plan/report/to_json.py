@@ -1,7 +1,7 @@
-"""Verdicts as plain values, for `--json` and whoever reads it.
+"""Verdicts as plain values, for `--json`.
 
-The names of keys are a promise: they carry their unit (`_bytes`, `_seconds`), ranges are `{"low": …, "high": …}`, and
-what is not known is `null`. `schema` grows when a key changes its meaning or goes; keys may be added.
+The keys are a public format: they carry their unit (`_bytes`, `_seconds`), ranges are `{"low": …, "high": …}`, and
+unknown values are `null`. `schema` grows when a key is removed or changes its meaning; keys may be added.
 """
 
 import math
@@ -120,6 +120,7 @@ def _program(verdict: Verdict, program: ProgramVerdict) -> dict[str, Any]:
         "name": program.name,
         "outcome": {Compiled: "fits", Refused: "refused"}.get(type(outcome), "not compiled"),
         "input_bytes": None if verdict.budget is None else verdict.budget.arguments.get(program.name),
+        # Some keys have older names than the attributes; they stay, because programs read them.
         "beside_bytes": program.coresident_bytes,
         "bound_bytes": program.bound,
         "peak_bytes": program.peak_bytes,
@@ -213,20 +214,22 @@ def _time(program: ProgramVerdict) -> dict[str, Any] | None:
 
 
 def _range(pair: tuple[float, float] | None) -> dict[str, float] | None:
+    # Some pairs go from the high end of the time to the low one (rates): the smaller value is always `low`.
     return None if pair is None else {"low": min(pair), "high": max(pair)}
 
 
 def _expecting(range_: dict[str, float] | None, expected: float | None) -> dict[str, float] | None:
-    """A range with the figure to plan with."""
+    """A range with its expected value."""
     return range_ if range_ is None or expected is None else {**range_, "expected": expected}
 
 
 def _plain(value: object) -> Any:
-    """The same values as JSON has words for: no infinite numbers (`null`), no halves of characters (spelled out)."""
+    """The values as strict JSON: `null` for numbers that are not finite, escapes for lone surrogates in strings."""
     if isinstance(value, dict):
         return {_plain(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, list):
         return [_plain(entry) for entry in value]
     if isinstance(value, str):
+        # File names that are not UTF-8 come as lone surrogates, which no UTF-8 writer accepts.
         return value.encode("utf-8", "backslashreplace").decode("utf-8")
     return None if isinstance(value, float) and not math.isfinite(value) else value

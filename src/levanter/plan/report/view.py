@@ -1,7 +1,7 @@
-"""What a verdict says, worked out once for every form it is shown in: terminal, page, JSON.
+"""Figures of a verdict that all reports share: terminal, page, JSON.
 
-*Occupancy*: what a chip holds while the program with the largest inputs runs: its inputs by group, padding of their
-layout, what is made on the way, and what stays free. What is said of one Program is in `timing`.
+*Occupancy*: the bytes on a chip while the program with the largest inputs runs: its inputs by group, padding of their
+layout, temporaries, and free memory. Figures of one Program are in `timing`.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,9 @@ State = Literal["fits", "not compiled", "does not fit", "not decided", "bad inpu
 
 
 def state(verdict: Verdict) -> State:
-    """The verdict in a word or three."""
+    """The verdict in one to three words."""
     if verdict.exit_code == OK:
+        # `fits` is None where nothing was compiled: exit code 0 then means that no check refused the run.
         return "fits" if verdict.fits else "not compiled"
     named: dict[int, State] = {
         BAD_INPUT: "bad input",
@@ -39,7 +40,7 @@ def state(verdict: Verdict) -> State:
 
 
 def headline(verdict: Verdict) -> str:
-    """The headline without the state it may begin with, beside which it is shown."""
+    """The headline without its leading state, which reports show separately."""
     start = f"{state(verdict)}:"
     text = verdict.headline
     return text[len(start) :].strip() if text.lower().startswith(start) else text
@@ -56,14 +57,14 @@ def place(verdict: Verdict) -> str:
 
 
 def chips(verdict: Verdict) -> int | None:
-    """How many chips the target has; devices, where chips are not told apart from them."""
+    """The number of chips of the target; of devices where chips are not known."""
     if verdict.accelerator is not None:
         return verdict.accelerator.chips
     return verdict.plan.target.devices if verdict.plan is not None else None
 
 
 def holder(verdict: Verdict) -> str:
-    """What has a memory of its own: a `chip`, or a `device` where a chip is several or none is known."""
+    """The word for a unit of memory: `chip`, or `device` where a chip has several devices or is not known."""
     pod = verdict.accelerator
     return "chip" if pod is not None and pod.devices == pod.chips else "device"
 
@@ -78,13 +79,13 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class Occupancy:
-    """What a chip holds.
+    """The bytes on a chip while one Program runs.
 
     Attributes:
-        program: while which Program runs.
+        program: its name.
         source: `compiled` or `refused` (the compiler's figures), or `arithmetic` (inputs alone).
-        segments: what takes the room, in the order it is stacked.
-        limit: what there is; `None` where that is not limited.
+        segments: bytes by group, in the order in which they are stacked.
+        limit: memory of a chip; `None` where it is not limited.
     """
 
     program: str
@@ -104,20 +105,22 @@ class Occupancy:
 
     @property
     def scale(self) -> int:
-        """The length of a bar that shows all of it and the limit."""
+        """The bytes at the full length of a bar that shows both the sum and the limit."""
         return max(self.used, self.limit or 0, 1)
 
 
 def occupancy(verdict: Verdict) -> Occupancy | None:
-    """The bytes of the Program with the largest inputs, whose groups the budget has."""
+    """The bytes on a chip while the Program with the largest inputs runs, for which the budget has groups."""
     budget = verdict.budget
     if budget is None or not budget.arguments:
         return None
+    # Only the Program with the largest inputs has its bytes by group in the budget.
     name = budget.largest or max(budget.arguments, key=lambda n: budget.arguments[n])
     inputs = budget.arguments[name]
     segments = [Segment(name=group, nbytes=nbytes) for group, nbytes in budget.groups.items() if nbytes]
     outcome = next((p.outcome for p in verdict.programs if p.name == name), None)
     if isinstance(outcome, Compiled):
+        # The compiler counts arguments in tiles; what that adds to the arrays' own bytes is padding.
         padding = max(0, outcome.memory.argument - inputs)
         peak = outcome.peak_bytes
     elif isinstance(outcome, Refused):
@@ -125,6 +128,8 @@ def occupancy(verdict: Verdict) -> Occupancy | None:
     else:
         padding, peak = 0, inputs
     temporaries = max(0, peak - inputs - padding)
+    # Gradients are among the temporaries. With microbatches the compiler may
+    # keep fewer alive than arithmetic has.
     gradients = min(budget.gradients, temporaries)
     extra = {PADDING: padding, GRADIENTS: gradients, TEMPORARIES: temporaries - gradients}
     segments += [Segment(name=group, nbytes=nbytes) for group, nbytes in extra.items() if nbytes]
@@ -135,7 +140,7 @@ def occupancy(verdict: Verdict) -> Occupancy | None:
 
 
 def most_bytes(verdict: Verdict) -> int | None:
-    """The most bytes that a chip holds in any Program, as far as it is known."""
+    """The most known bytes on a chip over all Programs."""
     known = [p.peak_bytes for p in verdict.programs if p.peak_bytes is not None]
     if verdict.budget is not None:
         known += verdict.budget.arguments.values()
@@ -143,12 +148,12 @@ def most_bytes(verdict: Verdict) -> int | None:
 
 
 def figures(program: ProgramVerdict) -> CompiledFigures | None:
-    """What the compiler's text says of a Program, where there is one."""
+    """The figures from the compiler's text of a Program; None without a text."""
     return program.outcome.figures if isinstance(program.outcome, Compiled) else None
 
 
 def basis_of_all(verdict: Verdict) -> str:
-    """What the times of a verdict's Programs rest on."""
+    """How the times of a verdict's Programs were obtained."""
     return ESTIMATE if any(p.time is not None and p.time.calibration.estimate for p in verdict.programs) else MODELLED
 
 
@@ -163,12 +168,13 @@ def offloading(verdict: Verdict) -> tuple[str, ...]:
 
 
 def main_and_others(verdict: Verdict) -> tuple[tuple[ProgramVerdict, ...], tuple[ProgramVerdict, ...]]:
-    """The Programs to show one by one; and those of loading and saving that fit, which are many and small."""
+    """The Programs to show individually, and the small Programs of loading and saving that fit."""
     if verdict.plan is None:
         return verdict.programs, ()
     moving = {program.name for program in (*verdict.plan.loading, *verdict.plan.saving)}
     limit = verdict.plan.target.limit_bytes if verdict.budget is None else verdict.budget.hbm_bytes
 
+    # Programs of loading and saving are shown only where they are the problem.
     def is_small(program: ProgramVerdict) -> bool:
         fits = program.fits or program.bound is not None
         return program.name in moving and bool(fits) and (limit is None or (program.peak_bytes or 0) <= limit)
@@ -178,19 +184,22 @@ def main_and_others(verdict: Verdict) -> tuple[tuple[ProgramVerdict, ...], tuple
 
 
 def main_program(verdict: Verdict) -> ProgramVerdict | None:
-    """The Program that the job's time is made of: of those with a workload the one that takes longest."""
+    """The Program with most of the job's time: of those with a workload the one that takes longest."""
     working = [p for p in verdict.programs if p.workload is not None]
     timed = [p for p in working if p.time is not None]
 
     def length(p: ProgramVerdict) -> float:
         return p.job_seconds[1] if p.job_seconds else p.time.high if p.time else 0.0
 
+    # Without times any Program with a workload, and in a plan without workloads
+    # any Program, stands for the run.
     candidates: Sequence[ProgramVerdict] = timed or working or verdict.programs
     return max(candidates, key=length, default=None)
 
 
 def job_seconds(verdict: Verdict) -> tuple[float, float] | None:
     """All Programs of the job, low and high; `None` where one of them has no time."""
+    # One unknown time makes the whole unknown: a sum of the others would read like the job's time.
     working: list[tuple[ProgramVerdict, Workload]] = [(p, p.workload) for p in verdict.programs if p.workload]
     times = [p.job_seconds for p, _ in working]
     if not times or any(t is None for t in times):
@@ -199,7 +208,7 @@ def job_seconds(verdict: Verdict) -> tuple[float, float] | None:
 
 
 def chip_hours(verdict: Verdict) -> tuple[float, float] | None:
-    """What the job takes of a pod that is paid by the chip, low and high; `None` where its time is not known."""
+    """Chip-hours of the job, low and high; `None` where its time or the number of chips is not known."""
     times, number = job_seconds(verdict), chips(verdict)
     if times is None or number is None or verdict.accelerator is None:
         return None
@@ -207,7 +216,7 @@ def chip_hours(verdict: Verdict) -> tuple[float, float] | None:
 
 
 def unknown(verdict: Verdict) -> tuple[str, ...]:
-    """Everything that the model of time leaves out, each once."""
+    """Everything that the time model leaves out, without repetitions."""
     lines = [line for p in verdict.programs if p.time is not None for line in p.time.unknown]
     for program in verdict.programs:
         if isinstance(program.outcome, Compiled) and program.outcome.text_error:
@@ -216,13 +225,13 @@ def unknown(verdict: Verdict) -> tuple[str, ...]:
 
 
 def unchecked(verdict: Verdict) -> tuple[str, ...]:
-    """The inputs that were not looked at here."""
+    """The inputs that could not be checked here."""
     checks = verdict.plan.checks if verdict.plan is not None else ()
     return tuple(f"{check.name}: {check.message}" for check in checks if check.status == "unchecked")
 
 
 def notes(verdict: Verdict) -> tuple[str, ...]:
-    """Every decision that the user did not write, and facts worth knowing."""
+    """Decisions that the config leaves to the program, and other remarks."""
     lines = list(verdict.notes)
     if verdict.plan is not None:
         lines += [f"{check.name}: {check.message}" for check in verdict.plan.checks if check.status == "note"]
@@ -231,26 +240,27 @@ def notes(verdict: Verdict) -> tuple[str, ...]:
 
 
 def findings(verdict: Verdict) -> tuple[str, ...]:
-    """Everything that is wrong, in the order it was found, each once; what was merely not looked at is no fault."""
+    """Everything that is wrong, in order and without repetitions; inputs that were only not checked are no findings."""
     refused = [stage for stage in verdict.stages if stage.status in ("refused", "crashed")]
     lines = dict.fromkeys(line for stage in refused for line in stage.findings or (stage.message,))
     checks = verdict.plan.checks if verdict.plan is not None else ()
     absent = {check.message for check in checks if check.status == "unchecked"}
+    # The config stage lists unchecked inputs with its findings; they have a section of their own.
     return tuple(line for line in lines if not any(line.endswith(message) for message in absent))
 
 
 def reasons(verdict: Verdict) -> tuple[str, ...]:
-    """Why a Program does not fit, and what would."""
+    """Why Programs do not fit, and what would."""
     return tuple(dict.fromkeys(line for program in verdict.programs for line in program.why_not))
 
 
 def largest(residents: Sequence[Resident], count: int) -> list[Resident]:
-    """The residents that take the most room on a chip."""
+    """The residents with the most bytes on a chip."""
     return sorted(residents, key=lambda resident: -resident.nbytes)[:count]
 
 
 def host_memory(load: LoadBudget) -> str:
-    """What a host holds while it loads."""
+    """A phrase about the host memory of loading."""
     text = "buffers; the shards are on the devices"
     if load.host_unit is None:
         return text
@@ -259,7 +269,7 @@ def host_memory(load: LoadBudget) -> str:
 
 
 def load_ceilings(load: LoadBudget) -> str:
-    """What binds loading from an object store, and what would bind it next, in GB/s of a host."""
+    """The bottleneck of loading from an object store, and the next two ceilings, in GB/s of a host."""
     first, *others = load.ceilings
     listed = ", ".join(f"{ceiling} {three_digits(ceiling.gigabytes_per_second)}" for ceiling in others[:2])
     return f"bound by the {first}, {three_digits(first.gigabytes_per_second)} GB/s a host; {listed}"

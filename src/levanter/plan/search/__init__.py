@@ -1,7 +1,7 @@
-"""Which mesh and mappings a run should use on a pod: legal ones ranked by arithmetic, the best few compiled.
+"""Searches the mesh and mappings for a run on a pod: legal layouts ranked by arithmetic, the best few compiled.
 
-`candidates` lists what the model's axis sizes allow, `estimate` prices one without a compiler, `search` compiles the
-best of them and says of the winner's neighbours why they lost. The answer is a YAML fragment.
+`candidates` lists the layouts that the model's axis sizes allow, `estimate` costs one without a compiler, `search`
+compiles the best and explains why the winner's neighbours lost. The result is a YAML fragment.
 """
 
 from levanter.plan.search.candidates import Candidate as Candidate

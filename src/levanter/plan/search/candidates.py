@@ -1,13 +1,13 @@
-"""The legal ways to lay a language model over the devices of a slice.
+"""The legal layouts of a language model on the devices of a slice.
 
-A candidate is a factoring of the devices into `replica × data × context × model × group`, what the parameters are cut
-by beside that, where the residual stream lies between blocks, how many rows of the batch a device handles at a time,
-and for training what is kept for the backward pass. `replica × data` cut the batch; parameters are cut over `data`
-alone, or are whole over both. `context` cuts the positions of long sequences (`LONG`), and parameters like `data`.
-`model × group` together cut what the layers say that tensor parallelism cuts (`Part.tensor_axes`): an axis by itself
-(`mlp`) is cut by both; of axes that share the devices (attention heads: those with keys and values of their own, and
-the query heads within their groups) `model` cuts the first and `group` the second; of a mixture of experts they cut the
-features of each expert, or whole experts in their place. Where it divides, they cut `vocab` too.
+A candidate is a factoring of the devices into `replica × data × context × model × group`, the sharding of parameters
+and of the residual stream between blocks, the number of rows of the batch that a device takes at a time, and for
+training the checkpointing of blocks. `replica × data` shard the batch; parameters are sharded over `data` alone, or
+replicated over both. `context` shards the positions of long sequences (`LONG`), and parameters like `data`. `model ×
+group` together shard the axes that the layers name for tensor parallelism (`Part.tensor_axes`): a single axis (`mlp`)
+is sharded by both; of axes that share the devices (attention heads: kv heads, and the query heads within their groups)
+`model` shards the first and `group` the second; of a mixture of experts they shard the features of each expert, or
+whole experts instead. Where it divides, they shard `vocab` too.
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -20,34 +20,35 @@ from levanter.models.axes import COMPOSITES
 
 Residual = Literal["whole", "embed", "position"]
 Overrides = Mapping[str, Mapping[str, str | list[str] | None]]
-"""Rules for some parameters, as `trainer.mesh.overrides` has them."""
+"""Rules for some parameters, as under `trainer.mesh.overrides`."""
 NO_OVERRIDES: Overrides = MappingProxyType({})
 MLP, EXPERT = "mlp", "expert"
 SCORING_ROWS = (1, 2, 4, 8, 16, 32, 64)
 LONG = 32_768
-"""Positions of a sequence from which they are worth cutting; with fewer, rows are."""
+"""Positions of a sequence from which they are worth sharding; shorter sequences shard rows instead."""
 LEAST_PART = 2_048
-"""Positions that a device keeps: with fewer the exchange takes longer than the products (published, on v5p)."""
+"""Least positions on a device: with fewer the exchange takes longer than the products (published, on v5p)."""
+# Axes of attention and MLPs, which get positions explicitly and so work in zigzag order.
 _IN_ANY_ORDER = frozenset(("kv_head", "q_heads_per_group", "mlp", "expert"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One way to lay out a run.
+    """One layout of a run.
 
     Attributes:
-        data: size of mesh axis `data`, which cuts the batch.
-        replica: size of mesh axis `replica`, which cuts the batch too and no parameter; 1 for no such axis.
+        data: size of mesh axis `data`, which shards the batch.
+        replica: size of mesh axis `replica`, which shards the batch and no parameter; 1 for no such axis.
         model: size of mesh axis `model`.
         group: size of mesh axis `group`; 1 for no such axis.
-        fsdp: whether parameters (and optimizer state) are cut over `data` along `embed`.
-        vocab: whether `vocab` is cut like `mlp`.
-        residual: what the residual stream is cut along over `model × group`, between blocks.
-        rows: rows of the batch for each of the ways it is cut, at a time.
+        fsdp: whether parameters (and optimizer state) are sharded over `data` along `embed`.
+        vocab: whether `vocab` is sharded like `mlp`.
+        residual: the axis of the residual stream that `model × group` shard between blocks.
+        rows: rows of each shard of the batch that are processed at a time.
         remat: `model.gradient_checkpointing`; None for scoring.
         slices: slices that share the batch.
-        cut: what `model × group` cut in the layers, as mappings call it.
-        context: size of mesh axis `context`, which cuts positions; 1 for no such axis.
+        cut: the axes that `model × group` shard in the layers, by their names in mappings.
+        context: size of mesh axis `context`, which shards positions; 1 for no such axis.
     """
 
     data: int
@@ -65,25 +66,25 @@ class Candidate:
 
     @property
     def batch_ways(self) -> int:
-        """Into how many parts the batch is cut."""
+        """The number of shards of the batch."""
         return self.replica * self.data * self.slices
 
     @property
     def tensor_ways(self) -> int:
-        """Into how many parts heads and `mlp` are cut."""
+        """The number of shards of heads and `mlp`."""
         return self.model * self.group
 
     def mesh_options(self, overrides: Overrides = NO_OVERRIDES) -> dict[str, Any]:
-        """What to write under `trainer.mesh:`, every rule of a default that it departs from included.
+        """The options under `trainer.mesh:`, with `null` for every default rule that the layout does not have.
 
         Args:
-            overrides: the run's own rules for some parameters; what of them has a meaning here is kept.
+            overrides: the run's rules for some parameters; those that apply to this mesh are kept.
         """
         tensor: str | list[str] = ["model", "group"] if self.group > 1 else "model"
         axes = {"data": -1, "model": self.model} | ({"group": self.group} if self.group > 1 else {})
         axes |= {"replica": self.replica} if self.replica > 1 else {}
         axes |= {"context": self.context} if self.context > 1 else {}
-        # A device has whole experts, or a part of each.
+        # Sharding whole experts replaces sharding the features of each expert.
         whole = {MLP: None} if EXPERT in self.cut else {}
         options: dict[str, Any] = {
             "axes": axes,
@@ -91,6 +92,8 @@ class Candidate:
             "param_mapping": {"embed": "data" if self.fsdp else None},
         }
         if self.context > 1:
+            # Devices along `context` process other positions of the same rows with
+            # the same weights, so they can shard them.
             options["param_mapping"] = {"embed": ["data", "context"] if self.fsdp else None}
             options |= {"compute_mapping": {"position": "context"}, "attention_mapping": "auto"}
         if self.residual != "whole":
@@ -100,7 +103,7 @@ class Candidate:
         return options
 
     def _kept(self, overrides: Overrides, axes: Set[str]) -> dict[str, dict[str, str | list[str] | None]]:
-        """The rules whose mesh axes there are; where parameters are whole over `data`, none that cuts some over it."""
+        """The rules over mesh axes of this layout; without FSDP none over `data` or `context`."""
         meant = axes if self.fsdp else axes - {"data", "context"}
         by_pattern = {
             pattern: {
@@ -114,7 +117,7 @@ class Candidate:
 
     @property
     def kind(self) -> Literal["cut", "replica", "whole"]:
-        """Whether parameters are cut over all that cuts the batch, over a part of it, or over none."""
+        """Whether parameters are sharded over all mesh axes of the batch, over some of them, or over none."""
         if not self.fsdp:
             return "whole"
         return "cut" if self.replica == 1 else "replica"
@@ -158,17 +161,18 @@ def candidates(
 
     Args:
         sizes: the model's axes: `embed`, `vocab`, and those of `tensor_axes`.
-        tensor_axes: what tensor parallelism cuts in the layers.
+        tensor_axes: the axes of the layers that tensor parallelism shards.
         devices: of one slice.
-        global_batch: rows of a training step, over all slices; None for scoring, where any batch will do.
+        global_batch: rows of a training step, over all slices; None for scoring, which allows any batch.
         slices: slices that share the batch.
     """
     listed: list[Candidate] = []
     for axes in _cuts(sizes, tensor_axes):
         cut = tuple(_name(names) for names in sorted(axes, key=len))
+        # `ways` devices share each row by tensor parallelism; the others take different rows or positions.
         for ways in divisors(devices):
             both = _factored(ways, [tuple(sizes[name] for name in names) for names in axes])
-            # One way cuts nothing, neither experts nor the features inside of them.
+            # With one way nothing is sharded, so the layout with whole experts equals the one without.
             if both is None or (ways == 1 and EXPERT in cut):
                 continue
             divides = sizes["vocab"] % ways == 0
@@ -183,26 +187,27 @@ def candidates(
 
 
 def _contexts(sizes: Mapping[str, int], tensor_axes: Sequence[tuple[str, ...]], devices: int) -> list[int]:
-    """Into how many parts positions may be cut: one, or several of those that are long.
+    """The sizes that the mesh axis `context` may have: 1, and more for long sequences.
 
-    Layers that take positions to be in their own order cannot have them in another; what tensor parallelism cuts in a
-    layer tells attention and MLPs from those.
+    Layers that process positions in order (recurrent ones) do not work in zigzag order; the axes of tensor parallelism
+    tell them from attention and MLPs.
     """
     positions = sizes.get("position", 0)
     if positions < LONG or not {name for axes in tensor_axes for name in axes} <= _IN_ANY_ORDER:
         return [1]
+    # Zigzag order gives each of n devices two runs of positions, so 2 · n must divide them.
     return [n for n in divisors(devices) if n == 1 or (positions % (2 * n) == 0 and positions // n >= LEAST_PART)]
 
 
 def _cuts(sizes: Mapping[str, int], tensor_axes: Sequence[tuple[str, ...]]) -> Iterator[Sequence[tuple[str, ...]]]:
-    """What tensor parallelism may cut: the features of an MLP, or in their place whole experts where there are some."""
+    """The choices of axes for tensor parallelism: features of an MLP, or whole experts instead where there are some."""
     yield tensor_axes
     if EXPERT in sizes and (MLP,) in tensor_axes:
         yield [(EXPERT,) if axes == (MLP,) else axes for axes in tensor_axes]
 
 
 def _placed(base: Candidate, embed: int) -> Iterator[Candidate]:
-    """Where parameters lie beside tensor parallelism: whole, cut over all that cuts the batch, over a part of it."""
+    """The shardings of parameters besides tensor parallelism: none, over all batch axes, over a part of them."""
     yield replace(base, fsdp=False)
     for data in reversed(divisors(base.data)):
         if data * base.context > 1 and embed % (data * base.context) == 0:
@@ -210,15 +215,16 @@ def _placed(base: Candidate, embed: int) -> Iterator[Candidate]:
 
 
 def _factored(ways: int, cuts: Sequence[tuple[int, ...]]) -> tuple[int, int] | None:
-    """The largest `model`, and its `group`, of so many ways in all that divide every cut; None if there are none.
+    """The largest `model` and its `group` whose product is `ways` and that divide every axis; None if there are none.
 
-    An axis by itself is divided by both; of two that share the devices, `model` divides the first.
+    A single axis is divided by the product; of two axes that share the devices, `model` divides the first.
     """
     if any(len(sizes) == 1 and sizes[0] % ways for sizes in cuts):
         return None
     shared = [sizes for sizes in cuts if len(sizes) > 1]
     if not shared:
         return ways, 1
+    # A larger `group` replicates kv heads over more devices, so the largest `model` comes first.
     for model in reversed(divisors(ways)):
         if all(first % model == 0 and second % (ways // model) == 0 for first, second in shared):
             return model, ways // model
@@ -226,13 +232,13 @@ def _factored(ways: int, cuts: Sequence[tuple[int, ...]]) -> tuple[int, int] | N
 
 
 def _name(axes: tuple[str, ...]) -> str:
-    """What mappings call axes that are cut together."""
+    """The name in mappings of axes that are sharded together."""
     return axes[0] if len(axes) == 1 else next(name for name, members in COMPOSITES.items() if members == axes)
 
 
 def _residuals(sizes: Mapping[str, int], ways: int, *, training: bool) -> Iterator[Residual]:
     yield "whole"
-    # For scoring the residual stream is small; cutting it would only buy memory that is not needed.
+    # For scoring the residual stream is small, and sharding it would save memory that is not needed.
     if training and ways > 1 and sizes["embed"] % ways == 0:
         yield "embed"
 
@@ -241,6 +247,7 @@ def _with_batch(base: Candidate, global_batch: int | None) -> Iterator[Candidate
     if global_batch is None:
         yield from (replace(base, rows=rows) for rows in SCORING_ROWS)
         return
+    # A training step needs its exact global batch; microbatches of `rows` must divide each shard of it.
     if global_batch % base.batch_ways:
         return
     for rows in divisors(global_batch // base.batch_ways):

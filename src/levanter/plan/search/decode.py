@@ -1,10 +1,10 @@
-"""Which mesh, how many rows and which dtype of the cache a run that generates text should use on a pod, for a goal.
+"""Searches the mesh, the number of rows and the dtype of the cache of a run that generates text, for a goal.
 
 A layout is `data × model × group`: `data` shards the rows, `model` the heads of keys and values, `group` the query
-heads of each; parameters are sharded over the last two together and whole over `data`. What fits and how long a token
-takes is arithmetic (`inference.served`): bytes at `HBM` of the memory's rate, products at `MATMUL_EFFICIENCY` of peak,
-and two all-reduces of the residual stream a layer, which nothing hides. It ranks; the best few are then compiled, and
-the answer is the first of them that fits.
+heads of each; parameters are sharded over the last two together and replicated over `data`. Memory and the time of a
+token are arithmetic (`inference.capacity`): bytes at `HBM` of the memory's rate, products at `MATMUL_EFFICIENCY` of
+peak, and two exposed all-reduces of the residual stream a layer. Layouts are ranked by it; the best few are compiled,
+and the first of them that fits is the result.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -26,21 +26,21 @@ from levanter.plan.search.candidates import NO_OVERRIDES, Candidate, Overrides
 from levanter.plan.search.estimate import MATMUL_EFFICIENCY
 
 HBM = 0.8
-"""The share of its memory's bandwidth that a decode step is taken to reach."""
+"""The share of the memory bandwidth that a decode step is assumed to reach."""
 _DTYPES = tuple(dtype for dtype in ("bfloat16", "int8") if dtype in CACHE_DTYPES)
 TRIED = 3
-"""Layouts that are compiled at most."""
+"""The most layouts that are compiled."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeLayout:
-    """One way to run.
+    """One layout of a run that generates text.
 
     Attributes:
-        served: the model as it lies then.
+        served: the model in this layout.
         rows: that run at once.
-        most: rows that fit.
-        seconds: a token of each row, estimated.
+        most: the number of rows that fit.
+        seconds: estimated time for one token of every row.
     """
 
     served: DecodeCost
@@ -58,7 +58,7 @@ class DecodeLayout:
 
     @property
     def keys(self) -> dict[str, int | str]:
-        """The keys beside `trainer.mesh`, by dotted name."""
+        """The keys in addition to `trainer.mesh`, by dotted name."""
         return {"inference.max_rows": self.rows, "inference.cache_dtype": self.served.dtype}
 
     @property
@@ -67,9 +67,10 @@ class DecodeLayout:
         return self.rows / self.seconds
 
     def score(self, goal: Goal) -> tuple[float, ...]:
-        """The better, the larger."""
+        """The rank for a goal; larger is better."""
         if goal == "max_rows":
             return (self.rows, self.rate)
+        # The second entry breaks ties: layouts of equal rows, time or rate differ in the other figure.
         return (-self.seconds, self.rate) if goal == "latency_ms" else (self.rate, -self.seconds)
 
     def __str__(self) -> str:
@@ -78,22 +79,22 @@ class DecodeLayout:
 
     @property
     def summary(self) -> str:
-        """Its figures."""
+        """Time, rate and capacity in one line."""
         return f"{seconds_text(self.seconds)} a token, {three_digits(self.rate)} tokens/s; {self.most} rows fit"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeSearchResult:
-    """The answer of a search.
+    """The result of a search.
 
     Attributes:
-        goal: what was asked for.
-        considered: layouts whose sizes divide.
-        fitting: of these, those that hold a row at least.
-        tried: what was compiled, and what the compiler said.
+        goal: of the search.
+        considered: the number of layouts whose sizes divide.
+        fitting: the number of those that hold at least one row.
+        tried: the compiled layouts with the outcomes.
         best: the best that fits; None where none does.
-        neighbours: what changing one thing of the best comes to.
-        overrides: the run's own rules for some parameters.
+        neighbours: the figures of layouts that differ from the best in one property.
+        overrides: the run's rules for some parameters.
     """
 
     goal: Goal
@@ -106,7 +107,7 @@ class DecodeSearchResult:
 
     @property
     def keys(self) -> Mapping[str, Any]:
-        """What to write for the best, by dotted name."""
+        """The config keys of the best layout, by dotted name."""
         if self.best is None:
             return {}
         return {"trainer.mesh": self.best.candidate.mesh_options(self.overrides), **self.best.keys}
@@ -116,11 +117,12 @@ def decode_meshes(served: DecodeCost, *, devices: int) -> Iterator[DecodeCost]:
     """The model in every layout whose sizes divide, with the run's dtype of keys and values and with int8.
 
     Args:
-        served: the run's own.
+        served: as the run configures it.
         devices: of the pod.
     """
     for kv_ways in divisors(served.kv_heads):
         for group in divisors(served.query_groups):
+            # Query heads of a group are sharded only after all kv heads are, since that replicates the cache.
             if devices % (kv_ways * group) or (group > 1 and kv_ways < served.kv_heads):
                 continue
             for dtype in dict.fromkeys((served.dtype, *_DTYPES)):
@@ -137,10 +139,13 @@ def estimate_decode_layout(served: DecodeCost, rows: int, pod: Accelerator, *, l
         limit: bytes of a device.
     """
     floor = served.decode_floor(rows, served.context, bandwidth=pod.hbm_bandwidth, peak=pod.peak_flops())
+    # Each layer sums the residual stream twice over tensor parallelism, once
+    # after attention and once after the MLP.
     mesh = MeshSpec.of(data=served.shards, model=served.kv_ways, group=served.repeated)
     residual = -(-rows // served.shards) * served.embed * served.compute_bytes
     sum_ = Network.of(mesh, pod).seconds("all-reduce", residual, axis_spans(mesh, "model", "group")) or 0.0
     layers = sum(count for _, count in served.windows)
+    # The floor is at the full rate of the memory; a step reaches `HBM` of it.
     reading = (floor.weights + floor.cache) / HBM
     return DecodeLayout(
         served=served,
@@ -151,15 +156,16 @@ def estimate_decode_layout(served: DecodeCost, rows: int, pod: Accelerator, *, l
 
 
 def decode_layouts(served: DecodeCost, pod: Accelerator, goal: Goal, *, limit: int) -> Iterator[DecodeLayout]:
-    """How many rows a layout might run: all that fit, and for the shortest time a token the fewest that are asked for.
+    """The layout with the rows for a goal: all that fit, or for the shortest time a token only the configured ones.
 
     Args:
         served: the model in the layout.
         pod: the chips.
-        goal: what is asked for.
+        goal: of the search.
         limit: bytes of a device.
     """
     shards = served.shards
+    # Rows are a multiple of the shards of the batch, and the engine has a limit of rows.
     most = min(served.fitting(limit, served.context, temp_bytes=served.temp_bytes), MAX_ROWS // shards * shards)
     if most < shards:
         return
@@ -180,15 +186,15 @@ def search_decode(
     compile_layout: Callable[[DecodeLayout], tuple[bool, str]] | None,
     overrides: Overrides = NO_OVERRIDES,
 ) -> DecodeSearchResult:
-    """The best layout for a goal, and what its neighbours come to.
+    """The best layout for a goal, and the figures of its neighbours.
 
     Args:
-        served: the run's own.
+        served: as the run configures it.
         pod: the chips.
-        goal: what is asked for.
+        goal: of the search.
         limit: bytes of a device.
-        compile_layout: whether a layout fits, and what the compiler says; None asks no compiler.
-        overrides: the run's own rules for some parameters.
+        compile_layout: returns whether a layout fits, and the outcome as text; None to rank by arithmetic alone.
+        overrides: the run's rules for some parameters.
     """
     every = list(decode_meshes(served, devices=pod.devices))
     fitting = [layout for one in every for layout in decode_layouts(one, pod, goal, limit=limit)]
@@ -215,10 +221,11 @@ def search_decode(
 
 
 def _neighbours(best: DecodeLayout, pod: Accelerator, goal: Goal, *, limit: int) -> Iterator[tuple[str, str]]:
-    """One thing changed at a time: the mesh, the dtype, the rows, and what a row may hold."""
+    """Layouts that differ in one property: the mesh, the dtype, the rows, or the length of a row."""
     cost = best.served
     for other in decode_meshes(cost, devices=pod.devices):
         tensor, before = other.kv_ways * other.repeated, cost.kv_ways * cost.repeated
+        # Only the next smaller and next larger degree of tensor parallelism.
         if other.dtype == cost.dtype and tensor in (2 * before, before // 2) and tensor != before:
             layout = next(decode_layouts(other, pod, goal, limit=limit), None)
             name = estimate_decode_layout(other, other.shards, pod, limit=limit).candidate.sizes
@@ -246,11 +253,11 @@ def _neighbours(best: DecodeLayout, pod: Accelerator, goal: Goal, *, limit: int)
 
 def _no_row(served: DecodeCost, limit: int) -> str:
     taken = served.weights.total + served.temp_bytes
-    return f"no row fits: weights and what Programs make take {gib(taken)} of {gib(limit)} a chip"
+    return f"no row fits: weights and temporaries take {gib(taken)} of {gib(limit)} a chip"
 
 
 def render_decode_search(result: DecodeSearchResult, *, target: str) -> str:
-    """What was tried, the winner as YAML to paste, and why its neighbours lost.
+    """The compiled layouts, the winner as YAML to paste, and why its neighbours lost.
 
     Args:
         result: of `search_decode`.
@@ -270,7 +277,7 @@ def render_decode_search(result: DecodeSearchResult, *, target: str) -> str:
 
 
 def fragment(result: DecodeSearchResult) -> str:
-    """The best as YAML."""
+    """The best layout as YAML."""
     assert result.best is not None
     inference = {key.rpartition(".")[2]: value for key, value in result.best.keys.items()}
     document = {"inference": inference, "trainer": {"mesh": result.best.candidate.mesh_options(result.overrides)}}
@@ -278,7 +285,7 @@ def fragment(result: DecodeSearchResult) -> str:
 
 
 def decode_search_to_json(result: DecodeSearchResult, *, target: str) -> dict[str, Any]:
-    """The same as plain JSON values."""
+    """The result as plain JSON values."""
     return {
         "target": target,
         "goal": result.goal,

@@ -1,19 +1,19 @@
-"""The price of a candidate by arithmetic: bytes on a chip, seconds on its matrix units and on its links.
+"""Cost of a candidate by arithmetic: bytes on a chip, seconds of its matrix units and of its links.
 
-Only for ranking, and for saying why a neighbour lost; times that are reported come from the compiler. Counted are
+It ranks candidates and explains why a neighbour lost; reported times come from the compiler. It counts
 
-    gathers     parameters cut over a mesh axis that does not cut the computation, once a pass over the layers, frozen
-                ones too
-    memory      weights read once a pass, parameters and statistics once a step, and what each layer makes on the way,
+    gathers     parameters sharded over a mesh axis that does not shard the computation, once a pass over the layers,
+                frozen ones too
+    memory      weights read once a pass, parameters and statistics once a step, and the activations of each layer,
                 written and read once a pass
-    tensor      the sum over what tensor parallelism cuts, in every part of a layer: for attention and `mlp` two
-                all-reduces of the residual stream a layer and pass
-    gradients   reduced over the mesh axes that cut the batch and positions; those of what is trained
-    context     what attention to positions on other chips takes (`exchanged`)
+    tensor      the sums of tensor parallelism in every part of a layer: for attention and `mlp` two all-reduces of the
+                residual stream a layer and pass
+    gradients   of trained parameters, reduced over the mesh axes that shard the batch and positions
+    context     communication of attention to positions on other chips (`context_parallel_cost`)
     compute     the model's FLOPs at `MATMUL_EFFICIENCY` of peak, with one more forward pass for rematerialization
 
-Of compute, HBM and links (gathers, gradients, context) the largest is waited for, and the rest hides behind it for the
-most part (`HIDDEN`); the sums of tensor parallelism do not.
+Of compute, HBM and links (gathers, gradients, context) the largest counts in full, and the others mostly overlap with
+it (`HIDDEN`); the sums of tensor parallelism do not overlap.
 """
 
 import math
@@ -38,11 +38,10 @@ from levanter.runplan import RunPlan
 MATMUL_EFFICIENCY = 0.65
 """The share of peak that matrix multiplications of a transformer reach on a TPU; it changes the order of two candidates
 only if one of them is bound by its links."""
-# Of what could hide behind something else, so much does. From compiled schedules: a layer that gathers its parameters
-# for as long as it computes takes well over the longer of the two.
+# The share of the shorter terms that overlaps with the longest. From compiled schedules: a layer that gathers its
+# parameters for as long as it computes takes clearly longer than either.
 HIDDEN = 0.7
-# Of the activations that are counted beside what a backward pass is handed, so much is alive at one time in compiled
-# programs, at the least.
+# The least share of the activations not saved for the backward pass that is alive at one time in compiled programs.
 ALIVE_AT_ONCE = 0.5
 GRADIENT_BYTES = 4
 # Norms' inputs and outputs, rotated queries and keys, gate, up and their product, some of them in float32: compiled
@@ -57,7 +56,7 @@ class NothingToSearch(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSubject:
-    """What is laid out.
+    """The facts of a run that its layouts are costed by.
 
     Attributes:
         training: whether there is a backward pass.
@@ -67,15 +66,15 @@ class SearchSubject:
         activations: the named activations of a forward pass, with a batch of 1.
         batch_axis: the logical name of the batch axis.
         axes: the model's axes, and the names that mappings may use.
-        tensor_axes: what tensor parallelism cuts in the layers.
-        layers: how many there are.
-        summed: parts of all layers whose results are summed where tensor parallelism cuts them.
+        tensor_axes: the axes of the layers that tensor parallelism shards.
+        layers: their number.
+        summed: the number of parts of all layers whose results are summed over tensor parallelism.
         positions: tokens in a row.
         global_batch: rows of a training step; None for scoring.
         flops_per_token: model FLOPs, attention over the causal half.
         compute_bytes: bytes of an element in the compute dtype.
-        overrides: the run's own rules for some parameters.
-        attended: the share of all pairs of positions that the masks of attention show.
+        overrides: the run's rules for some parameters.
+        attended: the share of all pairs of positions that the masks of attention leave visible.
     """
 
     training: bool
@@ -102,16 +101,16 @@ class SearchSubject:
 
     @property
     def frozen_share(self) -> float:
-        """How much of the parameters is not trained, by elements."""
+        """The share of the parameters that is not trained, by elements."""
         whole = sum(math.prod(leaf.shape) for leaf in self.parameters)
         return 1 - sum(math.prod(leaf.shape) for leaf in self.trained) / max(whole, 1)
 
 
 def search_subject(plan: RunPlan) -> SearchSubject:
-    """What a plan lays out.
+    """The search subject of a plan.
 
     Raises:
-        NothingToSearch: the plan says why there is nothing to search.
+        NothingToSearch: the plan has no searchable layout; the message has its reason.
     """
     searchable = plan.searchable
     if isinstance(searchable, str):
@@ -123,6 +122,7 @@ def search_subject(plan: RunPlan) -> SearchSubject:
         statistics=searchable.statistics,
         frozen=searchable.frozen,
         activations=tuple(
+            # A batch of 1, to be scaled by the rows of each candidate.
             replace(p.leaf, axes=tuple((n, 1 if n == searchable.batch_axis else s) for n, s in p.leaf.axes))
             for p in plan.activations.leaves
         ),
@@ -142,17 +142,17 @@ def search_subject(plan: RunPlan) -> SearchSubject:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a candidate costs; bytes on a device, seconds of one pass over a batch (all microbatches of a step).
+    """The cost of a candidate; bytes on a device, seconds of one pass over a batch (all microbatches of a step).
 
     Attributes:
         argument_bytes: parameters and optimizer state, exact.
-        activation_bytes: what is alive beside them, roughly.
-        kept_bytes: the part of it that is alive at one time: gradients, and what the backward pass is handed.
+        activation_bytes: activations and gradients, roughly.
+        kept_bytes: the part of those that is alive at one time: gradients, and activations saved for the backward pass.
         tokens: of the batch.
         compute: matrix units.
         memory: HBM traffic.
         gathers: parameters over links.
-        tensor: sums over what tensor parallelism cuts.
+        tensor: sums of tensor parallelism.
         gradients: over links.
         context_parallel: of keys and values, or heads, over links.
         problem: why it cannot run at all, in axis names; "" if it can.
@@ -172,12 +172,12 @@ class Estimate:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes on a device: parameters, state and what is alive beside them."""
+        """Bytes on a device: parameters, state, activations and gradients."""
         return self.argument_bytes + self.activation_bytes
 
     @property
     def seconds(self) -> float:
-        """Seconds of one pass, most of what is not the largest hidden behind it."""
+        """Seconds of one pass, with the shorter terms mostly hidden behind the longest."""
         overlapped = (self.compute, self.memory, self.gathers + self.gradients + self.context_parallel)
         return max(overlapped) + (1 - HIDDEN) * (sum(overlapped) - max(overlapped)) + self.tensor
 
@@ -187,13 +187,13 @@ class Estimate:
         return self.seconds / max(self.tokens, 1)
 
     def fits(self, hbm_bytes: int) -> bool:
-        """Whether it is worth asking the compiler, which finds room that this sum does not know of."""
+        """Whether the candidate is worth compiling; lenient, since compilers need less than the full sum."""
         rest = ALIVE_AT_ONCE * (self.activation_bytes - self.kept_bytes)
         return not self.problem and self.argument_bytes + self.kept_bytes + rest <= hbm_bytes
 
     @property
     def waits_for(self) -> str:
-        """The largest of what takes time, in axis names."""
+        """The largest term of the time, in axis names."""
         seconds = {
             "matrix multiplications": self.compute,
             "HBM traffic": self.memory,
@@ -206,7 +206,7 @@ class Estimate:
 
 
 def estimate(candidate: Candidate, subject: SearchSubject, pod: Accelerator) -> Estimate:
-    """Prices a candidate on a pod; what cannot run has a `problem`."""
+    """Costs a candidate on a pod; one that cannot run has a `problem`."""
     try:
         resolved = resolve(
             MeshConfig(batch_axis_name=subject.batch_axis, **candidate.mesh_options(subject.overrides)),
@@ -231,14 +231,14 @@ def estimate(candidate: Candidate, subject: SearchSubject, pod: Accelerator) -> 
 def estimate_layout(
     subject: SearchSubject, pod: Accelerator, *, mesh: MeshSpec, mappings: Mappings, rows: int, remat: bool
 ) -> Estimate:
-    """Prices a layout on a pod; what cannot run has a `problem`.
+    """Costs a layout on a pod; one that cannot run has a `problem`.
 
     Args:
-        subject: what is laid out.
-        pod: on what.
+        subject: the run.
+        pod: the target.
         mesh: the layout's mesh axes.
         mappings: its mappings.
-        rows: of the batch for each of the ways it is cut, at a time.
+        rows: of each shard of the batch that are processed at a time.
         remat: whether the backward pass recomputes the layers.
     """
     plan = plan_sharding((*subject.parameters, *subject.statistics), mappings, mesh, hbm_bytes=pod.hbm_bytes)
@@ -251,16 +251,19 @@ def estimate_layout(
     network = Network.of(mesh, pod)
     passes = _passes(subject, remat=remat)
     gathered = _gathered(subject, mappings, mesh)
+    # The array that tensor parallelism sums: the residual stream of a device's rows and positions.
     residual = rows * subject.positions * subject.axes.sizes["embed"] * subject.compute_bytes
     residual //= mesh.ways(mappings.compute.mesh_axes("position"))
     cuts = {axis for axes in subject.tensor_axes for name in axes for axis in mappings.compute.mesh_axes(name)}
     tensor_axes = [axis for axis in mesh.names if axis in cuts and mesh.shape[axis] > 1]
-    # The head is one more.
+    # The head sums its result too.
     sums = subject.summed + 1
     flops = subject.flops_per_token * tokens * (passes.compute if subject.training else 1.0)
     on_device = _activation_bytes(subject.activations, subject, mappings, mesh, whole_rows)
     kept = _kept(subject, mappings, mesh, on_device, remat=remat) if subject.training else 0
     kept_still = sum(leaf.bytes_per_device for leaf in plan.leaves if leaf.leaf.path in subject.frozen)
+    # The optimizer reads and writes all that is trained once a step; every
+    # microbatch reads weights and activations.
     moved = (plan.bytes_per_device - kept_still) * (2 if subject.training else 0)
     moved += steps * passes.traffic * (_weights_read(subject, mappings, mesh) + _activations_moved(subject, on_device))
     return Estimate(
@@ -283,7 +286,7 @@ def estimate_layout(
             mappings,
             network,
             rows=rows,
-            # As often as the sums of tensor parallelism, one of which is the backward pass's.
+            # As many as the passes with sums of tensor parallelism, without the backward pass.
             forward=max(1, passes.tensor - 1),
             backward=subject.training,
             itemsize=subject.compute_bytes,
@@ -293,7 +296,7 @@ def estimate_layout(
 
 
 def _context_parallel_cost(subject: SearchSubject, pod: Accelerator) -> ContextParallelCost | None:
-    """By which `attention_mapping: auto` chooses on a pod, as in a run."""
+    """The cost function by which `attention_mapping: auto` chooses on a pod, the same as in a run."""
     if not pod.can_compile:
         return None
     return ContextParallelCost(
@@ -303,9 +306,8 @@ def _context_parallel_cost(subject: SearchSubject, pod: Accelerator) -> ContextP
 
 @dataclass(frozen=True, kw_only=True)
 class _Passes:
-    """How often the layers are gone through: `forward` with parameters gathered, `tensor` with the sums of
-    tensor parallelism, `traffic` with what HBM sees; `compute` is what rematerialization multiplies the model's
-    FLOPs by."""
+    """Numbers of passes over the layers: `forward` gathers parameters, `tensor` has the sums of tensor parallelism,
+    `traffic` moves bytes of HBM. Rematerialization multiplies the model's FLOPs by `compute`."""
 
     forward: int
     tensor: int
@@ -317,26 +319,28 @@ def _passes(subject: SearchSubject, *, remat: bool) -> _Passes:
     if not subject.training:
         return _Passes(forward=1, tensor=1, traffic=1, compute=1.0)
     if not remat:
-        # The backward pass makes two products of each of the forward pass.
+        # The backward pass has two products (of inputs and of weights) for each one of the forward pass.
         return _Passes(forward=2, tensor=2, traffic=3, compute=1.0)
-    # The backward pass goes through each layer forward once more: a third of forward and backward, or half of them
-    # where no product makes the gradient of a weight.
+    # Recomputation is one more forward pass: a third of forward and backward together (1 + 2 products), or half where
+    # weights are frozen, which need no gradient of weights (1 + 1).
     return _Passes(forward=2, tensor=3, traffic=4, compute=1 + 1 / (3 - subject.frozen_share))
 
 
 def _weights_read(subject: SearchSubject, mappings: Mappings, mesh: MeshSpec) -> int:
-    """Bytes of all weights as a device computes with them: gathered, in the compute dtype."""
+    """Bytes of all weights as a device reads them: gathered, in the compute dtype."""
     total = 0
     for leaf in subject.parameters:
         kept = {axis for name in leaf.names for axis in mappings.compute.mesh_axes(name)}
         stored = {axis for name in leaf.names for axis in mappings.params_at(leaf.path).mesh_axes(name)}
+        # Mesh axes that shard both storage and computation stay; the others have been gathered.
         total += _as_computed(leaf, subject) // mesh.ways(tuple(stored & kept))
     return total * subject.compute_bytes
 
 
 def _activations_moved(subject: SearchSubject, on_device: Mapping[str, int]) -> int:
-    """Bytes of what the layers and the head make on the way, each written once and read once."""
+    """Bytes of the activations of the layers and the head, each written once and read once."""
     of_layer = sum(size for name, size in on_device.items() if name != EMBEDDED and not name.startswith(_LOGITS))
+    # Logits are planned for one chunk of positions of the head; over a row all its chunks move.
     chunks = sum(
         size * subject.positions // max(dict(leaf.axes).get("position", 1), 1)
         for leaf in subject.activations
@@ -360,7 +364,7 @@ def _gathered(subject: SearchSubject, mappings: Mappings, mesh: MeshSpec) -> dic
 
 
 def _as_computed(leaf: Leaf, subject: SearchSubject) -> int:
-    """Elements of a parameter; of one in fewer bytes than the compute dtype, as many as would take as many bytes."""
+    """Elements of a parameter in units of the compute dtype: one stored in fewer bytes counts proportionally less."""
     return math.prod(leaf.shape) * min(leaf.dtype.itemsize, subject.compute_bytes) // subject.compute_bytes
 
 
@@ -370,7 +374,7 @@ def _seconds(network: Network, kind: str, elements: Mapping[tuple[str, ...], int
 
 
 def _gradient_seconds(subject: SearchSubject, mappings: Mappings, mesh: MeshSpec, network: Network) -> float:
-    """Gradients are summed over the mesh axes that cut batch and positions, and end where their parameters are."""
+    """Seconds of summing gradients over the mesh axes of batch and positions, into the shards of the parameters."""
     compute = mappings.compute
     tokens = (*compute.mesh_axes(subject.batch_axis), *compute.mesh_axes("position"))
     batch = [axis for axis in tokens if mesh.shape.get(axis, 1) > 1]
@@ -382,6 +386,8 @@ def _gradient_seconds(subject: SearchSubject, mappings: Mappings, mesh: MeshSpec
         rest = tuple(a for a in batch if a not in stored)
         if scattered:
             total += network.seconds("reduce-scatter", elements * GRADIENT_BYTES, axis_spans(mesh, *scattered)) or 0.0
+            # After the reduce-scatter each device has its shard only, and the
+            # all-reduce moves no more than that.
             elements //= mesh.ways(scattered)
         if rest:
             total += network.seconds("all-reduce", elements * GRADIENT_BYTES, axis_spans(mesh, *rest)) or 0.0
@@ -391,7 +397,7 @@ def _gradient_seconds(subject: SearchSubject, mappings: Mappings, mesh: MeshSpec
 def _kept(
     subject: SearchSubject, mappings: Mappings, mesh: MeshSpec, on_device: Mapping[str, int], *, remat: bool
 ) -> int:
-    """Bytes of what the backward pass is handed of all layers, and of the gradients that it fills meanwhile."""
+    """Bytes of the activations that all layers save for the backward pass, and of the gradients."""
     plan = plan_sharding(subject.trained, mappings, mesh)
     gradients = sum(math.prod(p.shard_shape) for p in plan.leaves) * GRADIENT_BYTES
     of_layer = on_device[RESIDUAL] if remat else KEPT_WITHOUT_REMAT * _of_layer(on_device)
@@ -399,12 +405,13 @@ def _kept(
 
 
 def _at_work(subject: SearchSubject, mappings: Mappings, mesh: MeshSpec, on_device: Mapping[str, int]) -> int:
-    """Bytes of what a layer and the head have to work with: activations, and two gathered layers."""
+    """Bytes of the working set of a layer and the head: activations, and two gathered layers."""
     of_layer = _of_layer(on_device)
     logits = sum(on_device.values()) - of_layer
     gathered = sum(_gathered(subject, mappings, mesh).values()) * subject.compute_bytes
-    # A backward pass has the gradients of a layer's activations beside them.
+    # A backward pass has a layer's activations and their gradients.
     passes = 2 if subject.training else 1
+    # Two gathered layers: the next one is prefetched while one computes.
     return passes * of_layer + logits + 2 * gathered // max(subject.layers, 1)
 
 
@@ -419,6 +426,8 @@ def _activation_bytes(
     for leaf in activations:
         axes = tuple((name, rows if name == subject.batch_axis else size) for name, size in leaf.axes)
         which = constrained_by(leaf.path)
+        # Without a mapping of its own, attention leaves its arrays as `compute`
+        # has them, which the other names cover.
         if which == "attention" and not mappings.attention:
             continue
         by_role = {"residual": mappings.residual_stream, "attention": mappings.inside_attention}

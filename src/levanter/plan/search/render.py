@@ -1,4 +1,4 @@
-"""The answer of a search as text and as plain values."""
+"""The result of a search as text and as plain values."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,12 +9,12 @@ from levanter.plan.verdict import ProgramVerdict
 
 
 def render(result: SearchResult, *, target: str, keys: Mapping[str, Any] | None = None) -> str:
-    """What was tried, the winner as YAML to paste, and why its neighbours lost.
+    """The compiled layouts, the winner as YAML to paste, and why its neighbours lost.
 
     Args:
         result: of `search`.
         target: the pod's name.
-        keys: keys beside `trainer.mesh` for the fragment, by dotted name.
+        keys: keys in addition to `trainer.mesh` for the fragment, by dotted name.
     """
     lines = [
         f"search on {target}: {result.considered} layouts divide, {result.fitting} fit by arithmetic, "
@@ -25,6 +25,7 @@ def render(result: SearchResult, *, target: str, keys: Mapping[str, Any] | None 
         lines.append(f"  as configured: {_compiled(result.configured)}")
     if result.best is None:
         lines.append("nothing fits")
+        # The nearest miss shows whether a few GiB or a whole factor of chips is lacking.
         if result.closest is not None:
             price = result.closest.estimate
             lines.append(
@@ -49,11 +50,12 @@ def _compiled(verdict: ProgramVerdict | None) -> str:
     if not verdict.fits:
         return f"refused, {bytes_}"
     per_token = seconds_per_token(verdict)
+    # Tokens/s over all chips: seconds a token are over the whole pod already.
     return bytes_ if per_token is None else f"{bytes_}, {1 / per_token:,.0f} tokens/s"
 
 
 def search_to_json(result: SearchResult, *, target: str, keys: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The same as plain JSON values."""
+    """The result as plain JSON values."""
     return {
         "target": target,
         "considered": result.considered,

@@ -1,10 +1,10 @@
-"""Ranks candidates by arithmetic, compiles the best few, and says of the winner's neighbours why they lost.
+"""Ranks candidates by arithmetic, compiles the best few, and explains why the winner's neighbours lost.
 
-Arithmetic cannot tell how well a compiler hides what it gathers, so beside the best few the best of each other *kind*
-(parameters cut over everything that cuts the batch, over a part of it, or over nothing) is compiled too, where it comes
-within `WORTH_A_LOOK` of the best. From the fastest of these the search goes on to layouts that keep parameters on more
-or fewer devices, as long as arithmetic sees no difference and the compiler does. A layout that is refused is tried with
-fewer rows at a time. What will be compiled next is said beforehand, for whoever can compile side by side.
+Arithmetic cannot tell how well a compiler hides gathers, so the best of each other *kind* (parameters sharded over all
+batch axes, over some of them, or over none) is compiled in addition to the best few, where it is within `WORTH_A_LOOK`
+of the best. From the fastest of these the search continues to layouts with parameters on more or fewer devices, as long
+as they are equal by arithmetic and faster when compiled. A layout that the compiler refuses is tried with fewer rows at
+a time. `ahead` receives the layouts that will be compiled next, so that they may be compiled in parallel.
 """
 
 from collections.abc import Callable, Iterable, Sequence, Set
@@ -21,9 +21,9 @@ from levanter.plan.verdict import ProgramVerdict
 
 COMPILED = 3
 WORTH_A_LOOK = 1.5
-"""By how much longer, by arithmetic, the best of another kind may take and still be compiled: a model of 1.4 B
-parameters on v6e-8 was 1.5 times faster with whole parameters, where arithmetic sees no difference."""
-# A neighbour that is not slower than this is as good by what arithmetic can tell.
+"""How many times longer, by arithmetic, the best of another kind may take and still be compiled: a model of 1.4 B
+parameters on v6e-8 was 1.5 times faster with replicated parameters, which are as fast by arithmetic."""
+# Two layouts within this share of each other are equal, as far as arithmetic can tell.
 SAME = 0.01
 # Llama 2 70B on 128 chips of v5p: FSDP over all of them and over 64, twice, are 0.2 % apart by arithmetic and 3.8 %
 # compiled, 0.7 % more with four replicas.
@@ -31,7 +31,7 @@ SAME = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """A candidate that was priced; `verdict` where it was compiled."""
+    """A candidate with its estimate, and with its `verdict` where it was compiled."""
 
     candidate: Candidate
     estimate: Estimate
@@ -39,12 +39,12 @@ class Tried:
 
     @property
     def seconds_per_token(self) -> float | None:
-        """Of the compiled program, the time to plan with; `None` if it was refused or has no cycles."""
+        """The expected time of the compiled program for a token; `None` if it was refused or has no cycles."""
         return None if self.verdict is None else seconds_per_token(self.verdict)
 
 
 def seconds_per_token(verdict: ProgramVerdict) -> float | None:
-    """The time to plan with of a compiled program, for each of its tokens; `None` if it has none."""
+    """The expected time of a compiled program for each of its tokens; `None` if it has none."""
     if verdict.time is None or verdict.workload is None:
         return None
     return verdict.time.expected / verdict.workload.tokens
@@ -60,17 +60,17 @@ class Neighbour:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """What the search came to.
+    """The result of a search.
 
     Attributes:
         best: the winner; `None` where nothing fits.
-        compiled: those that were compiled, best first.
-        neighbours: one step from the winner each.
-        considered: how many candidates divide.
-        fitting: how many of them fit by arithmetic.
+        compiled: the compiled layouts, best first.
+        neighbours: layouts that differ from the winner in one property.
+        considered: the number of candidates whose sizes divide.
+        fitting: the number of them that fit by arithmetic.
         closest: where nothing fits, the candidate that needs least.
-        configured: the layout as the user has it, where it was compiled.
-        overrides: the run's own rules for some parameters.
+        configured: the verdict of the configured layout, where it was compiled.
+        overrides: the run's rules for some parameters.
     """
 
     best: Tried | None
@@ -84,7 +84,7 @@ class SearchResult:
 
     @property
     def configured_is_best(self) -> bool:
-        """Whether no layout that was compiled is faster than the user's own."""
+        """Whether no compiled layout is faster than the configured one."""
         mine = None if self.configured is None else seconds_per_token(self.configured)
         best = None if self.best is None else self.best.seconds_per_token
         return mine is not None and (best is None or mine <= best)
@@ -93,7 +93,7 @@ class SearchResult:
         """The winner as YAML to paste.
 
         Args:
-            extra: keys beside `trainer.mesh`, by dotted name: the batch, `model.gradient_checkpointing`.
+            extra: keys in addition to `trainer.mesh`, by dotted name: the batch, `model.gradient_checkpointing`.
         """
         assert self.best is not None
         document: dict[str, Any] = {"trainer": {"mesh": self.best.candidate.mesh_options(self.overrides)}}
@@ -119,13 +119,13 @@ def search(
     """Searches the layouts of a run on a pod.
 
     Args:
-        subject: what is laid out.
-        pod: on what.
-        compile_candidate: compiles the run's own Program for a candidate.
-        ahead: told which candidates will be compiled next whatever comes of each, so that they may be side by side.
-        compiled: how many of the best are compiled to the end; refused ones do not count.
-        configured: what came of the run's own layout.
-        on_event: told what is being done.
+        subject: the run.
+        pod: the target.
+        compile_candidate: compiles the run's main Program for a candidate.
+        ahead: receives the candidates that will be compiled next, so that they may be compiled in parallel.
+        compiled: the number of layouts to compile; refused ones do not count.
+        configured: the verdict of the configured layout.
+        on_event: receives progress messages.
     """
     say = on_event or (lambda _: None)
     every = candidates(
@@ -151,6 +151,7 @@ def search(
             for one in wave:
                 say(f"compiling {one.candidate}")
                 tried.append(replace(one, verdict=compile_candidate(one.candidate)))
+                # A refused layout comes up again with fewer rows in the next wave.
                 if tried[-1].seconds_per_token is None:
                     refused += 1
                 else:
@@ -166,6 +167,7 @@ def search(
         ahead([one.candidate for ones in near for one in _wave(ones, tried, set(), most=1)])
         for ones in near:
             attempt(ones, 1)
+        # No neighbour was faster: the number of devices that share the parameters is a local optimum.
         if _fastest(tried) is fastest:
             break
     ranked, winner = sorted(tried, key=_by_speed), _fastest(tried)
@@ -182,7 +184,7 @@ def search(
 
 
 def _wave(ones: Sequence[Tried], tried: Sequence[Tried], fits: Set[Candidate], *, most: int) -> list[Tried]:
-    """The next layouts to compile: different ones, none that is known to fit or was refused with no more rows."""
+    """The next distinct layouts to compile: none that fits already, none that was refused with as few rows."""
     chosen: dict[Candidate, Tried] = {}
     for one in ones:
         layout = _layout(one.candidate)
@@ -192,12 +194,13 @@ def _wave(ones: Sequence[Tried], tried: Sequence[Tried], fits: Set[Candidate], *
             and not known
             and not any(t.candidate.rows <= one.candidate.rows for t in tried if _layout(t.candidate) == layout)
         ):
+            # `ones` is in order of rank, so a layout comes with its best number of rows first.
             chosen[layout] = one
     return list(chosen.values())
 
 
 def _other_kinds(fitting: Sequence[Tried], *, seen: Set[str]) -> list[list[Tried]]:
-    """What is worth a look of each kind that none was compiled of, in its order."""
+    """The candidates worth compiling of each kind that has no compiled one yet, in order."""
     by_kind: dict[str, list[Tried]] = {}
     for one in fitting:
         slowest = WORTH_A_LOOK * fitting[0].estimate.seconds_per_token
@@ -211,12 +214,12 @@ def _by_speed(tried: Tried) -> tuple[bool, float, tuple[float, int, int]]:
 
 
 def _fastest(tried: Sequence[Tried]) -> Tried | None:
-    """Of those that were compiled and fit."""
+    """The fastest of the compiled layouts that fit."""
     return min((t for t in tried if t.verdict is not None and t.verdict.fits), key=_by_speed, default=None)
 
 
 def _stored_alike(fastest: Tried, fitting: Sequence[Tried], tried: Set[Candidate]) -> list[list[Tried]]:
-    """Layouts that differ in nothing but over how many devices parameters are cut, and as fast by arithmetic.
+    """Layouts that differ only in the number of devices that shard parameters, and are as fast by arithmetic.
 
     Args:
         fastest: so far.
@@ -224,10 +227,11 @@ def _stored_alike(fastest: Tried, fitting: Sequence[Tried], tried: Set[Candidate
         tried: layouts that were compiled or refused.
 
     Returns:
-        of the next smaller and the next larger such number, each with the rows that it may have.
+        those of the next smaller and of the next larger number, each with all its numbers of rows.
     """
 
     def elsewhere(candidate: Candidate) -> Candidate:
+        # Everything but the sharding of parameters and the rows: equal for layouts that differ in nothing else.
         return replace(candidate, replica=1, data=candidate.replica * candidate.data, fsdp=True, rows=1)
 
     def devices(candidate: Candidate) -> int:
@@ -246,11 +250,13 @@ def _stored_alike(fastest: Tried, fitting: Sequence[Tried], tried: Set[Candidate
 
 
 def _rank(tried: Tried) -> tuple[float, int, int]:
-    # Among equals, what leaves more room; then the simpler layout.
+    # Among equals the one with fewer bytes, then the one with the smaller `group`. Rounding makes floating-point ties
+    # equal.
     return (round(tried.estimate.seconds_per_token, 12), tried.estimate.total_bytes, tried.candidate.group)
 
 
 def _needs(tried: Tried) -> tuple[bool, int]:
+    # Candidates whose bytes are unknown (mappings that cannot be resolved) come last.
     return (bool(tried.estimate.problem) and not tried.estimate.argument_bytes, tried.estimate.total_bytes)
 
 
@@ -263,6 +269,7 @@ def _neighbours(winner: Tried, priced: Sequence[Tried], compiled: Sequence[Tried
     by_candidate = {t.candidate: t for t in priced} | {t.candidate: t for t in compiled}
     at = winner.candidate
     neighbours: list[Neighbour] = []
+    # The next smaller and next larger degree of tensor parallelism, each by its best candidate.
     ways = sorted({t.candidate.tensor_ways for t in priced})
     position = ways.index(at.tensor_ways)
     for step in (-1, 1):
@@ -271,7 +278,8 @@ def _neighbours(winner: Tried, priced: Sequence[Tried], compiled: Sequence[Tried
                 t
                 for t in by_candidate.values()
                 if t.candidate.tensor_ways == ways[position + step]
-                # One way is all that is left of a batch that is not cut, and parameters then are whole.
+                # A batch with a single shard has replicated parameters, which is another kind; it is compared all the
+                # same.
                 and (t.candidate.kind == at.kind or 1 in (t.candidate.batch_ways, at.batch_ways))
                 and t.candidate.remat == at.remat
             ]
@@ -303,7 +311,7 @@ def _neighbours(winner: Tried, priced: Sequence[Tried], compiled: Sequence[Tried
 
 
 def _without_context(winner: Tried, tried: Iterable[Tried], pod: Accelerator) -> list[Neighbour]:
-    """Why positions are cut: the best with whole ones, by FSDP alone and with tensor parallelism."""
+    """The best layouts without context parallelism, by FSDP alone and with tensor parallelism, and why they lost."""
     whole = [t for t in tried if t.candidate.context == 1]
     kinds = {
         "context 1, FSDP alone": [t for t in whole if t.candidate.tensor_ways == 1],

@@ -1,4 +1,4 @@
-"""What `plan --search` varies in a run's configuration, and what it must know about the run to cost a layout.
+"""Applies the layouts of `plan --search` to a run's configuration, and compiles the run in them.
 
 A searched layout replaces all of `trainer.mesh`, and sets the number of rows that a device handles at a time; for a
 training run also `gradient_checkpointing`. Everything else stays as the user wrote it.
@@ -43,6 +43,7 @@ def with_layout(config: Any, candidate: Candidate, keys: Mapping[str, Any]) -> A
     """The configuration with the layout of a candidate, and the keys from `layout_keys`."""
     mesh: MeshConfig = config.trainer.mesh
     options = candidate.mesh_options(mesh.overrides)
+    # The mappings are the candidate's alone; only properties of the pod and of checks carry over from the run.
     laid_out = MeshConfig(
         batch_axis_name=mesh.batch_axis_name,
         dcn_axes=mesh.dcn_axes,
@@ -68,9 +69,9 @@ class LayoutCompiler:
     """Compiles a run's main Program in other layouts.
 
     Attributes:
-        question: the one about the run itself.
+        question: of the run as configured.
         config: of the run.
-        describe: the entry point's.
+        describe: of the entry point.
         plan: the run as configured.
         say: receives progress messages.
     """
@@ -87,13 +88,14 @@ class LayoutCompiler:
         return self.plan.workloads[0].program
 
     def __call__(self, candidate: Candidate) -> ProgramVerdict:
-        """What comes of a layout."""
+        """Runs preflight on a layout and returns the verdict of the main Program."""
         verdict = preflight(self.question_for(candidate), progress=self._heard)
         program = next((p for p in verdict.programs if p.name == self.program), None)
+        # A layout that cannot be described has no Programs; its headline is the reason.
         return program or ProgramVerdict(name=self.program, outcome=None, why_not=(verdict.headline,))
 
     def ahead(self, candidates: Sequence[Candidate]) -> None:
-        """Compiles layouts side by side that will be asked for, if answers are kept and there is room."""
+        """Compiles the next layouts in parallel, if results are cached; the search then reads them from the cache."""
         pod = parse_accelerator(self.question.target)
         if self.question.kept is None or len(candidates) < 2:
             return
@@ -102,7 +104,7 @@ class LayoutCompiler:
             try:
                 plan = question.describe(pod_target(pod))
             except ValueError:
-                # It will be said when this one is asked for.
+                # `__call__` describes the layout again, and reports the error.
                 continue
             if not plan.errors:
                 runs.append(CompileRequest(payload=question.payload, plan=plan))
@@ -116,9 +118,11 @@ class LayoutCompiler:
         )
 
     def question_for(self, candidate: Candidate) -> Question:
-        """The question about a layout."""
+        """The question for a layout."""
         keys = layout_keys(self.plan, candidate)
         varied = with_layout(self.config, candidate, keys)
+        # The worker process describes the same layout from the payload
+        # (`with_candidate`), so it must have all of it.
         candidate_payload = {"candidate": dataclasses.asdict(candidate), "candidate_keys": keys}
         return dataclasses.replace(
             self.question,
@@ -129,7 +133,7 @@ class LayoutCompiler:
         )
 
     def _heard(self, text: str) -> None:
-        # The slow part of a candidate's preflight.
+        # Only compiling is slow enough to report; the other stages of a layout's preflight would flood the terminal.
         if text.startswith("compil"):
             self.say(f"  {text}")
 
@@ -147,17 +151,17 @@ def search_layouts(
     """Searches the layouts of a run on a pod, with the run's own Programs.
 
     Args:
-        question: as asked for the run itself.
+        question: of the run as configured.
         config: of the run.
-        describe: the entry point's.
-        plan: the run as it is configured.
-        pod: on what.
-        configured: what came of the run's main Program in its own layout, where it was compiled.
-        say: told what is being done.
+        describe: of the entry point.
+        plan: the run as configured.
+        pod: the target.
+        configured: the verdict of the run's main Program in the configured layout, where it was compiled.
+        say: receives progress messages.
     """
     subject = search_subject(plan)
     with scratch_folder() as scratch:
-        # Where nothing is to be kept, answers of candidates that are compiled side by side are kept for the search.
+        # Parallel workers hand their results over through a cache; without one of the user's, a temporary one serves.
         kept = question.kept or CompileCache(folder=scratch)
         with_cache = dataclasses.replace(question, kept=kept)
         compiler = LayoutCompiler(question=with_cache, config=config, describe=describe, plan=plan, say=say)
@@ -173,7 +177,7 @@ def _loads(verdict: Verdict) -> tuple[DecodeLoad, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Searched:
-    """What a search found, as it is shown.
+    """The rendered result of a search.
 
     Attributes:
         text: for people.
@@ -185,7 +189,7 @@ class Searched:
 
 
 def search_run_layouts(run: LayoutCompiler, pod: Accelerator, *, configured: ProgramVerdict | None) -> Searched:
-    """`search_layouts`, as it is shown.
+    """`search_layouts` with its result rendered.
 
     Args:
         run: the run.
@@ -208,14 +212,14 @@ def search_run_layouts(run: LayoutCompiler, pod: Accelerator, *, configured: Pro
 
 
 def search_run_decode(run: LayoutCompiler, pod: Accelerator) -> Searched:
-    """The best rows, mesh and cache of a run that generates text, compiled as the run would have them.
+    """Searches rows, mesh and cache of a run that generates text, compiled as the run would be.
 
     Args:
         run: the run.
-        pod: on what.
+        pod: the target.
 
     Raises:
-        NothingToSearch: the run's keys are another project's, or no memory is known.
+        NothingToSearch: the run does not have the keys of `generate`, or the memory of a device is not known.
     """
     plan, question = run.plan, run.question
     served, limit = decode_cost(plan), plan.target.limit_bytes
@@ -223,7 +227,7 @@ def search_run_decode(run: LayoutCompiler, pod: Accelerator) -> Searched:
     if not hasattr(run.config, "inference"):
         raise NothingToSearch(f"{plan.entry_point}: rows are searched with the keys of `generate`")
     if limit is None:
-        raise NothingToSearch(f"{plan.entry_point}: what a device has is not known")
+        raise NothingToSearch(f"{plan.entry_point}: the memory of a device is not known")
 
     def compiled(layout: DecodeLayout) -> tuple[bool, str]:
         run.say(f"compiling {layout}")
@@ -237,6 +241,7 @@ def search_run_decode(run: LayoutCompiler, pod: Accelerator) -> Searched:
             scope="timed",
         )
         verdict = preflight(one)
+        # The report has times for several numbers of rows; the goal is judged at those of this layout.
         steps = [load for load in _loads(verdict) if load.rows == layout.rows]
         took = f"; {seconds_text(steps[-1].time[1])} a token" if steps and steps[-1].time is not None else ""
         return verdict.exit_code == OK, f"{verdict.headline.partition(';')[0]}{took}"
@@ -256,9 +261,9 @@ def search_run_decode(run: LayoutCompiler, pod: Accelerator) -> Searched:
 
 
 def with_candidate(config: Any, payload: Mapping[str, Any]) -> Any:
-    """The configuration of a worker's payload: varied if it names a candidate."""
+    """The configuration for a worker's payload, with the layout of a candidate if the payload has one."""
     fields = payload.get("candidate")
     if fields is None:
         return config
-    # It arrived as JSON, which has no tuples.
+    # JSON turned the tuple into a list.
     return with_layout(config, Candidate(**{**fields, "cut": tuple(fields["cut"])}), payload["candidate_keys"])
