@@ -77,6 +77,7 @@ def positions_in_segments(segment_ids: NamedArray) -> NamedArray:
     """The number of tokens before each token in its segment, `[…, position]`, int32; segments are contiguous."""
     ids = segment_ids.rearrange((..., "position"))
     index = jnp.broadcast_to(jnp.arange(ids.array.shape[-1], dtype=jnp.int32), ids.array.shape)
+    # True at the first token of each segment; the first position always begins one.
     begins = jnp.concatenate(
         [jnp.ones_like(ids.array[..., :1], dtype=bool), ids.array[..., 1:] != ids.array[..., :-1]], axis=-1
     )

@@ -55,6 +55,7 @@ class LayerSpec:
     @property
     def parts(self) -> tuple[Part, ...]:
         """The mixer, and the feed-forward part if there is one."""
+        # In the order of computation, which plans and reports keep.
         return (self.mixer,) if self.feed_forward is None else (self.mixer, self.feed_forward)
 
     @property

@@ -78,9 +78,11 @@ class Dense(Operand):
         return self.array.axes
 
     def dot(self, x: NamedArray, axis: tuple[str, ...], *, dtype: DTypeLike | None = None) -> NamedArray:
+        # `dtype` is that of the sums too: 16-bit operands with float32 requested are not rounded in between.
         return hax.dot(x, self.array, axis=axis, preferred_element_type=dtype)
 
     def ragged_dot(self, x: NamedArray, axis: str, sizes: NamedArray) -> NamedArray:
+        # The axis of `sizes` says which axis of the matrix counts the groups.
         (Group,) = sizes.axes
         (Token,) = (a for a in x.axes if a.name != axis)
         (Out,) = (a for a in self.axes if a.name not in (axis, Group.name))
@@ -128,6 +130,7 @@ class Linear(eqx.Module):
     @property
     def Out(self) -> tuple[Axis, ...]:
         """The axes of the matrix that are not contracted, including those of stacked matrices."""
+        # From the operand, not stored: inside a scan or `shard_map` the axes of the weight are fewer or smaller.
         return tuple(axis for axis in self.operand.axes if axis.name not in self.In)
 
     def __call__(self, x: NamedArray, *, dtype: DTypeLike | None = None) -> NamedArray:

@@ -43,6 +43,7 @@ class RMSNorm(eqx.Module):
     def __call__(self, x: NamedArray) -> NamedArray:
         exact = x.astype(jnp.float32)
         mean_square = hax.mean(hax.square(exact), self.axis)
+        # eps inside the root, as in Llama; rsqrt rather than a division, as in torch.
         quotient = exact * hax.rsqrt(mean_square + self.eps)
         if self.weight is None:
             return quotient.astype(x.dtype)
@@ -117,9 +118,11 @@ class NormSpec:
     def init(self, axis: Axis | tuple[Axis, ...]) -> Norm:
         """A norm over `axis` whose initial scale is 1."""
         if self.kind == "layer":
+            # Only RMSNorm is used over several axes (queries and keys of all heads).
             assert isinstance(axis, Axis), f"LayerNorm is over one axis, not {axis}"
             return LayerNorm.init(axis, eps=self.eps, use_weight=self.use_weight, use_bias=self.use_bias)
         assert not self.use_bias, "RMSNorm has no bias"
         names = axis.name if isinstance(axis, Axis) else tuple(a.name for a in axis)
+        # Gemma stores differences from 1, so its initial weight is 0.
         weight = hax.full(axis, 1.0 - self.offset, dtype=jnp.float32) if self.use_weight else None
         return RMSNorm(weight=weight, axis=names, eps=self.eps, offset=self.offset, rounding=self.rounding)

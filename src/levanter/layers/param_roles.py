@@ -41,4 +41,5 @@ def declared_role(module: object, name: str) -> Role | None:
         return _OF_HALIAX[type(module)].get(name)
     if not dataclasses.is_dataclass(module):
         return None
+    # Read from the class, so a role needs no instance attribute and is not part of the pytree.
     return next((field.metadata.get(_KEY) for field in dataclasses.fields(module) if field.name == name), None)

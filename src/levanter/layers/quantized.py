@@ -82,6 +82,7 @@ class Int8Matrix(Operand):
     def rows(self, ids: NamedArray, axis: str) -> NamedArray:
         entries = self.q.take(axis, ids).astype(jnp.float32)
         scale = self.scale.take(axis, ids) if any(axis_.name == axis for axis_ in self.scale.axes) else self.scale
+        # Float32: a looked-up row is dequantized, and the caller casts it.
         return (entries * scale).rearrange(entries.axes)
 
     def matrix(self) -> NamedArray:
@@ -109,6 +110,7 @@ def int8_matrix(weight: NamedArray, In: tuple[str, ...]) -> Int8Matrix:
     # Multiply by the reciprocal explicitly: compilers rewrite some divisions that way, so results would differ.
     inverse = hax.where(usable, 1 / hax.where(usable, scale, 1.0), 0.0)
     scaled = hax.where(finite, exact, 0.0) * inverse
+    # The largest element is 127 up to float32 rounding; the clip guards the cast to int8.
     q = hax.clip(hax.round(scaled), -LARGEST, LARGEST).astype(jnp.int8)
     return Int8Matrix(q=q.rearrange(weight.axes), scale=scale)
 

@@ -83,6 +83,7 @@ class RotaryConfig(Ranged, draccus.ChoiceRegistry):
         both_halves = hax.named(jnp.asarray(np.concatenate([frequency, frequency])), Rotated)
         angles = positions.astype(jnp.float32).broadcast_axis(Rotated).rearrange((..., Rotated)) * both_halves
         amplitude = np.float32(self.amplitude)
+        # The amplitude scales queries and keys, hence the scores by its square.
         return hax.cos(angles) * amplitude, hax.sin(angles) * amplitude
 
 
@@ -259,6 +260,7 @@ class YarnRotaryConfig(RotaryConfig):
             return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
 
         if self.mscale and self.mscale_all_dim:
+            # DeepSeek sharpens all dimensions in its softmax scale; the tables get the ratio.
             return sharpening(self.mscale) / sharpening(self.mscale_all_dim)
         return sharpening(1.0)
 
@@ -328,6 +330,7 @@ class LongRotaryConfig(RotaryConfig):
 
     def frequencies(self, head_size: int, length: int) -> np.ndarray:
         size = self.rotated_size(head_size)
+        # Static: the length is that of the compiled program, so no table is chosen on the device.
         long = length > self.original_max_position_embeddings
         stretch = np.asarray(self.long_factor if long else self.short_factor, np.float32)
         exponent = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)

@@ -65,6 +65,7 @@ class LayerMatrices(Operand):
         # The matrices have the same shapes, so under `jit` the product is traced once and reused for all branches.
         product = jax.jit(product)
         branches = [partial(product, matrix) for matrix in self.matrices]
+        # Only the selected branch runs, so only its matrix is read.
         return jax.lax.switch(self.number.array, branches, *inputs)
 
 
@@ -74,6 +75,7 @@ def numbered(stack: M) -> M:
     def visit(x: object) -> object:
         if not isinstance(x, LayerMatrices):
             return x
+        # Along the stack's axis, so a scan over the stack hands each iteration its own number.
         return dataclasses.replace(x, number=hax.named(jnp.arange(x.Layers.size, dtype=jnp.int32), x.Layers))
 
     return jax.tree.map(visit, stack, is_leaf=lambda x: isinstance(x, LayerMatrices))

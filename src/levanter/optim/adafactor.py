@@ -94,6 +94,7 @@ def scale_by_adafactor(
                 # Scaled by the two factors one after the other: their product R Cᵀ could underflow in float32.
                 scaled = (wide * hax.rsqrt(relative)) * hax.rsqrt(columns)
             if clip_threshold is not None:
+                # The paper's update clipping: divide by max(1, RMS / threshold).
                 excess = rms_per_matrix(scaled, parameter) / clip_threshold
                 scaled = scaled / hax.maximum(excess, 1.0)
             return _Step(scaled.rearrange(grad.axes).astype(grad.dtype), rows, columns, full)

@@ -137,6 +137,7 @@ class OptimizerConfig(Ranged, draccus.ChoiceRegistry):
         return tuple(line for cycle in self._cycles(num_train_steps) for line in cycle.adjusted)
 
     def _cycles(self, num_train_steps: int) -> tuple[Cycle, ...]:
+        # `haps` is upstream's older name of a list of ends; giving both is refused above.
         cycles = self.haps if self.cycles is None else self.cycles
         return divide(
             total=num_train_steps,
@@ -163,6 +164,7 @@ class OptimizerConfig(Ranged, draccus.ChoiceRegistry):
         [-1.5, -2.0]
         """
         schedule = self.schedule(num_train_steps)
+        # Subclasses outside this project may define `stages` and `build` without `platform`.
         stages = self.stages(schedule, **_if_taken(self.stages, platform))
         scaled = scale_by_learning_rate if platform == "cpu" else optax.scale_by_learning_rate
         chain = [*stages, scaled(schedule)]  # pyright: ignore[reportArgumentType]
@@ -200,6 +202,7 @@ class OptimizerConfig(Ranged, draccus.ChoiceRegistry):
 
     def decaying(self, weight_decay: float) -> optax.GradientTransformation:
         """Weight decay of the parameters selected by the mask."""
+        # optax multiplies this term by the learning rate afterwards, which decouples decay from the gradient (AdamW).
         return optax.add_decayed_weights(weight_decay, self._decay_mask()) if weight_decay > 0 else optax.identity()
 
     @property
@@ -222,6 +225,7 @@ def _with_optax_promotion(inner: optax.GradientTransformation) -> optax.Gradient
     """The same under JAX's standard dtype promotion: optax raises floats to integer powers."""
 
     def update(updates: PyTree, state: optax.OptState, params: PyTree = None) -> tuple[PyTree, optax.OptState]:
+        # The process runs with strict promotion, which catches accidental upcasts in our own code.
         with jax.numpy_dtype_promotion("standard"):
             return inner.update(updates, state, params)
 
@@ -274,6 +278,7 @@ class AdamConfig(OptimizerConfig):
         value = self.skip_bad_steps
         if isinstance(value, SkipStepConfig):
             return value
+        # Before the case of an integer: `True` is an int as well.
         if isinstance(value, bool):
             return SkipStepConfig() if value else None
         return SkipStepConfig(rolling_interval_length=value)
@@ -315,6 +320,7 @@ class AdafactorConfig(OptimizerConfig):
     min_parameter_scale: NonNegativeFloat = 1e-3
 
     def scaling(self) -> optax.GradientTransformation:
+        # Hugging Face's `scale_parameter` multiplies after the clipping of the update, so it follows in the chain.
         scale = scale_by_adafactor(decay_rate=self.decay_rate, clip_threshold=self.clip_threshold, epsilon=self.epsilon)
         if not self.scale_parameter:
             return scale
@@ -375,6 +381,7 @@ class SgdConfig(OptimizerConfig):
     nesterov: bool = False
 
     def scaling(self) -> optax.GradientTransformation:
+        # Without momentum there is no trace, which would be a copy of the gradients in the state.
         return optax.trace(self.momentum, self.nesterov) if self.momentum else optax.identity()
 
 
@@ -431,6 +438,7 @@ class MuonConfig(OptimizerConfig):
 
     def stages(self, schedule: Schedule, *, platform: str | None = None) -> list[optax.GradientTransformation]:
         del schedule
+        # Clipping is part of AdamW's chain: an orthogonalized update does not depend on the gradient's size.
         others = self.weight_decay if self.adam_weight_decay is None else self.adam_weight_decay
         adam = [
             self.clipping(platform),

@@ -72,6 +72,7 @@ def scale_by_muon(
         kept = map_parameters(add, grads, state.momentum)
 
         def one(parameter: Parameter, grad: hax.NamedArray, kept: hax.NamedArray) -> hax.NamedArray:
+            # Nesterov: the momentum one step ahead.
             ahead = kept * momentum + grad.astype(jnp.float32) if nesterov else kept
             factors = parameter.factors
             assert factors is not None, f"{parameter.path} is not a matrix"
@@ -80,6 +81,8 @@ def scale_by_muon(
             order = tuple(ahead.resolve_axis(name) for name in (*parameter.stack, *factors[0], *factors[1]))
             ordered = ahead.rearrange(order)
             matrices = ordered.array.reshape(-1, rows, columns)
+            # An orthogonal matrix has root mean square 1/√max(rows, columns), so Moonshot's factor gives updates of
+            # about 0.2 per element, as AdamW's are.
             scale = 0.2 * math.sqrt(max(rows, columns)) if kimi else math.sqrt(max(1.0, rows / columns))
             updates = orthogonal(matrices, steps=steps, epsilon=epsilon, polynomial=polynomial) * scale
             return hax.named(updates.reshape(ordered.array.shape), order).rearrange(grad.axes).astype(grad.dtype)
@@ -104,6 +107,7 @@ def orthogonal(matrices: jax.Array, *, steps: int, epsilon: float, polynomial: t
     # The Frobenius norm bounds the largest singular value, which must be at most 1 for the iteration to converge.
     x = x / (jnp.sqrt(jnp.sum(x * x, axis=(1, 2), keepdims=True)) + epsilon)
     for _ in range(steps):
+        # On the singular values this is s ← a·s + b·s³ + c·s⁵; the singular vectors do not change.
         square = x @ x.swapaxes(1, 2)
         x = a * x + (b * square + c * square @ square) @ x
     return x.swapaxes(1, 2) if upright else x

@@ -126,6 +126,7 @@ class InvLrSchedule(LrSchedule):
     def at(self, phase: Phase, since: jax.Array) -> jax.Array:
         if phase.floor <= 0:
             raise ValueError("optimizer.lr_schedule inv decays to its floor, so min_lr_ratio must be positive")
+        # At progress 1 the divisor is peak / floor, so the rate ends at the floor.
         return phase.peak / (1 + (phase.peak / phase.floor - 1) * _progress(phase, since))
 
 
@@ -141,6 +142,7 @@ class InvSqrtDecayLrSchedule(LrSchedule):
     decay_constant: PositiveFloat = 28.6
 
     def at(self, phase: Phase, since: jax.Array) -> jax.Array:
+        # Not clipped at the end of the phase: the rate keeps falling if the run goes on.
         divisor = jnp.sqrt(1 + self.decay_constant * since / max(phase.steps, 1))
         return jnp.maximum(phase.peak / divisor, phase.floor)
 
@@ -212,6 +214,7 @@ def num_steps(amount: int | float, total: int, *, key: str) -> int:
     """
     if amount < 0 or (amount > 1 and not float(amount).is_integer()):
         raise ValueError(f"{key} {amount}: expected a fraction from 0 to 1, or a whole number of steps")
+    # `1` is ambiguous; upstream reads it as the whole, not as one step.
     return int(amount * total) if amount <= 1 else int(amount)
 
 
@@ -243,12 +246,15 @@ def cycle_ends(
             raise ValueError(
                 f"{key} {cycle_length}: a cycle of a run of {total} steps has from 1 to {total} steps, not {length}"
             )
+        # The end of the last, possibly shorter cycle is appended below.
         ends = list(range(length, total, length))
     elif cycle_length is not None:
+        # Lengths to ends: running sums.
         ends = [sum(cycle_length[: n + 1]) for n in range(len(cycle_length))]
     elif isinstance(cycles, int):
         if not 1 <= cycles <= total:
             raise ValueError(f"{key} {cycles}: a run of {total} steps has from 1 to {total} cycles")
+        # Integer division distributes the remainder over the cycles, and the last one ends at `total`.
         ends = [total * (n + 1) // cycles for n in range(cycles)]
     elif cycles is not None:
         ends = list(cycles)
@@ -313,9 +319,11 @@ def divide(
     """
     cycles, start = [], 0
     for number, end in enumerate(ends or (total,)):
+        # Fractions refer to the cycle, not to the run.
         steps = end - start
         key, amount = ("warmup", warmup) if number == 0 else ("rewarmup", rewarmup)
         requested = num_steps(amount, steps, key=f"optimizer.{key}")
+        # The warmup takes precedence: the decay gets what remains of the cycle.
         rising = min(requested, steps)
         requested_decay = steps - rising if decay is None else num_steps(decay, steps, key="optimizer.decay")
         falling = min(requested_decay, steps - rising)
@@ -351,6 +359,7 @@ def build_schedule(*, peak: float, min_ratio: float, shape: LrSchedule, cycles: 
         rising, falling = cycle.rising, cycle.falling
         if rising:
             segments.append(_Segment(start=cycle.start, rate=_line(reached, peak, rising)))
+        # Without a stable phase, the decay's segment starts where the warmup's ends.
         if cycle.end - cycle.start - rising - falling:
             segments.append(_Segment(start=cycle.start + rising, rate=_line(peak, peak, 1)))
         phase = Phase(peak=peak, floor=floor, steps=falling, warmup_steps=rising)
@@ -373,6 +382,7 @@ def build_schedule(*, peak: float, min_ratio: float, shape: LrSchedule, cycles: 
 
 
 def _line(a: float, b: float, steps: int) -> Callable[[jax.Array], jax.Array]:
+    # Clipped like `_progress`: segments are evaluated at all steps.
     return lambda since: a + (b - a) * jnp.clip(since / steps, 0, 1)
 
 

@@ -105,7 +105,9 @@ def is_outlier(rule: SkipStepConfig, recent: Recent, loss: jax.Array, grad_norm:
     (False, True)
     """
     length = recent.losses.shape[0]
+    # Until the ring buffer is full, only the first `seen` entries are numbers.
     known = jnp.arange(length) < recent.seen
+    # With few numbers the deviation is too small, and every step would be an outlier.
     enough = recent.seen >= rule.least_history
 
     def fits(values: jax.Array, now: jax.Array) -> jax.Array:
@@ -119,6 +121,7 @@ def is_outlier(rule: SkipStepConfig, recent: Recent, loss: jax.Array, grad_norm:
 
 def remembered(recent: Recent, loss: jax.Array, grad_norm: jax.Array) -> Recent:
     """Records the numbers of one more step, unless they are not finite."""
+    # The oldest entry of the ring buffer is overwritten.
     place = recent.seen % recent.losses.shape[0]
     new = Recent(
         losses=recent.losses.at[place].set(loss),

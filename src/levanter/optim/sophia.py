@@ -47,6 +47,7 @@ def scale_by_sophia(
 
     def init(params: PyTree) -> SophiaState:
         momentum = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+        # Curvature 0 until the first estimate, which the train step makes before the first update.
         return SophiaState(momentum=momentum, curvature=no_curvature(params))
 
     def update(grads: PyTree, state: SophiaState, params: PyTree = None) -> tuple[PyTree, SophiaState]:
@@ -56,6 +57,7 @@ def scale_by_sophia(
         def one(m: jax.Array, h: jax.Array, g: jax.Array) -> jax.Array:
             # Negative curvature, where the quotient would point uphill, becomes epsilon: the step is clipped momentum.
             step = m / jnp.maximum(gamma * h, epsilon)
+            # The clip bounds the step where the curvature is small, stale or noisy.
             limited = step if clip_threshold is None else jnp.clip(step, -clip_threshold, clip_threshold)
             return limited.astype(g.dtype)
 

@@ -42,6 +42,7 @@ def global_norm_by_layer(tree: PyTree) -> jax.Array:
 
 def _sums_of_squares(tree: PyTree) -> Iterator[jax.Array]:
     for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, hax.NamedArray)):
+        # Arrays without named axes cannot be told apart by layer and are summed as a whole.
         names = [axis.name for axis in x.axes] if isinstance(x, hax.NamedArray) else []
         array = x.array if isinstance(x, hax.NamedArray) else x
         squares = jnp.square(array.astype(jnp.float32))

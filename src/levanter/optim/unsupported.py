@@ -104,6 +104,7 @@ class AbsentOptimizerConfig(OptimizerConfig):
     def _refuse(self) -> NoReturn:
         optimizer = OptimizerConfig.get_choice_name(type(self))
         choices = OptimizerConfig.get_known_choices()
+        # Optimizers of third parties are listed as well.
         here = [name for name, cls in choices.items() if not issubclass(cls, AbsentOptimizerConfig)]
         raise AbsentOptimizerError(
             f"optimizer.type: {optimizer} is an upstream optimizer that this project does not have; it has: "
@@ -121,6 +122,7 @@ class AbsentOptimizerConfig(OptimizerConfig):
 def register_absent() -> None:
     """Registers a config class for each of upstream's optimizers that nobody has registered."""
     for name, keys in OPTIMIZERS.items():
+        # A third party may have registered an implementation under upstream's name.
         if name not in OptimizerConfig.get_known_choices():
             OptimizerConfig.register_subclass(name, _config_class(name, keys))
 
@@ -135,6 +137,7 @@ def _annotation(default: object) -> Annotation:
 
 def _config_class(name: str, keys: Mapping[str, Any]) -> type[OptimizerConfig]:
     fields = [(key, _annotation(value), dataclasses.field(default=value)) for key, value in keys.items()]
+    # Real dataclasses, not dicts: keys are checked, documented and written back like those of other optimizers.
     config_class = dataclasses.make_dataclass(
         f"Absent{name.title().replace('-', '').replace('_', '')}Config",
         fields,

@@ -65,6 +65,7 @@ def clip_by_recent_norms(rule: ClipUpdateNormConfig) -> optax.GradientTransforma
         most = jnp.mean(state.norms, where=known) + rule.sigma_factor * deviation
         clips = (state.seen >= max(2, length // 2)) & (norm > most)
         factor = jnp.where(clips, most / jnp.maximum(norm, LEAST_NORM), 1.0)
+        # The norm before clipping; the oldest entry is overwritten.
         remembered = RecentNorms(norms=state.norms.at[state.seen % length].set(norm), seen=state.seen + 1)
         # A NaN or infinity would stay in the statistics for `length` steps.
         kept = jax.tree.map(lambda new, old: jnp.where(jnp.isfinite(norm), new, old), remembered, state)
@@ -91,6 +92,7 @@ def clip_rms(threshold: float) -> optax.GradientTransformation:
             # As in upstream: the experts of a layer are one array and are clipped together.
             inner = tuple(axis.name for axis in u.axes if axis.name != "layers")
             wide = u.astype(jnp.float32)
+            # Root mean square over the threshold, per layer; below 1 nothing is scaled.
             excess = hax.sqrt(hax.mean(wide * wide, inner)) / threshold
             return (wide / hax.maximum(excess, 1.0)).rearrange(u.axes).astype(u.dtype)
 

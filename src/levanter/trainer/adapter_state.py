@@ -63,6 +63,8 @@ class Adapted:
             return mappings
         # Declared, so that the plan does not report this replication as a finding.
         meant = DeclaredReplication(has=RANK, lacks="", mesh_axes=mesh.names, reason="adapter.placement: whole")
+        # An override that maps every axis of the targets to no mesh axis; sorted, so that all processes build equal
+        # mappings.
         nowhere = AxisMapping(dict.fromkeys(sorted({name for group in self.targets for name in group.axis_names})))
         overrides = (*mappings.overrides, (PAIRS, nowhere))
         return replace(mappings, overrides=overrides, declared=(*mappings.declared, meant))
@@ -104,6 +106,7 @@ class Adapted:
     ) -> Program:
         """The Program that initializes the first state from a key and the copied part of the model; see `copied`."""
         part = self.copied(base)
+        # Without copies the Program has a single input, and its signature stays that of adapters alone.
         copied_input = () if part is None else (Input(name=COPIED, value=part, placement=plan.parameters),)
         return Program(
             name=INIT,

@@ -85,6 +85,7 @@ def _share(rule: ModelAveragingConfig, before: ParameterAverage, step: jax.Array
     if isinstance(rule, EmaModelAveragingConfig):
         return jnp.float32(1 - rule.beta), None
     assert isinstance(rule, EmaDecaySqrtConfig), type(rule)
+    # The rule is static, and `begin` gave this rule a sum of weights.
     assert before.weight is not None, "an average of weights remembers their sum"
     passed = (step - rule.switch_step).astype(jnp.float32) / jnp.float32(rule.decay_steps)
     falling = 1 - jnp.sqrt(jnp.clip(passed, 0.0, 1.0))

@@ -146,6 +146,7 @@ def plan_batches(
     Raises:
         BatchError: lists all stages that do not divide.
     """
+    # Each stage is compiled as a Program of its own, so each must divide.
     stages = [(0, sizes)] if isinstance(sizes, int) else [(stage.start, stage.value) for stage in sizes]
     pad = ("trainer.allow_nondivisible_batch_size",) if allow_padding else ()
     batch_stages, problems = [], []
@@ -161,6 +162,7 @@ def plan_batches(
 
 
 def _uneven(batch: int, unit: int, what: str, on: str) -> str:
+    # The nearest multiples; 0 is not a batch size and is left out.
     below, above = batch // unit * unit, -(-batch // unit) * unit
     nearest = " or ".join(str(n) for n in (below, above) if n)
     return f"trainer.train_batch_size {batch} is not a multiple of {unit} {what}{on}; nearest: {nearest}"
@@ -168,6 +170,7 @@ def _uneven(batch: int, unit: int, what: str, on: str) -> str:
 
 def _cut_positions(batch: int, ways: int) -> str:
     """A suggestion for idle shards: to split positions instead of rows; empty if it does not apply."""
+    # Splitting positions needs fewer rows than shards, and a whole number of shards per row.
     if batch >= ways or ways % batch:
         return ""
     return (

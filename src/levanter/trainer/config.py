@@ -144,6 +144,7 @@ class TrainerConfig(Ranged):
             yield "load_checkpoint and initialize_from: one resumes a run, the other starts a new one; keep one"
 
     def _batch_problems(self) -> Iterable[str]:
+        # Whether the sizes divide by the devices is checked once the mesh is known (`plan_batches`).
         size = self.train_batch_size
         if isinstance(size, int):
             if size == -1 and self.per_device_parallelism == -1:

@@ -121,6 +121,7 @@ def pair_terms(
     tokens = xp.maximum(counts, 1)
     sums = policy / tokens if loss.per_token else policy
     delta = sums[:, 0] - sums[:, 1]
+    # Without a reference Δref is 0, so the same formulas hold.
     base = xp.zeros_like(policy) if reference is None or not loss.has_reference else reference
     based = base / tokens if loss.per_token else base
     margin = based[:, 0] - based[:, 1]
@@ -202,6 +203,7 @@ def pair_logprobs(model: LmHeadModel, batch: PairBatch, *, chunk: int | None = N
 
 def counted(batch: PairBatch) -> jax.Array:
     """The number of counted tokens of each text, float32 `[batch, 2]`."""
+    # Negative targets: prompt tokens, the last position, and padding.
     return jnp.sum(batch.targets.array >= 0, axis=-1).astype(jnp.float32)
 
 
@@ -296,6 +298,7 @@ def with_other(trained: PyTree, models: tuple[PyTree, PyTree], *, key: jax.Array
 
 def pair_plan(policy: ShardingPlan, reference: ShardingPlan | None) -> ShardingPlan:
     """The placement of the leaves of `PairModels`, by their paths in it."""
+    # The paths are those of the fields of `PairModels`, by which the step looks up placements.
     both = {"policy": policy} if reference is None else {"policy": policy, "reference": reference}
     leaves = tuple(
         replace(leaf_plan, leaf=replace(leaf_plan.leaf, path=f"{name}.{leaf_plan.leaf.path}"))

@@ -68,6 +68,7 @@ class SaveCheckpoint:
         """Starts a save; with `force`, of a permanent checkpoint."""
         # One save at a time: the previous one must have finished before its arrays and its folder can be superseded.
         self.checkpointer.wait()
+        # A pause and the end of the run may both save the same step.
         if self.checkpointer.has(taken, force=force):
             return
         arrays = state_arrays(state)
@@ -93,6 +94,7 @@ class Every:
 
     def due(self, taken: int) -> bool:
         """Whether the action is due."""
+        # The caller runs the action once more after the last step, whatever the interval.
         return taken % self.steps == 0 and taken < self.until
 
     def __call__(self, taken: int, state: TrainState) -> None:
@@ -102,4 +104,5 @@ class Every:
 
 def state_arrays(state: TrainState) -> dict[str, jax.Array]:
     """All arrays of a state by path, as in a checkpoint."""
+    # Both traversals have the order of the pytree's leaves.
     return {leaf.path: x for leaf, x in zip(leaves(state), jax.tree.leaves(state), strict=True)}

@@ -124,6 +124,7 @@ class LmObjective(Objective[LmHeadModel, LmBatch]):
             return hax.sum(hax.where(counts != 0, values, 0.0) * counts).scalar()
 
         with jax.named_scope("loss"):
+            # The sum's names must be those of `terms`: the scan over microbatches has a fixed structure.
             z = {} if normalizers is None else {Z_LOSS: counted(normalizers * normalizers)}
             return Sums({LOSS: -counted(logprobs), **z, **_over_tokens(outputs.auxiliary, counts)})
 
@@ -301,6 +302,7 @@ def _layer_specs(plan: ShardingPlan, prefix: str, block: str | None) -> list[tup
     """PartitionSpecs of the leaves below a path; for a layer of a stack, without the stack's axis `block`."""
 
     def spec(leaf_plan: LeafPlan) -> PartitionSpec:
+        # Inside the scan a layer's arrays have lost the stack's axis, and so must their specs.
         entries = zip(leaf_plan.leaf.names, leaf_plan.mesh_axes, strict=True)
         return PartitionSpec(*(axes or None for name, axes in entries if name != block))
 

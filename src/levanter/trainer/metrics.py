@@ -191,11 +191,13 @@ class Track:
             "grad/norm/total": report.grad_norm,
             "params/norm/total": report.parameter_norm,
             "updates/norm/total": report.update_norm,
+            # Upstream logs the number of the step, from 0, and the progress after it.
             "global_step": report.step,
             "run_progress": report.taken / self.steps,
         }
         metrics |= {f"train/{name}": value for name, value in report.terms.items()}
         if self.skipped is not None:
+            # A bool counts as 0 or 1; the total is that of this process, not of a resumed run.
             self.skipped += report.skipped
             metrics |= {"optim/skipped_step": float(report.skipped), "optim/skipped_steps": self.skipped}
         return metrics
@@ -230,6 +232,7 @@ class Track:
         """Summary values for trackers at the end of the run."""
         metrics: dict[str, Any] = {} if self.peak is None else self.peak.summary
         if self.mfu:
+            # Over the last `WINDOW` steps only, so that a slow start does not count for ever.
             low, middle, high = np.percentile(list(self.mfu), [10, 50, 90]).tolist()
             metrics |= {"throughput/p10_mfu": low, "throughput/p50_mfu": middle, "throughput/p90_mfu": high}
             metrics["throughput/mean_mfu"] = float(np.mean(self.mfu))
@@ -244,10 +247,12 @@ def memory(devices: Iterable[HasMemory]) -> dict[str, int]:
     resident = host_bytes()
     if resident is not None:
         metrics["memory/host_rss_bytes"] = resident
+    # CPUs report None.
     all_stats = [stats for device in devices if (stats := device.memory_stats())]
     for name, key in (("device_bytes_in_use", "bytes_in_use"), ("device_peak_bytes", "peak_bytes_in_use")):
         values = [stats[key] for stats in all_stats if key in stats]
         if values:
+            # The fullest device is the one that runs out of memory first.
             metrics[f"memory/{name}"] = max(values)
     return metrics
 

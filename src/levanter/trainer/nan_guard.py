@@ -44,6 +44,7 @@ class Guard:
         Raises:
             NonFiniteError: one of them is not finite and the step was not skipped, or too many steps were skipped.
         """
+        # The update norm is checked too: an optimizer may overflow although loss and gradient are finite.
         bad = self._bad(report)
         if not report.skipped:
             self._row = 0
@@ -63,6 +64,7 @@ class Guard:
         return {
             name: value
             for name, value in _numbers(report).items()
+            # Each of the two can be switched off on its own, as in upstream.
             if (self.nan and math.isnan(value)) or (self.inf and math.isinf(value))
         }
 

@@ -50,6 +50,7 @@ class Profile:
 
     def due(self, taken: int) -> bool:
         """Whether the profile starts or ends after `taken` steps."""
+        # `>=`: a resumed or shortened run may not pass the exact step.
         return taken == self.start or (self._running and taken >= self.stop)
 
     def __call__(self, taken: int, state: TrainState) -> None:

@@ -48,6 +48,7 @@ class Partition:
         """
         if patterns is None:
             return Partition()
+        # A pattern that matches nothing is a typing error; it would silently freeze what it was meant to train.
         known = leaves(module)
         problems = [
             f"{KEY}[{n}] {pattern!r} matches no parameter; {_hint(pattern, known)}"
@@ -91,10 +92,12 @@ def bind(trained: M, frozen: M | None, *, key: jax.Array | None = None) -> M:
         key: random key for the dropout of adapters; None for no dropout.
     """
     if isinstance(trained, Adapters):
+        # Factors alone are no model: they are operands that wrap the base's matrices.
         assert frozen is not None, "adapters need the model that they adapt"
         return trained.bound_to(frozen, key)
     if frozen is None:
         return trained
+    # None counts as a leaf here, so each leaf comes from the tree that has it.
     return jax.tree.map(lambda a, b: b if a is None else a, trained, frozen, is_leaf=_is_leaf)
 
 
@@ -110,6 +113,7 @@ def _is_leaf(x: object) -> bool:
 
 
 def _matches(pattern: str, leaf: Leaf) -> bool:
+    # Names of groups take precedence over paths: `norm` is the group, `**.norm` the modules of that name.
     return parameter_group(leaf) == pattern if pattern in PARAMETER_GROUPS else path_matches(pattern, leaf.path)
 
 

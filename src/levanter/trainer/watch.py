@@ -73,6 +73,8 @@ class Watch:
     @classmethod
     def of(cls, config: WatchConfig) -> "Watch | None":
         """From a config; None if it requests nothing beyond the total norms that every step has."""
+        # The total norms of `include_norms` are part of every step; only per-parameter norms and histograms are
+        # watched.
         targets = (config.watch_targets,) if isinstance(config.watch_targets, str) else tuple(config.watch_targets)
         norms = config.include_norms and config.include_per_parameter_norms
         if config.interval == 0 or not targets or not (norms or config.include_histograms):
@@ -88,6 +90,8 @@ class Watch:
     @property
     def cheap(self) -> "Watch | None":
         """The part that every step's Program computes: all except histograms."""
+        # Norms are fetched at the interval as well, but stay in each step's Program: a second compilation costs more
+        # than they do.
         return replace(self, histograms=False) if self.norms else None
 
     def due(self, step: int) -> bool:
@@ -96,6 +100,7 @@ class Watch:
 
     def outputs(self) -> tuple[str, ...]:
         """The paths, within `Watched`, of all arrays that `see` returns."""
+        # The plan of the step's outputs needs the paths before the step is traced.
         norms = [f"norms.{target}" for target in self.targets if self.norms]
         fields = ("least", "most", "counts")
         hists = [f"histograms.{target}.{name}" for target in self.targets for name in fields if self.histograms]
@@ -133,6 +138,7 @@ def tracker_metrics(watched: Watched, names: Mapping[str, tuple[str, ...]]) -> d
             metrics[f"{PREFIXES[target]}/norm/{name}"] = float(value)
     for target, histograms in watched.histograms.items():
         for n, name in enumerate(names[target]):
+            # Bins have equal width, so the range and the counts determine the edges.
             least, most = float(histograms.least[n]), float(histograms.most[n])
             metrics[f"{PREFIXES[target]}/hist/{name}"] = {
                 "counts": np.asarray(histograms.counts[n]).tolist(),
@@ -181,6 +187,7 @@ class _Rows:
 
     def reduced(self, reduce: Callable[..., jax.Array], values: jax.Array) -> jax.Array:
         """Reduces values of the array's shape to `[rows]`."""
+        # All axes except that of the layers; sharded ones are reduced on each device first.
         others = tuple(n for n in range(self.array.ndim) if n != self.layers)
         return reduce(values, axis=others).reshape(self.count)
 
