@@ -1,9 +1,8 @@
-"""Puts the names of earlier generations where scripts look for them: `levanter/__init__.py` calls `install`, once.
+"""Makes names of earlier generations importable where scripts expect them; `levanter/__init__.py` calls `install` once.
 
-The project's modules do not know the names such scripts use; if a name is missing, and only then,
-`levanter.upstream.imports` looks it up in a table and reports, once, where it is now. This file is what `import
-levanter` costs, so it imports only the standard library: two finders among Python's own, and the attributes of
-`levanter` itself.
+The project's modules do not know the names that such scripts use. Only if a name is missing does
+`levanter.upstream.imports` look it up in a table and report, once, where it is now. Every `import levanter` runs this
+file, so it imports only the standard library: it adds two finders to Python's own, and attributes to `levanter` itself.
 """
 
 import sys
@@ -65,13 +64,13 @@ EARLIER_NAMES: dict[str, tuple[str, ...]] = {
     "levanter.trainer.config": ("TrainerConfig",),
     "levanter.trainer.config_blocks": ("CheckpointerConfig",),
 }
-"""Modules that exist and had other names in them, and their classes that had other members."""
+"""Existing modules that had other names in earlier generations → their classes that had other members."""
 
 
 EARLIER_CLASS_MEMBERS: dict[str, dict[str, tuple[str, ...]]] = {
     "levanter.models.registry": {"LmConfig": ("from_hf_config", "default_hf_checkpoint_converter")}
 }
-"""Of those classes, members that are read from the class itself."""
+"""Members of those classes that are read from the class itself, not from an instance."""
 
 
 EARLIER_KEYWORDS: dict[str, tuple[str, ...]] = {
@@ -86,7 +85,7 @@ EARLIER_KEYWORDS: dict[str, tuple[str, ...]] = {
     "levanter.models.qwen.config": ("QwenConfig", "Qwen3Config"),
     "levanter.trainer.config": ("TrainerConfig",),
 }
-"""Modules with configuration classes that took other keywords."""
+"""Modules → their configuration classes that took other keywords."""
 
 
 EARLIER_CALLS: dict[str, dict[str, tuple[str, int, tuple[str, ...]]]] = {
@@ -96,8 +95,8 @@ EARLIER_CALLS: dict[str, dict[str, tuple[str, int, tuple[str, ...]]]] = {
         "Checkpointer.__init__": ("new_checkpointer", 1, ("save_interval", "step_policies", "dt_now_injection"))
     },
 }
-"""Methods with an earlier signature: its function in `levanter.upstream.facades.models`, how many positional arguments
-the method takes today, and keywords that it no longer has."""
+"""Methods with an earlier signature → its function in `levanter.upstream.facades.models`, the number of positional
+arguments that the method takes today, and keywords that it no longer has."""
 
 
 class _EarlierModules:
@@ -106,8 +105,10 @@ class _EarlierModules:
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         del path, target
+        # Called for every import that no other finder could satisfy; other packages are left alone.
         if not name.startswith("levanter."):
             return None
+        # Imported late: the tables are read only if a script uses an earlier name.
         return import_module("levanter.upstream.imports").find_spec(name)
 
 
@@ -115,14 +116,19 @@ class _EarlierNamesIn(SourceFileLoader):
     """Loads a module as usual; names it lacks are then looked up among those it had."""
 
     def exec_module(self, module: ModuleType) -> None:
+        # The module is loaded unchanged first; only then are its missing names added.
         super().exec_module(module)
         name = module.__name__
+        # PEP 562: called for names that the module does not have, so existing ones cost nothing.
         vars(module)["__getattr__"] = _first(vars(module).get("__getattr__"), name)
         for cls in EARLIER_NAMES.get(name, ()):
             at = f"{name}:{cls}"
+            # `__getattr__` of a class runs only for attributes that
+            # lookup did not find. The default argument binds `at` now.
             vars(module)[cls].__getattr__ = lambda self, attribute, at=at: _earlier(at, attribute, self)
         for cls, members in EARLIER_CLASS_MEMBERS.get(name, {}).items():
             for member in members:
+                # A class's `__getattr__` is not called for attributes of the class itself; a descriptor is.
                 setattr(vars(module)[cls], member, _OfClass(f"{name}:{cls}", member))
         for cls in EARLIER_KEYWORDS.get(name, ()):
             _accept_earlier_keywords(vars(module)[cls])
@@ -132,17 +138,18 @@ class _EarlierNamesIn(SourceFileLoader):
 
 
 class _OfClass:
-    """A member that a class had, such as `LlamaConfig.from_hf_config`."""
+    """A descriptor for a former class member, such as `LlamaConfig.from_hf_config`."""
 
     def __init__(self, at: str, name: str):
         self.at, self.name = at, name
 
     def __get__(self, instance: object, owner: type) -> object:
+        # `owner` is the class that was asked, so that a subclass gets its own result.
         return _earlier(self.at, self.name, owner)
 
 
 class _TaughtDraccus(SourceFileLoader):
-    """Loads draccus's readers of docstrings and of documents, which then read ours too."""
+    """Loads draccus's modules for docstrings and documents, and patches them for our classes."""
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
@@ -150,12 +157,14 @@ class _TaughtDraccus(SourceFileLoader):
 
 
 class _ModulesWithEarlierNames:
-    """Finds the modules of the two tables for `_EarlierNamesIn`, and the one of draccus."""
+    """Finds the modules of the tables for `_EarlierNamesIn`, and draccus's for `_TaughtDraccus`."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        # A set test for every import of the process: cheap, since this finder comes first.
         if not any(name in known for known in (EARLIER_NAMES, EARLIER_KEYWORDS, EARLIER_CALLS, {DRACCUS, PARSER})):
             return None
+        # PathFinder is asked directly; the import system would come back to this finder.
         spec = PathFinder.find_spec(name, path, target)
         # Another loader (a zip file, an instrumented import) is left alone.
         if spec is not None and type(spec.loader) is SourceFileLoader:
@@ -165,7 +174,7 @@ class _ModulesWithEarlierNames:
 
 
 def _first(current: Callable[[str], Any] | None, name: str) -> Callable[[str], Any]:
-    """A name that a module lacks: its own lazy attribute if there is one, else an earlier name."""
+    """A module's `__getattr__`: first its own lazy attributes, if any, then earlier names."""
 
     def lookup(attribute: str) -> Any:
         if current is None:
@@ -189,13 +198,14 @@ PRIVATE = {
 
 
 def _earlier(at: str, name: str, *instance: object) -> Any:
+    # Python and its tools probe dunder names (`__path__`, `__wrapped__`) all the time; these must stay cheap.
     if name.startswith("_") and name not in PRIVATE:
         raise AttributeError(f"{at} has no attribute {name!r}")
     return import_module("levanter.upstream.imports").look_up(at, name, *instance)
 
 
 def _accept_earlier_keywords(cls: type) -> None:
-    """Makes a configuration class accept the keywords it had: `LlamaConfig(seq_len=…)`."""
+    """Makes a configuration class accept its earlier keywords: `LlamaConfig(seq_len=…)`."""
     init = cls.__init__
     known = set(cls.__dataclass_fields__)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -210,12 +220,14 @@ def _accept_earlier_keywords(cls: type) -> None:
 
 
 def _accept_earlier_calls(cls: type, member: str, facade: str, positional: int, keywords: tuple[str, ...]) -> None:
-    """Makes a method accept the calls it had: `model(ids, mask, key=key)`."""
+    """Makes a method accept its earlier calls: `model(ids, mask, key=key)`."""
     current = vars(cls)[member]
 
     @wraps(current)
     def method(self: object, *args: object, **keys: object) -> object:
         # A call that fits the current signature goes there directly; only earlier forms load the facade.
+        # Earlier masks were NamedArrays under today's keyword, so
+        # the type must be checked, by name to avoid an import.
         by_name = any(name in keys for name in keywords) or type(keys.get("attn_mask")).__name__ == "NamedArray"
         if len(args) <= positional and not by_name:
             return current(self, *args, **keys)
@@ -225,7 +237,7 @@ def _accept_earlier_calls(cls: type, member: str, facade: str, positional: int, 
 
 
 def _part(name: str) -> Any:
-    """`levanter.trainer` after `import levanter` alone, as scripts of earlier generations have it."""
+    """`levanter.__getattr__`: `levanter.trainer` works after `import levanter` alone, as in earlier generations."""
     if name == "__version__":
         return import_module("levanter.io.package_version").version()
     if name.startswith("_"):
@@ -241,7 +253,7 @@ def _part(name: str) -> Any:
 
 def install() -> None:
     """Adds the two finders to `sys.meta_path` and a `__getattr__` to `levanter`. A second call adds no finders."""
-    # Hidden from type checkers, so that they still report misspelt names.
+    # Set through `vars`, so that type checkers do not see it and still report misspelt names.
     vars(sys.modules["levanter"])["__getattr__"] = _part
     if _EarlierModules in sys.meta_path:
         return

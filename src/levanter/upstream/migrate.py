@@ -45,12 +45,12 @@ class MigrateUsageError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Migrated:
-    """A document in today's spelling.
+    """A document with today's keys.
 
     Attributes:
         text: the document.
         changes: what was translated.
-        notes: keys it leaves out whose default is different here.
+        notes: keys that the document omits and whose default differs here.
     """
 
     text: str
@@ -73,20 +73,25 @@ def migrate(path: str, entry_point: str | None = None) -> Migrated:
         entry_point: the entry point that reads it; None if not given.
 
     Raises:
-        ConfigError: it cannot be read, or contradicts itself.
+        ConfigError: the document cannot be read, or contradicts itself.
     """
     problems: list[Problem] = []
     document = read_documents([path], problems)
     reader = None if entry_point is None else config_class(entry_point)
+    # The same keys may mean different things to different entry
+    # points; without one, only the unambiguous are translated.
     takes, earlier = ((), "") if reader is None else (config_fields(reader), upstream_schema(reader))
     translation = translate(document, takes, earlier)
     problems += translation.problems
     if problems:
         raise ConfigError(problems)
+    # Dumped from values, not from the old text: comments and anchors are lost, includes are inlined.
     plain = to_plain(translation.document)
     text = yaml.dump(plain, Dumper=PlainDumper, sort_keys=False, allow_unicode=True, width=110, default_flow_style=None)
     model = plain.get("model")
+    # A key that the old document left out had upstream's default; where ours differs, the run would change silently.
     notes = [*changed_defaults(str(model.get("type")), model)] if isinstance(model, dict) else []
+    # Early documents had one `seq_len` for the model and for the rows of the data; only some entry points read both.
     old = document.at((*MODEL, "seq_len"))
     if old is not None and entry_point is None and ROW_LENGTH not in document:
         length = to_plain(old.node)
@@ -100,7 +105,7 @@ def config_class(entry_point: str) -> type:
     """The configuration class of an entry point, including those that are not implemented yet.
 
     Raises:
-        MigrateUsageError: there is none of that name.
+        MigrateUsageError: no entry point has that name.
     """
     if entry_point in CLASSES:
         return getattr(importlib.import_module(f"levanter.main.{entry_point}"), CLASSES[entry_point])
@@ -111,7 +116,7 @@ def config_class(entry_point: str) -> type:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Migrates the document that a command line names."""
+    """Runs the command: migrates the document named on the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m levanter.main.migrate", description=(__doc__ or "").partition("\n")[0]
     )
@@ -128,6 +133,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.output is None:
         sys.stdout.write(done.annotated)
         return 0
+    # Written atomically, so that an interrupted run leaves no partial document.
     with atomic_write(arguments.output) as file:
         file.write(done.annotated.encode())
     for change in done.changes:
@@ -139,6 +145,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """The entry point: exit code 0, or 2 for a document that cannot be read."""
+    """The entry point; returns exit code 0, or 2 for a document that cannot be read."""
     setup_logging()
     return shell(lambda: main(sys.argv[1:] if argv is None else argv))

@@ -1,6 +1,7 @@
 """The tables of `docs/migrating.md`, generated from the tables that the code uses.
 
-Each stands in the document between `<!-- table: name -->` and `<!-- end -->`; `filled` puts the current ones there.
+Each table is in the document between `<!-- table: name -->` and `<!-- end -->`; `filled` replaces it with the current
+one.
 """
 
 import re
@@ -21,11 +22,12 @@ from levanter.upstream.unsupported.names import GONE_IN, GONE_MODULES
 
 _OF = {"z_loss_weight": "`train_lm`", "max_eval_length": "`eval_lm`", "drain_seconds": "`serve`"}
 """A key of an entry point alone → the entry point; see `NotCarried.entry_point_keys`."""
+# Non-greedy up to the next end marker, so that several tables of one document are replaced separately.
 _PLACE = re.compile(r"(?P<begin><!-- table: (?P<name>[a-z-]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 
 
 def keys() -> str:
-    """Old keys of documents."""
+    """Old keys of documents and their replacements."""
     rows = []
     for row in TABLE:
         new = row.new or "dropped, with a note"
@@ -51,9 +53,10 @@ def families() -> str:
 
 
 def defaults() -> str:
-    """Keys of `model:` whose default is different."""
+    """Keys of `model:` whose default differs from upstream's."""
     rows = []
     for kind, keys in UPSTREAM.items():
+        # The class's own defaults, as plain values, so that both columns are formatted alike.
         ours = plain(LmConfig.get_choice_class(kind)())
         rows += [
             (f"`{kind}`", f"`{key}`", f"`{format_value(theirs)}`", f"`{format_value(ours[key])}`")
@@ -72,12 +75,13 @@ def not_carried() -> str:
 
 
 def imports() -> str:
-    """Names in scripts, and where they are now."""
+    """Names in scripts and their current places."""
     rows = []
     for at, names in NAMES.items():
         by_place: dict[str, list[str]] = {}
         for name, target in names.items():
             module, _, attribute = target.partition(":")
+            # A name that kept its spelling is listed by its module alone.
             place = module if attribute in (name, "") else f"{module}.{attribute}"
             by_place.setdefault(f"`{place}`", []).append(name)
         rows += [
@@ -109,10 +113,10 @@ TABLES = {
 
 
 def filled(document: str) -> str:
-    """A document with its tables as they are now.
+    """A document with its tables replaced by the current ones.
 
     Raises:
-        KeyError: it names a table that does not exist.
+        KeyError: the document names a table that does not exist.
     """
 
     def fill(place: re.Match[str]) -> str:
@@ -123,6 +127,7 @@ def filled(document: str) -> str:
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     lines = [head, ("---",) * len(head), *rows]
+    # A bar inside a cell would end it; Markdown needs it escaped.
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
 

@@ -1,4 +1,4 @@
-"""The names of earlier generations, and where each is now. Those without a successor are in
+"""The names of earlier generations and their current places. Those without a successor are in
 `levanter.upstream.unsupported.names`.
 
     NAMES["levanter.models.lm_model"]["LmConfig"]         a name of a module: `module:name`, or a module
@@ -93,6 +93,7 @@ _CARELESS = {
 }
 
 _MODULE_NAMES: Mapping[str, Mapping[str, str]] = {
+    # Keys are modules of earlier generations or, after a colon, classes of today's modules with earlier members.
     "levanter": {"current_tracker": f"{_TRACKER}:current_tracker", "initialize": f"{_TRAINER}:initialize_all"},
     "levanter.layers": _MASKS,
     "levanter.models.lm_model": _EXAMPLES,
@@ -160,6 +161,7 @@ _MODULE_NAMES: Mapping[str, Mapping[str, str]] = {
         "TrainBatch": f"{_TRAINER}:TrainBatch",
         "use_device_mesh": f"{_TRAINER}:use_device_mesh",
     },
+    # Only names that today's module lacks; existing ones never reach the table.
     "levanter.data": {**_OLD_DATA},
     "levanter.data.config:LmDataConfig": {"the_tokenizer": f"{_HF}:the_tokenizer"},
     "levanter.optim.config:OptimizerConfig": {"lr_scheduler": f"{_TRAINER}:lr_scheduler"},
@@ -279,14 +281,15 @@ _MODULE_NAMES: Mapping[str, Mapping[str, str]] = {
     "levanter.main.marin_eval_sliding_total": _CARELESS,
 }
 
+# Both tables may list the same module; of equal names, the one in TOOL_NAMES wins.
 NAMES: Mapping[str, Mapping[str, str]] = {
     at: {**_MODULE_NAMES.get(at, {}), **TOOL_NAMES.get(at, {})} for at in dict.fromkeys((*_MODULE_NAMES, *TOOL_NAMES))
 }
-"""Module, or `module:Class` → name there → where it is now (`module:name`, or a module)."""
+"""Module, or `module:Class` → its earlier name → the current place (`module:name`, or a module)."""
 
 _CLASS_MEMBERS: Mapping[str, tuple[str, ...]] = {"levanter.models.registry:LmConfig": ("from_hf_config",)}
 CLASS_MEMBERS: Mapping[str, tuple[str, ...]] = {
     at: (*_CLASS_MEMBERS.get(at, ()), *TOOL_CLASS_MEMBERS.get(at, ()))
     for at in dict.fromkeys((*_CLASS_MEMBERS, *TOOL_CLASS_MEMBERS))
 }
-"""`module:Class` → those of its names that are asked of the class itself."""
+"""`module:Class` → its earlier names that are read from the class itself."""

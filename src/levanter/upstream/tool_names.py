@@ -1,4 +1,4 @@
-"""Names of the parts that scripts compose: data sets, loaders, checkpoints, layers, the trainer. See `names`."""
+"""Earlier names of the parts that scripts compose (data sets, loaders, checkpoints, layers, trainer); see `names`."""
 
 from collections.abc import Mapping
 
@@ -17,13 +17,14 @@ _HF = "levanter.compat.hf.index"
 
 
 def _all(module: str, names: str) -> dict[str, str]:
-    """Names that are the same in a module."""
+    """Maps names to the same names in a module."""
     return {name: f"{module}:{name}" for name in names.split()}
 
 
 _SETS_OF_TODAY = _all(
     _SETS, "AsyncDataset EpochDataset ListAsyncDataset MappedAsyncDataset PermutationDataset SyncDataset"
 )
+# The data sets of early 2024 were iterables; later ones are indexed, asynchronously.
 _SETS_OF_2024 = {
     "Dataset": f"{_SETS}:IterableDataset",
     **_all(_SETS, "ShardableDataset ShardedDataset ShuffleDataset"),
@@ -127,9 +128,9 @@ TOOL_NAMES: Mapping[str, Mapping[str, str]] = {
         "init_logging": "levanter.io:setup_logging",
     },
 }
-"""As `levanter.upstream.names.NAMES`, which holds these too."""
+"""Part of `levanter.upstream.names.NAMES`, in the same form."""
 
 TOOL_CLASS_MEMBERS: Mapping[str, tuple[str, ...]] = {
     "levanter.models.registry:LmConfig": ("default_hf_checkpoint_converter",)
 }
-"""As `levanter.upstream.names.CLASS_MEMBERS`, which holds these too."""
+"""Part of `levanter.upstream.names.CLASS_MEMBERS`, in the same form."""

@@ -1,4 +1,4 @@
-"""Where checkpoints are, by the names of earlier generations."""
+"""Functions of earlier generations that find checkpoints."""
 
 from levanter.checkpoint import checkpoint_at, latest
 from levanter.checkpoint.errors import MissingCheckpointError
@@ -8,7 +8,7 @@ def latest_checkpoint_path(base_path: str, *more: str) -> str:
     """The folder of the newest complete checkpoint below some bases.
 
     Raises:
-        MissingCheckpointError: there is none.
+        MissingCheckpointError: no checkpoint is complete.
     """
     checkpoint = latest(base_path, *more)
     if checkpoint is None:
@@ -17,7 +17,7 @@ def latest_checkpoint_path(base_path: str, *more: str) -> str:
 
 
 def discover_latest_checkpoint(base_path: str, *more: str) -> str | None:
-    """The folder of the newest complete checkpoint below some bases; None where there is none."""
+    """The folder of the newest complete checkpoint below some bases; None if there is none."""
     checkpoint = latest(base_path, *more)
     return None if checkpoint is None else checkpoint.path
 

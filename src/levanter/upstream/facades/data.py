@@ -2,7 +2,7 @@
 
     data = UrlSingleDatasetLMConfig(train_urls=["a.jsonl"], tokenizer="gpt2")
 
-One class stands for all three of them (files, a data set of the Hub, a mixture); it holds today's `components`.
+One class replaces all three (files, a data set of the Hub, a mixture); it holds today's `components`.
 """
 
 from dataclasses import fields
@@ -16,7 +16,7 @@ from levanter.data import LmDataConfig
 
 
 class OldDataConfig(LmDataConfig):
-    """`LmDataConfig` that is made with the keys of either generation.
+    """`LmDataConfig`, constructed with the keys of either generation.
 
     Raises:
         ConfigError: the keys contradict each other, or one is unknown.
@@ -24,10 +24,12 @@ class OldDataConfig(LmDataConfig):
 
     def __init__(self, **keys: Any):
         known = {one.name for one in fields(LmDataConfig)}
+        # Earlier keys go through the YAML translation, so that Python and documents mean the same.
         if not keys.keys() <= known:
             document, translation = translate_plain({"data": keys}, source="data")
             if translation.problems:
                 raise ConfigError(translation.problems)
             read = parse_text(LmDataConfig, yaml.safe_dump(document["data"]), source="data")
+            # The parsed value is another object; its fields are copied into this one.
             keys = {name: getattr(read, name) for name in known}
         super().__init__(**keys)

@@ -3,7 +3,7 @@
     rows = ListAsyncDataset([...]).map(to_example).shuffle(key)
     for batch in DataLoader(rows, 32, mesh=mesh, axis_resources=mapping): …      # levanter.upstream.facades.loaders
 
-A run's own data are `data.components` in its configuration, whose rows come from a token store; these classes are for
+A run's data are `data.components` in its configuration, whose rows come from a token store; these classes are for
 examples that a script holds itself. *Async* ones are indexed from a coroutine, *sync* ones from a function; those of
 early 2024 are iterated over, and split into shards by stride.
 """
@@ -27,6 +27,8 @@ U = TypeVar("U")
 def wait_for(coroutine: Coroutine[Any, Any, T]) -> T:
     """The result of a coroutine, whether or not an event loop runs in this thread."""
     try:
+        # `asyncio.run` fails inside a running loop (a notebook, an
+        # async caller): then another thread runs the coroutine.
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(coroutine)
@@ -36,6 +38,7 @@ def wait_for(coroutine: Coroutine[Any, Any, T]) -> T:
     def run() -> None:
         try:
             results.append(asyncio.run(coroutine))
+        # BaseException, so that KeyboardInterrupt and SystemExit also reach the caller.
         except BaseException as error:  # noqa: BLE001 - it is raised again in the thread that waits
             failed.append(error)
 
@@ -49,98 +52,100 @@ def wait_for(coroutine: Coroutine[Any, Any, T]) -> T:
 
 def key_to_seed(key: jax.Array) -> int:
     """The random bits of a JAX key as one number of 64 bits."""
+    # Typed keys (`jax.random.key`) hide their bits; raw uint32 keys are their bits.
     data = jax.random.key_data(key) if jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+    # Two uint32 words, little-endian whatever the machine: all hosts get the same seed.
     return int.from_bytes(np.asarray(data).astype("<u4").tobytes()[:8], "little")
 
 
 class AsyncDataset(ABC, Generic[T]):
-    """Examples by number; a subclass has `async_len` and `get_batch`, and `is_finite` where it never ends."""
+    """Examples by index; a subclass defines `async_len` and `get_batch`, and `is_finite` if it is infinite."""
 
     @abstractmethod
     async def async_len(self) -> int:
-        """How many there are."""
+        """The number of examples."""
 
     @abstractmethod
     async def get_batch(self, indices: Sequence[int]) -> Sequence[T]:
-        """Those with these numbers, in this order."""
+        """The examples with these indices, in this order."""
 
     def is_finite(self) -> bool:
-        """Whether there is an end."""
+        """Whether the number of examples is finite."""
         return True
 
     async def getitem_async(self, index: int) -> T:
-        """The one with this number."""
+        """The example with an index."""
         return (await self.get_batch([index]))[0]
 
     async def final_length_is_known(self) -> bool:
-        """2024's question: whether `async_len` will not change; it never does."""
+        """Upstream's method of 2024: whether the length is final, which it always is here."""
         return self.is_finite()
 
     async def current_len(self) -> int | None:
-        """2024's question: how many there are by now; None where there is no end."""
+        """Upstream's method of 2024: the number of examples so far; None for infinite data sets."""
         return await self.async_len() if self.is_finite() else None
 
     async def wait_until_len_at_least(self, length: int) -> int:
-        """2024's request: how many there are, at most `length` of them asked for."""
+        """Upstream's method of 2024: returns the length without waiting, since it never grows."""
         return length if not self.is_finite() else await self.async_len()
 
     def as_async_dataset(self) -> "AsyncDataset[T]":
-        """Itself."""
+        """This data set."""
         return self
 
     def as_sync_dataset(self) -> "SyncDataset[T]":
-        """The same from a function."""
+        """This data set with synchronous methods."""
         return SyncifiedDataset(self)
 
     def map(self, fn: Callable[..., U], *more: object, **keys: PyTree) -> "AsyncDataset[U]":
-        """`fn(example, *more, **keys)` of each; a `key` among the keywords is another one for every example."""
+        """Applies `fn(example, *more, **keys)` to each example; a `key` among the keywords differs for each."""
         return MappedAsyncDataset(self, fn, *more, **keys)
 
     def map_batches(self, fn: Callable[..., Sequence[U]], *more: object, **keys: PyTree) -> "AsyncDataset[U]":
-        """`fn(examples, *more, **keys)` of what is asked for together."""
+        """Applies `fn(examples, *more, **keys)` to the examples of each request."""
         return BatchMappedAsyncDataset(self, fn, *more, **keys)
 
     def slice_dataset(self, start_index: int | None = None, end_index: int | None = None) -> "AsyncDataset[T]":
-        """Those from one number up to another."""
+        """The examples from one index up to another."""
         return SlicedAsyncDataset(self, start_index, end_index)
 
     def take(self, n: int) -> "AsyncDataset[T]":
-        """The first `n`."""
+        """The first `n` examples."""
         return self.slice_dataset(end_index=n)
 
     def shuffle(self, key: jax.Array, *, perm_type: str = "feistel") -> "AsyncDataset[T]":
-        """All of them in another order, which the key decides."""
+        """All examples, in an order determined by the key."""
         return PermutationDataset(self, key, perm_type)
 
 
 class SyncDataset(ABC, Generic[T]):
-    """Examples by number from a function; a subclass has `__len__` and `get_batch`."""
+    """Examples by index, synchronous; a subclass defines `__len__` and `get_batch`."""
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
     def get_batch(self, indices: Sequence[int] | np.ndarray) -> Sequence[T]:
-        """Those with these numbers, in this order."""
+        """The examples with these indices, in this order."""
 
     def __getitem__(self, index: int) -> T:
         return self.get_batch([index])[0]
 
     def is_finite(self) -> bool:
-        """Whether there is an end."""
+        """Whether the number of examples is finite."""
         return True
 
     def as_async_dataset(self) -> AsyncDataset[T]:
-        """The same from a coroutine."""
+        """This data set with asynchronous methods."""
         return AsyncifiedDataset(self)
 
     def as_sync_dataset(self) -> "SyncDataset[T]":
-        """Itself."""
+        """This data set."""
         return self
 
 
 class SyncifiedDataset(SyncDataset[T]):
-    """An async data set, asked from a function."""
+    """An async data set with synchronous methods."""
 
     def __init__(self, dataset: AsyncDataset[T]):
         self.dataset = dataset
@@ -149,30 +154,30 @@ class SyncifiedDataset(SyncDataset[T]):
         return wait_for(self.dataset.async_len())
 
     def get_batch(self, indices: Sequence[int] | np.ndarray) -> Sequence[T]:
-        """Those with these numbers, in this order."""
+        """The examples with these indices, in this order."""
         return wait_for(self.dataset.get_batch([int(i) for i in indices]))
 
     def is_finite(self) -> bool:
-        """Whether there is an end."""
+        """Whether the number of examples is finite."""
         return self.dataset.is_finite()
 
 
 class AsyncifiedDataset(AsyncDataset[T]):
-    """A sync data set, asked from a coroutine."""
+    """A sync data set with asynchronous methods."""
 
     def __init__(self, dataset: SyncDataset[T]):
         self.dataset = dataset
 
     async def async_len(self) -> int:
-        """How many there are."""
+        """The number of examples."""
         return len(self.dataset)
 
     async def get_batch(self, indices: Sequence[int]) -> Sequence[T]:
-        """Those with these numbers, in this order."""
+        """The examples with these indices, in this order."""
         return self.dataset.get_batch(indices)
 
     def is_finite(self) -> bool:
-        """Whether there is an end."""
+        """Whether the number of examples is finite."""
         return self.dataset.is_finite()
 
 
@@ -181,46 +186,47 @@ class ListAsyncDataset(AsyncDataset[T]):
 
     Args:
         data: the examples.
-        is_complete: 2024's: whether nothing is appended any more; there is no waiting for what is.
+        is_complete: upstream's argument of 2024: whether the list is complete; nothing here waits for more.
     """
 
     def __init__(self, data: list[T], is_complete: bool = True):
         self.data, self.is_complete = data, is_complete
 
     def append(self, item: T) -> None:
-        """Adds one at the end."""
+        """Adds an example at the end."""
         self.data.append(item)
 
     def finalize(self) -> None:
-        """2024's: says that nothing more is added."""
+        """Upstream's method of 2024: marks the list complete."""
         self.is_complete = True
 
     async def async_len(self) -> int:
-        """How many there are."""
+        """The number of examples."""
         return len(self.data)
 
     async def get_batch(self, indices: Sequence[int]) -> Sequence[T]:
-        """Those with these numbers, in this order."""
+        """The examples with these indices, in this order."""
         return [self.data[i] for i in indices]
 
 
 class _Mapped(AsyncDataset[U]):
-    """What maps have in common: length and end are the source's."""
+    """The base of mapped data sets: as long as their source."""
 
     def __init__(self, dataset: AsyncDataset[Any], fn: Callable[..., Any], *more: object, **keys: PyTree):
         self.dataset, self.fn, self.more, self.keys = dataset, fn, more, keys
 
     async def async_len(self) -> int:
-        """How many there are."""
+        """The number of examples."""
         return await self.dataset.async_len()
 
     def is_finite(self) -> bool:
-        """Whether there is an end."""
+        """Whether the number of examples is finite."""
         return self.dataset.is_finite()
 
     def keywords(self, fold: int) -> dict[str, Any]:
-        """The keywords of a call, its random key made of the given one and a number."""
+        """The keywords of a call; its random key is the given one with a number folded in."""
         key = self.keys.get("key")
+        # The example's index, not its place in the batch: its randomness does not depend on how it is batched.
         return self.keys if key is None else {**self.keys, "key": jax.random.fold_in(key, fold)}
 
 
@@ -228,22 +234,22 @@ class MappedAsyncDataset(_Mapped[U]):
     """A function of each example."""
 
     async def get_batch(self, indices: Sequence[int]) -> Sequence[U]:
-        """Those with these numbers, in this order."""
+        """The examples with these indices, in this order."""
         items = await self.dataset.get_batch(indices)
         return [self.fn(item, *self.more, **self.keywords(i)) for i, item in zip(indices, items, strict=True)]
 
 
 class BatchMappedAsyncDataset(_Mapped[U]):
-    """A function of the examples that are asked for together; a random key goes by the first of their numbers."""
+    """A function of the examples of each request; its random key depends on the first index."""
 
     async def get_batch(self, indices: Sequence[int]) -> Sequence[U]:
-        """Those with these numbers, in this order."""
+        """The examples with these indices, in this order."""
         items = await self.dataset.get_batch(indices)
         return self.fn(items, *self.more, **self.keywords(indices[0] if len(indices) else 0))
 
 
 class SlicedAsyncDataset(AsyncDataset[T]):
-    """The examples from one number up to another.
+    """The examples from one index up to another.
 
     Raises:
         ValueError: the numbers are in the wrong order.
@@ -255,7 +261,8 @@ class SlicedAsyncDataset(AsyncDataset[T]):
             raise ValueError(f"a slice from {start_index} to {end_index} ends before it begins")
 
     async def async_len(self) -> int:
-        """How many there are."""
+        """The number of examples."""
+        # `async_len` of an infinite data set would fail; the slice's end bounds it.
         if self.end_index is not None and not self.dataset.is_finite():
             return self.end_index - self.start_index
         length = await self.dataset.async_len()
@@ -263,14 +270,15 @@ class SlicedAsyncDataset(AsyncDataset[T]):
         return max(stop - self.start_index, 0)
 
     async def get_batch(self, indices: Sequence[int]) -> Sequence[T]:
-        """Those with these numbers, in this order."""
+        """The examples with these indices, in this order."""
         positions = [i + self.start_index for i in indices]
+        # Without this check, an index past the slice's end would read the next example of the source.
         if self.end_index is not None and positions and max(positions) >= self.end_index:
             raise ValueError(f"example {max(indices)} of a slice from {self.start_index} to {self.end_index}")
         return await self.dataset.get_batch(positions)
 
     def is_finite(self) -> bool:
-        """Whether there is an end."""
+        """Whether the number of examples is finite."""
         return self.end_index is not None or self.dataset.is_finite()
 
 
@@ -283,45 +291,46 @@ class EpochDataset(AsyncDataset[T]):
         self.dataset, self.max_epochs = dataset, max_epochs
 
     async def async_len(self) -> int:
-        """How many there are."""
+        """The number of examples."""
         if self.max_epochs is None:
             raise ValueError("an endlessly repeated data set has no length; set max_epochs")
         return self.max_epochs * await self.dataset.async_len()
 
     async def get_batch(self, indices: Sequence[int]) -> Sequence[T]:
-        """Those with these numbers, in this order."""
+        """The examples with these indices, in this order."""
         length = await self.dataset.async_len()
         if self.max_epochs is not None and indices and max(indices) >= self.max_epochs * length:
             raise ValueError(f"example {max(indices)} of {self.max_epochs} epochs of {length} examples")
         return await self.dataset.get_batch([i % length for i in indices])
 
     def is_finite(self) -> bool:
-        """Whether there is an end."""
+        """Whether the number of examples is finite."""
         return self.max_epochs is not None
 
 
 class PermutationDataset(AsyncDataset[T]):
-    """The examples in an order that is computed and not stored; the same on every machine."""
+    """The examples in an order that is computed, not stored, and equal on every machine."""
 
     def __init__(self, dataset: AsyncDataset[T], key: jax.Array, perm_type: str = "feistel"):
         if perm_type not in ("feistel", "linear"):
             raise ValueError(f"perm_type: {perm_type!r}; expected feistel or linear")
         self.dataset, self.key, self.perm_type = dataset, key, perm_type
+        # Created on first use, since the length needs a coroutine.
         self._order: Permutation | None = None
 
     async def async_len(self) -> int:
-        """How many there are."""
+        """The number of examples."""
         return await self.dataset.async_len()
 
     async def get_batch(self, indices: Sequence[int]) -> Sequence[T]:
-        """Those with these numbers, in this order."""
+        """The examples with these indices, in this order."""
         if self._order is None:
             size, key = await self.dataset.async_len(), key_to_seed(self.key)
             self._order = Feistel(size, key) if self.perm_type == "feistel" else Affine(size, key)
         return await self.dataset.get_batch(self._order(np.asarray(indices, np.int64)).tolist())
 
     def is_finite(self) -> bool:
-        """Whether there is an end."""
+        """Whether the number of examples is finite."""
         return self.dataset.is_finite()
 
 
@@ -329,18 +338,18 @@ class PermutationDataset(AsyncDataset[T]):
 
 
 class IterableDataset(ABC, Iterable[T]):
-    """`levanter.data.Dataset` of early 2024: examples one after the other."""
+    """`levanter.data.Dataset` of early 2024: an iterable of examples."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[T]: ...
 
 
 class ShardableDataset(IterableDataset[T]):
-    """One that can be split into shards."""
+    """An iterable data set that can be split into shards."""
 
     @abstractmethod
     def shard(self, shard_idx: int, num_shards: int) -> "ShardableDataset[T]":
-        """The part of one of so many."""
+        """One of `num_shards` shards."""
 
 
 class ShuffleDataset(ShardableDataset[T]):
@@ -348,8 +357,8 @@ class ShuffleDataset(ShardableDataset[T]):
 
     Args:
         dataset: the examples.
-        key: decides the order; every shard has its own of it.
-        buffer_size: how many are held.
+        key: determines the order; every shard derives its own key from it.
+        buffer_size: number of examples in the buffer.
     """
 
     def __init__(self, dataset: IterableDataset[T], key: jax.Array, buffer_size: int):
@@ -358,7 +367,7 @@ class ShuffleDataset(ShardableDataset[T]):
         self.dataset, self.key, self.buffer_size = dataset, key, buffer_size
 
     def shard(self, shard_idx: int, num_shards: int) -> "ShuffleDataset[T]":
-        """The part of one of so many."""
+        """One of `num_shards` shards."""
         assert isinstance(self.dataset, ShardableDataset), f"{type(self.dataset).__name__} cannot be split into shards"
         part = self.dataset.shard(shard_idx, num_shards)
         return ShuffleDataset(part, jax.random.fold_in(self.key, shard_idx), self.buffer_size)
@@ -371,19 +380,21 @@ class ShuffleDataset(ShardableDataset[T]):
                 buffer.append(item)
                 continue
             place = int(random.integers(len(buffer)))
+            # The new example takes the place of the emitted one, so the buffer stays full and memory bounded.
             out, buffer[place] = buffer[place], item
             yield out
+        # The source is exhausted: the rest leaves in random order.
         while buffer:
             yield buffer.pop(int(random.integers(len(buffer))))
 
 
 class ShardedDataset(IterableDataset[T]):
-    """One whose shards have names and can be opened at any row."""
+    """A data set whose shards have names and can be opened at any row."""
 
     @property
     @abstractmethod
     def shard_names(self) -> Sequence[str]:
-        """The shards."""
+        """The names of the shards."""
 
     @abstractmethod
     def open_shard_at_row(self, shard_name: str, row: int) -> Iterator[T]:
@@ -391,7 +402,7 @@ class ShardedDataset(IterableDataset[T]):
 
     @property
     def num_shards(self) -> int:
-        """How many shards there are."""
+        """The number of shards."""
         return len(self.shard_names)
 
     def open_shard(self, shard_name: str) -> Iterator[T]:
@@ -404,40 +415,41 @@ class ShardedDataset(IterableDataset[T]):
 
 
 class BatchProcessor(ABC, Generic[T]):
-    """Turns a batch of examples into rows: upstream's interface, for classes that scripts derive from it.
+    """Upstream's interface for turning a batch of examples into rows, for classes that scripts derive from it.
 
     Our token stores are built from `data.components`; nothing here calls a processor.
     """
 
     @abstractmethod
     def __call__(self, batch: Sequence[T]) -> PyTree:
-        """Rows of some examples."""
+        """The rows of a batch of examples."""
 
     @property
     def resources(self) -> dict[str, float]:
-        """What a call needs beside processors."""
+        """The resources that a call needs besides CPUs and GPUs."""
         return {}
 
     @property
     @abstractmethod
     def num_cpus(self) -> int:
-        """Processors a call needs."""
+        """The number of CPUs that a call needs."""
 
     @property
     def num_gpus(self) -> int:
-        """Accelerators a call needs."""
+        """The number of GPUs that a call needs."""
         return 0
 
     @property
     def batch_size(self) -> int:
-        """Examples a call is given."""
+        """The number of examples in a call."""
         return 1024
 
 
 def stack_batch_encodings(first: PyTree, second: PyTree) -> PyTree:
-    """Two encodings of transformers as one: under each key the sequences of both."""
+    """Concatenates two encodings of transformers: each key holds the sequences of both."""
 
     def sequences(value: PyTree) -> list[Any]:
+        # An encoding of one text holds a flat list of ids; that of several texts, a list of lists.
         nested = len(value) > 0 and isinstance(value[0], Sequence | np.ndarray)
         return list(value) if nested or len(value) == 0 else [value]
 

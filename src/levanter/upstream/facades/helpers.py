@@ -17,13 +17,14 @@ AXES = ("data", "replica", "model")
 
 
 def use_cpu_device() -> AbstractContextManager[Any]:
-    """Arrays that are created inside it are on the host."""
+    """A context in which new arrays are created on the host's CPU."""
     return jax.default_device(jax.local_devices(backend="cpu")[0])
 
 
 @contextmanager
 def local_cpu_mesh() -> Iterator[Mesh]:
-    """A mesh of one device of the host, in scope."""
+    """A context with a mesh of one CPU device of the host in scope."""
+    # Upstream's axis names, each of size 1: mappings that name them stay valid.
     one = np.array(jax.local_devices(backend="cpu")[:1]).reshape([1] * len(AXES))
     mesh = Mesh(one, AXES)
     with use_cpu_device(), jax.set_mesh(mesh):
@@ -45,15 +46,16 @@ def key_iterator(key: jax.Array | int) -> Iterator[jax.Array]:
 
 
 def non_caching_cycle(items: Iterable[Any]) -> Iterator[Any]:
-    """The items repeated endlessly, iterated anew each time."""
+    """Repeats the items endlessly; the iterable is iterated anew each time, and nothing is cached."""
+    # Unlike itertools.cycle, which keeps a copy of every item.
     return itertools.chain.from_iterable(itertools.repeat(items))
 
 
 def logical_cpu_core_count() -> int:
-    """How many processors the operating system reports."""
+    """The number of CPUs that the operating system reports."""
     return os.cpu_count() or 1
 
 
 def barrier_sync(timeout: float = 200) -> None:
-    """Waits until every process of the run is here."""
+    """Waits until every process of the run reaches this call."""
     barrier("a script's barrier", seconds=timeout)

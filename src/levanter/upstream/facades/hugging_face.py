@@ -1,11 +1,11 @@
-"""References, tokenizers and configs of Hugging Face files, as scripts of earlier generations use them.
+"""References, tokenizers and configs of Hugging Face files, with the interfaces of earlier generations.
 
     ref = RepoRef("org/model", revision="main")
     tokenizer = load_tokenizer("org/model")
     ids = tokenizer.encode("a text")
     config = LlamaConfig.from_hf_config(hf_config)
 
-Our tokenizers are not callable; `tokenizer.as_hf_tokenizer()` gives the one of transformers, which is.
+Our tokenizers are not callable; `tokenizer.as_hf_tokenizer()` returns one of transformers, which is.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 
 
 class OldRepoRef(RepoRef):
-    """`RepoRef` that is made of a name and a revision, or of today's keywords."""
+    """`RepoRef`, constructed from a name and a revision, or with today's keywords."""
 
     def __init__(self, model_name_or_path: str | None = None, revision: str | None = None, **keys: Any):
         if model_name_or_path is not None:
             parsed = RepoRef.parse(model_name_or_path)
+            # A revision inside the name (`org/model@main`) counts, unless the argument gives another one.
             keys = {"kind": parsed.kind, "location": parsed.location, "file": parsed.file, **keys}
             revision = revision or parsed.revision
         super().__init__(revision=revision, **keys)
@@ -52,14 +53,15 @@ def load_tokenizer(
     local_cache_dir: str | None = None,
     trust_remote_code: bool = True,
 ) -> FastTokenizer:
-    """The tokenizer of a checkpoint; none of its code is run, and it is cached where Hugging Face caches files."""
+    """The tokenizer of a checkpoint; its code is never run, and it is cached in the Hub's cache."""
+    # Accepted so that earlier calls work: the cache is the Hub's, and remote code is never trusted.
     del local_cache_dir, trust_remote_code
     ref = RepoRef.parse(model_name_or_path)
     return load_of_today(ref if revision is None else replace(ref, revision=revision))
 
 
 def the_tokenizer(data: LmDataConfig) -> Tokenizer:
-    """`data.the_tokenizer`: the one that the data is read with."""
+    """`data.the_tokenizer`: the tokenizer of the data."""
     if data.tokenizer == PASSTHROUGH:
         return PassthroughTokenizer(data.vocab_size or 0)
     return load_tokenizer(data.tokenizer)
@@ -84,7 +86,7 @@ def bos_token_id(tokenizer: FastTokenizer) -> int | None:
 
 
 def name_or_path(tokenizer: FastTokenizer) -> str:
-    """Where it came from."""
+    """The source of the tokenizer."""
     return tokenizer.name
 
 
@@ -92,6 +94,7 @@ def encode(tokenizer: FastTokenizer) -> Callable[..., list[int]]:
     """`tokenizer.encode(text, add_special_tokens=False)`."""
 
     def of_text(text: str, *, add_special_tokens: bool = False) -> list[int]:
+        # Upstream would prepend BOS here; silently leaving it out would change every id list.
         if add_special_tokens:
             raise ValueError(
                 "add_special_tokens: encode returns the ids of the text only; prepend tokenizer.bos_id yourself"
@@ -107,7 +110,7 @@ def get_vocab(tokenizer: FastTokenizer) -> Callable[[], dict[str, int]]:
 
 
 def convert_ids_to_tokens(tokenizer: FastTokenizer) -> Callable[[int | Sequence[int]], Any]:
-    """`tokenizer.convert_ids_to_tokens(ids)`: tokens as the vocabulary writes them."""
+    """`tokenizer.convert_ids_to_tokens(ids)`: tokens as the vocabulary spells them."""
     return lambda ids: tokenizer.token(ids) if isinstance(ids, int) else [tokenizer.token(int(i)) for i in ids]
 
 
@@ -123,11 +126,12 @@ def from_hf_config(cls: type[LmConfig]) -> Callable[[Any], LmConfig]:
     """`LlamaConfig.from_hf_config(hf_config)`: our config, from a transformers config or the mapping in a config.json.
 
     Raises:
-        ConfigMismatchError: it is another family's.
+        ConfigMismatchError: the config belongs to another family.
     """
 
     def of_config(hf_config: "PretrainedConfig | Mapping[str, Any]") -> LmConfig:
         config = HFCheckpointConverter().config_from_hf_config(hf_config)
+        # `from_hf_config` of a class promised that class; a Mistral file read by LlamaConfig would have no window.
         if not isinstance(config, cls):
             raise ConfigMismatchError("hf_config", f"describes a {type(config).__name__}, not a {cls.__name__}")
         return config
