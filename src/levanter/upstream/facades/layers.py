@@ -1,11 +1,11 @@
-"""Layers, attention and activations by the names and calls of earlier generations, over ours.
+"""Layers, attention and activations with the names and calls of earlier generations, on top of ours.
 
     out = dot_product_attention("position", "key_position", "head_size", q, k, v, mask)
     norm = LlamaRMSNorm.init(Embed, eps=1e-5)
     attention = LlamaAttention.init(config, key=key); y = attention(x, mask)
 
-Models here are one decoder built from specs; below are a decoder's parts, called as upstream's were. Dropout, attention
-biases and paged caches are not implemented, and refused where they are asked for.
+Models here are one decoder built from specs; the classes below wrap parts of a decoder with upstream's calls. Dropout,
+attention biases and paged caches are not implemented, and refused if requested.
 """
 
 import math
@@ -30,11 +30,11 @@ from levanter.models.decoder.config import DecoderConfig
 from levanter.models.decoder.model import DecoderBlock
 
 BLOCK_SIZE = 128
-"""Early 2024's default of `flash_attention`."""
+"""The default block size of `flash_attention` in early 2024."""
 
 
 class AttentionBackend(StrEnum):
-    """Upstream's names of `attn_backend`; `levanter.layers.attention` says what each stands for here."""
+    """Upstream's names of `attn_backend`; `levanter.layers.attention` maps each to a backend."""
 
     DEFAULT = "default"
     NVTE = "nvte"
@@ -62,6 +62,7 @@ class ActivationFunctionEnum(StrEnum):
         """The function of plain arrays."""
 
         def of_array(x: jax.Array) -> jax.Array:
+            # Activations work elementwise, so invented axis names make a NamedArray of any shape.
             axes = tuple(Axis(f"axis_{n}", size) for n, size in enumerate(x.shape))
             return ACTIVATIONS[self.value](NamedArray(x, axes)).array
 
@@ -76,12 +77,12 @@ class OldAttentionConfig:
         Embed: the axis of the residual stream.
         num_heads, num_kv_heads: heads of queries, and of keys and values.
         head_dim: features of a head; None divides those of `Embed` among the heads.
-        use_bias, use_output_bias: whether projections have biases; None for the output: like the others.
-        upcast_attn: scores are always float32.
+        use_bias, use_output_bias: whether projections have biases; None for the output means as for the others.
+        upcast_attn: accepted for compatibility; scores are always float32.
         attn_backend, flash_attention_block_size: the backend and its block size.
         rope: the rotary embedding; None for none.
         sliding_window: how many keys a query sees; None for all.
-        scaling_factor: of the scores; None for 1/√(features of a head).
+        scaling_factor: factor of the scores; None for 1/√(features of a head).
         logits_soft_cap: bound of the scores.
     """
 
@@ -110,17 +111,17 @@ class OldAttentionConfig:
 
     @property
     def q_heads_per_group(self) -> int:
-        """Heads of queries for each of keys and values."""
+        """Query heads for each key/value head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def KVHeads(self) -> Axis:
-        """The axis of heads of keys and values."""
+        """The axis of key/value heads."""
         return Axis("kv_head", self.num_kv_heads)
 
     @property
     def Heads(self) -> Axis:
-        """The axis of heads of queries."""
+        """The axis of query heads."""
         return Axis("heads", self.num_heads)
 
     @property
@@ -130,12 +131,12 @@ class OldAttentionConfig:
 
     @property
     def QHeadsPerGroup(self) -> Axis:
-        """The axis of heads of queries in a group."""
+        """The axis of query heads in a group."""
         return Axis("q_heads_per_group", self.q_heads_per_group)
 
 
 def default_attention_type() -> AttentionBackend:
-    """What `attn_backend: null` means: the choice goes by platform and length."""
+    """The meaning of `attn_backend: null`: a choice by platform and length."""
     return AttentionBackend.DEFAULT
 
 
@@ -167,30 +168,33 @@ def dot_product_attention(
         QPos, KPos, Key: the axes of queries, keys and features.
         query, key, value: `[…, QPos, Key]`, `[…, KPos, Key]` twice. Axes that only queries have are query heads that
             share keys and values.
-        mask: which keys a query sees: a rule, or an array over `QPos` and `KPos`; None for all.
+        mask: the visible keys: a rule, or an array over `QPos` and `KPos`; None for all.
         bias, precision: refused.
-        attention_dtype: of queries and keys.
-        use_flash: true works block by block, false materializes all scores; None decides by length.
+        attention_dtype: dtype of queries and keys in the computation.
+        use_flash: true computes block by block, false materializes all scores; None chooses by length.
         attn_backend, flash_block_size: the backend, by either project's name, and its block size.
         dropout: refused while training.
         logits_soft_cap: bound of the scores.
         scaling_factor: multiplies the scores; 1/√features by default.
-        inference, prng: whether nothing is random; it never is.
-        attn_sink: for each head a score that every query sees and whose value is zero.
+        inference, prng: accepted for compatibility; nothing is random.
+        attn_sink: for each head, a score that every query attends to and whose value is zero.
 
     Returns:
-        The axes of `query`.
+        The attended values, over the axes of `query`.
 
     Raises:
-        ValueError: something that is not implemented is asked for.
+        ValueError: an option that is not implemented is set.
     """
     del prng
     refused = {"bias": bias, "precision": precision, "dropout": dropout if not inference else None}
+    # Falsy settings (None, 0.0, an absent bias) request nothing.
     if unsupported := [name for name, setting in refused.items() if setting]:
         raise ValueError(
             f"{', '.join(unsupported)}: not supported by attention here; levanter.layers.attention lists what is"
         )
+    # Axes may be given by name only; their sizes are taken from the arrays.
     QPos, KPos, Key = query.resolve_axis(_name(QPos)), key.resolve_axis(_name(KPos)), query.resolve_axis(_name(Key))
+    # Our attention has fixed axis names; the result is renamed back below.
     for_queries: dict[Axis | str, Axis | str] = {QPos.name: "position", Key.name: "head_size"}
     for_keys: dict[Axis | str, Axis | str] = {KPos.name: "key_position", Key.name: "head_size"}
     q = query.rename(for_queries)
@@ -201,6 +205,7 @@ def dot_product_attention(
         mask = AttentionMask.of_array(mask.rename({QPos.name: "position", KPos.name: "key_position"}))
     scale = 1 / math.sqrt(Key.size) if scaling_factor is None else scaling_factor
     choice = _choice(use_flash, attn_backend, flash_block_size, query=q, length=KPos.size)
+    # No mask at all, unlike the causal default of our models.
     rule = AttentionMask() if mask is None else mask
     attended = attend(q, k, v, rule, softmax_scale=scale, choice=choice, soft_cap=logits_soft_cap, sinks=attn_sink)
     return attended.rename({"position": QPos, "head_size": Key}).rearrange(query.axes)
@@ -214,6 +219,7 @@ def _choice(
     query: NamedArray,
     length: int,
 ) -> BackendChoice:
+    # An explicit backend wins over `use_flash`, as upstream.
     if backend is not None and backend != AttentionBackend.DEFAULT:
         return choose_backend(str(backend), platform=None, dtype=query.dtype, length=length, block_size=block)
     if use_flash is None:
@@ -238,7 +244,7 @@ def flash_attention(
     dtype: DTypeLike | None = None,
     precision: PyTree = None,
 ) -> NamedArray:
-    """Attention block by block of keys; see `dot_product_attention`. The result has the positions first."""
+    """Attention in blocks of keys; see `dot_product_attention`."""
     return dot_product_attention(
         QPos,
         KPos,
@@ -261,11 +267,12 @@ def flash_attention(
 def materialize_mask(
     mask: PyTree, QPos: Axis, KPos: Axis, q_slice: PyTree = None, k_slice: PyTree = None
 ) -> NamedArray | None:
-    """A mask as an array: the rule's, or the array that it is; a part of it where slices are given."""
+    """A mask as an array, from a rule or an array; with slices, only that part."""
     if mask is None:
         return None
     if isinstance(mask, AttentionMask):
         return mask.materialize(QPos, KPos, q_slice=q_slice, k_slice=k_slice)  # pyright: ignore[reportCallIssue]
+    # The slices are Haliax `dslice`s, with `start` and `size`.
     for axis, part in ((QPos, q_slice), (KPos, k_slice)):
         if part is not None:
             mask = hax.slice(mask, axis.name, start=part.start, length=part.size)
@@ -276,7 +283,7 @@ def materialize_mask(
 
 
 class LlamaRMSNorm:
-    """`LlamaRMSNorm.init(axis, eps)`: the norm of a Llama."""
+    """`LlamaRMSNorm.init(axis, eps)`: creates a Llama's norm."""
 
     @staticmethod
     def init(axis: Axis, eps: float = 1e-6, use_weight: bool = True, use_bias: bool = False) -> RMSNorm:
@@ -287,12 +294,12 @@ class LlamaRMSNorm:
 
 
 class LlamaRotaryEmbedding(eqx.Module):
-    """Cosine and sine tables of the plain rotary embedding.
+    """Cosine and sine tables of the default rotary embedding.
 
     Attributes:
         HeadSize: the features of a head.
         Pos: the positions.
-        base: of the geometric series of wavelengths.
+        base: base of the geometric series of wavelengths.
     """
 
     HeadSize: Axis = eqx.field(static=True)
@@ -306,16 +313,17 @@ class LlamaRotaryEmbedding(eqx.Module):
 
 
 def rotate_half(x: NamedArray) -> NamedArray:
-    """The features' halves swapped, the new first one negated."""
+    """Swaps the halves of the features and negates the new first one."""
     HeadSize = x.resolve_axis("head_size")
     half = HeadSize.size // 2
+    # [x1, x2] → [−x2, x1]: with x · cos + rotate_half(x) · sin, pairs (i, i + size/2) are rotated.
     return hax.concatenate(HeadSize, [-x[HeadSize, half : HeadSize.size], x[HeadSize, 0:half]])
 
 
 def apply_rotary_pos_emb(
     q: NamedArray, k: NamedArray, cos: NamedArray, sin: NamedArray
 ) -> tuple[NamedArray, NamedArray]:
-    """Queries and keys rotated by tables."""
+    """Rotates queries and keys by cosine and sine tables."""
     HeadSize = q.resolve_axis("head_size")
     return apply_rotary(q, cos, sin, HeadSize), apply_rotary(k, cos, sin, HeadSize)
 
@@ -334,6 +342,7 @@ class LlamaAttention(eqx.Module):
     @staticmethod
     def init(config: DecoderConfig, *, key: jax.Array) -> "LlamaAttention":
         """Freshly initialized projections."""
+        # Layer 0's spec: upstream's Llama layers are all alike.
         return LlamaAttention(inner=GroupedQueryAttention.init(config.layer_attention(0), key=key), config=config)
 
     def __call__(
@@ -341,6 +350,7 @@ class LlamaAttention(eqx.Module):
     ) -> NamedArray:
         """Attends within `x`, `[…, position, embed]`."""
         del key
+        # The second result is the cache state, None here.
         return self.inner(x, _context(self.config, x, mask))[0]
 
 
@@ -369,10 +379,11 @@ class LlamaDecoderLayer(eqx.Module):
 
 
 def _context(config: DecoderConfig, x: NamedArray, mask: AttentionMask | NamedArray | None) -> MixerContext:
-    """What the layers of a forward pass read beside the stream."""
+    """The context of a forward pass: mask and rotary tables."""
     Pos = x.resolve_axis("position")
     index = hax.arange(Pos)
     tables = {name: rope.tables(config.HeadSize, index, length=Pos.size) for name, rope in config.ropes.items()}
+    # An array is the complete rule; nothing is causal unless it says so.
     rule = AttentionMask.of_array(mask.astype(bool)) if isinstance(mask, NamedArray) else mask
     return MixerContext(mask=AttentionMask() if rule is None else rule, tables=tables)
 

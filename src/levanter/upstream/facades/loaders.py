@@ -1,10 +1,10 @@
-"""Loaders of earlier generations: the examples of a script's data set as batches on the devices.
+"""Data loaders of earlier generations: batches of a script's examples on the devices.
 
     loader = DataLoader(dataset, 32, mesh=trainer.device_mesh, axis_resources=trainer.compute_axis_mapping)
     for batch in loader.iter_from_step(1000): …
 
 Examples are pytrees of arrays, named or plain; a batch is such a tree whose arrays have the batch axis in front.
-Every process makes the rows that its own devices hold. A thread prefetches batches while the current one is used.
+Every process creates the rows that its own devices hold. A thread prefetches batches while the current one is used.
 """
 
 import queue
@@ -34,8 +34,8 @@ class BackgroundIterable:
     """The items of an iterator, produced in a background thread; every iteration calls the producer again.
 
     Args:
-        producer_fn: gives an iterator.
-        max_capacity: how many are kept ready; None for as many as there are.
+        producer_fn: returns an iterator.
+        max_capacity: number of items kept ready; None for no limit.
     """
 
     def __init__(self, producer_fn: Callable[[], Iterator[Any]], max_capacity: int | None = None):
@@ -46,7 +46,7 @@ class BackgroundIterable:
         return BackgroundIterator(self.producer_fn, self.max_capacity, self._stopped)
 
     def stop(self) -> None:
-        """Stops all its iterators."""
+        """Stops all iterators of this iterable."""
         self._stopped.set()
 
 
@@ -54,10 +54,10 @@ _END = object()
 
 
 class BackgroundIterator:
-    """One pass over what a `BackgroundIterable` gives.
+    """One pass over the items of a `BackgroundIterable`.
 
     Raises:
-        Exception: making the requested item failed.
+        Exception: the producer failed; raised when the failing item is requested.
     """
 
     def __init__(
@@ -66,10 +66,12 @@ class BackgroundIterator:
         max_capacity: int | None = None,
         stopped: threading.Event | None = None,
     ):
+        # Queue size 0 means unbounded.
         self._ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(max(max_capacity or 0, 0))
         self._stopped, self._ended = stopped or threading.Event(), threading.Event()
         # The thread holds no reference to the iterator, so that dropping the last reference ends the thread.
         arguments = (self._ready, (self._stopped, self._ended), producer_fn)
+        # Daemon: a script that ends early must not hang on a producer that waits for input.
         threading.Thread(target=_make_items, args=arguments, name="make-items", daemon=True).start()
 
     def _over(self) -> bool:
@@ -85,6 +87,7 @@ class BackgroundIterator:
                 item, error = self._ready.get(timeout=0.1)
             except queue.Empty:
                 continue
+            # Items come before the end mark in the queue, so an error surfaces after all items that were produced.
             if item is not _END:
                 return item
             self._ended.set()
@@ -93,14 +96,15 @@ class BackgroundIterator:
         raise StopIteration
 
     def stop(self) -> None:
-        """Stops it."""
+        """Stops the iterator and its thread."""
         self._ended.set()
 
     def qsize(self) -> int:
-        """How many are ready."""
+        """The number of items that are ready."""
         return self._ready.qsize()
 
     def __del__(self) -> None:
+        # The thread sees the event within its put timeout and ends.
         self._ended.set()
 
 
@@ -109,7 +113,7 @@ def _make_items(
     stops: tuple[threading.Event, ...],
     producer_fn: Callable[[], Iterator[PyTree]],
 ) -> None:
-    """Makes items until there are no more, or one of the events is set."""
+    """Produces items until there are no more, or one of the events is set."""
 
     def put(item: PyTree, error: BaseException | None = None) -> bool:
         while not any(stop.is_set() for stop in stops):
@@ -135,16 +139,17 @@ def place_examples(
     mesh: Mesh,
     mapping: AxisMapping,
 ) -> PyTree:
-    """A batch on the devices.
+    """Assembles a batch on the devices.
 
     Args:
-        exemplar: an example, for its tree.
-        take: rows of the batch → their examples; it is asked for each row that this process's devices hold, once.
+        exemplar: an example, for the structure of the tree.
+        take: maps rows of the batch to their examples; called once, with the rows that this process's devices hold.
         Batch: the axis of rows.
         mesh: the devices.
-        mapping: how axes lie on it.
+        mapping: logical axis → mesh axes.
     """
     flat, tree = jax.tree.flatten(exemplar, is_leaf=is_named)
+    # device → its slice of the batch axis, for this process's devices only.
     first = NamedSharding(mesh, mapping.spec([Batch.name])).addressable_devices_indices_map((Batch.size,)).values()
     # The rows of this process only: hosts would otherwise read the whole global batch each.
     here = sorted({row for index in first if index is not None for row in range(*index[0].indices(Batch.size))})
@@ -155,6 +160,7 @@ def place_examples(
         # Stacked once for all local shards; the callback below only slices.
         rows = np.stack([np.asarray(example[n].array if is_named(leaf) else example[n]) for example in examples])
         axes = (Batch, *leaf.axes) if is_named(leaf) else None
+        # Axes of plain arrays have no names: only the batch axis is sharded.
         names = [Batch.name, *([""] * (rows.ndim - 1))] if axes is None else [axis.name for axis in axes]
         sharding = NamedSharding(mesh, mapping.spec(names))
 
@@ -171,7 +177,7 @@ def place_examples(
 
 
 def _placement(mesh: Mesh | None, resources: Resources | None) -> tuple[Mesh, AxisMapping]:
-    """The mesh and the mapping that are given, or in scope.
+    """The given mesh and mapping, or those in scope.
 
     Raises:
         ValueError: there is no mesh with devices.
@@ -188,21 +194,21 @@ def _placement(mesh: Mesh | None, resources: Resources | None) -> tuple[Mesh, Ax
 
 
 class DataLoader:
-    """The batches of a data set with random access to its examples.
+    """Batches of a data set with random access to its examples.
 
     Args:
         data: the examples.
         batch_size: rows of a batch, a schedule of them, or their axis.
-        batch_axis_name: what the axis of rows is called; `batch` by default.
+        batch_axis_name: the name of the axis of rows; `batch` by default.
         max_buffered_batches: batches kept ready; 0 or less produces them on demand.
         mesh: the devices; those in scope by default.
-        axis_resources: how axes lie on them; the mapping in scope by default.
-        prefetch_size: upstream's; batches are made one at a time.
+        axis_resources: logical axis → mesh axes; the mapping in scope by default.
+        prefetch_size: accepted for compatibility; batches are assembled one at a time.
         pad_final_batch: whether a short last batch is padded with zeros; it is dropped otherwise.
-        allow_nondivisible_batch_size: whether a batch that does not divide over the devices is padded likewise.
+        allow_nondivisible_batch_size: whether a batch that does not divide over the devices is padded with zeros.
 
     Raises:
-        ValueError: there is no example, or a batch does not divide over the devices.
+        ValueError: the data set is empty, or a batch does not divide over the devices.
     """
 
     def __init__(
@@ -228,6 +234,7 @@ class DataLoader:
         self.mesh, self.mapping = _placement(mesh, axis_resources)
         ways = MeshSpec.from_mesh(self.mesh).ways(self.mapping.get(self.batch_axis_name))
         self._ways = ways
+        # Every size of the schedule is checked now, not when its stage begins.
         bad = sorted(size for size in self.scheduler.unique_batch_sizes() if size % ways)
         if bad and not allow_nondivisible_batch_size:
             raise ValueError(
@@ -236,22 +243,24 @@ class DataLoader:
             )
         if self.data_store.is_finite() and wait_for(self.data_store.async_len()) < 1:
             raise ValueError("the data set has no examples")
+        # Its structure, dtypes and shapes stand for all examples.
         self._exemplar = wait_for(self.data_store.getitem_async(0))
 
     def has_len(self) -> bool:
-        """Whether the batches end."""
+        """Whether the number of batches is finite."""
         return self.data_store.is_finite()
 
     def __len__(self) -> int:
-        """How many batches there are.
+        """The number of batches.
 
         Raises:
-            ValueError: they do not end.
+            ValueError: the data set is infinite.
         """
         if not self.has_len():
             raise ValueError("the data set is infinite")
         length = wait_for(self.data_store.async_len())
         last = self.scheduler.find_step_containing_offset(length - 1)
+        # The step that holds the last example counts if it is full, or if it may be padded.
         whole = self.scheduler.global_data_offset_by_step(last + 1) <= length
         return last + 1 if whole or self.pad_final_batch else last
 
@@ -265,7 +274,7 @@ class DataLoader:
         return self.iter_from_step(None)
 
     def iter_from_step(self, start_from_batch: int | jax.Array | None = None) -> Iterator[Any]:
-        """The batches from one on."""
+        """Iterates over the batches from a given one on."""
         first = 0 if start_from_batch is None else int(start_from_batch)
         if (self.max_buffered_batches or 0) < 0 or self.max_buffered_batches == 0:
             return self._batches(first)
@@ -274,6 +283,7 @@ class DataLoader:
     def _batches(self, first: int) -> Iterator[Any]:
         steps = range(first, len(self)) if self.has_len() else count(first)
         length = wait_for(self.data_store.async_len()) if self.has_len() else None
+        # Padding rows have the structure of an example with zeros, so a loss weight of the example is 0, too.
         zeros = jax.tree.map(np.zeros_like, self._exemplar)
         for step in steps:
             begin, size = self.scheduler.global_data_offset_by_step(step), self.scheduler.batch_size_at_step(step)
@@ -283,19 +293,20 @@ class DataLoader:
             def take(rows: Sequence[int], begin: int = begin, stop: int = stop) -> Sequence[Any]:
                 present = [begin + row for row in rows if begin + row < stop]
                 examples = list(wait_for(self.data_store.get_batch(present))) if present else []
+                # Padding comes last: `rows` are ascending, so missing ones are at the end.
                 return [*examples, *([zeros] * (len(rows) - len(examples)))]
 
             yield place_examples(self._exemplar, take, self.batch_axis_at_step(step), self.mesh, self.mapping)
 
 
 class IterableLoader:
-    """What the loaders of early 2024 have in common: examples come one after the other.
+    """The base of the loaders of early 2024, which iterate over examples.
 
     Args:
         item_dataset: the examples.
         mesh: the devices.
         Batch: the axis of a batch's rows.
-        axis_resources: how axes lie on the devices; the mapping in scope where the batches are asked for, by default.
+        axis_resources: logical axis → mesh axes; by default the mapping in scope when the iteration starts.
         max_capacity: batches kept ready; below 0 they are produced on demand.
     """
 
@@ -316,10 +327,11 @@ class IterableLoader:
         return self.Batch.size
 
     def examples(self) -> Iterator[Any]:
-        """The examples, one after the other."""
+        """An iterator over the examples."""
         return iter(self.item_dataset)
 
     def __iter__(self) -> Iterator[Any]:
+        # Resolved in the caller's thread: scopes are thread-local and would be empty in the background thread.
         _, mapping = _placement(self.mesh, self.axis_resources)
         if self.max_capacity is not None and self.max_capacity < 0:
             return self._batches(mapping)
@@ -327,6 +339,7 @@ class IterableLoader:
 
     def _batches(self, mapping: AxisMapping) -> Iterator[Any]:
         examples = self.examples()
+        # A last batch that is not full is dropped.
         while len(rows := list(islice(examples, self.Batch.size))) == self.Batch.size:
             yield place_examples(
                 rows[0], lambda indices, rows=rows: [rows[n] for n in indices], self.Batch, self.mesh, mapping
@@ -338,7 +351,7 @@ class ReplicatedBatchLoader(IterableLoader):
 
 
 class ShardedBatchLoader(IterableLoader):
-    """The examples, repeated endlessly; every process reads them all and keeps what its devices hold."""
+    """Repeats the examples endlessly; every process reads all of them and keeps those of its devices."""
 
     def __init__(self, local_dataset: ShardableDataset[Any], mesh: Mesh, Batch: Axis, *more: PyTree, **keys: PyTree):
         super().__init__(local_dataset, mesh, Batch, *more, **keys)
@@ -348,7 +361,7 @@ class ShardedBatchLoader(IterableLoader):
 
 
 def stack_tree(batch_name: str, individual_datums: Iterable[Any]) -> PyTree:
-    """Examples stacked into one tree, with their axis in front."""
+    """Stacks examples into one tree, along a new first axis."""
 
     def stacked(*leaves: PyTree) -> PyTree:
         return hax.stack(batch_name, leaves) if is_named(leaves[0]) else jax.numpy.stack(leaves)
@@ -364,11 +377,12 @@ def check_sharded_consistency(tree: PyTree, check_disjoint_indices_are_different
         check_disjoint_indices_are_different: whether shards of different slices must not be equal.
 
     Raises:
-        ValueError: copies of a shard differ, or shards are equal that must not be.
+        ValueError: copies of a shard differ, or shards that must differ are equal.
     """
     for array in jax.tree.leaves(tree):
         seen: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
         for shard in array.addressable_shards:
+            # The global bounds of a shard identify it; replicas have the same ones.
             where = tuple(part.indices(size)[:2] for part, size in zip(shard.index, array.shape, strict=True))
             mine = np.asarray(shard.data)
             if not np.array_equal(seen.setdefault(where, mine), mine, equal_nan=mine.dtype.kind == "f"):

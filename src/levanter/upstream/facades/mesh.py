@@ -1,4 +1,4 @@
-"""Meshes and mappings without a model, as scripts of earlier generations ask for them.
+"""Meshes and mappings without a model, for scripts of earlier generations.
 
 A mapping is resolved for a model, because the meaning of `heads` depends on the model. These functions return the
 mapping as written, `heads` included; `HFCheckpointConverter.load_pretrained` resolves it once it knows the model.
@@ -20,9 +20,9 @@ Rules = dict[str, Any]
 
 
 class EnteredMesh(Mesh):
-    """A mesh that `with mesh:` puts in scope as `jax.set_mesh(mesh)` does.
+    """A mesh for which `with mesh:` has the effect of `jax.set_mesh(mesh)`.
 
-    JAX's own `with mesh:` sets something older, under which partition specs without a mesh are refused.
+    JAX's own `with mesh:` sets the older resource environment, in which partition specs without a mesh are refused.
     """
 
     _mesh: Mesh
@@ -32,6 +32,7 @@ class EnteredMesh(Mesh):
     def of(cls, mesh: Mesh) -> "EnteredMesh":
         """A mesh that can be entered."""
         entered = object.__new__(cls)  # JAX's constructor returns equal meshes as one object
+        # The attributes that JAX's C++ code and its caches read from a mesh.
         for name in ("devices", "axis_names", "axis_types", "size"):
             object.__setattr__(entered, name, getattr(mesh, name))
         object.__setattr__(entered, "_mesh", mesh)
@@ -39,6 +40,7 @@ class EnteredMesh(Mesh):
         return entered
 
     def __eq__(self, other: object) -> bool:
+        # Equal to the wrapped mesh, so that shardings and compilation caches treat them as one.
         return getattr(other, "_mesh", other) is self._mesh
 
     def __hash__(self) -> int:
@@ -47,6 +49,7 @@ class EnteredMesh(Mesh):
     def __enter__(self) -> "EnteredMesh":
         scope = jax.set_mesh(self._mesh)
         scope.__enter__()
+        # A stack, since the same mesh may be entered again inside its own scope.
         self._entered.append(scope)
         return self
 
@@ -68,14 +71,15 @@ def sizes(config: MeshConfig) -> MeshSpec:
 
 
 def compute_mapping(config: MeshConfig) -> Rules:
-    """Logical axis → mesh axes of activations, `heads` as written."""
+    """Logical axis → mesh axes of activations, with `heads` as written."""
     batch = config.batch_axis_name
     rules: Rules = {} if batch is None else {batch: DEFAULT_BATCH_AXES}
+    # Later entries win: defaults, batch, shared rules, then the rules for activations.
     return _plain({**DEFAULT_SHARED, **rules, **config.shared_mapping, **config.compute_mapping})
 
 
 def parameter_mapping(config: MeshConfig) -> Rules:
-    """Logical axis → mesh axes of parameters, `heads` as written."""
+    """Logical axis → mesh axes of parameters, with `heads` as written."""
     return _plain({**DEFAULT_SHARED, **config.shared_mapping, **config.param_mapping})
 
 
@@ -84,6 +88,7 @@ def _plain(rules: Mapping[str, Any]) -> Rules:
     for name, value in rules.items():
         axes = (value,) if isinstance(value, str) else tuple(value or ())
         if axes:
+            # Upstream's form: a single mesh axis is a string, several are a tuple, none is left out.
             out[name] = axes[0] if len(axes) == 1 else axes
     return out
 
@@ -106,7 +111,7 @@ def create_fsdp_mesh(
     replica_dcn_axis_size: int = 1,
     data_dcn_axis_size: int = 1,
 ) -> Mesh:
-    """The 2025 generation's mesh: `replica`, `data`, `model`."""
+    """The mesh of the 2025 generation: axes `replica`, `data` and `model`."""
     axes = {"replica": replica_ici_axis_size, "data": data_ici_axis_size, "model": model_axis_size}
     dcn = {"replica_dcn": replica_dcn_axis_size}
     if data_dcn_axis_size > 1:
@@ -115,5 +120,5 @@ def create_fsdp_mesh(
 
 
 def parameter_count(model: PyTree) -> int:
-    """How many numbers the arrays of a tree hold."""
+    """The number of elements of all arrays of a tree."""
     return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(model) if hasattr(leaf, "shape"))

@@ -1,8 +1,8 @@
-"""Members of configurations that scripts of earlier generations read, derived from today's.
+"""Members of configurations that scripts of earlier generations read, computed from today's.
 
 config.Heads, config.KVHeads                     # axes of attention
 Gpt2Config.default_hf_checkpoint_converter       # of the family's reference checkpoint
-data.id, data.train_urls                         # of the one set that there is
+data.id, data.train_urls                         # of the only data set
 trainer.tensor_parallel_axes, trainer.fsdp_axis  # of the mesh
 """
 
@@ -25,7 +25,7 @@ def Heads(config: LmConfig) -> Axis:
 
 
 def KVHeads(config: LmConfig) -> Axis:
-    """The heads of keys and values."""
+    """The axis of key/value heads."""
     shared = getattr(config, "num_kv_heads", None)
     return Axis("kv_head", _number(config, "num_heads") if shared is None else shared)
 
@@ -51,18 +51,18 @@ def _sources(data: LmDataConfig) -> list[Any]:
 
 
 def id(data: LmDataConfig) -> str | None:
-    """`data.id`: the Hub data set that is read; None for files or several sets."""
+    """`data.id`: the id of the Hub data set; None for files or several data sets."""
     hub = [source.id for source in _sources(data) if isinstance(source, HfDatasetSource)]
     return hub[0] if len(hub) == 1 else None
 
 
 def train_urls(data: LmDataConfig) -> list[str]:
-    """`data.train_urls`: the files that are trained on, of all sets."""
+    """`data.train_urls`: the training files of all data sets."""
     return [url for source in _sources(data) if isinstance(source, UrlDatasetSource) for url in source.train_urls]
 
 
 def validation_urls(data: LmDataConfig) -> list[str]:
-    """`data.validation_urls`: the files that are evaluated, of all sets."""
+    """`data.validation_urls`: the validation files of all data sets."""
     return [url for source in _sources(data) if isinstance(source, UrlDatasetSource) for url in source.validation_urls]
 
 
@@ -72,6 +72,7 @@ def validation_urls(data: LmDataConfig) -> list[str]:
 def tensor_parallel_axes(trainer: TrainerConfig) -> list[str]:
     """`trainer.tensor_parallel_axes`: the axes of activations that the `model` mesh axis shards."""
     mapping = mesh.compute_mapping(trainer.mesh)
+    # A mapping's value is one mesh axis or several.
     return [name for name, axes in mapping.items() if "model" in ((axes,) if isinstance(axes, str) else axes)]
 
 
@@ -83,13 +84,14 @@ def fsdp_axis(trainer: TrainerConfig) -> str | list[str] | None:
 
 
 def batch_schedule(trainer: TrainerConfig) -> OldBatchSchedule:
-    """`trainer.batch_schedule`: the rows of each step."""
+    """`trainer.batch_schedule`: the number of rows of each step."""
     size = trainer.train_batch_size
+    # −1 means that the batch follows from `per_device_parallelism`.
     return OldBatchSchedule(mesh_rows(trainer) if size == -1 else size)
 
 
 def mesh_rows(trainer: TrainerConfig) -> int:
-    """Rows of a batch that is derived from what a device takes."""
+    """Rows of a batch that is given as rows per device."""
     ways = mesh.sizes(trainer.mesh).ways(
         mesh.compute_mapping(trainer.mesh).get(trainer.mesh.batch_axis_name or "batch")
     )
@@ -97,5 +99,5 @@ def mesh_rows(trainer: TrainerConfig) -> int:
 
 
 def wandb(trainer: TrainerConfig) -> WandbConfig | None:
-    """`trainer.wandb`: the tracker of that kind; None where there is none."""
+    """`trainer.wandb`: the Weights & Biases tracker; None if there is none."""
     return next((tracker for tracker in trainer.trackers if isinstance(tracker, WandbConfig)), None)

@@ -1,10 +1,10 @@
-"""Examples, losses and members of models as scripts of earlier generations use them.
+"""Examples, losses and model members with the interfaces of earlier generations.
 
     example = LmExample.causal(tokens, eos_id=2)          # tokens: NamedArray [position]
     loss = compute_next_token_loss(model, example)        # a number
 
-Upstream's models returned logits when called; here they return activations, and `model.logits(activations)` does the
-rest. `compute_next_token_loss` is the same in both.
+Upstream's models returned logits when called. Here they return activations, and `model.logits(activations)` returns
+logits. `compute_next_token_loss` is the same in both.
 """
 
 import math
@@ -31,11 +31,11 @@ from levanter.upstream.imports import warn_once
 
 
 class LmExample(eqx.Module):
-    """A sequence, the weight of each of its positions, and the attention mask.
+    """A sequence with the weight of each position and the attention mask.
 
     Attributes:
         tokens: ids, `[…, position]`.
-        loss_weight: float32, of the tokens' shape; entry t weighs the prediction of token t + 1.
+        loss_weight: float32, of the shape of `tokens`; entry t weighs the prediction of token t + 1.
         attn_mask: causal by default.
     """
 
@@ -59,7 +59,7 @@ class LmExample(eqx.Module):
 
     @property
     def loss_mask(self) -> NamedArray:
-        """The 2025 generation's name of `loss_weight`."""
+        """`loss_weight` under its name of 2025."""
         return self.loss_weight
 
     @staticmethod
@@ -80,10 +80,10 @@ class LmExample(eqx.Module):
             tokens: ids, `[position]`.
             loss_weight, loss_mask: further weights, under either generation's name.
             ignore_id: predictions of this token do not count.
-            eos_id: this token ends a document; attention does not cross it.
-            segment_ids: documents, if they are known already.
-            sliding_window: how many keys a query sees.
-            block_cross_document_attention: whether documents are kept apart.
+            eos_id: the token that ends a document; attention does not cross it.
+            segment_ids: the document of each token, if known.
+            sliding_window: number of keys that a query attends to.
+            block_cross_document_attention: whether attention stays within a document.
 
         Raises:
             ValueError: more than one axis, both names of the weights, or ids that are not integers.
@@ -102,7 +102,9 @@ class LmExample(eqx.Module):
         mask = AttentionMask.causal(sliding_window=sliding_window)
         if block_cross_document_attention:
             if segment_ids is None and eos_id is not None:
+                # A document begins after each EOS; roll wraps the last token to position 0, which begins nothing new.
                 begins = (hax.roll(tokens, 1, Pos).array == eos_id).at[0].set(False)
+                # The running count of beginnings numbers the documents 0, 1, 2, …
                 segment_ids = hax.named(jnp.cumsum(begins.astype(jnp.int32)), Pos)
             if segment_ids is not None:
                 mask = mask.with_segment_ids(segment_ids)
@@ -122,16 +124,19 @@ class LmExample(eqx.Module):
 
     @staticmethod
     def causal_loss_mask(Pos: Axis, prompt_length: int | None = None) -> NamedArray:
-        """1 at each position whose next token is predicted, else 0."""
+        """1 at each position whose next token counts, else 0."""
         index = hax.arange(Pos)
+        # The last position has no next token.
         counts = index < Pos.size - 1
         if prompt_length is not None:
+            # Position prompt_length − 1 predicts the first token of the completion.
             counts = counts & (index >= prompt_length - 1)
         return counts.astype(jnp.float32)
 
 
 def _is_not_next(tokens: NamedArray, Pos: Axis, token: int) -> NamedArray:
-    """1 where the next token is a different one, else 0."""
+    """1 where the next token is not `token`, else 0."""
+    # roll wraps the first token to the last position, whose weight is 0 anyway.
     return hax.named((hax.roll(tokens, -1, Pos).array != token).astype(jnp.float32), Pos)
 
 
@@ -149,13 +154,13 @@ def compute_next_token_loss(
 
     Args:
         model: its weights in the compute dtype.
-        example: what is predicted.
-        key: upstream's; nothing is random here.
+        example: the sequence, its weights and mask.
+        key: accepted for compatibility; nothing is random.
         reduction: `hax.mean` is the mean by weight; another function is applied to the weighted losses; None returns
             them, `[…, position]`.
-        reduction_axis: the axes that are reduced; None for all.
+        reduction_axis: the axes to reduce; None for all.
         logsumexp_weight: refused unless 0: it is `train_lm`'s `z_loss_weight`.
-        loss_dtype: of the result; float32 by default.
+        loss_dtype: dtype of the result; float32 by default.
     """
     del key
     if logsumexp_weight:
@@ -163,12 +168,16 @@ def compute_next_token_loss(
     weight = example.loss_weight
     targets = next_tokens(example.tokens)
     if reduction is hax.mean and reduction_axis is None:
-        # The loss of a training script: its gradient takes a product of the logits' size less than that of scores.
+        # The usual loss of a training script: its gradient costs
+        # one product of the logits' size less than that of scores.
         activations = model(example.tokens, attn_mask=example.attn_mask).activations
+        # Positions without a target must have weight 0 in `loss_sums`.
         counts = hax.where(has_target(targets), weight.broadcast_to(targets.axes), 0.0)
         total = loss_sums(model, targets, counts, activations=activations).minimized
+        # By the sum of all weights, as upstream: a position without a target counts in the denominator.
         mean = total / hax.sum(weight.broadcast_to(targets.axes)).scalar()
         return mean if loss_dtype is None else mean.astype(loss_dtype)
+    # Any other reduction needs each token's score.
     losses = -token_logprobs(model, example.tokens, targets, attn_mask=example.attn_mask) * weight
     if reduction is hax.mean:
         total = hax.sum(losses, axis=reduction_axis)
@@ -181,31 +190,32 @@ def compute_next_token_loss(
 
 
 def Pos(config: LmConfig) -> Axis:
-    """The axis of positions at full length, by its 2025 name."""
+    """`config.Pos`: the axis of positions at full length."""
     return config.max_Pos
 
 
 def seq_len(config: LmConfig) -> int:
-    """The longest sequence, by its 2025 name."""
+    """`config.seq_len`: the longest sequence."""
     return config.max_seq_len
 
 
 def KeyPos(config: LmConfig) -> Axis:
-    """The axis of key positions."""
+    """`config.KeyPos`: the axis of key positions."""
     return config.max_Pos.alias("key_position")
 
 
 def model_type(config: LmConfig) -> type[LmHeadModel]:
-    """The class of every model; `load_pretrained` accepts it and goes by the config."""
+    """`config.model_type`: the base class of every model; `load_pretrained` accepts it and follows the config."""
     del config
     return LmHeadModel
 
 
 def flops_per_token(config: LmConfig) -> Callable[..., float]:
-    """`config.flops_per_token(vocab_size, context_length)`, of a forward pass."""
+    """`config.flops_per_token(vocab_size, context_length)`, for a forward pass."""
 
     def of_sizes(vocab_size: int, context_length: int | None = None) -> float:
         length = config.max_seq_len if context_length is None else context_length
+        # Upstream's convention counts every pair of positions, also those that a causal mask hides.
         return config.flops(vocab_size=vocab_size, context_length=length, attention="full").scoring
 
     return of_sizes
@@ -215,6 +225,7 @@ def total_trainable_params(config: LmConfig) -> Callable[[int], int]:
     """`config.total_trainable_params(vocab_size)`: the number of parameters."""
 
     def of_size(vocab_size: int) -> int:
+        # Abstract: counting needs shapes only.
         model = abstract(lambda: config.build(Axis("vocab", vocab_size), key=jax.random.PRNGKey(0)))
         return sum(math.prod(leaf.shape) for leaf in leaves(model))
 
@@ -227,7 +238,7 @@ def position_axis(model: LmHeadModel) -> Axis:
 
 
 def vocab_size(model: LmHeadModel) -> int:
-    """`model.vocab_size`: rows of the head."""
+    """`model.vocab_size`: the number of rows of the head, padding included."""
     return model.Vocab.size
 
 
@@ -285,14 +296,14 @@ def logits(
     """`model(ids, mask, key=key)`: float32 logits, `[…, position, vocab]`.
 
     Args:
-        current: the model's own call.
+        current: the model's current `__call__`.
         model: the model.
         input_ids: token ids, `[…, position]`.
-        attn_mask: who attends to whom; causal if there is none. An array `[…, position, key_position]` is the complete
-            rule.
-        key: upstream's; unused, nothing is random here.
-        pos_ids: the position of each token, where it is not its index.
-        ours: further arguments of the model's own call.
+        attn_mask: which positions attend to which; causal by default. An array `[…, position, key_position]` is the
+            complete rule.
+        key: accepted for compatibility; nothing is random.
+        pos_ids: the position of each token, if it is not its index.
+        ours: further arguments of the current call.
 
     Raises:
         ValueError: positions are passed twice.
@@ -310,13 +321,14 @@ def logits(
 
 
 def as_mask(mask: AttentionMask | NamedArray | None) -> AttentionMask | None:
-    """A mask as it is; an array as the rule it stands for, over `position` and `key_position`.
+    """Converts an array over `position` and `key_position` to a mask; returns other masks unchanged.
 
     Raises:
         ValueError: the array has axes of other names.
     """
     if not isinstance(mask, NamedArray):
         return mask
+    # Batch and head axes may come on top; attention broadcasts over them.
     names = {axis.name for axis in mask.axes}
     if not {"position", "key_position"} <= names:
         raise ValueError(f"a mask has the axes position and key_position, got {', '.join(sorted(names)) or 'none'}")
@@ -331,7 +343,8 @@ def materialize(
     q_slice: PyTree = None,
     k_slice: PyTree = None,
 ) -> NamedArray | None:
-    """`mask.materialize(Pos, KeyPos, q_slice=, k_slice=)`: the part of the full mask for some queries and keys."""
+    """`mask.materialize(Pos, KeyPos, q_slice=, k_slice=)`: a part of the full mask, for a slice of each axis."""
+    # The slices are Haliax `dslice`s, with `start` and `size`.
     whole = current(mask, Pos, KeyPos)
     if whole is None:
         return None
@@ -346,12 +359,14 @@ def materialize(
 
 def causal_offset(mask: AttentionMask) -> int | NamedArray:
     """`mask.causal_offset`: the position of the first query."""
+    # Explicit positions are the more general form of an offset.
     return mask.offset if mask.query_positions is None else mask.query_positions
 
 
 def segment_ids(mask: AttentionMask) -> tuple[NamedArray, NamedArray] | None:
-    """`mask.segment_ids`: those of queries and of keys; None for one segment."""
+    """`mask.segment_ids`: the segments of queries and of keys; None for one segment."""
     if mask.query_segments is None:
         return None
     keys = mask.key_segments
+    # Keys without segments of their own are the queries' positions.
     return mask.query_segments, mask.query_segments.rename({"position": "key_position"}) if keys is None else keys

@@ -1,4 +1,4 @@
-"""What scripts of earlier generations use of `trainer.mp`, which was an object of `jmp`.
+"""The members of `trainer.mp` that scripts of earlier generations use; it was a `jmp` policy.
 
 model = converter.load_pretrained(LlamaLMHeadModel, dtype=trainer.mp.compute_dtype)
 model = trainer.mp.cast_to_compute(model)

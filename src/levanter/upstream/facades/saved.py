@@ -1,4 +1,4 @@
-"""Checkpoints of any pytree of arrays, with the calls of earlier generations.
+"""Saves and loads checkpoints of any pytree of arrays, with the calls of earlier generations.
 
     save_checkpoint(model, training_state, 10, "checkpoints/step-10")        # early 2024
     save_checkpoint(state, 10, "checkpoints/step-10")                        # since
@@ -6,8 +6,8 @@
     state = load_checkpoint(state, "checkpoints")
 
 The result is a checkpoint of ours in the given folder, which `eval_lm`, exports and resumed runs read; checkpoints of
-upstream's trainer are refused by name. Leaves that are not arrays (functions, strings) are not saved but taken from the
-tree that is loaded into. A save returns when the checkpoint is complete.
+upstream's trainer are refused with an error that names them. Leaves that are not arrays (functions, strings) are not
+saved but taken from the tree that is passed to the load. A save returns when the checkpoint is complete.
 """
 
 import dataclasses
@@ -48,8 +48,8 @@ def save_checkpoint(*args: PyTree, **keys: PyTree) -> str:
 
     Args:
         args: as above.
-        keys: the same by name (`model`, `training_state`, or `tree`; `step`, `checkpoint_path`); and `exist_ok`,
-            `manager`, `commit_callback` (called without arguments on completion) and `is_temporary`, as upstream's.
+        keys: the same by name (`model`, `training_state`, or `tree`; `step`, `checkpoint_path`), and upstream's
+            `exist_ok`, `manager`, `commit_callback` (called without arguments on completion) and `is_temporary`.
 
     Returns:
         The path.
@@ -57,11 +57,13 @@ def save_checkpoint(*args: PyTree, **keys: PyTree) -> str:
     Raises:
         ValueError: there are no arrays to save, or arguments are missing.
     """
+    # Early 2024's form has two trees; in the later one, the second argument is the step.
     old = keys.keys() & {"model", "training_state"} or (len(args) > 1 and not _is_number(args[1]))
     names = ("model", "training_state", "step", "checkpoint_path") if old else ("tree", "step", "checkpoint_path")
     arguments = {**dict(zip((*names, "manager") if not old else names, args, strict=False)), **keys}
     if missing := [name for name in names if name not in arguments]:
         raise ValueError(f"save_checkpoint: missing {', '.join(missing)}")
+    # The two trees become one, under the prefixes that `load_checkpoint` uses.
     tree = {name: arguments[name] for name in names[:2]} if old else arguments["tree"]
     path = os.fspath(arguments["checkpoint_path"])
     _write(tree, int(arguments["step"]), path, kind="temporary" if arguments.get("is_temporary") else "kept")
@@ -74,18 +76,17 @@ def load_checkpoint(*args: PyTree, **keys: PyTree) -> PyTree:
     """Reads a checkpoint; `load_checkpoint(model, training_state, path)`, or `load_checkpoint(tree, path)`.
 
     Args:
-        args: as above; the trees say which arrays there are, and where they lie.
-        keys: the same by name; `discover_latest`: whether the path is a folder of checkpoints whose newest is meant
-            (one that is a checkpoint is meant itself); `subpath`: the part of the checkpoint that the tree is;
-            `axis_mapping` and `mesh`: where arrays with names go; `allow_partial`: whether arrays that the checkpoint
-            lacks stay as they are.
+        args: as above; the trees give the arrays to read and their shardings.
+        keys: the same by name; `discover_latest`: whether the path may be a folder of checkpoints, of which the newest
+            is read; `subpath`: the part of the checkpoint that the tree is; `axis_mapping` and `mesh`: the sharding of
+            named arrays; `allow_partial`: whether arrays that the checkpoint lacks keep their values.
 
     Returns:
         (model, training_state, step), or the tree.
 
     Raises:
-        MissingCheckpointError: there is none.
-        CheckpointMismatchError: it is of another tree; lists every difference.
+        MissingCheckpointError: there is no checkpoint.
+        CheckpointMismatchError: the checkpoint has another tree; lists every difference.
     """
     old = keys.keys() & {"model", "training_state"} or (len(args) > 1 and not isinstance(args[1], str | os.PathLike))
     names = ("model", "training_state", "checkpoint_path") if old else ("tree", "checkpoint_path")
@@ -100,16 +101,17 @@ def load_checkpoint(*args: PyTree, **keys: PyTree) -> PyTree:
     if not old:
         return _read(ref, arguments["tree"], prefix=arguments.get("subpath"), **how)
     model = _read(ref, arguments["model"], prefix="model", **how)
+    # A caller that has no state yet passes None and gets None.
     if (state := arguments["training_state"]) is not None:
         state = _read(ref, state, prefix="training_state", **how)
     return model, state, ref.step
 
 
 def load_metadata(checkpoint_path: Place, fs: object = None) -> dict[str, Any]:
-    """The metadata of a checkpoint: `step`, `timestamp`, `is_temporary`, and what its run saved with them.
+    """The metadata of a checkpoint: `step`, `timestamp`, `is_temporary`, and the further metadata of its run.
 
     Raises:
-        MissingCheckpointError: there is none.
+        MissingCheckpointError: there is no checkpoint.
     """
     del fs
     ref = _exactly(os.fspath(checkpoint_path))
@@ -131,14 +133,14 @@ def tree_deserialize_leaves_tensorstore(
     *,
     allow_missing: bool = False,
 ) -> PyTree:
-    """Reads the arrays of a tree from a folder, with the shardings of the tree's."""
+    """Reads the arrays of a tree from a folder, with the shardings of the tree's arrays."""
     del manager
     ref = _exactly(os.fspath(checkpoint_dir))
     return _read(ref, pytree, mesh=mesh, mapping=axis_mapping, partial=allow_missing)
 
 
 def fs_and_plain_path(path: str, fs: PyTree = None) -> tuple[Any, str]:
-    """A file system and a path in it."""
+    """The fsspec file system of a path, and the path in it."""
     path_fs, plain = filesystem(path)
     return (path_fs if fs is None else fs), plain
 
@@ -160,12 +162,14 @@ def new_checkpointer(
 ) -> None:
     """`Checkpointer(base, interval, policies)`: deletes temporary checkpoints once a newer one is complete."""
     if dt_now_injection is not None:
+        # Tests of upstream inject a clock; ours counts seconds since the epoch.
         ours["clock"] = lambda: dt_now_injection().timestamp()
     initialize(
         checkpointer,
         base_path,
         keep=[(policy.every, policy.until) for policy in step_policies],
         save_interval_seconds=None if save_interval is None else save_interval.total_seconds(),
+        # Upstream keeps no temporary checkpoint beside a newer one; our default keeps one.
         keep_last_temporary=0,
         temporary_base=temporary_base_path,
         delete_old_temporary=delete_old_temp_checkpoints,
@@ -174,12 +178,13 @@ def new_checkpointer(
 
 
 def on_step(checkpointer: Checkpointer) -> Callable[..., None]:
-    """`checkpointer.on_step(info)`, or `on_step(tree=…, step=…)`: saves if it is time, and waits for it."""
+    """`checkpointer.on_step(info)`, or `on_step(tree=…, step=…)`: saves if a save is due, and waits for it."""
 
     def save_where_due(
         info: PyTree = None, *, tree: PyTree = None, step: int | None = None, force: bool = False
     ) -> None:
         now_at = int(info.step if step is None else step)
+        # Step 0 is the initial state, which upstream never saves unless forced.
         if not force and (now_at == 0 or not checkpointer.due(now_at)):
             return
         arrays = _arrays(info.state if tree is None else tree)
@@ -190,7 +195,7 @@ def on_step(checkpointer: Checkpointer) -> Callable[..., None]:
 
 
 def load_function(checkpointer: Checkpointer) -> Callable[..., Any]:
-    """`checkpointer.load_checkpoint(tree, path)`: the newest, where no path is given."""
+    """`checkpointer.load_checkpoint(tree, path)`: without a path, the newest checkpoint of this object."""
 
     def load(tree: PyTree, path: Place | None = None, **keys: PyTree) -> PyTree:
         newest = checkpointer.newest
@@ -221,12 +226,14 @@ def _exactly(path: str) -> CheckpointRef:
 
 
 def _array(leaf: PyTree) -> jax.Array | None:
-    """A leaf as what is saved of it; None for nothing."""
+    """The array to save for a leaf; None if nothing is saved."""
     value = leaf.array if is_named(leaf) else leaf
+    # Typed PRNG keys cannot be written; their uint32 data can.
     if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(value)
     if isinstance(value, bool | int | float | complex | np.ndarray | np.generic):
         value = jnp.asarray(value)
+    # Arrays without elements are skipped, since the array format has no place for them.
     return value if isinstance(value, jax.Array) and value.size else None
 
 
@@ -236,7 +243,7 @@ def _arrays(tree: PyTree) -> dict[str, jax.Array]:
 
 
 def _write(tree: PyTree, step: int, path: str, *, kind: PyTree) -> None:
-    # Orbax takes half a second to import.
+    # Imported late: Orbax takes half a second to import.
     from levanter.checkpoint.orbax_io import ArrayWriter
 
     arrays = _arrays(tree)
@@ -258,17 +265,19 @@ def _write(tree: PyTree, step: int, path: str, *, kind: PyTree) -> None:
     try:
         writer.start(ref.arrays_path, arrays)
         digests = writer.wait()
+    # The writer has threads, which must end even if a write fails.
     finally:
         writer.close()
     if jax.process_count() == 1:
         # `Checkpointer` collects the digests of several processes; without them, reading reports "unverified".
         ref = dataclasses.replace(ref, digests=MappingProxyType(digests))
+    # The reference is the last file: without it, the folder is not a checkpoint.
     if jax.process_index() == 0:
         write_ref(ref)
 
 
 def _metadata(model: PyTree) -> dict[str, Any]:
-    """What is saved about a model beside its arrays, so that it can be read without a configuration."""
+    """The metadata that lets a model be read without a configuration; empty for other trees."""
     if not (isinstance(model, LmHeadModel) and isinstance(model.config, LmConfig)):
         return {}
     return model_metadata(dataclasses.replace(model.config, vocab_size=model.Vocab.size), tokenizer=None)
@@ -283,12 +292,14 @@ def _read(
     mapping: Mapping[str, Any] | None,
     partial: bool,
 ) -> PyTree:
-    """The arrays of a checkpoint in the places of a tree's."""
+    """Replaces the arrays of a tree with those of a checkpoint."""
     found_mesh = mesh_in_scope() if mesh is None else mesh
 
     def where(leaf: PyTree, value: PyTree) -> jax.sharding.Sharding:
         if mapping is not None and isinstance(found_mesh, Mesh) and is_named(leaf):
             return NamedSharding(found_mesh, AxisMapping(mapping).spec(axis.name for axis in leaf.axes))
+        # Each array goes where the tree's array is; Python numbers
+        # and shapes without a sharding go to the first device.
         sharding = getattr(value, "sharding", None)
         return SingleDeviceSharding(local_devices(MeshConfig()).devices[0]) if sharding is None else sharding
 
@@ -299,10 +310,12 @@ def _read(
     for path, leaf in leaves_with_paths(tree):
         value = leaf.array if is_named(leaf) else leaf
         value = value if isinstance(value, jax.ShapeDtypeStruct) else _array(leaf)
+        # With `partial`, arrays that the checkpoint lacks are left out of the request and so keep their values.
         if value is not None and not (partial and inside(path) not in ref.leaves):
             targets[inside(path)] = RestoreTarget(
                 shape=value.shape, dtype=np.dtype(value.dtype), sharding=where(leaf, value)
             )
+    # A tree may be a part of what was saved, so further arrays in the checkpoint are no error.
     arrays = restore(ref, targets, unexpected="skip")
 
     def put(path: str, leaf: PyTree) -> PyTree:
@@ -312,6 +325,7 @@ def _read(
         if is_named(leaf):
             return type(leaf)(array, leaf.axes)
         if isinstance(leaf, bool | int | float | complex):
+            # Leaves get back the Python or NumPy type that they had in the tree.
             return type(leaf)(array.item())
         if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf))

@@ -1,4 +1,4 @@
-"""Batch sizes that change during a run, as scripts of earlier generations ask about them.
+"""Batch sizes that change during a run, with the interface of earlier generations.
 
     schedule = BatchSchedule([ScheduleStep(0, 32), ScheduleStep(1000, 64)])
     schedule.batch_size_at_step(1500), schedule.global_data_offset_by_step(1500)
@@ -16,7 +16,7 @@ from levanter.trainer.config_blocks import BatchSizeStage
 
 
 class ScheduleStep(BatchSizeStage):
-    """A value from a step on; made by position or by keyword."""
+    """A value from a step on; its constructor takes positional arguments, too."""
 
     def __init__(self, start: int, value: int):
         super().__init__(start=start, value=value)
@@ -27,7 +27,7 @@ IntSchedule = list[ScheduleStep]
 
 
 class OldBatchSchedule:
-    """Rows of each step.
+    """The number of rows of each step.
 
     Args:
         schedule: one number, or stages by the step at which each begins.
@@ -45,19 +45,20 @@ class OldBatchSchedule:
         self._rows = BatchSchedule.of(stages)
 
     def batch_size_at_step(self, step: int) -> int:
-        """The rows of a step."""
+        """The number of rows of a step."""
         return self._rows.rows(int(step))
 
     def global_data_offset_by_step(self, step: int) -> int:
-        """The rows of all steps before one."""
+        """The number of rows of all steps before a step."""
         return self._rows.first_draw(int(step))
 
     def find_step_containing_offset(self, offset: int) -> int:
-        """The step in which a row of the data is read."""
+        """The step that reads a given row of the data."""
+        # The number of complete steps before the row is the index of its step.
         return self._rows.whole_steps(offset)
 
     def batch_indices_at_step(self, bn: int) -> range:
-        """The rows of the data that a step reads."""
+        """The indices of the rows that a step reads."""
         begin = self.global_data_offset_by_step(bn)
         return range(begin, begin + self.batch_size_at_step(bn))
 
@@ -67,10 +68,10 @@ class OldBatchSchedule:
 
 
 def value_at_step(schedule: PyTree, step: int) -> PyTree:
-    """The value of a schedule at a step; a schedule that is one value has it everywhere.
+    """The value of a schedule at a step; a plain value holds at every step.
 
     Raises:
-        ValueError: the schedule begins later.
+        ValueError: the schedule begins after the step.
     """
     if not _is_schedule(schedule):
         return schedule
@@ -81,7 +82,7 @@ def value_at_step(schedule: PyTree, step: int) -> PyTree:
 
 
 def distinct_values(schedule: PyTree) -> set[Any]:
-    """The values of a schedule."""
+    """The distinct values of a schedule."""
     return {stage.value for stage in schedule} if _is_schedule(schedule) else {schedule}
 
 
