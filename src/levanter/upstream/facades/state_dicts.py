@@ -1,10 +1,10 @@
-"""Models as dictionaries of tensors under Hugging Face's names, as scripts of earlier generations ask for them.
+"""Models as dictionaries of tensors with Hugging Face's names, with the functions of earlier generations.
 
     tensors = model.to_state_dict()                                     # name → array
     tensors = hax.state_dict.to_torch_compatible_state_dict(model)      # the same: Haliax asks the model
 
-Names, shapes and the order of axes are those of the family's weight rules, by which checkpoints are read and exports
-written. `flatten_linear_layers` and its inverse are for linear layers of Haliax's own.
+Names, shapes and the order of axes follow the family's weight rules, which also read checkpoints and write exports.
+`flatten_linear_layers` and its inverse are for Haliax's own linear layers.
 """
 
 import math
@@ -31,11 +31,12 @@ SAFE_TENSORS_INDEX_NAME = "model.safetensors.index.json"
 
 
 def to_state_dict(model: LmHeadModel) -> Callable[..., StateDict]:
-    """`model.to_state_dict(prefix)`: the tensors by Hugging Face's names, on the host."""
+    """`model.to_state_dict(prefix)`: the tensors by Hugging Face's names, in host memory."""
 
     def tensors(prefix: str | None = None) -> StateDict:
         config = model.config
         assert isinstance(config, LmConfig), f"{type(config).__name__} belongs to no family with weight rules"
+        # vocab_size is the padded size: a state dict holds every row, unlike an export.
         plan = plan_export(leaves(model), config, model.Vocab, vocab_size=model.Vocab.size)
         arrays: dict[str, Any] = {}
         map_arrays(lambda leaf, x: arrays.__setitem__(leaf.path, x) or x, model)
@@ -46,35 +47,37 @@ def to_state_dict(model: LmHeadModel) -> Callable[..., StateDict]:
 
 
 def to_torch_compatible_state_dict(model: LmHeadModel, *, flatten: bool = True, prefix: str | None = None) -> StateDict:
-    """The tensors of one of our models by Hugging Face's names; always flat, as they are there."""
+    """The tensors of one of our models by Hugging Face's names; always flat, as in Hugging Face's files."""
     del flatten
     return to_state_dict(model)(prefix)
 
 
 def convert_to_jnp(tensor: PyTree) -> jax.Array:
-    """A tensor of torch as an array; bfloat16, which NumPy lacks, goes through float32, which holds it exactly."""
+    """Converts a torch tensor to an array; bfloat16, which NumPy lacks, is converted exactly through float32."""
     if str(tensor.dtype) == "torch.bfloat16":
         return jnp.asarray(tensor.detach().cpu().float().numpy()).astype(jnp.bfloat16)
     return jnp.asarray(tensor.detach().cpu().numpy())
 
 
 def flatten_linear_layers(prefix: str | None, tree: PyTree, out_dims_first_in_dict: bool | None) -> StateDict:
-    """The linear layers of a tree as matrices and vectors.
+    """Flattens the linear layers of a tree to matrices and vectors.
 
     Args:
-        prefix: before every name; None for nothing.
-        tree: layers of `haliax.nn.Linear`.
-        out_dims_first_in_dict: whether rows are outputs (as torch has it) or inputs; None leaves the layer's order.
+        prefix: prefix of every name; None for none.
+        tree: a tree with layers of `haliax.nn.Linear`.
+        out_dims_first_in_dict: whether rows are outputs (as in torch) or inputs; None leaves the layer's order.
     """
     flat: StateDict = {}
     for path, layer in _linear_layers(tree):
         In, Out = _axes(layer)
         first = _out_first(layer) if out_dims_first_in_dict is None else out_dims_first_in_dict
         order = (*Out, *In) if first else (*In, *Out)
+        # Axes that are neither inputs nor outputs (layers, experts) stay in front, unflattened.
         stacks = tuple(axis for axis in layer.weight.axes if axis not in order)
         rows, columns = (Out, In) if first else (In, Out)
         matrix = layer.weight.rearrange((*stacks, *order)).array
         under = _under(prefix, path)
+        # [stacks…, rows, columns]: all output axes become one, and all input axes.
         flat[_under(under, "weight")] = matrix.reshape(*(s.size for s in stacks), _size(rows), _size(columns))
         if layer.bias is not None:
             bias = layer.bias.rearrange((*stacks, *Out)).array
@@ -88,7 +91,7 @@ def unflatten_linear_layers(
     layer: PyTree,
     out_dims_first_in_dict: bool | None,
 ) -> StateDict:
-    """The inverse of `flatten_linear_layers`: arrays with the axes of a tree's layers, under the same names."""
+    """The inverse of `flatten_linear_layers`: arrays with the axes of the layers of a tree, under the same names."""
     restored: StateDict = {}
     for path, linear in _linear_layers(layer):
         In, Out = _axes(linear)
@@ -101,12 +104,13 @@ def unflatten_linear_layers(
                 continue
             flat = jnp.asarray(statedict[_under(under, name)])
             whole = hax.named(flat.reshape([axis.size for axis in (*stacks, *axes)]), (*stacks, *axes))
+            # Back to the order of axes in which the layer stores its weight.
             restored[_under(under, name)] = whole.rearrange(like.axes).array
     return restored
 
 
 def tree_from_state_dict(tree: PyTree, state_dict: Mapping[str, Any], prefix: str | None = None) -> PyTree:
-    """A tree with its arrays taken from a dictionary, by their paths."""
+    """Replaces the arrays of a tree with those of a dictionary, by their paths."""
 
     def taken(leaf: PyTree, old: PyTree) -> jax.Array:
         new = np.asarray(state_dict[_under(prefix, leaf.path)])
@@ -120,7 +124,7 @@ def tree_from_state_dict(tree: PyTree, state_dict: Mapping[str, Any], prefix: st
 
 
 def tree_to_state_dict(tree: PyTree, prefix: str | None = None) -> StateDict:
-    """The arrays of a tree by their paths; of a model of ours by Hugging Face's names."""
+    """The arrays of a tree by their paths; those of our models by Hugging Face's names."""
     if isinstance(tree, LmHeadModel):
         return to_state_dict(tree)(prefix)
     state_dict: StateDict = {}
@@ -134,13 +138,13 @@ def _linear_layers(tree: PyTree) -> list[tuple[str, Any]]:
 
 
 def _axes(layer: PyTree) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
-    """Input and output axes of a layer of Haliax's."""
+    """The input and output axes of a Haliax linear layer."""
     In, Out = ((axes,) if isinstance(axes, Axis) else tuple(axes) for axes in (layer.In, layer.Out))
     return In, Out
 
 
 def _out_first(layer: PyTree) -> bool:
-    """Whether a layer's matrix has its outputs before its inputs."""
+    """Whether a layer stores its output axes before its input axes."""
     In, Out = _axes(layer)
     order = [axis for axis in layer.weight.axes if axis in (*In, *Out)]
     return order[: len(Out)] == list(Out)

@@ -1,10 +1,10 @@
-"""One tracker for a whole script, as earlier generations had it.
+"""A global tracker for a whole script, as in earlier generations.
 
     levanter.initialize(config)
     levanter.tracker.log({"loss": 2.0}, step=1)
 
 Here a tracker is an argument; these functions keep a global one for scripts that do not pass it around. Until one is
-set, nothing is tracked.
+set, metrics are dropped.
 """
 
 import atexit
@@ -22,14 +22,15 @@ class _Global:
 
 
 def set_global_tracker(tracker: Tracker) -> None:
-    """Makes a tracker the script's; it ends with the script, where the script does not end it."""
+    """Sets the script's tracker; it is finished at exit, if the script does not do so."""
     _Global.tracker = tracker
+    # Unfinished runs would stay open on the tracker's server.
     atexit.register(tracker.finish)
 
 
 @contextmanager
 def current_tracker(tracker: Tracker | None = None) -> Iterator[Tracker]:
-    """The script's tracker; with an argument, that one until the block ends."""
+    """The script's tracker; with an argument, that tracker becomes the script's until the block ends."""
     before = _Global.tracker
     if tracker is not None:
         _Global.tracker = tracker
@@ -55,11 +56,12 @@ def log_hyperparameters(hparams: object) -> None:
 
 
 def get_tracker(name: str) -> Tracker:
-    """The script's tracker of a name, such as `wandb`.
+    """The script's tracker with a name, such as `wandb`.
 
     Raises:
-        KeyError: it has none of that name.
+        KeyError: there is no tracker with that name.
     """
+    # A composite tracker holds several in `trackers`.
     for one in (_Global.tracker, *getattr(_Global.tracker, "trackers", ())):
         if one.name == name:
             return one

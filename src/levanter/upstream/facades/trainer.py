@@ -1,4 +1,4 @@
-"""Members of `TrainerConfig` that scripts of earlier generations use, and a block of theirs that means nothing here.
+"""Members of `TrainerConfig` that scripts of earlier generations use, and a block of theirs without effect here.
 
 with trainer.device_mesh, hax.axis_mapping(trainer.parameter_axis_mapping): …      # 2025
 with trainer.use_device_mesh(): …                                                  # June 2026
@@ -28,7 +28,7 @@ from levanter.upstream.facades.tracker import set_global_tracker
 
 @dataclass(frozen=True, kw_only=True)
 class RayConfig:
-    """How the 2025 generation started Ray. Nothing here starts through Ray, so it has no effect."""
+    """The Ray settings of the 2025 generation, without effect: nothing here starts through Ray."""
 
     address: str | None = None
     start_workers: bool = True
@@ -40,6 +40,7 @@ def initialize(trainer: TrainerConfig) -> Callable[[], None]:
 
     def begin() -> None:
         setup_logging()
+        # Before the first call that starts a backend: JAX reads its options only then.
         configure_jax(trainer)
         devices = local_devices(trainer.mesh)
         require_accelerator(wanted=trainer.require_accelerator, devices=devices)
@@ -51,7 +52,7 @@ def initialize(trainer: TrainerConfig) -> Callable[[], None]:
 
 
 def initialize_all(config: object) -> None:
-    """`levanter.initialize(config)`: of a configuration, or of its `trainer`."""
+    """`levanter.initialize(config)`: initializes from a configuration with a `trainer`, or from the `trainer`."""
     initialize(cast(TrainerConfig, getattr(config, "trainer", config)))()
 
 
@@ -86,22 +87,22 @@ def num_slices(trainer: TrainerConfig) -> int:
 
 
 def data_axis_size(trainer: TrainerConfig) -> int:
-    """How many shards the batch has."""
+    """The number of shards of the batch."""
     return mesh.sizes(trainer.mesh).ways(compute_axis_mapping(trainer).get(trainer.mesh.batch_axis_name or "batch"))
 
 
 def data_ici_axis_size(trainer: TrainerConfig) -> int:
-    """How many of those shards are in one slice."""
+    """The size of the `data` mesh axis inside a slice."""
     return mesh.sizes(trainer.mesh).shape["data"]
 
 
 def data_dcn_axis_size(trainer: TrainerConfig) -> int:
-    """How many slices `data` spans."""
+    """The number of slices that `data` spans."""
     return mesh.sizes(trainer.mesh).shape.get("data_dcn", 1)
 
 
 def num_devices_per_slice(trainer: TrainerConfig) -> int:
-    """Devices of one slice."""
+    """The number of devices of a slice."""
     devices = local_devices(trainer.mesh)
     return len(devices.devices) // devices.granules
 
@@ -109,6 +110,7 @@ def num_devices_per_slice(trainer: TrainerConfig) -> int:
 def microbatch_size(trainer: TrainerConfig) -> int:
     """Rows of a microbatch, over all devices."""
     per_device = trainer.per_device_parallelism
+    # −1 means no microbatches: the whole batch at once.
     return _largest_batch(trainer) if per_device == -1 else per_device * data_axis_size(trainer)
 
 
@@ -123,15 +125,16 @@ def lr_scheduler(optimizer: OptimizerConfig) -> Callable[[int], Callable[[Any], 
 
 
 def replica_axis_size(trainer: TrainerConfig) -> int:
-    """Replicas, inside slices and across them."""
+    """The number of replicas, inside slices and across them."""
     spec = mesh.sizes(trainer.mesh)
     return spec.ways(tuple(name for name in ("replica_dcn", "replica") if name in spec.shape))
 
 
 def eval_batch_size(trainer: TrainerConfig) -> int:
-    """Sequences that are evaluated at once, over all devices."""
+    """The number of sequences evaluated at once, over all devices."""
     per_device = trainer.per_device_eval_parallelism
     if per_device == -1:
+        # −1 falls back to the training setting, and that to the whole training batch.
         per_device = trainer.per_device_parallelism
     if per_device == -1:
         return _largest_batch(trainer)

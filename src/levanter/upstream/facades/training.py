@@ -1,12 +1,12 @@
-"""`Trainer`, as scripts of earlier generations train: their own loss function, over this project's step and loop.
+"""`Trainer`: trains with a script's own loss function, with the interface of earlier generations.
 
     with Trainer(config.trainer, optimizer, loss_fn) as trainer:
         state = trainer.initial_state(key, model_init=lambda: config.model.build(Vocab, key=model_key))
         trainer.train(state, trainer.data_loader(dataset).iter_from_step(state.step))
 
-`loss_fn(model, *batch, key=key)` returns the mean over the rows it sees, or that and a dictionary of numbers to log. It
-becomes an `Objective`, so that microbatches, precision, sharding, skipped steps and averages work as in a run. What a
-run has beyond that (a plan, preflight, exports, token stores) is up to `train_lm`.
+`loss_fn(model, *batch, key=key)` returns the mean over its rows, or that and a dictionary of numbers to log. It becomes
+an `Objective`, so that microbatches, precision, sharding, skipped steps and averages work as in a run of `train_lm`.
+What such a run has beyond that (a plan, preflight, exports, token stores) is not part of this class.
 """
 
 import dataclasses
@@ -60,14 +60,14 @@ Hook = Callable[..., object]
 
 
 class TrainerState(eqx.Module):
-    """What a run carries from step to step, under upstream's names.
+    """The state of a training run, with upstream's names.
 
     Attributes:
         step: steps taken.
-        model: the parameters, and the rest of the model.
+        model: the whole model, parameters included.
         opt_state: the optimizer state.
-        training_key: the random key of the steps to come.
-        average: an average of the parameters (`trainer.model_averaging`); None for none.
+        training_key: the random key of later steps.
+        average: the average of the parameters (`trainer.model_averaging`); None for none.
     """
 
     step: PyTree
@@ -78,7 +78,7 @@ class TrainerState(eqx.Module):
 
     @property
     def int_step(self) -> int:
-        """Steps taken, as a number."""
+        """The number of steps taken, as an int."""
         return int(self.step)
 
     @property
@@ -93,16 +93,16 @@ class TrainerState(eqx.Module):
 
     @property
     def saveable_state(self) -> "TrainerState":
-        """What a checkpoint holds."""
+        """The part of the state that a checkpoint holds."""
         return dataclasses.replace(self, model=self.trainable_model)
 
 
 @dataclass(frozen=True)
 class StepInfo:
-    """A step that was just taken.
+    """The step that was just taken.
 
     Attributes:
-        state: after it.
+        state: the state after it.
         loss: its loss.
         step_duration: seconds it took.
     """
@@ -114,11 +114,12 @@ class StepInfo:
     @property
     def step(self) -> int:
         """The number of the step, from 0."""
+        # The state counts steps taken; the first step has number 0.
         return int(self.state.step) - 1
 
     @property
     def next_step(self) -> int:
-        """The number of the next one."""
+        """The number of the next step."""
         return int(self.state.step)
 
     @property
@@ -133,18 +134,18 @@ class StepInfo:
 
     @property
     def eval_model(self) -> PyTree:
-        """The model that is evaluated."""
+        """The model to evaluate."""
         return self.state.eval_model
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossFunction(Objective[PyTree, PyTree]):
-    """A script's loss function as an objective: the mean of its values over the rows it is given.
+    """A script's loss function as an objective: the mean of its values over the given rows.
 
     Attributes:
         function: `(model, *batch, key=key)` → loss, or (loss, numbers to log).
         Batch: the axis of rows.
-        logged: names of the numbers.
+        logged: names of the numbers to log.
     """
 
     function: Loss
@@ -168,6 +169,7 @@ class LossFunction(Objective[PyTree, PyTree]):
     def sums(self, model: PyTree, batch: PyTree) -> Sums:
         loss, more = self.of(model, batch)
         rows = self.rows(batch).size
+        # The loss is a mean over rows; times the rows it is a sum, which adds up over microbatches.
         return Sums({name: value * rows for name, value in {LOSS: loss, **more}.items()})
 
     def of(self, model: PyTree, batch: PyTree) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -181,6 +183,7 @@ class LossFunction(Objective[PyTree, PyTree]):
 
 def _mean(value: PyTree) -> jax.Array:
     array = value.array if is_named(value) else jnp.asarray(value)
+    # float32 before the mean: a sum of many 16-bit losses would lose digits.
     return jnp.mean(array.astype(jnp.float32))
 
 
@@ -191,7 +194,7 @@ class Trainer:
         config: the `trainer:` block.
         optimizer: an optax transformation, such as `config.optimizer.build(steps)`.
         loss_fn: the loss; see the module.
-        add_default_hooks: whether losses are logged and checkpoints saved as `config` says.
+        add_default_hooks: whether to log losses and save checkpoints as configured.
     """
 
     def __init__(
@@ -259,6 +262,7 @@ class Trainer:
 
     def loss_fn(self, model: PyTree, *batch: PyTree, key: PyTree = None) -> PyTree:
         """The loss of a model whose parameters are cast to the compute dtype."""
+        # A script may call this outside of a step, where no mapping is in scope.
         with hax.axis_mapping(self.compute_axis_mapping):
             return self.loss_function(self._precision.cast_to_compute(model), *batch, key=key)
 
@@ -268,6 +272,7 @@ class Trainer:
         tracker = start_trackers(self.config.trackers, run_id=self.run_id, process_index=jax.process_index())
         for context in (current_tracker(tracker), self.device_mesh, hax.axis_mapping(self.parameter_axis_mapping)):
             self._scope.enter_context(context)
+        # Closed in reverse order: the tracker is finished first, while it is still the script's.
         self._scope.callback(tracker.finish)
         return self
 
@@ -277,7 +282,7 @@ class Trainer:
     # --- data ---
 
     def data_loader(self, dataset: AsyncDataset, batch: Axis | int | None = None) -> DataLoader:
-        """The batches of a data set on the mesh: of the training size, or of another one."""
+        """The batches of a data set on the mesh: of the training batch size, or of another one."""
         size = self.config.train_batch_size if batch is None else batch
         if size == -1:
             size = self.TrainBatch.size
@@ -303,6 +308,7 @@ class Trainer:
     def run_hooks(self, info: StepInfo, force: bool = False) -> None:
         """Calls the hooks that are due; all of them if `force`."""
         for fn, every in self.hooks:
+            # Upstream's rule: no hook after the first two steps, unless forced.
             if force or (info.step > 1 and info.step % every == 0):
                 getattr(fn, "on_step", fn)(info)
 
@@ -313,6 +319,7 @@ class Trainer:
         prefix = "eval" if name is None else f"eval/{name}"
 
         def evaluate(info: StepInfo) -> None:
+            # Batches of a finite loader may be fewer than max_eval_batches.
             losses = [float(loss(info.eval_model, batch)) for _, batch in zip(range(most or len(loader)), loader)]  # noqa: B905
             log({f"{prefix}/loss": float(np.mean(losses))}, step=info.step)
 
@@ -328,10 +335,10 @@ class Trainer:
         *,
         is_trainable: PyTree = True,
     ) -> TrainerState:
-        """The state before the first step: of the run's newest checkpoint, or of a model that is passed or built.
+        """The state before the first step: from the run's newest checkpoint, or with a model that is passed or built.
 
         Raises:
-            ValueError: not exactly one of `model` and `model_init` is passed, or a part of the model is to be frozen.
+            ValueError: not exactly one of `model` and `model_init` is passed, or `is_trainable` freezes parameters.
             CheckpointMismatchError: the run's checkpoint holds another model.
         """
         if (model is None) == (model_init is None):
@@ -389,11 +396,11 @@ class Trainer:
         return info
 
     def training_steps(self, state: TrainerState, train_loader: Iterable[PyTree]) -> Iterator[StepInfo]:
-        """The steps, one after the other, with their hooks."""
+        """Iterates over the steps, running the hooks after each."""
         return self._walk(state, train_loader, run_hooks=True)
 
     def train_step(self, state: TrainerState, *batch: PyTree) -> StepInfo:
-        """One step."""
+        """Takes one step."""
         return next(self._walk(state, [batch], run_hooks=True, several=True))
 
     def _walk(
@@ -429,11 +436,11 @@ class Trainer:
 
     @property
     def _mesh(self) -> Mesh:
-        """The mesh as JAX has it; a script's can be entered by `with`."""
+        """The plain JAX mesh; the script's mesh wraps it so that `with` can enter it."""
         return getattr(self.device_mesh, "_mesh", self.device_mesh)
 
     def _mappings(self, model: PyTree) -> Mappings:
-        """The mappings of parameters and activations; `heads` as this model has them."""
+        """The mappings of parameters and activations, with `heads` resolved for this model."""
         config = getattr(model, "config", None)
         if isinstance(model, LmHeadModel) and isinstance(config, LmConfig):
             spec = MeshSpec.from_mesh(self._mesh)
@@ -478,13 +485,14 @@ class Trainer:
         )
 
     def _placed(self, batch: tuple[PyTree, ...], step: int) -> PyTree:
-        """A batch with the step's shardings and a random key per row."""
+        """Places a batch in the step's shardings and adds a random key for each row."""
         mapping, name = AxisMapping(self.compute_axis_mapping), self.config.mesh.batch_axis_name or "batch"
         Batch = next(
             leaf.resolve_axis(name)
             for leaf in jax.tree.leaves(batch, is_leaf=is_named)
             if is_named(leaf) and name in [axis.name for axis in leaf.axes]
         )
+        # Seed and step determine the keys, so that a resumed run draws the same.
         drawn = np.random.default_rng((self.config.seed, step)).integers(0, 2**32, (Batch.size, 2), np.uint32)
         keys = NamedArray(jnp.asarray(drawn), (Batch, Axis("key_word", 2)))
 
@@ -523,12 +531,12 @@ class Trainer:
         recipe = StepRecipe(
             objective=dataclasses.replace(objective, logged=names),
             optimizer=self.optimizer,
-            # The learning rate is inside the optimizer here and cannot be read.
+            # The learning rate is inside the script's optimizer and cannot be read; reports show 0.
             schedule=lambda step: jnp.zeros_like(step, jnp.float32),
             precision=self._precision,
             accumulation=divided.accumulation,
             bind=lambda trained, _: eqx.combine(trained, self._rest),
-            # What a model holds beside parameters has no plan; gradients are then sharded like what they update.
+            # A model's other arrays have no plan; gradients are then sharded like the parameters that they update.
             parameters=None if jax.tree.leaves(self._rest) else plan.parameters,
             skip_nonfinite=self.config.skip_nonfinite_steps > 0,
             averaging=self.config.model_averaging,
@@ -550,10 +558,10 @@ def _without_parameters(model_init: Callable[[], PyTree] | None) -> PyTree:
 
 
 def _refuse_asking(optimizer_state: PyTree) -> None:
-    """Refuses optimizers that need things from a step that only their configuration knows.
+    """Refuses optimizers that need values from the step which only their configuration provides.
 
     Raises:
-        ValueError: it is one of them.
+        ValueError: the optimizer is one of them.
     """
     kinds = (Recent, HessianEma)
     nodes = jax.tree.leaves(optimizer_state, is_leaf=lambda node: isinstance(node, kinds))

@@ -1,7 +1,7 @@
-"""Configurations of the entry points that are not implemented yet: upstream's keys, so that documents can be read.
+"""Configurations of entry points that are not implemented yet: upstream's keys, so that documents can be read.
 
-`absent` says which entry point has which class, and refuses to run them. The keys are those of both upstream
-generations, after the old spellings have been translated.
+`entry_points` maps entry points to these classes, and `refusal` refuses to run them. The keys are those of both
+upstream generations, after the translation of old spellings.
 """
 
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ class ExportHfToLmConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainAsrConfig:
-    """Training of a model that transcribes speech."""
+    """Training of a speech recognition model."""
 
     data: dict[str, Any] = field(default_factory=dict)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

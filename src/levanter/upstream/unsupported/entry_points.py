@@ -2,11 +2,11 @@
 
     python -m levanter.main.train_asr --config_path my_asr.yaml
 
-Reading comes first, so that a document's mistakes and its old spellings are shown, `--help` explains the keys, and
-`levanter.main.migrate` can rewrite it. None of these entry points has a file: `levanter.upstream.imports` makes its
-module of the table here, and `levanter.upstream.unsupported.refusal` is what it runs. When one is built, it gets its
-door in `main/` and its row goes. The table is read by the list of commands too, so this file imports the standard
-library alone.
+Reading comes first, so that a document's mistakes and old spellings are reported, `--help` explains the keys, and
+`levanter.main.migrate` can rewrite it. None of these entry points has a file: `levanter.upstream.imports` creates its
+module from this table, and `levanter.upstream.unsupported.refusal` is what the module runs. An entry point that is
+implemented gets a file in `main/` and loses its row. The list of commands reads this table, too, so this file imports
+only the standard library.
 """
 
 from collections.abc import Mapping
@@ -19,9 +19,9 @@ class AbsentEntryPoint:
     """An entry point that can be configured but not run.
 
     Attributes:
-        config_name: its configuration class in `levanter.upstream.unsupported.configs`.
-        what: what it would do.
-        instead: what can be done today.
+        config_name: the name of its configuration class in `levanter.upstream.unsupported.configs`.
+        what: what the entry point does upstream.
+        instead: the alternative today.
     """
 
     config_name: str
@@ -31,6 +31,7 @@ class AbsentEntryPoint:
     @property
     def config(self) -> type:
         """Its configuration class."""
+        # Imported late: the classes import JAX, and the list of commands must not.
         return getattr(import_module("levanter.upstream.unsupported.configs"), self.config_name)
 
 
@@ -44,4 +45,4 @@ ABSENT: Mapping[str, AbsentEntryPoint] = {
         config_name="TrainAsrConfig", what="training on speech", instead="this project trains on text only"
     ),
 }
-"""Entry point → what it would do."""
+"""Entry point → its configuration, purpose and alternative."""

@@ -1,7 +1,7 @@
 """Names of earlier generations that are not carried over, and what to use instead.
 
     GONE_IN["levanter.trainer"]["Trainer TrainerHooks"]    names of a module (or class, `module:Class`), and why
-    GONE_MODULES["levanter.lora"]                          a module with all that is in it and below it, and why
+    GONE_MODULES["levanter.lora"]                          a module, including everything in and below it, and why
 
 `levanter.upstream.imports` refuses them with the reason, `levanter.upstream.migration_tables` lists them in
 `docs/migrating.md`.
@@ -9,21 +9,22 @@
 
 from collections.abc import Mapping
 
+# Reasons that several rows share; they are shown in errors and in docs/migrating.md.
 _HARNESS = "`eval_harness` is the command; in Python, `describe` and `execute` of levanter.main.eval_harness"
 _FAMILY = "a family that is not implemented yet; its config blocks are read, then refused by name"
 _LORA = "`adapter:` of `train_lm` trains low-rank adapters; in Python, `levanter.models.adapters`"
 _HISTOGRAM = "`levanter.memorization.plots` draws it, and every run writes one"
-_STEP = "a step returns what is to be logged; nothing is logged from inside it"
+_STEP = "a step returns the values to log; nothing is logged from inside it"
 _EVALUATES = "train_lm evaluates at every trainer.steps_per_eval"
 _EVAL_LM = "levanter.main.eval_lm.describe and execute evaluate; levanter.eval aggregates"
 _OPTIMIZER = "an optimizer that is not implemented; its config blocks are read, then refused by name"
 _DESCRIBED = "a run is described, then executed: levanter.main.train_lm.describe and execute"
-_HOOKS = "train_lm does what hooks did (evaluation, exports, statistics, profiles), set by keys in `trainer`"
+_HOOKS = "train_lm replaces hooks (evaluation, exports, statistics, profiles) by keys in `trainer`"
 _ROWS = "levanter.data.build_training builds the rows of a run"
 _PREFERENCES = "`train_dpo` trains on preferences; levanter.data.preference reads pairs"
 _STORE = "tokens live in token stores: levanter.data.build_tokens writes and reads them"
 _SPEECH = "this project trains on text only"
-_SAMPLING = "text is generated otherwise here: `generate`, `sample_lm`, levanter.inference"
+_SAMPLING = "`generate`, `sample_lm` and levanter.inference generate text"
 _SERVING = "`python -m levanter.main.serve` serves a model by its configuration, and reads the keys of this server"
 _LAYERS = "models are one decoder built from specs: levanter.models.decoder, levanter.layers"
 _OPTIMIZERS = "the config builds the optax transformation: `OptimizerConfig.build(steps)`"
@@ -32,7 +33,7 @@ _PROVIDED = "JAX provides it, or a run does it automatically"
 _EXAMPLE = "rows are `levanter.upstream.facades.models.LmExample` for scripts; levanter.data builds those of a run"
 
 GONE_IN: Mapping[str, Mapping[str, str]] = {
-    "levanter": {"analysis": "`viz_logprobs` and `plan` write pages", "grug": "array-first models are not here"},
+    "levanter": {"analysis": "`viz_logprobs` and `plan` write pages", "grug": "array-first models are not supported"},
     "levanter.trainer": {
         "TrainerHooks TrainStepResult WrappedLossFunction": _HOOKS,
         "AllConfig initialize DEFAULT_JAX_CONFIG": "`levanter.initialize(config)` sets up a script",
@@ -112,15 +113,15 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
         "log_performance_stats log_step_info": "train_lm logs throughput already",
         "compute_validation_loss": _EVALUATES,
         "eval_loss_loop": _EVAL_LM,
-        "profile profile_ctx start_profiler stop_profiler_and_maybe_wait": "trainer.profiler says which steps are "
-        "profiled",
+        "profile profile_ctx start_profiler stop_profiler_and_maybe_wait": "trainer.profiler selects the "
+        "steps to profile",
         "wandb_xla_logger": "`levanter.main.plan … --keep_hlo FOLDER` writes the programs",
         "CBInfo Callback CallbackStateView JitCallback LambdaCallback StateCallbackRunner": _HOOKS,
     },
     "levanter.callbacks.watch": {"Target VALID_WATCH_TARGETS": "levanter.trainer.WatchConfig checks them"}
     | {"WatchCallback compute_watch_stats": "trainer.watch selects what is watched"},
     "levanter.callbacks.profiler": {"AdvancedProfileOptionValue": "levanter.trainer.ProfileOptionsConfig"}
-    | {"ProfileOptionsConfig profile": "trainer.profiler says which steps are profiled"},
+    | {"ProfileOptionsConfig profile": "trainer.profiler selects the steps to profile"},
     "levanter.tracker": {
         "jit_log defer_tracker_for_jit": _STEP,
         "BackgroundTracker LoggableValue": "levanter.tracker.Tracker is the protocol",
@@ -181,7 +182,7 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
         "levanter.io.setup_logging sets up logging",
     },
     "levanter.mesh": {
-        "local_device_grid_positions process_mesh_position process_mesh_size": "every array knows where its shards are",
+        "local_device_grid_positions process_mesh_position process_mesh_size": "`array.sharding` places the shards",
     },
     "levanter.schedule": {"BIG_INT BatchSegment": "levanter.data.train_dataset.BatchSchedule"},
     "levanter.tensorstore_serialization": {
@@ -193,8 +194,8 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
     "levanter.config": {"register_codecs JsonAtom DEFAULT_CONFIG_DIR": "levanter.config decodes the types it knows"},
     "levanter.inference.engine": {
         "DecodeResult GenState GenerationResult InferenceEngine InferenceEngineConfig PrefillWork "
-        "TokenSequenceLogprobs score_token_sequence_logprobs": "levanter.inference is written anew: `Request` and "
-        "`SamplingParams` say what is wanted, `Schedule` who runs, `SlotState` what the device knows",
+        "TokenSequenceLogprobs score_token_sequence_logprobs": "levanter.inference is a new implementation: "
+        "`Request` and `SamplingParams` describe a request, `Schedule` a step, `SlotState` the state on the device",
     },
     "levanter.layers": {
         "Attention AttentionWithSink GatedAttention LayerNormConfig LayerNormConfigBase RmsNormConfig": _LAYERS,
@@ -209,7 +210,7 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
         "DefaultRotaryEmbeddings Llama3RotaryEmbeddings RotaryEmbeddings YarnRotaryEmbeddings apply_rotary_pos_emb "
         "rotary_pos_emb rotate_half": "levanter.layers.rotary.apply_rotary and RotaryConfig.tables",
     },
-    "levanter.models.lm_model": {"LmConfigT LmT": "type variables of upstream's own"},
+    "levanter.models.lm_model": {"LmConfigT LmT": "type variables of upstream"},
     "levanter.models.loss": {
         "next_token_loss maybe_fused_next_token_loss": "levanter.models.scoring.token_logprobs",
         "cross_entropy_and_logsumexp_penalty fused_cross_entropy_loss_and_logsumexp_penalty DEFAULT_REDUCTION": "the "
@@ -276,7 +277,7 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
     "levanter.utils.fsspec_utils": {
         "mkdirs": "levanter.io.atomic_write creates missing folders",
         "expand_glob": "levanter.io.expand takes braces and wildcards",
-        "remove": "fsspec has it",
+        "remove": "use fsspec directly",
     },
     "levanter.utils.py_utils": {
         "FailSafeJSONEncoder actual_sizeof cached_classproperty classproperty dataclass_with_default_init "
@@ -295,7 +296,7 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
         "AdapterBaseReferenceModelProvider": _PREFERENCES,
     },
 }
-"""Module (or `module:Class`) → names there, space between them → what to use instead, or why there is nothing."""
+"""Module (or `module:Class`) → names in it, separated by spaces → what to use instead, or why there is nothing."""
 
 GONE_MODULES: Mapping[str, str] = {
     "levanter.adaptor": _LORA,
@@ -313,7 +314,7 @@ GONE_MODULES: Mapping[str, str] = {
     "levanter.data.metrics_monitor": _STORE,
     "levanter.data.permutation": _ROWS,
     "levanter.data.shard_cache": _STORE,
-    "levanter.data.sharded_datasource": "data.components say what is read; levanter.data.read_records reads a file",
+    "levanter.data.sharded_datasource": "data.components list what is read; levanter.data.read_records reads a file",
     "levanter.data.text.cache": _STORE,
     "levanter.data.text.datasets": "levanter.data has the configurations; " + _ROWS,
     "levanter.data.text.examples": _EXAMPLE,
@@ -324,12 +325,12 @@ GONE_MODULES: Mapping[str, str] = {
     "levanter.dpo": _PREFERENCES,
     "levanter.generator": _SAMPLING,
     "levanter.grad_accum": "a step splits its batch into microbatches automatically: trainer.per_device_parallelism",
-    "levanter.grug": "array-first models are not here; every model has named axes",
+    "levanter.grug": "array-first models are not supported; every model has named axes",
     "levanter.inference.jit_scheduler": "levanter.inference.scheduler plans on the host, levanter.inference.slot_state "
     "is the state on the device",
     "levanter.inference.openai": _SERVING,
     "levanter.inference.openai_protocol": _SERVING,
-    "levanter.inference.page_table": "levanter.inference.scheduler_state has the pool of pages and who holds them",
+    "levanter.inference.page_table": "levanter.inference.scheduler_state holds the pool of pages and their owners",
     "levanter.inference.utils": _PROVIDED,
     "levanter.infra.cli_helpers": _LAUNCH,
     "levanter.infra.docker": _LAUNCH,
@@ -396,4 +397,4 @@ GONE: Mapping[str, str] = {
     for names, why in rows.items()
     for name in names.split()
 }
-"""Each name of `GONE_IN` → why."""
+"""Full name → reason, for every name of `GONE_IN`."""

@@ -10,7 +10,7 @@ from levanter.upstream.unsupported.entry_points import ABSENT
 
 
 class AbsentEntryPointError(ValueError):
-    """The entry point that was asked for is not implemented yet."""
+    """The requested entry point is not implemented yet."""
 
 
 def run_absent(name: str, argv: Sequence[str] | None = None) -> int:
