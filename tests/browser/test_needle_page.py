@@ -27,7 +27,7 @@ def asked(task: str, length: int, number: int, depth: float | None) -> NeedlePro
         owners=np.zeros(2, np.int32),
         values=(f"{number} {HOSTILE}",),
         depths=(depth,),
-        asks="",
+        text_end="",
     )
 
 

@@ -149,7 +149,7 @@ class BarPiece:
 
     Attributes:
         css_class: its color.
-        share: of the bar's full width.
+        share: share of the bar's full width.
         title: shown on hover.
     """
 
@@ -167,7 +167,7 @@ def stacked_bar(pieces: Iterable[BarPiece], *, label: str, thin: bool = False, m
     """A horizontal bar of boxes sized in percentages: it prints, and works at every width of the window.
 
     Args:
-        pieces: from left to right.
+        pieces: the pieces from left to right.
         label: read by screen readers.
         thin: whether it is as high as a line of text.
         marker: where to draw a vertical line, as a share of the full width.

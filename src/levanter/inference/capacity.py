@@ -130,7 +130,7 @@ class DecodeCost:
         automatic: whether the number of rows follows from memory.
         temp_bytes: bytes that are assumed for temporaries of Programs that were not compiled.
         page: positions in a page.
-        pages: over all shards.
+        pages: pages over all shards.
         cache_bytes: bytes of the cache on a device.
         state_bytes: bytes of a row on a device besides its keys and values.
         steps: maximum tokens of a row in a decode call.

@@ -80,8 +80,8 @@ class InferenceConfig(Ranged):
         A prompt is cut the same way whatever else runs, so this is short enough not to delay others in any case.
 
         Args:
-            rows: of a shard.
-            platform: of the devices.
+            rows: rows of a shard.
+            platform: platform of the devices.
         """
         # A configured size is taken as it is, whatever the platform.
         if self.prefill_chunk != "auto":
@@ -97,10 +97,10 @@ class InferenceConfig(Ranged):
         Calls of shorter chunks take more prompts, so that no call has more tokens than the longest.
 
         Args:
-            rows: of a shard.
+            rows: rows of a shard.
             max_seq_len: the largest number of positions of a slot, prompt and generated text together; null for the
                 model's.
-            platform: of the devices.
+            platform: platform of the devices.
         """
         chunk, sizes = self.chunk(rows, platform=platform), SHORT_PARTS
         longest = min(chunk, max_seq_len)

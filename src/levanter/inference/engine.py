@@ -194,7 +194,7 @@ class DeviceRunner:
                 array.copy_to_host_async()
         return drawn
 
-    def _placed(self, program: Program, wanted: Input, value: np.ndarray | Mapping[str, np.ndarray]) -> Flat:
+    def _placed(self, program: Program, declared: Input, value: np.ndarray | Mapping[str, np.ndarray]) -> Flat:
         """An input on the devices; if it is the same as in the last call, that copy is reused.
 
         Copying takes longer than comparing: a call has more than a dozen small arrays, and few change between steps.
@@ -202,17 +202,17 @@ class DeviceRunner:
         if self._on_host:
             return Flat(dict(value) if isinstance(value, Mapping) else {"": value})
         # Programs of different sizes have inputs of the same name: one copy is kept for each.
-        key = (program.name, wanted.name)
+        key = (program.name, declared.name)
         before = self._before.get(key)
         if before is None or not _same(before[0], value):
-            before = self._before[key] = (value, Flat.of(place(wanted, value, self._mesh)))
+            before = self._before[key] = (value, Flat.of(place(declared, value, self._mesh)))
         return before[1]
 
-    def _masks(self, program: Program, wanted: Input, masks: Masks) -> Flat:
+    def _masks(self, program: Program, declared: Input, masks: Masks) -> Flat:
         """The masks of a call's rows. The masks of a call without constraints are large and stay on the devices."""
         # A call with constraints needs new masks each time: they depend on the last token of each text.
         if masks or program.name not in self._open:
-            placed = Flat.of(place(wanted, expand_masks(wanted.value.array.shape, masks), self._mesh))
+            placed = Flat.of(place(declared, expand_masks(declared.value.array.shape, masks), self._mesh))
             if masks:
                 return placed
             self._open[program.name] = placed
@@ -387,7 +387,7 @@ class Engine:
         plan = self.schedule.step(self._state)
         self._state = plan.after
         self.computed_tokens += sum(len(chunk.tokens) for chunk in plan.prefill)
-        # The first chunk of a sequence starts behind the pages that it shares.
+        # The first chunk of a sequence starts after the pages that it shares.
         self.shared_tokens += sum(chunk.start for chunk in plan.prefill if chunk.fresh)
         # Dispatch first: the devices get the next calls before this thread waits for results.
         if calls := self._dispatch(plan):
@@ -463,7 +463,7 @@ class Engine:
         drawn = fetch(call.drawn)
         for chunk in call.chunks:
             at = (chunk.lane,)
-            # Chunks in the middle of a prompt sample nothing, but behind a NaN in one of them the text means nothing.
+            # Chunks in the middle of a prompt sample nothing, but after a NaN in one of them the text means nothing.
             if not drawn.finite[at]:
                 yield from self._lose(chunk.id)
             elif chunk.ends:

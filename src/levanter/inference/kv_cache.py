@@ -1,8 +1,8 @@
-"""How the cache of keys and values is cut into pages, and where they lie: by arithmetic, before there is a device.
+"""`CachePlan`: the pages, the sharding and the bytes of the KV cache, computed before there is a device.
 
-*Fixed*: every row owns one page, as long as a row may get; nothing is gathered and nothing shared. *Paged*: rows take
-short pages from a pool as they grow, by tables. Rows are sharded like the batch, and every shard has a pool of its own:
-tables number the pages of their own shard.
+*Fixed*: every row owns one page of its maximum length; nothing is gathered and nothing shared. *Paged*: rows take short
+pages from a pool as they grow, and a table lists the pages of each row. Rows are sharded like the batch, and every
+shard has its own pool: tables number the pages within a shard.
 """
 
 from dataclasses import dataclass, replace
@@ -24,19 +24,20 @@ PAGE_SIZE = 128
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CachePlan:
-    """A cache as a run will hold it.
+    """The planned KV cache of a run.
 
     Attributes:
-        rows: that can run at once, over all shards.
+        rows: rows that can run at once, over all shards.
         max_seq_len: positions that a row may have.
         allocation: whether a row owns one page or takes pages as it grows.
         page_size: positions in a page.
-        pages: over all shards.
-        shards: of the rows, and of the pages.
-        abstract: the cache without memory.
-        mappings: the run's, with rows (`batch`) and pages sharded like its batch.
-        sharding: where it lies.
-        repeated: how many devices hold the same keys and values, where query heads are sharded further than those.
+        pages: pages over all shards.
+        shards: shards of the rows and of the pages.
+        abstract: the cache with shapes instead of arrays.
+        mappings: the mappings of the run, with rows (`batch`) and pages sharded like its batch.
+        sharding: the sharding of the cache.
+        repeated: number of devices that hold the same keys and values, because query heads are sharded over more
+            devices than those.
     """
 
     rows: int
@@ -52,22 +53,22 @@ class CachePlan:
 
     @property
     def pages_per_row(self) -> int:
-        """How many pages the longest row has."""
+        """Pages of a row of maximum length."""
         return -(-self.max_seq_len // self.page_size)
 
     @property
     def rows_per_shard(self) -> int:
-        """How many rows a shard has."""
+        """Rows of a shard."""
         return self.rows // self.shards
 
     @property
     def bytes_per_device(self) -> int:
-        """What it takes of a device."""
+        """Bytes of the cache on a device."""
         return self.sharding.bytes_per_device
 
     @cached_property
     def bytes_per_row(self) -> int:
-        """What a row of full length takes of each device that holds it."""
+        """Bytes of a row of maximum length on each device that holds it."""
         # A device holds pages // shards pages, and bytes_per_device are those of all of them.
         return self.bytes_per_device * self.shards // self.pages * self.pages_per_row
 
@@ -106,15 +107,15 @@ def plan_cache(
 
     Args:
         config: the architecture.
-        mappings: of the run.
+        mappings: the mappings of the run.
         mesh: mesh axis names and sizes.
         batch_axis: the logical name of the batch axis.
-        rows: that can run at once, over all shards.
+        rows: rows that can run at once, over all shards.
         max_seq_len: positions that a row may have.
-        dtype: of keys and values; int8 for integers with scales.
+        dtype: dtype of keys and values; int8 for integers with scales.
         allocation: whether a row owns one page or takes pages as it grows.
         page_size: positions in a page of a paged cache.
-        pages: of a paged cache, over all shards; None for as many as all rows need at full length.
+        pages: pages of a paged cache, over all shards; None for as many as all rows need at full length.
         hbm_bytes: memory of one device; without it replication is reported, never an error.
 
     Raises:

@@ -97,7 +97,7 @@ class LeaderRunner:
     Args:
         rows: the runner of this process's devices.
         send: sends a message to the other processes.
-        scorer: scores prompts, where that is asked for.
+        scorer: scores prompts; None if no request may have its prompt scored.
     """
 
     def __init__(self, rows: Runner, send: SendFrame, scorer: ScorePromptFn | None = None):

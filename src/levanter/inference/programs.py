@@ -45,7 +45,7 @@ class SampledSlots(eqx.Module):
     """The next tokens of some rows.
 
     Attributes:
-        sampled: what was sampled.
+        sampled: the sampled tokens.
         active: boolean, whether the row was running; the other fields of a row that was not mean nothing.
         finite: boolean, whether all activations of the row's tokens were finite. If those of a part of a prompt were
             not, the results of all later parts mean nothing.
@@ -101,8 +101,8 @@ def prefill_program(model: ServedModel, cache: CachePlan, *, rows: int, tokens: 
     Args:
         model: the model.
         cache: the cache.
-        rows: prompts at a time, over all shards.
-        tokens: of each.
+        rows: prompts per call, over all shards.
+        tokens: tokens of each prompt per call.
     """
     Batch, Pos = Axis("batch", rows), Axis("position", tokens)
 
@@ -346,12 +346,12 @@ class PromptScores:
 def score_program(model: ServedModel, cache: CachePlan, *, tokens: int) -> Program:
     """Scores one prompt in each shard of the batch.
 
-    Its inputs: the model; `tokens [batch, position]`, ids; `targets [batch, position]`, the ids behind them.
+    Its inputs: the model; `tokens [batch, position]`, ids; `targets [batch, position]`, the ids that follow them.
 
     Args:
         model: the model.
-        cache: the run's, for its mappings and the shards of its batch.
-        tokens: of a prompt.
+        cache: the cache of the run, for its mappings and the shards of its batch.
+        tokens: tokens of a prompt.
     """
     size = min(CHUNK, tokens)
     Batch, Pos = Axis("batch", cache.shards), Axis("position", tokens)

@@ -47,33 +47,33 @@ def parse_constraint(value: Mapping[str, object], problems: list[str]) -> Constr
     if kinds[0] == RESPONSE_FORMAT:
         return _response_format(value[RESPONSE_FORMAT], problems)
     kind: ConstraintKind = next(name for name in CONSTRAINT_KINDS if name == kinds[0])
-    wanted = value[kind]
+    field_value = value[kind]
     if kind == "json_object":
-        if wanted is not True:
+        if field_value is not True:
             problems.append("json_object: expected true or false")
         return ConstraintSpec(kind="json_object")
     if kind == "json_schema":
-        return _schema_constraint(wanted, "json_schema", problems)
-    if not isinstance(wanted, str) or not wanted:
+        return _schema_constraint(field_value, "json_schema", problems)
+    if not isinstance(field_value, str) or not field_value:
         problems.append(f"{kind}: expected a string that is not empty")
         return None
-    return ConstraintSpec(kind=kind, text=wanted)
+    return ConstraintSpec(kind=kind, text=field_value)
 
 
-def _response_format(wanted: object, problems: list[str]) -> ConstraintSpec | None:
+def _response_format(response_format: object, problems: list[str]) -> ConstraintSpec | None:
     """OpenAI's `{"type": "json_schema", "json_schema": {"name": …, "schema": {…}}}`, or one of the simpler types."""
-    kind = wanted.get("type") if isinstance(wanted, dict) else None
-    if not isinstance(wanted, dict) or kind not in _TYPES:
+    kind = response_format.get("type") if isinstance(response_format, dict) else None
+    if not isinstance(response_format, dict) or kind not in _TYPES:
         problems.append(f"response_format: expected an object with `type`, one of {', '.join(_TYPES)}")
         return None
     known = {"type", "json_schema"} if kind == "json_schema" else {"type"}
-    for name in sorted(set(wanted) - known):
+    for name in sorted(set(response_format) - known):
         problems.append(f"response_format.{name}: not known{did_you_mean(name, sorted(known))}")
     if kind == "text":
         return None
     if kind == "json_object":
         return ConstraintSpec(kind="json_object")
-    inner = wanted.get("json_schema")
+    inner = response_format.get("json_schema")
     if not isinstance(inner, dict):
         problems.append("response_format.json_schema: expected an object with `schema`")
         return None
@@ -92,12 +92,12 @@ effect."""
 _SCHEMA_FIELDS = frozenset({"schema", *_SCHEMA_OPTIONS})
 
 
-def _schema_constraint(wanted: object, where: str, problems: list[str]) -> ConstraintSpec | None:
-    if not isinstance(wanted, dict):
+def _schema_constraint(schema: object, where: str, problems: list[str]) -> ConstraintSpec | None:
+    if not isinstance(schema, dict):
         problems.append(f"{where}: expected an object")
         return None
     try:
-        return ConstraintSpec(kind="json_schema", text=json.dumps(wanted, allow_nan=False))
+        return ConstraintSpec(kind="json_schema", text=json.dumps(schema, allow_nan=False))
     except ValueError:
         problems.append(f"{where}: NaN and infinity are no JSON")
         return None

@@ -50,12 +50,12 @@ class SlotParams(eqx.Module):
         temperature, top_p, min_p, presence, frequency, repetition: float32 `[batch]`.
         top_k: int32 `[batch]`; 0 or less for all.
         seed: uint32 `[batch, seed_word]`.
-        choice: int32 `[batch]`, which of a request's choices the row is.
+        choice: int32 `[batch]`, the row's index among the choices of its request.
         first_end: int32 `[batch]`, the first position whose token may end the row.
         stop_ids: int32 `[batch, stop_id]`, the ids that end it, then -1.
         biased_ids: int32 `[batch, biased_id]`, the ids whose logits are changed, then -1.
         biases: float32 `[batch, biased_id]`.
-        top_logprobs: int32 `[batch]`, how many likeliest tokens are wanted; -1 for no log-probabilities.
+        top_logprobs: int32 `[batch]`, number of likeliest tokens to return; -1 for no log-probabilities.
     """
 
     temperature: NamedArray
@@ -75,7 +75,7 @@ class SlotParams(eqx.Module):
 
     @staticmethod
     def of_arrays(arrays: Mapping[str, np.ndarray | jax.Array], Batch: Axis) -> "SlotParams":
-        """What `host_params` returned, with its axes."""
+        """The result of `host_params`, with axes."""
         return SlotParams(**{name: hax.named(arrays[name], (Batch, *extra)) for name, (_, _, extra) in _FIELDS.items()})
 
     @staticmethod
@@ -112,10 +112,10 @@ class SlotSampling:
     """How one row is sampled.
 
     Attributes:
-        params: of its request.
-        seed: the request's, or the fresh one it was given.
-        choice: which of the request's choices it is.
-        prompt_tokens: how many tokens the request's prompt has.
+        params: parameters of its request.
+        seed: seed of the request.
+        choice: index among the choices of the request.
+        prompt_tokens: tokens of the request's prompt.
         stop_ids: the ids that end it: the model's own (unless they are ignored) and the request's.
     """
 
@@ -134,7 +134,7 @@ def host_params(
     """The arrays of `SlotParams` by name, for rows in the order of `batch`; None for an unused row.
 
     Args:
-        rows: how each is sampled.
+        rows: the parameters of each row.
         before: the same number of rows of an earlier call, and its result: only rows that changed are computed again.
             The arrays are copied all the same, since a call in flight may still read the earlier ones.
     """
@@ -221,7 +221,7 @@ def _sharded(array: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 def _largest(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """The k largest of the last axis and their indices; of equal ones the first.
 
-    They lie in the k blocks with the largest maxima (see `suffix_scores.largest`). The blocks are taken in the order of
+    They are in the k blocks with the largest maxima (see `suffix_scores.largest`). The blocks are taken in the order of
     their indices, so that equal values keep that order.
     """
     # `top_k` sorts its whole operand, so the blocks narrow it down first. With few blocks that gains nothing.
@@ -245,7 +245,7 @@ Top = Axis("top", MAX_TOP_LOGPROBS)
 IN_PROMPT = 1
 """The lowest bit of a count: the token is in the prompt. The others count how often it was generated."""
 GENERATED = 2
-"""What one generated token adds to its count."""
+"""The increment of a token's count for each time that it was generated."""
 
 
 class Sampled(eqx.Module):
@@ -292,7 +292,7 @@ def sample(
     # log Σ exp(logits), shifted by the maximum so that no exponential overflows.
     top = hax.max(logits, Vocab)
     normalizer = hax.log(hax.sum(hax.exp(logits - top), Vocab)) + top
-    # Log-probabilities are those of the model's own distribution, so `logits` stay as they are beside `changed`.
+    # Log-probabilities are those of the model's own distribution, so `logits` are kept as well as `adjusted`.
     adjusted = hax.auto_sharded(adjust_logits(logits, params, position, counts=counts, mask=mask))
     best = hax.max(adjusted, Vocab)
     # A row whose ids are all hidden by masks has no token to sample.

@@ -106,9 +106,9 @@ class Schedule:
         if not prompt:
             raise RefusedError("the prompt is empty; a text needs at least one token to begin with")
         if new < 1 or prompt + new > self.context:
-            wanted = f"{new} new tokens (max_tokens)" if request.params.max_tokens is not None else "one new token"
+            new_text = f"{new} new tokens (max_tokens)" if request.params.max_tokens is not None else "one new token"
             raise RefusedError(
-                f"a prompt of {prompt} tokens and {wanted} are more than the context of {self.context} tokens"
+                f"a prompt of {prompt} tokens and {new_text} are more than the context of {self.context} tokens"
             )
         # The last token is sampled and never read, so its key and value need no position.
         needed = self.pages_for(prompt + new - 1)
@@ -159,7 +159,7 @@ class Schedule:
     def step(self, state: SchedulerState) -> StepPlan:
         """Plans the next calls; `state` is not changed."""
         work = _Work(self, state)
-        # Running sequences get their pages first. A step that had to preempt admits nobody: a new sequence would take
+        # Running sequences get their pages first. A step that had to preempt admits none: a new sequence would take
         # the pages that were just freed.
         preempted = work.preempt()
         if not preempted:
@@ -278,9 +278,9 @@ class _Work:
             if row.slot is None or self.rows[row.slot] is not row or not self._decodes(row):
                 continue
             slot, shard = row.slot, self.shard_for_slot(row.slot)
-            wanted = self.schedule.pages_for(row.written + self._tokens(row))
+            needed = self.schedule.pages_for(row.written + self._tokens(row))
             # Negative with a fixed cache, whose rows own all pages that they may need.
-            missing = wanted - len(row.pages)
+            missing = needed - len(row.pages)
             while missing > 0 and self.look(shard).available < missing and self.rows[slot] is not None:
                 # Only sequences of the same shard have pages that help. The loop ends when enough are free, or when
                 # this sequence was itself the youngest and gave up its row.

@@ -316,7 +316,7 @@ class SchedulerState:
 
         Args:
             id: the choice.
-            tokens: what the call brought; fewer than planned if the row was done.
+            tokens: the tokens of the call; fewer than planned if the row was done.
         """
         row = self.find(id)
         if row is None:
@@ -331,11 +331,11 @@ class SchedulerState:
         return self.with_row(replace_fields(row, generated=generated, due=row.due[1:], sound=sound))
 
     def read_part(self, id: ChoiceId, end: int) -> "SchedulerState":
-        """The state when a call for a part of a choice's prompt was read and all in it was numbers.
+        """The state when a call for a part of a choice's prompt was read and all of its activations were finite.
 
         Args:
             id: the choice; nothing changes if it has ended.
-            end: how many of its positions there are then.
+            end: number of its positions after that call.
         """
         row = self.find(id)
         if row is None or row.slot is None:

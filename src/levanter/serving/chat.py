@@ -1,6 +1,6 @@
 """`/v1/chat/completions`: the next message of a conversation, which may consist of tool calls.
 
-OpenAI's messages become the messages and variables of the chat template, which tells the model what tools there are.
+OpenAI's messages become the messages and variables of the chat template, which writes the tools into the prompt.
 With `tool_choice: required` or a named tool, the text must conform to a JSON schema of calls. Otherwise a text that
 consists of calls as a whole is parsed as such: JSON objects with `name` and `arguments` (or `parameters`), a list of
 them, or one or more inside `<tool_call>` … `</tool_call>`.
@@ -313,7 +313,7 @@ def parse_chat(raw: bytes, service: Service) -> ChatCall:
     try:
         rules = tool_rules(body.tools, body.tool_choice, several=body.parallel_tool_calls)
         messages = template_messages(body.messages)
-        # With `tool_choice: none` the model is not told of the tools at all.
+        # With `tool_choice: none` the prompt does not contain the tools at all.
         template = template_variables(body.chat_template_kwargs, () if rules.mode == "none" else body.tools)
     except ProtocolError as error:
         raise invalid_request(str(error)) from None

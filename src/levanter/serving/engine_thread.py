@@ -171,8 +171,7 @@ class Inbox:
     def post(self, message: Cancel | Drain) -> None:
         """Puts in a message that no limit applies to."""
         with self._changed:
-            # No check of `closed`: a client that leaves after the end of the engine posts into a list that nobody
-            # reads.
+            # No check of `_closed`: after the end of the engine messages are added to a list that is never read.
             self._messages.append(message)
             self._changed.notify()
 

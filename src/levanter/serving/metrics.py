@@ -3,8 +3,8 @@
 `ServerEvent` values report what happens in a server to observers. No event contains text of a prompt or of a response.
 Observers are called on the event loop, in the order of the events; times are seconds of `time.monotonic`.
 
-`Metrics` is such an observer; the load of the engine is read when somebody reads the metrics. No label comes from a
-client: the number of lines does not grow while a server runs. The format is Prometheus's text exposition, version 0.0.4
+`Metrics` is such an observer; it reads the load of the engine when the metrics are read. No label comes from a client,
+so the number of lines does not grow while a server runs. The format is Prometheus's text exposition, version 0.0.4
 (https://prometheus.io/docs/instrumenting/exposition_formats/).
 """
 

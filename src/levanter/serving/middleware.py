@@ -29,7 +29,7 @@ MAX_TRACKED_CLIENTS = 10_000
 OPEN_PATHS = ("/", "/health", "/ready")
 """Paths that need no key: the page, which contains nothing about this server, and probes."""
 LINGER_SECONDS = 2.0
-"""How long a client may go on sending after its body was rejected."""
+"""Seconds for which a client may go on sending after its body was rejected."""
 
 MISSING_KEY = ApiError(
     401,
@@ -86,7 +86,7 @@ async def reject(error: ApiError, scope: Scope, send: Send, observe: Observer) -
 
     Args:
         error: the error; its `reason` is set.
-        scope, send: of the request.
+        scope, send: ASGI's, of the request.
         observe: receives the event.
     """
     assert error.reason is not None, "a rejection has a reason"
@@ -353,7 +353,7 @@ class _BodyReader:
         size = 0
         while True:
             message = await receive()
-            # There is nobody to answer.
+            # The client is gone, and gets no response.
             if message["type"] == "http.disconnect":
                 return None
             chunk = message.get("body", b"")

@@ -257,7 +257,7 @@ def is_visible(delta: TokenDelta) -> bool:
 
 
 READ_SECONDS = 30.0
-"""How long a client may take to read what it was sent."""
+"""Seconds that a client may take to read a message."""
 
 
 class Reply(Response):
@@ -444,7 +444,7 @@ async def respond(
         call = parse(raw, service)
     else:
         call = await service.off_loop(lambda: parse(raw, service))
-    # Nothing is awaited between this call and the reply, so a client that leaves cannot leave a request behind.
+    # Nothing is awaited between this call and the reply, so a client that disconnects cannot leave a request running.
     pending = service.submit(call.submitted, route=path, streamed=call.stream)
     # From here on the `Reply` owns the pending request and closes it.
     answer = build(call, pending, service, request.app.state.texts)

@@ -42,7 +42,7 @@ def bounded_protocol(limits: LimitsConfig) -> type[H11Protocol]:
     """The protocol class of a server's connections.
 
     Args:
-        limits: their limits.
+        limits: limits on connections.
     """
     limits = replace(limits, max_connections=max_connections(limits.max_connections))
     # uvicorn instantiates a class for each connection. A subclass for each server keeps the idle connections of
@@ -51,18 +51,18 @@ def bounded_protocol(limits: LimitsConfig) -> type[H11Protocol]:
     return type("BoundedConnectionOfServer", (BoundedConnection,), {"limits": limits, "idle": idle})
 
 
-def max_connections(wanted: int) -> int:
+def max_connections(configured: int) -> int:
     """The number of connections that a process may open, which the limit on open files bounds.
 
     Args:
-        wanted: the configured number.
+        configured: the configured number.
     """
     # The soft limit: beyond it neither a connection can be accepted nor a file opened.
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
-        return wanted
+        return configured
     # Small limits reserve half of the files.
-    return max(1, min(wanted, files - min(RESERVED_FILES, files // 2)))
+    return max(1, min(configured, files - min(RESERVED_FILES, files // 2)))
 
 
 class BoundedConnection(H11Protocol):
@@ -189,7 +189,7 @@ class BoundedConnection(H11Protocol):
 ACCEPT_BACKLOG = 2048
 """Connections that may wait to be accepted."""
 CLOSING_SECONDS = 5
-"""How long clients may take at shutdown to read what they were sent."""
+"""Seconds that clients may take at shutdown to read the rest of their responses."""
 
 logger = logging.getLogger(__name__)
 
@@ -248,7 +248,7 @@ class HttpServer:
     Args:
         application: the application, from `app`.
         service: its service.
-        drain_seconds: how long running requests may go on at shutdown.
+        drain_seconds: seconds for which running requests may go on at shutdown.
         limits: limits on connections.
         opened: is called when connections are accepted.
     """

@@ -155,7 +155,7 @@ class Literals:
         Args:
             kind: category of the text.
             text: the piece.
-            sums: of its bytes.
+            sums: sums of its bytes.
             where: the document that contains it.
             place: its first byte in the document, and its end.
         """

@@ -237,7 +237,7 @@ def continuations(
     contexts = encoder.encode([request.args[0] for request in requests])
     prompts, errors, cut = [], [], 0
     for ids, key, request in zip(contexts, keys, requests, strict=True):
-        # The whole generated text must fit behind the prompt, so a long prompt loses its beginning (lm_eval's rule).
+        # The whole generated text must fit after the prompt, so a long prompt loses its beginning (lm_eval's rule).
         max_prompt = encoder.max_length - key.max_tokens
         if max_prompt < 1:
             errors.append(

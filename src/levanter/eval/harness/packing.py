@@ -1,4 +1,4 @@
-"""Which queries share a row, and how long rows are.
+"""Packs queries into rows of a few lengths.
 
 A query whose inputs are the beginning of another query's inputs needs none of its own: its targets are predicted from
 the other one's (one-token answers to one context are one *item*). In rows with *branches*, queries whose inputs share a
@@ -138,7 +138,7 @@ def group_queries(queries: Sequence[Query], *, branch_tokens: int | None = None)
         trunk = len(queries[group[0]].inputs) if len(group) == 1 else _common_prefix_length(queries, group)
         ids, item_targets, sizes = [queries[group[0]].inputs[:trunk]], [], [trunk]
         for member in group:
-            # Targets within the trunk keep their positions; those behind it move to this member's branch.
+            # Targets within the trunk keep their positions; those after it move to this member's branch.
             shift = sum(sizes) - trunk
             for n in queries_by_owner[member]:
                 q = queries[n]
@@ -216,7 +216,7 @@ class PackedQueries:
     """The rows of one shape.
 
     Attributes:
-        shape: of the rows.
+        shape: shape of the rows.
         rows: the pieces of each row, as (item, first target, targets).
         filled: weight of the fullest row; 0 on processes that received the rows.
     """
@@ -280,7 +280,7 @@ def pack_cheapest(
 
     Args:
         shapes: only sparse ones, or only dense ones.
-        pieces: of that kind, in descending order of weight.
+        pieces: pieces of that kind, in descending order of weight.
         cost: cost of a batch.
 
     Raises:

@@ -33,7 +33,7 @@ def harness_page(
         samples: task → samples; empty for a page without documents.
         title: heading of the page.
         facts: facts of the run, by name.
-        differences: from another run.
+        differences: differences from another run.
         against: the name of the other run.
     """
     data = {

@@ -234,7 +234,7 @@ class RequestCount:
 
     @property
     def reason(self) -> str:
-        """Where the numbers come from."""
+        """The source of the numbers, for reports."""
         if self.is_assumed:
             return f"{self.requests:,} requests (plan.assume_requests)"
         return f"{self.requests:,} requests of the tasks" + ("" if self.exact else ", by a sample of their documents")

@@ -79,7 +79,7 @@ def _plain(value: object) -> object:
 def metric_values(results: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
     """The metrics of a run: (task or group, metric, value).
 
-    A metric of filtered answers has the filter's name behind a comma; standard errors are metrics too.
+    A metric of filtered answers has the filter's name after a comma; standard errors are metrics too.
     """
     for table in ("results", "groups"):
         for task, metrics in (results.get(table) or {}).items():
@@ -142,7 +142,7 @@ class Sample:
         doc_hash: of its content: two runs evaluated the same document only if it is equal.
         filter: of the answers; `none` for unfiltered answers.
         target: the correct answer as text; for multiple choice, the index of the correct choice.
-        arguments: of the requests, as pairs of context and continuation, or context and generation keys.
+        arguments: arguments of the requests, as pairs of context and continuation, or context and generation keys.
         answers: pairs of log-probability and whether it is greedy, or texts.
         metrics: name → number, or pair of a log-probability and a weight.
     """

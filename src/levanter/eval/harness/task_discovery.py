@@ -36,7 +36,7 @@ class DiscoveredTasks:
     """The tasks as they are known on every process.
 
     Attributes:
-        kinds: of requests.
+        kinds: kinds of requests.
         documents: task → number of documents; empty if they are not known.
         error: why the tasks cannot be evaluated; None for no error.
         unavailable: whether the reason is only that something is not available on this machine.
@@ -146,8 +146,8 @@ def count_documents(
         config: how requests are built.
         encoder: texts to tokens.
         template: renders conversations; None if the tokenizer has no chat template.
-        shapes: of the rows.
-        cost: of a batch.
+        shapes: shapes of the rows.
+        cost: cost of a batch.
         limits: limits within which rows are fitted to the requests where all are known; None to keep the shapes.
 
     Raises:

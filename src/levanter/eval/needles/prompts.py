@@ -39,7 +39,7 @@ class NeedlePrompt:
         owners: int32, the index of the value to which each scored token belongs.
         values: the hidden values.
         depths: relative position of each in the text, from 0 to 1; None for values without a single position.
-        asks: the end of the text, for display.
+        text_end: the end of the text, for display.
     """
 
     task: str
@@ -51,7 +51,7 @@ class NeedlePrompt:
     owners: np.ndarray
     values: tuple[str, ...]
     depths: tuple[float | None, ...]
-    asks: str
+    text_end: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +59,11 @@ class NeedleSpec:
     """The prompts of an evaluation.
 
     Attributes:
-        tasks: their names.
-        lengths: in tokens.
+        tasks: names of the tasks.
+        lengths: lengths in tokens.
         samples: number of prompts of each task and length.
         depths: number of depths over which they are spread.
-        seed: of the generator.
+        seed: seed of the random generator.
     """
 
     tasks: tuple[str, ...]
@@ -237,7 +237,7 @@ class _PromptBuilder:
             owners=np.asarray(owners, np.int32),
             values=tuple(question.answer[needle.begin : needle.end] for needle in question.hidden),
             depths=tuple(needle.depth for needle in question.hidden),
-            asks=question.prompt[-240:],
+            text_end=question.prompt[-240:],
         )
 
 
@@ -247,7 +247,7 @@ class NeedleBatch:
 
     Attributes:
         prompts: its prompts; further rows are empty.
-        tokens: int32 `[rows, length]`; causal attention hides the padding behind a prompt.
+        tokens: int32 `[rows, length]`; causal attention hides the padding after a prompt.
         target_positions, targets: int32 `[rows, SLOTS]`.
     """
 
@@ -266,7 +266,7 @@ def batches(prompts: Sequence[NeedlePrompt], rows: int, length: int) -> Iterator
     """The prompts of one length in batches."""
     for first in range(0, len(prompts), rows):
         batch = tuple(prompts[first : first + rows])
-        # Unused slots have position 0 and target 0; they are computed, and nobody reads them.
+        # Unused slots have position 0 and target 0; their results are computed and not read.
         tokens = np.zeros((rows, length), np.int32)
         target_positions, targets = (np.zeros((rows, SLOTS), np.int32) for _ in range(2))
         for n, prompt in enumerate(batch):

@@ -1,7 +1,7 @@
 """Results of needle evaluation: which values were found, by task, length and depth.
 
 A value is found if each of its tokens is the most likely one, given the text and the preceding answer tokens: that is
-what greedy decoding writes after a correct beginning. A value behind the first one is therefore scored with the correct
+what greedy decoding writes after a correct beginning. Each value after the first is therefore scored with the correct
 values before it.
 """
 
@@ -25,7 +25,7 @@ class NeedleAnswer:
     """The scores of a prompt's answer.
 
     Attributes:
-        logprobs: of each scored token.
+        logprobs: log-probability of each scored token.
         ranks: number of tokens that are more likely than the scored token.
     """
 
