@@ -75,7 +75,7 @@ ATTACKS = [
     Attack(name="output-below-a-file", command="generate", words=below_a_file, code=BAD,
            says=("output_path", "is a file, not a folder"), never=LOADING),
     Attack(name="output-is-there", command="generate", words=with_output(Path.touch), code=BAD,
-           says=("is there already",), never=LOADING),
+           says=("exists already",), never=LOADING),
     Attack(name="output-is-the-input", command="generate", words=onto_the_prompts, code=BAD,
            says=("output_path", "is the file of the prompts"), never=LOADING),
     Attack(name="input-pipe", command="generate", words=with_input(os.mkfifo), code=BAD,

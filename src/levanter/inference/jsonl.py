@@ -68,7 +68,7 @@ def request_lines(
             if line_request.id is not None and (first := seen.setdefault(line_request.id, number)) != number:
                 # The output identifies responses by id, so the second line with an id is refused, and not the first.
                 line_request = InvalidLine(
-                    line=number, id=line_request.id, error=f"id: {line_request.id!r} is also that of line {first}"
+                    line=number, id=line_request.id, error=f"id: {line_request.id!r} is already the id of line {first}"
                 )
             yield line_request
 

@@ -166,7 +166,7 @@ class OutputWriter:
         self._folder.check_lease()
         if not self._folder.has_begun(f"{self.folder} has answers of"):
             if exists(self.path):
-                raise OtherRunError(f"{self.path} is there already; remove it, or name another output")
+                raise OtherRunError(f"{self.path} exists already; remove it, or name another output")
             self._folder.begin()
         self._stored = self._taken = sum(len(part) for part in self._stored_parts())
         # Parts behind a damaged one are written again, and their old numbers may not match the new ones.
@@ -234,7 +234,7 @@ class OutputWriter:
         while first in paths:
             part = _read_part(paths[first], first)
             if part is None:
-                logger.warning("%s is damaged; its requests are answered again", paths[first])
+                logger.warning("%s is damaged; its responses are generated again", paths[first])
                 return
             yield part
             first += len(part)

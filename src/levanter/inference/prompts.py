@@ -41,7 +41,7 @@ def parse_constraint(value: Mapping[str, object], problems: list[str]) -> Constr
     # Clients send null or false for a field that they do not use.
     kinds: list[str] = [kind for kind in CONSTRAINT_FIELDS if value.get(kind) not in (None, False)]
     if len(kinds) > 1:
-        problems.append(f"{' and '.join(kinds)}: a text can conform to one of them")
+        problems.append(f"{' and '.join(kinds)}: a request may have only one of these constraints")
     if len(kinds) != 1:
         return None
     if kinds[0] == RESPONSE_FORMAT:
@@ -99,7 +99,7 @@ def _schema_constraint(schema: object, where: str, problems: list[str]) -> Const
     try:
         return ConstraintSpec(kind="json_schema", text=json.dumps(schema, allow_nan=False))
     except ValueError:
-        problems.append(f"{where}: NaN and infinity are no JSON")
+        problems.append(f"{where}: NaN and infinity are not valid JSON")
         return None
 
 
@@ -160,7 +160,7 @@ def engine_request(
     else:
         tokens = prompt.prompt
     if not tokens:
-        problems.append("prompt: empty; a text needs at least one token to begin with")
+        problems.append("prompt: empty; at least one token is required")
     wrong = [f"prompt[{n}]: id {i}" for n, i in enumerate(tokens) if not 0 <= i < vocab_size]
     if wrong:
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
@@ -314,7 +314,7 @@ class PromptReader:
         if params.echo and params.logprobs is not None and not self.rules.prompt_logprobs:
             problems.append("echo with logprobs: needs Programs that score prompts (inference.prompt_logprobs: true)")
         if request.constraint is not None and self.constraints is None:
-            problems.append(f"{request.constraint.kind}: this model has no tokenizer, so it has no texts")
+            problems.append(f"{request.constraint.kind}: a constraint needs a tokenizer, and this model has none")
         if params.counts_tokens and not self.rules.penalties:
             problems.append("presence_penalty, frequency_penalty, repetition_penalty: inference.penalties is false")
         return problems
@@ -326,7 +326,7 @@ class PromptReader:
             ValueError: the string is not valid Unicode text.
         """
         if (at := lone_surrogate(text)) is not None:
-            raise ValueError(f"character {at} is half of a surrogate pair, or was not UTF-8: no text has that")
+            raise ValueError(f"character {at} is half of a surrogate pair, or was not UTF-8: not valid Unicode text")
         return self.tokenizer.encode_batch([text])[0].tolist()
 
     def encode_with_bos(self, text: str) -> list[int]:

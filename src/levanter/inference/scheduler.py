@@ -104,7 +104,7 @@ class Schedule:
         # Checked against an empty shard: whatever else runs, preemption can free all of it for the oldest sequence.
         prompt, new = len(request.tokens), request.new_tokens(self.context)
         if not prompt:
-            raise RefusedError("the prompt is empty; a text needs at least one token to begin with")
+            raise RefusedError("the prompt is empty; at least one token is required")
         if new < 1 or prompt + new > self.context:
             new_text = f"{new} new tokens (max_tokens)" if request.params.max_tokens is not None else "one new token"
             raise RefusedError(
@@ -130,7 +130,7 @@ class Schedule:
         # An empty queue takes a request of any size; otherwise one longer than the limit could never be accepted.
         if waiting and waiting + new > self.max_queued_tokens:
             raise QueueFullError(
-                f"{waiting} tokens wait, {new} more would be over the {self.max_queued_tokens} of the queue"
+                f"{waiting} prompt tokens are queued; {new} more would exceed the limit of {self.max_queued_tokens}"
             )
         # The choices of a request are queued in order, each as a sequence of its own.
         limit = request.new_tokens(self.context)

@@ -160,7 +160,8 @@ class Inbox:
             # An empty queue takes any request, or one that is longer than the limit could never be served.
             if self._queued and self._queued + new > self.max_queued_tokens:
                 raise QueueFullError(
-                    f"{self._queued} tokens wait, {new} more would exceed the {self.max_queued_tokens} of the queue"
+                    f"{self._queued} prompt tokens are queued; {new} more would exceed the limit of "
+                    f"{self.max_queued_tokens}"
                 )
             # Added before the engine has read the messages, so that many requests at once cannot pass the limit
             # together.

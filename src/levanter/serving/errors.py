@@ -104,8 +104,8 @@ async def http_error_response(request: Request, error: Exception) -> Response:
     # Mounted applications and other routes may have no path.
     known = sorted({getattr(route, "path", "") for route in request.app.routes} - {""})
     details = {
-        404: f"no such path; there are {', '.join(known)}",
-        405: f"{request.method} is not a method of this path",
+        404: f"no such path; the paths are {', '.join(known)}",
+        405: f"this path does not have the method {request.method}",
     }
     message = f"{request.url.path}: {details.get(error.status_code, error.detail)}"
     answer = ApiError(error.status_code, message, headers=error.headers)

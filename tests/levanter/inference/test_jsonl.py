@@ -120,10 +120,13 @@ def test_ids_may_be_called_tokens():
         ('{"prompt": "a", "prompt": "b"}', "prompt: written twice"),
         ('{"prompt": "a", "tempature": 1}', "tempature: not a parameter; did you mean `temperature`?"),
         ('{"prompt": "a", "suffix": "b"}', "suffix: refused"),
-        ('{"prompt": "a", "regex": "a", "grammar": "b"}', "regex and grammar: a text can conform to one of them"),
+        (
+            '{"prompt": "a", "regex": "a", "grammar": "b"}',
+            "regex and grammar: ",
+        ),
         ('{"prompt": "a", "regex": ""}', "regex: expected a string that is not empty"),
         ('{"prompt": "a", "json_schema": "{}"}', "json_schema: expected an object"),
-        ('{"prompt": "a", "json_schema": {"minimum": NaN}}', "json_schema: NaN and infinity are no JSON"),
+        ('{"prompt": "a", "json_schema": {"minimum": NaN}}', "json_schema: NaN and infinity are not valid JSON"),
         ('{"prompt": "a", "json_object": 1}', "json_object: expected true or false"),
     ],
 )
@@ -155,7 +158,7 @@ def test_a_line_that_is_too_long_is_skipped(monkeypatch):
 def test_ids_are_unique():
     found = lines_of('{"prompt": "a", "id": "3"}\n', "  \n", '{"prompt": "b"}\n', '{"prompt": "c", "id": "3"}\n')
     assert [one.line for one in found] == [1, 3, 4]
-    assert [one.error for one in found[1:]] == ["id: '3' is also that of line 1"] * 2
+    assert [one.error for one in found[1:]] == ["id: '3' is already the id of line 1"] * 2
 
 
 @pytest.mark.parametrize(
@@ -249,7 +252,7 @@ def test_answers_come_in_any_order(tmp_path, monkeypatch):
         store.add(n, answer(n))
     assert store.finish() == 100 and Path(out).read_bytes() == EXPECTED
     assert os.listdir(tmp_path) == ["out.jsonl"]
-    with pytest.raises(OtherRunError, match="is there already"):
+    with pytest.raises(OtherRunError, match="exists already"):
         OutputWriter(out, {"model": "m"}).begin()
 
 

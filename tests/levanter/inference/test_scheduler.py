@@ -510,7 +510,7 @@ def test_what_could_never_finish_is_refused_at_the_door():
 def test_the_queue_is_bounded_by_tokens():
     schedule = small(max_queued_tokens=10)
     standing = schedule.offered(schedule.start(), request("long", [1] * 20))
-    with pytest.raises(QueueFullError, match="20 tokens wait, 1 more would be over the 10"):
+    with pytest.raises(QueueFullError, match="20 prompt tokens"):
         schedule.offered(standing, request("b", [1]))
     plan = schedule.step(standing)
     standing = schedule.offered(plan.after, request("c", [1] * 5, n=2))

@@ -95,8 +95,8 @@ def compare(
         differences += _differences(task, pairs, np.random.default_rng(seed))
     if other_documents:
         raise HarnessError(
-            f"against: {', '.join(other_documents)}: the other run had other documents under the same numbers; only "
-            "answers to the same documents are compared"
+            f"against: {', '.join(other_documents)}: the other run has different documents under the same indices; "
+            "only answers to the same documents can be compared"
         )
     if not differences:
         raise HarnessError(

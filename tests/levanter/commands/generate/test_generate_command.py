@@ -234,7 +234,7 @@ def _check_same(found: bytes, whole: bytes) -> None:
 
 def test_what_is_there_already_is_not_written_over(folder, whole, capfd):
     assert run(words_of(folder, folder / "whole.jsonl")) == 2
-    assert "is there already" in capfd.readouterr().err
+    assert "exists already" in capfd.readouterr().err
     assert (folder / "whole.jsonl").read_bytes() == whole
 
 
