@@ -223,7 +223,7 @@ class Peers:
         missing = self._missing.get(key)
         start = f"process {self.process} of {self.count} waited {limit:g} s in barrier {key!r}"
         if missing is None:
-            return f"{start}, and process 0 did not say which processes are missing"
+            return f"{start}, and process 0 did not report which processes are missing"
         lines = [f"  {self.roster[n]}: last seen {missing['where'][str(n)]}" for n in missing["processes"]]
         arrived = sorted(set(range(self.count)) - set(missing["processes"]))
         return "\n".join([f"{start}; missing:", *lines, f"  here: {format_processes(arrived)}"])

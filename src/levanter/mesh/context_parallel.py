@@ -102,7 +102,7 @@ def choose(
     ('heads', 'gather')
     """
     if between_slices:
-        return MethodChoice(method="ring", reason="positions are cut between slices")
+        return MethodChoice(method="ring", reason="positions are sharded across slices")
     # With `heads`, positions and K/V heads exchange roles: the heads are then sharded over both groups of mesh axes.
     ways = heads_ways * position_ways
     divides = kv_heads % ways == 0
@@ -201,7 +201,7 @@ def check_attention_mapping(
         problems.append(
             ShardingError(
                 f"trainer.mesh: compute mapping: {KEY_POSITION} → {show_axes(compute.mesh_axes(KEY_POSITION))}: "
-                "keys are cut inside of attention only",
+                "key positions can be sharded inside attention only",
                 suggestion=f"attention_mapping: {{{KEY_POSITION}: {show_axes(compute.mesh_axes(KEY_POSITION))}}}",
             )
         )
@@ -210,7 +210,7 @@ def check_attention_mapping(
         has = f"{POSITION} → {show_axes(queries)}" if queries else f"{POSITION} is not mapped"
         problems.append(
             ShardingError(
-                f"{_WHERE}: {KEY_POSITION} → {show_axes(keys)}, but {has}: in a ring both are cut alike",
+                f"{_WHERE}: {KEY_POSITION} → {show_axes(keys)}, but {has}: a ring shards both alike",
                 suggestion=f"compute_mapping: {{{POSITION}: {show_axes(keys)}}}",
             )
         )
@@ -244,7 +244,7 @@ def check_dcn(attention: AxisMapping, compute: AxisMapping, mesh: MeshSpec, *, a
         return [
             ShardingError(
                 f"trainer.mesh: compute mapping: {crosses}: every layer would exchange keys and values over DCN",
-                suggestion=f"cut positions inside a slice, {inside}, or say trainer.mesh.allow_dcn: true, with "
+                suggestion=f"shard positions inside a slice, {inside}, or set trainer.mesh.allow_dcn: true, with "
                 "attention_mapping: ring",
             )
         ]
@@ -252,8 +252,8 @@ def check_dcn(attention: AxisMapping, compute: AxisMapping, mesh: MeshSpec, *, a
     if method_from_mapping(attention, compute, mesh) in ("gather", "heads"):
         return [
             ShardingError(
-                f"{_WHERE}: {crosses}, and between slices only a ring exchanges with its neighbour alone",
-                suggestion=f"attention_mapping: ring, or cut positions inside a slice, {inside}",
+                f"{_WHERE}: {crosses}, and across slices only a ring exchanges with its neighbour alone",
+                suggestion=f"attention_mapping: ring, or shard positions inside a slice, {inside}",
             )
         ]
     return []
@@ -265,7 +265,7 @@ def _heads_problems(inside: AxisMapping, mesh: MeshSpec, sizes: Mapping[str, int
         return [
             ShardingError(
                 f"{_WHERE}: {KV_HEAD} and {POSITION} are both mapped to mesh axis {', '.join(shared)}",
-                suggestion=f"take it from one of them: {{{POSITION}: null}} exchanges heads",
+                suggestion=f"unmap one of them: {{{POSITION}: null}} exchanges heads",
             )
         ]
     ways = mesh.ways(axes)
@@ -274,15 +274,15 @@ def _heads_problems(inside: AxisMapping, mesh: MeshSpec, sizes: Mapping[str, int
     legal = ", ".join(str(n) for n in divisors(kv_heads))
     group = sizes.get("q_heads_per_group", 1)
     repeat = (
-        f"or cut the {group} query heads of a group instead, {{{POSITION}: null, q_heads_per_group: …}}, with keys and "
-        "values on all devices, "
+        f"or shard the {group} query heads of a group instead, {{{POSITION}: null, q_heads_per_group: …}}, with keys "
+        "and values on all devices, "
         if group > 1
         else ""
     )
     return [
         IndivisibleError(
-            f"{_WHERE}: {KV_HEAD} → {show_axes(axes)}: {kv_heads} {KV_HEAD} do not divide into {ways} pieces",
-            suggestion=f"pieces that divide them: {legal}; {repeat}or use gather or ring",
+            f"{_WHERE}: {KV_HEAD} → {show_axes(axes)}: {kv_heads} {KV_HEAD} cannot be sharded {ways} ways",
+            suggestion=f"numbers of shards that divide them: {legal}; {repeat}or use gather or ring",
         )
     ]
 
@@ -298,14 +298,15 @@ def _order_problems(shards: int, positions: int | None, order: Order) -> list[Sh
     layout = f"{shards} parts" + (f" of two runs each (position_order: {order})" if order == "zigzag" else "")
     return [
         IndivisibleError(
-            f"trainer.mesh: {POSITION} is cut into {layout}, and {positions} positions % {unit} = {positions % unit}",
+            f"trainer.mesh: {POSITION} is sharded into {layout}, and {positions} positions % {unit} = "
+            f"{positions % unit}",
             suggestion=f"make it {' or '.join(map(str, near))} positions",
         )
     ]
 
 
 def num_runs(shards: int, order: Order) -> int:
-    """The number of runs of consecutive positions that a sequence is cut into.
+    """The number of runs of consecutive positions that a sequence is divided into.
 
     >>> num_runs(4, "natural"), num_runs(4, "zigzag")
     (4, 8)
@@ -434,7 +435,7 @@ def _method_notes(
     """The method and the order of positions, and a warning where positions are sharded over DCN."""
     if method is None:
         return [
-            "attention_mapping and position_order have no effect: positions are not cut (compute_mapping: position)"
+            "attention_mapping and position_order have no effect: positions are not sharded (compute_mapping: position)"
         ]
     ways = spec.ways(compute.merged(attention).mesh_axes(POSITION))
     order_clause = "" if method == "heads" else f", positions in {order} order"
@@ -444,7 +445,7 @@ def _method_notes(
     ]
     if across := [axis for axis in compute.mesh_axes(POSITION) if axis in spec.dcn and spec.shape[axis] > 1]:
         notes.append(
-            f"positions are cut over {', '.join(across)}, between slices: every layer exchanges over DCN, at least an "
-            "order of magnitude slower than ICI (trainer.mesh.allow_dcn)"
+            f"positions are sharded over {', '.join(across)}, across slices: every layer exchanges over DCN, at least "
+            "an order of magnitude slower than ICI (trainer.mesh.allow_dcn)"
         )
     return notes

@@ -122,7 +122,7 @@ def _residual_notes(mappings: Mappings, mesh: MeshSpec) -> list[str]:
     if not between or not left_out:
         return []
     return [
-        f"residual_mapping: position → {show_axes(between)} leaves out {', '.join(left_out)}, which cuts it in the "
+        f"residual_mapping: position → {show_axes(between)} omits {', '.join(left_out)}, which shards it in the "
         f"compute mapping: every block gathers over it; {show_axes((*inside, *between))} does not"
     ]
 

@@ -134,7 +134,7 @@ def test_between_slices_auto_is_a_ring():
     config = MeshConfig(dcn_axes={"context": 2}, compute_mapping=CUT, attention_mapping="auto", allow_dcn=True)
     found = resolve(config, MODEL, devices=8, granules=2)
     assert found.method == "ring"
-    assert "attention_mapping auto is ring: positions are cut between slices" in found.notes
+    assert any(note.startswith("attention_mapping auto is ring:") and "slices" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_natural_order_says_what_it_costs():
 def test_nothing_to_exchange_is_said():
     found = resolved("auto", compute={})
     assert found.method is None
-    assert any("positions are not cut" in note for note in found.notes)
+    assert any("attention_mapping and position_order have no effect" in note for note in found.notes)
 
 
 def test_whole_positions_have_no_method():
@@ -188,53 +188,49 @@ def test_whole_positions_have_no_method():
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("options", "key", "values", "suggestion"),
     [
         (
             dict(attention="heads", context=8, data=1),
-            "trainer.mesh: attention_mapping: kv_head → [model, context]: 4 kv_head do not divide into 8 pieces\n"
-            "  → pieces that divide them: 1, 2, 4; or cut the 2 query heads of a group instead, {position: null, "
-            "q_heads_per_group: …}, with keys and values on all devices, or use gather or ring",
+            "attention_mapping: kv_head → [model, context]", ["4 kv_head", "8"],
+            ["1, 2, 4", "{position: null, q_heads_per_group: …}", "gather or ring"],
         ),
         (
             dict(attention={"key_position": "context"}, compute={}),
-            "trainer.mesh: attention_mapping: key_position → context, but position is not mapped: in a ring both are "
-            "cut alike\n  → compute_mapping: {position: context}",
+            "attention_mapping: key_position → context", ["position is not mapped"],
+            ["compute_mapping: {position: context}"],
         ),
         (
             dict(attention={"key_position": "data"}),
-            "trainer.mesh: attention_mapping: key_position → data, but position → context: in a ring both are cut "
-            "alike\n  → compute_mapping: {position: data}",
+            "attention_mapping: key_position → data", ["position → context"], ["compute_mapping: {position: data}"],
         ),
         (
             dict(attention={"kv_head": "context"}),
-            "trainer.mesh: attention_mapping: kv_head and position are both mapped to mesh axis context\n"
-            "  → take it from one of them: {position: null} exchanges heads",
+            "attention_mapping: kv_head and position", ["mesh axis context"], ["{position: null}"],
         ),
         (
             dict(attention="ring", compute={"position": "context", "key_position": "context"}),
-            "trainer.mesh: compute mapping: key_position → context: keys are cut inside of attention only\n"
-            "  → attention_mapping: {key_position: context}",
+            "compute mapping: key_position → context", [], ["attention_mapping: {key_position: context}"],
         ),
     ],
-)
-def test_what_is_wrong_is_said_with_what_is_right(options, text):
+)  # fmt: skip
+def test_an_error_names_the_key_its_values_and_a_legal_one(options, key, values, suggestion):
     with pytest.raises(ShardingError) as error:
         resolved(options.pop("attention"), **options)
-    assert text in str(error.value)
+    problem, _, proposed = str(error.value).partition("\n  → ")
+    assert problem.startswith(f"trainer.mesh: {key}") and all(value in problem for value in values)
+    assert all(part in proposed for part in suggestion)
 
 
-def test_one_group_of_heads_is_refused_with_what_else_there_is():
-    """A model with one key/value head: the words of the message, whole."""
+def test_one_group_of_heads_is_refused_with_other_mappings():
+    """A model with one key/value head."""
     one = ModelAxes(sizes={**MODEL.sizes, "kv_head": 1, "q_heads_per_group": 8}, known=SIZES)
     config = MeshConfig(axes={"context": 4}, compute_mapping=CUT, attention_mapping="heads")
     with pytest.raises(ShardingError) as error:
         resolve(config, one, devices=8)
-    assert str(error.value) == (
-        "trainer.mesh: attention_mapping: kv_head → [model, context]: 1 kv_head do not divide into 4 pieces\n"
-        "  → pieces that divide them: 1; or cut the 8 query heads of a group instead, {position: null, "
-        "q_heads_per_group: …}, with keys and values on all devices, or use gather or ring"
-    )
+    problem, _, suggestion = str(error.value).partition("\n  → ")
+    assert problem.startswith("trainer.mesh: attention_mapping: kv_head → [model, context]: 1 kv_head")
+    assert "8 query heads of a group" in suggestion and "{position: null, q_heads_per_group: …}" in suggestion
 
 
 def over_dcn(attention, *, allowed, cut=CUT, granules=2):
@@ -252,12 +248,10 @@ def over_dcn(attention, *, allowed, cut=CUT, granules=2):
 def test_positions_between_slices_have_to_be_allowed(attention):
     with pytest.raises(ShardingError) as error:
         over_dcn(attention, allowed=False)
-    assert str(error.value) == (
-        "trainer.mesh: compute mapping: position → context crosses slices (context): every layer would exchange keys "
-        "and values over DCN\n"
-        "  → cut positions inside a slice, axes: {context: 2} in place of dcn_axes: {context: 2}, or say "
-        "trainer.mesh.allow_dcn: true, with attention_mapping: ring"
-    )
+    problem, _, suggestion = str(error.value).partition("\n  → ")
+    assert problem.startswith("trainer.mesh: compute mapping: position → context crosses slices (context)")
+    assert "axes: {context: 2} in place of dcn_axes: {context: 2}" in suggestion
+    assert "trainer.mesh.allow_dcn: true, with attention_mapping: ring" in suggestion
     # As it says.
     inside = MeshConfig(axes={"context": 2}, compute_mapping=CUT, attention_mapping=attention)
     assert resolve(inside, MODEL, devices=8, granules=2).spec.dcn == ("replica_dcn",)
@@ -267,24 +261,19 @@ def test_of_positions_that_are_partly_between_slices_the_part_inside_is_proposed
     with pytest.raises(ShardingError) as error:
         over_dcn("ring", allowed=False, cut={"position": ["far", "context"]})
     assert "position → [far, context] crosses slices (far)" in str(error.value)
-    assert "cut positions inside a slice, compute_mapping: {position: context}, or say" in str(error.value)
+    assert "compute_mapping: {position: context}" in str(error.value)
 
 
 def test_between_slices_only_a_ring_exchanges():
     for attention in ("gather", "heads", {}):
         with pytest.raises(ShardingError) as error:
             over_dcn(attention, allowed=True)
-        assert str(error.value) == (
-            "trainer.mesh: attention_mapping: position → context crosses slices (context), and between slices only a "
-            "ring exchanges with its neighbour alone\n"
-            "  → attention_mapping: ring, or cut positions inside a slice, axes: {context: 2} in place of dcn_axes: "
-            "{context: 2}"
-        )
+        problem, _, suggestion = str(error.value).partition("\n  → ")
+        assert problem.startswith("trainer.mesh: attention_mapping: position → context crosses slices (context)")
+        assert suggestion.startswith("attention_mapping: ring")
+        assert "axes: {context: 2} in place of dcn_axes: {context: 2}" in suggestion
     (note,) = [note for note in over_dcn("ring", allowed=True).notes if "DCN" in note]
-    assert note == (
-        "positions are cut over context, between slices: every layer exchanges over DCN, at least an order of "
-        "magnitude slower than ICI (trainer.mesh.allow_dcn)"
-    )
+    assert "over context" in note and "trainer.mesh.allow_dcn" in note
 
 
 def test_an_axis_between_slices_of_one_piece_crosses_nothing():
@@ -298,7 +287,7 @@ def test_an_axis_between_slices_of_one_piece_crosses_nothing():
     [
         (
             "model",
-            "residual_mapping: position → model leaves out context, which cuts it in the compute mapping: every block "
+            "residual_mapping: position → model omits context, which shards it in the compute mapping: every block "
             "gathers over it; [context, model] does not",
         ),
         (["context", "model"], None),

@@ -55,61 +55,59 @@ def refused(folder, capsys, *, target=None, **changes) -> str:
 CASES = {
     "length in zigzag order": (
         dict(positions=60),
-        "position is cut into 4 parts of two runs each (position_order: zigzag), and 60 positions % 8 = 4 "
-        "→ make it 56 or 64 positions",
+        ["(position_order: zigzag)", "60 positions % 8 = 4 → make it 56 or 64 positions"],
     ),
     "length in natural order": (
         dict(positions=62, position_order="natural"),
-        "position is cut into 4 parts, and 62 positions % 4 = 2 → make it 60 or 64 positions",
+        ["62 positions % 4 = 2 → make it 60 or 64 positions"],
     ),
     "heads": (
         dict(attention="heads"),
-        "kv_head → [model, context]: 2 kv_head do not divide into 4 pieces → pieces that divide them: 1, 2; or use "
-        "gather or ring",
+        ["attention_mapping: kv_head → [model, context]: 2 kv_head", "1, 2; or use gather or ring"],
     ),
     "keys without queries": (
         dict(cut={}, attention={"key_position": "context"}),
-        "key_position → context, but position is not mapped: in a ring both are cut alike "
-        "→ compute_mapping: {position: context}",
+        ["key_position → context, but position is not mapped", "→ compute_mapping: {position: context}"],
     ),
     "one axis for both": (
         dict(heads=4, attention={"kv_head": "context"}),
-        "kv_head and position are both mapped to mesh axis context "
-        "→ take it from one of them: {position: null} exchanges heads",
+        ["kv_head and position are both mapped to mesh axis context", "{position: null}"],
     ),
     "fewer rows than shards": (
         dict(batch=1),
-        "batch 1 leaves 1 of 2 data shards idle: use data 1 × context 2 with trainer.mesh.compute_mapping: "
-        "{position: context}",
+        ["batch 1 leaves 1 of 2 data shards idle", "trainer.mesh.compute_mapping: {position: context}"],
     ),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_is_refused_with_what_would_be_right(case, tmp_path, capsys):
-    changes, text = CASES[case]
-    assert text in refused(tmp_path, capsys, **changes)
+    changes, parts = CASES[case]
+    message = refused(tmp_path, capsys, **changes)
+    assert all(part in message for part in parts), message
 
 
 @pytest.mark.parametrize(
-    ("attention", "allowed", "text"),
+    ("attention", "allowed", "parts"),
     [
         (
             "ring", False,
-            "position → context crosses slices (context): every layer would exchange keys and values over DCN → cut "
-            "positions inside a slice, axes: {context: 2} in place of dcn_axes: {context: 2}, or say "
-            "trainer.mesh.allow_dcn: true, with attention_mapping: ring",
+            [
+                "position → context crosses slices (context)",
+                "axes: {context: 2} in place of dcn_axes: {context: 2}",
+                "trainer.mesh.allow_dcn: true, with attention_mapping: ring",
+            ],
         ),
         (
             "gather", True,
-            "position → context crosses slices (context), and between slices only a ring exchanges with its neighbour "
-            "alone → attention_mapping: ring, or cut positions inside a slice",
+            ["position → context crosses slices (context)", "→ attention_mapping: ring"],
         ),
     ],
 )  # fmt: skip
-def test_a_plan_between_slices_is_refused(attention, allowed, text, tmp_path, capsys):
+def test_a_plan_between_slices_is_refused(attention, allowed, parts, tmp_path, capsys):
     mesh = dict(axes={}, dcn_axes={"context": 2}, allow_dcn=allowed)
-    assert text in refused(tmp_path, capsys, target="2xv6e-4", positions=2048, attention=attention, **mesh)
+    message = refused(tmp_path, capsys, target="2xv6e-4", positions=2048, attention=attention, **mesh)
+    assert all(part in message for part in parts), message
 
 
 def test_a_ring_between_slices_that_is_allowed_is_warned_of(tmp_path, capsys):
@@ -118,7 +116,7 @@ def test_a_ring_between_slices_that_is_allowed_is_warned_of(tmp_path, capsys):
     path.write_text(json.dumps(given))
     assert plan.main(["train_lm", "--config_path", str(path), "--target", "2xv6e-4", "--no-compile"]) == OK
     said = " ".join("".join(capsys.readouterr()).split())
-    assert "positions are cut over context, between slices: every layer exchanges over DCN, at least an order" in said
+    assert "over context, across slices: every layer exchanges over DCN" in said
 
 
 def test_runs_that_are_no_whole_blocks_for_a_tpu(tmp_path, capsys):
@@ -133,7 +131,7 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path, capsys):
     said = refused(tmp_path, capsys, positions=60, cut=cut, attention={"kv_head": "context"}, position_order="zigzag")
     for part in (
         "error: 4 sharding errors",
-        "key_position → context: keys are cut inside of attention only",
+        "compute mapping: key_position → context",
         "kv_head and position are both mapped to mesh axis context",
         "60 positions % 8 = 4 → make it 56 or 64 positions",
         "hed",
