@@ -1,7 +1,7 @@
-"""`ExpectedSource`: the tensors a checkpoint would hold if it were exactly what a table of rules wants.
+"""`ExpectedSource`: the tensors that a checkpoint has if it matches a table of rules exactly.
 
-Loading can thus be planned before the checkpoint is available: names, shapes and dtype follow from the rules read
-backwards. It can be planned from, not read from.
+Loading can thus be planned before the checkpoint is available: names, shapes and dtype follow from the rules in
+reverse. The source has an index only and cannot be read.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -39,8 +39,8 @@ class Activation:
 def plan_activations(activations: Iterable[Activation], mappings: Mappings, mesh: MeshSpec) -> ShardingPlan:
     """Places every activation under its mapping, as if each were a leaf.
 
-    `on_conflict` does not apply: Haliax, which constrains activations, would not follow it. Activations that stay whole
-    are no findings; only a parameter can be held in vain.
+    `on_conflict` does not apply: Haliax, which constrains activations, would not follow it. Replicated activations are
+    no findings; only replicated parameters are.
     """
     plans: list[LeafPlan] = []
     findings: list[Finding] = []

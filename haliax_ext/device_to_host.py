@@ -59,7 +59,7 @@ class HostGather:
 
     @functools.cached_property
     def ways(self) -> tuple[int, ...]:
-        """Into how many shards each axis is cut."""
+        """The number of shards along each axis."""
         return tuple(math.prod(n for name, n in self.sizes if name in axes) for axes in self.cuts)
 
     @functools.cached_property
@@ -152,7 +152,7 @@ def _choose_pieces(
     gathered: bool,
     limit: int,
 ) -> HostGather:
-    """Chooses the pieces: the outermost axes are cut first, so that each lies together in a device's memory."""
+    """Chooses the pieces: the outermost axes are cut first, so that each is contiguous in a device's memory."""
     uncut = HostGather(
         shape=shape, dtype=dtype, cuts=cuts, sizes=sizes, owned=owned, local=local, part=local, gathered=gathered
     )
@@ -302,7 +302,7 @@ Shards = tuple[tuple[int, int], ...]
 def _blocks(
     gather: HostGather, part: tuple[int, ...], owners: tuple[int, ...]
 ) -> Iterator[tuple[Shards, tuple[slice, ...]]]:
-    """The blocks of a gathered piece whose elements lie together in the array."""
+    """The blocks of a gathered piece whose elements are contiguous in the array."""
     choices: list[list[tuple[tuple[int, int], slice]]] = []
     for n, ways, shard, is_owned, owner in zip(part, gather.ways, gather.shard, gather.owned, owners, strict=True):
         if is_owned:
@@ -341,7 +341,7 @@ def _new_box(
 
 
 def _mesh_and_cuts(array: jax.Array) -> tuple[Mesh, Cuts]:
-    """The mesh that an array lies on, and how it cuts it; one of a single device is a mesh of that."""
+    """The mesh of an array and the mesh axes that shard it; an array on one device has a mesh of that device."""
     if isinstance(array.sharding, NamedSharding):
         assert isinstance(array.sharding.mesh, Mesh)
         return array.sharding.mesh, sharded_axes(array.sharding.spec, array.ndim)
@@ -414,7 +414,7 @@ def _program(
         # `check_vma` is off: JAX does not infer that gathered values are the same on all devices.
         return jax.shard_map(local, in_specs=(spec, PartitionSpec()), out_specs=to, check_vma=False)(array, where)
 
-    lies = AxisMapping({f"_{n}": axes for n, axes in enumerate(cuts) if axes})
+    placement = AxisMapping({f"_{n}": axes for n, axes in enumerate(cuts) if axes})
     # The name states everything that distinguishes the jit, since two Programs of a run must not share a name.
     at = "".join(f".{n}-{'-'.join(axes)}{'.one' * owned[n]}" for n, axes in enumerate(cuts) if axes)
     kind = "gather" if gathered else "cut"
@@ -422,8 +422,8 @@ def _program(
         name=f"save.{kind}.{'x'.join(map(str, part))}.of.{'x'.join(map(str, shape))}.{dtype.name}{at}",
         function=take,
         inputs=(
-            Input(name="array", value=jax.ShapeDtypeStruct(shape, dtype), placement=lies),
+            Input(name="array", value=jax.ShapeDtypeStruct(shape, dtype), placement=placement),
             Input(name="where", value=jax.ShapeDtypeStruct((2, len(shape)), np.int32), placement=AxisMapping()),
         ),
-        out_placement=AxisMapping() if gathered else lies,
+        out_placement=AxisMapping() if gathered else placement,
     )

@@ -1,13 +1,13 @@
-"""Packages whose names are imported when they are asked for, so that a configuration costs no more than itself.
+"""Packages whose names are imported at first use, so that reading a configuration does not import JAX.
 
     if TYPE_CHECKING:
         from levanter.mesh.devices import DeviceSet as DeviceSet
 
     export_on_demand(__name__)
 
-Importing a module of a package runs the package's `__init__`: what that imports, every module of it pays for. What is
-written under `TYPE_CHECKING` is what the package offers, to type checkers and to `export_on_demand` alike: the import
-is made when the name is first used.
+Importing a module of a package runs the package's `__init__`, so every module pays for the imports there. The imports
+under `TYPE_CHECKING` list the names that the package offers, to type checkers and to `export_on_demand` alike; each is
+imported when its name is first used.
 """
 
 import ast

@@ -1,9 +1,9 @@
 """Index algebra between a leaf and the source tensors it is made of, as arithmetic on spans.
 
 A *span* is a half-open pair `(start, stop)`; a *box* is one span per axis. A leaf's block (what one device holds) is a
-box over the leaf's named axes. A `LeafLayout` says how those axes lie in the source tensors: some are *stacked* (one
-source tensor for each index), the others are *flattened*, major first, into the axes of each source tensor. From
-that follow, without touching data:
+box over the leaf's named axes. A `LeafLayout` describes how those axes are laid out in the source tensors: some are
+*stacked* (one source tensor for each index), the others are *flattened*, major first, into the axes of each source
+tensor. From that follow, without touching data:
 
 - the *runs*: which ranges of a flattened source axis a box covers;
 - the *cover*: few large source boxes that hold everything some blocks need, reading through small gaps;
@@ -213,7 +213,7 @@ class BlockCopy:
         np.copyto(self._of_buffer(buffer), block[(*self.place, ...)], casting="unsafe")
 
     def in_place(self, block: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | None:
-        """The memory of `block` as the read's buffer itself, where it lies there in the same order; else `None`."""
+        """The memory of `block` as the read's buffer itself, where both have the same order; else `None`."""
         # A read that is larger than what the block takes of it has elements that the block has no memory for.
         if box_shape(self.pick) != self.digits:
             return None
@@ -224,7 +224,7 @@ class BlockCopy:
 
 @dataclass(frozen=True, kw_only=True)
 class LeafLayout:
-    """How a leaf's axes lie in its source tensors.
+    """The layout of a leaf's axes in its source tensors.
 
     Attributes:
         axes: the leaf's axes, (name, size).

@@ -1,11 +1,11 @@
 """Several leaves of one tensor: integers and their scales, computed while the tensor streams in.
 
 The source has a matrix; the model has its integers and a scale for each output channel. A `LoadTransformRule` names
-the leaf that is read and not kept, the leaves that are kept, and the function between them. What is read arrives on
-the devices as any leaf does, cut as the largest of the results is, in pieces along an axis that all results have (of a
-sharded one, a part of each shard); each piece is turned into results, put into them in place, and dropped. The
-function is traced under the plan's shardings, so a statistic over a sharded axis covers the entire axis: the compiler
-adds the collective.
+the leaf that is read and not kept, the leaves that are kept, and the function between them. The read leaf arrives on
+the devices like any other, sharded like the largest result, in pieces along an axis that all results have (of a sharded
+axis, a part of each shard). Each piece is transformed, its results are written in place, and it is freed. The function
+is traced under the plan's shardings, so a statistic over a sharded axis covers the entire axis: the compiler adds the
+collective.
 """
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false

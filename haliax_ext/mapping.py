@@ -421,7 +421,7 @@ def compute_mapping_in_scope() -> AxisMapping:
 
 
 def ways_in_scope(axis_name: str) -> int:
-    """Into how many parts the mapping and the mesh in scope cut an activation's axis; 1 where there is none."""
+    """The number of shards of an activation's axis under the mapping and mesh in scope; 1 where there is none."""
     # The abstract mesh is in scope while tracing and under `jax.set_mesh` alike.
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:

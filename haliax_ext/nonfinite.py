@@ -1,9 +1,9 @@
-"""Whether weights are finite, found while they are read and in a core's cache, without a pass over memory of its own.
+"""Checks that weights are finite while they are read and in a core's cache, without another pass over memory.
 
-The bits of a floating-point number without its sign grow with its magnitude, and infinity and NaN come last. So two
-maxima find them, which processors take of a whole vector at once: of the bits as signed integers (numbers above 0 are
-the positive ones) and as unsigned ones (numbers below 0 are the largest). Where a cast to a narrower format follows,
-what would overflow in it counts too: the bound is then the least magnitude that becomes infinite.
+Without its sign bit, the bits of a floating-point number grow with its magnitude; infinity and NaN are the largest. Two
+maxima therefore find them, each a vector operation: of the bits as signed integers (positive numbers stay positive) and
+as unsigned ones (negative numbers are the largest). Where a cast to a narrower format follows, numbers that would
+overflow count too: the bound is then the least magnitude that becomes infinite.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false

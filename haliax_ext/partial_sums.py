@@ -1,8 +1,8 @@
 """Sums that stay separate for each shard until the total is needed.
 
 A sum over an axis that is sharded over the mesh is first a partial sum on each device, then a collective. Inside a loop
-the compiler may well put the collective in every step. `opened` makes the shards an axis of their own, mapped to the
-same mesh axes, so that the loop adds up partial sums and one reduction over that axis follows it.
+the compiler may put the collective into every step. `ShardAxis.open` turns the shards into an axis, mapped to the same
+mesh axes, so that the loop adds up partial sums and one reduction over that axis follows it.
 """
 
 # pyright: reportMissingTypeStubs=false

@@ -4,7 +4,7 @@ A `ReadBatch` is what the calling thread waits for at once: a `ReadPlan` of leav
 that one reshard needs. Memory counts from the moment in which something is read into it, not when its block is
 allocated: so the reads of the next batches are under way while the oldest one has its last ones. A batch that is larger
 than the whole budget would leave no memory for that, and the network would be idle from its last read to the next
-batch's first byte: a few reads of the next batch are begun all the same.
+batch's first byte; therefore a few reads of the next batch are begun even then.
 """
 
 import itertools

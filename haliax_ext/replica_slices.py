@@ -25,7 +25,7 @@ def replica_slices_plan(plan: ShardingPlan, *, min_bytes: int = MIN_SLICE_BYTES)
     """The leaves of a plan that several devices hold, each sharded further over as many of them as possible.
 
     Args:
-        plan: where the leaves lie.
+        plan: the leaves' shardings.
         min_bytes: no part is smaller.
     """
     sliced = (_sliced(leaf_plan, plan.mesh, min_bytes) for leaf_plan in plan.leaves)
@@ -36,7 +36,7 @@ def replica_slices_program(plan: ShardingPlan, *, min_bytes: int = MIN_SLICE_BYT
     """The Program from arrays by path to the same arrays, sharded by `replica_slices_plan`; None if none is.
 
     Args:
-        plan: where the leaves lie.
+        plan: the leaves' shardings.
         min_bytes: no part is smaller.
     """
     slices = replica_slices_plan(plan, min_bytes=min_bytes)

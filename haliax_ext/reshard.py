@@ -11,7 +11,7 @@ under `shard_map`, one mesh axis after another, innermost first:
 - `trim`: padding that made the slabs even is dropped;
 - `slice`: it starts sharding an unsharded axis (no communication).
 
-So what lives on a device at every moment is known beforehand. Where it would be more than the limit, the leaf is cut
+The bytes on a device at every moment are therefore known in advance. Where they would exceed the limit, the leaf is cut
 into *pieces* along `layers` (or another axis that is not sharded), which are exchanged one after another. A piece may
 also be the same part of every shard of a sharded axis, where what is read are parts of those shards.
 """

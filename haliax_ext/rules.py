@@ -1,6 +1,6 @@
 """How a model's leaves come from a checkpoint's tensors, stated once for loading and for export.
 
-A `WeightRule` names one leaf, the source tensors it is made of, and how its axes lie in them:
+A `WeightRule` names one leaf, its source tensors, and how its axes are laid out in them:
 
     WeightRule(
         target="transformer.layers.stacked.self_attn.q_proj.weight",
@@ -42,7 +42,7 @@ SHOWN = 20
 
 
 class WeightRuleError(ValueError):
-    """A rule does not go with the leaf it names; the table is wrong, not the checkpoint."""
+    """A rule does not fit the leaf it names; the table is wrong, not the checkpoint."""
 
 
 class WeightMismatchError(ValueError):
@@ -257,8 +257,8 @@ class SourcePiece:
     Attributes:
         target: the leaf's path.
         box: which elements of the leaf.
-        region: where they lie in the source tensor; other leaves may have some of it.
-        layout: how they lie there.
+        region: their box in the source tensor; other leaves may have elements in it.
+        layout: how they are laid out there.
         stack: the source tensor's stacked indices.
     """
 
@@ -388,8 +388,8 @@ class WeightRules:
         """Finds every leaf's source tensors by name and shape, reading nothing.
 
         Raises:
-            WeightRuleError: the table does not go with the model.
-            WeightMismatchError: the source does not go with the model; lists all of it with nearest names.
+            WeightRuleError: the table does not fit the model.
+            WeightMismatchError: the source does not fit the model; lists every difference with nearest names.
         """
         leaves = tuple(leaves)
         self.check(leaves)
@@ -441,7 +441,7 @@ class WeightRules:
             true_sizes: of axes that are padded in the leaves; what is beyond is left out.
 
         Raises:
-            WeightRuleError: the table does not go with the model, or leaves have no tensor to be written to.
+            WeightRuleError: the table does not fit the model, or leaves have no tensor to be written to.
         """
         leaves, true_sizes = tuple(leaves), true_sizes or {}
         self.check(leaves)

@@ -1,8 +1,8 @@
-"""Arrays on devices → tensors of a checkpoint, one at a time: the inverse of `loading`, by the same rules.
+"""Turns arrays on devices into tensors of a checkpoint, one at a time: the inverse of `loading`, by the same rules.
 
 `gather_tensors` assembles each source tensor that a table of `WeightRules` names from the shards that hold it. Only one
 tensor is in host memory at a time, on the process that writes. It is copied from the devices piece by piece
-(`device_to_host`), which bounds their memory. `saving_programs` lists the Programs of that beforehand.
+(`device_to_host`), which bounds their memory. `saving_programs` lists the Programs that do so, for the plan.
 """
 
 import math
@@ -69,7 +69,7 @@ def plan_saving(
         true_sizes: of axes that are padded in the leaves.
 
     Raises:
-        WeightRuleError: the table does not go with the model.
+        WeightRuleError: the table does not fit the model.
     """
     leaves = tuple(leaves)
     dtypes = {leaf.path: leaf.dtype for leaf in leaves}
@@ -140,7 +140,7 @@ def saving_programs(
 
     Args:
         plan: from `plan_saving`.
-        sharding: where the leaves lie.
+        sharding: the leaves' shardings.
         hosts: how many processes hold them.
         limit: bytes on a device that a piece may take, beside the arrays.
     """

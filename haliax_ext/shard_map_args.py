@@ -1,4 +1,4 @@
-"""A tree of named arrays as arguments of `jax.shard_map`: cut by their axes' names, named again on each device.
+"""A tree of named arrays as arguments of `jax.shard_map`: sharded by axis names, and named again on each device.
 
     parts = ShardMapArgs.of(module, mapping, ("mlp", "embed"))
     run = jax.shard_map(lambda arrays: f(parts.join(arrays)), in_specs=(parts.specs,), …)
@@ -43,7 +43,7 @@ class ShardMapArgs(Generic[M]):
         Args:
             tree: a module of `NamedArray`s; arrays without names are replicated.
             mapping: of axes to mesh axes.
-            cut: the axes that are cut where the mapping says so; every other axis stays whole.
+            cut: the axes that the mapping shards; every other axis is replicated.
         """
         # Only the axes in `cut` are sharded; the function works with whole ones otherwise.
         rules = AxisMapping({name: mapping.mesh_axes(name) for name in cut})

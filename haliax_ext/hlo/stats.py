@@ -46,7 +46,7 @@ _KERNEL_TARGETS = ("tpu_custom_call", "__gpu$xla.gpu.triton")
 LARGE_COPY = 16 << 20
 """Bytes moved at once from which an instruction without an estimate counts as a copy of them, and not as nothing."""
 _COMPILER_KERNELS = frozenset(("ragged-dot", "sort"))
-"""Instructions that the compiler makes kernels of its own of, without an estimate: their shapes are kept."""
+"""Instructions that the compiler turns into kernels without an estimate: their shapes are recorded instead."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ class Collective:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A call into a hand-written kernel, of whose cost the compiler knows nothing; or an instruction (`ragged-dot`,
-    `sort`) that it makes a kernel of its own of, without saying what it costs."""
+    """A call of a hand-written kernel, whose cost the compiler does not know, or an instruction (`ragged-dot`, `sort`)
+    that the compiler turns into a kernel without an estimate."""
 
     name: str
     times: int

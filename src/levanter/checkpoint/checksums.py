@@ -1,6 +1,6 @@
 """Digests of arrays: what a checkpoint records about each stored chunk, so that readers can verify that it is intact.
 
-A digest is of the values in row-major order, not of files: it covers all that lies between the memory that was saved
+A digest is of the values in row-major order, not of files: it covers everything between the memory that was saved
 and the memory that is read into. It costs almost nothing where values are copied anyway: pieces that fit a core's
 cache are summed and copied together.
 
@@ -92,7 +92,7 @@ def chunks_in(box: Box, chunk: Sequence[int], shape: Sequence[int]) -> Iterator[
 
 
 def box_chunks(box: Box, chunk: Sequence[int]) -> Iterator[tuple[Number, tuple[slice, ...]]]:
-    """The chunks that a box is made of, each with where it lies inside the box; chunks divide the box."""
+    """The chunks of a box, each with its slices inside the box; chunks divide the box."""
     # Chunks are numbered from the beginning of the array; the box's end is as good as the array's, since chunks divide
     # it.
     ends = tuple(stop for _, stop in box)

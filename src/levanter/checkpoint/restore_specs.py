@@ -28,7 +28,7 @@ class RestoreTarget:
     Attributes:
         shape: its shape.
         dtype: its dtype.
-        sharding: where it lies.
+        sharding: its sharding.
         used: the shape without padding; beyond it, elements that the checkpoint lacks are zero. None: no padding.
     """
 
@@ -44,7 +44,7 @@ def planned_targets(
     """The targets of everything in a plan, on a mesh built from the plan's.
 
     Args:
-        plan: where everything lies.
+        plan: the sharding of every array.
         mesh: the devices.
         true_sizes: of axes that are rounded up in the plan's leaves.
     """
@@ -136,7 +136,7 @@ def _differences(
 
 
 def _fits(saved: SavedLeaf, wanted: SavedLeaf) -> bool:
-    """Whether the shapes are the same, padding left out; where one of them says nothing of padding, as they lie."""
+    """Whether the shapes without padding are equal; where one does not record padding, also the stored shapes count."""
     if saved.used is not None and wanted.used is not None:
         return saved.used == wanted.used
     # Checkpoints that record no padding can only be compared as they are stored.

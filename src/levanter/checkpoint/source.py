@@ -1,4 +1,4 @@
-"""`CheckpointSource`: a checkpoint of ours as a `TensorSource`, so that it loads and exports like any other.
+"""`CheckpointSource`: one of our checkpoints as a `TensorSource`, so that it loads and exports like any other.
 
 The names are the leaves' paths, without their prefix in the training state. Padding is left out. A slice is read from
 the chunks that hold it and from no others; each is compared with its digest. Chunks that

@@ -29,12 +29,12 @@ from levanter.config.help import explain
 from levanter.config.includes import EXTENDS, read_documents
 from levanter.config.schema import TYPE_KEY, config_fields
 from levanter.config.upstream import Change, old_keys, translate
-from levanter.config.upstream.unsupported import NotCarried, take_out, unsupported_rows
+from levanter.config.upstream.unsupported import NotCarried, remove_unsupported, unsupported_rows
 from levanter.config.yaml_nodes import Entry, MapNode, Node, Scalar, compose, from_plain, merged
 
 
 class HelpRequested(Exception):
-    """`--help` was asked for; the message is the help text. Entry points print it and exit with code 0."""
+    """The command line has `--help`; the message is the help text. Entry points print it and exit with code 0."""
 
 
 C = TypeVar("C")
@@ -70,7 +70,7 @@ def load(config_class: type[C], argv: Sequence[str] | None = None, *, program: s
         ConfigError: as `load_written`, and for unsupported options, which `ExplicitKeys` would report.
         HelpRequested: with the help text, where `--help` is on the command line.
     """
-    return _alone(load_written(config_class, argv, program=program))
+    return _config_only(load_written(config_class, argv, program=program))
 
 
 def load_written(config_class: type[C], argv: Sequence[str] | None = None, *, program: str | None = None) -> Loaded[C]:
@@ -110,9 +110,9 @@ def parse(
         overrides: dotted keys with values; text is read as on the command line.
 
     Raises:
-        ConfigError: with everything that is wrong, what is asked for and not carried included.
+        ConfigError: with everything that is wrong, requests for unsupported options included.
     """
-    return _alone(read(config_class, paths=paths, overrides=overrides))
+    return _config_only(read(config_class, paths=paths, overrides=overrides))
 
 
 def read(
@@ -133,9 +133,9 @@ def parse_text(config_class: type[C], text: str, *, source: str = "<text>") -> C
     """The configuration of a YAML text that extends and includes nothing, such as a canonical dump.
 
     Raises:
-        ConfigError: with everything that is wrong, what is asked for and not carried included.
+        ConfigError: with everything that is wrong, requests for unsupported options included.
     """
-    return _alone(read_text(config_class, text, source=source))
+    return _config_only(read_text(config_class, text, source=source))
 
 
 def read_text(config_class: type[C], text: str, *, source: str = "<text>") -> Loaded[C]:
@@ -157,14 +157,14 @@ def arguments_for(function: Callable[..., Any], loaded: Loaded[C]) -> tuple[C, d
     """The arguments for a function of a configuration: the keyword `written` where it takes one.
 
     Raises:
-        ConfigError: it has none, and what is asked for is not carried.
+        ConfigError: it takes none, and the document requests unsupported options.
     """
     if "written" in inspect.signature(function).parameters:
         return loaded.config, {"written": loaded.written}
-    return _alone(loaded), {}
+    return _config_only(loaded), {}
 
 
-def _alone(loaded: Loaded[C]) -> C:
+def _config_only(loaded: Loaded[C]) -> C:
     """The configuration alone; raises for unsupported options, because the caller has no `ExplicitKeys` to check."""
     # Without `ExplicitKeys` nothing later could report these options, so they are errors here.
     refused = [row for row in loaded.written.not_carried if row.refused]
@@ -203,7 +203,7 @@ def _decoded(config_class: type[C], document: Node, problems: list[Problem]) -> 
         document, changes = translation.document, translation.changes
         problems += translation.problems
         # After the translation, so that rows for unsupported options need only the current spelling.
-        document, unsupported = take_out(document, takes)
+        document, unsupported = remove_unsupported(document, takes)
     decoder = Decoder(config_class, lambda path: (*old_keys(path), *unsupported_rows(path, takes)))
     value = decoder.decode(document, config_class)
     problems += decoder.problems

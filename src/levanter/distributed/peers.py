@@ -135,7 +135,7 @@ class Peers:
             self._wire.send("stop")
 
     def meet(self, name: str, *, value: str = "", seconds: float | None = None) -> tuple[str, Mapping[int, str]]:
-        """Waits until every process is in the barrier of this name; the nth meeting of a name is one of its own.
+        """Waits until every process is in the barrier of this name; the nth use of a name is a barrier of its own.
 
         Args:
             name: of the barrier.

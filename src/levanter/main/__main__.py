@@ -1,4 +1,4 @@
-"""`levanter X …` is `python -m levanter.main.X …`; without a command, the list of them. Imports nothing of theirs."""
+"""`levanter X …` is `python -m levanter.main.X …`; without a command, the list of them. It imports none of them."""
 
 import ast
 import os
@@ -41,7 +41,7 @@ def listed() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Turns into the command that the first word names; returns an exit code only if there is none."""
+    """Replaces this process by the command that the first word names; returns an exit code only without one."""
     # Modules are imported where they are needed, so that `levanter --help` imports no more than it uses.
     import_module("levanter.io.stdout").prepare_streams()
     words = list(sys.argv[1:] if argv is None else argv)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from levanter.config import ExplicitKeys
-from levanter.config.upstream.unsupported import asks
+from levanter.config.upstream.unsupported import is_requested
 from levanter.runplan import Check
 
 _UPLOAD = "uploading is not supported; upload the folder afterwards"
@@ -25,7 +25,7 @@ REFUSED: Mapping[str, str] = {
 def unsupported_option_checks(config: Any, written: ExplicitKeys) -> list[Check]:
     """Errors for unsupported options that are set, and notes on keys without effect."""
     # Null, false and `none` ask for nothing.
-    refused = [f"{key}: {why}" for key, why in REFUSED.items() if asks(_value(config, key))]
+    refused = [f"{key}: {why}" for key, why in REFUSED.items() if is_requested(_value(config, key))]
     refused += [row.message for row in written.not_carried if row.refused]
     checks = [Check(name="config", status="error", message=message, error=ValueError(message)) for message in refused]
     notes = [row.message for row in written.not_carried if not row.refused]

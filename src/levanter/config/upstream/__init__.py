@@ -62,8 +62,8 @@ def translate(document: MapNode, takes: Collection[str] = (), earlier: str = "")
     Args:
         document: as it was written.
         takes: the keys that the entry point takes at the top, where it is known.
-        earlier: whose keys it may have besides, for an entry point that stands for another one (`EARLIER` of its
-            class).
+        earlier: the upstream command whose keys it may also have, for an entry point that has replaced one
+            (`EARLIER` of its class).
     """
     draft = Draft(document)
     # The order matters: the first two translate whole documents of other commands, whose result has keys that the

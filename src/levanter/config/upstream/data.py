@@ -71,7 +71,7 @@ FLAT_KEYS = (FLAT_KEY, FLAT_TRACKER, *FLAT_RAY)
 
 
 def _flat(draft: Draft) -> None:
-    """Moves a data set that is the whole document under `data:`, and what stood beside it to its place."""
+    """Moves a document that is a data set under `data:`, and its other keys to their present places."""
     document = draft.document
     # `id` alone does not show that the document is a data set of the Hub.
     hub = "id" in document and ("tokenizer" in document or "cache_dir" in document)

@@ -112,12 +112,12 @@ def unsupported_rows(path: Keys, takes: Collection[str]) -> Mapping[str, NotCarr
     return {row.name: row for row in rows if path or row.applies_to(takes)}
 
 
-def asks(value: object) -> bool:
+def is_requested(value: object) -> bool:
     """Whether a value requests the option."""
     return value not in (None, False, "none", "")
 
 
-def take_out(document: MapNode, takes: Collection[str]) -> tuple[MapNode, tuple[NotCarried, ...]]:
+def remove_unsupported(document: MapNode, takes: Collection[str]) -> tuple[MapNode, tuple[NotCarried, ...]]:
     """A document without these keys, and the rows of those that the document requests.
 
     Args:
@@ -129,7 +129,7 @@ def take_out(document: MapNode, takes: Collection[str]) -> tuple[MapNode, tuple[
         entry = document.at(row.path)
         if entry is None:
             continue
-        if asks(to_plain(entry.node)):
+        if is_requested(to_plain(entry.node)):
             requested.append(row)
         # The key is removed also where it requests nothing: no class has it.
         document = removed(document, row.path)

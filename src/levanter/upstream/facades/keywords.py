@@ -15,7 +15,7 @@ import yaml
 
 from levanter.config import ConfigError, parse_text, plain
 from levanter.config.upstream import old_keys, translate_plain
-from levanter.config.upstream.unsupported import asks, unsupported_rows
+from levanter.config.upstream.unsupported import is_requested, unsupported_rows
 from levanter.models.registry import LmConfig
 from levanter.trainer.config import TrainerConfig
 from levanter.upstream.imports import warn_once
@@ -66,7 +66,7 @@ def _carried(cls: type, block: str, keys: Mapping[str, Any]) -> Mapping[str, Any
     known = _known(cls)
     rows = {name: row for name, row in unsupported_rows((block,) if block else (), known).items() if name in keys}
     # A keyword with a neutral value (false, 0, None) requests nothing and is dropped without a word.
-    unsupported = [row for name, row in rows.items() if name not in known and asks(keys[name])]
+    unsupported = [row for name, row in rows.items() if name not in known and is_requested(keys[name])]
     if refused := [row.message for row in unsupported if row.refused]:
         raise ValueError("\n".join(f"{cls.__name__}(…): {message}" for message in refused))
     for row in unsupported:
