@@ -124,7 +124,7 @@ LATE = {
     "report.md": ("perplexity_gap", ("bits per byte", "report.md: cannot be written", "it was kept in")),
     "samples.jsonl": ("eval_needles", ("values found", "samples.jsonl: cannot be written", "it was kept in")),
     "part-000000": ("eval_needles", ("part-000000.json: cannot be written (No space left on device)",)),
-    "summary.json": ("eval_careless_lm", ("summary.json: cannot be written (No space left on device)", "make room")),
+    "summary.json": ("eval_careless_lm", ("summary.json: cannot be written (No space left on device)", "free space")),
     "part-0": ("eval_careless_lm", ("part-0", "cannot be written (No space left on device)")),
 }
 

@@ -92,7 +92,7 @@ def replaced(request: Request) -> Fault | None:
     return None
 
 
-TRIED = ("tried 4 times in", "→ run again once the server is well")
+TRIED = ("tried 4 times in", "→ run again when the server works again")
 ROWS = [
     Attack(name="well", command="eval_lm", words=evaluated(lambda r: None), code=OK),
     Attack(name="503 now and then", command="eval_lm", words=evaluated(weights(Fault(status=503), times=1)), code=OK),
@@ -138,7 +138,7 @@ ROWS = [
         command="eval_lm",
         words=evaluated(weights(Fault(status=404))),
         code=BAD,
-        says=("it is gone (404 Not Found) since it was opened",),
+        says=("it no longer exists (404 Not Found)",),
     ),
     Attack(
         name="forbidden in the middle",

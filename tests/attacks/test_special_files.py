@@ -120,7 +120,7 @@ def saved(place):
     return words
 
 
-REFUSED = "a folder is to be written"
+REFUSED = "a folder will be written"
 ATTACKS = [
     Attack(name="null", command="eval_lm", words=evaluated(null), code=OK, says=("docs",)),
     Attack(name="full", command="eval_lm", words=evaluated(full), code=BAD,
@@ -130,7 +130,7 @@ ATTACKS = [
     Attack(name="folder", command="eval_lm", words=evaluated(a_folder), code=BAD, says=("output_path", "is a folder")),
     Attack(name="circle", command="eval_lm", words=evaluated(circle), code=BAD, says=("output_path", "leads back")),
     Attack(name="pipe-unread", command="eval_lm", words=evaluated(pipe), code=BAD,
-           says=("is a pipe that nobody reads", '"overall": {')),
+           says=("is a pipe without a reader", '"overall": {')),
     Attack(name="link", command="eval_lm", words=evaluated(link), code=OK),
     Attack(name="link-to-nothing", command="eval_lm", words=evaluated(link_to_nothing), code=OK),
     Attack(name="page-null", command="viz_logprobs", words=shown(null), code=OK),

@@ -32,8 +32,8 @@ NAMES = {
 }
 """Template → the special tokens of its family."""
 REWRITTEN = {
-    "qwen3": "what counts cannot be derived: the template writes this turn in another way once more messages",
-    "gptoss": "the template ends this turn in another way once more messages follow",
+    "qwen3": "the tokens that count cannot be derived: the template writes this turn differently once more messages",
+    "gptoss": "the template ends this turn differently once more messages follow",
 }
 """Those that write an answer otherwise once more messages follow, and why that does not say what counts."""
 

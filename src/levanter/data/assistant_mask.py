@@ -25,7 +25,7 @@ from levanter.data.tokenizer import Tokenizer
 Turns = Literal["all", "last", "split"]
 
 ASSISTANT = "assistant"
-MARK_HINT = "give a chat_template that marks what counts with {% generation %} … {% endgeneration %}"
+MARK_HINT = "set a chat_template that marks the tokens that count with {% generation %} … {% endgeneration %}"
 OPTIONS_HINT = (
     f"{MARK_HINT}, or set turns: last (only the last answer counts) or turns: split (each answer is a conversation of "
     "its own, rendered as inference would)"
@@ -127,8 +127,9 @@ class MaskedTemplate:
         if not conversation.text.startswith(prompt):
             ways = OPTIONS_HINT if turn < len(messages) - 1 else MARK_HINT
             raise DataError(
-                f"{where}: what counts cannot be derived: the text before it with the generation prompt is no prefix "
-                f"of the conversation's; {_describe_difference(prompt, conversation.text)}; {ways}"
+                f"{where}: the tokens that count cannot be derived: the text of the messages before it, with the "
+                "generation prompt, is not a prefix of the conversation's text; "
+                f"{_describe_difference(prompt, conversation.text)}; {ways}"
             )
         if turn == len(messages) - 1:
             # The last turn reaches to the end of the text: nothing follows that could rewrite it.
@@ -150,8 +151,8 @@ class MaskedTemplate:
             # Where the two renderings part before the content ends, the template has rewritten the turn, and no prefix
             # exists.
             raise DataError(
-                f"{where}: what counts cannot be derived: the template writes this turn in another way once more "
-                f"messages follow; {_describe_difference(prefix, conversation.text)}; {OPTIONS_HINT}"
+                f"{where}: the tokens that count cannot be derived: the template writes this turn differently once "
+                f"more messages follow; {_describe_difference(prefix, conversation.text)}; {OPTIONS_HINT}"
             )
         return span
 
@@ -213,6 +214,6 @@ def _describe_difference(first: str, second: str) -> str:
     )
     before = first[max(0, start - _SHOWN) : start]
     return (
-        f"behind {before!r} it goes on with {first[start : start + _SHOWN]!r}, the whole conversation with "
+        f"after {before!r} it continues with {first[start : start + _SHOWN]!r}, the whole conversation with "
         f"{second[start : start + _SHOWN]!r}"
     )

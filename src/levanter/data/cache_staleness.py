@@ -130,9 +130,9 @@ def changed_files(folder: str, manifest: Manifest) -> tuple[list[str], int]:
         for file, size in mark.files.items():
             path, digest = join(shard_folder(folder, number), file), mark.digests.get(file)
             if not exists(path):
-                problems.append(f"{path}: is gone")
+                problems.append(f"{path}: is missing")
             elif file_size(path) != size:
-                problems.append(f"{path}: {file_size(path):,} bytes, {size:,} were written")
+                problems.append(f"{path}: {file_size(path):,} bytes, but {size:,} were written")
             elif digest is None:
                 unknown += 1
             elif file_digest(path) != digest:

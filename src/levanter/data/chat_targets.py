@@ -16,7 +16,7 @@ from levanter.data.tokenizer import TemplateTokenizer, Tokenizer
 NOTHING = Encoded(np.zeros(0, np.int32), np.zeros(0, np.float32))
 """A conversation in which nothing can count, because the assistant says nothing."""
 ENCLOSE_HINT = "enclose the end of the turn in {% generation %} too"
-REWRITTEN_TURN = "the template ends this turn in another way once more messages follow"
+REWRITTEN_TURN = "the template ends this turn differently once more messages follow"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +87,8 @@ class AnswerEncoder:
         # has one.
         if bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos:
             raise DataError(
-                f"{origin}: begins with {self.tokenizer.decode([bos])} (id {bos}) twice: nothing but the template and "
-                "what it is given writes one; take one of them out"
+                f"{origin}: begins with {self.tokenizer.decode([bos])} (id {bos}) twice. Encoding adds none, so the "
+                "template or a message contains the second one; remove it"
             )
         weights = np.zeros(len(ids), np.float32)
         # A weight belongs to the position that predicts: position t predicts token t + 1.
@@ -106,8 +106,8 @@ class AnswerEncoder:
                 break
         tail = self.tokenizer.decode(masked.ids[max(first, stop - 8) : stop])
         raise DataError(
-            f"{origin}: what counts of an answer ends in {tail!r}, not in a special token: the model would not learn "
-            f"to stop there; {ways}, or set allow_unstopped: true"
+            f"{origin}: the counted part of an answer ends in {tail!r}, not in a special token: the model would not "
+            f"learn to stop there; {ways}, or set allow_unstopped: true"
         )
 
     @cached_property

@@ -84,7 +84,7 @@ def _read_template(template: str | None) -> str | None:
     try:
         return template_text(template)
     except MissingFileError as error:
-        raise MissingFileError(f"chat_template: no Jinja, and no file either: {error}") from error
+        raise MissingFileError(f"chat_template: neither a Jinja template nor an existing file: {error}") from error
     except DataError:
         raise
     except (ValueError, OSError) as error:
@@ -119,9 +119,7 @@ def format_and_pack(
             )
         return child_formats[0]
     if TextLmDatasetFormat not in formats:
-        raise DataError(
-            f"{where}: texts in the configuration are no pairs; expected a source of preference_chat records"
-        )
+        raise DataError(f"{where}: inline texts are not pairs; expected a source of preference_chat records")
     return TextLmDatasetFormat(), None
 
 
@@ -145,7 +143,7 @@ def _format_problems(format: LmDatasetFormatBase) -> Iterator[str]:
             yield "single_turn: true is for prepared prompts (eval_sliding_lm); whole conversations are read here"
         yield from _template_problems(format.chat_template)
         if format.turns != "all" and not format.mask_user_turns:
-            yield f"turns: {format.turns} says which of the assistant's turns count; with mask_user_turns: false all do"
+            yield f"turns: {format.turns} has no effect with mask_user_turns: false, which counts every token"
     if isinstance(format, PreferenceChatLmDatasetFormat):
         if format.pack:
             yield "pack: true: several pairs to a row are not implemented yet; set it to false"

@@ -290,7 +290,7 @@ def _open_store(config: LmDataConfig, dataset: EvaluationSet, tokenizer: Tokeniz
     except (OSError, ValueError) as error:
         # Another model's store in the same folder, or storage that is out of reach: neither keeps the text from use.
         reason = "\n".join(str(error).splitlines()[:4]) if isinstance(error, StoreError) else str(error).splitlines()[0]
-        logger.info("%s: its token store is not read, the text is tokenized: %s", dataset.name, reason)
+        logger.info("%s: its token store is not used, the text is tokenized instead: %s", dataset.name, reason)
         return None
     logger.info("%s: read from the token store %s", dataset.name, dataset.folder)
     return open_store(dataset.folder, manifest)

@@ -12,8 +12,8 @@ ROLES = ("system", "developer", "user", ASSISTANT, "tool", "function", "ipython"
 """The roles that templates know. `format.roles` maps others to them."""
 _TOOLS = "tools"
 _RESERVED = {
-    "chat_template": "a template for one record is not read; give format.chat_template",
-    "messages": "they are a key of the record",
+    "chat_template": "a record cannot set its template; set format.chat_template",
+    "messages": "messages are a key of the record",
     "tokenize": "it is ours to set",
     "return_dict": "it is ours to set",
     "return_assistant_tokens_mask": "it is ours to set",
@@ -60,11 +60,11 @@ def _problems(messages: Sequence[Any], roles: Mapping[str, str]) -> Iterator[str
         elif role not in known:
             yield (
                 f"message {number}: unknown role {role!r}{did_you_mean(role, known)}; known are "
-                f"{', '.join(dict.fromkeys(known))}; format.roles says what others are (roles: {{{role}: …}})"
+                f"{', '.join(dict.fromkeys(known))}; map others with format.roles (roles: {{{role}: …}})"
             )
         if isinstance(content, str) and (match := NO_TEXT.search(content)) is not None:
             position = match.start()
-            yield f"message {number}: its content has U+{ord(match.group()):04X} at {position}: no text has that"
+            yield f"message {number}: its content has U+{ord(match.group()):04X} at {position}, which no text contains"
         # A message that only calls tools has no content. Content that is a list of parts (images) is refused below.
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             problem = "missing" if content is None else f"{type(content).__name__}, and only text is read"

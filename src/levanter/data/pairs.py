@@ -115,16 +115,17 @@ def pair_rows(tokens: Tokens, *, half: int, slices: Slice) -> PairRows:
     alike = sum(int(mask.sum()) for mask in _alike(tokens, begins, lengths))
     if alike > MOST_ALIKE * len(begins):
         raise DataError(
-            f"{alike:,} of {len(begins):,} pairs ({alike / len(begins):.1%}) have one text as chosen and as rejected, "
-            f"which teaches nothing; more than {MOST_ALIKE:.0%} are refused: are chosen_field and rejected_field right?"
+            f"{alike:,} of {len(begins):,} pairs ({alike / len(begins):.1%}) have the same text as chosen and "
+            f"rejected, which teaches nothing; more than {MOST_ALIKE:.0%} are refused: "
+            "check chosen_field and rejected_field"
         )
     # bool `[pairs]`: one text that is too long makes the pair too long.
     long = np.any(lengths > half, axis=1).reshape(-1)
     if slices == "raise" and long.any():
         raise DataError(
             f"{int(long.sum()):,} of {len(long):,} pairs have a text longer than a row of {half:,} tokens (the longest "
-            f"has {int(lengths.max()):,}), and slice_strategy: raise refuses them; a longer train_seq_len, or "
-            "slice_strategy: left, right or drop"
+            f"has {int(lengths.max()):,}), and slice_strategy: raise refuses them; raise train_seq_len, or set "
+            "slice_strategy to left, right or drop"
         )
     # `left` keeps the beginnings, which is what `begins` already says.
     cut = np.minimum(lengths, half)

@@ -127,7 +127,7 @@ class PairEncoder:
         for messages, key in zip(pair, self._keys, strict=True):
             where = f"{origin}, {key}"
             if not any(_says(message) for message in messages[since:]):
-                raise DataError(f"{where}: empty completion: the assistant says nothing behind the prompt")
+                raise DataError(f"{where}: empty completion: the assistant says nothing after the prompt")
             if not self.format.mask_user_turns:
                 encoded.append(self._answers.everything(messages, variables, where))
             else:
@@ -160,7 +160,7 @@ class PairEncoder:
         encoded = []
         for answer, key in zip(answers, self._keys, strict=True):
             if not answer:
-                raise DataError(f"{origin}, {key}: empty completion: there is nothing behind the prompt")
+                raise DataError(f"{origin}, {key}: empty completion: nothing follows the prompt")
             # Tokenized separately, so that the prompt has the same ids in both texts, whatever the answer begins with.
             prompt_ids, answer_ids = self.tokenizer.encode_batch([prompt, answer])
             ids = np.concatenate([before, prompt_ids, answer_ids, after]).astype(np.int32)
@@ -179,7 +179,7 @@ class PairEncoder:
         if not text:
             raise DataError(f"{origin}: {key!r} is empty")
         if isinstance(text, str) and (bad := NO_TEXT.search(text)) is not None:
-            raise DataError(f"{origin}: {key!r} has U+{ord(bad.group()):04X} at {bad.start()}: no text has that")
+            raise DataError(f"{origin}: {key!r} has U+{ord(bad.group()):04X} at {bad.start()}, which no text contains")
         return text
 
     def _messages(self, messages: Sequence[Any], value: Mapping[str, Any], origin: str) -> list[dict[str, Any]]:

@@ -279,7 +279,7 @@ def _whole_rows(tokens: Tokens, positions: int, separate: bool, most: int | None
     if overlength == "raise" and len(long):
         raise DataError(
             f"{len(long):,} of {len(lengths):,} are longer than a row of {positions:,} tokens (the longest has "
-            f"{int(lengths.max()):,}), and overlength: raise refuses them; left, right or drop say what to do with them"
+            f"{int(lengths.max()):,}), and overlength: raise refuses them; set overlength to left, right or drop"
         )
     cut = np.minimum(lengths, positions)
     if overlength == "right":

@@ -191,8 +191,8 @@ def open_store(folder: str, manifest: Manifest) -> StoredTokens:
     starts = np.concatenate(ends)
     if starts[-1] != manifest.tokens or len(starts) != manifest.documents + 1:
         raise StoreError(
-            f"{folder}: its offsets say {int(starts[-1]):,} tokens in {len(starts) - 1:,} documents, its manifest "
-            f"{manifest.tokens:,} in {manifest.documents:,}; files were swapped: delete it to build it again"
+            f"{folder}: its offsets count {int(starts[-1]):,} tokens in {len(starts) - 1:,} documents, its manifest "
+            f"{manifest.tokens:,} in {manifest.documents:,}; files were exchanged: delete the folder to rebuild it"
         )
     weights = tuple(array for _, array in arrays["weights"]) if manifest.identity.weighted else None
     ids = tuple(array for _, array in arrays["ids"])

@@ -309,7 +309,7 @@ def _other_cache(folder: str | None) -> str:
     """The note about a token cache of upstream's Levanter in the folder of our store."""
     if folder is None or not exists(join(folder, UPSTREAM_LEDGER)):
         return ""
-    return "upstream's token cache in this folder is not read; the text is tokenized again, beside it"
+    return "upstream's token cache in this folder is not read; the text is tokenized again in the same folder"
 
 
 def _manifest(where: str, folder: str) -> Manifest | None:

@@ -121,7 +121,7 @@ def _into(path: str, kind: str) -> Iterator[IO[bytes]]:
     except OSError as error:
         if error.errno == errno.ENXIO:
             raise OutputError(
-                f"{path}: is a pipe that nobody reads\n  → start the reader first, or name a file"
+                f"{path}: is a pipe without a reader\n  → start the reader first, or name a file"
             ) from error
         raise output_error(path, error) from error
     with os.fdopen(descriptor, "wb") as file:

@@ -153,7 +153,7 @@ class Lease:
             if _clock() - self._confirmed < self._times.stale / 2:
                 return
             raise LeaseLostError(
-                f"{self.place}: whether this process may still write there cannot be found out "
+                f"{self.place}: it is unknown whether this process may still write there "
                 f"({error.strerror or error}); the last answer is {_clock() - self._confirmed:.0f} s old"
             ) from error
         # By the clock of this process only: the limits above compare its own times.
@@ -164,7 +164,7 @@ class Lease:
         who = f"by {holder}" if holder is not None else "by a process that has ended since, or its lease was deleted"
         return LeaseLostError(
             f"{self.place}: was taken over {who}; this process writes nothing more there. Two runs shared the folder, "
-            f"or this one gave no sign of life for {self._times.stale:g} s (suspended, or cut off)"
+            f"or this one did not renew its lease for {self._times.stale:g} s (suspended or disconnected)"
         )
 
 
@@ -335,12 +335,12 @@ class _Taking:
             # The first sight of this claim. The age by the storage clock saves the observation of `stale` seconds.
             age = None if alive else self._files.age(claim, None if holder is None else holder.id)
             if age is not None and age >= self._times.stale:
-                return f"no sign of life for {age:,.0f} s"
+                return f"its lease was not renewed for {age:,.0f} s"
         if alive and not self._wait:
             raise LeaseTakenError(self._refusal(holder))
         # Observed by our own clock: the claim and its beat did not change for `stale` seconds.
         if not alive and _clock() - self._since >= self._times.stale:
-            return f"no sign of life for {self._times.stale:g} s"
+            return f"its lease was not renewed for {self._times.stale:g} s"
         self._tell(holder, alive=alive)
         return None
 
@@ -353,7 +353,7 @@ class _Taking:
             logger.info("%s: waiting for %s", self._place, owner)
         else:
             logger.warning(
-                "%s: found a lease: %s; watching up to %g s for a sign of life", self._place, owner, self._times.stale
+                "%s: found a lease: %s; waiting up to %g s for a renewal", self._place, owner, self._times.stale
             )
 
     def _refusal(self, holder: Holder | None) -> str:

@@ -21,7 +21,7 @@ def name_problem(name: str, *, max_components: int = 1) -> str | None:
     for part in components:
         # An empty component comes from a leading, trailing or doubled slash; `..` would leave the folder.
         if part in ("", ".", ".."):
-            return f"{name!r} leads out of its folder, or nowhere: {part!r} is not a name"
+            return f"{name!r} would leave its folder: {part!r} is not a name"
         if part != part.strip() or "\\" in part or not part.isprintable():
             return (
                 f"{name!r} has a backslash, a control character or an outer blank, which names of folders must not have"

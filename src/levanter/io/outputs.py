@@ -78,7 +78,7 @@ def _folder(output: Output) -> str | None:
         return os.path.dirname(os.path.realpath(absolute))
     _no_circle(path, absolute)
     if kind is not None or (os.path.exists(absolute) and not stat.S_ISDIR(os.stat(absolute).st_mode)):
-        raise OutputError(f"{path}: is a {kind or 'file'}, and a folder is to be written\n  → name a folder")
+        raise OutputError(f"{path}: is a {kind or 'file'}, but a folder will be written\n  → name a folder")
     return absolute if output.kind == "folder" else os.path.dirname(absolute)
 
 
@@ -105,6 +105,6 @@ def _check_space(output: Output) -> None:
     free = free_bytes(join(output.path, "x") if output.kind == "folder" else output.path)
     if output.nbytes is not None and free is not None and free < output.nbytes:
         raise OutputError(
-            f"{output.path}: {amount(output.nbytes, 'bytes')} are to be written, and {amount(free, 'bytes')} are free "
-            f"on the disk of {nearest_folder(output.path)}\n  → make room there, or name another place"
+            f"{output.path}: {amount(output.nbytes, 'bytes')} will be written, but {amount(free, 'bytes')} are free "
+            f"on the disk of {nearest_folder(output.path)}\n  → free space there, or choose another path"
         )

@@ -216,7 +216,7 @@ def missing_file(path: str) -> MissingFileError:
         return MissingFileError(f"{path}: is a folder; expected a file (for all files in it: {path.rstrip('/')}/*)")
     names = _names_in(fs, folder)
     if names is None:
-        return MissingFileError(f"{path}: no such file; nor is there a folder {folder or '/'} either")
+        return MissingFileError(f"{path}: no such file, and no folder {folder or '/'}")
     close = get_close_matches(base, names, n=3, cutoff=0.5)
     if close:
         return MissingFileError(f"{path}: no such file; did you mean {' or '.join(close)}?")

@@ -66,34 +66,34 @@ def advice(path: str, error: OSError, needed: int | None) -> str:
     if error.errno in NO_SPACE:
         free = free_bytes(path)
         free_text = "" if free is None else f", where {amount(free, 'bytes')} are free"
-        return f"{takes}\n  → make room on the disk of {nearest_folder(path)}{free_text}, or name another place"
+        return f"{takes}\n  → free space on the disk of {nearest_folder(path)}{free_text}, or choose another path"
     if error.errno == errno.EFBIG:
-        return f"{takes}\n  → raise the limit on the size of files (ulimit -f), or name a place that takes more"
+        return f"{takes}\n  → raise the limit on the size of files (ulimit -f), or choose a path that allows more"
     if is_remote(path):
-        return "\n  → check the address and the credentials, or name another place"
+        return "\n  → check the URL and the credentials, or choose another path"
     free_text = nearest_folder(path)
     if error.errno in (errno.EACCES, errno.EPERM):
-        return f"\n  → this user may not write in {free_text}; change its permissions, or name another place"
+        return f"\n  → this user may not write in {free_text}; change its permissions, or choose another path"
     if error.errno == errno.EROFS:
-        return f"\n  → {free_text} is on a read-only file system; name another place"
+        return f"\n  → {free_text} is on a read-only file system; choose another path"
     if error.errno in (errno.ENOTDIR, errno.EEXIST, errno.EISDIR):
         return f"\n  → {_in_the_way(path)}"
     if error.errno == errno.ENAMETOOLONG:
         longest = max(os.path.normpath(local_path(path)).split(os.sep), key=lambda part: len(part.encode()))
-        return f"\n  → a shorter name: {longest[:20]}… has {len(longest.encode())} bytes, most disks take 255"
+        return f"\n  → use a shorter name: {longest[:20]}… has {len(longest.encode())} bytes, most disks take 255"
     if error.errno == errno.ELOOP:
-        return "\n  → it is a link that leads back to itself; remove it, or name another place"
+        return "\n  → it is a link that leads back to itself; remove it, or choose another path"
     return ""
 
 
 def _in_the_way(path: str) -> str:
     ancestor = os.path.abspath(local_path(path))
     if os.path.isdir(ancestor):
-        return f"{ancestor} is a folder, and a file is to be written; name a file in it"
+        return f"{ancestor} is a folder, but a file will be written; name a file in it"
     # Upwards to the first path that exists: that file is in the place of a folder.
     while ancestor != os.path.dirname(ancestor) and not os.path.lexists(ancestor):
         ancestor = os.path.dirname(ancestor)
-    return f"{ancestor} is a file, not a folder; name another place"
+    return f"{ancestor} is a file, not a folder; choose another path"
 
 
 def nearest_folder(path: str) -> str:

@@ -145,8 +145,8 @@ def prompt_pairs(records: Iterable[tuple[Any, str]], format: LmDatasetFormatBase
         )
     if not isinstance(format, (ChatLmDatasetFormat, SupervisedLmDatasetFormat, PrebuiltLmDatasetFormat)):
         raise DataError(
-            f"format: {format_name(format)} has no prompts; a prepared set is chat (single_turn: true), supervised or "
-            "prebuilt"
+            f"format: {format_name(format)} has no prompts; a prepared set must be chat (single_turn: true), "
+            "supervised or prebuilt"
         )
     return [_pair(record, format, origin) for record, origin in records]
 

@@ -149,7 +149,7 @@ def _size_and_digest(path: str) -> dict[str, int | str]:
 def _difference(path: str, recorded: object) -> str | None:
     """How a file differs from what was recorded; None if it does not."""
     if not exists(path):
-        return "gone"
+        return "missing"
     if not isinstance(recorded, Mapping):
         # A run of an earlier version has only names; existence is all that can be checked.
         return None

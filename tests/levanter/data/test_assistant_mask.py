@@ -200,8 +200,8 @@ def test_history_that_is_written_in_another_way_is_refused(tokenizer):
     with pytest.raises(DataError) as info:
         masked(tokenizer, FORGETS, thinking)
     said = str(info.value)
-    assert said.startswith("here: message 2 of 4 (assistant): what counts cannot be derived: the template writes this")
-    assert "it goes on with 'It is about France.</think>" in said
+    assert said.startswith("here: message 2 of 4 (assistant): the tokens that count cannot be derived: ")
+    assert "it continues with 'It is about France.</think>" in said
     assert "the whole conversation with 'Paris.<|im_end|>" in said
     for way_out in ("{% generation %}", "turns: last", "turns: split"):
         assert way_out in said
@@ -215,10 +215,10 @@ def test_history_that_is_written_in_another_way_is_refused(tokenizer):
 
 def test_a_generation_prompt_that_is_no_prefix_is_refused(tokenizer):
     thinks = PLAIN.replace("assistant\n' }}{% endif %}", "assistant\n<think>' }}{% endif %}")
-    said = r"generation prompt is no prefix .* goes on with '<think>', .* 'Paris.*turns: last"
+    said = r"generation prompt, is not a prefix .* continues with '<think>', .* 'Paris.*turns: last"
     with pytest.raises(DataError, match=said):
         masked(tokenizer, thinks, TALK)
-    with pytest.raises(DataError, match=r"no prefix of the conversation's.*endgeneration %}$"):
+    with pytest.raises(DataError, match=r"not a prefix of the conversation's.*endgeneration %}$"):
         masked(tokenizer, thinks, TALK, last=True)
 
 
@@ -300,7 +300,7 @@ def test_trls_pairs():
             if name in OTHER_TEXT:
                 continue
             if name in HISTORY_REWRITTEN and (len(messages) > 2 or name.startswith(("deepseek", "nemotron"))):
-                with pytest.raises(DataError, match="what counts cannot be derived"):
+                with pytest.raises(DataError, match="cannot be derived"):
                     masked(tokenizer, plain.read_text(), messages)
                 continue
             found = masked(tokenizer, plain.read_text(), messages)

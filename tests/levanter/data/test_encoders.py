@@ -144,7 +144,7 @@ def test_chat_against_transformers(tmp_path, mask):
 def test_templates_that_cannot_be_used(tmp_path):
     records = [{"messages": CONVERSATION}]
     for format, expected in (
-        (ChatLmDatasetFormat(turns="last", mask_user_turns=False), "turns: last says which of the assistant's turns"),
+        (ChatLmDatasetFormat(turns="last", mask_user_turns=False), "turns: last has no effect"),
         (ChatLmDatasetFormat(chat_template="{% if %}", mask_user_turns=False), "not a Jinja template"),
         (ChatLmDatasetFormat(chat_template=TEMPLATE, single_turn=True), "single_turn: true is for prepared prompts"),
         (PrebuiltLmDatasetFormat(loss_weight_transform="double"), "`shift_left` or null, got 'double'"),

@@ -48,7 +48,7 @@ def test_longer_ones_are_refused_by_default_and_the_message_says_what_else_there
         pair_rows(made(*LONG), half=4, slices="raise")
     assert str(error.value) == (
         "1 of 2 pairs have a text longer than a row of 4 tokens (the longest has 6), and slice_strategy: raise refuses "
-        "them; a longer train_seq_len, or slice_strategy: left, right or drop"
+        "them; raise train_seq_len, or set slice_strategy to left, right or drop"
     )
 
 
@@ -83,8 +83,8 @@ def test_one_text_twice_is_counted_and_refused_above_five_percent():
     with pytest.raises(DataError) as error:
         pair_rows(made(([1, 2, 3], [1, 2, 3]), *others[1:]), half=4, slices="raise")
     assert str(error.value) == (
-        "1 of 19 pairs (5.3%) have one text as chosen and as rejected, which teaches nothing; more than 5% are "
-        "refused: are chosen_field and rejected_field right?"
+        "1 of 19 pairs (5.3%) have the same text as chosen and rejected, which teaches nothing; more than 5% are "
+        "refused: check chosen_field and rejected_field"
     )
 
 

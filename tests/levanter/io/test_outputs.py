@@ -45,8 +45,8 @@ def test_everything_that_is_wrong_is_said_with_its_key(tmp_path: Path):
     )
     lines = {line.split(":")[0]: line for line in said.splitlines() if not line.startswith("  →")}
     assert "Not a directory" in lines["output_path"] and f"{tmp_path}/file is a file, not a folder" in said
-    assert "is a file, and a folder is to be written" in lines["trainer.log_dir"]
-    assert "is a pipe, and a folder is to be written" in lines["hf_save_path"]
+    assert "is a file, but a folder will be written" in lines["trainer.log_dir"]
+    assert "is a pipe, but a folder will be written" in lines["hf_save_path"]
     assert "Is a directory" in lines["path"]
     assert "symbolic links" in lines["output_dir"]
     assert "name too long" in lines["plot_path"] and "has 300 bytes" in said
@@ -76,7 +76,7 @@ def test_sockets_are_refused(tmp_path: Path, monkeypatch):
 
 def test_more_than_there_is_room_for(tmp_path: Path):
     said = refused(Output(key="output_dir", path=str(tmp_path / "new"), kind="new folder", nbytes=1 << 60))
-    assert "1048576.00 TiB are to be written" in said and "are free on the disk of" in said and "make room" in said
+    assert "1048576.00 TiB will be written" in said and "are free on the disk of" in said and "free space" in said
 
 
 def test_stores_that_refuse():

@@ -91,7 +91,7 @@ def test_all_missing_files_are_listed_together(tmp_path):
         expand([f"{tmp_path}/here.txt", f"{tmp_path}/*.parquet", f"{tmp_path}/no/where.txt", str(tmp_path)])
     first, second, third = str(info.value).splitlines()
     assert first == f"{tmp_path}/*.parquet: matches no file; {tmp_path} holds here.txt"
-    assert second == f"{tmp_path}/no/where.txt: no such file; nor is there a folder {tmp_path}/no either"
+    assert second == f"{tmp_path}/no/where.txt: no such file, and no folder {tmp_path}/no"
     assert third == f"{tmp_path}: is a folder; expected a file (for all files in it: {tmp_path}/*)"
 
 

@@ -175,9 +175,9 @@ def _wake_at(sock: socket.socket, nbytes: int) -> None:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, TimeoutError):
-        return "nothing arrived in time"
+        return "no data arrived in time"
     if isinstance(error, socket.gaierror):
-        return "its name is not known to the network"
+        return "the host name cannot be resolved"
     if isinstance(error, http.client.RemoteDisconnected):
         return "the connection was closed without an answer"
     if isinstance(error, OSError) and error.strerror:

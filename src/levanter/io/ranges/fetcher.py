@@ -83,9 +83,9 @@ class FetchStats:
     def __str__(self) -> str:
         fields = [f"{self.requests} connections"]
         if self.retried:
-            fields.append(f"{self.retried} tried again")
+            fields.append(f"{self.retried} retried")
         if self.hedged:
-            fields.append(f"{self.hedged} asked twice")
+            fields.append(f"{self.hedged} hedged")
         if self.extra_bytes:
             fields.append(f"{self.extra_bytes / 2**20:,.1f} MiB extra")
         return ", ".join(fields)
@@ -438,5 +438,5 @@ def _failed(what: str, reasons: Counter[str], seconds: float, *, arrived: int = 
     listing += f"; {arrived:,} bytes arrived" if arrived else ""
     return RangeError(
         f"{what} could not be read, tried {tries} in {seconds:.1f} s: {listing}\n"
-        "  → run again once the server is well, or copy the files to a local disk and give the copy"
+        "  → run again when the server works again, or copy the files to a local disk and use the copy"
     )

@@ -106,11 +106,11 @@ class LibraryFile:
         try:
             differs = None if before is None else before.differs(self._described())
         except FileNotFoundError:
-            differs = "it is gone"
+            differs = "it no longer exists"
         if differs is not None:
             raise ReplacedError(
                 f"{self.name}: it was replaced while it was read: {differs}\n"
-                "  → load again once nobody writes there any more; a file must stay as it is while it is read"
+                "  → load again when no process writes the file; it must not change while it is read"
             )
 
     def fetch(self, start: int, into: Pieces, attempt: Attempt) -> None:

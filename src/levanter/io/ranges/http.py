@@ -181,8 +181,8 @@ class HttpFile:
             # Byte ranges of a compressed body are ranges of the compressed bytes, so offsets would be wrong.
             if encoding not in ("identity", "aws-chunked"):
                 raise RangeError(
-                    f"{self.name}: the server sends it compressed ({encoding}), so its bytes have no fixed place\n"
-                    "  → have it stored and served as it is, or copy it to a local disk"
+                    f"{self.name}: the server sends it compressed ({encoding}), so byte ranges cannot be read\n"
+                    "  → store and serve it uncompressed, or copy it to a local disk"
                 )
             return
         if is_transient(status):
@@ -193,19 +193,21 @@ class HttpFile:
             )
         if status in (404, 410):
             if self._identity is not None:
-                raise ReplacedError(f"{self.name}: it is gone ({answer.status_text}) since it was opened\n{_STILL}")
+                raise ReplacedError(
+                    f"{self.name}: it no longer exists ({answer.status_text}), but existed when opened\n{_STILL}"
+                )
             raise FileNotFoundError(self.name)
         if status == 416 and self._identity is not None:
-            raise ReplacedError(f"{self.name}: {what} are not in it any more ({answer.status_text})\n{_STILL}")
+            raise ReplacedError(f"{self.name}: it no longer has {what} ({answer.status_text})\n{_STILL}")
         if status == 416:
             # X
             return  # every range of an empty file is unsatisfiable
         if status in (401, 403):
             raise RangeError(
                 f"{self.name}: the server refuses {what} ({answer.status_text})\n"
-                "  → check the credentials, and that they may read it"
+                "  → check the credentials and their permission to read it"
             )
-        raise RangeError(f"{self.name}: the server does not give {what} ({answer.status_text})")
+        raise RangeError(f"{self.name}: the server does not return {what} ({answer.status_text})")
 
     def _described(self, answer: HttpAnswer) -> FileIdentity:
         tag, modified = answer.header("ETag"), answer.header("Last-Modified")
@@ -225,7 +227,7 @@ class HttpFile:
             )
         if size is None:
             raise RangeError(
-                f"{self.name}: the server does not say how large it is (status {answer.status_text}, Content-Range "
+                f"{self.name}: the server does not report its size (status {answer.status_text}, Content-Range "
                 f"{answer.header('Content-Range')!r})\n  → copy the files to a local disk"
             )
         return FileIdentity(size=size, tag=tag, modified=modified)
@@ -237,7 +239,7 @@ class HttpFile:
             # Servers may answer a range of the whole file with status 200; any other 200 holds the wrong bytes.
             whole = before is not None and (start, stop) == (0, before.size) and answer.length == stop
             if not whole:
-                raise TransientError("the server sent all of the file where a range was asked for")
+                raise TransientError("the server sent the whole file instead of a range")
         else:
             content_range = (answer.header("Content-Range") or "").strip()
             match = _RANGE.fullmatch(content_range)
@@ -246,7 +248,7 @@ class HttpFile:
             if match is None or match[1] is None or (int(match[1]), int(match[2]) + 1) != (start, stop):
                 raise TransientError(f"it answered with Content-Range {content_range!r:.60}")
         if answer.length is not None and answer.length != stop - start:
-            raise TransientError(f"it announced {answer.length:,} bytes where {stop - start:,} were asked for")
+            raise TransientError(f"it announced {answer.length:,} bytes where {stop - start:,} were requested")
         if before is not None and answer.status == 200:
             current = FileIdentity(size=before.size, tag=answer.header("ETag"), modified=answer.header("Last-Modified"))
             self._same(before, current)
@@ -257,4 +259,4 @@ class HttpFile:
             raise ReplacedError(f"{self.name}: it was replaced while it was read: {differs}\n{_STILL}")
 
 
-_STILL = "  → load again once nobody writes there any more; a file must stay as it is while it is read"
+_STILL = "  → load again when no process writes the file; it must not change while it is read"

@@ -183,7 +183,7 @@ def test_an_evaluation_of_stores_is_that_of_their_files(folder, caplog):
     caplog.clear()
     (folder / "a.jsonl").write_text('{"text": "another"}\n')
     assert rows(config).sets[1].tokens == len("another")
-    assert any("held: its token store is not read" in message for message in caplog.messages)
+    assert any("held: its token store is not used" in message for message in caplog.messages)
 
 
 def test_without_data(folder, capsys):

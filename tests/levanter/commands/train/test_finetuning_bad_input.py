@@ -63,7 +63,7 @@ TEMPLATES = {
     "is missing": (None, "data set 'talk': chat_template: is missing, and the tokenizer "),
     "is a file that is not there": (
         "gone.jinja",
-        "data.components.talk: chat_template: no Jinja, and no file either: gone.jinja: no such file; ",
+        "data.components.talk: chat_template: neither a Jinja template nor an existing file: gone.jinja: ",
     ),
     "is none": ("{% for message in %}", "not a Jinja template ("),
     "trains nothing": (TEMPLATE.replace("'assistant'", "'model'"), "talk.jsonl:1: nothing counts in the loss"),
@@ -71,7 +71,7 @@ TEMPLATES = {
         "{{ bos_token }}" + TEMPLATE,
         "talk.jsonl:1: begins with <s> (id 1) twice",
     ),
-    "never stops": (TEMPLATE.replace(" + eos_token", ""), "talk.jsonl:1: what counts of an answer ends in "),
+    "never stops": (TEMPLATE.replace(" + eos_token", ""), "talk.jsonl:1: the counted part of an answer ends in "),
 }
 
 
@@ -110,11 +110,11 @@ PAIRS = {
     "no common prompt": (other_texts(), "no common prompt: one begins with user: 'a', the other with user: 'b'"),
     "an empty completion": (
         {"prompt": [user("a")], "chosen": [assistant("")], "rejected": pair(1)["rejected"][1:]},
-        "chosen: empty completion: the assistant says nothing behind the prompt",
+        "chosen: empty completion: the assistant says nothing after the prompt",
     ),
     "no answer": (
         {"prompt": [user("a")], "chosen": [user("b")], "rejected": pair(1)["rejected"][1:]},
-        "empty completion: the assistant says nothing behind the prompt",
+        "empty completion: the assistant says nothing after the prompt",
     ),
     "an unknown role": (
         {"chosen": [{"role": "robot", "content": "a"}], "rejected": pair(1)["rejected"]},
@@ -141,7 +141,7 @@ def test_one_text_as_both_answers_is_counted_and_refused_above_five_percent(fold
     path = write_jsonl(tmp_path / "records.jsonl", [*(twice for _ in range(3)), *(pair(n) for n in range(37))])
     made["data"]["components"]["pairs"]["source"]["train_urls"] = [str(path)]
     found = told("train_dpo", made, tmp_path, capsys)
-    assert "data set 'pairs': 3 of 40 pairs (7.5%) have one text as chosen and as rejected" in found
+    assert "data set 'pairs': 3 of 40 pairs (7.5%) have the same text as chosen and rejected" in found
 
 
 CONFIGURATIONS = {

@@ -252,5 +252,5 @@ def test_a_file_that_is_replaced_behind_a_library_is_found_out_at_the_end(file, 
     ):
         source.remote.settle()
     memory.rm("/bucket/replaced.safetensors")
-    with pytest.raises(ReplacedError, match="it is gone"):
+    with pytest.raises(ReplacedError, match="no longer exists"):
         source.remote.settle()

@@ -97,7 +97,7 @@ def test_a_server_that_does_not_say_how_large_a_file_is():
     fault = Fault(headers={"Content-Range": "bytes 0-0/*"})
     with ObjectStore({"a": CONTENT}, fault=lambda request: fault) as store, pytest.raises(RangeError) as caught:
         web_file(f"{store.url}/a").describe()
-    assert "does not say how large it is" in str(caught.value)
+    assert "does not report its size" in str(caught.value)
 
 
 @pytest.mark.parametrize("status", [401, 403])

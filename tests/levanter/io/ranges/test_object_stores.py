@@ -82,7 +82,7 @@ def test_google_by_its_client_library(tmp_path, monkeypatch, library):
         assert read(file, 10, 600_010) == CONTENT[10:600_010]
         # The generation that was opened is asked for, and is gone once another one is written.
         store.files["bucket/a"] = CONTENT[::-1]
-        with pytest.raises(ReplacedError, match=r"gs://bucket/a: it is gone \(404 Not Found\) since it was opened"):
+        with pytest.raises(ReplacedError, match=r"gs://bucket/a: it no longer exists \(404 Not Found\)"):
             read(file, 0, 100)
 
 
