@@ -1,12 +1,12 @@
 """Computes which tokens of a conversation the assistant wrote; only these count in the loss.
 
 A template that marks them (`{% generation %}`) defines them itself. Most stock templates do not; then they are
-*derived*. The assistant's turn i begins behind the rendering of everything before it with the generation prompt, which
+*derived*. Turn i of the assistant begins after the rendering of all earlier messages with the generation prompt, which
 must be a prefix of the whole text, and ends where the rendering up to and with turn i stops agreeing with it, as token
-ids: characters agree for too long (`<|end` and `<|user` begin alike). Where that is not behind the turn's content, the
-template writes history in another way than a last turn (it drops what the model thought, say): what an inference would
-show the model is then not a prefix of anything, and the conversation is refused with the ways out. This is checked on
-every conversation, since whether it holds depends on what is in it.
+ids: characters agree for too long (`<|end` and `<|user` begin alike). Where that end is not after the turn's content,
+the template renders earlier turns differently from the last one (for instance, it drops reasoning): the text that
+inference would show the model is then not a prefix of this one, and the conversation is refused with advice. This is
+checked for every conversation, because it depends on the content.
 
 The tokens of a span are those that overlap it, as in transformers since 5.24: the first may begin before it, and of a
 character of several tokens all count. (Earlier versions left a span's last character with its first token.)
@@ -30,7 +30,7 @@ OPTIONS_HINT = (
     f"{MARK_HINT}, or set turns: last (only the last answer counts) or turns: split (each answer is a conversation of "
     "its own, rendered as inference would)"
 )
-"""Where an answer is written in another way once more messages follow; its last writing may be derived."""
+"""Advice for a template that renders an answer differently once more messages follow."""
 # Put behind a message's content to find where a template writes its end: a noncharacter, which no text has.
 _CONTENT_END = "\ufdd2"
 _SHOWN = 60
@@ -159,7 +159,7 @@ class MaskedTemplate:
     def _content_end(
         self, messages: Sequence[Any], turn: int, variables: Mapping[str, Any], rendered: str, where: str
     ) -> int | None:
-        """Where the content of a turn ends in the rendering that ends with it; None if that cannot be determined."""
+        """The character at which the content of a turn ends, in the rendering up to this turn; None if unknown."""
         content = messages[turn].get("content")
         if not isinstance(content, str) or not content.strip():
             return None

@@ -2,7 +2,8 @@
 
 A template is Jinja, in the dialect that Hugging Face tokenizers carry: `messages`, `bos_token`, `eos_token` and
 `add_generation_prompt` are in scope, `raise_exception` refuses a conversation, and `{% generation %}` … `{%
-endgeneration %}` encloses what the assistant wrote. It is run in a sandbox: a template is data.
+endgeneration %}` encloses what the assistant wrote. Templates run in a sandbox, because they come with downloaded
+files.
 """
 
 import re

@@ -26,7 +26,7 @@ class AnswerEncoder:
     Attributes:
         template: messages to text.
         tokenizer: text to ids, special tokens in the text included.
-        allow_unstopped: whether what counts of an answer may end without a token that a model stops at.
+        allow_unstopped: whether the counted part of an answer may end without a stop token.
     """
 
     template: ChatTemplate

@@ -126,7 +126,7 @@ class Chunks:
         return self._first_chunks[array[piece]] + inside, starts - cut, stops - starts
 
     def _chunk_starts(self, chunks: np.ndarray) -> np.ndarray:
-        """Where each of these chunks begins in the slots; reads those that are not cached."""
+        """The position in the slots at which each of these chunks begins; reads those that are not cached."""
         self._clock += 1
         unique = np.unique(chunks)
         slots = self._chunk_slots[unique]

@@ -44,7 +44,7 @@ class DatasetComponentBase(Ranged, draccus.ChoiceRegistry):
 
     @classmethod
     def default_choice_name(cls) -> str | None:
-        """What a component without `type` is: a cache."""
+        """The type of a component without `type`: a cache."""
         return "cached"
 
 

@@ -98,7 +98,7 @@ Documents = FileDocuments | PythonDocuments | PythonTopics | InlineDocuments
 
 
 def python_docs_text(max_chars: int | None = None) -> str:
-    """The topics of Python's `help`, sorted by name, joined by two newlines, cut behind `max_chars` characters."""
+    """The topics of Python's `help`, sorted by name, joined by two newlines, truncated to `max_chars` characters."""
     topics: Mapping[str, str] = pydoc_data.topics.topics
     return "\n\n".join(topics[name] for name in sorted(topics))[:max_chars]
 

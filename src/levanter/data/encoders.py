@@ -1,8 +1,8 @@
 """Encoders: a record of some format → token ids, and the weight of each position in the loss.
 
 A weight belongs to the position *from* which a token is predicted, as everywhere in training: `weights[t]` counts the
-prediction of `ids[t + 1]`. Plain text has no weights: every token behind a document's first counts. Records of the
-other formats are JSON values (or rows of Parquet) with their origin (file and position):
+prediction of `ids[t + 1]`. Plain text has no weights: every token after a document's first counts. Records of the other
+formats are JSON values (or rows of Parquet) with their origin (file and position):
 
 - `prebuilt`: ids as they are, and weights as they are if the record has them.
 - `supervised`: BOS, input, target, EOS. With `mask_inputs` only what predicts the target and EOS counts.
@@ -86,7 +86,7 @@ class PrebuiltEncoder:
     vocab_size: int
 
     def chars(self, record: Record) -> int:
-        """The number of ids in the record, which stands for its characters."""
+        """The number of ids in the record, used as its number of characters."""
         value, origin = record
         return len(record_value(value, self.format.input_ids_key, list, origin))
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 class DataError(ValueError):
-    """Data that cannot be used as configured: the message has the file, the position, and what was expected."""
+    """Data that cannot be used as configured: the message has the file, the position and the expectation."""
 
 
 class ManyDataErrors(DataError):

@@ -4,8 +4,8 @@ Text is concatenated, so that every token after a document's first is scored onc
 weights (conversations, pairs of input and target, prebuilt ids) get the same rows as in training: whole records, packed
 or padded as `pack` says, of which the tokens that count in training are scored.
 
-An evaluation set that is given as rows keeps these rows: a document is complete within one (or cut where training cuts
-it), and a token is scored where its loss weight is above 0. Every scored token counts as one.
+An evaluation set given as rows keeps these rows: a document is complete within a row (or cut where training cuts it),
+and a token is scored where its loss weight is above 0. Every scored token counts as one.
 
 Held-out rows (`data.num_validation_sequences`) are rows as training would have seen them, scored in the same context.
 Each set's held-out rows are a set of their own, `<set>/held_out`.
@@ -40,7 +40,7 @@ SUFFIX = "/held_out"
 def held_out_sequences(
     data: "TrainingData", byte_lengths: np.ndarray, *, separate_documents: bool = True
 ) -> EvalSequences | None:
-    """The held-out rows of all sets as sequences to evaluate; None where nothing is held out.
+    """The held-out rows of all sets as sequences to evaluate; None if nothing is held out.
 
     Args:
         data: the training data.
@@ -66,7 +66,7 @@ class RowSet:
     Attributes:
         name, tags: as in the `EvaluationSet`.
         rows: all of them.
-        chars: characters they were made from; 0 if unknown.
+        chars: the number of characters of their text; 0 if unknown.
     """
 
     name: str
@@ -78,7 +78,7 @@ class RowSet:
 def row_sequences(
     sets: Sequence[RowSet], byte_lengths: np.ndarray, *, positions: int, separate_documents: bool = True
 ) -> EvalSequences | None:
-    """The rows of sets as sequences to evaluate; None where there is no set.
+    """The rows of sets as sequences to evaluate; None if there is no set.
 
     For evaluation each piece of a document within a row is a document, whose first token is context.
 
@@ -187,11 +187,11 @@ def evaluation_rows(
         tokenizer: text to ids.
         max_length: tokens in a row, at least 2.
         vocab_size: the model's vocabulary; ids beyond it are an error.
-        on_progress: told the characters of text tokenized so far.
+        on_progress: called with the number of characters tokenized so far.
 
     Raises:
         DataError: a set without a token to score; an id outside the vocabulary; and whatever is wrong in a file.
-        MissingFileError: a file is gone.
+        MissingFileError: a file no longer exists.
     """
     if not sets or max_length < 2:
         return _text(config, sets, tokenizer, max_length, vocab_size, on_progress)
@@ -254,7 +254,7 @@ def _text(
 def _stored_text(
     config: LmDataConfig, dataset: EvaluationSet, tokenizer: Tokenizer, vocab_size: int
 ) -> TokenizedText | None:
-    """A set's text out of its token store, where there is one."""
+    """A set's text from its token store, if it has one."""
     tokens = _open_store(config, dataset, tokenizer)
     if tokens is None:
         return None
@@ -274,7 +274,7 @@ def _stored_text(
 
 
 def _open_store(config: LmDataConfig, dataset: EvaluationSet, tokenizer: Tokenizer) -> StoredTokens | None:
-    """The finished token store of a set, if it was made from what is configured; else the files are read."""
+    """The finished token store of a set, if its identity is the configured one; None if the files must be read."""
     if dataset.folder is None:
         return None
     try:

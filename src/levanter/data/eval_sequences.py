@@ -1,6 +1,6 @@
-"""Sequences for evaluation: every token behind a document's first is scored exactly once.
+"""Sequences for evaluation: every token after a document's first is scored exactly once.
 
-The documents of a set are tokenized (with BOS and EOS as configured) and laid end to end in one *stream*. Rows of
+The documents of a set are tokenized (with BOS and EOS as configured) and concatenated into one *stream*. Rows of
 `max_length` tokens are cut from it so that neighbours share one token:
 
     stream   d₀ d₀ d₀ d₀ d₀ d₁ d₁ …
@@ -76,11 +76,11 @@ class EvalRows:
     Attributes:
         rows: int64 `[batch]`, the index of each row among all; −1 for a padding row.
         tokens: int32 `[batch, position]`; 0 where padded.
-        targets: int32 `[batch, position]`, the token behind each position, see `next_tokens`.
-        loss_mask: bool `[batch, position]`; whether the token *behind* this position is scored here.
+        targets: int32 `[batch, position]`, the token after each position, see `next_tokens`.
+        loss_mask: bool `[batch, position]`; whether the token *after* this position is scored here.
         segment_ids: int32 `[batch, position]`, numbering the documents of each row from 0; −1 where padded.
         scored_tokens: int64 `[batch]`, how many tokens the row scores.
-        scored_bytes: int64 `[batch]`, the UTF-8 bytes that these stand for.
+        scored_bytes: int64 `[batch]`, the UTF-8 bytes of these tokens.
     """
 
     rows: np.ndarray
@@ -265,7 +265,7 @@ def build_sequences(
         max_length: tokens in a row, at least 2.
         enforce_bos: whether documents begin with BOS, if the tokenizer has one. With it every token of the text is
             scored; without it a document's first token is context only.
-        enforce_eos: whether documents end with EOS, if the tokenizer has one; it is scored and stands for no bytes.
+        enforce_eos: whether documents end with EOS, if the tokenizer has one; it is scored and has no bytes.
         separate_documents: whether a token sees only its own document (`block_cross_document_attention`). Which tokens
             are scored does not depend on it.
         vocab_size: the model's vocabulary; ids beyond it are an error.

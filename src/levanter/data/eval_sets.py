@@ -39,7 +39,7 @@ class EvaluationSet:
         tags: the names under which its numbers are aggregated; its own name is the last of them.
         document_sources: the sources of its documents, in order.
         format: the format of a record, including the chat template if there is one.
-        pack: how records are laid into rows, where they are not text.
+        pack: how records other than text are packed into rows.
         folder: the folder of its token store if `cache_dataset` has built one; None if it cannot have one.
     """
 
@@ -66,7 +66,7 @@ class EvaluationSet:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationData:
-    """The sets of an evaluation in order, and what the user should know about the configuration."""
+    """The sets of an evaluation in order, and notes for the user about the configuration."""
 
     sets: tuple[EvaluationSet, ...]
     notes: tuple[str, ...]
@@ -142,7 +142,7 @@ def resolve_evaluation(
 def _format_and_pack(
     where: str, component: DatasetComponentBase, formats: Formats
 ) -> tuple[LmDatasetFormatBase, bool | int | str | None]:
-    """A component's format and packing; texts may be of several formats, since all of it is laid end to end."""
+    """A component's format and packing; texts may have several formats, because all text is concatenated."""
     if isinstance(component, ConcatDatasetComponent):
         children = [
             _format_and_pack(f"{where}.children.{name}", child, formats) for name, child in component.children.items()
@@ -185,7 +185,7 @@ _TRAINING_KEYS = (
 def _store(
     config: LmDataConfig, name: str, component: DatasetComponentBase, split: str | None, documents: Sequence[Documents]
 ) -> str | None:
-    """Where the tokens of a set may lie: one folder holds one split, of files of one format."""
+    """The folder of a set's token store, which holds one split of files of one format; None if there can be none."""
     # Children may read different text keys; a store records one format, so it could not describe them.
     formats = {part.format for part in documents if isinstance(part, FileDocuments)}
     if getattr(component, "flat_cache", False) or len(formats) > 1:

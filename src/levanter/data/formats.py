@@ -1,6 +1,6 @@
 """Formats: what a record of a source contains, and under which keys.
 
-A *source* says where the records are, a *format* what is in one. `TextLmDatasetFormat` is the one for plain text; an
+A *source* locates the records, a *format* describes one record. `TextLmDatasetFormat` is the one for plain text; an
 entry point that does not read a format refuses it by name.
 """
 
@@ -18,7 +18,7 @@ class LmDatasetFormatBase(Ranged, draccus.ChoiceRegistry):
 
     @classmethod
     def default_choice_name(cls) -> str | None:
-        """What a format without `type` is: text."""
+        """The type of a format without `type`: text."""
         return "text"
 
 
@@ -56,7 +56,7 @@ class ChatLmDatasetFormat(LmDatasetFormatBase):
         roles: the template's names of roles that it does not know (`{gpt: assistant}`).
         overlength: what to do with a conversation longer than a row: keep its beginning (`left`) or its end (`right`),
             leave it out (`drop`), or refuse it (`raise`).
-        allow_unstopped: whether what counts of an answer may end without a token that a model stops at.
+        allow_unstopped: whether the counted part of an answer may end without a stop token.
     """
 
     messages_field: str = "messages"

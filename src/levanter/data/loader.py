@@ -22,7 +22,7 @@ def batches(
     Args:
         data: the rows.
         first: the first step, 0, or the step at which a run resumes.
-        stop: the step behind the last.
+        stop: the step after the last.
         rows: step → the range (start, stop) of rows of its global batch to make; all by default.
         ahead: the number of batches prepared in advance.
 

@@ -77,7 +77,7 @@ class StoreIdentity:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "StoreIdentity":
-        """The identity that a manifest's JSON object holds."""
+        """The identity in the JSON object of a manifest."""
         return cls(**{**value, "sources": tuple(SourceFile(**source) for source in value["sources"])})
 
 
@@ -125,7 +125,7 @@ class Manifest:
 
     @property
     def largest_id(self) -> int:
-        """The largest id of all finished shards; −1 where there is none."""
+        """The largest id of all finished shards; −1 if there is none."""
         return max((shard.largest_id for shard in self.shards or ()), default=-1)
 
     def content(self) -> bytes:
@@ -188,7 +188,7 @@ def read_manifest(folder: str) -> Manifest | None:
 def is_empty(folder: str, manifest: Manifest) -> bool:
     """Whether a store has no finished shard, for instance because its first records were refused.
 
-    Such a store may be built again with another identity, after the user has changed what was refused.
+    Such a store may be built again with another identity, after the user has corrected the refused settings.
     """
     numbers = range(len(manifest.identity.shards))
     return manifest.shards is None and not any(exists(join(shard_folder(folder, n), SHARD_MARK)) for n in numbers)

@@ -10,7 +10,7 @@ a run, the number of rows of a set differs from its weight by less than a block'
 the order is random and keyed by the block's number. So the turns of a set before a block are a table look-up and a
 multiplication, and the rest is a count within one block.
 
-*Stages* change the weights at a step; each begins a new block. *Stop strategies* say when the data ends: never
+*Stages* change the weights at a step; each begins a new block. *Stop strategies* define when the data ends: never
 (`restart`: sets begin again, in another order), when the first set that is drawn from ends (`first_exhausted`), or when
 each has been read once (`all_exhausted`).
 """
@@ -38,7 +38,7 @@ class MixtureStage:
         start: the first draw.
         shares: int64 `[sets]`, rows of each set in a period; they add up to `PERIOD × block`.
         block: draws in a block.
-        key: what the order within blocks is derived from.
+        key: the key from which the order within blocks is derived.
     """
 
     start: int
@@ -114,7 +114,7 @@ class Mixture:
         return max(i for i, stage in enumerate(self.stages) if stage.start <= draw)
 
     def at(self, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which set each draw comes from (int32), and which turn of the set it is (int64).
+        """The set of each draw (int32), and its turn within the set (int64).
 
         Args:
             draws: int64, of any order.
@@ -143,7 +143,7 @@ class Mixture:
 
     @cached_property
     def _block(self):
-        """`(stage, block) → sets, turns` of its draws; the last few are kept."""
+        """`(stage, block) → sets, turns` of its draws; the last few are cached."""
 
         # Large enough for one batch, which may span a few blocks; consecutive batches mostly share a block.
         @lru_cache(maxsize=8)
@@ -161,7 +161,7 @@ class Mixture:
         return block
 
     def end(self, sizes: Sequence[int], strategy: StopStrategy) -> int | None:
-        """How many draws there are until the data ends; None where it never does.
+        """The number of draws until the data ends; None if it never does.
 
         Args:
             sizes: the rows of each set.
@@ -180,7 +180,7 @@ class Mixture:
         return any(stage.shares[which] > 0 for stage in self.stages)
 
     def _draw_behind(self, which: int, turns: int) -> int | None:
-        """The draw behind the `turns`-th turn of a set; None where it never comes (its last stage has weight 0)."""
+        """The draw after the `turns`-th turn of a set; None if it never comes (its last stage has weight 0)."""
         high = 1
         last = self.stages[-1]
         # Weight 0 from the last stage on: the number of draws stays below `turns` forever, and the search would not

@@ -41,7 +41,7 @@ class PairRows:
         cut: pairs of which a text is longer than that, and is cut.
         dropped: pairs left out for that reason.
         uncounted: pairs left out since nothing that counts is left of a text.
-        kept: which part of longer texts is kept, in words.
+        kept: the part of longer texts that is kept, in words.
     """
 
     tokens: Tokens
@@ -81,11 +81,11 @@ class PairRows:
 
     @cached_property
     def filled(self) -> float:
-        """The share of the rows' places that hold a token."""
+        """The share of the rows' positions that have a token."""
         return float(self.lengths.sum() / (len(self) * self.positions))
 
     def describe(self) -> str:
-        """How full rows are, and what became of pairs that are too long or say nothing."""
+        """Describes how full rows are, and how many pairs are cut, left out or alike."""
         clauses = [f"a pair is two texts of up to {self.half:,} tokens, {self.filled:.1%} of positions filled"]
         if self.cut:
             clauses.append(f"{self.cut:,} pairs with a longer text, of which the {self.kept} is kept")

@@ -50,8 +50,8 @@ def read_documents(path: str, format: TextLmDatasetFormat) -> Iterator[Document]
 
     Raises:
         MissingFileError: there is no such file.
-        DataError: the name's ending is unknown; the content is not what the name says; text is not UTF-8 (with the
-            byte offset); a record lacks the text key (with the line and the keys it has).
+        DataError: the ending is unknown; the content does not match the ending; text is not UTF-8 (with the byte
+            offset); a record lacks the text key (with the line and the keys it has).
     """
     kind, compression = file_kind(path)
     if kind == "parquet":

@@ -170,7 +170,7 @@ class PackedRows:
         positions: tokens in a row.
         separate: whether a token sees only its own document.
         begins, lengths: int64 `[pieces]`: the documents, those that are longer than a row truncated.
-        packing: which pieces each row holds.
+        packing: the pieces of each row.
         cut: documents that were cut.
         kept: the part of these that is kept, in a word; "" if all pieces are.
         dropped: documents that were left out, because they are longer than a row.
@@ -218,11 +218,11 @@ class PackedRows:
 
     @cached_property
     def filled(self) -> float:
-        """The share of the rows' places that hold a token."""
+        """The share of the rows' positions that have a token."""
         return float(self.lengths.sum() / (len(self) * self.positions))
 
     def describe(self) -> str:
-        """How many documents share a row, how full rows are, and how many documents are cut."""
+        """Describes how many documents share a row, how full rows are, and how many documents are cut."""
         cut = f", {self.cut:,} longer than a row truncated" if self.cut else ""
         cut += f" (their {self.kept} is kept)" if self.cut and self.kept else ""
         cut += f", {self.dropped:,} longer than a row left out" if self.dropped else ""

@@ -20,7 +20,7 @@ class DatasetSourceBase(Ranged, draccus.ChoiceRegistry):
 
     @classmethod
     def default_choice_name(cls) -> str | None:
-        """What a source without `type` is: files named by URL or path."""
+        """The type of a source without `type`: files named by URL or path."""
         return "url"
 
 

@@ -49,7 +49,7 @@ class Tokens(Protocol):
 
     @property
     def starts(self) -> np.ndarray:
-        """Where each document begins: int64 `[documents + 1]`, the number of tokens last."""
+        """The first token of each document: int64 `[documents + 1]`; the last entry is the number of tokens."""
         ...
 
     @property
@@ -59,7 +59,7 @@ class Tokens(Protocol):
 
     @property
     def largest_id(self) -> int:
-        """The largest id; −1 where there is none."""
+        """The largest id; −1 if there is none."""
         ...
 
     @property
@@ -88,7 +88,7 @@ class MemoryTokens:
 
     @property
     def largest_id(self) -> int:
-        """The largest id; −1 where there is none."""
+        """The largest id; −1 if there is none."""
         return int(self.ids.max(initial=-1))
 
     def read(self, begins: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:

@@ -345,7 +345,7 @@ def _finished_mark(folder: str, number: int, identity: StoreIdentity) -> ShardMa
 
 
 def _remove_temporary(folder: str) -> None:
-    """Removes what a killed process left beside the manifest: temporary files of its writes."""
+    """Removes the temporary files of a manifest that a killed process left."""
     fs, name = filesystem(folder)
     if fs.isdir(name):
         for path in fs.ls(name, detail=False):

@@ -32,7 +32,7 @@ class Tokenizer(Protocol):
 
     @property
     def name(self) -> str:
-        """Where the tokenizer came from, for tables and logs."""
+        """The tokenizer's origin, for tables and logs."""
         ...
 
     @property
@@ -64,7 +64,7 @@ class Tokenizer(Protocol):
         ...
 
     def byte_lengths(self) -> np.ndarray:
-        """The UTF-8 bytes each id stands for, int32 `[vocab_size]`; 0 for special tokens."""
+        """The number of UTF-8 bytes of each id, int32 `[vocab_size]`; 0 for special tokens."""
         ...
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:

@@ -107,11 +107,11 @@ def build_training(
         vocab_size: the size of the model's vocabulary; the tokenizer's by default.
         on_progress: called with the progress of tokenization over all sets.
         formats: the formats of records that can be trained on.
-        last_held_out: the share of each set's rows, the last ones, that is kept for validation.
+        last_held_out: the share of each set's rows, at its end, that is held out for validation.
 
     Raises:
-        DataError: what `resolve_training` finds; token stores that were made from something else or are damaged; sets
-            without text; ids outside the model's vocabulary. Everything of one kind at once.
+        DataError: the problems of `resolve_training`; token stores of another identity, or damaged ones; sets without
+            text; ids outside the model's vocabulary. Everything of one kind at once.
     """
     if positions < 2:
         raise ValueError(f"train_seq_len must be at least 2 (a token and the next), got {positions}")
@@ -184,7 +184,7 @@ def build_tokens(
     """The tokens of each set: from its store, which is built if it is missing, or in memory.
 
     Raises:
-        StoreError: stores that were made from something else, all of them, before any is built.
+        StoreError: lists all stores of another identity, before any store is built.
         DataError: a document cannot be read or tokenized.
     """
     # All stores are compared before the first one is built: tokenization may take hours.

@@ -79,7 +79,7 @@ class SetRows:
         name: the set.
         rows: all of its rows.
         used: how many of them training reads; they come first in `split`.
-        held_out: how many of them are kept for validation; they come last in `split`.
+        held_out: how many of them are held out for validation; they come last in `split`.
         split: the order in which rows are divided into used and held out.
         shuffle: the configuration's key.
         kind: of permutation, for `shuffle: true`.
@@ -141,7 +141,7 @@ class TrainingData:
         ignored: the id that is never predicted (`data.ignore_token_id`); None where no id is.
         draws: the rows before the data ends, by the stop strategy; None if it never ends.
         described: lines that describe the sets.
-        notes: what the user should know about the configuration.
+        notes: notes for the user about the configuration.
         samples: a conversation of each set that has them, with the counted tokens marked.
     """
 

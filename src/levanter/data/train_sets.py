@@ -1,7 +1,7 @@
 """Resolves the `data:` block into training sets with weights, without reading a document.
 
 `resolve_training` looks at names only, as `resolve_evaluation` does: which components have training data, where their
-files and token stores are, which weights hold from which step. All problems are reported at once.
+files and token stores are, which weights apply from which step. All problems are reported at once.
 """
 
 import hashlib
@@ -149,7 +149,7 @@ class TrainingSets:
     Attributes:
         sets: the sets with a positive weight at some step.
         stages: (first step, weights), ascending from step 0.
-        notes: what the user should know about the configuration.
+        notes: notes for the user about the configuration.
     """
 
     sets: tuple[TrainingSet, ...]

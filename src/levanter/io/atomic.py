@@ -32,12 +32,12 @@ def atomic_write(path: str, *, needed: int | None = None) -> Iterator[IO[bytes]]
 
     The bytes go to a temporary name in the same folder (which is created where needed). Local files are flushed to the
     disk and renamed, and the rename is flushed too; remote ones are uploaded and then moved. If the block raises, the
-    temporary file is removed and what was there before stays as it was. Where the path is a pipe or a terminal
-    (`/dev/stdout`, `>(gzip > x.gz)`, a FIFO that somebody reads), the bytes go into it as they come.
+    temporary file is removed and the old file stays as it was. If the path is a pipe or a terminal (`/dev/stdout`,
+    `>(gzip > x.gz)`, a FIFO that somebody reads), the bytes are written to it directly.
 
     Args:
         path: a local path or a URL.
-        needed: how many bytes there will be, where that is known; for the message of a full disk.
+        needed: the total number of bytes, if known; for the message about a full disk.
 
     Raises:
         OutputError: the path cannot be written: no permission, no space, a disk or a socket.

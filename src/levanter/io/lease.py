@@ -48,7 +48,7 @@ class LeaseLostError(LeaseError):
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseTimes:
-    """How often a lease is renewed, and how long without it makes it stale, in seconds."""
+    """The seconds between two renewals of a lease, and the seconds without one after which it is stale."""
 
     beat: float = 10.0
     stale: float = 60.0
@@ -63,7 +63,7 @@ class Lease:
     """A lease that this process holds; see `leased`.
 
     Attributes:
-        place: what it is for.
+        place: the folder or URL that it protects.
     """
 
     place: str

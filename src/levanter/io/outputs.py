@@ -22,7 +22,7 @@ class Output:
     """A file or folder that a run writes.
 
     Attributes:
-        key: what the configuration or the command line calls it.
+        key: its configuration key or command-line option.
         path: a local path or a URL.
         kind: a `file`; a `folder` that files are added to; a `new folder`, which is written next to its final name and
             renamed when it is complete.

@@ -2,7 +2,7 @@
 
 One `Progress` counts one kind of unit (bytes, tokens, rows) over everything there is to do, never per file. On a
 terminal it is one bar; elsewhere a line in the log at once, then every ten seconds (also when nothing moved: a job that
-stands still says so), and a last one with the average rate. The arithmetic is `Meter`, which only sees a clock.
+makes no progress is visible), and a last one with the average rate. `Meter` does the arithmetic and needs only a clock.
 """
 
 import logging
@@ -46,7 +46,7 @@ class Meter:
         self._samples.append((self.started, self.done))
 
     def advance_to(self, done: float) -> None:
-        """Sets how many units are done so far; it never goes back."""
+        """Sets how many units are done so far; a smaller number than before is ignored."""
         self.done = max(self.done, done)
         now = self.clock()
         # At most one sample a tenth of a second, so that a tight loop does not fill the window.
@@ -113,13 +113,13 @@ class Progress:
     `advance` and `advance_to` may be called from any thread and at any rate.
 
     Args:
-        description: what is being done (`loading`, `evaluating`).
+        description: the name of the job (`loading`, `evaluating`).
         total: how many units there are over the whole job; None if unknown.
         unit: their name in the plural (`bytes`, `tokens`).
         show: whether this process shows anything (one process of a job does).
         interval: seconds between lines in the log.
         lazy: whether to show nothing before the first unit; a job without units then shows nothing at all.
-        stream: where the bar goes; standard error if absent.
+        stream: the stream of the bar; standard error if absent.
         bar: whether to draw a bar; if absent, whether the stream is a terminal.
         clock: seconds, monotonic.
     """

@@ -30,7 +30,7 @@ class Interval:
 
     Attributes:
         low, high: its ends.
-        confidence: how often such an interval holds the true value, if blocks are long enough.
+        confidence: how often such an interval contains the true value, if blocks are long enough.
         block: elements of a block.
         resamples: how many were drawn.
     """
@@ -68,7 +68,7 @@ class Calibration:
 
 
 def block_length(window: float, elements: int) -> int:
-    """How long a block is: `BLOCK_WINDOWS` windows, or √elements if that is more, and at most a quarter of all.
+    """The length of a block: `BLOCK_WINDOWS` windows, or √elements if that is more, and at most a quarter of all.
 
     Args:
         window: elements that one window spans (characters of a window, or windows that overlap it).

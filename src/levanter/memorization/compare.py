@@ -16,7 +16,7 @@ from levanter.memorization.measurement import Measurement
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """Which characters of a text two runs cover, in shares of all characters; the four add up to 1."""
+    """The characters of a text that two runs cover, as shares of all characters; the four add up to 1."""
 
     both: float
     first_only: float

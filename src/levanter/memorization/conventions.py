@@ -16,7 +16,7 @@ CUSTOM = "custom"
 
 @dataclass(frozen=True, kw_only=True)
 class WindowConvention:
-    """How a book is split into windows, and which p_z is reported first."""
+    """The windows of a book, and the scheme whose p_z is reported first."""
 
     windowing: Windowing = field(default_factory=Windowing)
     scheme: Scheme = FULL

@@ -46,7 +46,7 @@ def cover_spans(book: BookResult, cover: Cover = "suffix") -> np.ndarray:
 
 
 def characters(book: BookResult) -> int:
-    """How many characters the book has: from its text, the manifest, or the last window's end."""
+    """The number of characters of the book: from its text, the manifest, or the last window's end."""
     if book.text is not None:
         return len(book.text)
     identity = book.manifest.get("identity", {})

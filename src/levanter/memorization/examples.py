@@ -31,7 +31,7 @@ from levanter.data.errors import DataError
 from levanter.memorization.results import Scores
 
 PROMPT_LENGTH = "sources_len"
-"""The key of a prebuilt row that says how many of its ids are the prompt."""
+"""The key of a prebuilt row with the number of ids of its prompt."""
 _ROLES = ("user", "assistant")
 
 

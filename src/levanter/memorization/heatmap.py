@@ -94,7 +94,7 @@ def shade(heat: ArrayLike, *, log_threshold: float, scale: Scale = "log", tokens
 
 
 def columns(ink: np.ndarray, width: int) -> np.ndarray:
-    """The mean ink of each of `width` equal parts of the text: what a picture of that many pixels shows.
+    """The mean ink of each of `width` equal parts of the text: the columns of a picture of that many pixels.
 
     A part may begin within a character, which then counts for both parts in proportion. A text shorter than `width`
     gives columns that repeat.

@@ -19,7 +19,7 @@ class Histogram:
 
     Attributes:
         edges: float64 `[bins + 1]`, log10 p_z, ascending, the last one 0.
-        counts: int64 `[bins]`; a bin holds its lower edge, the last one also p_z = 1.
+        counts: int64 `[bins]`; a bin includes its lower edge, the last one also p_z = 1.
         below: windows with 0 < p_z < the lowest edge.
         zero: windows with p_z = 0.
     """

@@ -1,7 +1,7 @@
 """Measurements: everything reported about one book under one decoding scheme and one threshold.
 
 A `BookResult` holds the model's scores; a `Measurement` holds what follows from them: log p_z, covered characters,
-heat, the (n, p) surface, intervals, passages. Pictures, the report, `summary.json` and comparisons are all made from
+heat, the (n, p) surface, intervals, passages. Pictures, the report, `summary.json` and comparisons are all derived from
 it, so they cannot disagree.
 """
 
@@ -32,7 +32,7 @@ class Measurement:
         log_threshold: log τ.
         cover: the definition of the characters that a window covers.
         characters: the number of characters of the book, or of rows of a prepared set without a text.
-        unit: what is counted along the book: `characters` or `rows`.
+        unit: the unit of positions in the book: `characters` or `rows`.
         log_pz: float64 `[N]`.
         spans: int64 `[N, 2]`, the characters that each window covers.
         heat: float64 `[characters]`, log max p_z.

@@ -48,7 +48,7 @@ class WindowSource(Protocol):
         ...
 
     def left_padding(self, rows: np.ndarray) -> np.ndarray | None:
-        """How many positions on the left of each hold no token; None if there are never any."""
+        """The number of padding positions on the left of each; None if there is never any padding."""
         ...
 
 
@@ -168,7 +168,7 @@ def score_batches(
 
 
 def _batch(source: WindowSource, begin: int, shape: BatchShape) -> tuple[int, list[np.ndarray]]:
-    """How many of a batch's rows are not padding, and the Program's inputs besides the model."""
+    """The number of a batch's rows that are not padding, and the Program's inputs besides the model."""
     # Rows beyond the last window repeat it, so that every batch has the same shape and is compiled once.
     rows = np.minimum(np.arange(begin, begin + shape.rows), len(source) - 1)
     tokens = source.take(rows)

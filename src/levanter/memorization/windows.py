@@ -30,7 +30,7 @@ _SLICES_AT_ONCE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Windowing:
-    """How a book is split into windows.
+    """The settings by which a book is split into windows.
 
     Attributes:
         window_tokens: tokens of a window, BOS included.

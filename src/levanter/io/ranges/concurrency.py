@@ -1,10 +1,10 @@
-"""How many requests run at once: `ConcurrencyLimit` admits them, `AdaptiveConcurrency` sets the limit, `Durations`
-says from when on a request is slow.
+"""Limits the number of concurrent requests: `ConcurrencyLimit` admits them, `AdaptiveConcurrency` sets the limit,
+`Durations` determines when a request counts as slow.
 
 The best number of connections depends on the network and on the server, so the limit is measured: it doubles while the
-bytes per second grow by `GAIN`, settles near the best value, and drops by `SLOWER` when the server refuses requests.
-A range that began and broke off is admitted before ranges that have not begun: a reader waits for it, and the bytes
-that were read behind it occupy memory until then.
+bytes per second grow by `GAIN`, settles near the best value, and drops by `SLOWER` when the server refuses requests. An
+interrupted range is admitted before ranges that have not begun: a reader waits for it, and the bytes that were read
+after it occupy memory until then.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from levanter.io.ranges.request import GivenUpError
 FIRST_REQUESTS = 32
 WINDOW_SECONDS = 0.4
 GAIN = 1.1
-"""The factor by which doubling the connections must raise the rate, or the limit goes back."""
+"""The factor by which doubling the connections must raise the rate, or the limit is lowered again."""
 HEADROOM = 1.25
 """The limit over the number of connections with the best rate, so that the network is never idle."""
 PROBE_SECONDS = 15.0
@@ -65,7 +65,7 @@ class AdaptiveConcurrency:
         self._recover = RECOVER_SECONDS
 
     def finished(self, nbytes: int, now: float, *, waiting: bool) -> None:
-        """Records a successful request; `waiting` says whether other requests wait for a slot."""
+        """Records a successful request; `waiting` is true if other requests wait for a slot."""
         # Decays per answer, so that it measures the share of refusals among about `REMEMBERED` answers.
         self._refusals *= 1 - 1 / REMEMBERED
         if self._begin is None or not waiting:

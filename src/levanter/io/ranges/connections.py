@@ -307,7 +307,7 @@ class HttpAnswer:
 
 
 def is_overloaded(status: int) -> bool:
-    """Whether a status asks for fewer requests."""
+    """Whether a status means that the server is overloaded."""
     return status in (429, 503)
 
 

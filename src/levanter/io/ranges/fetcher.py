@@ -38,7 +38,7 @@ SMALL_BYTES = 256 << 10
 DELAYS = (0.05, 0.5, 1.8, 5.0, 12.0, 25.0)
 """Seconds before a range is requested again, each randomized by half of it."""
 REFUSED_DELAY = 0.2
-"""The least delay where a server asks for fewer requests."""
+"""The least delay after a refusal for overload."""
 ANEW_BYTES = 256 << 10
 """Bytes of progress after which a failure starts the delays anew, so that a long range arrives over a connection that
 breaks often."""

@@ -27,7 +27,7 @@ _FAILURES = (
     ("gcsfs.retry", "HttpError"),
     ("botocore.exceptions", "BotoCoreError"),
 )
-"""What libraries raise when a request failed, beside `OSError`."""
+"""The errors that libraries raise for a failed request, besides `OSError`."""
 R = TypeVar("R")
 ANSWER_SECONDS = 300.0
 """Seconds after which a request for one range counts as failed."""

@@ -40,7 +40,7 @@ class HedgedRequest:
         file, start, into: the file, the first byte and the destination.
         nbytes: the size of the range.
         kept: bytes at its beginning that earlier requests have written.
-        first, second: the running requests; None where there is none.
+        first, second: the running requests; None if it does not run.
         second_requests: the number of second requests so far.
         won: the bytes of a second request that finished first, with their offset in the range.
         replaced: the error of a second request that met another version of the file.

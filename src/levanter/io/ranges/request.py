@@ -14,7 +14,7 @@ Pieces = tuple[memoryview, ...]
 
 
 def behind(pieces: Pieces, nbytes: int) -> Pieces:
-    """The pieces of memory behind the first `nbytes` bytes."""
+    """The pieces of memory after the first `nbytes` bytes."""
     views: list[memoryview] = []
     for piece in pieces:
         if nbytes < len(piece):
@@ -44,8 +44,8 @@ class TransientError(Exception):
 
     Attributes:
         reason: what happened, in a few words.
-        overloaded: whether the server asks for fewer requests.
-        wait_seconds: the delay that the server asks for (`Retry-After`); None where it names none.
+        overloaded: whether the server refused the request because of overload.
+        wait_seconds: the delay that the server requests (`Retry-After`); None if it gives none.
     """
 
     def __init__(self, reason: str, *, overloaded: bool = False, wait_seconds: float | None = None):
@@ -116,7 +116,7 @@ class FileIdentity:
 
     Attributes:
         size: its bytes.
-        tag: what the server calls this version of it (an ETag, a generation); None if it reports none.
+        tag: the server's name of this version (an ETag, a generation); None if it reports none.
         modified: when it was last written, in the server's format; None if it reports none.
     """
 
