@@ -300,8 +300,8 @@ def _local(args: Namespace, command: tuple[str, ...], variables: Mapping[str, st
         # Virtual devices exist on the CPU platform only, and an accelerator
         # cannot be shared by several processes.
         environment["JAX_PLATFORMS"] = "cpu"
-        kept = [flag for flag in environment.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
-        environment["XLA_FLAGS"] = " ".join([*kept, f"--xla_force_host_platform_device_count={args.cpu_devices}"])
+        flags = [flag for flag in environment.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
+        environment["XLA_FLAGS"] = " ".join([*flags, f"--xla_force_host_platform_device_count={args.cpu_devices}"])
     words = (sys.executable, *command[1:]) if command[0] in ("python", "python3") else command
     outcome = Processes(
         words, args.processes, environment=environment, console=Console(requested.secrets()), grace=args.grace_seconds

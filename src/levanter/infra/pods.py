@@ -154,8 +154,8 @@ def _accelerator(tpu: str, node_count: int | None) -> Accelerator:
     if accelerator.slices not in (1, node_count):
         raise UsageError(f"--node_count {node_count}: --tpu_type {tpu} means {accelerator.slices} slices")
     # `--tpu_type 2xv5p-128 --node_count 2` names the two slices twice; they are counted once.
-    one = tpu.strip().lower().removeprefix(f"{accelerator.slices}x") if accelerator.slices > 1 else tpu.strip()
-    return parse_accelerator(one if node_count == 1 else f"{node_count}x{one}")
+    slice_name = tpu.strip().lower().removeprefix(f"{accelerator.slices}x") if accelerator.slices > 1 else tpu.strip()
+    return parse_accelerator(slice_name if node_count == 1 else f"{node_count}x{slice_name}")
 
 
 def _not_a_tpu_vm(accelerator: Accelerator) -> str:

@@ -142,31 +142,31 @@ class Forwarder:
 
     async def _pass_on(self, scope: Message, receive: Receive, send: Send) -> None:
         """Forwards one request; it ends when the client or the server ends it."""
-        # `taken`: the body has been read. `gone`: the client has disconnected.
-        taken = asyncio.Event()
-        gone = asyncio.Event()
+        # `body_read` ends the wait of `hung_up`; `disconnect` ends the forwarding.
+        body_read = asyncio.Event()
+        disconnect = asyncio.Event()
 
         async def body() -> AsyncIterator[bytes]:
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
-                    gone.set()
+                    disconnect.set()
                     return
                 yield message.get("body", b"")
                 if not message.get("more_body", False):
-                    taken.set()
+                    body_read.set()
                     return
 
         # Only after the body was read: two readers of `receive` would take messages from each other.
         async def hung_up() -> None:
-            await taken.wait()
+            await body_read.wait()
             while (await receive())["type"] != "http.disconnect":
                 continue
-            gone.set()
+            disconnect.set()
 
         answer = asyncio.create_task(self._answer(scope, body(), send))
         watch = asyncio.create_task(hung_up())
-        disconnected = asyncio.create_task(gone.wait())
+        disconnected = asyncio.create_task(disconnect.wait())
         try:
             await asyncio.wait({answer, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         finally:

@@ -115,9 +115,9 @@ def judge(outcomes: Sequence[Outcome]) -> Judgement:
         return Judgement(kind="interrupted", exit_code=INTERRUPTED, cause=cause)
     # A process that exits with 75 has saved a checkpoint, so the run can resume even if a host is gone.
     saved = first((PREEMPTED,))
-    gone = next((outcome for outcome in bad if outcome.code is None or outcome.signal in _FROM_OUTSIDE), None)
-    if gone is not None:
-        return Judgement(kind="lost", exit_code=PREEMPTED if saved else PEER_LOST, cause=gone)
+    lost = next((outcome for outcome in bad if outcome.code is None or outcome.signal in _FROM_OUTSIDE), None)
+    if lost is not None:
+        return Judgement(kind="lost", exit_code=PREEMPTED if saved else PEER_LOST, cause=lost)
     failed = next(
         # A program that fails by itself exits with a code; peers and the runtime end by 5, 75 or a signal.
         (o for o in bad if o.signal is None and o.code not in (PEER_LOST, PREEMPTED)),

@@ -53,15 +53,15 @@ class Caller:
             hide: prefixes of lines that are not shown.
         """
         # Enough for the error at the end of a program's output, without keeping a run of days in memory.
-        kept: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
+        last_lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
         with self._started(command) as process:
             assert process.stdout is not None
             for line in process.stdout:
-                kept.append(line)
+                last_lines.append(line)
                 if not line.startswith(hide):
                     self.console.show(line.rstrip("\n"), prefix=prefix)
             process.wait()
-        return Called(code=process.returncode, text="".join(kept))
+        return Called(code=process.returncode, text="".join(last_lines))
 
     def stop(self) -> None:
         """Terminates what is running."""

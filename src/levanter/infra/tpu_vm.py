@@ -291,10 +291,10 @@ class TpuVmLauncher:
         Raises:
             LaunchError: gcloud refuses.
         """
-        done = self.caller.show(gcloud.delete(self.pod))
-        if done.code != 0 and classify_error(done.text) != "not_found":
+        deletion = self.caller.show(gcloud.delete(self.pod))
+        if deletion.code != 0 and classify_error(deletion.text) != "not_found":
             raise LaunchError(
-                f"{self.pod.name} could not be deleted, and is billed while it exists:\n{done.text.rstrip()}"
+                f"{self.pod.name} could not be deleted, and is billed while it exists:\n{deletion.text.rstrip()}"
             )
 
     def _call(self, node: str, attempt: int, verb: str) -> str:

@@ -246,10 +246,10 @@ def compile_ahead(
                     "kept": {"folder": str(kept.folder), "bytes": kept.max_bytes},
                 }
             )
-        wrong = run_requests(
+        errors = run_requests(
             requests, environment=worker_environment(target), scratch=scratch, workers=workers, on_event=on_event
         )
-    for run, error in zip(new, wrong, strict=True):
+    for run, error in zip(new, errors, strict=True):
         if error is not None:
             logger.info("not compiled ahead: %s: %s", run.payload, str(error).splitlines()[0])
 
@@ -260,8 +260,8 @@ def _cached_outcomes(
     """Cached results that are found by fingerprint, without lowering anything."""
     by_name, compiler = {program.name: program for program in plan.programs}, installed_compiler()
     for name in programs:
-        way = fingerprint(by_name[name], plan) if name in by_name else None
-        answer = None if way is None else kept.follow(way, compiler)
+        digest = fingerprint(by_name[name], plan) if name in by_name else None
+        answer = None if digest is None else kept.follow(digest, compiler)
         if answer is None:
             continue
         if keep_text is not None and answer.text is not None:

@@ -57,8 +57,10 @@ class SequenceLayout:
         visited = np.zeros((self.shards, self.shards), np.int64)  # [hop, rank]
         for hop in range(self.shards):
             # After `hop` steps of the ring rank r works on the keys that began at rank r − hop.
-            theirs = [first[(ranks - hop) % self.shards] for first in run_starts]
-            visited[hop] = sum(_visited(mine - other, length, reach) for mine in run_starts for other in theirs)
+            key_starts = [first[(ranks - hop) % self.shards] for first in run_starts]
+            visited[hop] = sum(
+                _visited(query_start - other, length, reach) for query_start in run_starts for other in key_starts
+            )
         # Over all pairs of blocks of one device, (blocks of the sequence)² / shards.
         busiest = visited.max(axis=1).sum() if self.travels else visited.sum(axis=0).max()
         # Over all pairs of blocks of one device, (blocks of the sequence)² / shards.
@@ -82,18 +84,18 @@ class SequenceLayout:
         seen = (ahead >= 0) & (True if window is None else ahead < (max(window, 1) - 2) // self.block + 2)
         hop = (rank[:, None] - rank[None]) % self.shards if self.travels else np.zeros_like(ahead)
         # [query block, key block]: the (hop, rank) at which this pair is computed, as one index for `bincount`.
-        where = hop * self.shards + rank[:, None]
+        hop_and_rank = hop * self.shards + rank[:, None]
         busiest = total = 0
         for ids in [None] if segments is None or not self.travels else segments:
             shown = seen
             if ids is not None:
-                of_blocks = ids.reshape(count, -1)
+                block_ids = ids.reshape(count, -1)
                 # Two blocks may share a document where their ranges of ids overlap. It is the
                 # test of the ring kernels, so a block that mixes documents counts as visited
                 # even if no pair in it is of one document.
-                lowest, highest = of_blocks.min(-1), of_blocks.max(-1)
+                lowest, highest = block_ids.min(-1), block_ids.max(-1)
                 shown = seen & (lowest[:, None] <= highest[None]) & (highest[:, None] >= lowest[None])
-            visited = np.bincount(where[shown], minlength=self.shards**2).reshape(self.shards, self.shards)
+            visited = np.bincount(hop_and_rank[shown], minlength=self.shards**2).reshape(self.shards, self.shards)
             busiest, total = busiest + int(visited.max(axis=1).sum()), total + int(visited.sum())
         return busiest * self.shards / total
 

@@ -63,13 +63,13 @@ def step_collective_bytes(plan: RunPlan) -> Mapping[str, CollectiveBytes]:
     batch = tuple(axis for axis in compute.mesh_axes(searchable.batch_axis) if plan.mesh.shape[axis] > 1)
     times = _microbatches(plan, searchable)
     by_purpose: dict[str, CollectiveBytes] = {}
-    for what, leaf in _parameters(plan):
+    for purpose, leaf in _parameters(plan):
         # Mesh axes that shard both the parameter and its computation (tensor parallelism) leave it in place;
         # those that shard the parameter alone (FSDP) gather it, in mesh order.
         cut = {axis for axes in leaf.mesh_axes for axis in axes if plan.mesh.shape[axis] > 1}
         computed = {axis for name in leaf.leaf.names for axis in compute.mesh_axes(name)}
-        kept, gathered = cut & computed, tuple(a for a in plan.mesh.names if a in cut - computed)
-        elements = math.prod(leaf.leaf.shape) // plan.mesh.ways(tuple(kept))
+        stationary, gathered = cut & computed, tuple(a for a in plan.mesh.names if a in cut - computed)
+        elements = math.prod(leaf.leaf.shape) // plan.mesh.ways(tuple(stationary))
         # A parameter is cast before it is gathered where that makes it smaller, and
         # gathered as stored where it is narrower.
         narrow = elements * min(leaf.leaf.dtype.itemsize, searchable.compute_bytes)
@@ -77,12 +77,16 @@ def step_collective_bytes(plan: RunPlan) -> Mapping[str, CollectiveBytes]:
         # of the table are multiplied, so they are gathered twice like other weights.
         is_table = parameter_group(leaf.leaf) == EMBEDDING and RANK not in leaf.leaf.names
         passes = 1 if is_table else 2
-        one = collective(plan.mesh, "all-gather", narrow, gathered) * (passes * times)
-        by_purpose[what] = by_purpose.get(what, CollectiveBytes()) + one
-        if what != FROZEN_GATHERED:
+        gathered_bytes = collective(plan.mesh, "all-gather", narrow, gathered) * (passes * times)
+        by_purpose[purpose] = by_purpose.get(purpose, CollectiveBytes()) + gathered_bytes
+        if purpose != FROZEN_GATHERED:
             summed = _summed(plan.mesh, elements * GRADIENT_BYTES, batch, gathered) * times
             by_purpose[GRADIENTS] = by_purpose.get(GRADIENTS, CollectiveBytes()) + summed
-    return {what: one for what, one in by_purpose.items() if one.ici or one.dcn}
+    return {
+        purpose: gathered_bytes
+        for purpose, gathered_bytes in by_purpose.items()
+        if gathered_bytes.ici or gathered_bytes.dcn
+    }
 
 
 def compiled_collective_bytes(mesh: MeshSpec, collectives: tuple[Collective, ...]) -> CollectiveBytes:

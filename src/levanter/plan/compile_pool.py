@@ -139,10 +139,10 @@ def run_workers(
         # A worker's descriptor is unregistered at its end of file, so an empty map means that all have exited.
         while selector.get_map():
             for key, _ in selector.select():
-                one: _Worker = key.data
-                if not one.read():
-                    selector.unregister(one.reports)
-                    one.check_exit(request["target"])
+                worker: _Worker = key.data
+                if not worker.read():
+                    selector.unregister(worker.reports)
+                    worker.check_exit(request["target"])
     return events
 
 
@@ -164,7 +164,7 @@ def run_requests(
         on_event: called with each event of each worker as it arrives.
     """
     waiting = list(enumerate(requests))
-    wrong: list[WorkerBadInput | CompileCrash | None] = [None] * len(waiting)
+    errors: list[WorkerBadInput | CompileCrash | None] = [None] * len(waiting)
     with ExitStack() as stack, selectors.DefaultSelector() as selector:
         stack.callback(_remove_lock, LOCK_FILE.exists())
         while waiting or selector.get_map():
@@ -180,14 +180,14 @@ def run_requests(
                 stack.callback(started.end)
                 selector.register(started.reports, selectors.EVENT_READ, (number, started))
             for key, _ in selector.select():
-                number, one = key.data
-                if not one.read():
-                    selector.unregister(one.reports)
+                number, worker = key.data
+                if not worker.read():
+                    selector.unregister(worker.reports)
                     try:
-                        one.check_exit(requests[number]["target"])
+                        worker.check_exit(requests[number]["target"])
                     except (WorkerBadInput, CompileCrash) as error:
-                        wrong[number] = error
-    return wrong
+                        errors[number] = error
+    return errors
 
 
 def _with_claims(request: Mapping[str, Any], scratch: Path) -> dict[str, Any]:

@@ -171,16 +171,16 @@ class CompilerSession:
             lowered = program.lower(jax_mesh)
         lower_seconds, started = time.monotonic() - started, time.monotonic()
         identity = {"name": program.name, "mesh": mesh_to_json(mesh)}
-        key = way = None
+        key = digest = None
         if self.kept is not None:
             key = self._key(program, lowered, described.mesh, _coordinates(jax_mesh))
             # Added options are part of the key but not of the fingerprint, so such a result has no way to it.
-            way = None if self.options else fingerprint(program, described)
+            digest = None if self.options else fingerprint(program, described)
             if (answer := self.kept.find(key)) is not None:
                 # The text was the same though the fingerprint was not (an edit that changes no
                 # trace): the next lookup skips lowering.
-                if way is not None:
-                    self.kept.lead(way, key)
+                if digest is not None:
+                    self.kept.lead(digest, key)
                 return {
                     **answer.report,
                     **identity,
@@ -205,7 +205,7 @@ class CompilerSession:
             facts, text = _read(compiled)
             report |= {**facts, "coordinates": _coordinates(jax_mesh)}
         if self.kept is not None and key is not None:
-            self.kept.keep(key, CachedOutcome(report=report, text=text, compiled_at=time.time()), way=way)
+            self.kept.keep(key, CachedOutcome(report=report, text=text, compiled_at=time.time()), way=digest)
         # The name and mesh are not part of the cached report: another Program with the same text reads it too.
         return {**report, **identity, **self._written(program, text)}
 

@@ -117,8 +117,8 @@ def compiler_environment() -> list[str]:
     names = (name for name in os.environ if name.startswith(_ENVIRONMENT) and name not in _WORKER_VARIABLES)
     values = {name: os.environ[name] for name in sorted(names)}
     if (flags := values.pop("XLA_FLAGS", None)) is not None:
-        kept = [flag for flag in flags.split() if not flag.startswith(_OF_THIS_MACHINE)]
-        values |= {"XLA_FLAGS": " ".join(kept)} if kept else {}
+        xla_flags = [flag for flag in flags.split() if not flag.startswith(_OF_THIS_MACHINE)]
+        values |= {"XLA_FLAGS": " ".join(xla_flags)} if xla_flags else {}
     return [f"{name}={value}" for name, value in sorted(values.items())]
 
 

@@ -110,15 +110,15 @@ def layout_lower_bound(subject: LayoutSubject, layout: Layout, figures: LayoutMe
     # shards of the batch mean more rows in all.
     scale = layout.rows * subject.ways(layout) / subject.ways(subject.now)
     activations = layout_activations(subject, layout, scale).leaves
-    kept = sum(activation.bytes_per_device * times for activation, times in _kept(subject, layout, activations))
+    saved_bytes = sum(activation.bytes_per_device * times for activation, times in _kept(subject, layout, activations))
     largest = max((a.bytes_per_device for a in activations if a.leaf.path not in (RESIDUAL, EMBEDDED)), default=0)
     # The block's input is alive during the whole block, because the residual connection adds it to the output.
     residual = sum(a.bytes_per_device for a in activations if a.leaf.path == RESIDUAL)
     return HbmLowerBound(
         inputs=figures.arguments,
         gradients=figures.gradients,
-        kept=kept,
-        at_work=largest if kept else residual + largest,
+        kept=saved_bytes,
+        at_work=largest if saved_bytes else residual + largest,
         block=_block(subject, activations) + _gathered(subject, layout, scale, residual),
         recomputed=not saves_everything(subject, layout),
     )

@@ -220,11 +220,11 @@ def saved_names(subject: LayoutSubject, activation: LeafPlan) -> Mapping[str, in
     model = model_config(subject)
     if model is None or activation.leaf.path == RESIDUAL:
         return {}
-    kept = checkpoint_policy(getattr(model, "gradient_checkpointing", True)).save_block_internals
+    policy_names = checkpoint_policy(getattr(model, "gradient_checkpointing", True)).save_block_internals
     # Checkpointing names arrays inside a block; they are matched with planned
     # activations by their feature axes.
     inner = {name: size for name, size in activation.leaf.axes if name not in (subject.batch_axis, "position")}
-    return kept_by_name(model, inner, kept if isinstance(kept, list | tuple) else ())
+    return kept_by_name(model, inner, policy_names if isinstance(policy_names, list | tuple) else ())
 
 
 def model_config(subject: LayoutSubject) -> LmConfig | None:
@@ -265,9 +265,9 @@ def _placed(subject: LayoutSubject, argument: Input, layout: Layout, scale: floa
     leaves_, findings = [], []
     for leaf in leaves(argument.value):
         mapping = placement.params_at(leaf.path) if isinstance(placement, Mappings) else AxisMapping(placement)
-        plan, wrong = place(_scaled(leaf, subject.batch_axis, scale), mapping, mesh)
+        plan, leaf_findings = place(_scaled(leaf, subject.batch_axis, scale), mapping, mesh)
         leaves_.append(plan)
-        findings += wrong
+        findings += leaf_findings
     return ShardingPlan(mesh=mesh, mappings=mappings, leaves=tuple(leaves_), findings=tuple(findings))
 
 

@@ -44,11 +44,11 @@ class Offloaded:
         return self.host_limit is None or self.host_bytes <= self.host_limit
 
     def __str__(self) -> str:
-        of_limit = "" if self.host_limit is None else f" of {gib(self.host_limit)}"
+        limit_text = "" if self.host_limit is None else f" of {gib(self.host_limit)}"
         times = "" if self.microbatches == 1 else f", {self.microbatches} times a step"
         return (
             f"{self.program} sends {gib(self.device_bytes)} a device to host memory and back{times} "
-            f"({', '.join(self.names)}): {gib(self.host_bytes)}{of_limit} on a host"
+            f"({', '.join(self.names)}): {gib(self.host_bytes)}{limit_text} on a host"
         )
 
 
@@ -68,7 +68,7 @@ def offloaded_activations(plan: RunPlan, program: str, *, pod: Accelerator) -> O
         return None
     policy = checkpoint_policy(getattr(model, "gradient_checkpointing", True))
     named = policy.offload_block_internals
-    wanted = tuple(named) if isinstance(named, list | tuple) else ()
+    policy_names = tuple(named) if isinstance(named, list | tuple) else ()
     stream = next(
         (activation.bytes_per_device for activation in plan.activations.leaves if activation.leaf.path == RESIDUAL), 0
     )
@@ -77,13 +77,13 @@ def offloaded_activations(plan: RunPlan, program: str, *, pod: Accelerator) -> O
         total, names = stream * len(model.layers), [RESIDUAL]
     for activation in plan.activations.leaves:
         inner = {name: size for name, size in activation.leaf.axes if name not in (subject.batch_axis, "position")}
-        kept = {} if activation.leaf.path == RESIDUAL else kept_by_name(model, inner, wanted)
+        layer_counts = {} if activation.leaf.path == RESIDUAL else kept_by_name(model, inner, policy_names)
         # Planned activations with the same feature axes match the same names: each name counts once.
-        if kept and not set(names) & set(kept):
+        if layer_counts and not set(names) & set(layer_counts):
             # Embedded tokens become the residual stream, so they are sharded like it.
             nbytes = stream if activation.leaf.path == EMBEDDED else activation.bytes_per_device
-            total += nbytes * sum(kept.values())
-            names += kept
+            total += nbytes * sum(layer_counts.values())
+            names += layer_counts
     if not names:
         return None
     # Tokens of a step over tokens of a microbatch.

@@ -92,8 +92,8 @@ def _headline(program: Program, plan: RunPlan, inputs: int, needed: int, limit: 
     if needed == inputs:
         return f"{over}: its inputs alone"
     gradients = gradient_bytes(program, plan.mesh)
-    of_it = f" ({gib(gradients)} of it gradients)" if gradients else ""
-    return f"{over}: {gib(inputs)} of inputs, {gib(needed - inputs)} of temporaries{of_it}"
+    gradient_text = f" ({gib(gradients)} of it gradients)" if gradients else ""
+    return f"{over}: {gib(inputs)} of inputs, {gib(needed - inputs)} of temporaries{gradient_text}"
 
 
 def _groups(residents: Sequence[Resident]) -> str:
@@ -156,9 +156,9 @@ def _activations(subject: LayoutSubject) -> Iterator[str]:
         names = saved_names(subject, activation)
         by_name = f" ({' and '.join(names)})" if names else ""
         layers = count // max(len(names), 1)
-        kept = f", kept of each of {layers} layers{by_name}: {gib(size * count)}" if count > 1 else ""
+        saved = f", kept of each of {layers} layers{by_name}: {gib(size * count)}" if count > 1 else ""
         dtype = activation.leaf.dtype.name
-        yield f"largest activation: {gib(size)} {_named(activation, subject.plan)}, {dtype}{kept}"
+        yield f"largest activation: {gib(size)} {_named(activation, subject.plan)}, {dtype}{saved}"
 
 
 def _way_out(subject: LayoutSubject) -> str:
@@ -195,37 +195,39 @@ def advise_on_slots(plan: RunPlan, pod: Accelerator | None = None) -> list[str]:
     return [] if served is None or limit is None else [format_slot_advice(served, limit, pod)]
 
 
-def format_slot_advice(served: DecodeCost, limit: int, pod: Accelerator | None, *, room: int | None = None) -> str:
+def format_slot_advice(
+    served: DecodeCost, limit: int, pod: Accelerator | None, *, temp_bytes: int | None = None
+) -> str:
     """Advice where more rows are configured than fit: the number that fits, and changes that would hold them.
 
     Args:
         served: as configured.
         limit: bytes of a device.
         pod: the chips; larger pods of its generation are tried.
-        room: bytes of Programs' temporaries; by default those that `served` assumes.
+        temp_bytes: bytes of Programs' temporaries; by default those that `served` assumes.
     """
-    room = served.temp_bytes if room is None else room
-    most = served.fitting(limit, served.context, temp_bytes=room)
+    temp_bytes = served.temp_bytes if temp_bytes is None else temp_bytes
+    most = served.fitting(limit, served.context, temp_bytes=temp_bytes)
     message = f"{most:,} rows of {served.context:,} positions fit, {served.rows:,} asked"
     ways: list[str] = []
     if most:
         ways.append(f"inference.max_rows: {most} (or auto)")
     if served.dtype != "int8":
         ways += _if_enough(
-            served, "inference.cache_dtype: int8", served.fitting(limit, served.context, "int8", temp_bytes=room)
+            served, "inference.cache_dtype: int8", served.fitting(limit, served.context, "int8", temp_bytes=temp_bytes)
         )
     weights = served.weights
     # Weights that are quantized already have nothing more to save.
     if not weights.integers and weights.width > 1:
         smaller = replace(served, weights=replace(weights, others=weights.others // weights.width))
-        ways += _if_enough(served, "quantize: int8", smaller.fitting(limit, served.context, temp_bytes=room))
+        ways += _if_enough(served, "quantize: int8", smaller.fitting(limit, served.context, temp_bytes=temp_bytes))
     context = served.context
-    while context > 1024 and served.fitting(limit, context, temp_bytes=room) < served.rows:
+    while context > 1024 and served.fitting(limit, context, temp_bytes=temp_bytes) < served.rows:
         context //= 2
-    if context < served.context and (rows := served.fitting(limit, context, temp_bytes=room)) >= served.rows:
+    if context < served.context and (rows := served.fitting(limit, context, temp_bytes=temp_bytes)) >= served.rows:
         ways.append(f"inference.max_seq_len: {context}, {rows} rows")
     if pod is not None:
-        ways += _larger_pods(served, limit, pod, room)
+        ways += _larger_pods(served, limit, pod, temp_bytes)
     return f"{message}: " + (", or ".join(ways) if ways else "only smaller weights or more chips hold that many")
 
 

@@ -83,7 +83,7 @@ def suggest_layout(subject: LayoutSubject) -> Suggestion | None:
     tight: Suggestion | None = None
     seen: set[frozenset[LayoutChange]] = set()
     for _ in range(MOST_CHANGES):
-        tried: list[tuple[Layout, LayoutMemory]] = []
+        candidates: list[tuple[Layout, LayoutMemory]] = []
         fitting: list[tuple[Layout, Suggestion]] = []
         for layout, figures in beam:
             for candidate in neighbour_layouts(subject, layout, figures):
@@ -93,10 +93,10 @@ def suggest_layout(subject: LayoutSubject) -> Suggestion | None:
                 seen.add(frozenset(candidate.changes))
                 memory = layout_memory(subject, candidate)
                 if not memory.hopeless:
-                    tried.append((candidate, memory))
-                    one = _judged(subject, candidate, memory, base)
-                    if one is not None:
-                        fitting.append((candidate, one))
+                    candidates.append((candidate, memory))
+                    suggestion = _judged(subject, candidate, memory, base)
+                    if suggestion is not None:
+                        fitting.append((candidate, suggestion))
         # A layout that probably fits ends the search at this number of changes;
         # one that only might fit does not.
         roomy = [pair for pair in fitting if pair[1].roomy]
@@ -106,7 +106,7 @@ def suggest_layout(subject: LayoutSubject) -> Suggestion | None:
             tight = min(fitting, key=lambda pair: pair[1].known.total)[1]
         # Layouts with errors that more sharding can repair stay in the beam: a
         # first change may need a second one.
-        beam = sorted(tried, key=lambda pair: pair[1].arguments + pair[1].temporaries)[:BEAM]
+        beam = sorted(candidates, key=lambda pair: pair[1].arguments + pair[1].temporaries)[:BEAM]
     return tight
 
 
@@ -198,8 +198,12 @@ def _rules(
     # Heads that are sharded already would need a redistribution of both axes; such layouts are not tried.
     if any(cuts.get(axis) for axis in (KV_HEAD, Q_PER_GROUP)) or KV_HEAD not in sizes:
         return None
-    done = distribute(over, kv_heads=sizes[KV_HEAD], q_per_group=sizes.get(Q_PER_GROUP, 1), mesh=mesh)
-    return None if done is None else {KV_HEAD: done.kv_head or None, Q_PER_GROUP: done.q_heads_per_group or None}
+    distribution = distribute(over, kv_heads=sizes[KV_HEAD], q_per_group=sizes.get(Q_PER_GROUP, 1), mesh=mesh)
+    return (
+        None
+        if distribution is None
+        else {KV_HEAD: distribution.kv_head or None, Q_PER_GROUP: distribution.q_heads_per_group or None}
+    )
 
 
 def _with_rules(
@@ -284,9 +288,9 @@ def _with_rows(subject: LayoutSubject, before: Layout, layout: Layout) -> Layout
 def _other_sizes(layout: Layout) -> Iterator[Layout]:
     """Moves a factor of one mesh axis to another one that parameter rules use, small factors first."""
     mesh = layout.mesh
-    spoken_of = layout.mappings.params.used_mesh_axes
+    used_axes = layout.mappings.params.used_mesh_axes
     # DCN axes are fixed by the number of slices, and `group` follows from the heads of the model.
-    for to in (axis for axis in mesh.names if axis in spoken_of and axis not in mesh.dcn and axis != GROUP_AXIS):
+    for to in (axis for axis in mesh.names if axis in used_axes and axis not in mesh.dcn and axis != GROUP_AXIS):
         for giver, size in mesh.axes:
             if giver == to or giver in mesh.dcn or size == 1:
                 continue

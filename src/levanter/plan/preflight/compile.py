@@ -93,7 +93,7 @@ def compile_stage(inquiry: Inquiry, plan: RunPlan, pod: Accelerator | None, budg
 
 def _arithmetic(plan: RunPlan, scope: Scope) -> list[str]:
     """Phrases about the Programs that are not compiled because an upper bound fits."""
-    most = {name: gib(drawn.total) for name, drawn in known_to_fit(plan, scope).items()}
+    most = {name: gib(bound.total) for name, bound in known_to_fit(plan, scope).items()}
     return [f"{name} by arithmetic, at most {size} (--all_programs compiles it)" for name, size in most.items()]
 
 
@@ -109,12 +109,12 @@ def _named(plan: RunPlan, names: Sequence[str]) -> str:
 
 def _ages(outcomes: Sequence[Outcome]) -> list[str]:
     """A phrase with the age of cached results; empty if there are none."""
-    kept = {o.name: time.time() - o.kept_since for o in outcomes if o.kept_since is not None}
-    if not kept:
+    ages = {o.name: time.time() - o.kept_since for o in outcomes if o.kept_since is not None}
+    if not ages:
         return []
-    oldest = seconds_text(max(kept.values()))
-    which = "all" if len(kept) == len(outcomes) else ", ".join(kept)
-    return [f"{which} from the cache, {oldest} old{' at most' if len(kept) > 1 else ''} (--no_cache compiles again)"]
+    oldest = seconds_text(max(ages.values()))
+    which = "all" if len(ages) == len(outcomes) else ", ".join(ages)
+    return [f"{which} from the cache, {oldest} old{' at most' if len(ages) > 1 else ''} (--no_cache compiles again)"]
 
 
 def _without_compiler(

@@ -47,16 +47,16 @@ def cost_stage(
         if outcome is None and program not in plan.computing and program.name not in bounded:
             continue
         workload, others = workloads.get(program.name), coresident.get(program.name, 0)
-        drawn = bounded.get(program.name)
-        bound = None if drawn is None else drawn.total
-        sent = None if pod is None or plan.errors else offloaded_activations(plan, program.name, pod=pod)
+        init_bound = bounded.get(program.name)
+        bound = None if init_bound is None else init_bound.total
+        offloaded = None if pod is None or plan.errors else offloaded_activations(plan, program.name, pod=pod)
         verdict = ProgramVerdict(
             name=program.name,
             outcome=outcome,
             bound=bound,
             coresident_bytes=others,
             workload=workload,
-            offloaded=sent,
+            offloaded=offloaded,
         )
         if isinstance(outcome, Refused):
             verdict = replace(verdict, why_not=explain_oom(outcome, plan, budget))

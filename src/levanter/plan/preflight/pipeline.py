@@ -114,13 +114,13 @@ def _config(inquiry: Inquiry, pod: Accelerator | None) -> RunPlan | None:
     except CompileCrash as error:
         inquiry.end("config", "no devices were found here", findings=[str(error)], code=COMPILER_CRASH)
         return None
-    wrong = [f"{c.name}: {c.message}" for c in plan.checks if c.status == "error"]
+    errors = [f"{c.name}: {c.message}" for c in plan.checks if c.status == "error"]
     absent = [f"{c.name}: not checked here: {c.message}" for c in plan.checks if c.status == "unchecked"]
     missing = len(plan.missing) if question.require_inputs else 0
-    if wrong or missing:
-        problems = [f"{len(wrong)} wrong"] if wrong else []
+    if errors or missing:
+        problems = [f"{len(errors)} wrong"] if errors else []
         problems += [f"{missing} not available (--require_inputs)"] if missing else []
-        inquiry.end("config", ", ".join(problems), findings=[*wrong, *absent], code=BAD_INPUT)
+        inquiry.end("config", ", ".join(problems), findings=[*errors, *absent], code=BAD_INPUT)
     elif absent:
         inquiry.end("config", f"sound; {len(absent)} not checked here", findings=absent, status="unchecked")
     else:
@@ -150,9 +150,9 @@ def _sharding(inquiry: Inquiry, plan: RunPlan, pod: Accelerator | None) -> Budge
     else:
         code = DOES_NOT_FIT if replicated else BAD_INPUT if errors else OK
     if not errors and pod is not None and plan.workloads:
-        sent = offloaded_activations(plan, plan.workloads[0].program, pod=pod)
-        if sent is not None and not sent.fits:
-            errors, code = [f"host memory: {sent}: more than it has"], DOES_NOT_FIT
+        offloaded = offloaded_activations(plan, plan.workloads[0].program, pod=pod)
+        if offloaded is not None and not offloaded.fits:
+            errors, code = [f"host memory: {offloaded}: more than it has"], DOES_NOT_FIT
     inquiry.end("sharding", message, findings=errors, code=code)
     return budget
 

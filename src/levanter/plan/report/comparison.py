@@ -63,27 +63,29 @@ def _is_whole(side: ComparedRun) -> bool:
 
 def _received(this: ComparedRun, other: ComparedRun) -> Iterator[Row]:
     for network in ("ici", "dcn"):
-        mine, its = getattr(this.total_received, network), getattr(other.total_received, network)
+        this_bytes, other_bytes = getattr(this.total_received, network), getattr(other.total_received, network)
         # A single slice has no DCN traffic; a row of zeros would say nothing.
-        if not mine and not its:
+        if not this_bytes and not other_bytes:
             continue
-        yield _row(f"received over {network.upper()}", mine, its, _size)
-        for what in dict.fromkeys((*this.received, *other.received)):
-            one, two = (getattr(side.received.get(what, CollectiveBytes()), network) or None for side in (this, other))
+        yield _row(f"received over {network.upper()}", this_bytes, other_bytes, _size)
+        for purpose in dict.fromkeys((*this.received, *other.received)):
+            one, two = (
+                getattr(side.received.get(purpose, CollectiveBytes()), network) or None for side in (this, other)
+            )
             if one or two:
-                yield _row(f"  {what}", one, two, _size)
+                yield _row(f"  {purpose}", one, two, _size)
         if this.compiled is not None:
-            its = None if other.compiled is None else getattr(other.compiled, network)
-            yield _row(f"  as compiled, {network.upper()}", getattr(this.compiled, network), its, _size)
+            other_bytes = None if other.compiled is None else getattr(other.compiled, network)
+            yield _row(f"  as compiled, {network.upper()}", getattr(this.compiled, network), other_bytes, _size)
 
 
 def _step(this: ComparedRun, other: ComparedRun) -> Iterator[Row]:
     sides = (this, other)
     times = [None if side.step is None else side.step.time for side in sides]
-    mine, its = (None if time is None else time.expected for time in times)
-    if mine is None:
+    this_seconds, other_seconds = (None if time is None else time.expected for time in times)
+    if this_seconds is None:
         return
-    yield _row("a step", mine, its, seconds_text)
+    yield _row("a step", this_seconds, other_seconds, seconds_text)
     exposed = [None if time is None else timing.exposed_share(time) for time in times]
     yield ("  of it exposed communication", *(_NONE if share is None else percent(share) for share in exposed), "")
     yield _row("tokens/s/chip", _rate(this), _rate(other), three_digits)
@@ -122,7 +124,7 @@ def _values(side: ComparedRun) -> dict[str, object]:
         "headline": side.verdict.headline,
         "peak_bytes": view.most_bytes(side.verdict) if _is_whole(side) else None,
         "resident_bytes": dict(side.groups),
-        "received": {what: network(bytes_) for what, bytes_ in side.received.items()},
+        "received": {purpose: network(bytes_) for purpose, bytes_ in side.received.items()},
         "received_compiled": network(side.compiled),
         "step_seconds": None if time is None else time.expected,
         "tokens_per_second_per_chip": _rate(side),

@@ -126,8 +126,8 @@ def _panel(verdict: Verdict, id_: str, most: int) -> Html:
         _tiles(verdict),
     ]
     # Findings explain a refusal; inputs that were not checked are listed at the end instead.
-    if verdict.exit_code and (wrong := view.findings(verdict)):
-        content.append(section("What is wrong", bullet_list(wrong)))
+    if verdict.exit_code and (findings := view.findings(verdict)):
+        content.append(section("What is wrong", bullet_list(findings)))
     if reasons := view.reasons(verdict):
         content.append(section("Why it does not fit", bullet_list(reasons)))
     content += [_serving(sheet) for sheet in serving_sheets(verdict)]
@@ -186,7 +186,7 @@ def _bytes(verdict: Verdict) -> Content:
     occupancy = view.occupancy(verdict)
     if occupancy is None:
         return ""
-    one = view.holder(verdict)
+    holder = view.holder(verdict)
     rows: list[list[Content]] = [
         [[charts.swatch(segment.name), segment.name], gib(segment.nbytes), _share(segment.nbytes, occupancy)]
         for segment in occupancy.segments
@@ -203,11 +203,13 @@ def _bytes(verdict: Verdict) -> Content:
     note = f"while {occupancy.program} runs: {gib(occupancy.used)}{limit} ({source[occupancy.source]})"
     whole = ""
     if verdict.budget is not None and verdict.budget.replicated_bytes:
-        whole = f"Of the inputs {gib(verdict.budget.replicated_bytes)} are arrays that are replicated on every {one}."
+        whole = (
+            f"Of the inputs {gib(verdict.budget.replicated_bytes)} are arrays that are replicated on every {holder}."
+        )
     return section(
-        f"Bytes on a {one}",
-        charts.memory_bar(occupancy, holder=one),
-        table(("group", "bytes", f"of a {one}" if occupancy.limit else "share"), rows, numbers=(1, 2)),
+        f"Bytes on a {holder}",
+        charts.memory_bar(occupancy, holder=holder),
+        table(("group", "bytes", f"of a {holder}" if occupancy.limit else "share"), rows, numbers=(1, 2)),
         tag("p", whole) if whole else "",
         note=note,
     )
@@ -382,8 +384,8 @@ def _programs(verdict: Verdict) -> Content:
         return ""
     header = ("program", "", "inputs", "new results", "temporaries", "code", "at its peak", "compiled in")
     note = "not all temporaries are live at the peak"
-    sent = (tag("p", sentence) for sentence in view.offloading(verdict))
-    return section("Programs", table(header, rows, numbers=tuple(range(2, 8))), *sent, note=note)
+    sentences = (tag("p", sentence) for sentence in view.offloading(verdict))
+    return section("Programs", table(header, rows, numbers=tuple(range(2, 8))), *sentences, note=note)
 
 
 def _stages(verdict: Verdict) -> Content:

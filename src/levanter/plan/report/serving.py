@@ -50,7 +50,7 @@ def serving_sheets(verdict: Verdict) -> tuple[ReportTable, ...]:
 
 
 def _bytes(verdict: Verdict, report: ServingReport) -> ReportTable:
-    memory, served, one = report.memory, report.served, view.holder(verdict)
+    memory, served, holder = report.memory, report.served, view.holder(verdict)
     rows = [(name, gib(nbytes)) for name, nbytes in memory.groups.items()]
     rows.append(("temporaries", gib(memory.temporaries)))
     if memory.free is not None:
@@ -60,24 +60,24 @@ def _bytes(verdict: Verdict, report: ServingReport) -> ReportTable:
     positions, nbytes = memory.page
     sentences = [
         f"temporaries of Programs: {how}",
-        f"page / slot bytes: {gib(nbytes)} of a {one} for a page of {positions:,} positions, "
+        f"page / slot bytes: {gib(nbytes)} of a {holder} for a page of {positions:,} positions, "
         f"{gib(served.bytes_per_row(served.context))} for a slot of {served.context:,}",
     ]
     if memory.repeated:
         sentences.append(
-            f"repeated {served.repeated}× over group: {gib(memory.repeated)} of the cache are on other {one}s too, "
+            f"repeated {served.repeated}× over group: {gib(memory.repeated)} of the cache are on other {holder}s too, "
             "since query heads are sharded further than heads of keys and values"
         )
     if report.repeated_window:
         sentences.append(
-            f"layers with a window keep all positions: {gib(report.repeated_window)} of a {one} hold positions outside "
-            "the window"
+            f"layers with a window keep all positions: {gib(report.repeated_window)} of a {holder} hold positions "
+            "outside the window"
         )
     limit = "" if memory.limit is None else f" of {gib(memory.limit)}"
-    title = f"{count_text(served.rows, 'row')} on each {one}{limit}"
+    title = f"{count_text(served.rows, 'row')} on each {holder}{limit}"
     if served.shards > 1:
         # Each shard of the batch holds its rows; the bytes are those of one device of a shard.
-        title = f"{served.rows:,} rows in {served.shards} shards, on each {one}{limit}"
+        title = f"{served.rows:,} rows in {served.shards} shards, on each {holder}{limit}"
     return ReportTable(title=f"bytes of {title}", header=(), rows=tuple(rows), sentences=tuple(sentences))
 
 

@@ -148,11 +148,11 @@ def _bytes(verdict: Verdict) -> list[str]:
     occupancy = view.occupancy(verdict)
     if occupancy is None:
         return []
-    one = view.holder(verdict)
+    holder = view.holder(verdict)
     limit = f" of {gib(occupancy.limit)}" if occupancy.limit is not None else ""
     source = {"compiled": "as compiled", "refused": "as the compiler refused it", "arithmetic": "inputs alone"}
     lines = _title(
-        f"bytes on a {one} while {occupancy.program} runs: {gib(occupancy.used)}{limit} ({source[occupancy.source]})"
+        f"bytes on a {holder} while {occupancy.program} runs: {gib(occupancy.used)}{limit} ({source[occupancy.source]})"
     )
     mark = None if occupancy.limit is None else occupancy.limit / occupancy.scale
     rows, begin = [], 0
@@ -172,7 +172,7 @@ def _bytes(verdict: Verdict) -> list[str]:
     budget = verdict.budget
     if budget is not None and budget.replicated_bytes:
         lines += paragraph(
-            f"of the inputs {gib(budget.replicated_bytes)} are arrays that are replicated on every {one}"
+            f"of the inputs {gib(budget.replicated_bytes)} are arrays that are replicated on every {holder}"
         )
     return lines
 

@@ -43,10 +43,10 @@ def cut(text: str, width: int) -> str:
     """The text in at most `width` columns, cut at the front, because paths differ at their ends."""
     if columns(text) <= width:
         return text
-    kept = text
-    while columns(kept) > width - 1:
-        kept = kept[1:]
-    return "…" + kept
+    suffix = text
+    while columns(suffix) > width - 1:
+        suffix = suffix[1:]
+    return "…" + suffix
 
 
 def _pad(text: str, width: int, side: Align) -> str:
@@ -84,9 +84,9 @@ def _wrapped(text: str, first: str, later: str) -> list[str]:
         while columns(line) + columns(rest) > WIDTH:
             available = WIDTH - columns(line)
             # The longest prefix that fits, and at least one character, or the loop would not end.
-            taken = next(n for n in range(len(rest), 0, -1) if columns(rest[:n]) <= available or n == 1)
-            lines.append(line + rest[:taken])
-            line, rest = later, rest[taken:]
+            length = next(n for n in range(len(rest), 0, -1) if columns(rest[:n]) <= available or n == 1)
+            lines.append(line + rest[:length])
+            line, rest = later, rest[length:]
         line, empty = line + rest, False
     return [*lines, line] if not empty else lines
 

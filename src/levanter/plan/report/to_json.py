@@ -165,14 +165,14 @@ def _program(verdict: Verdict, program: ProgramVerdict) -> dict[str, Any]:
             "message": outcome.refusal.message,
             "largest": [{"bytes": a.nbytes, "kind": a.kind, "op_name": a.op_name} for a in outcome.refusal.allocations],
         }
-    if (sent := program.offloaded) is not None:
+    if (offloaded := program.offloaded) is not None:
         values["offloaded"] = {
-            "names": list(sent.names),
-            "device_bytes": sent.device_bytes,
-            "host_bytes": sent.host_bytes,
-            "host_limit_bytes": sent.host_limit,
-            "microbatches": sent.microbatches,
-            "seconds": sent.seconds,
+            "names": list(offloaded.names),
+            "device_bytes": offloaded.device_bytes,
+            "host_bytes": offloaded.host_bytes,
+            "host_limit_bytes": offloaded.host_limit,
+            "microbatches": offloaded.microbatches,
+            "seconds": offloaded.seconds,
         }
     if (work := program.workload) is not None:
         values["workload"] = {

@@ -171,12 +171,14 @@ def candidates(
         cut = tuple(_name(names) for names in sorted(axes, key=len))
         # `ways` devices share each row by tensor parallelism; the others take different rows or positions.
         for ways in divisors(devices):
-            both = _factored(ways, [tuple(sizes[name] for name in names) for names in axes])
+            factors = _factored(ways, [tuple(sizes[name] for name in names) for names in axes])
             # With one way nothing is sharded, so the layout with whole experts equals the one without.
-            if both is None or (ways == 1 and EXPERT in cut):
+            if factors is None or (ways == 1 and EXPERT in cut):
                 continue
             divides = sizes["vocab"] % ways == 0
-            base = Candidate(data=devices // ways, model=both[0], group=both[1], vocab=divides, slices=slices, cut=cut)
+            base = Candidate(
+                data=devices // ways, model=factors[0], group=factors[1], vocab=divides, slices=slices, cut=cut
+            )
             contexts = _contexts(sizes, tensor_axes, devices // ways) if global_batch is not None else [1]
             for residual in _residuals(sizes, ways, training=global_batch is not None):
                 for context in contexts:

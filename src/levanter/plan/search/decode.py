@@ -196,8 +196,8 @@ def search_decode(
         compile_layout: returns whether a layout fits, and the outcome as text; None to rank by arithmetic alone.
         overrides: the run's rules for some parameters.
     """
-    every = list(decode_meshes(served, devices=pod.devices))
-    fitting = [layout for one in every for layout in decode_layouts(one, pod, goal, limit=limit)]
+    meshes = list(decode_meshes(served, devices=pod.devices))
+    fitting = [layout for mesh_cost in meshes for layout in decode_layouts(mesh_cost, pod, goal, limit=limit)]
     ranked = sorted(fitting, key=lambda layout: layout.score(goal), reverse=True)
     tried: list[tuple[DecodeLayout, str]] = []
     best = ranked[0] if ranked and compile_layout is None else None
@@ -211,7 +211,7 @@ def search_decode(
             break
     return DecodeSearchResult(
         goal=goal,
-        considered=len(every),
+        considered=len(meshes),
         fitting=len(fitting),
         tried=tuple(tried),
         best=best,
@@ -252,8 +252,8 @@ def _neighbours(best: DecodeLayout, pod: Accelerator, goal: Goal, *, limit: int)
 
 
 def _no_row(served: DecodeCost, limit: int) -> str:
-    taken = served.weights.total + served.temp_bytes
-    return f"no row fits: weights and temporaries take {gib(taken)} of {gib(limit)} a chip"
+    fixed_bytes = served.weights.total + served.temp_bytes
+    return f"no row fits: weights and temporaries take {gib(fixed_bytes)} of {gib(limit)} a chip"
 
 
 def render_decode_search(result: DecodeSearchResult, *, target: str) -> str:

@@ -260,16 +260,16 @@ def estimate_layout(
     sums = subject.summed + 1
     flops = subject.flops_per_token * tokens * (passes.compute if subject.training else 1.0)
     on_device = _activation_bytes(subject.activations, subject, mappings, mesh, whole_rows)
-    kept = _kept(subject, mappings, mesh, on_device, remat=remat) if subject.training else 0
-    kept_still = sum(leaf.bytes_per_device for leaf in plan.leaves if leaf.leaf.path in subject.frozen)
+    saved_bytes = _kept(subject, mappings, mesh, on_device, remat=remat) if subject.training else 0
+    frozen_bytes = sum(leaf.bytes_per_device for leaf in plan.leaves if leaf.leaf.path in subject.frozen)
     # The optimizer reads and writes all that is trained once a step; every
     # microbatch reads weights and activations.
-    moved = (plan.bytes_per_device - kept_still) * (2 if subject.training else 0)
+    moved = (plan.bytes_per_device - frozen_bytes) * (2 if subject.training else 0)
     moved += steps * passes.traffic * (_weights_read(subject, mappings, mesh) + _activations_moved(subject, on_device))
     return Estimate(
         argument_bytes=plan.bytes_per_device,
-        activation_bytes=kept + _at_work(subject, mappings, mesh, on_device),
-        kept_bytes=kept,
+        activation_bytes=saved_bytes + _at_work(subject, mappings, mesh, on_device),
+        kept_bytes=saved_bytes,
         tokens=tokens,
         compute=flops / (pod.devices * pod.peak_flops() * MATMUL_EFFICIENCY),
         memory=moved / pod.hbm_bandwidth,
@@ -330,16 +330,16 @@ def _weights_read(subject: SearchSubject, mappings: Mappings, mesh: MeshSpec) ->
     """Bytes of all weights as a device reads them: gathered, in the compute dtype."""
     total = 0
     for leaf in subject.parameters:
-        kept = {axis for name in leaf.names for axis in mappings.compute.mesh_axes(name)}
+        compute_axes = {axis for name in leaf.names for axis in mappings.compute.mesh_axes(name)}
         stored = {axis for name in leaf.names for axis in mappings.params_at(leaf.path).mesh_axes(name)}
         # Mesh axes that shard both storage and computation stay; the others have been gathered.
-        total += _as_computed(leaf, subject) // mesh.ways(tuple(stored & kept))
+        total += _as_computed(leaf, subject) // mesh.ways(tuple(stored & compute_axes))
     return total * subject.compute_bytes
 
 
 def _activations_moved(subject: SearchSubject, on_device: Mapping[str, int]) -> int:
     """Bytes of the activations of the layers and the head, each written once and read once."""
-    of_layer = sum(size for name, size in on_device.items() if name != EMBEDDED and not name.startswith(_LOGITS))
+    layer_bytes = sum(size for name, size in on_device.items() if name != EMBEDDED and not name.startswith(_LOGITS))
     # Logits are planned for one chunk of positions of the head; over a row all its chunks move.
     chunks = sum(
         size * subject.positions // max(dict(leaf.axes).get("position", 1), 1)
@@ -347,18 +347,18 @@ def _activations_moved(subject: SearchSubject, on_device: Mapping[str, int]) -> 
         if leaf.path.startswith(_LOGITS)
         for size in (on_device[leaf.path],)
     )
-    return 2 * (subject.layers * of_layer + chunks)
+    return 2 * (subject.layers * layer_bytes + chunks)
 
 
 def _gathered(subject: SearchSubject, mappings: Mappings, mesh: MeshSpec) -> dict[tuple[str, ...], int]:
     """Elements of all parameters on a device after gathering, by the mesh axes that they are gathered over."""
     by_axes: dict[tuple[str, ...], int] = {}
     for leaf in subject.parameters:
-        kept = {axis for name in leaf.names for axis in mappings.compute.mesh_axes(name)}
+        compute_axes = {axis for name in leaf.names for axis in mappings.compute.mesh_axes(name)}
         stored = {axis for name in leaf.names for axis in mappings.params_at(leaf.path).mesh_axes(name)}
-        over = tuple(a for a in mesh.names if a in stored - kept and mesh.shape[a] > 1)
+        over = tuple(a for a in mesh.names if a in stored - compute_axes and mesh.shape[a] > 1)
         if over:
-            elements = _as_computed(leaf, subject) // mesh.ways(tuple(stored & kept))
+            elements = _as_computed(leaf, subject) // mesh.ways(tuple(stored & compute_axes))
             by_axes[over] = by_axes.get(over, 0) + elements
     return by_axes
 
@@ -400,19 +400,19 @@ def _kept(
     """Bytes of the activations that all layers save for the backward pass, and of the gradients."""
     plan = plan_sharding(subject.trained, mappings, mesh)
     gradients = sum(math.prod(p.shard_shape) for p in plan.leaves) * GRADIENT_BYTES
-    of_layer = on_device[RESIDUAL] if remat else KEPT_WITHOUT_REMAT * _of_layer(on_device)
-    return gradients + math.ceil(subject.layers * of_layer)
+    layer_bytes = on_device[RESIDUAL] if remat else KEPT_WITHOUT_REMAT * _of_layer(on_device)
+    return gradients + math.ceil(subject.layers * layer_bytes)
 
 
 def _at_work(subject: SearchSubject, mappings: Mappings, mesh: MeshSpec, on_device: Mapping[str, int]) -> int:
     """Bytes of the working set of a layer and the head: activations, and two gathered layers."""
-    of_layer = _of_layer(on_device)
-    logits = sum(on_device.values()) - of_layer
+    layer_bytes = _of_layer(on_device)
+    logits = sum(on_device.values()) - layer_bytes
     gathered = sum(_gathered(subject, mappings, mesh).values()) * subject.compute_bytes
     # A backward pass has a layer's activations and their gradients.
     passes = 2 if subject.training else 1
     # Two gathered layers: the next one is prefetched while one computes.
-    return passes * of_layer + logits + 2 * gathered // max(subject.layers, 1)
+    return passes * layer_bytes + logits + 2 * gathered // max(subject.layers, 1)
 
 
 def _of_layer(on_device: Mapping[str, int]) -> int:

@@ -85,9 +85,9 @@ class SearchResult:
     @property
     def configured_is_best(self) -> bool:
         """Whether no compiled layout is faster than the configured one."""
-        mine = None if self.configured is None else seconds_per_token(self.configured)
+        configured = None if self.configured is None else seconds_per_token(self.configured)
         best = None if self.best is None else self.best.seconds_per_token
-        return mine is not None and (best is None or mine <= best)
+        return configured is not None and (best is None or configured <= best)
 
     def fragment(self, extra: dict[str, Any] | None = None) -> str:
         """The winner as YAML to paste.
@@ -128,16 +128,16 @@ def search(
         on_event: receives progress messages.
     """
     say = on_event or (lambda _: None)
-    every = candidates(
+    listed = candidates(
         subject.axes.sizes,
         tensor_axes=subject.tensor_axes,
         devices=pod.devices // pod.slices,
         global_batch=subject.global_batch,
         slices=pod.slices,
     )
-    priced = [Tried(candidate=c, estimate=estimate(c, subject, pod)) for c in every]
+    priced = [Tried(candidate=c, estimate=estimate(c, subject, pod)) for c in listed]
     fitting = sorted((t for t in priced if t.estimate.fits(pod.hbm_bytes)), key=_rank)
-    say(f"{len(every)} layouts divide, {len(fitting)} fit by arithmetic")
+    say(f"{len(listed)} layouts divide, {len(fitting)} fit by arithmetic")
     tried: list[Tried] = []
 
     def attempt(ones: Sequence[Tried], enough: int) -> None:
@@ -175,7 +175,7 @@ def search(
         best=winner,
         compiled=tuple(ranked),
         neighbours=tuple(_neighbours(winner, priced, ranked, pod)) if winner else (),
-        considered=len(every),
+        considered=len(listed),
         fitting=len(fitting),
         closest=None if winner else min(priced, key=_needs, default=None),
         configured=configured,
@@ -332,9 +332,9 @@ def _why_not(other: Tried, winner: Tried, pod: Accelerator) -> str:
     verdict = other.verdict
     if verdict is not None and verdict.fits is False:
         return f"compiled: {gib(verdict.peak_bytes or 0)} > {gib(pod.hbm_bytes)}"
-    mine, best = other.seconds_per_token, winner.seconds_per_token
-    if mine is not None and best is not None:
-        return f"compiled: {100 * (mine / best - 1):.1f} % slower a token"
+    seconds, best = other.seconds_per_token, winner.seconds_per_token
+    if seconds is not None and best is not None:
+        return f"compiled: {100 * (seconds / best - 1):.1f} % slower a token"
     price = other.estimate
     if price.problem:
         return price.problem

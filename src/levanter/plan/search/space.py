@@ -162,8 +162,8 @@ def search_layouts(
     subject = search_subject(plan)
     with scratch_folder() as scratch:
         # Parallel workers hand their results over through a cache; without one of the user's, a temporary one serves.
-        kept = question.kept or CompileCache(folder=scratch)
-        with_cache = dataclasses.replace(question, kept=kept)
+        cache = question.kept or CompileCache(folder=scratch)
+        with_cache = dataclasses.replace(question, kept=cache)
         compiler = LayoutCompiler(question=with_cache, config=config, describe=describe, plan=plan, say=say)
         return search(
             subject, pod, compile_candidate=compiler, ahead=compiler.ahead, configured=configured, on_event=say
@@ -233,14 +233,14 @@ def search_run_decode(run: LayoutCompiler, pod: Accelerator) -> Searched:
         run.say(f"compiling {layout}")
         varied_keys = {"candidate": dataclasses.asdict(layout.candidate), "candidate_keys": layout.keys}
         varied = with_layout(run.config, layout.candidate, layout.keys)
-        one = dataclasses.replace(
+        layout_question = dataclasses.replace(
             question,
             describe=lambda target: run.describe(varied, target),
             payload={**question.payload, **varied_keys},
             require_inputs=False,
             scope="timed",
         )
-        verdict = preflight(one)
+        verdict = preflight(layout_question)
         # The report has times for several numbers of rows; the goal is judged at those of this layout.
         steps = [load for load in _loads(verdict) if load.rows == layout.rows]
         took = f"; {seconds_text(steps[-1].time[1])} a token" if steps and steps[-1].time is not None else ""
