@@ -90,6 +90,8 @@ def runs(box: Box, sizes: Sequence[int]) -> tuple[np.ndarray, int]:
     >>> starts.tolist(), length
     ([16, 32], 4)
     """
+    # Built from the innermost axis outward: flat starts, the length of each range, and whether all axes so far are
+    # whole.
     starts, length, whole = np.zeros(1, dtype=np.int64), 1, True
     stride = 1
     for (start, stop), size in zip(reversed(box), reversed(sizes), strict=True):
@@ -117,6 +119,7 @@ def digit_boxes(start: int, stop: int, sizes: Sequence[int]) -> list[Box]:
     """
     if start >= stop:
         return []
+    # No digits: a scalar, of which the empty box is the only element.
     if not sizes:
         return [()]
     if len(sizes) == 1:
@@ -149,6 +152,7 @@ def cut_digits(box: Box, limit: int) -> Iterator[Box]:
     if box_size(box) <= limit or not box:
         yield box
         return
+    # The outermost axis with more than one index: cutting it keeps each piece a contiguous range.
     axis = next((i for i, (start, stop) in enumerate(box) if stop - start > 1), None)
     if axis is None:
         yield box
@@ -296,12 +300,14 @@ class LeafLayout:
 
     def digit_spans(self, box: Box) -> tuple[Box, ...]:
         """A box's spans, gathered by source axis, in its digits."""
+        # A piece of a wider digit begins behind the other pieces of that digit.
         spans = [(start + first, stop + first) for (start, stop), first in zip(box, self._firsts, strict=True)]
         return tuple(tuple(spans[p] for p in positions) for positions in self.group_positions)
 
     def source_boxes(self, box: Box) -> Iterator[Box]:
         """The exact boxes of each source tensor that a (clipped) box of the leaf needs, in order."""
         spans: list[list[Span]] = []
+        # Runs along one source axis are independent of those along another: the boxes are their product.
         for group, sizes, offset in zip(self.digit_spans(box), self.group_sizes, self.offsets, strict=True):
             starts, length = runs(group, sizes)
             spans.append([(s + offset, s + offset + length) for s in starts.tolist()])
@@ -319,6 +325,7 @@ class LeafLayout:
     def copy(self, stack: tuple[int, ...], digits: Sequence[Box], box: Box) -> BlockCopy | None:
         """How a read (a source tensor and a product of digit boxes) lands in a block; `None` if it does not."""
         place: list[int | slice] = [0] * len(self.axes)
+        # The read is of one source tensor; a block without that stacked index needs nothing of it.
         for position, index in zip(self.stack_positions, stack, strict=True):
             if not box[position][0] <= index < box[position][1]:
                 return None

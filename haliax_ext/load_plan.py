@@ -93,6 +93,7 @@ class LeafLoad:
     @property
     def read_alike(self) -> Hashable:
         """The key that leaves have in common which are read together, piece by piece."""
+        # A leaf that others are derived from is read alone: its pieces are transformed one at a time.
         own_key = self.path if self.derived is not None else ""
         return self.sources, self.pieces, self.reshard is None, own_key
 
@@ -123,6 +124,7 @@ class LeafLoad:
 
     def device_boxes(self, mesh: MeshSpec, piece: Span) -> np.ndarray:
         """The boxes `[devices, axes, 2]` of the leaf that hosts read for the devices, for a piece."""
+        # Read directly, a device's box is its final shard; with a reshard it is its slab.
         if self.reshard is None:
             return shard_boxes(self.leaf.shape, self.spec, mesh)
         return self.reshard.slab_boxes(piece)
@@ -152,6 +154,7 @@ def plan_steps(loads: Sequence[LeafLoad]) -> tuple[LoadStep, ...]:
     together: list[LeafLoad] = []
     transient = 0
 
+    # The small leaves collected so far become one step.
     def flush() -> None:
         if together:
             steps.append(LoadStep(loads=tuple(together)))
@@ -179,6 +182,7 @@ def plan_steps(loads: Sequence[LeafLoad]) -> tuple[LoadStep, ...]:
             if transient > TOGETHER_BYTES:
                 flush()
                 transient = needed
+            # Together they would exceed the limit of a shared Program, so each gets its own.
             if needed > TOGETHER_BYTES and len(group) > 1:
                 steps += [LoadStep(loads=(leaf,)) for leaf in group]
                 transient = 0
@@ -312,6 +316,7 @@ class LoadPlan:
             elif derived is not None:
                 by_step.append(self._derive_programs(step, reshard, derived, programs))
             else:
+                # `model` is the first step that is resharded in the same way: its Program serves this one too.
                 model = first.setdefault(tuple(load.reshard_key for load in step.loads), step)
                 by_step.append(self._reshard_programs(step, model, programs))
         return tuple(by_step)
@@ -321,6 +326,7 @@ class LoadPlan:
         reshards = [load.reshard for load in model.loads if load.reshard is not None]
         path, piece = reshards[0].leaf.path, step.piece
         if piece is None:
+            # The name has the number of the step, which is the same on all hosts.
             name = f"{self.name}.exchange.{self.steps.index(model)}"
             if name not in programs:
                 programs[name] = whole_program(name, reshards, self.sharding)

@@ -96,6 +96,7 @@ class LoadTransform:
         """
         leaf = reshard.leaf
         # What part of the leaf is in a piece: results are allocated for a piece in that proportion.
+        # A piece of a sharded axis takes `piece` elements of each shard, hence the product.
         share = 1.0 if reshard.cut is None else reshard.piece * reshard.shards / leaf.shape[reshard.cut]
         results = sum(r.leaf.dtype.itemsize * math.prod(r.shard_shape) for r in self.results)
         return math.ceil(share * (WORKING_BYTES * math.prod(leaf.shape) / ways + results))
@@ -113,6 +114,7 @@ def derive_program(name: str, reshard: Reshard, derived: LoadTransform, placemen
     def run(slab: hax.NamedArray) -> Mapping[str, hax.NamedArray]:
         return _derive_results(derived, reshard_slabs(reshard, (0, 0), slab))
 
+    # The slabs arrive as hosts read them; resharding and transformation are one Program.
     slabs = Input(name=reshard.leaf.path, value=reshard.slab_value((0, 0)), placement=reshard.read_mapping)
     return Program(name=name, function=run, inputs=(slabs,), out_placement=placement)
 
@@ -140,6 +142,7 @@ def derive_piece_program(
         so_far: Mapping[str, hax.NamedArray], slab: hax.NamedArray, start: jax.Array
     ) -> Mapping[str, hax.NamedArray]:
         updated: dict[str, hax.NamedArray] = {}
+        # The Program is compiled for the length of a piece; where it begins is an argument, so pieces share it.
         for path, part in _derive_results(derived, reshard_slabs(reshard, piece, slab)).items():
             # The piece is sharded as the leaf is, so its results are already where their elements of the whole belong.
             whole = so_far[path]
@@ -158,6 +161,7 @@ def derive_piece_program(
             Input(name="start", value=jax.ShapeDtypeStruct((), np.int32), placement=AxisMapping()),
         ),
         out_placement=placement,
+        # Donated, so that results are updated in place and exist once on a device.
         donate=("results",),
     )
 

@@ -128,7 +128,9 @@ class Program:
         """
         # Keep this path the same as `jit`: what is planned must be what runs.
         compiled = self._on(mesh)
+        # Tracing under the scope is what gives the function its mappings, mesh and matmul precision.
         with self._scope(mesh):
+            # Abstract arrays stand in for the inputs: no memory is allocated.
             traced = compiled.jitted.trace(*[_arrays(i.value) for i in self.inputs])
             # A mesh of devices states its platform; on an abstract mesh the caller must name it.
             return traced.lower() if isinstance(mesh, Mesh) else traced.lower(lowering_platforms=(platform,))
@@ -196,6 +198,8 @@ class Program:
         # An abstract mesh cannot be "set" for execution; tracing under it is all that lowering needs.
         enter = jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh)
         precision = (
+            # JAX's precision setting is part of its jit cache key, so Programs with different precisions do not share a
+            # trace.
             jax.default_matmul_precision(self.matmul_precision) if self.matmul_precision else contextlib.nullcontext()
         )
         with mappings_in_scope(self.mappings), enter, precision:
@@ -215,6 +219,7 @@ class Program:
         templates = [i.value for i in self.inputs]
 
         def flat_function(*arrays: Mapping[str, Array]) -> dict[str, Array]:
+            # The function sees its own structure again; only the arrays passed through XLA as dictionaries.
             values = [_fill(template, leaves) for template, leaves in zip(templates, arrays, strict=True)]
             return _arrays(self.function(*values))
 
@@ -223,6 +228,7 @@ class Program:
         with self._scope(mesh):
             # The function may read the mapping and the mesh in scope, so its result's shapes depend on them.
             out = eval_shape(self.function, *templates)
+        # Shardings are explicit on both sides; only a placement of None leaves the choice to the passed arrays.
         in_shardings = tuple(_shardings(i.value, i.placement, mesh) for i in self.inputs)
         placement = self.mappings.compute if self.out_placement is None else self.out_placement
         jitted = jax.jit(
@@ -266,6 +272,7 @@ def _arrays(tree: PyTree) -> dict[str, Array]:
 
 def _fill(template: PyTree, arrays: Mapping[str, Any]) -> PyTree:
     def visit(path: str, x: object) -> object:
+        # Static parts of the structure come from the template; they are not arrays and never reach XLA.
         if path not in arrays:
             return x
         return hax.NamedArray(arrays[path], x.axes) if is_named(x) else arrays[path]

@@ -203,6 +203,7 @@ def plan_reads(load: LeafLoad, blocks: Sequence[Block], *, gap_bytes: int | None
         # A cluster: blocks that share the stacked indices and the spans of the outermost source axis.
         outer = tuple(block.box[p] for p in (*layout.stack_positions, *(layout.group_positions or ((),))[0]))
         clusters.setdefault(outer, []).append(block)
+    # Also tried: every block alone, which needs the least memory, and all together, which reads shared bytes once.
     all_blocks = list(blocks)
     divisions: list[list[list[Block]]] = []
     # On small leaves the divisions coincide, and each is costed once.

@@ -100,6 +100,7 @@ class Checkpointer:
         # Processes construct their checkpointers in the same order, so the count gives one object the same name in all
         # of them.
         self._agreement = Consensus(f"checkpoints/{next(_instances)}", timeout_seconds=timeout_seconds)
+        # Only process 0 tests: many processes writing and deleting one test file would disturb each other.
         if self._agreement.decides:
             for base_path in self._bases:
                 _check_writable(base_path)
@@ -132,6 +133,7 @@ class Checkpointer:
         if self._interval is None:
             return False
         passed = self._interval
+        # Clocks differ between processes, so process 0's decides for all.
         return self._agreement.on("due", lambda: str(int(self._clock() - self._last_time >= passed))) == "1"
 
     def has(self, step: int, *, force: bool = False) -> bool:
@@ -139,6 +141,7 @@ class Checkpointer:
         done = self._newest
         if done is None or done.step != step:
             return False
+        # A kept checkpoint also serves a request for a temporary one of the same step, but not the other way round.
         return done.kind == "kept" or self._kind(step, force=force) == "temporary"
 
     def _kind(self, step: int, *, force: bool) -> Kind:
@@ -234,6 +237,7 @@ class Checkpointer:
                 for path in sweep(base):
                     log.info("deleted the remains of an interrupted save: %s", path)
             self._swept = True
+        # Object stores have no folders to create.
         if not is_remote(ref.path):
             os.makedirs(filesystem(ref.path)[1], exist_ok=True)
         # A new name for every attempt: files of an earlier one of the same step are never mixed with these.
@@ -296,6 +300,7 @@ class Checkpointer:
             checkpoints = [
                 ref for ref in find_checkpoints(*self._bases) if self._delete_old or ref.path in self._saved_paths
             ]
+            # Only after the new checkpoint is complete: at every moment there is one that can be resumed from.
             for ref in expired_checkpoints(checkpoints, newest=newest, keep_last=self._keep_last):
                 delete(ref.path)
             _delete_replaced(newest)

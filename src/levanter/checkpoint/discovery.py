@@ -150,6 +150,7 @@ def _read_intact(path: str) -> CheckpointRef | None:
 
 def _with_arrays(ref: CheckpointRef) -> CheckpointRef:
     """The checkpoint, if its arrays are there; damage is detected when they are read."""
+    # Only the manifest is looked for here; reading every file to verify it would take as long as a restore.
     if not exists(join(ref.arrays_path, OCDBT)):
         raise unreadable_error(ref.path, f"{ref.arrays}/{OCDBT}", "missing; the arrays begin with it")
     return ref
@@ -168,6 +169,7 @@ def step_folders(base: str) -> list[str]:
     steps = [
         int(match.group(1)) for name, is_folder in list_entries(base) if is_folder and (match := _STEP.match(name))
     ]
+    # By number, not by name: `step-1000` follows `step-200`.
     return [step_path(base, step) for step in sorted(steps)]
 
 
@@ -213,6 +215,7 @@ def sweep(base: str) -> list[str]:
         if ref is None and all(map(_is_ours, names)):
             fs.rm(name, recursive=True)
             deleted.append(path)
+        # A complete checkpoint may still hold the arrays of an earlier save of the same step, or of a killed attempt.
         elif ref is not None:
             for entry in names:
                 if _is_ours(entry) and entry != ref.arrays:

@@ -65,6 +65,7 @@ def agreed(name: str, value: str) -> str:
     Raises:
         PeerLostError: a process did not come.
     """
+    # Every process sends its own value; only process 0's is returned.
     return value if _current.peers is None else _current.peers.meet(name, value=value)[0]
 
 
@@ -83,6 +84,7 @@ def require_same(name: str, value: str, *, advice: str, seconds: float | None = 
     """
     if _current.peers is None:
         return
+    # All processes receive the same answer, so all of them raise or none does.
     first, others = _current.peers.meet(name, value=value, seconds=seconds)
     if others:
         lines = [f"  {_current.peers.roster[n]}: {text}" for n, text in others.items()]
@@ -143,6 +145,7 @@ def agreed_stop(should_stop: Callable[[], bool]) -> Callable[[], bool]:
     if peers is None:
         return should_stop
 
+    # Called after every step, so the exchange must not wait for peers: only process 0's answer is waited for.
     def stop() -> bool:
         if should_stop():
             peers.request_stop()

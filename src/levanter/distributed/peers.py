@@ -165,6 +165,7 @@ class Peers:
                     self._changed.wait_for(lambda: False, GATHER_SECONDS)
                     raise self.lost(f"in barrier {key!r}")
                 now = time.monotonic()
+                # The limit is checked only after departures: a lost process is the better explanation of a timeout.
                 if now - began >= limit:
                     raise PeerLostError(self._late(key, limit))
                 # Which processes are missing is known to the coordinator only; the answer is used if this barrier times
@@ -177,6 +178,7 @@ class Peers:
                     logger.info("%s", self._waiting(key, now - began))
                 # Nothing notifies when a limit passes, so the loop wakes up by itself.
                 self._changed.wait(min(1.0, limit / 10))
+            # A barrier is opened once; its entry must not remain for the rest of the run.
             opened = self._opened.pop(key)
             self._missing.pop(key, None)
             self._where = f"after barrier {key!r}"

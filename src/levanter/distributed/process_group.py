@@ -95,6 +95,7 @@ class JaxGroup:
 
     def __init__(self) -> None:
         # The key-value store and the barriers have no public API; Orbax uses the same private one.
+        # JAX's coordination service, over which `jax.distributed` itself synchronizes.
         client = distributed.global_state.client
         assert client is not None, "several processes without jax.distributed"
         self._client = client
@@ -124,6 +125,7 @@ class JaxGroup:
                 self._client.key_value_delete(old)
             return answer
         try:
+            # Blocks without a device, so a step that is under way is not disturbed.
             return self._client.blocking_key_value_get(key, int(seconds * 1000))
         except jax.errors.JaxRuntimeError as error:
             raise self._late(question, seconds, error) from error
@@ -131,6 +133,7 @@ class JaxGroup:
     def wait(self, point: str, *, seconds: float) -> None:
         """See `ProcessGroup`."""
         try:
+            # Callers give a new name each time, because a barrier that was passed cannot be entered again.
             self._client.wait_at_barrier(f"levanter/{point}", int(seconds * 1000))
         except jax.errors.JaxRuntimeError as error:
             raise self._late(point, seconds, error) from error

@@ -82,9 +82,8 @@ def connect_peers(place: ProcessPlace, *, versions: Mapping[str, str], timeouts:
             connection.settimeout(None)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             peers = _Handshake(Connection(connection), place, versions, timeouts).peers()
+            # None means that the connection closed without an answer (process 0 was restarted, say): it is tried again.
             if peers is not None:
-                # None means that the connection closed without an answer (process 0 was restarted, say): it is tried
-                # again.
                 return peers
         now = time.monotonic()
         if now - began >= timeouts.roll:
@@ -113,6 +112,7 @@ class _Handshake:
         self._peers: Peers | None = None
         self._refused: str | None = None
         self._answered = threading.Event()
+        # The first message; the coordinator checks number, count and versions before it counts this process.
         wire.send(
             "hello",
             process=place.process,
@@ -130,6 +130,7 @@ class _Handshake:
             RendezvousError: the coordinator refused the run.
         """
         # The coordinator reports when time is up; a little more is for one that hangs.
+        # Set by `go`, by a refusal, or when the connection closes.
         self._answered.wait(self._timeouts.roll + WHO_SECONDS)
         if self._peers is not None:
             self._peers.start()
@@ -142,6 +143,7 @@ class _Handshake:
     def _receive(self) -> None:
         for message in self._wire.messages():
             if self._peers is not None:
+                # After `go` every message is for the run's barriers, decisions and departures.
                 self._peers.heard(message)
             elif message["kind"] == "present":
                 self._log(message)
