@@ -190,7 +190,7 @@ def partition_notes(plan: StatePlan) -> list[Check]:
             named = ", ".join(path.removeprefix(f"{WHOLE}.") for path in copies[:3]) + (", …" if copies[3:] else "")
             whole = f", {size:,} of them whole copies in float32 ({named}),"
         message = (
-            f"{len(plan.adapters.pairs)} adapters are trained, {sum(trained.values()):,} parameters{whole} besides "
+            f"{len(plan.adapters.pairs)} adapters are trained, {sum(trained.values()):,} parameters{whole} beside "
             f"{base:,} frozen ones ({sum(trained.values()) / base:.2%}), which have no gradients and no optimizer "
             "state, and are in no checkpoint"
         )
