@@ -183,7 +183,7 @@ def test_a_resumed_run_asks_on(tmp_path):
             {"task_spec": ["made_leters"]},
             "made_leters: no task, group or tag of this name; did you mean `made_letters`",
         ),
-        ({"task_spec": ["made_sums"]}, "tasks that want texts written (generate_until)"),
+        ({"task_spec": ["made_sums"]}, "tasks generate text (generate_until)"),
         (
             {"apply_chat_template": True, "max_length": 4, "task_spec": ["made_endings"]},
             "made_endings, document 0: the",

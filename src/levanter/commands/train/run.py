@@ -77,7 +77,7 @@ def _train(plan: TrainPlan, mesh: Mesh, session: Session, dirs: RunDirs, leases:
     """Trains in folders whose leases this run holds."""
     prepared = _prepare(plan, session, dirs)
     first, stop = prepared.first, prepared.stop
-    # A run that is told to stop twice still saves first.
+    # Signals only request a stop in this block, however often they arrive: the last save happens in it too.
     with build_checkpointer(plan, dirs, leases) as checkpointer, stop_signal() as stopping:
         logprobs = stored_logprobs(plan, mesh, prepared.data, show=session.show)
         state, frozen = initial_state(plan, mesh, prepared.resumed, show=session.show)

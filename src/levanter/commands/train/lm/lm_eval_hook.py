@@ -116,9 +116,8 @@ def find_harness(run: TrainedRun, tokenizer: Tokenizer | None, largest: BatchPla
     # Generation needs an engine with a KV cache beside the training state, which is neither planned nor allocated here.
     if tasks.generates:
         error = HarnessError(
-            "eval_harness.task_spec: there are tasks that want texts written (generate_until), and between steps there "
-            "are no rows that write\n  → leave them out here, and ask them of a checkpoint: eval_harness "
-            "--checkpoint_path …"
+            "eval_harness.task_spec: some tasks generate text (generate_until), which is not possible during training\n"
+            "  → remove them here, and evaluate a checkpoint on them: eval_harness --checkpoint_path …"
         )
         checks.append(Check(name="tasks", status="error", message=str(error), error=error))
     length, length_checks = context_length(config.max_length, run.model, run.config.positions)
