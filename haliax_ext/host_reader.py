@@ -173,13 +173,13 @@ class HostReader:
     """A pool of reading threads.
 
     Attributes:
-        bytes_done: storage bytes read so far.
         position: the leaf and the index along its stacked axis that were read last.
         not_finite: weights that are not finite, by leaf and source tensor.
     """
 
     def __init__(self, source: TensorSource, readers: Readers):
-        self.bytes_done = 0
+        # Storage bytes of a source element are not whole where elements share scales: rounded once, not at each read.
+        self._bytes_done = 0.0
         self.position: tuple[str, int | None] = ("", None)
         self.not_finite: dict[tuple[str, str], NotFinite] = {}
         self._source = source
@@ -189,6 +189,11 @@ class HostReader:
         self._buffers = BufferPool(readers.read_bytes, readers.buffers)
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
+
+    @property
+    def bytes_done(self) -> int:
+        """Storage bytes read so far."""
+        return round(self._bytes_done)
 
     def __enter__(self) -> "HostReader":
         return self
@@ -297,7 +302,7 @@ class HostReader:
                 key = (load.path, request.tensor)
                 before = self.not_finite.get(key)
                 self.not_finite[key] = bad if before is None else before + bad
-            self.bytes_done += round(box_size(request.box) * load.bytes_per_element)
+            self._bytes_done += box_size(request.box) * load.bytes_per_element
             self.position = (load.path, request.stack[0] if request.stack else None)
 
 

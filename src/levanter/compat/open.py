@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from haliax_ext.sources import TensorSource
-from levanter.compat.hf.compressed_tensors import Int8Format, Int8Source, read_quantization, without_quantization
 from levanter.compat.hf.config_bridge import BridgedConfig, check_model_block, check_tensors, read_config
 from levanter.compat.hf.errors import CheckpointError, MissingCheckpointFileError, UnreachableError
 from levanter.compat.hf.index import open_weights
 from levanter.compat.hf.locate import ResolvedRef, locate, locate_first
+from levanter.compat.hf.quantized.compressed_tensors import Int8Format, int8_weights
+from levanter.compat.hf.quantized.formats import read_quantization, without_quantization
 from levanter.compat.hf.refs import RepoRef
 from levanter.compat.hf.repository import Repository, read_json
 from levanter.compat.hf.tokenizer import DEFINITION, FastTokenizer, check_vocabulary, load_from_repository
@@ -35,7 +36,7 @@ class PretrainedCheckpoint:
         document: config.json, or a GGUF file's metadata translated to its fields.
         bridged: our config, read from the document.
         source: the weights, by slices, under Hugging Face names.
-        quantization: how weights are stored, if not as plain numbers (`Q4_1`).
+        quantization: how weights are stored, if their dtype does not say it (`Q4_1`, FP8 in blocks).
         int8: names of the weights that are stored as 8-bit integers and scales.
         passed_over: earlier alternatives that could not be reached, and why.
     """
@@ -79,7 +80,7 @@ class PretrainedCheckpoint:
             kinds[info.dtype.name] = kinds.get(info.dtype.name, 0) + info.nbytes
         # The dtype of most bytes: float32 norms beside bfloat16 matrices do not count as the format.
         stored = self.quantization or max(kinds, key=lambda kind: kinds[kind])
-        form = "GGUF" if self.quantization is not None else "safetensors"
+        form = "GGUF" if self.where.lower().endswith(".gguf") else "safetensors"
         return f"{self.ref} ({self.bridged.kind.model_type}, {form} {stored}, {self.nbytes / 2**20:,.1f} MiB)"
 
     def tokenizer(self) -> FastTokenizer:
@@ -131,7 +132,8 @@ def int8_format(document: Mapping[str, Any], *, where: object) -> tuple[Mapping[
     Raises:
         CheckpointError: the weights are quantized in another format.
     """
-    return without_quantization(document), read_quantization(document, where=where)
+    stored_format = read_quantization(document, where=where)
+    return without_quantization(document), stored_format if isinstance(stored_format, Int8Format) else None
 
 
 def hf_config(ref: str | RepoRef, *, cache: Path | None = None) -> Mapping[str, Any]:
@@ -194,24 +196,26 @@ def _open(located: ResolvedRef, allow_pickle: bool) -> PretrainedCheckpoint:
     repository = located.repository
     document = _config(located)
     where = repository.where(CONFIG)
-    int8 = read_quantization(document, where=where)
-    # The architecture readers refuse any `quantization_config`; the supported kind was read above and is removed.
+    stored_format = read_quantization(document, where=where)
+    # The architecture readers refuse any `quantization_config`; the supported kinds were read above and are removed.
     bridged = read_config(without_quantization(document), where=where)
-    source = open_weights(repository, allow_pickle=allow_pickle)
-    int8_names = frozenset[str]()
-    if int8 is not None:
-        source = Int8Source(source)
-        int8_names = source.int8
-    # After Int8Source: it presents packed tensors under their plain names and shapes.
-    check_tensors(document, bridged, source.tensors, where=where, int8=int8_names)
+    source: TensorSource = open_weights(repository, allow_pickle=allow_pickle)
+    int8 = quantized = frozenset[str]()
+    if stored_format is not None:
+        source = stored_format.open(source)
+        # Integers stay integers in the model; all other formats are decoded to floating-point numbers.
+        int8 = int8_weights(source.tensors) if isinstance(stored_format, Int8Format) else int8
+        quantized = source.quantized | int8
+    # Behind the stored format: it offers the tensors under their plain names and shapes.
+    check_tensors(document, bridged, source.tensors, where=where, quantized=quantized)
     return PretrainedCheckpoint(
         ref=located.ref,
         where=where,
         document=document,
         bridged=bridged,
         source=source,
-        quantization=None,
-        int8=int8_names,
+        quantization=None if stored_format is None else stored_format.description,
+        int8=int8,
         passed_over=located.passed_over,
         # Lazy: scoring token ids needs no tokenizer, and a folder may have none.
         _open_tokenizer=lambda: _repository_tokenizer(repository),

@@ -16,7 +16,7 @@ from haliax_ext.planner import ShardingPlan
 from haliax_ext.pytree import PyTree, leaves_with_paths
 from haliax_ext.rules import WeightRule, WeightRules
 from levanter.commands.model.config import TiedHead
-from levanter.compat.hf.compressed_tensors import SCALE
+from levanter.compat.hf.quantized.compressed_tensors import SCALE
 from levanter.layers.linear import Linear
 from levanter.layers.quantized import int8_matrix, quantizable, with_int8, with_untied_head
 from levanter.runplan import Check

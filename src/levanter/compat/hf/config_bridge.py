@@ -226,7 +226,7 @@ def check_tensors(
     tensors: Mapping[str, TensorInfo],
     *,
     where: object,
-    int8: Collection[str] = (),
+    quantized: Collection[str] = (),
 ) -> None:
     """Checks config.json against the shapes and dtypes of the checkpoint's tensors.
 
@@ -235,7 +235,7 @@ def check_tensors(
         bridged: our config, read from it.
         tensors: the checkpoint's tensors.
         where: the name of config.json in messages.
-        int8: names of int8 weights, which have scales.
+        quantized: names of quantized weights, whose dtype follows from the stored format.
 
     Missing and unexpected tensors are not reported here but by the loader, which knows the nearest names.
 
@@ -245,8 +245,8 @@ def check_tensors(
     problems: list[str] = []
     for expected in expected_tensors(bridged.config):
         problems += _shape_problems(expected, tensors)
-    # int8 weights and their scales have dtypes of their own, which config.json's `dtype` does not describe.
-    floating = {name: info for name, info in tensors.items() if name.removesuffix("_scale") not in int8}
+    # Decoded weights, int8 weights and their scales have dtypes that config.json's `dtype` does not describe.
+    floating = {name: info for name, info in tensors.items() if name.removesuffix("_scale") not in quantized}
     problems += _dtype_problems(document, floating)
     raise_if(
         ConfigMismatchError, where, problems, suggestion=("config.json and the weights do not belong to the same model")

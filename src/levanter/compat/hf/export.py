@@ -20,7 +20,6 @@ import numpy as np
 
 from haliax_ext.abstract import Leaf, leaves, map_arrays
 from haliax_ext.saving import OutTensor, Readable, contribute_tensors, gather_tensors, plan_saving
-from levanter.compat.hf.compressed_tensors import FIELD
 from levanter.compat.hf.config_bridge import write_config
 from levanter.compat.hf.errors import CheckpointError
 from levanter.compat.hf.export_dir import CONFIG, ExportDir, export_dir
@@ -29,6 +28,7 @@ from levanter.compat.hf.export_dir import ExportPathError as ExportPathError
 from levanter.compat.hf.export_int8 import Int8Tensor, encode, quantization_config, quantize_tensors, stored_tensors
 from levanter.compat.hf.header import DTYPES
 from levanter.compat.hf.index import MAX_SHARD_BYTES, open_weights
+from levanter.compat.hf.quantized.source import FIELD
 from levanter.compat.hf.tokenizer import DEFINITION, FastTokenizer
 from levanter.distributed.compile_barrier import jit_together
 from levanter.io import leased

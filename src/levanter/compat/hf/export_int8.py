@@ -14,7 +14,7 @@ import numpy as np
 from haliax_ext.abstract import Leaf
 from haliax_ext.rules import WeightRules
 from haliax_ext.saving import OutTensor
-from levanter.compat.hf.compressed_tensors import (
+from levanter.compat.hf.quantized.compressed_tensors import (
     PACKED_NAME,
     SCALE,
     SHAPE_NAME,

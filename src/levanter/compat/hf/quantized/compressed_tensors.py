@@ -4,7 +4,7 @@ Instead of `X.weight`, `[out, in]`, such a folder has `X.weight_scale`, `[out, 1
 `X.weight` (format `int-quantized`), or in `X.weight_packed` (`pack-quantized`, which readers expect where activations
 are not quantized), `[out, in / 4]` of int32: four to one, the first in the lowest byte, each with 128 added. Packed
 ones come with `X.weight_shape`. The bytes in the file are thus those of the integers except for their highest bits, so
-a slice is read as one of int8 numbers. Every other `quantization_config` is refused by name.
+a slice is read as one of int8 numbers. Every other variant is refused by name.
 
 Format: https://github.com/vllm-project/compressed-tensors
 """
@@ -16,13 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from haliax_ext.sources import Index
+from haliax_ext.sources import Index, TensorInfo
 from levanter.compat.hf.errors import CheckpointError, raise_if
-from levanter.compat.hf.header import ShardHeader, TensorEntry
+from levanter.compat.hf.quantized.source import FIELD, DequantizingSource, QuantizedTensor, StoredPart
 from levanter.compat.hf.safetensors import SafetensorsSource
 from levanter.layers.quantized import LARGEST, SMALLEST_SCALE, STEP
 
-FIELD = "quantization_config"
 METHOD = "compressed-tensors"
 PACKED, PLAIN = "pack-quantized", ("int-quantized", "naive-quantized")
 SCALE = "_scale"
@@ -32,9 +31,6 @@ PACKED_NAME, SHAPE_NAME = "_packed", "_shape"
 _ZERO_POINT = "_zero_point"
 _FOUR = 4
 _OFFSET = np.uint8(128)
-_SUPPORTED = (
-    "compressed-tensors with symmetric 8-bit integers per output channel and activations as they are (W8A16) is read"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +47,32 @@ class Int8Format:
     targets: tuple[str, ...] = ("Linear",)
     ignored: tuple[str, ...] = ()
 
+    @property
+    def description(self) -> None:
+        """None: the tensors are int8."""
+
     def covers(self, tensor: str) -> bool:
         """Whether the weight of a linear module is int8 according to config.json."""
         module = tensor.removesuffix(".weight")
         return any(_matches(pattern, module) for pattern in self.targets) and not any(
             _matches(pattern, module) for pattern in self.ignored
         )
+
+    def open(self, source: SafetensorsSource) -> DequantizingSource:
+        """Every int8 weight as int8, `[out, in]`, under its own name, and its `…weight_scale`.
+
+        Raises:
+            CheckpointError: integers without scales.
+        """
+        stored = source.tensors
+        packed = {name.removesuffix(PACKED_NAME) for name in stored if name.endswith(f".weight{PACKED_NAME}")}
+        int8 = packed | int8_weights(stored)
+        raise_if(CheckpointError, ", ".join(source.readers), _tensor_problems(stored, packed, int8))
+        # Symmetric integers have zero points of 0, where they have any.
+        hidden = [name + ending for name in int8 for ending in (SHAPE_NAME, _ZERO_POINT)]
+        # Integers that are not packed are read as they are stored. Scales are leaves of the int8 model, not of a part.
+        tensors = [_packed_tensor(name, stored[name + PACKED_NAME]) for name in sorted(packed)]
+        return DequantizingSource(source, tensors, hidden=hidden)
 
 
 def _matches(pattern: str, module: str) -> bool:
@@ -66,26 +82,18 @@ def _matches(pattern: str, module: str) -> bool:
     return pattern in ("Linear", module)
 
 
-def read_quantization(document: Mapping[str, Any], *, where: object) -> Int8Format | None:
-    """The format of quantized weights in a config.json; None if there are none.
+def read_compressed_tensors(block: Mapping[str, Any], *, where: object, suggestion: str) -> Int8Format:
+    """Reads a `quantization_config` of compressed-tensors.
+
+    Args:
+        block: the `quantization_config`.
+        where: the name of config.json in messages.
+        suggestion: what to do about another variant of the format.
 
     Raises:
-        CheckpointError: they are in an unsupported format; names it.
+        CheckpointError: weights are not W8A16; lists what differs.
     """
-    block = document.get(FIELD)
-    if block is None:
-        return None
-    suggestion = f"{_SUPPORTED}; give the checkpoint before it was quantized, and `quantize: int8`"
-    if not isinstance(block, Mapping):
-        raise CheckpointError(where, f"{FIELD} is {block!r:.60}, expected a mapping", suggestion=suggestion)
-    method = block.get("quant_method")
-    if method != METHOD:
-        bits = block.get("bits") or block.get("num_bits")
-        width = f" of {bits} bits" if isinstance(bits, int) else ""
-        problem = f"weights are quantized by {method!r:.40}{width} ({FIELD}.quant_method), which is not read"
-        raise CheckpointError(where, problem, suggestion=suggestion)
-    problems = list(_problems(block))
-    raise_if(CheckpointError, where, problems, suggestion=suggestion)
+    raise_if(CheckpointError, where, list(_problems(block)), suggestion=suggestion)
     groups = block["config_groups"].values()
     targets = [target for group in groups for target in group.get("targets") or ("Linear",)]
     return Int8Format(
@@ -131,64 +139,29 @@ def _problems(block: Mapping[str, Any]) -> Sequence[str]:
     return problems
 
 
-def without_quantization(document: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A config.json without its `quantization_config`, as that of the unquantized model."""
-    return {key: value for key, value in document.items() if key != FIELD}
+def int8_weights(tensors: Mapping[str, TensorInfo]) -> frozenset[str]:
+    """Names of the weights that are int8, among tensors as stored or as `Int8Format.open` offers them."""
+    return frozenset(name for name, info in tensors.items() if name.endswith(".weight") and info.dtype == np.int8)
 
 
-class Int8Source(SafetensorsSource):
-    """The tensors of an int8 folder: every weight as int8, `[out, in]`, under its own name, and its `…weight_scale`.
-
-    Attributes:
-        int8: names of the weights that are int8.
-    """
-
-    int8: frozenset[str]
-
-    def __init__(self, source: SafetensorsSource):
-        """Wraps the source of the stored tensors.
-
-        Raises:
-            CheckpointError: integers without scales.
-        """
-        stored = {entry.name: entry for header in source.headers for entry in header.tensors}
-        packed = {name.removesuffix(PACKED_NAME) for name in stored if name.endswith(f".weight{PACKED_NAME}")}
-        plain = {name for name, entry in stored.items() if name.endswith(".weight") and entry.dtype == np.int8}
-        self._packed = frozenset(packed)
-        self.int8 = frozenset(packed | plain)
-        raise_if(CheckpointError, ", ".join(source.readers), _tensor_problems(stored, packed, self.int8))
-        # The readers are shared; only the headers change, so slices of int8 tensors become plain byte ranges.
-        super().__init__(source.readers, [self._unpacked(header) for header in source.headers])
-
-    def _unpacked(self, header: ShardHeader) -> ShardHeader:
-        """A file's header as if its packed tensors were int8."""
-        # Symmetric integers have zero points of 0, where they have any.
-        dropped = {name + ending for name in self.int8 for ending in (SHAPE_NAME, _ZERO_POINT)}
-        entries = []
-        for entry in header.tensors:
-            name = entry.name.removesuffix(PACKED_NAME)
-            if name != entry.name and name in self._packed:
-                # Four integers fill an int32, lowest byte first, so the bytes of the file are those of an int8 array of
-                # this shape.
-                shape = (entry.shape[0], entry.shape[1] * _FOUR)
-                entries.append(TensorEntry(name, np.dtype(np.int8), shape, entry.start, entry.stop))
-            elif entry.name not in dropped:
-                entries.append(entry)
-        return ShardHeader(header.file, tuple(entries), header.metadata)
-
-    def read(self, name: str, index: Index, out: np.ndarray | None = None) -> np.ndarray:
-        out = super().read(name, index, out)
-        if name in self._packed:
-            # Packed integers are stored with 128 added. Modulo 256 this flips the highest bit, and flipping it again
-            # undoes it.
-            bits = out.view(np.uint8)
-            np.bitwise_xor(bits, _OFFSET, out=bits)
-        return out
+def _packed_tensor(name: str, stored: TensorInfo) -> QuantizedTensor:
+    """Integers that are packed, as int8."""
+    # Four integers fill an int32, lowest byte first, so the bytes of the file are those of an int8 array of this shape.
+    rows, words = stored.shape
+    int8 = np.dtype(np.int8)
+    part = StoredPart(name=stored.name, shape=stored.shape, dtypes=(np.dtype(np.int32),), block=(1, 1), view=int8)
+    return QuantizedTensor(name=name, shape=(rows, words * _FOUR), dtype=int8, parts=(part,), decode=_subtract_offset)
 
 
-def _tensor_problems(
-    stored: Mapping[str, TensorEntry], packed: Collection[str], int8: Collection[str]
-) -> Sequence[str]:
+def _subtract_offset(parts: Sequence[np.ndarray], index: Index, out: np.ndarray) -> None:
+    # The part is `out` itself, read in place. Packed integers are stored with 128 added. Modulo 256 this flips the
+    # highest bit, and flipping it again undoes it.
+    del parts, index
+    bits = out.view(np.uint8)
+    np.bitwise_xor(bits, _OFFSET, out=bits)
+
+
+def _tensor_problems(stored: Mapping[str, TensorInfo], packed: Collection[str], int8: Collection[str]) -> Sequence[str]:
     problems = []
     for name in sorted(int8):
         entry = stored[name + PACKED_NAME if name in packed else name]
