@@ -120,11 +120,11 @@ def window(text: str, first: int, end: int, limit: int = _WINDOW) -> str:
 def boundaries(text: bytes, losses: TokenLosses, first: int, end: int) -> str:
     """The tokens of a span of a text, separated by bars; an ellipsis where one extends beyond the span."""
     # Tokens that overlap with the span; those that cover no bytes cannot be shown.
-    here = np.flatnonzero((losses.ends > first) & (losses.begins < end) & (losses.ends > losses.begins))
-    if not len(here):
+    overlapping = np.flatnonzero((losses.ends > first) & (losses.begins < end) & (losses.ends > losses.begins))
+    if not len(overlapping):
         return "(no token)"
     pieces: list[str] = []
-    spans = [(int(losses.begins[n]), int(losses.ends[n])) for n in here]
+    spans = [(int(losses.begins[n]), int(losses.ends[n])) for n in overlapping]
     # Tokens that share a character are shown once.
     for begin, stop in dict.fromkeys(spans):
         # The span of a token may cut a character.

@@ -320,24 +320,24 @@ def _fill_rows(
     for piece in reversed(pieces):
         queues.setdefault(piece[0], []).append(piece)
     # Weights that still have a piece, ascending, so that the heaviest piece that fits is found by bisection.
-    weights_left = sorted(set(weights))
-    shape_by_weight = {weight: _cheapest_shape(shapes, weight, cost) for weight in weights_left}
+    remaining_weights = sorted(set(weights))
+    shape_by_weight = {weight: _cheapest_shape(shapes, weight, cost) for weight in remaining_weights}
     rows: dict[RowShape, list[tuple[tuple[int, int, int], ...]]] = {}
     filled: dict[RowShape, int] = {}
 
     def pop_longest(space: int) -> Piece | None:
-        at = bisect.bisect_right(weights_left, space) - 1
+        at = bisect.bisect_right(remaining_weights, space) - 1
         if at < 0:
             return None
-        queue = queues[weights_left[at]]
+        queue = queues[remaining_weights[at]]
         piece = queue.pop()
         if not queue:
-            del weights_left[at]
+            del remaining_weights[at]
         return piece
 
-    while weights_left:
+    while remaining_weights:
         # The heaviest piece determines the row, since later ones fit wherever it does.
-        shape = shape_by_weight[weights_left[-1]]
+        shape = shape_by_weight[remaining_weights[-1]]
         # Weights bound targets as well: pieces that fit into a row's positions fit into its slots.
         row, space = [], shape.length
         while (piece := pop_longest(space)) is not None:

@@ -161,9 +161,9 @@ class Scorer:
                 on_tokens(done)
         return outputs
 
-    def table(self, questions: Sequence[Query]) -> Table:
+    def table(self, queries: Sequence[Query]) -> Table:
         """The table of a list of queries, in rows for which there are Programs."""
-        return Table.from_queries(questions, tuple(self.programs), self.cost)
+        return Table.from_queries(queries, tuple(self.programs), self.cost)
 
 
 def query_scores(table: Table, count: int, outputs: Sequence[np.ndarray]) -> QueryScores:
@@ -184,12 +184,12 @@ def query_scores(table: Table, count: int, outputs: Sequence[np.ndarray]) -> Que
         for batch in table.batches(packed):
             values = next(computed)
             assert batch.queries is not None and batch.target_indices is not None
-            real = batch.queries != PADDING
-            queries.append(batch.queries[real])
-            numbers.append(batch.target_indices[real])
+            is_target = batch.queries != PADDING
+            queries.append(batch.queries[is_target])
+            numbers.append(batch.target_indices[is_target])
             # float64 before the sum: the sum over a long text would lose digits in float32.
-            logprobs.append(values[0][real].astype(np.float64))
-            ranks.append(values[1][real])
+            logprobs.append(values[0][is_target].astype(np.float64))
+            ranks.append(values[1][is_target])
     # Sort all targets by query and by their index in it, so that a query's sum does not depend on the packing.
     owners = np.concatenate(queries) if queries else np.zeros(0, np.int64)
     order = np.lexsort((np.concatenate(numbers), owners)) if queries else owners
