@@ -205,8 +205,8 @@ def _score_chunk(logits: NamedArray, target: NamedArray, laws: tuple[Law, ...]) 
     ranks = hax.sum(likelier.astype(jnp.int32), Vocab).astype(jnp.int32)
     # The sums below run over `shifted`, not log p: the two differ by the constant `normalizer` at each position.
     # One top-k for the largest K of all laws; smaller K take a prefix of it.
-    kept = max((k for k, _ in laws if k is not None), default=0)
-    likeliest = _likeliest(shifted, Vocab, min(kept, Vocab.size)) if kept else None
+    largest_k = max((k for k, _ in laws if k is not None), default=0)
+    likeliest = _likeliest(shifted, Vocab, min(largest_k, Vocab.size)) if largest_k else None
     normalizers = []
     for k, temperature in laws:
         values = shifted if k is None else _first(likeliest, k)

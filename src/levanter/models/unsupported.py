@@ -126,10 +126,10 @@ def _refuse(config: AbsentModelConfig, *_: object, **__: object) -> NoReturn:
     family = LmConfig.get_choice_name(type(config))
     known = LmConfig.get_known_choices()
     absent = {name for name, cls in known.items() if issubclass(cls, AbsentModelConfig)}
-    here = [name for name in LmConfig.choice_names() if name not in absent]
+    available = [name for name in LmConfig.choice_names() if name not in absent]
     raise AbsentFamilyError(
         f"model.type: {family} is an upstream family that this project does not have yet; it has: "
-        f"{', '.join(sorted(here))}"
+        f"{', '.join(sorted(available))}"
     )
 
 

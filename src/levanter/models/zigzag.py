@@ -31,12 +31,12 @@ def zigzag_shards(model: LmHeadModel) -> int:
     num_shards = zigzag_parts("position")
     # Recurrent mixers and convolutions run along the row itself;
     # attention masks by position and does not depend on the order.
-    strangers = {
+    ordered_mixers = {
         type(layer.mixer).__name__ for layer in model.config.layers if not getattr(layer.mixer, "any_order", False)
     }
-    if num_shards > 1 and strangers:
+    if num_shards > 1 and ordered_mixers:
         raise ShardingError(
-            f"position_order zigzag: layers by {', '.join(sorted(strangers))} need positions in natural order",
+            f"position_order zigzag: layers by {', '.join(sorted(ordered_mixers))} need positions in natural order",
             suggestion="trainer.mesh.position_order: natural",
         )
     return num_shards
@@ -72,14 +72,14 @@ def zigzag_outputs(
         return model(tokens, segment_ids=segment_ids, auxiliary=auxiliary)
     Pos = tokens.resolve_axis("position")
     # Explicit positions: rotary embeddings and masks must use the natural position of each reordered token.
-    where = positions(Pos, num_shards)
+    zigzag_positions = positions(Pos, num_shards)
     # A learned position counts from the segment's beginning, which must be computed before the reordering.
     if segment_ids is not None and model.config.learned_positions:
-        where = zigzag(positions_in_segments(segment_ids), num_shards)
+        zigzag_positions = zigzag(positions_in_segments(segment_ids), num_shards)
     return model(
         zigzag(tokens, num_shards),
         segment_ids=None if segment_ids is None else zigzag(segment_ids, num_shards),
         attn_mask=AttentionMask.causal().in_zigzag(num_shards),
-        positions=where,
+        positions=zigzag_positions,
         auxiliary=auxiliary,
     )

@@ -19,21 +19,21 @@ MODULE = "draccus.wrappers.docstring"
 """The module of draccus that reads docstrings."""
 
 
-def teach(module: ModuleType) -> None:
+def patch_docstrings(module: ModuleType) -> None:
     """Patches `module` to read our docstrings; a second call changes nothing."""
-    theirs = module.get_attribute_docstring
+    original = module.get_attribute_docstring
     # The mark on the replacement makes the patch idempotent.
-    if getattr(theirs, "of_attributes_sections", False):
+    if getattr(original, "of_attributes_sections", False):
         return
 
-    @wraps(theirs)
+    @wraps(original)
     def get_attribute_docstring(some_dataclass: type, field_name: str) -> Any:
         documented = import_module("levanter.config.help").attribute_docs(some_dataclass)
         if field_name in documented:
             # argparse formats help texts with `%`.
             return module.AttributeDocString(docstring_below=documented[field_name].replace("%", "%%"))
         try:
-            return theirs(some_dataclass, field_name)
+            return original(some_dataclass, field_name)
         except IndexError:
             return module.AttributeDocString()
 
@@ -45,23 +45,23 @@ PARSER = "draccus.argparsing"
 """The module of draccus that reads documents and command lines."""
 
 
-def teach_parsing(module: ModuleType) -> None:
+def patch_parsing(module: ModuleType) -> None:
     """Patches draccus's `parse` to read documents of our entry points, with their older keys; idempotent."""
-    theirs = module.parse
-    if getattr(theirs, "of_entry_points", False):
+    original = module.parse
+    if getattr(original, "of_entry_points", False):
         return
 
-    @wraps(theirs)
+    @wraps(original)
     def parse(config_class: type, config_path: object = None, args: object = None, **keys: object) -> object:
         # Only configs of entry points; a script's own dataclass is parsed by draccus as ever.
         ours = config_class.__module__.startswith("levanter.commands.")
         if not ours or keys or config_path is None:
-            return theirs(config_class, config_path, args, **keys)
+            return original(config_class, config_path, args, **keys)
         argv = sys.argv[1:] if args is None else list(args)  # pyright: ignore[reportArgumentType]
         return import_module("levanter.config").load(config_class, ["--config_path", str(config_path), *argv])
 
     vars(parse)["of_entry_points"] = True
     # `draccus` re-exports `parse`, so the name must be replaced in both modules.
     for holder in (module, sys.modules.get("draccus")):
-        if holder is not None and vars(holder).get("parse") is theirs:
+        if holder is not None and vars(holder).get("parse") is original:
             vars(holder)["parse"] = parse

@@ -71,13 +71,13 @@ def warn_once(old: str, message: str, stacklevel: int) -> None:
         warnings.warn(message, DeprecationWarning, stacklevel=stacklevel + 1)
 
 
-_DOORS = "levanter.main."
+_MAIN_PREFIX = "levanter.main."
 """The prefix of the module names of entry points."""
 
 
 def find_spec(name: str) -> ModuleSpec | None:
     """The spec of a module of an earlier generation, from the tables; None if they do not list it."""
-    if name.removeprefix(_DOORS) in ABSENT and name.startswith(_DOORS):
+    if name.removeprefix(_MAIN_PREFIX) in ABSENT and name.startswith(_MAIN_PREFIX):
         # runpy shows the spec's origin as the program's name.
         return ModuleSpec(name, _Absent(), origin=name)  # pyright: ignore[reportArgumentType]
     if (why := gone_module(name)) is not None:
@@ -87,7 +87,7 @@ def find_spec(name: str) -> ModuleSpec | None:
     inside = any(module.startswith(f"{name}.") for module in (*provided, *GONE_MODULES))
     if name not in provided and not inside:
         return None
-    return ModuleSpec(name, _OfTable(), is_package=inside)  # pyright: ignore[reportArgumentType]
+    return ModuleSpec(name, _TableLoader(), is_package=inside)  # pyright: ignore[reportArgumentType]
 
 
 def gone_module(name: str) -> str | None:
@@ -114,7 +114,7 @@ class _Refused:
         raise GoneError(_refusal(name, self.why))
 
 
-class _OfTable:
+class _TableLoader:
     """Creates a module whose names are looked up in the table."""
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType | None:
@@ -129,18 +129,18 @@ class _OfTable:
 
     def get_code(self, name: str) -> types.CodeType:
         """The code that `python -m OLD_NAME` runs: the current module."""
-        targets = {"levanter.eval_harness": f"{_DOORS}eval_harness"}
+        targets = {"levanter.eval_harness": f"{_MAIN_PREFIX}eval_harness"}
         now = targets.get(name) or next(iter(NAMES[name].values())).partition(":")[0]
         # `alter_sys` sets `sys.argv[0]` and `sys.modules['__main__']` to those of the module that runs.
         return compile(f"import runpy; runpy.run_module({now!r}, run_name='__main__', alter_sys=True)", name, "exec")
 
 
-class _Absent(_OfTable):
+class _Absent(_TableLoader):
     """Creates the module of an entry point that is not implemented yet."""
 
     def get_code(self, name: str) -> types.CodeType:
         """The code that `python -m` runs: it reads the document, then refuses it."""
-        entry_point = name.removeprefix(_DOORS)
+        entry_point = name.removeprefix(_MAIN_PREFIX)
         source = (
             "import sys\nfrom levanter.upstream.unsupported.refusal import run_absent\n"
             f"sys.exit(run_absent({entry_point!r}))"

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from levanter.upstream.draccus_help import MODULE as DRACCUS
-from levanter.upstream.draccus_help import PARSER, teach, teach_parsing
+from levanter.upstream.draccus_help import PARSER, patch_docstrings, patch_parsing
 
 EARLIER_NAMES: dict[str, tuple[str, ...]] = {
     "levanter.checkpoint": (),
@@ -129,7 +129,7 @@ class _EarlierNamesIn(SourceFileLoader):
         for cls, members in EARLIER_CLASS_MEMBERS.get(name, {}).items():
             for member in members:
                 # A class's `__getattr__` is not called for attributes of the class itself; a descriptor is.
-                setattr(vars(module)[cls], member, _OfClass(f"{name}:{cls}", member))
+                setattr(vars(module)[cls], member, _ClassMember(f"{name}:{cls}", member))
         for cls in EARLIER_KEYWORDS.get(name, ()):
             _accept_earlier_keywords(vars(module)[cls])
         for method, call in EARLIER_CALLS.get(name, {}).items():
@@ -137,7 +137,7 @@ class _EarlierNamesIn(SourceFileLoader):
             _accept_earlier_calls(vars(module)[cls], member, *call)
 
 
-class _OfClass:
+class _ClassMember:
     """A descriptor for a former class member, such as `LlamaConfig.from_hf_config`."""
 
     def __init__(self, at: str, name: str):
@@ -148,16 +148,16 @@ class _OfClass:
         return _earlier(self.at, self.name, owner)
 
 
-class _TaughtDraccus(SourceFileLoader):
+class _PatchedDraccus(SourceFileLoader):
     """Loads draccus's modules for docstrings and documents, and patches them for our classes."""
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
-        (teach if module.__name__ == DRACCUS else teach_parsing)(module)
+        (patch_docstrings if module.__name__ == DRACCUS else patch_parsing)(module)
 
 
 class _ModulesWithEarlierNames:
-    """Finds the modules of the tables for `_EarlierNamesIn`, and draccus's for `_TaughtDraccus`."""
+    """Finds the modules of the tables for `_EarlierNamesIn`, and draccus's for `_PatchedDraccus`."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -168,7 +168,7 @@ class _ModulesWithEarlierNames:
         spec = PathFinder.find_spec(name, path, target)
         # Another loader (a zip file, an instrumented import) is left alone.
         if spec is not None and type(spec.loader) is SourceFileLoader:
-            loader = _TaughtDraccus if name in (DRACCUS, PARSER) else _EarlierNamesIn
+            loader = _PatchedDraccus if name in (DRACCUS, PARSER) else _EarlierNamesIn
             spec.loader = loader(spec.loader.name, spec.loader.path)
         return spec
 
@@ -213,7 +213,7 @@ def _accept_earlier_keywords(cls: type) -> None:
     def __init__(self: Any, *args: Any, **keys: Any) -> None:
         # Current code, which has no unknown keywords, imports nothing.
         if not keys.keys() <= known:
-            keys = import_module("levanter.upstream.facades.keywords").of_today(type(self), keys)
+            keys = import_module("levanter.upstream.facades.keywords").translate_keywords(type(self), keys)
         init(self, *args, **keys)
 
     cls.__init__ = __init__
@@ -263,6 +263,6 @@ def install() -> None:
     sys.meta_path.append(_EarlierModules)  # pyright: ignore[reportArgumentType]
     # A script may have imported draccus first; then its loader cannot be wrapped any more.
     if DRACCUS in sys.modules:
-        teach(sys.modules[DRACCUS])
+        patch_docstrings(sys.modules[DRACCUS])
     if PARSER in sys.modules:
-        teach_parsing(sys.modules[PARSER])
+        patch_parsing(sys.modules[PARSER])

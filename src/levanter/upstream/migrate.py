@@ -126,21 +126,21 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     if arguments.output is not None and exists(arguments.output):
         raise MigrateUsageError(f"{arguments.output} already exists; choose another file")
-    done = migrate(arguments.document, arguments.entry_point)
+    migrated = migrate(arguments.document, arguments.entry_point)
     if arguments.entry_point is not None:
         # Raises if the entry point would refuse the result, before any file is written.
-        read_text(config_class(arguments.entry_point), done.text, source=f"{arguments.document}, migrated")
+        read_text(config_class(arguments.entry_point), migrated.text, source=f"{arguments.document}, migrated")
     if arguments.output is None:
-        sys.stdout.write(done.annotated)
+        sys.stdout.write(migrated.annotated)
         return 0
     # Written atomically, so that an interrupted run leaves no partial document.
     with atomic_write(arguments.output) as file:
-        file.write(done.annotated.encode())
-    for change in done.changes:
+        file.write(migrated.annotated.encode())
+    for change in migrated.changes:
         print(change)
-    for note in done.notes:
+    for note in migrated.notes:
         print(f"note: {note}")
-    print(f"{len(done.changes)} changes; new document: {arguments.output}")
+    print(f"{len(migrated.changes)} changes; new document: {arguments.output}")
     return 0
 
 

@@ -57,10 +57,10 @@ def defaults() -> str:
     rows = []
     for kind, keys in UPSTREAM.items():
         # The class's own defaults, as plain values, so that both columns are formatted alike.
-        ours = plain(LmConfig.get_choice_class(kind)())
+        our_defaults = plain(LmConfig.get_choice_class(kind)())
         rows += [
-            (f"`{kind}`", f"`{key}`", f"`{format_value(theirs)}`", f"`{format_value(ours[key])}`")
-            for key, theirs in keys.items()
+            (f"`{kind}`", f"`{key}`", f"`{format_value(upstream_default)}`", f"`{format_value(our_defaults[key])}`")
+            for key, upstream_default in keys.items()
         ]
     return _table(("model.type", "key", "upstream's default", "here"), rows)
 

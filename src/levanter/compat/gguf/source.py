@@ -148,13 +148,13 @@ class GgufSource:
             return out
         heads, first = self._heads.get(name), index[0].start
         # `wanted` are Hugging Face's rows, `stored_index` the range of the file that contains them.
-        for wanted, stored_index in self._pieces(name, index):
+        for requested, stored_index in self._pieces(name, index):
             numbers = self._dequantized(stored, stored_index)
             if heads is not None:
                 # Fancy indexing undoes the permutation among the rows that were read.
-                rows = _stored_rows(np.arange(wanted.start, wanted.stop), stored.shape[0] // heads)
+                rows = _stored_rows(np.arange(requested.start, requested.stop), stored.shape[0] // heads)
                 numbers = numbers[rows - stored_index[0].start]
-            out[wanted.start - first : wanted.stop - first] = numbers
+            out[requested.start - first : requested.stop - first] = numbers
         return out
 
     def _pieces(self, name: str, index: Index) -> Iterator[tuple[slice, Index]]:
@@ -191,9 +191,9 @@ class GgufSource:
     def _dequantized(self, stored: StoredTensor, index: Index) -> np.ndarray:
         shape, region = _byte_region(stored, index)
         raw = np.empty([piece.stop - piece.start for piece in region], np.uint8)
-        taken = read_region(self._reader, stored.start, shape, region, raw)
+        bytes_read = read_region(self._reader, stored.start, shape, region, raw)
         with self._lock:
-            self._bytes_read += taken
+            self._bytes_read += bytes_read
         if stored.kind in _PLAIN:
             # Bytes of the last axis regroup into numbers of the stored type.
             return raw.view(_PLAIN[stored.kind])

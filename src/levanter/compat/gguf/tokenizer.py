@@ -128,8 +128,8 @@ def tokenizer(file: GgufFile) -> FastTokenizer:
         raise CorruptFileError(file.path, f"its tokenizer has {len(tokens)} tokens and {len(types)} token types")
     # A duplicate would silently take the id of its last occurrence.
     if len(set(tokens)) != len(tokens):
-        twice = next(token for n, token in enumerate(tokens) if token in tokens[:n])
-        raise CorruptFileError(file.path, f"its tokenizer has the token {twice!r} twice")
+        duplicate = next(token for n, token in enumerate(tokens) if token in tokens[:n])
+        raise CorruptFileError(file.path, f"its tokenizer has the token {duplicate!r} twice")
     try:
         built = _byte_level(file, tokens) if kind == "gpt2" else _sentencepiece(file, tokens)
     except ValueError as error:

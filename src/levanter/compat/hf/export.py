@@ -295,12 +295,12 @@ def _write_weights(
     progress: Callable[[int, int], None] | None,
 ) -> None:
     """Gathers the weights on process 0, which writes them."""
-    total, done = plan.nbytes, 0
+    total, bytes_written = plan.nbytes, 0
     for shard in plan.shards:
         for size in _write_shard(target, shard, arrays):
-            done += size
+            bytes_written += size
             if progress is not None:
-                progress(done, total)
+                progress(bytes_written, total)
 
 
 def _write_shard(target: ExportDir | None, shard: Shard, arrays: Arrays) -> Iterator[int]:

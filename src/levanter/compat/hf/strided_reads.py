@@ -209,13 +209,15 @@ def _through_rows(reader: ByteReader, start: int, shape: Sequence[int], index: I
     row_bytes = math.prod(out.shape[1:]) * out.itemsize
     # Each piece is contiguous, so the recursion takes the fast path; at most COPY_BUFFER_BYTES are held at a time.
     rows = max(1, COPY_BUFFER_BYTES // max(row_bytes, 1))
-    first, taken = index[0], 0
+    first, bytes_read = index[0], 0
     for at in range(0, out.shape[0], rows):
         stop = min(out.shape[0], at + rows)
         piece = np.empty((stop - at, *out.shape[1:]), out.dtype)
-        taken += read_region(reader, start, shape, (slice(first.start + at, first.start + stop), *index[1:]), piece)
+        bytes_read += read_region(
+            reader, start, shape, (slice(first.start + at, first.start + stop), *index[1:]), piece
+        )
         out[at:stop] = piece
-    return taken
+    return bytes_read
 
 
 def _through_gaps(reader: ByteReader, start: int, grid: BlockGrid, out: np.ndarray) -> None:
@@ -231,10 +233,10 @@ def _through_gaps(reader: ByteReader, start: int, grid: BlockGrid, out: np.ndarr
     view = memoryview(buffer)
     for block, offset in enumerate(grid.offsets().tolist()):
         for at in range(0, rows, rows_at_once):
-            taken = min(rows_at_once, rows - at)
+            row_count = min(rows_at_once, rows - at)
             # The gap before the next piece is read with this one, so that `byte_ranges` tells what is read.
-            length = taken * row_stride if at + taken < rows else (taken - 1) * row_stride + row_span
+            length = row_count * row_stride if at + row_count < rows else (row_count - 1) * row_stride + row_span
             reader.read_into(start + offset + at * row_stride, view[:length])
-            shape = (taken, *grid.inner_counts[1:])
+            shape = (row_count, *grid.inner_counts[1:])
             # The view has the file's strides, so assigning it copies the selected elements and skips the gaps.
-            target[block, at : at + taken] = np.ndarray(shape, out.dtype, buffer, 0, grid.inner_strides)
+            target[block, at : at + row_count] = np.ndarray(shape, out.dtype, buffer, 0, grid.inner_strides)

@@ -28,10 +28,10 @@ def _axes_problems(key: str, sides: object) -> list[str]:
         return []
     if not sides or sides.keys() - {IN, OUT}:
         return [f"{key}: {sides}: projections are named by `{IN}`, `{OUT}` or both, each an axis or a list of axes"]
-    named = {side: [axes] if isinstance(axes, str) else axes for side, axes in sides.items()}
+    axes_by_side = {side: [axes] if isinstance(axes, str) else axes for side, axes in sides.items()}
     return [
         f"{key}.{side}: must be an axis or a list of axes, got {axes!r}"
-        for side, axes in named.items()
+        for side, axes in axes_by_side.items()
         if not isinstance(axes, list) or not axes or not all(isinstance(axis, str) for axis in axes)
     ]
 

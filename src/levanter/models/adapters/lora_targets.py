@@ -203,10 +203,10 @@ def find_targets(groups: Sequence[TargetGroup], config: LoraConfig) -> tuple[Tar
 
 def _is_target(member: TargetMember, group: TargetGroup, config: LoraConfig) -> bool:
     # The head and routers are adapted only if a list or pattern names them; axes select them never.
-    named = isinstance(config.target_modules, Sequence) or not (group.is_head or group.is_router)
-    wanted = named and (config.target_modules is None or _matches(config.target_modules, member, group))
+    selectable = isinstance(config.target_modules, Sequence) or not (group.is_head or group.is_router)
+    selected = selectable and (config.target_modules is None or _matches(config.target_modules, member, group))
     excluded = config.exclude_modules is not None and _matches(config.exclude_modules, member, group)
-    return wanted and not excluded
+    return selected and not excluded
 
 
 Named = Sequence[str] | str | Mapping[str, Any]

@@ -136,11 +136,11 @@ class Adapters(eqx.Module):
             # Trees of equal structure; `_is_leaf` stops at None, which
             # tree.map would otherwise treat as an empty subtree.
             base = jax.tree.map(lambda a, b: b if a is None else a, self.whole, base, is_leaf=_is_leaf)
-        wanted = {path: (pair, name) for pair in self.pairs.values() for name, path in pair.paths}
+        pairs_by_path = {path: (pair, name) for pair in self.pairs.values() for name, path in pair.paths}
         bits = {} if key is None or not self.dropout else self._bits(key)
 
         def visit(keys: KeyPath, x: PyTree) -> PyTree:
-            target = wanted.get(path_string(keys)) if isinstance(x, Linear) else None
+            target = pairs_by_path.get(path_string(keys)) if isinstance(x, Linear) else None
             if target is None:
                 return x
             pair, name = target
@@ -225,6 +225,6 @@ def bound_plan(adapters: Adapters, plan: ShardingPlan) -> ShardingPlan:
     base = (x for x in plan.leaves if not x.leaf.path.startswith((f"{PAIRS}.", f"{WHOLE}.")))
     # A full copy replaces the base's leaf of that path.
     used = (by_path.get(copy_path(x.leaf.path), x) for x in base)
-    kept = (moved(x, below(x.leaf.path.removeprefix(f"{WHOLE}."))) for x in used)
-    bound = (moved(by_path[factor.adapter_path], factor.bound_path) for factor in factors(adapters))
-    return replace(plan, leaves=(*kept, *bound), findings=())
+    base_plans = (moved(x, below(x.leaf.path.removeprefix(f"{WHOLE}."))) for x in used)
+    factor_plans = (moved(by_path[factor.adapter_path], factor.bound_path) for factor in factors(adapters))
+    return replace(plan, leaves=(*base_plans, *factor_plans), findings=())

@@ -27,12 +27,12 @@ _KEY = f"{KEY}.modules_to_save"
 
 def select_leaves(model: M, paths: Iterable[str]) -> M | None:
     """The leaves of a model at some paths, in its structure; None for the others, and None for no paths."""
-    kept = frozenset(paths)
-    if not kept:
+    selected = frozenset(paths)
+    if not selected:
         return None
 
     def visit(keys: KeyPath, x: PyTree) -> PyTree:
-        return x if path_string(keys) in kept else None
+        return x if path_string(keys) in selected else None
 
     return jax.tree_util.tree_map_with_path(visit, model, is_leaf=is_named)
 
@@ -99,8 +99,10 @@ def _is_named(pattern: str, leaf: Leaf, sources: dict[str, str]) -> bool:
 def _hint(pattern: str, model_leaves: Sequence[Leaf], sources: dict[str, str]) -> str:
     if parameter_group(leaf_named(pattern)) == HEAD and not any(parameter_group(leaf) == HEAD for leaf in model_leaves):
         return no_projection(pattern, tied=True)
-    kept = [leaf for leaf in model_leaves if parameter_group(leaf) in (NORM, EMBEDDING, HEAD)]
-    known = sorted({name.split(".")[-2] for leaf in kept for name in (leaf.path, sources.get(leaf.path, leaf.path))})
+    copyable = [leaf for leaf in model_leaves if parameter_group(leaf) in (NORM, EMBEDDING, HEAD)]
+    known = sorted(
+        {name.split(".")[-2] for leaf in copyable for name in (leaf.path, sources.get(leaf.path, leaf.path))}
+    )
     close = nearest(pattern, known)
     return "names no module" + (
         f"; did you mean {' or '.join(close)}?" if close else f"; norms, tables and heads are {', '.join(known)}"

@@ -69,11 +69,11 @@ def cache_axes(config: DecoderConfig, pages: int, slots: int) -> tuple[tuple[Axi
     """
     for number, layer in enumerate(config.layers):
         # A layer without any state is refused, too: its output would depend on tokens that the cache does not hold.
-        if strange := sorted(set(layer.state_axes) - _OF_ATTENTION) or not layer.state_axes:
-            kept = ", ".join(strange) if isinstance(strange, list) else "nothing"
+        if unsupported := sorted(set(layer.state_axes) - _OF_ATTENTION) or not layer.state_axes:
+            state_names = ", ".join(unsupported) if isinstance(unsupported, list) else "nothing"
             raise ValueError(
                 f"text cannot be generated with this model yet: its layer {number} (a {type(layer.mixer).__name__}) "
-                f"remembers {kept}, and the cache holds keys and values of attention only"
+                f"remembers {state_names}, and the cache holds keys and values of attention only"
             )
     # Unrolled layers are one BlockSeq and share one array; scanned ones have an array for each run.
     runs = [run.layers for run in config.runs] if config.scan_layers else [config.num_layers]

@@ -293,8 +293,8 @@ class DecoderEmbedding(eqx.Module):
                 # bfloat16).
                 x = x * jnp.asarray(self.scale, x.dtype)
             if self.position_embeddings is not None:
-                where = hax.arange(ids.resolve_axis("position")) if positions is None else positions
-                x = x + self.position_embeddings(where, in_branches=in_branches)
+                index = hax.arange(ids.resolve_axis("position")) if positions is None else positions
+                x = x + self.position_embeddings(index, in_branches=in_branches)
             return x if self.norm is None else self.norm(x)
 
 

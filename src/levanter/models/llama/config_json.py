@@ -45,8 +45,8 @@ def write_llama(
             raise ValueError(f"model.{name_} {getattr(config, name_)} has no place in a Hugging Face {name}")
     # Our `use_bias` is both of HF's flags.
     has = {"attention_bias": config.has_attention_bias, "mlp_bias": config.has_mlp_bias}
-    if unsaid := [bias for bias in BIASES if has[bias] and bias not in biases]:
-        raise ValueError(f"model.{unsaid[0]} (or use_bias) has no place in a Hugging Face {name}")
+    if unsupported := [bias for bias in BIASES if has[bias] and bias not in biases]:
+        raise ValueError(f"model.{unsupported[0]} (or use_bias) has no place in a Hugging Face {name}")
     document = write_sizes(config) | {
         "num_key_value_heads": config.num_kv_heads,
         # Always written: transformers' default, hidden_size / heads, is wrong for several families.

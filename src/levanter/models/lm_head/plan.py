@@ -93,10 +93,10 @@ class HeadPlan:
 
     def __str__(self) -> str:
         if self.chunks == 1:
-            how = f"all {self.positions:,} positions at once"
+            chunks_text = f"all {self.positions:,} positions at once"
         else:
-            how = f"{self.chunks:,} chunks of {self.positions:,} positions"
-        text = f"{how}, {gib(self.logits_bytes)} of float32 logits on a device at a time: {self.why}"
+            chunks_text = f"{self.chunks:,} chunks of {self.positions:,} positions"
+        text = f"{chunks_text}, {gib(self.logits_bytes)} of float32 logits on a device at a time: {self.why}"
         if not self.in_loop:
             return (
                 f"{text}; {self.products} products of the logits' size: this objective's gradient is known only "
@@ -153,18 +153,18 @@ def plan_head(
         chunk = min(chunk, max(1, -(-tokens // rows)) * sequence_shards)
     chunks, size = chunking(positions, chunk)
     if requested_chunk is not None:
-        why = f"the objective asks for {requested_chunk:,}"
+        reason = f"the objective asks for {requested_chunk:,}"
     elif config.cross_entropy_block_size is not None:
-        why = f"model.cross_entropy_block_size is {chunk:,}"
+        reason = f"model.cross_entropy_block_size is {chunk:,}"
     elif chunks == 1:
-        why = "they are few enough"
+        reason = "they are few enough"
     elif platform == "cpu" and chunk < planned_chunk(config, batch=batch, vocab=vocab, mapping=mapping, mesh=mesh):
-        why = (
+        reason = (
             f"on CPUs {gib(CPU_LOGITS_BYTES)} or {CPU_TOKENS} tokens, whichever is more, since logits that stay in the "
             "cache are faster"
         )
     else:
-        why = (
+        reason = (
             f"as many as {gib(LOGITS_BYTES)} hold, since each chunk reads the head and reads and writes its "
             f"gradient ({gib(4 * entries * embed)})"
         )
@@ -182,5 +182,5 @@ def plan_head(
         products=(1 if in_loop else 2) + len(set(learned)),
         kept_bytes=of_x + of_head,
         in_loop=in_loop,
-        why=why,
+        why=reason,
     )

@@ -91,8 +91,8 @@ def _read_qwen(fields: ConfigJsonReader) -> Qwen3MoeConfig | None:
 
 def _write_qwen(config: Qwen3MoeConfig, spelling: Spelling) -> dict[str, Any]:
     plain = {**PLAIN, "use_qk_norm": True}
-    written = write_llama(config, spelling, name="Qwen3 with experts", plain=plain, biases=("attention_bias",))
-    return written | {
+    document = write_llama(config, spelling, name="Qwen3 with experts", plain=plain, biases=("attention_bias",))
+    return document | {
         "moe_intermediate_size": config.moe_intermediate_dim,
         "num_experts": config.num_experts,
         # Both names: transformers 5 reads this one, older versions `num_experts`.

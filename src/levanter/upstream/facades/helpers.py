@@ -25,8 +25,8 @@ def use_cpu_device() -> AbstractContextManager[Any]:
 def local_cpu_mesh() -> Iterator[Mesh]:
     """A context with a mesh of one CPU device of the host in scope."""
     # Upstream's axis names, each of size 1: mappings that name them stay valid.
-    one = np.array(jax.local_devices(backend="cpu")[:1]).reshape([1] * len(AXES))
-    mesh = Mesh(one, AXES)
+    devices = np.array(jax.local_devices(backend="cpu")[:1]).reshape([1] * len(AXES))
+    mesh = Mesh(devices, AXES)
     with use_cpu_device(), jax.set_mesh(mesh):
         yield mesh
 
@@ -41,8 +41,8 @@ def key_iterator(key: jax.Array | int) -> Iterator[jax.Array]:
     """An endless stream of distinct random keys."""
     key = jax.random.PRNGKey(key) if isinstance(key, int) else key
     while True:
-        key, one = jax.random.split(key)
-        yield one
+        key, subkey = jax.random.split(key)
+        yield subkey
 
 
 def non_caching_cycle(items: Iterable[Any]) -> Iterator[Any]:

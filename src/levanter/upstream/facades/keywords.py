@@ -21,7 +21,7 @@ from levanter.trainer.config import TrainerConfig
 from levanter.upstream.imports import warn_once
 
 
-def of_today(cls: type, keys: Mapping[str, Any]) -> dict[str, Any]:
+def translate_keywords(cls: type, keys: Mapping[str, Any]) -> dict[str, Any]:
     """Translates earlier keywords of `cls` to the current ones.
 
     Raises:
@@ -37,8 +37,8 @@ def of_today(cls: type, keys: Mapping[str, Any]) -> dict[str, Any]:
     if not earlier:
         return dict(keys)  # a misspelt keyword raises the class's own error
     # Dataclass values become plain mappings, as a document would hold them.
-    written = {name: plain(value) if is_dataclass(value) else value for name, value in earlier.items()}
-    document, translation = translate_plain({block: written}, source=f"{cls.__name__}(…)")
+    old_values = {name: plain(value) if is_dataclass(value) else value for name, value in earlier.items()}
+    document, translation = translate_plain({block: old_values}, source=f"{cls.__name__}(…)")
     if translation.problems:
         raise ConfigError(translation.problems)
     for change in translation.changes:
@@ -50,9 +50,9 @@ def of_today(cls: type, keys: Mapping[str, Any]) -> dict[str, Any]:
         # Only the translated keys: the others must keep the caller's values or the class's defaults.
         new = {name: getattr(read, name) for name in new}
     today = {name: value for name, value in keys.items() if name not in earlier}
-    if both := sorted(set(today) & set(new)):
+    if duplicates := sorted(set(today) & set(new)):
         raise ValueError(
-            f"{cls.__name__}: {', '.join(both)} and {', '.join(sorted(earlier))} set the same thing; keep one"
+            f"{cls.__name__}: {', '.join(duplicates)} and {', '.join(sorted(earlier))} set the same thing; keep one"
         )
     return {**today, **new}
 

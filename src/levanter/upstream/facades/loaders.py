@@ -152,9 +152,9 @@ def place_examples(
     # device → its slice of the batch axis, for this process's devices only.
     first = NamedSharding(mesh, mapping.spec([Batch.name])).addressable_devices_indices_map((Batch.size,)).values()
     # The rows of this process only: hosts would otherwise read the whole global batch each.
-    here = sorted({row for index in first if index is not None for row in range(*index[0].indices(Batch.size))})
-    place_of = {row: n for n, row in enumerate(here)}
-    examples = [jax.tree.leaves(example, is_leaf=is_named) for example in take(here)]
+    local_rows = sorted({row for index in first if index is not None for row in range(*index[0].indices(Batch.size))})
+    place_of = {row: n for n, row in enumerate(local_rows)}
+    examples = [jax.tree.leaves(example, is_leaf=is_named) for example in take(local_rows)]
 
     def whole(n: int, leaf: PyTree) -> PyTree:
         # Stacked once for all local shards; the callback below only slices.
@@ -380,15 +380,17 @@ def check_sharded_consistency(tree: PyTree, check_disjoint_indices_are_different
         ValueError: copies of a shard differ, or shards that must differ are equal.
     """
     for array in jax.tree.leaves(tree):
-        seen: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
+        shards: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
         for shard in array.addressable_shards:
             # The global bounds of a shard identify it; replicas have the same ones.
             where = tuple(part.indices(size)[:2] for part, size in zip(shard.index, array.shape, strict=True))
-            mine = np.asarray(shard.data)
-            if not np.array_equal(seen.setdefault(where, mine), mine, equal_nan=mine.dtype.kind == "f"):
+            values_here = np.asarray(shard.data)
+            if not np.array_equal(
+                shards.setdefault(where, values_here), values_here, equal_nan=values_here.dtype.kind == "f"
+            ):
                 raise ValueError(f"the copy of {where} on {shard.device} differs from another device's")
-        values = list(seen.items())
-        for n, (where, mine) in enumerate(values if check_disjoint_indices_are_different else ()):
-            for other, theirs in values[:n]:
-                if mine.shape == theirs.shape and np.array_equal(mine, theirs):
+        values = list(shards.items())
+        for n, (where, values_here) in enumerate(values if check_disjoint_indices_are_different else ()):
+            for other, other_values in values[:n]:
+                if values_here.shape == other_values.shape and np.array_equal(values_here, other_values):
                     raise ValueError(f"the shards of {where} and {other} are equal")

@@ -93,17 +93,17 @@ def load_checkpoint(*args: PyTree, **keys: PyTree) -> PyTree:
     arguments = {**dict(zip(names, args, strict=False)), **keys}
     path = os.fspath(arguments["checkpoint_path"])
     ref = checkpoint_at(path) if arguments.get("discover_latest", True) else _exactly(path)
-    how = {
+    options = {
         "mesh": arguments.get("mesh"),
         "mapping": arguments.get("axis_mapping"),
         "partial": bool(arguments.get("allow_partial", False)),
     }
     if not old:
-        return _read(ref, arguments["tree"], prefix=arguments.get("subpath"), **how)
-    model = _read(ref, arguments["model"], prefix="model", **how)
+        return _read(ref, arguments["tree"], prefix=arguments.get("subpath"), **options)
+    model = _read(ref, arguments["model"], prefix="model", **options)
     # A caller that has no state yet passes None and gets None.
     if (state := arguments["training_state"]) is not None:
-        state = _read(ref, state, prefix="training_state", **how)
+        state = _read(ref, state, prefix="training_state", **options)
     return model, state, ref.step
 
 
@@ -115,8 +115,8 @@ def load_metadata(checkpoint_path: Place, fs: object = None) -> dict[str, Any]:
     """
     del fs
     ref = _exactly(os.fspath(checkpoint_path))
-    when = datetime.datetime.fromtimestamp(ref.saved_at, datetime.UTC).isoformat()
-    return {**ref.metadata, "step": ref.step, "timestamp": when, "is_temporary": ref.kind == "temporary"}
+    timestamp = datetime.datetime.fromtimestamp(ref.saved_at, datetime.UTC).isoformat()
+    return {**ref.metadata, "step": ref.step, "timestamp": timestamp, "is_temporary": ref.kind == "temporary"}
 
 
 def tree_serialize_leaves_tensorstore(checkpoint_dir: Place, pytree: PyTree, *_: object, **__: object) -> None:
@@ -295,7 +295,7 @@ def _read(
     """Replaces the arrays of a tree with those of a checkpoint."""
     found_mesh = mesh_in_scope() if mesh is None else mesh
 
-    def where(leaf: PyTree, value: PyTree) -> jax.sharding.Sharding:
+    def sharding_of(leaf: PyTree, value: PyTree) -> jax.sharding.Sharding:
         if mapping is not None and isinstance(found_mesh, Mesh) and is_named(leaf):
             return NamedSharding(found_mesh, AxisMapping(mapping).spec(axis.name for axis in leaf.axes))
         # Each array goes where the tree's array is; Python numbers
@@ -313,7 +313,7 @@ def _read(
         # With `partial`, arrays that the checkpoint lacks are left out of the request and so keep their values.
         if value is not None and not (partial and inside(path) not in ref.leaves):
             targets[inside(path)] = RestoreTarget(
-                shape=value.shape, dtype=np.dtype(value.dtype), sharding=where(leaf, value)
+                shape=value.shape, dtype=np.dtype(value.dtype), sharding=sharding_of(leaf, value)
             )
     # A tree may be a part of what was saved, so further arrays in the checkpoint are no error.
     arrays = restore(ref, targets, unexpected="skip")

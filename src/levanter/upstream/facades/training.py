@@ -257,8 +257,8 @@ class Trainer:
     @property
     def checkpoint_path(self) -> str:
         """The folder of the run's checkpoints."""
-        written = self.config.checkpointer
-        return join(written.base_path, *((self.run_id,) if written.append_run_id_to_base_path else ()))
+        checkpointer = self.config.checkpointer
+        return join(checkpointer.base_path, *((self.run_id,) if checkpointer.append_run_id_to_base_path else ()))
 
     def loss_fn(self, model: PyTree, *batch: PyTree, key: PyTree = None) -> PyTree:
         """The loss of a model whose parameters are cast to the compute dtype."""
@@ -458,12 +458,14 @@ class Trainer:
         return checkpoints[-1] if checkpoints else None
 
     def _checkpointer(self) -> Checkpointer:
-        written = self.config.checkpointer
+        checkpointer = self.config.checkpointer
         return Checkpointer(
             self.checkpoint_path,
-            keep=[(interval.every, interval.until) for interval in written.keep],
-            save_interval_seconds=None if written.save_interval is None else written.save_interval.total_seconds(),
-            keep_last_temporary=written.keep_last_temporary_checkpoints,
+            keep=[(interval.every, interval.until) for interval in checkpointer.keep],
+            save_interval_seconds=None
+            if checkpointer.save_interval is None
+            else checkpointer.save_interval.total_seconds(),
+            keep_last_temporary=checkpointer.keep_last_temporary_checkpoints,
         )
 
     def _inside(self, state: TrainerState) -> TrainState:

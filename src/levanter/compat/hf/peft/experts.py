@@ -69,12 +69,12 @@ class PerExpertSource:
         self._renamed = {new_name: stored_name for stored_name, new_name in renamed.items()}
         # Fused tensors are replaced by their views; renamed ones appear under the new name only.
         hidden = {view.source for view in views.values()} | renamed.keys()
-        kept = {name: info for name, info in source.tensors.items() if name not in hidden}
-        moved = {
+        unchanged = {name: info for name, info in source.tensors.items() if name not in hidden}
+        renamed_infos = {
             new_name: replace(source.tensors[stored_name], name=new_name)
             for new_name, stored_name in self._renamed.items()
         }
-        self.tensors = {**kept, **moved, **{name: view.info for name, view in views.items()}}
+        self.tensors = {**unchanged, **renamed_infos, **{name: view.info for name, view in views.items()}}
 
     def byte_ranges(self, name: str, index: Index) -> Sequence[ByteRange]:
         """The byte ranges of a tensor; none for a part of a fused tensor, which is read as a whole."""

@@ -119,8 +119,8 @@ class MergedTensors:
 
     def _round(self, before: np.ndarray, exact: np.ndarray, tensor: OutTensor) -> np.ndarray:
         # `difference` first holds what rounding changed, then what the adapter adds: one float32 buffer for both.
-        written = exact.astype(tensor.dtype)
-        difference = written.astype(np.float32)
+        rounded = exact.astype(tensor.dtype)
+        difference = rounded.astype(np.float32)
         unchanged = int(np.count_nonzero(difference == before))
         difference -= exact
         lost = _squares(difference)
@@ -128,16 +128,16 @@ class MergedTensors:
             # inf − inf is NaN: a sum that overflows in the file's dtype is found here.
             module = tensor.name.removesuffix(_WEIGHT)
             raise CorruptFileError(
-                self.adapter.where, f"{module}: the merged weights are not finite in {written.dtype}"
+                self.adapter.where, f"{module}: the merged weights are not finite in {rounded.dtype}"
             )
         kind = self._group(tensor.name)
         rounding = self.rounding.setdefault(kind, Rounding(group=kind))
         rounding.unchanged += unchanged
-        rounding.weights += written.size
+        rounding.weights += rounded.size
         rounding.lost += lost
         np.subtract(exact, before, out=difference)
         rounding.added += _squares(difference)
-        return written
+        return rounded
 
     def _product(self, module: str, group: TargetGroup) -> Callable[[Index], np.ndarray]:
         """A function from a region of the module's matrix to that part of s · B A."""

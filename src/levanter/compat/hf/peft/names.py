@@ -106,8 +106,8 @@ def short_names(chosen: Sequence[str], all_modules: Sequence[str]) -> tuple[str,
         chosen: the modules to select.
         all_modules: all modules of the model.
     """
-    meant = set(chosen)
-    others = {name.rsplit(".", 1)[-1] for name in all_modules if name not in meant}
+    chosen_set = set(chosen)
+    others = {name.rsplit(".", 1)[-1] for name in all_modules if name not in chosen_set}
     last = {name: name.rsplit(".", 1)[-1] for name in chosen}
     # A full path also ends in a shorter name, so the short form is used only if it selects nothing else.
     return tuple(sorted({name if last[name] in others else last[name] for name in chosen}))
