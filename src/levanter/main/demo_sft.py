@@ -100,6 +100,7 @@ def _interrupted_after(seconds: float) -> Iterator[None]:
 
 def _judged(config: TrainLmConfig, adapter: str | None) -> EvalResult:
     """The loss and the accuracy on what was held out."""
+    # The same data and row length before and after, so that the two losses are comparable.
     eval_config = EvalLmConfig(
         hf_checkpoint=config.hf_checkpoint,
         adapter_path=adapter,
@@ -119,10 +120,12 @@ def _answers(config: TrainLmConfig, adapter: str | None) -> list[str]:
         adapter_path=adapter,
         trainer=config.trainer,
         interactive=True,
+        # Questions and answers are short: a small cache keeps the demo's programs small.
         inference=InferenceConfig(max_rows=1, max_seq_len=128),
     )
     devices = local_devices(config.trainer.mesh)
     plan = describe_texts(generate_config, local_target(devices)).check()
+    # The engine runs the plan's Programs in the order of this schedule; it compiles no others.
     schedule = make_schedule(plan.work.programs, share_prefixes=generate_config.inference.share_prefixes)
     reader = prompt_reader(plan.work, schedule)
     greedy = replace(reader.defaults, temperature=0.0, max_tokens=TOKENS)

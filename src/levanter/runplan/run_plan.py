@@ -70,6 +70,7 @@ class RunRefused(ValueError):
         if len(self.errors) == 1:
             super().__init__(str(self.errors[0]))
         else:
+            # Numbered like `ConfigError` and the planner's errors, so that each can be referred to.
             listed = "\n".join(f"[{n}] {error}" for n, error in enumerate(self.errors, 1))
             super().__init__(f"{len(self.errors)} problems:\n{listed}")
 

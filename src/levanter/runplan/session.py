@@ -30,6 +30,7 @@ class _Unrecorded:
     """A recorder that discards everything."""
 
     def log(self, metrics: Mapping[str, Any], *, step: int | None) -> None:
+        # `del` marks arguments that this recorder does not use.
         del metrics, step
 
     def log_summary(self, metrics: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ PATH = OldKey(
     block="",
     name="reference_model_path",
     new="reference: {type: separate, model_path}",
-    why="what answers are compared with is a choice of its own",
+    why="the reference model has a block of its own",
 )
 IS_HF = OldKey(block="", name="reference_is_hf", new="reference.is_hf", why=PATH.why, default="true")
 BEGINS = OldKey(

@@ -27,32 +27,32 @@ TEMPERATURE = OldKey(
     block="",
     name="temperature",
     new="sampling.temperature (of a server)",
-    why="what a request does not say is a block of its own",
+    why="the defaults of requests are a block",
     default="0.7",
 )
 SEED = OldKey(
     block="",
     name="seed",
     new="sampling.seed (of a server)",
-    why="requests that name no seed have this one; without it each has a fresh one",
+    why="requests without a seed use this one; without it each gets a new one",
     default="42",
 )
 ROWS = _service("max_seqs", "inference.max_rows", "a running sequence is a row", "256")
-STEPS = _service("max_rounds", f"inference.steps, {MOST_STEPS} at most", "tokens of a row in a call", "32")
+STEPS = _service("max_rounds", f"inference.steps, {MOST_STEPS} at most", "tokens per row and call", "32")
 LENGTH = _service("max_seq_len", "inference.max_seq_len", "rows are described in one block")
-CHUNK = _service("max_prefill_size", "inference.prefill_chunk", "tokens of a prompt in a call")
+CHUNK = _service("max_prefill_size", "inference.prefill_chunk", "tokens of a prompt per call")
 SIZE = _service("page_size", "inference.page_size", "pages are described in one block", "128")
 COUNT = _service("max_pages", "inference.pages, with allocation: paged", "the cache's pages over all devices")
 DTYPE = _service("compute_dtype", "inference.cache_dtype", "the dtype of keys and values", "bfloat16")
-WAITING = _service("max_queued_tokens", "max_queued_tokens", "the queue is the server's", "512")
+WAITING = _service("max_queued_tokens", "max_queued_tokens", "the queue belongs to the server", "512")
 SERVICE_PAGES = OldKey(block="service", name=PAGES.name, new=PAGES.new, why=PAGES.why, default=PAGES.default)
 SERVICE_LOGPROBS = OldKey(block="service", name=LOGPROBS.name, new="", why=LOGPROBS.why)
 IGNORED = (
     SERVICE_LOGPROBS,
-    _service("hbm_utilization", "", "the cache has the size that the plan says, whatever is free"),
+    _service("hbm_utilization", "", "the plan determines the size of the cache"),
     _service("max_stop_seqs", "", "there may be any number of stop strings"),
     _service("max_stop_tokens", "", "a stop string may have any number of tokens"),
-    _service("seed", "", "the noise comes from the request's seed"),
+    _service("seed", "", "sampling uses the request's seed"),
     _service("max_seqs_in_prefill", "", "the calls for prompts have the sizes that the plan lists"),
     _service("max_tokens_per_round", "", "the calls for prompts have the sizes that the plan lists"),
 )

@@ -31,18 +31,18 @@ def _row(name: str, new: str, why: str, default: str = "") -> OldKey:
     return OldKey(block="", name=name, new=new, why=why, default=default)
 
 
-MODEL_KEY = _row("model_name_or_path", "initialize_from_hf", "the checkpoint to begin from is named once", MODEL_NAME)
+MODEL_KEY = _row("model_name_or_path", "initialize_from_hf", "the initial checkpoint is named once", MODEL_NAME)
 INITIALIZE = _row("initialize_from_hf", "initialize_from_hf, use_hf_model_config", "its architecture is used, too")
-TOKENIZER = _row("tokenizer", "data.tokenizer", "the tokenizer is the data's", MODEL_NAME)
+TOKENIZER = _row("tokenizer", "data.tokenizer", "the tokenizer belongs to `data:`", MODEL_NAME)
 LENGTH = _row("max_seq_len", "train_seq_len", "each run chooses its own length", "2048")
-KIND = _row("dataset_type", "format.type of each component", "sets are components, each with a format", CHAT)
-URLS = _row("chat_train_urls", f"data.components.{ONE}", "sets are components")
+KIND = _row("dataset_type", "format.type of each component", "data sets are components, each with a format", CHAT)
+URLS = _row("chat_train_urls", f"data.components.{ONE}", "data sets are components")
 MESSAGES = _row("messages_field", "format.messages_field of each component", "it is a key of the format")
 INPUT = _row("input_role", "format.roles of each component", "roles have the names that templates know", "user")
 OUTPUT = _row("output_role", "format.roles of each component", "roles have the names that templates know", "assistant")
-WEIGHTS = _row("mixture_weights", "data.train_weights", "weights are the data's")
-BLOCK = _row("mixture_block_size", "data.mixture_block_size", "how sets are mixed is the data's")
-STRATEGY = _row("stop_strategy", "data.stop_strategy", "how sets are mixed is the data's")
+WEIGHTS = _row("mixture_weights", "data.train_weights", "weights belong to `data:`")
+BLOCK = _row("mixture_block_size", "data.mixture_block_size", "the settings of the mixture belong to `data:`")
+STRATEGY = _row("stop_strategy", "data.stop_strategy", "the settings of the mixture belong to `data:`")
 SFT_KEYS = (MODEL_KEY, TOKENIZER, LENGTH, KIND, URLS, MESSAGES, INPUT, OUTPUT, WEIGHTS, BLOCK, STRATEGY)
 """Keys that only `sft` and `sft_mixture` had."""
 _OF_THE_HUB = {"input_field": ("input_key", "prompt"), "output_field": ("target_key", "response")}

@@ -13,7 +13,7 @@ SUPERVISED = OldKey(
     block="",
     name="supervised_data",
     new="data.components.<name>, with validation data alone",
-    why="sets that are evaluated are components; these were never trained on",
+    why="evaluated data sets are components; these were never trained on",
 )
 SINGLE = "supervised"
 """The name of the component that a single source becomes."""

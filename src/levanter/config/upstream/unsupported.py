@@ -76,14 +76,14 @@ NOT_CARRIED: tuple[NotCarried, ...] = (
     NotCarried(
         block="",
         name="quantize",
-        why="training updates its weights, and 8-bit integers take no updates; leave it out, and quantize what was "
-        "trained: eval_lm, viz_logprobs, eval_careless_lm, eval_sliding_lm, generate and sample_lm have this key",
+        why="training updates weights, and 8-bit integers cannot be updated; leave it out, and quantize the trained "
+        "model: eval_lm, viz_logprobs, eval_careless_lm, eval_sliding_lm, generate and sample_lm have this key",
         entry_point_keys=(_TRAIN,),
     ),
     NotCarried(
         block="",
         name="batch_timeout",
-        why="nothing waits for other requests: a prompt is begun as soon as a row is free; leave it out",
+        why="a prompt starts as soon as a row is free, without waiting for other requests; leave it out",
         entry_point_keys=(_SERVE,),
     ),
     NotCarried(
