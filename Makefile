@@ -7,7 +7,7 @@ CPU8   := JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=8
 # A training step on CPU devices asks for the same memory as the last; the kernel need not clear it each time (glibc).
 KEEP   := MALLOC_ARENA_MAX=1 MALLOC_MMAP_THRESHOLD_=8589934592 MALLOC_TRIM_THRESHOLD_=17179869184
 
-.PHONY: help demo demo-memorization demo-generate demo-serve demo-sft demo-train demo-needle test test-all test-aot test-aot-ci golden golden-compiled docs lint lint-quick quick clean soak fuzz
+.PHONY: help demo demo-memorization demo-generate demo-serve demo-sft demo-train demo-needle test test-all test-sources test-aot test-aot-ci golden golden-compiled docs lint lint-quick quick clean soak fuzz
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -56,10 +56,13 @@ quick: $(BIN)/.dev  ## tests marked `quick`, of every package (<= 90 CPU seconds
 	$(BIN)/python -m pytest -q -m 'quick and not slow' $(QUICK)
 
 test: $(BIN)/.dev  ## everything that needs no accelerator (<= 20 minutes on 2 cores)
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m 'not slow and not aot'
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m 'not slow and not aot and not sources'
 
 test-all: $(BIN)/.dev  ## with the sweeps (<= 60 minutes)
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m 'not aot'
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m 'not aot and not sources'
+
+test-sources: $(BIN)/.dev  ## what reads the source code of transformers; for a new version of it
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m sources tests/parity/test_every_field.py
 
 test-aot: $(BIN)/.dev  ## what compiles with the real TPU compiler, without a TPU (74 CPU minutes)
 	$(BIN)/python -m pytest -q -m aot

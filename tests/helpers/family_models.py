@@ -17,6 +17,7 @@ from levanter.commands.model.pretrained import ModelChoice, PretrainedModel, des
 from levanter.config import load
 from levanter.data import next_tokens
 from levanter.hardware.compiler import Work
+from levanter.models.registry import BUILTIN, family_named
 from levanter.runplan import Target
 
 CPU8 = Target(name="local", platform="cpu", kind="cpu", devices=8)
@@ -236,11 +237,8 @@ VARIANTS: Mapping[str, Variant] = {
         runs=((2, 2),),
     ),
 }
-ESSENTIAL = (
-    *("gpt2", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3"),
-    *("olmo2", "olmo3", "phi3", "smollm3", "llama", "gpt_neox"),
-)
-"""One of each family."""
+ESSENTIAL = tuple(family_named(name).config_json[-1].model_type for name in BUILTIN)
+"""One variant of each family of the registry, by its `model_type`: a new family needs an entry in `VARIANTS`."""
 
 _FOUR = ["model", "group"]
 

@@ -4,6 +4,9 @@ Names come from `transformers` itself (the config class, what every config may h
 so that a field that a new version adds is met here before a checkpoint brings it. Each is changed in a tiny model of
 every variant. Where torch then has other tensors, our list of tensors must be torch's; where torch computes other
 logits, our config must be another one and, in the slow set, score as torch does; or config.json is refused.
+
+The names are found by regular expressions over the source of the installed `transformers`, which any of its releases
+may rewrite. So these tests run by `make test-sources` alone.
 """
 
 import dataclasses
@@ -25,6 +28,8 @@ from levanter.compat.hf.config_bridge import expected_tensors, read_config
 from levanter.compat.hf.errors import CheckpointError
 from levanter.models.config_json import HARMLESS, ConfigJsonReader
 from levanter.models.registry import families_of_config_json
+
+pytestmark = pytest.mark.sources
 
 OURS = families_of_config_json("llama")
 

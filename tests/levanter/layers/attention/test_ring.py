@@ -156,14 +156,12 @@ def test_a_window_over_more_keys_than_a_mark_can_tell_apart():
         ring_splash.marks_by_index(visible_keys, 65536, begins)
 
 
-def test_what_is_called_of_the_kernel_is_what_this_jax_has():
-    """Private names: their parameters, the arrays in order, and what JAX's own backward pass gives for `di`."""
+def test_the_installed_kernel_has_the_parameters_that_a_ring_passes():
+    """By name, and the arrays by position; that `di` means the same is what the gradients above compare."""
     assert ring_splash.obstacle() is None
     for name, takes in ring_splash.BACKWARD.items():
         first = list(inspect.signature(getattr(pallas, name)).parameters)[:8]
         assert first == takes.split()[:8] == ["q", "k", "v", "segment_ids", "sinks", "logsumexp", "do", "di"]
-    own = inspect.getsource(pallas._splash_attention_bwd)
-    assert 'di = jnp.einsum("hsd,hsd->hs", o.astype(jnp.float32), do.astype(jnp.float32))' in own
 
 
 def test_a_jax_without_it_has_no_splash_in_a_ring(monkeypatch):
