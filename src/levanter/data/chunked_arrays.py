@@ -47,8 +47,8 @@ class Chunks:
         sizes = np.array([array.shape[0] for array in arrays], np.int64)
         self._chunk = int(max((array.chunk_layout.read_chunk.shape[0] for array in arrays), default=1))
         chunks = -(-sizes // self._chunk)
-        # Positions count through all arrays, and so do chunk numbers: array i has positions `_starts[i]` to `_starts[i
-        # + 1]`, and a chunk never spans two arrays.
+        # Positions count through all arrays, from `_starts[i]` on in array i, and so do chunk numbers. A chunk never
+        # spans two arrays.
         self._starts = np.concatenate([[0], np.cumsum(sizes)])
         self._first_chunks = np.concatenate([[0], np.cumsum(chunks)])
         # At least `LEAST_SLOTS`, whatever the cache size: one call needs several chunks at once.
@@ -87,7 +87,7 @@ class Chunks:
             # All pieces at once, where there is room for their chunks.
             step = len(chunks) if len(np.unique(chunks)) <= self._slots else self._slots
             at = 0
-            # In the other case at most `_slots` pieces at a time, which need at most as many chunks.
+            # Otherwise at most `_slots` pieces at a time, which need at most as many chunks.
             for start in range(0, len(chunks), max(step, 1)):
                 part = slice(start, start + step)
                 size = int(counts[part].sum())
@@ -135,7 +135,7 @@ class Chunks:
         missing = unique[slots < 0]
         if len(missing):
             self._fetch(missing)
-        # A chunk's last slot may be partly filled, because the last chunk of an array is short; no piece reaches there.
+        # The last chunk of an array may be short and leave a part of its slot unfilled; no piece reaches there.
         return self._chunk_slots[chunks].astype(np.int64) * self._chunk
 
     def _fetch(self, chunks: np.ndarray) -> None:

@@ -126,6 +126,7 @@ def resolve_evaluation(
     # No set is an error only if nothing else explains it; a training run may go without evaluation.
     if not sets and not problems and not absent and not in_training:
         problems.append(_nothing_to_evaluate(without, split))
+    # Absent files alone are reported as such, so that planning can go on without them.
     if absent and not problems:
         raise AbsentTextError(absent)
     raise_problems([*absent, *problems])
@@ -206,6 +207,7 @@ def _unused_keys(config: LmDataConfig, sets: Sequence[EvaluationSet]) -> list[st
         notes.append(f"{', '.join(cache)}: no effect; an evaluation builds no token store, cache_dataset does")
     records = {dataset.name for dataset in sets if not dataset.is_text}
     training = [f"data.{key}" for key in _TRAINING_KEYS if is_set(config, key)]
+    # `pack` affects sets of records, which evaluation lays into rows as training does; text it ignores.
     training += [
         f"data.components.{name}.pack"
         for name, component in config.components.items()

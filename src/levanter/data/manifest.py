@@ -181,6 +181,7 @@ def read_manifest(folder: str) -> Manifest | None:
             identity=StoreIdentity.from_json(value["identity"]),
             shards=None if shards is None else tuple(ShardMark(**mark) for mark in shards),
         )
+    # A missing key raises KeyError, an unknown or misplaced one TypeError in the dataclass.
     except (KeyError, TypeError) as error:
         raise StoreError(f"{path}: damaged ({error}); delete the folder to rebuild it") from error
 
@@ -191,6 +192,7 @@ def is_empty(folder: str, manifest: Manifest) -> bool:
     Such a store may be built again with another identity, after the user has corrected the refused settings.
     """
     numbers = range(len(manifest.identity.shards))
+    # A mark without the manifest's completion still holds finished work, which a new identity would discard.
     return manifest.shards is None and not any(exists(join(shard_folder(folder, n), SHARD_MARK)) for n in numbers)
 
 

@@ -196,6 +196,7 @@ def _lines(path: str, file: IO[bytes]) -> Iterator[tuple[int, int, bytes]]:
     """Lines that are not blank: (number from 1, byte offset, content without the line end)."""
     offset = 0
     for number, line in enumerate(lines_bounded(file, where=path), 1):
+        # A byte order mark is one only at the beginning of the file; elsewhere it is text.
         content, skipped = _without_mark(line) if number == 1 else (line, 0)
         content = content.rstrip(b"\r\n")
         if content.strip():
@@ -245,6 +246,7 @@ def _json_list(path: str, file: IO[bytes]) -> Iterator[tuple[Any, str]]:
     except json.JSONDecodeError as error:
         hint = "; a file with one JSON value per line should be named .jsonl" if error.msg == "Extra data" else ""
         raise DataError(f"{path}:{error.lineno}: not JSON at column {error.colno} ({error.msg}){hint}") from error
+    # The whole file is one JSON value, so all of it is parsed before the first record.
     records = value if isinstance(value, list) else [value]
     for number, record in enumerate(records):
         yield record, f"{path}[{number}]" if isinstance(value, list) else path
@@ -300,6 +302,7 @@ def _parquet(path: str, key: str) -> Iterator[Document]:
     import pyarrow as pa
 
     with _parquet_file(path) as file:
+        # The schema is in the footer: a wrong column is reported before any row is read.
         schema = file.schema_arrow
         if key not in schema.names:
             raise DataError(f"{path}: {_missing_key('column', key, schema.names)}")

@@ -163,6 +163,7 @@ def open_store(folder: str, manifest: Manifest) -> StoredTokens:
         StoreError: listing the files that are missing or cut short; a checksum of the offsets is wrong.
     """
     assert manifest.shards is not None, folder
+    # Sizes only: digests would read the whole store at every start (`cache_staleness.changed_files` does).
     check_file_sizes(folder, manifest)
     # `Chunks` caches decoded chunks, so this cache only holds the indices that locate them.
     context = tensorstore_context(INDEX_BYTES)
@@ -174,6 +175,7 @@ def open_store(folder: str, manifest: Manifest) -> StoredTokens:
             # All arrays are opened at once: one after another, a remote store of many shards would take minutes.
             pending.append((name, path, open_array(path, context=context)))
     try:
+        # `path` names the array in the error below: the one whose future failed.
         for name, path, future in pending:
             arrays[name].append((path, future.result()))
     except (ValueError, OSError) as error:

@@ -226,6 +226,7 @@ def resolve_training(config: LmDataConfig, *, formats: Formats = FORMATS) -> Tra
 
 
 def _at(where: str, error: Exception | str) -> str:
+    # Errors of the component's own keys begin with its key already.
     return str(error) if str(error).startswith(where) else f"{where}: {error}"
 
 
@@ -252,6 +253,7 @@ def _stages(
         for step, weights in stages
         if sum(weights.values()) <= 0
     ]
+    # A set with weight 0 in every stage is not read at all.
     names = {name for _, weights in stages for name, weight in weights.items() if weight > 0}
     return [(step, weights) for step, weights in stages], names
 
@@ -266,6 +268,7 @@ def _training_set(
     finished = built is not None and built.shards is not None
     note = other_cache = "" if built is not None else _other_cache(folder)
     documents: tuple[Documents, ...] | None
+    # A component without a source names a store that was built elsewhere, so it must be finished.
     if isinstance(component, DatasetComponent) and component.source is None:
         if folder is None:
             raise DataError(f"{where}: has neither a source nor a cache_dir")
@@ -274,6 +277,7 @@ def _training_set(
                 f"{where}: has no source, and there is no finished token store in {folder}"
                 f"{other_cache and '; ' + other_cache}"
             )
+        # Nothing to compare the store with, and nothing to build it from.
         documents = None
     else:
         try:
@@ -336,6 +340,7 @@ def _config_problems(config: LmDataConfig) -> Iterator[str]:
         for key in ("io_block_size", "window_blocks"):
             if getattr(shuffle, key) < 1:
                 yield f"data.shuffle.{key} must be at least 1, got {getattr(shuffle, key)}"
+    # `bool` is a subclass of `int`; a number is the length of an era.
     elif not isinstance(shuffle, bool) and shuffle < 0:
         yield f"data.shuffle: the length of an era must be at least 1 (or 0, false: no shuffle), got {shuffle}"
     for key in ("num_validation_sequences", "max_train_batches"):
