@@ -170,6 +170,7 @@ def _known_rows(model: LmConfig, tokenizer: Tokenizer | None, config: ConvertLmC
     try:
         return vocabulary(model, tokenizer=tokenizer, names=(config.tokenizer, model.tokenizer))[0]
     except ValueError as error:
+        # The earlier errors say why neither the checkpoint nor the tokenizer gave the size.
         before = [check.error for check in checks if check.error is not None]
         raise RunRefused([*before, error], exit_code=BAD_INPUT) from error
 
@@ -187,6 +188,7 @@ def _rows(wanted: int, available: int | None, tokenizer: FastTokenizer | None) -
 
 def _stored(model_leaves: Any, saved: SavedModel | None, stored: np.dtype) -> tuple[Leaf, ...]:
     """The leaves with the checkpoint's dtypes."""
+    # An absent checkpoint is assumed to store all weights in one dtype.
     tensors = {} if saved is None else saved.source.tensors
     return tuple(
         replace(leaf, dtype=tensors[leaf.path].dtype if leaf.path in tensors else stored) for leaf in model_leaves
@@ -202,6 +204,7 @@ def _dtype(name: str | None) -> np.dtype | None:
 
 def _output(config: ConvertLmConfig) -> list[Check]:
     if not config.overwrite:
+        # Checked before the export starts; `write_export` checks again when it creates the folder.
         try:
             refuse_existing(config.output_dir)
         except ExportPathError as error:

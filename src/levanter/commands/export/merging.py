@@ -79,6 +79,7 @@ def find_merge(
     rules = model.weight_rules(Vocab)
     source = None if origin.checkpoint is None else origin.checkpoint.source
     stored = stored_leaves(model_leaves, rules, source, origin.stored)
+    # With the base's leaves alone the export can still be planned in full if the adapter is absent.
     nothing = Merge(stored=stored, rules=rules, adapter=None, targets=())
     try:
         if origin.has_int8:
@@ -106,6 +107,7 @@ def find_merge(
     ranks = _ranks_text({group.rank for group in targets})
     message = f"{adapter.where}: {len(targets)} kinds of modules, rank {ranks}{copies}"
     checks = [Check(name="adapter", status="ok", message=message)]
+    # A base is often copied under another name, so a different name is only noted.
     if adapter_path is not None and adapter.config.base is not None and adapter.config.base != origin.reference:
         message = f"the adapter's config names the base {adapter.config.base}; it is merged into {origin.reference}"
         checks.append(Check(name="adapter", status="note", message=message))
@@ -130,6 +132,7 @@ def _of_checkpoint(
     # The adapter is read in peft's form, so that both sources of adapters share one merge.
     adapter_leaves = leaves(saved.tree(targets, select_leaves(module, saved.part.whole)))
     plan = plan_peft(targets, every, rules, adapter_leaves, use_rslora=saved.config.use_rslora, base=origin.reference)
+    # Lazy: a factor is read when its tensor is merged, in the slices that the merge needs.
     adapter = lazy_adapter(plan, Slices(saved.source), where=saved.where).per_expert(every)
     return adapter, targets, saved.part.whole
 
@@ -155,6 +158,7 @@ class _Slices:
     source: TensorSource
     path: str
 
+    # Reads the requested slice from the files, nothing else.
     def __getitem__(self, index: Index, /) -> np.ndarray:
         return self.source.read(self.path, index)
 
