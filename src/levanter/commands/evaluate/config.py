@@ -2,54 +2,38 @@
 
 from dataclasses import dataclass, field
 
-from levanter.commands.model.config import Quantize, TiedHead, hf_files, model_key_problems
+from levanter.commands.model.config import (
+    LoadedModelKeys,
+    QuantizableModelKeys,
+    hf_files,
+    model_key_problems,
+)
 from levanter.config.plan_options import PlanOptions
-from levanter.config.validators import PathText, PositiveFloat, PositiveInt, Ranged, Seed
+from levanter.config.validators import PathText, PositiveInt, Seed
 from levanter.data.config import LmDataConfig
-from levanter.models.registry import LmConfig
 from levanter.trainer.config import TrainerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalLmConfig(Ranged):
+class EvalLmConfig(LoadedModelKeys):
     """Evaluate loss, perplexity and bits per byte of a model on text.
 
     Attributes:
-        hf_checkpoint: Hugging Face files: a folder, a hub id (`org/name@revision`), a URL, or a .gguf file.
         initialize_from_hf: alias of `hf_checkpoint`.
-        checkpoint_path: a checkpoint of `train_lm`, or a run's folder for its newest one.
         trainer: devices, mesh, precision, trackers.
         data: the data sets.
-        model: the architecture, if the checkpoint has no config; otherwise it is checked against the checkpoint.
         eval_on_train: evaluates on training data instead of validation data.
         max_eval_length: tokens per row; default at most the model's `max_seq_len`.
         output_path: file for the results as JSON; default `<trainer.log_dir>/<run id>/eval_lm.json`.
-        allow_pickle: accepts pickled weights (never needed for safetensors).
-        load_memory_gib: host memory for read buffers in GiB, in addition to the arrays; default a tenth of them, within
-            [0.25, 4].
-        quantize: `int8` stores all projections as 8-bit integers with a scale per output channel, quantized while they
-            are read; null keeps them in the compute dtype.
-        tied_head: with `quantize` and tied embeddings: `copy` gives the output head an int8 copy of the embedding
-            table, `share` multiplies by the table itself.
-        adapter_path: an adapter to apply to the model, in the format of peft or `peft_save_path`: a folder, a hub id,
-            or a URL.
         plan: assumptions for planning: values that a run determines from its data.
     """
 
-    hf_checkpoint: PathText | None = None
     initialize_from_hf: PathText | None = None
-    checkpoint_path: PathText | None = None
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     data: LmDataConfig = field(default_factory=LmDataConfig)
-    model: LmConfig | None = None
     eval_on_train: bool = False
     max_eval_length: PositiveInt = 2048
     output_path: PathText | None = None
-    allow_pickle: bool = False
-    load_memory_gib: PositiveFloat | None = None
-    quantize: Quantize | None = None
-    tied_head: TiedHead = "copy"
-    adapter_path: PathText | None = None
     plan: PlanOptions = field(default_factory=PlanOptions)
 
     def __post_init__(self):
@@ -68,40 +52,28 @@ class EvalLmConfig(Ranged):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VizLmConfig(Ranged):
+class VizLmConfig(QuantizableModelKeys):
     """Write an HTML page that shows the log-probability of every token of a text.
 
     Attributes:
-        checkpoint_path: a checkpoint of `train_lm`, or a run's folder for its newest one.
         checkpoint_is_hf: whether `checkpoint_path` names Hugging Face files.
-        hf_checkpoint: Hugging Face files: a folder, a hub id, a .gguf file.
         path: file for the page.
         num_docs: number of rows of text to show.
         data_seed: seed of the choice of rows; null for the first rows.
         max_eval_length: tokens per row; default at most the model's `max_seq_len`.
         trainer: devices, mesh, precision.
         data: the data sets.
-        model: the architecture, if the checkpoint has no config; otherwise it is checked against the checkpoint.
-        quantize, tied_head: see `eval_lm`.
         comparison_model_path, comparison_is_hf: a second model to compare with, not supported yet.
-        adapter_path: an adapter to apply to the model, in the format of peft or `peft_save_path`: a folder, a hub id,
-            or a URL.
         plan: assumptions for planning: values that a run determines from its data.
     """
 
-    checkpoint_path: PathText | None = None
     checkpoint_is_hf: bool = False
-    hf_checkpoint: PathText | None = None
     path: PathText = "logprobs.html"
     num_docs: PositiveInt = 32
     data_seed: Seed | None = 0
     max_eval_length: PositiveInt = 4096
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     data: LmDataConfig = field(default_factory=LmDataConfig)
-    model: LmConfig | None = None
-    quantize: Quantize | None = None
-    tied_head: TiedHead = "copy"
-    adapter_path: PathText | None = None
     comparison_model_path: str | None = None
     comparison_is_hf: bool = False
     plan: PlanOptions = field(default_factory=PlanOptions)

@@ -3,21 +3,20 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from levanter.commands.model.config import ModelKeys
 from levanter.compat.hf.index import MAX_SHARD_BYTES
 from levanter.config.plan_options import PlanOptions
-from levanter.config.validators import Count, ManyInt, PathText, PositiveInt, Ranged
-from levanter.models.registry import LmConfig
+from levanter.config.validators import Count, ManyInt, PathText, PositiveInt
 from levanter.trainer.config import TrainerConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvertLmConfig(Ranged):
+class ConvertLmConfig(ModelKeys):
     """Export a checkpoint as a Hugging Face folder.
 
     Attributes:
-        checkpoint_path: a checkpoint of `train_lm`, or a run's folder for its newest one.
         hf_checkpoint: instead of `checkpoint_path`: Hugging Face files into which an adapter is merged.
         adapter_path: the adapter to merge, in the format of peft or `peft_save_path`: a folder, a hub id, or a URL.
         output_dir: the folder or URL to write; it must not exist unless `overwrite` is set.
@@ -39,9 +38,6 @@ class ConvertLmConfig(Ranged):
         plan: assumptions for planning: values that a run determines from its data.
     """
 
-    checkpoint_path: PathText | None = None
-    hf_checkpoint: PathText | None = None
-    adapter_path: PathText | None = None
     output_dir: PathText
     overwrite: bool = False
     dtype: str | None = None
@@ -52,7 +48,6 @@ class ConvertLmConfig(Ranged):
     generation_eos_token_ids: list[Count] | None = None
     override_vocab_size: PositiveInt | None = None
     config_overrides: dict[str, Any] | None = None
-    model: LmConfig | None = None
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     upload_to_hf: bool | str | None = None
     use_cpu: bool = False

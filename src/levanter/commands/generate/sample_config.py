@@ -4,12 +4,11 @@ from dataclasses import dataclass, field
 
 from levanter.commands.generate.config import GenerateConfig
 from levanter.commands.generate.upstream_engine_config import InferenceEngineConfig
-from levanter.commands.model.config import Quantize, TiedHead
+from levanter.commands.model.config import QuantizableModelKeys
 from levanter.config import ExplicitKeys
 from levanter.config.plan_options import PlanOptions
-from levanter.config.validators import PathText, PositiveInt, Ranged
+from levanter.config.validators import PathText, PositiveInt
 from levanter.inference.requests import Choices, SampleSeed, SamplingParams, Temperature
-from levanter.models.registry import LmConfig
 from levanter.trainer.config import TrainerConfig
 
 PROMPTS = (
@@ -22,14 +21,11 @@ PROMPTS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleLmConfig(Ranged):
+class SampleLmConfig(QuantizableModelKeys):
     """Sample continuations of a few prompts.
 
     Attributes:
-        checkpoint_path: a checkpoint of `train_lm`, or a run's folder for its newest one.
-        hf_checkpoint: Hugging Face files: a folder, a hub id, a URL, or a .gguf file.
         trainer: devices, mesh, precision, trackers.
-        model: the architecture, if the checkpoint has no config.
         tokenizer: another tokenizer than the checkpoint's own.
         engine: rows and their cache, by upstream's keys.
         prompts: the prompts; null for four built-in ones.
@@ -41,18 +37,10 @@ class SampleLmConfig(Ranged):
         n_rounds: how many times all prompts are continued.
         profile: no effect; `trainer.profiler` profiles training runs.
         log_kernel_jaxprs_path: no effect.
-        quantize: `int8` stores all projections as 8-bit integers; see `generate`.
-        tied_head: with `quantize` and tied embeddings, the matrix of the output head: an int8 `copy` of the embedding
-            table, or `share` for the table itself.
-        adapter_path: an adapter to apply to the model, in the format of peft or `peft_save_path`: a folder, a hub id,
-            or a URL.
         plan: assumptions for planning: values that a run determines from its data.
     """
 
-    checkpoint_path: PathText | None = None
-    hf_checkpoint: PathText | None = None
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    model: LmConfig | None = None
     tokenizer: PathText | None = None
     engine: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
     prompts: list[str] | str | None = None
@@ -64,9 +52,6 @@ class SampleLmConfig(Ranged):
     n_rounds: PositiveInt = 4
     profile: bool = False
     log_kernel_jaxprs_path: str | None = None
-    quantize: Quantize | None = None
-    tied_head: TiedHead = "copy"
-    adapter_path: PathText | None = None
     plan: PlanOptions = field(default_factory=PlanOptions)
 
     def __post_init__(self) -> None:

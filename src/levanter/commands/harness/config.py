@@ -2,17 +2,21 @@
 
 from dataclasses import dataclass, field, replace
 
-from levanter.commands.model.config import Quantize, TiedHead, hf_files, model_key_problems, saved_checkpoint
+from levanter.commands.model.config import (
+    LoadedModelKeys,
+    hf_files,
+    model_key_problems,
+    saved_checkpoint,
+)
 from levanter.config.plan_options import PlanOptions
-from levanter.config.validators import PathText, PositiveFloat, PositiveInt, Ranged
+from levanter.config.validators import PathText, PositiveInt
 from levanter.eval.harness.config import HarnessConfig, HarnessTaskConfig, listed
 from levanter.inference.config import InferenceConfig
-from levanter.models.registry import LmConfig
 from levanter.trainer.config import TrainerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalHarnessConfig(Ranged):
+class EvalHarnessConfig(LoadedModelKeys):
     """Evaluate a model on lm-evaluation-harness tasks.
 
     Attributes:
@@ -21,25 +25,13 @@ class EvalHarnessConfig(Ranged):
         limit: largest number of documents of each task; overrides `eval_harness.max_examples`.
         include_path: folders with your own tasks, separated by commas, in addition to `eval_harness.include_path`.
         tokenizer: another tokenizer than the checkpoint's own.
-        checkpoint_path: a checkpoint of `train_lm`, or a run's folder for its newest one.
         checkpoint_is_hf: whether `checkpoint_path` names Hugging Face files.
-        hf_checkpoint: Hugging Face files: a folder, a hub id (`org/name@revision`), a URL, or a .gguf file.
         apply_chat_template, fewshot_as_multiturn: see `eval_harness`; true in either place enables it.
         trainer: devices, mesh, precision, trackers.
-        model: the architecture, if the checkpoint has no config; otherwise it is checked against the checkpoint.
         inference: decode slots for tasks that generate text.
         output_path: folder for the results; default `<trainer.log_dir>/<run id>/harness`.
         against: results of another run on the same tasks (`results_<date>.json`, with its samples in the same folder)
             to compare with.
-        adapter_path: an adapter to apply to the model, in the format of peft or `peft_save_path`: a folder, a hub id,
-            or a URL.
-        allow_pickle: accepts pickled weights (never needed for safetensors).
-        load_memory_gib: host memory for read buffers in GiB, in addition to the arrays; default a tenth of them, within
-            [0.25, 4].
-        quantize: `int8` stores all projections as 8-bit integers with a scale per output channel, quantized while they
-            are read; null keeps them in the compute dtype.
-        tied_head: with `quantize` and tied embeddings: `copy` gives the output head an int8 copy of the embedding
-            table, `share` multiplies by the table itself.
         plan: assumptions for planning: values that a run determines from its data.
     """
 
@@ -48,21 +40,13 @@ class EvalHarnessConfig(Ranged):
     limit: PositiveInt | None = None
     include_path: PathText | None = None
     tokenizer: PathText | None = None
-    checkpoint_path: PathText | None = None
     checkpoint_is_hf: bool = False
-    hf_checkpoint: PathText | None = None
     apply_chat_template: bool = False
     fewshot_as_multiturn: bool = False
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    model: LmConfig | None = None
     inference: InferenceConfig = field(default_factory=InferenceConfig)
     output_path: PathText | None = None
     against: PathText | None = None
-    adapter_path: PathText | None = None
-    allow_pickle: bool = False
-    load_memory_gib: PositiveFloat | None = None
-    quantize: Quantize | None = None
-    tied_head: TiedHead = "copy"
     plan: PlanOptions = field(default_factory=PlanOptions)
 
     def __post_init__(self) -> None:

@@ -8,15 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from levanter.commands.model.config import Quantize, TiedHead, model_key_problems
+from levanter.commands.model.config import LoadedModelKeys, model_key_problems
 from levanter.config.plan_options import PlanOptions
-from levanter.config.validators import NonNegativeFloat, PathText, PositiveFloat, PositiveFraction, PositiveInt, Ranged
+from levanter.config.validators import NonNegativeFloat, PathText, PositiveFraction, PositiveInt, Ranged
 from levanter.io import join
 from levanter.memorization.books import slug
 from levanter.memorization.conventions import WindowConvention, convention
 from levanter.memorization.coverage import DEFAULT_THRESHOLD, Cover
 from levanter.memorization.results import Scheme
-from levanter.models.registry import LmConfig
 from levanter.trainer.config import TrainerConfig
 
 DEFAULT_OUTPUT = "logs/memorization"
@@ -65,18 +64,15 @@ class BookConfig(Ranged):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalCarelessLmConfig(Ranged):
+class EvalCarelessLmConfig(LoadedModelKeys):
     """Measure how much of a book a model has memorized (p_z of sliding windows).
 
     A setting of the windows that is null takes the preset's value; without a preset, upstream's.
 
     Attributes:
-        hf_checkpoint: Hugging Face files: a folder, a hub id (`org/name@revision`), a URL, or a .gguf file.
         initialize_from_hf: alias of `hf_checkpoint`.
-        checkpoint_path: a checkpoint of `train_lm`, or a run's folder for its newest one.
         use_hf_model_config: no effect, as upstream: the architecture is the checkpoint's. If set, a contradicting
             `model:` block gives a note instead of an error.
-        model: the architecture, if the checkpoint has no config.
         trainer: devices, mesh, precision, trackers.
         tokenizer_name: a tokenizer other than the checkpoint's own.
         txt_path: the text of a single book.
@@ -105,22 +101,11 @@ class EvalCarelessLmConfig(Ranged):
         if_exists: `resume` continues an unfinished run (a finished one is unchanged); `replace` overwrites existing
             results.
         save_seconds: seconds between two saves of partial results: the most work that is lost if the process is killed.
-        adapter_path: an adapter to apply to the model, in the format of peft or `peft_save_path`: a folder, a hub id,
-            or a URL.
         plan: assumptions for planning.
-        allow_pickle: accepts pickled weights (never needed for safetensors).
-        load_memory_gib: host memory for read buffers in GiB, in addition to the arrays.
-        quantize: `int8` stores all projections as 8-bit integers with a scale per output channel, quantized while they
-            are read; null keeps them in the compute dtype.
-        tied_head: with `quantize` and tied embeddings: `copy` gives the output head an int8 copy of the embedding
-            table, `share` multiplies by the table itself.
     """
 
-    hf_checkpoint: PathText | None = None
     initialize_from_hf: PathText | None = None
-    checkpoint_path: PathText | None = None
     use_hf_model_config: bool | None = None
-    model: LmConfig | None = None
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     tokenizer_name: str | None = None
     txt_path: str | None = None
@@ -150,11 +135,6 @@ class EvalCarelessLmConfig(Ranged):
     if_exists: Literal["resume", "replace"] = "resume"
     save_seconds: NonNegativeFloat = 30.0
     plan: PlanOptions = field(default_factory=PlanOptions)
-    allow_pickle: bool = False
-    load_memory_gib: PositiveFloat | None = None
-    quantize: Quantize | None = None
-    tied_head: TiedHead = "copy"
-    adapter_path: PathText | None = None
 
     def __post_init__(self):
         super().__post_init__()

@@ -3,23 +3,21 @@
 from dataclasses import dataclass, field
 
 from levanter.commands.memorize.config import model_problems, scheme_problems
-from levanter.commands.model.config import Quantize, TiedHead
+from levanter.commands.model.config import LoadedModelKeys
 from levanter.config.plan_options import PlanOptions
-from levanter.config.validators import NonNegativeFloat, PathText, PositiveFloat, PositiveFraction, PositiveInt, Ranged
+from levanter.config.validators import NonNegativeFloat, PathText, PositiveFraction, PositiveInt
 from levanter.data.config import LmDataConfig
 from levanter.memorization.coverage import DEFAULT_THRESHOLD, Cover
-from levanter.models.registry import LmConfig
 from levanter.trainer.config import TrainerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalSlidingLmConfig(Ranged):
+class EvalSlidingLmConfig(LoadedModelKeys):
     """Measure memorization of prepared prompt/suffix rows.
 
     Attributes:
-        hf_checkpoint, initialize_from_hf, checkpoint_path, use_hf_model_config, model, trainer, scheme, schemes,
-            allow_nondivisible_batch_size, coverage_threshold, keep_text, if_exists, save_seconds, plan, allow_pickle,
-            load_memory_gib, quantize, tied_head, adapter_path: as in `eval_careless_lm`.
+        initialize_from_hf, use_hf_model_config, trainer, scheme, schemes, allow_nondivisible_batch_size,
+            coverage_threshold, keep_text, if_exists, save_seconds, plan: as in `eval_careless_lm`.
         data: the prepared sets, one per component.
         split: the split of each component that is read: `validation` or `train`.
         max_batches: scores only the first so many batches of each set.
@@ -28,11 +26,8 @@ class EvalSlidingLmConfig(Ranged):
         output_base_path: the folder of the results; each set has its own subfolder.
     """
 
-    hf_checkpoint: PathText | None = None
     initialize_from_hf: PathText | None = None
-    checkpoint_path: PathText | None = None
     use_hf_model_config: bool | None = None
-    model: LmConfig | None = None
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     data: LmDataConfig = field(default_factory=LmDataConfig)
     split: str = "validation"
@@ -49,11 +44,6 @@ class EvalSlidingLmConfig(Ranged):
     if_exists: str = "resume"
     save_seconds: NonNegativeFloat = 30.0
     plan: PlanOptions = field(default_factory=PlanOptions)
-    allow_pickle: bool = False
-    load_memory_gib: PositiveFloat | None = None
-    quantize: Quantize | None = None
-    tied_head: TiedHead = "copy"
-    adapter_path: PathText | None = None
 
     def __post_init__(self):
         super().__post_init__()

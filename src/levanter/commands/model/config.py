@@ -3,8 +3,11 @@
 This module imports nothing that runs, so `--help` stays fast.
 """
 
-from typing import Literal, Protocol
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Protocol
 
+from levanter.config.validators import PathText, PositiveFloat, Ranged
+from levanter.models.registry import LmConfig
 from levanter.trainer.config import TrainerConfig
 
 Quantize = Literal["int8"]
@@ -13,8 +16,60 @@ TiedHead = Literal["copy", "share"]
 """Matrix of a tied output head: an int8 copy of the embedding table, or the table itself."""
 
 
-class HasModelKeys(Protocol):
-    """A configuration with the keys that name a model."""
+@dataclass(frozen=True, kw_only=True)
+class ModelKeys(Ranged):
+    """The keys that name a model.
+
+    Attributes:
+        hf_checkpoint: Hugging Face files: a folder, a hub id (`org/name@revision`), a URL, or a .gguf file.
+        checkpoint_path: a checkpoint of `train_lm`, or a run's folder for its newest one.
+        model: the architecture, if the checkpoint has no config; otherwise it is checked against the checkpoint.
+        adapter_path: an adapter to apply to the model, in the format of peft or `peft_save_path`: a folder, a hub id,
+            or a URL.
+    """
+
+    hf_checkpoint: PathText | None = None
+    checkpoint_path: PathText | None = None
+    model: LmConfig | None = None
+    adapter_path: PathText | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizableModelKeys(ModelKeys):
+    """The keys of a model whose projections may become integers.
+
+    Attributes:
+        quantize: `int8` stores all projections as 8-bit integers with a scale per output channel, quantized while they
+            are read; null keeps them in the compute dtype.
+        tied_head: with `quantize` and tied embeddings: `copy` gives the output head an int8 copy of the embedding
+            table, `share` multiplies by the table itself.
+    """
+
+    quantize: Quantize | None = None
+    tied_head: TiedHead = "copy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModelKeys(QuantizableModelKeys):
+    """The keys of a model whose weights are read, with those that say how.
+
+    Attributes:
+        allow_pickle: accepts pickled weights (never needed for safetensors).
+        load_memory_gib: host memory for read buffers in GiB, in addition to the arrays; default a tenth of them, within
+            [0.25, 4].
+    """
+
+    allow_pickle: bool = False
+    load_memory_gib: PositiveFloat | None = None
+
+    @property
+    def model_keys(self) -> dict[str, Any]:
+        """The values of these keys by name, for another configuration of the same model."""
+        return {field.name: getattr(self, field.name) for field in fields(LoadedModelKeys)}
+
+
+class HasCheckpointKeys(Protocol):
+    """A configuration whose `checkpoint_path` may also name Hugging Face files."""
 
     @property
     def hf_checkpoint(self) -> str | None:
@@ -23,14 +78,6 @@ class HasModelKeys(Protocol):
     @property
     def checkpoint_path(self) -> str | None:
         """A checkpoint of `train_lm`."""
-
-    @property
-    def model(self) -> object:
-        """The architecture."""
-
-
-class HasCheckpointKeys(HasModelKeys, Protocol):
-    """A configuration whose `checkpoint_path` may also name Hugging Face files."""
 
     @property
     def checkpoint_is_hf(self) -> bool:
@@ -80,7 +127,7 @@ def saved_checkpoint(config: HasCheckpointKeys) -> str | None:
     return None if config.checkpoint_is_hf else config.checkpoint_path
 
 
-def model_key_problems(config: HasModelKeys, *, alias: str | None = None, purpose: str = "") -> list[str]:
+def model_key_problems(config: ModelKeys, *, alias: str | None = None, purpose: str = "") -> list[str]:
     """Returns the problems of a configuration that names no model, or two.
 
     Args:

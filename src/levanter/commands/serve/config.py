@@ -5,12 +5,11 @@ from dataclasses import dataclass, field
 from typing import Annotated, TypeAlias
 
 from levanter.commands.generate.config import GenerateConfig
-from levanter.commands.model.config import Quantize, TiedHead
+from levanter.commands.model.config import LoadedModelKeys
 from levanter.config.plan_options import PlanOptions
-from levanter.config.validators import PathText, PositiveFloat, PositiveInt, Range, Ranged
+from levanter.config.validators import PathText, PositiveFloat, PositiveInt, Range
 from levanter.inference.config import Auto, InferenceConfig
 from levanter.inference.requests import SamplingParams
-from levanter.models.registry import LmConfig
 from levanter.serving.limits import LimitsConfig
 from levanter.trainer.config import TrainerConfig
 
@@ -30,14 +29,11 @@ class ServerInferenceConfig(InferenceConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(Ranged):
+class ServeConfig(LoadedModelKeys):
     """OpenAI-compatible HTTP server.
 
     Attributes:
-        hf_checkpoint: Hugging Face files: a folder, a hub id (`org/name@revision`), a URL, or a .gguf file.
-        checkpoint_path: a checkpoint of `train_lm`, or a run's folder for its newest one.
         tokenizer: another tokenizer than the checkpoint's own.
-        model: the architecture, if the checkpoint has no config; otherwise it is checked against the checkpoint.
         trainer: devices, mesh, precision, trackers.
         inference: decode slots and the KV cache.
         sampling: default sampling parameters for requests that do not set them.
@@ -51,19 +47,10 @@ class ServeConfig(Ranged):
         max_queued_tokens: largest number of prompt tokens in the queue; requests beyond it are rejected.
         drain_seconds: seconds that running requests may take to finish at shutdown.
         limits: limits on the size, duration and rate of requests.
-        adapter_path: an adapter to apply to the model, in the format of peft or `peft_save_path`: a folder, a hub id,
-            or a URL.
         plan: assumptions for planning: values that a run determines from its data.
-        allow_pickle: accepts pickled weights (never needed for safetensors).
-        load_memory_gib: host memory for read buffers in GiB, in addition to the arrays; default a tenth of them, within
-            [0.25, 4].
-        quantize, tied_head: see `generate`.
     """
 
-    hf_checkpoint: PathText | None = None
-    checkpoint_path: PathText | None = None
     tokenizer: PathText | None = None
-    model: LmConfig | None = None
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     inference: ServerInferenceConfig = field(default_factory=ServerInferenceConfig)
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -77,11 +64,6 @@ class ServeConfig(Ranged):
     drain_seconds: PositiveFloat = 30.0
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     plan: PlanOptions = field(default_factory=PlanOptions)
-    allow_pickle: bool = False
-    load_memory_gib: PositiveFloat | None = None
-    quantize: Quantize | None = None
-    tied_head: TiedHead = "copy"
-    adapter_path: PathText | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -107,19 +89,12 @@ class ServeConfig(Ranged):
     def generating(self) -> GenerateConfig:
         """The equivalent config of `generate`, without input and output files."""
         return GenerateConfig(
-            hf_checkpoint=self.hf_checkpoint,
-            checkpoint_path=self.checkpoint_path,
+            **self.model_keys,
             tokenizer=self.tokenizer,
-            model=self.model,
             trainer=self.trainer,
             inference=self.inference,
             sampling=self.sampling,
             chat_template=self.chat_template,
             enforce_bos=self.enforce_bos,
             plan=self.plan,
-            allow_pickle=self.allow_pickle,
-            load_memory_gib=self.load_memory_gib,
-            quantize=self.quantize,
-            tied_head=self.tied_head,
-            adapter_path=self.adapter_path,
         )

@@ -2,47 +2,30 @@
 
 from dataclasses import dataclass, field
 
-from levanter.commands.model.config import Quantize, TiedHead, hf_files
+from levanter.commands.model.config import LoadedModelKeys, hf_files
 from levanter.config.plan_options import PlanOptions
-from levanter.config.validators import PathText, PositiveFloat, PositiveInt, Ranged
+from levanter.config.validators import PathText, PositiveInt, Ranged
 from levanter.data.config import DatasetComponentBase
-from levanter.models.registry import LmConfig
 from levanter.trainer.config import TrainerConfig
 
 MODELS = ("model_a", "model_b", "model")
 
 
 @dataclass(frozen=True, kw_only=True)
-class GapModelConfig(Ranged):
+class GapModelConfig(LoadedModelKeys):
     """One of the models.
 
     Attributes:
-        checkpoint_path: a checkpoint of `train_lm`, or a run's folder for its newest one.
         checkpoint_is_hf: whether `checkpoint_path` names Hugging Face files.
-        hf_checkpoint: Hugging Face files: a folder, a hub id (`org/name@revision`), a URL, or a .gguf file.
-        model: the architecture, if the checkpoint has no config; otherwise it is checked against the checkpoint.
         tokenizer: another tokenizer than the checkpoint's own.
         tokenizer_backend: no effect; tokenizers are read by the `tokenizers` library.
         trust_remote_code: no effect; no code of a repository is executed.
-        adapter_path: an adapter to apply to the model, in the format of peft or `peft_save_path`: a folder, a hub id,
-            or a URL.
-        quantize, tied_head: see `eval_lm`.
-        allow_pickle: accepts pickled weights (never needed for safetensors).
-        load_memory_gib: host memory for read buffers in GiB, in addition to the arrays.
     """
 
-    checkpoint_path: PathText | None = None
     checkpoint_is_hf: bool = False
-    hf_checkpoint: PathText | None = None
-    model: LmConfig | None = None
     tokenizer: PathText | None = None
     tokenizer_backend: str = "hf"
     trust_remote_code: bool = False
-    adapter_path: PathText | None = None
-    quantize: Quantize | None = None
-    tied_head: TiedHead = "copy"
-    allow_pickle: bool = False
-    load_memory_gib: PositiveFloat | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

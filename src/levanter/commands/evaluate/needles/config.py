@@ -3,13 +3,17 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from levanter.commands.model.config import Quantize, TiedHead, hf_files, model_key_problems, saved_checkpoint
+from levanter.commands.model.config import (
+    LoadedModelKeys,
+    hf_files,
+    model_key_problems,
+    saved_checkpoint,
+)
 from levanter.config.errors import did_you_mean
 from levanter.config.plan_options import PlanOptions
-from levanter.config.validators import PathText, PositiveFloat, PositiveInt, Ranged, Seed
+from levanter.config.validators import PathText, PositiveInt, Seed
 from levanter.eval.needles.prompts import NeedleSpec
 from levanter.eval.needles.tasks import TASKS
-from levanter.models.registry import LmConfig
 from levanter.trainer.config import TrainerConfig
 
 SHORTEST, LONGEST = 16, 1 << 24
@@ -18,12 +22,10 @@ MOST_TOKENS = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalNeedlesConfig(Ranged):
+class EvalNeedlesConfig(LoadedModelKeys):
     """RULER needle-in-a-haystack evaluation.
 
     Attributes:
-        hf_checkpoint: Hugging Face files: a folder, a hub id (`org/name@revision`), a URL, or a .gguf file.
-        checkpoint_path: a checkpoint of `train_lm`, or a run's folder for its newest one.
         checkpoint_is_hf: whether `checkpoint_path` names Hugging Face files.
         tasks: names of tasks; all tasks if empty.
         lengths: context lengths in tokens, including question and answer.
@@ -31,23 +33,14 @@ class EvalNeedlesConfig(Ranged):
         depths: number of needle depths, from the beginning of a text to its end.
         seed: seed of the texts.
         trainer: devices, mesh, precision, trackers; rows per batch (`per_device_eval_parallelism`, default 1).
-        model: the architecture, if the checkpoint has no config; otherwise it is checked against the checkpoint.
         tokenizer: another tokenizer than the checkpoint's own.
         output_path: folder of the results; default `<trainer.log_dir>/needles`, the same for every run, so that a
             killed run can resume.
         if_exists: existing results: `resume` continues a run of the same configuration and refuses results of another;
             `replace` discards them.
-        adapter_path: an adapter to apply to the model, in the format of peft or `peft_save_path`: a folder, a hub id,
-            or a URL.
-        allow_pickle: accepts pickled weights (never needed for safetensors).
-        load_memory_gib: host memory for read buffers in GiB, in addition to the arrays; default a tenth of them, within
-            [0.25, 4].
-        quantize, tied_head: see `eval_lm`.
         plan: assumptions for planning: values that a run determines from its data.
     """
 
-    hf_checkpoint: PathText | None = None
-    checkpoint_path: PathText | None = None
     checkpoint_is_hf: bool = False
     tasks: list[str] = field(default_factory=list)
     lengths: list[PositiveInt] = field(default_factory=lambda: [4096])
@@ -55,15 +48,9 @@ class EvalNeedlesConfig(Ranged):
     depths: PositiveInt = 5
     seed: Seed = 0
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    model: LmConfig | None = None
     tokenizer: PathText | None = None
     output_path: PathText | None = None
     if_exists: Literal["resume", "replace"] = "resume"
-    adapter_path: PathText | None = None
-    allow_pickle: bool = False
-    load_memory_gib: PositiveFloat | None = None
-    quantize: Quantize | None = None
-    tied_head: TiedHead = "copy"
     plan: PlanOptions = field(default_factory=PlanOptions)
 
     def __post_init__(self) -> None:
