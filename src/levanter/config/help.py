@@ -21,11 +21,11 @@ from levanter.config.schema import (
     ConfigField,
     choice_names,
     config_fields,
-    describe,
     is_choice,
     is_mapping,
     is_text_value,
     registered_name,
+    type_name,
     union_members,
 )
 
@@ -118,7 +118,7 @@ def _line(path: tuple[str, ...], config_field: ConfigField, meaning: str) -> str
 
 def _type(annotation: Annotation) -> str:
     names = [choice for m in union_members(annotation) if is_choice(m) for choice in choice_names(m)]
-    return f"{describe(annotation)}" + (f": {' | '.join(names)}" if names else "")
+    return type_name(annotation) + (f": {' | '.join(names)}" if names else "")
 
 
 def _default(config_field: ConfigField) -> str | None:

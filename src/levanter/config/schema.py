@@ -207,6 +207,43 @@ def describe(annotation: Annotation) -> str:
     return "any value" if only is Any else getattr(only, "__name__", str(only))
 
 
+def type_name(annotation: Annotation) -> str:
+    """The short name of a type in `--help`.
+
+    >>> type_name(int | None), type_name(list[str]), type_name(str | list[str]), type_name(Literal["data", "model"])
+    ('int or null', 'list of str', 'str or a list of them', 'data | model')
+    """
+    members = union_members(annotation)
+    if len(members) > 1:
+        names = list(dict.fromkeys(type_name(member) for member in members))
+        # `str or list of str`, in any order, reads better as `str or a list of them`; null is always the last.
+        names.sort(key=lambda name: (name == "null", name.startswith("list of ")))
+        return " or ".join(
+            "a list of them" if name.removeprefix("list of ") in names[:n] else name for n, name in enumerate(names)
+        )
+    only = strip(annotation)
+    if only in (bool, int, float, str):
+        return only.__name__
+    if only in (Path, timedelta, type(None)):
+        return {Path: "path", timedelta: "duration"}.get(only, "null")
+    if get_origin(only) is Literal:
+        return " | ".join(map(str, get_args(only)))
+    if isinstance(only, type) and issubclass(only, enum.Enum):
+        return " | ".join(member.name for member in only)
+    if list_origin(only) is not None:
+        args = [arg for arg in get_args(only) if arg is not Ellipsis]
+        if not args or len(set(map(repr, args))) > 1 or args[0] is Any:
+            return "list"
+        return f"list of {type_name(args[0])}"
+    if is_choice(only):
+        return f"{{{TYPE_KEY}: …}}"
+    if is_text_value(only):
+        return "str or mapping" if is_mapping(only) or is_dataclass(only) else "str"
+    if is_mapping(only) or is_dataclass(only):
+        return "mapping"
+    return "any" if only is Any else getattr(only, "__name__", str(only))
+
+
 @functools.cache
 def key_paths(cls: type) -> Mapping[str, tuple[str, ...]]:
     """Every key below a configuration class → the dotted paths at which it stands (choices are not entered)."""

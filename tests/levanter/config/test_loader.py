@@ -259,25 +259,25 @@ def test_help_shows_keys_types_defaults_and_meanings():
         "\n"
         "Runs something.\n"
         "\n"
-        "  --name  text  (required)\n"
-        "  --trainer  a mapping\n"
-        "    --trainer.seed  an integer  = 0\n"
+        "  --name  str  (required)\n"
+        "  --trainer  mapping\n"
+        "    --trainer.seed  int  = 0\n"
         "        the key that everything random is derived from.\n"
-        "    --trainer.mp  text  = f32\n"
+        "    --trainer.mp  str  = f32\n"
         "        the precision policy.\n"
-        "    --trainer.tags  a list of text  = []\n"
+        "    --trainer.tags  list of str  = []\n"
         "        free words\n"
-        "    --trainer.mesh  a mapping\n"
-        "      --trainer.mesh.axes  a mapping  = {}\n"
-        "      --trainer.mesh.param_mapping  a mapping  = {embed: data}\n"
-        "      --trainer.mesh.dcn_axes  a mapping  = {}\n"
-        "      --trainer.mesh.compute_mapping  a mapping  = {}\n"
-        "      --trainer.mesh.shared_mapping  a mapping  = {}\n"
-        "  --model  a mapping with `type:`: small  = {type: small, …}\n"
+        "    --trainer.mesh  mapping\n"
+        "      --trainer.mesh.axes  mapping  = {}\n"
+        "      --trainer.mesh.param_mapping  mapping  = {embed: data}\n"
+        "      --trainer.mesh.dcn_axes  mapping  = {}\n"
+        "      --trainer.mesh.compute_mapping  mapping  = {}\n"
+        "      --trainer.mesh.shared_mapping  mapping  = {}\n"
+        "  --model  {type: …}: small  = {type: small, …}\n"
         "    (keys of type: small)\n"
-        "    --model.hidden  an integer  = 8\n"
+        "    --model.hidden  int  = 8\n"
         "        its width.\n"
-        "    --model.max_seq_len  an integer  = 16\n"
+        "    --model.max_seq_len  int  = 16\n"
     )
 
 
@@ -293,10 +293,10 @@ def test_help_of_one_block():
     assert "hidden" not in str(caught.value)
     with pytest.raises(HelpRequested) as caught:
         load(Choices, ["--main.type", "small", "--help", "main"])
-    assert "    --main.hidden  an integer  = 8\n        its width." in str(caught.value)
+    assert "    --main.hidden  int  = 8\n        its width." in str(caught.value)
     with pytest.raises(HelpRequested) as caught:
         load(Choices, ["--named.<name>.type", "small", "--help", "named"])
-    assert "--named.<name>.hidden  an integer  = 8" in str(caught.value)
+    assert "--named.<name>.hidden  int  = 8" in str(caught.value)
     with pytest.raises(HelpRequested, match="No key begins with `trainr`"):
         load(RunConfig, ["--help", "trainr"])
 
