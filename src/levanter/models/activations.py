@@ -47,6 +47,7 @@ def layer_activations(config: LmConfig) -> Mapping[str, tuple[Axis, ...]]:
     for layer in dict.fromkeys(config.layers):
         for name, axes in layer.activations.items():
             if activations.setdefault(name, axes) != axes:
+                # A further shape under the same name gets its axes appended, so that every shape is checked.
                 activations[f"{name} [{', '.join(f'{axis.name} {axis.size}' for axis in axes)}]"] = axes
     return activations
 

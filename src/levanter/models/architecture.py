@@ -126,6 +126,7 @@ class Architecture(Ranged, ABC):
 
     def reads_alike(self, length: int, other: int) -> bool:
         """Whether a token's activations are equal in rows of `length` and `other` positions, for the same tokens."""
+        # Conservative: learned positions, or rotary scaling by length, would make rows of other lengths differ.
         return length == other
 
     @abstractmethod

@@ -37,6 +37,7 @@ ALIASES: dict[str, str] = {
     "kv_heads": "kv_head",
     "layer": "layers",
     "experts": "expert",
+    # Upstream's name of the rank axis.
     "LORA_R": "low_rank",
 }
 """Spellings that users have in their YAML → our name."""

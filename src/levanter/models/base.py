@@ -52,6 +52,7 @@ class LmHeadModel(eqx.Module):
     @property
     def Vocab(self) -> Axis:
         """The axis of the vocabulary."""
+        # Unpacking asserts that the head has exactly one output axis.
         (Vocab,) = self.head.Out
         return Vocab
 

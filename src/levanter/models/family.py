@@ -21,6 +21,7 @@ from levanter.models.flops import FlopsFn, flops_per_token
 C = TypeVar("C", bound=Architecture)
 D = TypeVar("D", bound=Architecture, contravariant=True)
 
+# Keys that a user may set to any value beside a checkpoint; all others must agree with it.
 RUNNING = frozenset(
     """
     max_seq_len tokenizer reference_checkpoint cross_entropy_block_size initializer_range attn_backend

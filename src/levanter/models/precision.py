@@ -153,6 +153,7 @@ def _read(text: str) -> dict[str, str]:
                 problems.append(f"{part!r} is not of the form key=dtype")
                 continue
             key = _lookup(match[1], _KEYS, "key", problems)
+            # A repeated key would otherwise silently take its last value.
             if key in policy:
                 problems.append(f"{key} is given twice")
             if key == "matmul":

@@ -95,7 +95,7 @@ class Period(eqx.Module):
         return Period(places=places, policy=policy)
 
     def __call__(self, carry: C, *args: Any) -> C:
-        """Maps the residual stream, and what goes from layer to layer beside it, through each layer in turn."""
+        """Applies the layers in order to the carry: the residual stream and the values carried with it."""
 
         def call(place: Callable[..., C], carry: C, *args: Any) -> C:
             # The name is what a policy with `save_carries` or

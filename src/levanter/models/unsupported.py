@@ -18,7 +18,7 @@ from levanter.models.registry import LmConfig, family_names
 
 @dataclass(frozen=True, kw_only=True)
 class AbsentHyenaConfig:
-    """The `hyena:` block of `gpt2_hyena`: long convolutions in the place of attention."""
+    """The `hyena:` block of `gpt2_hyena`: long convolutions instead of attention."""
 
     max_seq_len: AnyInt = 1024
     hidden_dim: AnyInt = 768
@@ -146,7 +146,9 @@ def register_absent() -> None:
 
 def _config_class(name: str, keys: Mapping[str, Any]) -> type[LmConfig]:
     fields = [
-        (key, _annotation(key, value), dataclasses.field(default=value, hash=False)) for key, value in keys.items()
+        # Values may be mappings and mutable blocks, which are not hashable.
+        (key, _annotation(key, value), dataclasses.field(default=value, hash=False))
+        for key, value in keys.items()
     ]
     # Built at run time so that the YAML schema, `migrate` and draccus
     # see ordinary dataclasses with upstream's fields and defaults.

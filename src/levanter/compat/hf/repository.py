@@ -44,6 +44,7 @@ PROBE_THREADS = 16
 
 def stays_inside(file: str) -> bool:
     """Whether a name is a plain relative path without steps upwards, on any operating system."""
+    # Empty parts are refused, too: a leading or double slash could make the path absolute.
     plain = all(part not in ("", ".", "..") for part in file.split("/"))
     # Backslash and colon are separators or drives on Windows, and NUL ends a C string.
     return plain and not any(sign in file for sign in ("\\", ":", "\0"))
@@ -97,6 +98,7 @@ class LocalFolder:
 
     @cached_property
     def _files(self) -> frozenset[str]:
+        # Recursive, with paths relative to the folder, as the Hub lists files.
         return frozenset(str(p.relative_to(self.path)) for p in self.path.rglob("*") if p.is_file())
 
     def where(self, file: str) -> str:
@@ -140,6 +142,7 @@ class RemoteFolder:
 
     @cached_property
     def _files(self) -> frozenset[str]:
+        # HTTP has no listing of folders; object stores and file systems have one.
         if is_web(self.url):
             return self._probe()
         fs, root = self._filesystem
@@ -165,6 +168,7 @@ class RemoteFolder:
 
     def _existing(self, files: Iterable[str]) -> set[str]:
         candidates = list(files)
+        # One request for each name; they are independent, so they run in parallel.
         with ThreadPoolExecutor(PROBE_THREADS) as pool:
             return {file for file, exists in zip(candidates, pool.map(self._has, candidates), strict=True) if exists}
 

@@ -400,7 +400,7 @@ def _are_tokens(added: object) -> bool:
 
 
 def _roles(repository: Repository, definition: Mapping[str, Any]) -> dict[str, int | None]:
-    """The ids of the special tokens, from the settings beside the definition."""
+    """The ids of the special tokens, from the settings files of the repository."""
     ids = dict(definition["model"].get("vocab", {})) if isinstance(definition["model"].get("vocab"), dict) else {}
     # Added tokens win: a vocabulary may hold the same text as an ordinary token.
     ids |= {token["content"]: token["id"] for token in definition.get("added_tokens") or ()}

@@ -98,6 +98,7 @@ class LoraConfig(AdapterConfig):
         # The type allows 1, which would drop every input.
         if self.dropout == 1:
             problems.append("dropout: 1 leaves nothing of what A is multiplied by; use less")
+        # Exactly one factor must begin as 0: then the product is 0, and the other factor lets gradients through.
         if self.zero_init_b == (self.a_init_mode == "zero"):
             both = "both factors would begin as 0, and neither would ever get a gradient"
             neither = "neither factor would begin as 0, so the run would not begin with the model that it adapts"

@@ -82,6 +82,7 @@ def find_whole(
                 )
                 # One message for each pattern: a pattern such as `mlp` would match every projection.
                 break
+        # A dict keeps the order and drops duplicates, since patterns may overlap.
         copied |= dict.fromkeys(leaf.path for leaf in matched)
     if problems:
         raise AdapterError("\n".join(problems))

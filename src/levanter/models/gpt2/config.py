@@ -85,6 +85,7 @@ class Gpt2Config(DecoderConfig):
 
     def rotary(self, layer: int) -> str | None:
         del layer
+        # GPT-2 adds learned positions to the embedded tokens instead.
         return None
 
     @property

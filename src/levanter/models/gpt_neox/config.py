@@ -48,6 +48,7 @@ class GptNeoxConfig(DecoderConfig):
 
     @property
     def norm(self) -> NormSpec:
+        # LayerNorm with bias, unlike Llama's RMSNorm.
         return NormSpec(kind="layer", eps=self.layer_norm_epsilon, use_bias=True)
 
     @property
@@ -64,6 +65,7 @@ class GptNeoxConfig(DecoderConfig):
             Embed=self.Embed,
             Mlp=self.Mlp,
             activation=self.activation_function,
+            # Two matrices with GELU between them, without a gate.
             gated=False,
             use_bias=True,
             scale=self.initializer_range,

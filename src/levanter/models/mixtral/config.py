@@ -55,6 +55,7 @@ class RoutedConfig(DecoderConfig):
             Embed=self.Embed,
             Mlp=self.Mlp,
             Expert=self.Expert,
+            # With `normalized`, the weights of a token's experts are divided by their sum.
             routing=Routing(chosen=self.num_experts_per_tok, normalized=self.normalized_routing),
             activation=self.activation_function,
             dispatch=self.expert_dispatch,

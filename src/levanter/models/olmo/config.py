@@ -42,6 +42,7 @@ class Olmo2Config(LlamaConfig):
 
     @property
     def attention(self) -> AttentionSpec:
+        # One norm over the features of all heads together, unlike Qwen 3's norm for each head.
         return dataclasses.replace(super().attention, norm=self.norm, normed="all heads")
 
     def _problems(self) -> list[str]:
@@ -78,4 +79,5 @@ class Olmo3Config(WindowedConfig, Olmo2Config):
     @property
     def rope_local(self) -> RotaryConfig:
         """The rotary embeddings of sliding-window layers."""
+        # The same base without YaRN, which published OLMo 3 models use in full-attention layers only.
         return self.rope_sliding or DefaultRotaryConfig(theta=self.rope.theta)

@@ -45,6 +45,7 @@ def _read_2(fields: ConfigJsonReader) -> Olmo2Config | None:
 
 
 def _read_3(fields: ConfigJsonReader) -> Olmo3Config | None:
+    # An explicit null means no window; a missing field means transformers' default.
     window = fields.unless_null("sliding_window", int, 4096)
     # Read by `read_layer_types` below, after the config exists.
     fields.seen.add("layer_types")
@@ -88,6 +89,7 @@ def _write_3(config: Olmo3Config, spelling: Spelling) -> dict[str, Any]:
     )
 
 
+# OLMo has no pre-norms, so the checkpoint's `post_attention_layernorm` is on attention's output, unlike Llama's.
 NORMS = {"post_attn_layernorm": "post_attention_layernorm", "post_mlp_layernorm": "post_feedforward_layernorm"}
 """Our name of a norm's place → its name in the checkpoint."""
 

@@ -40,6 +40,7 @@ class OldBatchSchedule:
         self.schedule = schedule
         stages = [(0, schedule)] if isinstance(schedule, int) else [(stage.start, stage.value) for stage in schedule]
         starts = [start for start, _ in stages]
+        # Comparing with the sorted set also finds duplicate starts.
         if not stages or starts[0] != 0 or starts != sorted(set(starts)) or min(size for _, size in stages) < 1:
             raise ValueError(f"a batch schedule needs stages in ascending order starting at step 0, got {stages}")
         self._rows = BatchSchedule.of(stages)
@@ -78,6 +79,7 @@ def value_at_step(schedule: PyTree, step: int) -> PyTree:
     begun = [stage.value for stage in schedule if stage.start <= step]
     if not begun:
         raise ValueError(f"step {step} is before the start of the schedule, step {schedule[0].start}")
+    # Stages ascend, so the last one that has begun applies.
     return begun[-1]
 
 

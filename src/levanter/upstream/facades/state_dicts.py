@@ -102,6 +102,7 @@ def unflatten_linear_layers(
         for name, axes, like in (("weight", order, linear.weight), ("bias", Out, linear.bias)):
             if like is None:
                 continue
+            # The dictionary holds matrices; the axes come from the layer, in the order of the matrix.
             flat = jnp.asarray(statedict[_under(under, name)])
             whole = hax.named(flat.reshape([axis.size for axis in (*stacks, *axes)]), (*stacks, *axes))
             # Back to the order of axes in which the layer stores its weight.

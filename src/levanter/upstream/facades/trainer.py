@@ -88,11 +88,13 @@ def num_slices(trainer: TrainerConfig) -> int:
 
 def data_axis_size(trainer: TrainerConfig) -> int:
     """The number of shards of the batch."""
+    # The product of all mesh axes that the batch is mapped to, DCN axes included.
     return mesh.sizes(trainer.mesh).ways(compute_axis_mapping(trainer).get(trainer.mesh.batch_axis_name or "batch"))
 
 
 def data_ici_axis_size(trainer: TrainerConfig) -> int:
     """The size of the `data` mesh axis inside a slice."""
+    # Without DCN: `data_dcn` is a mesh axis of its own.
     return mesh.sizes(trainer.mesh).shape["data"]
 
 
@@ -127,6 +129,7 @@ def lr_scheduler(optimizer: OptimizerConfig) -> Callable[[int], Callable[[Any], 
 def replica_axis_size(trainer: TrainerConfig) -> int:
     """The number of replicas, inside slices and across them."""
     spec = mesh.sizes(trainer.mesh)
+    # Axes that the mesh lacks count as size 1.
     return spec.ways(tuple(name for name in ("replica_dcn", "replica") if name in spec.shape))
 
 

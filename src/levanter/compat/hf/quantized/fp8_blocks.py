@@ -90,6 +90,7 @@ class Fp8BlockFormat:
             name: of the weight.
             shape: of the weight.
         """
+        # Blocks span the last two axes only: stacked matrices (experts) share no scale.
         block = (*(1 for _ in shape[:-2]), *self.block)
         return QuantizedTensor(
             name=name,

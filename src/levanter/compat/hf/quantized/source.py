@@ -200,6 +200,7 @@ class DequantizingSource:
         tensor = self._quantized.get(name)
         if tensor is None:
             return self._stored.byte_ranges(name, index)
+        # For an empty slice nothing is read, not even a cached part.
         if 0 in _shape(index):
             return ()
         ranges = [self._stored.byte_ranges(part.name, self._part_index(part, index)) for part in tensor.parts]
@@ -251,12 +252,15 @@ class DequantizingSource:
         """The elements of a part that a slice of its tensor needs."""
         if not self._is_cached(part):
             return self._stored.read(part.name, part.index(index))
+        # This lock guards only the dictionary. The read below holds the lock of its part, so that other parts are read
+        # at the same time.
         with self._lock:
             # Popped and inserted again: the dictionary is in the order of last use, and its first entry is evicted.
             entry = self._cache.pop(part.name, None) or _CachedPart()
             self._cache[part.name] = entry
             if len(self._cache) > CACHED_PARTS:
                 del self._cache[next(iter(self._cache))]
+        # The first thread reads the part; the others wait here and then find its values.
         with entry.lock:
             if entry.values is None:
                 entry.values = self._stored.read(part.name, self._part_index(part, index))
@@ -321,6 +325,7 @@ def _viewed(header: ShardHeader, parts: Mapping[str, tuple[QuantizedTensor, Stor
         if entry.name in parts:
             tensor, part = parts[entry.name]
             dtype, shape = part.view or entry.dtype, blocks_of(tensor.shape, part.block)
+            # A view must have exactly the stored bytes.
             assert math.prod(shape) * dtype.itemsize == entry.stop - entry.start, (entry, shape, dtype)
             entry = TensorEntry(entry.name, dtype, shape, entry.start, entry.stop)
         entries.append(entry)
