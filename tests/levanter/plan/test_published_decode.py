@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.published_tables import PAGE, TABLES, assert_table, llama_2_lines
 
 from levanter.hardware import parse_accelerator
 from levanter.hardware.compiler import as_values, tuned_options
@@ -30,36 +31,14 @@ def loaded_benchmark() -> Any:
     return module
 
 
-PAGE = (BENCHMARK.parents[1] / "docs" / "performance.md").read_text(encoding="utf-8")
 published = loaded_benchmark()
 published_loads = sys.modules["published_loads"]
 KEPT = published.read()
 CASES = {case.name: case for case in (*published.CASES, *published.LATER)}
 NEAR = published.NEAR
-STATED = {
-    "llama3.3_70b_v6e-8_64": (+0.06, +0.06),
-    "llama3.3_70b_v6e-8_128": (+0.05, +0.05),
-    "qwen3_8b_v6e-4_1k": (-0.06, -0.06),
-    "qwen3_8b_v6e-4_4k": (-0.17, -0.17),
-    "qwen3_8b_v6e-4_8k": (-0.12, -0.12),
-    "qwen3_32b_v6e-4_16": (+0.03, +0.03),
-    "llama3.1_8b_v6e-4_16": (-0.03, -0.41),
-    "llama2_70b_v5e-16_1": (-0.06, -0.11),
-    "llama2_70b_v5e-16_32": (+0.14, -0.41),
-    "qwen3_8b_v6e-4_1k_8": (+0.02, +0.02),
-    "qwen3_8b_v6e-4_1k_16": (+0.02, +0.02),
-    "qwen3_8b_v6e-4_1k_32": (-0.02, -0.02),
-    "qwen3_8b_v6e-4_1k_128": (-0.12, -0.12),
-    "qwen3_8b_v6e-4_4k_16": (-0.03, -0.03),
-    "qwen3_8b_v6e-4_8k_16": (+0.03, +0.03),
-    "qwen3_32b_v6e-4_1k_8": (-0.08, -0.08),
-    "qwen3_32b_v6e-4_1k_32": (-0.09, -0.09),
-    "qwen3_32b_v6e-4_4k_16": (+0.03, +0.03),
-    "gemma2_27b_v6e-4_16": (+0.08, +0.08),
-    "llama3.3_70b_v6e-16_16": (-0.11, -0.11),
-}
-"""Modelled over published time, less 1, as docs/performance.md has it: with what the publisher's server and program are
-known to do beyond our step, and by our step alone."""
+STATED = {name: (of["deviation"], of["of_our_step"]) for name, of in TABLES["decode"].items()}
+"""Modelled over published time, less 1: with what the publisher's server and program are known to do beyond our step,
+and by our step alone."""
 MISSED_ALONE = ("llama2_70b_v5e-16_32", "llama3.1_8b_v6e-4_16")
 """Rows that test and are further off than `NEAR` by our step alone; the document says what is known of each."""
 
@@ -107,7 +86,8 @@ def test_what_is_excluded_is_so_by_a_rule_and_beside_the_count_without():
     ]
     assert "21.5 GB a step and chip" in reasons[MISSED_ALONE[0]] and "9.2 ms a step" in reasons[MISSED_ALONE[1]]
     assert [line.partition(": ")[2] for line in said[3:5]] == ["4 of 4 rows within 25%", "6 of 6 rows within 25%"]
-    assert "It excludes a row by one rule, which it applies to all rows" in " ".join(PAGE.split())
+    page = PAGE.read_text(encoding="utf-8")
+    assert "It excludes a row by one rule, which it applies to all rows" in " ".join(page.split())
 
 
 def test_rows_that_nobody_tuned_to_are_near():
@@ -117,15 +97,18 @@ def test_rows_that_nobody_tuned_to_are_near():
         assert not [name for name, off in found.items() if abs(off) > NEAR]
 
 
+@pytest.mark.golden
 def test_they_are_as_the_page_has_them():
     """In flight, published, modelled and off, in the order of the list."""
-    table = table_of("decode rows added later").splitlines()[2:]
-    for case, line in zip(published.LATER, table, strict=True):
-        in_flight, published_time, modelled, off = (cell.strip() for cell in line.strip("|").split("|")[1:])
+    labels = TABLES["decode_later"]
+    assert list(labels) == [case.name for case in published.LATER]
+    lines = ["| | in flight | published | modelled | off |", "|---|---|---|---|---|"]
+    for case in published.LATER:
         seconds = published.token_seconds(case, KEPT[case.name], GENERATING_SCALE["v6e"])
-        assert (int(in_flight), published_time) == (case.in_flight, f"{1e3 * case.seconds:.2f} ms")
-        assert modelled == f"{1e3 * seconds:.1f} ms"
-        assert off == f"{100 * deviation(case.name):+.0f} %".replace("-", "−")
+        off = f"{100 * deviation(case.name):+.0f} %".replace("-", "−")
+        times = f"{1e3 * case.seconds:.2f} ms | {1e3 * seconds:.1f} ms"
+        lines.append(f"| {labels[case.name]} | {case.in_flight} | {times} | {off} |")
+    assert_table("decode rows added later", lines)
 
 
 def test_what_a_host_takes_is_of_no_row_of_the_list():
@@ -255,36 +238,20 @@ def test_a_time_is_the_step_and_its_share_of_prompts():
     assert published.token_seconds(case, figures, 1.0) == pytest.approx(by_hand + repeated, rel=1e-3)
 
 
-def table_of(mark: str) -> str:
-    """The table of the page between two comments."""
-    return PAGE.partition(f"<!-- {mark} -->\n")[2].partition(f"<!-- /{mark} -->")[0]
-
-
-def of_llama_2(mark: str) -> dict[str, str]:
-    """A table of Llama 2 on v5e as the page has it: its cells, by the name of the case."""
-    table = table_of(mark)
-    kept, found = "", {}
-    for line in table[table.index("| 7B, bf16") :].splitlines():
-        which, positions, *cells = (cell.strip() for cell in line.strip("|").split("|"))
-        kept = which or kept
-        model, kind, pod = kept.replace(" weights", "").split(", ")
-        for rows, cell in zip((1, 8, 32, 64), cells, strict=True):
-            found[f"llama2_{model.lower()}_{pod}_{kind}_{positions.replace(',', '')}_{rows}"] = cell
-    return found
-
-
-@pytest.mark.parametrize("mark", ["decode roofline", "decode compiled"])
-def test_llama_2_on_v5e_is_as_the_page_says(mark):
+@pytest.mark.golden
+@pytest.mark.parametrize("kind", ["roofline", "compiled"])
+def test_llama_2_on_v5e_is_as_recorded_and_as_the_page_says(kind):
     """Every load is planned and, where it fits, compiled; milliseconds a token and tokens/s/chip."""
-    planned, shown = {case.name: case for case in published.PLANNED}, of_llama_2(mark)
+    planned, shown = {case.name: case for case in published.PLANNED}, TABLES["llama_2_on_v5e"][kind]
     assert shown.keys() == planned.keys() <= KEPT.keys()
+    assert_table(f"decode {kind}", llama_2_lines(shown))
     for name, cell in shown.items():
         case, figures = planned[name], KEPT[name]
         if figures.decode is None:
             assert cell == "no" or cell.endswith(" fit"), name
             continue
-        seconds = figures.floor if mark == "decode roofline" else published.token_seconds(case, figures, 1.0)
+        seconds = figures.floor if kind == "roofline" else published.token_seconds(case, figures, 1.0)
         assert seconds >= figures.floor
         rate = case.rows / seconds / parse_accelerator(case.target).chips
-        milliseconds, tokens = (float(number.replace(",", "")) for number in cell.split(", "))
+        milliseconds, tokens = cell
         assert milliseconds == pytest.approx(1e3 * seconds, abs=0.06) and tokens == pytest.approx(rate, rel=0.04), name

@@ -1,12 +1,15 @@
 """The calibration, from the kept sums of published shapes: one half gives the constants, the other tests them."""
 
 import importlib.util
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.golden import GOLDEN
+from helpers.published_tables import TABLES, assert_table
 
 from levanter.hardware import parse_accelerator
 from levanter.hardware.compiler import LAYOUTS, as_values, tuned_options
@@ -38,7 +41,6 @@ def loaded_benchmark() -> Any:
 published = loaded_benchmark()
 KEPT = published.read()
 CASES = {case.config: case for case in published.CASES if case.config in KEPT}
-PAGE = (BENCHMARK.parents[1] / "docs" / "performance.md").read_text(encoding="utf-8")
 
 
 def test_every_shared_scale_has_both_halves():
@@ -88,23 +90,7 @@ def test_modelled_speeds_are_near_the_published_ones(case):
 
 # Published over modelled speed of the schedule as the compiler states it: its cycles without a scale, kernels and what
 # collectives show. A step that is made slower raises one of these, and has to say so here.
-OWN = {
-    "llama2_7b_v4-32": 1.02,
-    "llama2_13b_v4-64": 1.09,
-    "llama2_70b_v4-256": 1.09,
-    "llama3.1_8b_v6e-256": 1.23,
-    "llama3.1_70b_v6e-256": 1.14,
-    "llama3.1_405b_v6e-256": 1.06,
-    "llama3.1_405b_v6e-256_fsdp": 1.14,
-    "llama2_70b_v5p-1024": 1.16,
-    "llama3.1_405b_v5p-1024": 1.19,
-    "maxtext_16b_v5e-256": 1.14,
-    "maxtext_22b_v4-128": 1.02,
-    "maxtext_32b_v5p-128": 1.24,
-    "llama2_70b_v6e-256": 1.27,
-    "llama2_7b_v5p-512": 1.29,
-    "nanochat_d24_v6e-8": 0.95,
-}
+OWN = TABLES["train_high_end"]
 SLOW = 1.10
 """Rows whose own cycles are slower than this have their costs named in docs/performance.md."""
 
@@ -120,30 +106,30 @@ def test_no_row_is_slower_by_its_own_cycles_than_it_was():
     assert {name: own(case) for name, case in CASES.items() if own(case) > OWN[name] + 0.005} == {}
 
 
+@pytest.mark.golden
 def test_the_table_of_the_page_is_of_these_figures():
-    shown = PAGE.partition("<!-- table -->")[2].partition("<!-- /table -->")[0].strip().splitlines()
-    assert shown[2:] == [published.row(case, KEPT[name]) for name, case in CASES.items()]
+    head = "| config | pod | published tokens/s/chip | MFU | modelled tokens/s/chip | MFU | off | exposed | half |"
+    rows = (published.row(case, KEPT[name]) for name, case in CASES.items())
+    assert_table("table", [head, "|---" * 9 + "|", *rows])
 
 
+@pytest.mark.golden
 def test_rows_whose_own_cycles_are_slow_name_their_three_largest_costs():
-    table = PAGE.partition("<!-- slow rows -->")[2].partition("<!-- /slow rows -->")[0]
-    lines = [line for line in table.splitlines() if line.startswith("| ") and not line.startswith("| row ")]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    """In the table of today's compiles, which `test_step_experiments.py` compares with the page, or in an older one."""
+    before = TABLES["train_slow_rows_of_before"]
+    today = json.loads((GOLDEN / "step_experiments.json").read_text())["compiled"]
     slow = {name: round(own(case), 2) for name, case in CASES.items() if own(case) > SLOW}
-    assert {name: float(value) for name, value, _, _ in rows} == slow
-    assert all(len(costs.split("; ")) == 3 and costs.count(" M (") == 3 for _, _, _, costs in rows)
+    assert slow.keys() == today.keys() | before.keys()
+    lines = ["| row | high end over published | matmuls | largest others |", "|---|---|---|---|"]
+    for name, row in before.items():
+        assert row["high_end"] == slow[name] and len(row["others"]) == 3
+        lines.append(f"| {name} | {row['high_end']:.2f} | {row['matmuls']} | {'; '.join(row['others'])} |")
+    assert_table("slow rows of before", lines)
 
 
 # Published over modelled speed of every row that is known, at the scale of its generation, whether its sums are kept
 # here or not: those of the preflight specification that was written before.
-SEEN = {
-    "maxtext_16b_v5e-256": 120 / 104.8,
-    "maxtext_22b_v4-128": 156 / 144.4,
-    "maxtext_32b_v5p-128": 328 / 294.7,
-    "llama2_70b_v6e-256": 943 / 882,
-    "llama2_7b_v5p-512": 2.61 / 2.5,
-    "nanochat_d24_v6e-8": 1.97 / 1.39,
-}
+SEEN = {name: speed / modelled for name, (speed, modelled) in TABLES["train_before"].items()}
 
 
 def test_a_time_that_nothing_calibrates_has_room_for_every_published_run():
