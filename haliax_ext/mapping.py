@@ -69,7 +69,7 @@ class AxisMapping(Mapping[str, MeshAxes]):
     def __eq__(self, other: object) -> bool:
         if isinstance(other, AxisMapping):
             return self._entries == other._entries and self.unmapped == other.unmapped
-        # A plain mapping cannot say that a name is unmapped.
+        # A plain mapping cannot record that a name is unmapped.
         plain = isinstance(other, Mapping) and not self.unmapped
         return plain and self._entries == dict(cast("Mapping[object, object]", other))
 

@@ -239,7 +239,7 @@ def _findings(plan: ShardingPlan) -> list[str]:
 
 
 def _clip(text: str, width: int) -> str:
-    # The end of a path says more than its beginning.
+    # The end of a path distinguishes it better than its beginning.
     return text if len(text) <= width else "…" + text[-(width - 1) :]
 
 

@@ -130,7 +130,7 @@ class Program:
         compiled = self._on(mesh)
         # Tracing under the scope is what gives the function its mappings, mesh and matmul precision.
         with self._scope(mesh):
-            # Abstract arrays stand in for the inputs: no memory is allocated.
+            # The inputs are traced as abstract arrays: no memory is allocated.
             traced = compiled.jitted.trace(*[_arrays(i.value) for i in self.inputs])
             # A mesh of devices states its platform; on an abstract mesh the caller must name it.
             return traced.lower() if isinstance(mesh, Mesh) else traced.lower(lowering_platforms=(platform,))
@@ -421,7 +421,7 @@ class NamedJit:
         key = (compute, tuple(kwargs), *_hashable(shapes), *_hashable(static))
         if key not in self._programs:
             names = [f"arg{n}" for n in range(len(args))] + list(kwargs)
-            # With no mapping in scope there is no rule to place arguments by: they stay where they are.
+            # Without `in_axis_resources` the placement is None: arguments keep the shardings that they have.
             placement = self._in if in_scope is not None or self._in is not None else None
             self._programs[key] = Program(
                 name=getattr(self._fn, "__name__", "named_jit"),

@@ -96,8 +96,8 @@ def _common(scopes: list[Scope]) -> Scope:
     shared = [names[0] for names in itertools.takewhile(lambda n: len(set(n)) == 1, zip(*paths, strict=False))]
     passes = {scope.during for scope in scopes}
     contractions = {scope.contraction for scope in scopes}
-    # A merged instruction runs in the pass of its latest part: a fusion of recomputed and forward values belongs to the
-    # recomputation.
+    # Where the merged instructions are of several passes, recomputation counts before the backward pass, and both
+    # before the forward pass.
     return Scope(
         ".".join(shared) or UNNAMED,
         "remat" if "remat" in passes else "backward" if "backward" in passes else "forward",

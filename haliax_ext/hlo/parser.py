@@ -148,7 +148,7 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
 
 
 _INSTRUCTION = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = ")
-# What another core runs, such as a TPU's sparse cores, says so behind its end.
+# A computation of another core, such as a TPU's sparse cores, names its thread after the closing brace.
 _END = re.compile(r"\}(, execution_thread=\"[\w.\-]+\")?\s*$")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 

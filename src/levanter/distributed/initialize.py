@@ -122,7 +122,7 @@ def find_process_place(
         else tuple(device_ids),
     )
     sources = [written]
-    # Launchers, Slurm and the pod are asked only for what is not configured; the pod's metadata takes network requests.
+    # Launchers, Slurm and the pod are queried only for missing values; the pod's metadata takes network requests.
     if written.processes != 1 and None in (written.coordinator, written.processes, written.process):
         sources += [
             hints for hints in (launcher_hints(environment) or slurm_hints(environment) or pod(),) if hints is not None
@@ -130,7 +130,7 @@ def find_process_place(
     coordinator = next((hints.coordinator for hints in sources if hints.coordinator is not None), None)
     processes = next((hints.processes for hints in sources if hints.processes is not None), None)
     process = next((hints.process for hints in sources if hints.process is not None), None)
-    # Alone, or nothing says otherwise: a run of one process needs no coordinator.
+    # One process, or no sign of several: a run of one process needs no coordinator.
     if processes == 1 or (coordinator is None and processes is None and process is None):
         return None
     if coordinator is None or processes is None or process is None:
@@ -276,7 +276,8 @@ def start_jax(config: DistributedConfig, place: ProcessPlace) -> None:
 
     # In the order of the fields of `Timeouts`: roll, barrier, heartbeat.
     seconds = [math.ceil(_JAX_PATIENCE * timeout) for timeout in vars(config.timeouts).values()]
-    # Preemption is agreed by us (`Peers.request_stop`); JAX's service would swallow SIGTERM in runs that do not ask it.
+    # Processes agree on preemption by `Peers.request_stop`; JAX's service would swallow SIGTERM in runs that do not
+    # poll it.
     jax.config.update("jax_enable_preemption_service", False)
     # Without an implementation of collectives, processes on CPUs cannot compute together.
     if platforms() in ("", "cpu"):

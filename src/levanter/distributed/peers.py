@@ -344,7 +344,8 @@ class Peers:
         while not self._leaving:
             time.sleep(period)
             now = time.monotonic()
-            # This process itself was suspended: what its peers sent meanwhile was not read, and proves nothing.
+            # This process itself was suspended: it did not read what arrived meanwhile, so silence is no sign of a
+            # loss.
             if now - last > 2 * period:
                 self._wire.heard = now
             last = now

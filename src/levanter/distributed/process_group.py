@@ -110,7 +110,7 @@ class JaxGroup:
 
     def follow(self, question: str, decide: Callable[[], str], *, seconds: float) -> str:
         """See `ProcessGroup`."""
-        # The training thread and the checkpoint thread both ask.
+        # The training thread and the checkpoint thread both call this.
         with self._lock:
             number = self._counts[question] = self._counts.get(question, 0) + 1
         key = f"levanter/{question}/{number}"

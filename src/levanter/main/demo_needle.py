@@ -56,7 +56,7 @@ def main(config: TrainLmConfig) -> int:
     print(f"{'all':>12}" + "".join(f"{share:>12.0%}" for share in shares))
     print(f"pages: {folder}/before/page.html, {folder}/after/page.html")
     print(f"{done.taken} steps; {time.monotonic() - began:.0f} s in all")
-    # The demo must show the gap as well: a model that finds long needles before the stage proves nothing.
+    # The demo must show the gap as well: a model that finds long needles before the stage has not learned it there.
     if shares[0] >= 0.99 and shares[1] < 0.5 and shares[3] >= 0.95:
         return OK
     print("error: expected at least 99 % at 512, less than 50 % at 2,048 before and 95 % after", file=sys.stderr)
@@ -83,7 +83,7 @@ def _evaluate(config: TrainLmConfig, model: str, folder: Path) -> Mapping[str, A
 def _write_lessons(model: str, path: Path) -> None:
     """Texts of the long length with needles and questions, by a seed of their own."""
     encode = load_tokenizer(model).encode_with_offsets
-    # Seed 1: the evaluation draws its own texts with another one, so that none of these is asked for.
+    # Seed 1: the evaluation draws its texts with another one, so none of these is part of it.
     lines = (json.dumps(document) + "\n" for document in training_documents(encode, length=LONG, count=TEXTS, seed=1))
     with atomic_write(str(path)) as file:
         file.write("".join(lines).encode())

@@ -159,7 +159,8 @@ def distribute(mesh_axes: Sequence[str], *, kv_heads: int, q_per_group: int, mes
     {'kv_head': ['model'], 'q_heads_per_group': ['group']}
     """
     num_leading = 0
-    # The product of the leading mesh axes must divide; a single later axis that would divide cannot jump the queue.
+    # The product of the leading mesh axes must divide; a later mesh axis is never taken before one that does not
+    # divide.
     while num_leading < len(mesh_axes) and kv_heads % mesh.ways(tuple(mesh_axes[: num_leading + 1])) == 0:
         num_leading += 1
     kv_axes, group_axes = tuple(mesh_axes[:num_leading]), tuple(mesh_axes[num_leading:])
@@ -413,7 +414,7 @@ def _expanded(
     if HEADS in rules and not heads:
         # `heads: null` un-maps both head axes where an outer mapping has expanded it.
         rest = _replace_heads(rules, {KV_HEAD: None, Q_PER_GROUP: None})
-    # Where both head axes have rules of their own, `heads` has nothing left to say.
+    # Where both head axes have rules of their own, `heads` adds nothing.
     elif heads and not {KV_HEAD, Q_PER_GROUP} <= rest.keys():
         kv_heads, q_per_group = model.sizes[KV_HEAD], model.sizes.get(Q_PER_GROUP, 1)
         expansion = expand_heads(heads, kv_heads=kv_heads, q_per_group=q_per_group, mesh=spec, sizes=model.sizes)

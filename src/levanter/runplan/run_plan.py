@@ -224,7 +224,7 @@ class RunPlan(Generic[W]):
         if self.load is not None:
             # Loading and saving may have hundreds of Programs; those of the work come first, on a line of their own.
             lines += ["", self.load.summary]
-        # The second plan's name is `load.<model>`: the prefix says nothing in a report.
+        # The second plan's name is `load.<model>`: the prefix is no information in a report.
         if self.second_load is not None:
             lines += ["", f"{self.second_load.name.removeprefix('load.')}: {self.second_load.summary}"]
         lines += ["", "programs: " + " → ".join(program.name for program in self.computing)]

@@ -66,7 +66,7 @@ def translate_sft(draft: Draft, earlier: str) -> None:
     _moved(draft, BLOCK, ("data", "mixture_block_size"))
     _moved(draft, STRATEGY, ("data", "stop_strategy"))
     shuffled = _row("(shuffle)", "data.shuffle", "pairs were read in an order of their own")
-    # Written explicitly: both shuffled their pairs, whatever the document says.
+    # Written explicitly: both commands always shuffled their pairs.
     draft.set(("data", "shuffle"), True, old="shuffle", mark=draft.document.mark)
     draft.changes.append(Change(key="shuffle", was="(always)", now="data.shuffle: true", why=shuffled.why))
     steps = draft.entry(("hf_save_steps",))

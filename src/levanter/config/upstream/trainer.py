@@ -167,7 +167,7 @@ class _Mesh:
     def _fsdp_axis(self) -> list[tuple[Keys, Any]]:
         absent = "fsdp_axis" not in self.old
         if absent and self.mixed and (self.has_param_mapping or "parameter_axis_resources" not in self.old):
-            return []  # the mesh block says it, or its default does
+            return []  # the mesh block or its default sets it
         names = self._names("fsdp_axis", "embed")
         value = self.data[0] if len(self.data) == 1 else self.data
         rules = dict.fromkeys(names or (), value)
@@ -272,7 +272,7 @@ def _wandb(draft: Draft, entry: Entry) -> None:
     tracker = draft.entry(("trainer", "tracker"))
     why = ""
     if tracker is not None and to_plain(tracker.node) != {"type": "wandb", **value}:
-        # As upstream has it: the old key wins over the new one, and says so.
+        # As in upstream, the old key wins over the new one; the change reports it.
         why = f"it wins over `trainer.tracker` ({tracker.mark}), as upstream has it: {inline(tracker.node)} is not used"
     if tracker is not None:
         draft.remove(("trainer", "tracker"))
