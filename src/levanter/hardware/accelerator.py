@@ -282,7 +282,7 @@ def _nearest_topologies(generation: Generation, chips: int) -> list[str]:
 
 @lru_cache(maxsize=32)
 def default_topologies(generation: Generation) -> dict[int, tuple[int, ...]]:
-    """The topology a bare size stands for, by chips, ascending: for many cubes the one nearest to a cube."""
+    """The default topology by number of chips, ascending; from 64 chips on the shape nearest to a cube."""
     if generation.topology_axes == 2:
         return {
             1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16), 256: (16, 16),

@@ -1,4 +1,4 @@
-"""What a launcher prints: its own lines on standard error, the processes' lines on standard output, no secrets."""
+"""Output of a launcher: its own lines on standard error, those of the processes on standard output, secrets masked."""
 
 import sys
 import threading
@@ -12,7 +12,7 @@ class Console:
     """Lines for a person, never interleaved even when several threads write.
 
     Args:
-        secrets: texts shown as `***` wherever they turn up; short ones are left alone, they would mask ordinary words.
+        secrets: texts that are replaced by `***`; short ones are not, because they would mask ordinary words.
     """
 
     def __init__(self, secrets: Collection[str] = ()):

@@ -14,7 +14,7 @@ from levanter.infra.errors import UsageError
 
 FORWARDED = ("WANDB_API_KEY", "WANDB_ENTITY", "WANDB_PROJECT", "WANDB_BASE_URL", "WANDB_MODE", "HF_TOKEN",
              "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_TOKEN")  # fmt: skip
-"""Variables that are forwarded without being asked for, if they are set here."""
+"""Variables that are forwarded by default, if they are set in this process."""
 
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|AUTH|COOKIE|SESSION", re.IGNORECASE)
 _SECRET_VALUE = re.compile(r"(hf_|sk-|ghp_|github_pat_|AKIA|ya29\.|eyJ)")
@@ -27,7 +27,7 @@ class Environment:
 
     Attributes:
         values: name → value.
-        forwarded: names that were forwarded without being asked for.
+        forwarded: names that were forwarded by default.
     """
 
     values: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -65,9 +65,9 @@ def collect(
     here: Mapping[str, str],
     defaults: Mapping[str, str] | None = None,
 ) -> Environment:
-    """The environment that a command line asks for.
+    """Builds the environment of a run from the command line.
 
-    Later ones win: what is forwarded, `defaults` (of a settings file), `files`, `pairs`.
+    Later sources override earlier ones: forwarded variables, `defaults` (of a settings file), `files`, `pairs`.
 
     Args:
         pairs: `-e NAME=value`, `-e NAME value`, or `-e NAME` (its value here).

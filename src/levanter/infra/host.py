@@ -17,10 +17,10 @@ _MOST_LINES = 20_000
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessStatus:
-    """What has happened on a host since the last poll.
+    """The output and exit code of a process since the last poll.
 
     Attributes:
-        lines: what the process printed.
+        lines: its output.
         code: its exit code, once it has ended and all its lines have been reported.
     """
 
@@ -75,7 +75,7 @@ class Host:
                 self._lines.append(line.rstrip("\n"))
 
     def news(self) -> ProcessStatus:
-        """What has happened since the last poll."""
+        """The output and exit code since the last poll."""
         process, reader = self._process, self._reader
         assert process is not None and reader is not None, "polled before it was started"
         # Polled before the lines are taken, so that a reported exit code comes with all lines of the process.

@@ -1,4 +1,4 @@
-"""What runs on the hosts: short scripts that are copied with the environment in one folder.
+"""Scripts that run on the hosts, copied there in one folder with the environment.
 
     .levanter/RUN/environment     NAME=value lines, mode 600
     .levanter/RUN/setup.sh        once per host: Python, the package, or the image
@@ -23,7 +23,7 @@ Setup = Literal["pip", "image", "none"]
 
 @dataclass(frozen=True, kw_only=True)
 class Remote:
-    """What is run on each host, and in which environment.
+    """The command of each host, and how the host is set up for it.
 
     Attributes:
         run: the id of the run, and the name of its folder.

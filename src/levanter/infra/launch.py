@@ -45,7 +45,7 @@ from levanter.io.names import name_problem
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Launches what a command line asks for; returns its exit code."""
+    """Runs the launcher's command line; returns the exit code."""
     return shell(lambda: _main(list(sys.argv[1:] if argv is None else argv)))
 
 

@@ -1,4 +1,4 @@
-"""A pod as a value: which slices, where, with what kind of capacity. No commands are built here."""
+"""A pod as a value: its slices, zone and kind of capacity. `gcloud` builds the commands for it."""
 
 import re
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _NAME = re.compile(r"[a-z](?:[a-z0-9-]{0,61}[a-z0-9])?")
 
 @dataclass(frozen=True, kw_only=True)
 class Pod:
-    """What is requested from Google: some slices under one name.
+    """A request to Google for slices under one name.
 
     Attributes:
         name: of the TPU VM, or of the queued resource.
@@ -57,12 +57,12 @@ class Pod:
 
     @property
     def slices(self) -> int:
-        """How many slices the pod has."""
+        """The number of slices of the pod."""
         return self.accelerator.slices
 
     @property
     def hosts_per_slice(self) -> int:
-        """How many hosts each slice has."""
+        """The number of hosts of each slice."""
         return self.accelerator.hosts // self.accelerator.slices
 
     @property
@@ -90,7 +90,7 @@ def make_pod(
     runtime_version: str | None = None,
     **rest,
 ) -> Pod:
-    """The pod that a command line asks for.
+    """Builds the pod of a command line.
 
     Args:
         tpu: an accelerator's name; `2xv5p-128` is two slices.

@@ -25,7 +25,7 @@ def free_port(host: str = "127.0.0.1") -> int:
     """A port that was free a moment ago, of those that the kernel gives to no outgoing connection meanwhile.
 
     Args:
-        host: the address that somebody will listen on; "" for all.
+        host: the address to listen on; "" for all.
     """
     dice = random.SystemRandom()
     # Linux hands out 32768 and up; Ray's workers listen below 20000, and Kubernetes' nodes from 30000 on.
@@ -44,9 +44,9 @@ class Processes:
 
     Args:
         command: the arguments of each.
-        count: how many.
+        count: the number of processes.
         environment: variables of all; each also gets its index.
-        console: where their lines go.
+        console: shows their lines.
         grace: seconds from SIGTERM to SIGKILL.
     """
 

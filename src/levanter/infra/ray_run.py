@@ -29,7 +29,7 @@ from levanter.io.names import name_problem
 
 
 def make_parser() -> Parser:
-    """The flags."""
+    """The parser of the launcher's flags."""
     parser = Parser(prog="python -m levanter.infra.ray_run", usage="%(prog)s --tpu TYPE FLAGS -- COMMAND OF THE RUN")
     parser.flag("--tpu", "--tpu_type", dest="tpu", metavar="TYPE", help="v4-256, v6e-64, 2xv5p-128")
     parser.flag(
@@ -55,7 +55,7 @@ def make_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs what a command line asks for; returns its exit code."""
+    """Runs the launcher's command line; returns the exit code."""
     return shell(lambda: _main(list(sys.argv[1:] if argv is None else argv)))
 
 

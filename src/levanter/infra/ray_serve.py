@@ -32,7 +32,7 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 def make_parser() -> Parser:
-    """The flags."""
+    """The parser of the launcher's flags."""
     parser = Parser(
         prog="python -m levanter.infra.ray_serve", usage="%(prog)s --replicas N FLAGS -- COMMAND OF THE SERVER"
     )
@@ -55,7 +55,7 @@ def make_parser() -> Parser:
 
 
 def application(serve: ModuleType, args: Namespace, command: Sequence[str], environment: Environment) -> object:
-    """The Ray Serve application that a command line asks for.
+    """Builds the Ray Serve application of a command line.
 
     Args:
         serve: Ray Serve.
@@ -95,7 +95,7 @@ def server_command(args: Namespace, command: Sequence[str]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs what a command line asks for; returns its exit code."""
+    """Runs the launcher's command line; returns the exit code."""
     return shell(lambda: _main(list(sys.argv[1:] if argv is None else argv)))
 
 

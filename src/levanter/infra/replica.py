@@ -37,12 +37,12 @@ _OF_A_CONNECTION = frozenset(
 
 
 class ServerOnHost:
-    """A server process: started, waited for, watched and ended.
+    """A server process on this machine.
 
     Args:
-        command: what starts it; the port is appended as `--port`.
-        environment: variables of it, beside this process's own.
-        console: where its lines are shown.
+        command: starts the server; the port is appended as `--port`.
+        environment: variables in addition to those of this process.
+        console: shows its lines.
         grace: seconds from SIGTERM, on which it ends its requests, to SIGKILL.
     """
 

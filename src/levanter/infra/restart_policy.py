@@ -32,7 +32,7 @@ MEANINGS = {
 _SIGNALS = {1: "SIGHUP", 2: "SIGINT", 4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 11: "SIGSEGV",
             15: "SIGTERM"}  # fmt: skip
 _FROM_OUTSIDE = (1, 9, 15)
-"""Signals that a process receives when its host goes away or somebody kills it."""
+"""Signals that a process receives when its host is lost or somebody kills it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""A Slurm batch script: one process per node, each told its index, requeued after a preemption."""
+"""A Slurm batch script: one process per node, each with its index, requeued after a preemption."""
 
 import re
 import shlex
@@ -11,12 +11,12 @@ _NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmJob:
-    """What is requested from Slurm.
+    """A job for Slurm.
 
     Attributes:
         name: of the job; its log is `NAME-JOBID.log`.
         command: the arguments of each process.
-        nodes: how many, one process on each.
+        nodes: their number, with one process on each.
         gpus_per_node: 0: none are requested.
         cpus_per_task: None: the cluster's default.
         memory: of a node, such as `200G`; `0` is all of it.
@@ -24,8 +24,8 @@ class SlurmJob:
         partition, account, qos, constraint: as the cluster names them.
         environment_file: on a file system that every node sees; None: no variables are passed.
         run: the run's id, the same after a requeue.
-        retries: how often it is requeued after a preemption.
-        warning_seconds: how long before its time limit a job is sent SIGTERM, so that it can save.
+        retries: the most requeues after a preemption.
+        warning_seconds: seconds before the time limit at which Slurm sends SIGTERM, so that the job can save.
         extra: further `#SBATCH` options, verbatim.
     """
 

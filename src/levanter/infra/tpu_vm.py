@@ -81,7 +81,7 @@ _WORKER_CODE = re.compile(r"Command execution on worker (\d+) failed with exit s
 
 
 def classify_error(text: str) -> Meaning:
-    """What an error's text means: the first pattern that matches it, in order."""
+    """Classifies the text of an error by the first pattern that matches it."""
     for meaning, pattern in _PATTERNS:
         if pattern.search(text):
             return meaning
@@ -95,7 +95,7 @@ def worker_codes(text: str) -> dict[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """How often and how patiently something is retried.
+    """Numbers of retries and delays between them.
 
     Attributes:
         retries: restarts after a preemption or a lost host.
@@ -112,7 +112,7 @@ class RetryPolicy:
     poll: float = 30.0
 
     def seconds(self, times: int) -> float:
-        """How long to wait before try number `times` (from 1)."""
+        """Seconds to wait before try number `times` (from 1)."""
         return min(self.wait * 2 ** (times - 1), _MOST_SECONDS)
 
 
@@ -123,7 +123,7 @@ class TpuVmLauncher:
         pod: the requested slices.
         remote: what runs on its hosts.
         staged: the local folder with the scripts, the environment and the source.
-        patience: how often something is retried.
+        patience: the retry policy.
         console: where lines go.
         sleep: the sleep function; tests pass their own.
     """
@@ -365,7 +365,7 @@ class TpuVmLauncher:
         return self._state() in (None, *_GONE) or (self.pod.queued and self._lost_a_slice())
 
     def _lost_a_slice(self) -> bool:
-        """Whether a TPU VM of a queued resource is gone; the request itself may still be called active."""
+        """Whether a TPU VM of a queued resource is gone; the request itself may still be ACTIVE."""
         states = [self.caller.capture(gcloud.node_state(self.pod, node)) for node in self.pod.nodes]
         return any(
             (called.text.split() or [""])[0] in _GONE

@@ -59,7 +59,7 @@ class Cluster(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class GangRun:
-    """What a gang runs, and its timeouts.
+    """The command of a gang, and its timeouts.
 
     Attributes:
         command: the arguments of each process.

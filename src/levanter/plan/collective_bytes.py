@@ -51,7 +51,7 @@ class CollectiveBytes:
 
 
 def step_collective_bytes(plan: RunPlan) -> Mapping[str, CollectiveBytes]:
-    """What a device receives in one train step, by purpose; empty for runs that do not train.
+    """The bytes that a device receives in one train step, by purpose; empty for runs that do not train.
 
     Args:
         plan: a training run.
@@ -90,7 +90,7 @@ def step_collective_bytes(plan: RunPlan) -> Mapping[str, CollectiveBytes]:
 
 
 def compiled_collective_bytes(mesh: MeshSpec, collectives: tuple[Collective, ...]) -> CollectiveBytes:
-    """What a device receives in one execution of a compiled Program; collectives over unknown groups count nothing."""
+    """The bytes that a device receives in one execution of a compiled Program, but for unknown groups."""
     total = CollectiveBytes()
     for collective in collectives:
         if collective.spans is not None:
@@ -115,7 +115,7 @@ def collective(mesh: MeshSpec, kind: str, nbytes: float, axes: tuple[str, ...]) 
 def span_collective_bytes(
     mesh: MeshSpec, kind: str, nbytes: float, spans: "tuple[AxisSpan, ...] | list[AxisSpan]"
 ) -> CollectiveBytes:
-    """The same over parts of mesh axes."""
+    """The bytes that a device receives in one collective over parts of mesh axes."""
     inside = math.prod(span.extent for span in spans if span.axis not in mesh.dcn)
     slices = math.prod(span.extent for span in spans if span.axis in mesh.dcn)
     if inside * slices == 1:

@@ -74,7 +74,7 @@ class Budget:
         hbm_bytes: what a chip has; `None` where that is not limited.
         largest: the name of that Program; empty where there is none.
         gradients: bytes of the gradients that the Program makes, in their dtype and shards; 0 where it trains nothing.
-            They are part of the temporaries, beside the arguments.
+            They are part of the temporaries, not of the arguments.
     """
 
     arguments: Mapping[str, int]
@@ -125,7 +125,7 @@ def gradient_bytes(program: Program, mesh: MeshSpec) -> int:
     moment, those of a microbatch too.
     """
     states = [argument for argument in program.inputs if isinstance(argument.value, TrainState)]
-    # The Programs that save or initialize a state take nothing beside it, and have no gradients.
+    # The Programs that save or initialize a state have no other input, and compute no gradients.
     if len(program.inputs) < 2:
         return 0
     return sum(

@@ -1,7 +1,7 @@
 """Activations that gradient checkpointing offloads to host memory: their bytes, and seconds on the host link.
 
 Each named activation that is offloaded crosses a chip's link to its host twice a microbatch, out in the forward pass
-and back in the backward pass, and lies in the host's memory in between. Bytes follow from the plan's activations and
+and back in the backward pass, and is in host memory in between. Bytes follow from the plan's activations and
 layers, so they are known without a compiler, which takes half an hour over such a Program. The link works in both
 directions at once, so a step takes at least the time of one of them.
 """

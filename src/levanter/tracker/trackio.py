@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrackioRun(Protocol):
-    """What the tracker needs of `trackio.init`'s result."""
+    """The part of `trackio.init`'s result that the tracker uses."""
 
     config: dict[str, Any]
 

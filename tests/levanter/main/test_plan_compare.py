@@ -62,7 +62,7 @@ def test_both_runs_side_by_side(entry_point, tmp_path, capsys):
 def test_a_run_without_adapters_has_nothing_beside_it(tmp_path, capsys):
     path = written(tmp_path)
     assert main(["train_lm", "--config_path", path, "--target", "v5e-16", "--no-compile", "--compare", "full"]) == 0
-    assert "adapter: not set" in capsys.readouterr().out
+    assert "full fine-tuning cannot be planned: adapter: not set" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def compared_text(comparison: Comparison) -> str:
         indent=0,
     )
     if comparison.other is None:
-        return "\n".join([*lines, *paragraph(f"full fine-tuning cannot be planned: {comparison.problem}")]) + "\n"
+        return "\n".join([*lines, *paragraph(f"full fine-tuning {comparison.problem}")]) + "\n"
     header = ("", "this run", "full", "full / this")
     rows = [
         *_bytes(comparison.configured, comparison.other),
