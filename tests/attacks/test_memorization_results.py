@@ -52,17 +52,17 @@ def without_digests(path: Path) -> None:
 
 DAMAGE: list[tuple[str, str, Callable[[Path], object], tuple[str, ...]]] = [
     ("nothing", "report.html", Path.read_bytes, (NOTHING,)),
-    ("report-deleted", "report.html", Path.unlink, (REWRITTEN, "report.html: gone", NOTHING)),
+    ("report-deleted", "report.html", Path.unlink, (REWRITTEN, "report.html: missing", NOTHING)),
     ("picture-flipped", "heatmap.png", flip, (REWRITTEN, "heatmap.png: its content has changed", NOTHING)),
     ("curve-cut", "pz_data.npz", cut, (REWRITTEN, "pz_data.npz:", "were written", NOTHING)),
     ("summary-emptied", "summary.json", empty, (REWRITTEN, "summary.json: 0 bytes", NOTHING)),
     ("text-changed", "text.txt", flip, (REWRITTEN, "text.txt: its content has changed", NOTHING)),
-    ("scores-deleted", "windows.parquet", Path.unlink, (AGAIN, "windows.parquet: gone")),
+    ("scores-deleted", "windows.parquet", Path.unlink, (AGAIN, "windows.parquet: missing")),
     ("scores-cut", "windows.parquet", cut, (AGAIN, "windows.parquet:", "were written")),
     ("scores-flipped", "windows.parquet", flip, (AGAIN, "windows.parquet: its content has changed")),
-    ("manifest-deleted", "manifest.json", Path.unlink, (AGAIN, "manifest.json: gone")),
-    ("of-an-earlier-version", ".success", older, (NOTHING, "unverified")),
-    ("of-an-earlier-version-without-scores", ".success", without_digests, (AGAIN, "windows.parquet: gone")),
+    ("manifest-deleted", "manifest.json", Path.unlink, (AGAIN, "manifest.json: missing")),
+    ("of-an-earlier-version", ".success", older, (NOTHING, "not verified")),
+    ("of-an-earlier-version-without-scores", ".success", without_digests, (AGAIN, "windows.parquet: missing")),
 ]
 ATTACKS = [
     Attack(name=name, command="eval_careless_lm", words=(), code=0, says=says, seconds=60)
