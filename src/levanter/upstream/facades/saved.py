@@ -295,7 +295,7 @@ def _read(
     """Replaces the arrays of a tree with those of a checkpoint."""
     found_mesh = mesh_in_scope() if mesh is None else mesh
 
-    def sharding_of(leaf: PyTree, value: PyTree) -> jax.sharding.Sharding:
+    def target_sharding(leaf: PyTree, value: PyTree) -> jax.sharding.Sharding:
         if mapping is not None and isinstance(found_mesh, Mesh) and is_named(leaf):
             return NamedSharding(found_mesh, AxisMapping(mapping).spec(axis.name for axis in leaf.axes))
         # Each array goes where the tree's array is; Python numbers
@@ -313,7 +313,7 @@ def _read(
         # With `partial`, arrays that the checkpoint lacks are left out of the request and so keep their values.
         if value is not None and not (partial and inside(path) not in ref.leaves):
             targets[inside(path)] = RestoreTarget(
-                shape=value.shape, dtype=np.dtype(value.dtype), sharding=sharding_of(leaf, value)
+                shape=value.shape, dtype=np.dtype(value.dtype), sharding=target_sharding(leaf, value)
             )
     # A tree may be a part of what was saved, so further arrays in the checkpoint are no error.
     arrays = restore(ref, targets, unexpected="skip")
