@@ -94,8 +94,8 @@ class LeafLoad:
     def read_alike(self) -> Hashable:
         """The key that leaves have in common which are read together, piece by piece."""
         # A leaf that others are derived from is read alone: its pieces are transformed one at a time.
-        own_key = self.path if self.derived is not None else ""
-        return self.sources, self.pieces, self.reshard is None, own_key
+        derived_path = self.path if self.derived is not None else ""
+        return self.sources, self.pieces, self.reshard is None, derived_path
 
     @property
     def reshard_key(self) -> Hashable:
