@@ -5,6 +5,7 @@ Written from the format's description alone; nothing of the reader under test is
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import DTypeLike
 
 LARGEST = 448.0
 """Of float8_e4m3fn."""
@@ -17,7 +18,9 @@ def blocks(shape: tuple[int, ...], block: tuple[int, int]):
             yield (i, j), (slice(row, row + block[0]), slice(column, column + block[1]))
 
 
-def quantized(matrix: np.ndarray, block: tuple[int, int], dtype=np.float32) -> tuple[np.ndarray, np.ndarray]:
+def quantized(
+    matrix: np.ndarray, block: tuple[int, int], dtype: DTypeLike = np.float32
+) -> tuple[np.ndarray, np.ndarray]:
     """FP8 values, and for each block the scale that makes its largest value the largest of FP8."""
     values = np.empty(matrix.shape, ml_dtypes.float8_e4m3fn)
     scales = np.empty(tuple(-(-n // size) for n, size in zip(matrix.shape, block, strict=True)), dtype)
@@ -36,7 +39,7 @@ def dequantized(values: np.ndarray, scales: np.ndarray, block: tuple[int, int]) 
 
 
 def fp8_tensors(
-    tensors: dict[str, np.ndarray], block: tuple[int, int], *, dtype=np.float32, kept: tuple[str, ...] = ()
+    tensors: dict[str, np.ndarray], block: tuple[int, int], *, dtype: DTypeLike = np.float32, kept: tuple[str, ...] = ()
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """What a file stores for tensors of which the matrices are FP8, and the numbers that this means.
 

@@ -51,8 +51,10 @@ def read_quantization(document: Mapping[str, Any], *, where: object) -> Quantize
     suggestion = f"{_SUPPORTED}; give the checkpoint before it was quantized, and `quantize: int8`"
     if not isinstance(block, Mapping):
         raise CheckpointError(where, f"{FIELD} is {block!r:.60}, expected a mapping", suggestion=suggestion)
+    # The method alone is checked here; each format checks its own keys. No header of a weight file is read before.
     method = block.get("quant_method")
     if not isinstance(method, str) or method not in _READERS:
+        # GPTQ and AWQ write `bits`, compressed-tensors' relatives `num_bits`; a message without a width is fine too.
         bits = block.get("bits") or block.get("num_bits")
         width = f" of {bits} bits" if isinstance(bits, int) else ""
         problem = f"weights are quantized by {method!r:.40}{width} ({FIELD}.quant_method), which is not read"

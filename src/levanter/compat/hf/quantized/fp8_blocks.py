@@ -76,6 +76,8 @@ class Fp8BlockFormat:
             CheckpointError: values without scales, scales without values, or shapes or dtypes of another format.
         """
         stored = source.tensors
+        # From both sides, so that values without scales and scales without values are found. config.json's
+        # `modules_to_not_convert` is not needed: weights that are not quantized have neither.
         scaled = [name.removesuffix(SCALE_INV) for name in stored if name.endswith(SCALE_INV)]
         values = [name for name, info in stored.items() if info.dtype in _FLOAT8]
         names = tuple(dict.fromkeys((*values, *scaled)))
@@ -91,6 +93,7 @@ class Fp8BlockFormat:
             shape: of the weight.
         """
         # Blocks span the last two axes only: stacked matrices (experts) share no scale.
+        # Experts may be stacked in one tensor: each matrix has a grid of blocks of its own.
         block = (*(1 for _ in shape[:-2]), *self.block)
         return QuantizedTensor(
             name=name,
@@ -133,6 +136,7 @@ def read_fp8_blocks(block: Mapping[str, Any], *, where: object, suggestion: str)
     if block.get("activation_scheme", "dynamic") != "dynamic":
         problems.append(f"{FIELD}.activation_scheme is {block['activation_scheme']!r:.40}, not 'dynamic'")
     size = block.get("weight_block_size")
+    # Without sizes there is one scale per tensor, `weight_scale`. `True` is an `int` to isinstance, hence `type`.
     is_size = isinstance(size, list | tuple) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)
     if not is_size:
         problems.append(f"{FIELD}.weight_block_size is {size!r:.40}, expected two sizes: a scale for each block")

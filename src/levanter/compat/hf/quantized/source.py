@@ -14,6 +14,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 
 import numpy as np
@@ -37,8 +38,8 @@ Decode = Callable[[Sequence[np.ndarray], Index, np.ndarray], None]
 """Computes a slice: `decode(parts, index, out)`.
 
 `index` is the slice of the whole tensor. `parts` has for each part the elements whose blocks the slice touches, so that
-the first of an axis is number `index[axis].start // block[axis]`. `out` is filled; where the part is `in_place`, it is
-the same memory as `parts[0]`.
+the first of an axis is number `index[axis].start // block[axis]`. `out` is filled; of a tensor that is decoded
+`in_place`, it is `parts[0]`.
 """
 
 
@@ -66,9 +67,9 @@ class StoredPart:
 
     def index(self, index: Index) -> Index:
         """The elements of the part whose blocks a slice of the quantized tensor touches."""
+        # Rounded outwards: the first and the last block may reach beyond the slice.
         return tuple(
-            slice(piece.start // block, max(-(-piece.stop // block), piece.start // block))
-            for piece, block in zip(index, self.block, strict=True)
+            slice(piece.start // block, -(-piece.stop // block)) for piece, block in zip(index, self.block, strict=True)
         )
 
 
@@ -90,12 +91,12 @@ class QuantizedTensor:
     parts: tuple[StoredPart, ...]
     decode: Decode
 
-    @property
+    @cached_property
     def in_place(self) -> bool:
-        """Whether its first part has an element of its dtype for each of its own, and so is read into the result."""
-        first = self.parts[0]
+        """Whether its only part has its dtype and shape: the part is read into the result, and decoded there."""
+        first, *others = self.parts
         dtype = first.dtypes[0] if first.view is None else first.view
-        return dtype == self.dtype and all(size == 1 for size in first.block)
+        return not others and dtype == self.dtype and all(size == 1 for size in first.block)
 
 
 def blocks_of(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:
@@ -154,7 +155,10 @@ class DequantizingSource:
         """
         self._quantized = {tensor.name: tensor for tensor in quantized}
         parts = {part.name: (tensor, part) for tensor in self._quantized.values() for part in tensor.parts}
+        # A part is viewed by the blocks of its tensor, so no other tensor may have it.
+        assert len(parts) == sum(len(tensor.parts) for tensor in self._quantized.values())
         stored = source.tensors
+        # Before anything is read, and all at once: a checkpoint of hundreds of files fails in seconds.
         problems = [
             problem for tensor in self._quantized.values() for problem in _part_problems(tensor, stored, parts.keys())
         ]
@@ -200,7 +204,7 @@ class DequantizingSource:
         tensor = self._quantized.get(name)
         if tensor is None:
             return self._stored.byte_ranges(name, index)
-        # For an empty slice nothing is read, not even a cached part.
+        # For an empty slice nothing is read, not even a cached part: rounding outwards would add a block.
         if 0 in _shape(index):
             return ()
         ranges = [self._stored.byte_ranges(part.name, self._part_index(part, index)) for part in tensor.parts]
@@ -211,17 +215,17 @@ class DequantizingSource:
         tensor = self._quantized.get(name)
         if tensor is None:
             return self._stored.read(name, index, out)
+        if tensor.in_place:
+            # No buffer besides the result: int8 weights go from the file straight into the memory of their shard.
+            out = self._stored.read(tensor.parts[0].name, index, out)
+            tensor.decode([out], index, out)
+            return out
         shape = _shape(index)
         if out is None:
             out = np.empty(shape, tensor.dtype)
         assert out.shape == shape and out.dtype == tensor.dtype, (out.shape, shape, out.dtype, tensor.dtype)
         if out.size:
-            parts = [
-                # Values that need no more memory than the result are read into the result.
-                self._stored.read(part.name, index, out) if number == 0 and tensor.in_place else self._read(part, index)
-                for number, part in enumerate(tensor.parts)
-            ]
-            _decode(tensor, parts, index, out)
+            _decode(tensor, [self._read(part, index) for part in tensor.parts], index, out)
         return out
 
     def read_adjacent(self, slices: Sequence[tuple[str, Index, np.ndarray]]) -> None:
@@ -232,7 +236,7 @@ class DequantizingSource:
             tensor = self._quantized.get(name)
             if tensor is None:
                 adjacent.append((name, index, out))
-            elif tensor.in_place and len(tensor.parts) == 1:
+            elif tensor.in_place:
                 adjacent.append((tensor.parts[0].name, index, out))
                 decoded.append((tensor, index, out))
             else:
@@ -242,7 +246,7 @@ class DequantizingSource:
                 self.read(name, index, out)
         self._read_run(adjacent)
         for tensor, index, out in decoded:
-            _decode(tensor, [out], index, out)
+            tensor.decode([out], index, out)
 
     def _read_run(self, slices: Sequence[tuple[str, Index, np.ndarray]]) -> None:
         if slices:
@@ -260,7 +264,8 @@ class DequantizingSource:
             self._cache[part.name] = entry
             if len(self._cache) > CACHED_PARTS:
                 del self._cache[next(iter(self._cache))]
-        # The first thread reads the part; the others wait here and then find its values.
+        # The first thread reads the part; the others wait here and then find its values. An entry that is evicted
+        # meanwhile stays valid for the threads that hold it.
         with entry.lock:
             if entry.values is None:
                 entry.values = self._stored.read(part.name, self._part_index(part, index))
@@ -273,6 +278,7 @@ class DequantizingSource:
         """The elements of a part that are read for a slice."""
         if not self._is_cached(part):
             return part.index(index)
+        # Whole. Its view and not its shape in the file counts: `read` takes slices of the view.
         return tuple(slice(0, size) for size in self._stored.tensors[part.name].shape)
 
 
@@ -284,6 +290,7 @@ def _decode(tensor: QuantizedTensor, parts: Sequence[np.ndarray], index: Index, 
     """Decodes a slice, some elements at a time."""
     for piece in _pieces(index):
         local = _relative(piece, index)
+        # A piece may begin inside a block that the previous one began: both get the element of that block.
         slices = [
             values[_relative(part.index(piece), part.index(index))]
             for part, values in zip(tensor.parts, parts, strict=True)

@@ -151,7 +151,7 @@ def test_a_load_reads_every_stored_byte_once(mesh, tmp_path, devices):
     assert plan.by_path["up"].bytes_per_element == 1 + 6 * 3 * 4 / (768 * 320)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize(
     "mapping",
     [
@@ -172,9 +172,7 @@ def test_a_model_is_loaded_from_blocks_into_shards(mapping, dtype, tmp_path, dev
     source = Fp8BlockFormat(block=(5, 3)).open(SafetensorsSource.from_files(*paths))
     rule = (("**.self_attn.*", AxisMapping({"embed": None})),) if "head_size" in mapping else ()
     mesh = MeshSpec.of(data=4, model=2)
-    sharding = plan_sharding(
-        tiny_leaves(np.dtype(dtype)), Mappings(params=AxisMapping(mapping), overrides=rule), mesh
-    ).check()
+    sharding = plan_sharding(tiny_leaves(dtype), Mappings(params=AxisMapping(mapping), overrides=rule), mesh).check()
     plan = plan_loading(sharding, tiny_rules(), source)
     arrays = load(plan, sharding, source, mesh.build(devices))
     for path, values in assembled(exact).items():
@@ -306,7 +304,25 @@ def test_other_variants_are_refused_by_name(key, value):
     assert refused.value.where == "c"
 
 
-def test_a_folder_is_scored_as_its_numbers(tmp_path, devices):
+def test_torch_makes_the_same_numbers_of_a_file(tmp_path):
+    """Torch's own reader and its own cast of FP8."""
+    import torch
+    from safetensors.torch import load_file
+
+    stored, _ = fp8_tensors({"w": matrix((300, 200))}, (128, 128))
+    # Every byte, NaN included.
+    stored["w"].view(np.uint8)[0, :200] = np.arange(200)
+    stored["w"].view(np.uint8)[1, :56] = np.arange(200, 256)
+    source = opened(tmp_path, stored)
+    theirs = load_file(tmp_path / "model.safetensors")
+    scales = theirs["w_scale_inv"].repeat_interleave(128, 0)[:300].repeat_interleave(128, 1)[:, :200]
+    expected = (theirs["w"].to(torch.float32) * scales).numpy()
+    assert np.isnan(expected).sum() >= 2
+    np.testing.assert_array_equal(source.read("w", whole((300, 200))), expected)
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_a_folder_is_scored_as_its_numbers(quantize, tmp_path, devices):
     """A checkpoint in blocks of 24 x 20 and one of what NumPy makes of it: the same arrays, bit for bit, and scores."""
     from helpers.family_models import describe_folder, score
 
@@ -321,7 +337,11 @@ def test_a_folder_is_scored_as_its_numbers(tmp_path, devices):
     assert checkpoint.nbytes == sum(x.nbytes for x in stored.values()) and not checkpoint.int8
     tokens = np.random.default_rng(5).integers(3, 300, (8, 16)).astype(np.int32)
     results = [
-        score(describe_folder(tmp_path / name, mesh="group", positions=16), tokens, np.zeros_like(tokens))
+        score(
+            describe_folder(tmp_path / name, mesh="group", positions=16, quantize=quantize),
+            tokens,
+            np.zeros_like(tokens),
+        )
         for name in ("fp8", "exact")
     ]
     mine, theirs = (jax.tree.leaves(model) for model, _ in results)
