@@ -166,7 +166,11 @@ class SupervisedEncoder:
 
 
 def _numbers(values: list, dtype: type[np.generic], key: str, origin: str) -> np.ndarray:
-    array = np.asarray(values) if values else np.zeros(0, dtype)
+    try:
+        array = np.asarray(values) if values else np.zeros(0, dtype)
+    except ValueError:
+        # Lists of different lengths inside of the list, which NumPy refuses before it has a shape.
+        array = np.asarray(None)
     # Ids must be integers; weights may be integers, floats or booleans. A nested list has more axes, and a list with
     # text has kind `U`.
     kinds = "iu" if np.issubdtype(dtype, np.integer) else "iufb"

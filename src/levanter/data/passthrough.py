@@ -65,9 +65,9 @@ class PassthroughTokenizer:
             # int64, so that a number beyond int32 is reported below instead of wrapping around; NumPy parses the
             # digits.
             ids = np.array(text.split(), np.int64)
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             raise DataError(
-                f"tokenizer passthrough: expected numbers separated by spaces, found {text[:40]!r}"
+                f"tokenizer passthrough: expected ids below {self.vocab_size} separated by spaces, got {text[:40]!r}"
             ) from error
         outside = ids[(ids < 0) | (ids >= self.vocab_size)]
         if len(outside):

@@ -200,8 +200,11 @@ class Inbox:
             # `wait` releases the lock while it sleeps; it may also return without a notification.
             while wait and not self._messages and not self._closed:
                 self._changed.wait()
+            if self._closed:
+                # Unread messages stay for `close_and_flush`, which ends their requests with an error.
+                return None
             messages, self._messages = self._messages, []
-            return None if self._closed else messages
+            return messages
 
     def report(self, waiting: int) -> None:
         """Sets the tokens that wait at the engine, which has received all messages that were taken."""

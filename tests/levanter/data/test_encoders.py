@@ -178,6 +178,8 @@ def test_templates_run_in_a_sandbox():
         ({"input_ids": "12"}, PrebuiltLmDatasetFormat(), "'input_ids' is str, expected a list"),
         ({"input_ids": [1, "x"]}, PrebuiltLmDatasetFormat(), "must be a list of whole numbers"),
         ({"input_ids": [1.5]}, PrebuiltLmDatasetFormat(), "must be a list of whole numbers"),
+        ({"input_ids": [[1], [2, 3]]}, PrebuiltLmDatasetFormat(), "'input_ids' must be a list of whole numbers"),
+        ({"input_ids": [1, 2**70]}, PrebuiltLmDatasetFormat(), "'input_ids' must be a list of whole numbers"),
         ({"input_ids": [1, 999]}, PrebuiltLmDatasetFormat(), "token id 999 is outside the model's vocabulary of 264"),
         ({"input_ids": [1, 2], "w": [1]}, PrebuiltLmDatasetFormat(loss_weights_key="w"), "1 w for 2 input_ids"),
         ({"input": "x"}, SupervisedLmDatasetFormat(), "no key 'target'"),

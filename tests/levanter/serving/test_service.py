@@ -19,7 +19,7 @@ from levanter.inference import engine as engine_module
 from levanter.inference.engine import Engine
 from levanter.inference.requests import ChoiceId
 from levanter.serving import responses, service
-from levanter.serving.engine_thread import Drain, TokenDelta
+from levanter.serving.engine_thread import Drain, Inbox, TokenDelta
 from levanter.serving.metrics import ChoiceEnded, RequestAdmitted, RequestRejected, TokensSampled
 
 LONG = {"prompt": [5, 6, 7], "max_tokens": 50, "ignore_eos": True, "seed": 1}
@@ -450,3 +450,12 @@ def test_whatever_clients_do_every_choice_ends_once_and_every_page_comes_back(mo
             assert {status for client in clients for status in client.statuses} <= {200, 400, 429}
 
     asyncio.run(run())
+
+
+def test_a_message_that_arrives_before_the_end_is_not_lost():
+    """The thread may see the end first: requests that it has not read are then ended with an error."""
+    inbox = Inbox(max_queued_tokens=10)
+    inbox.post(Drain())
+    inbox.close()
+    assert inbox.take(wait=True) is None
+    assert len(inbox.close_and_flush()) == 1
