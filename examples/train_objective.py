@@ -46,7 +46,7 @@ class FocalObjective(LmObjective):
     def terms(self) -> tuple[Term, ...]:
         return (Term(name=LOSS), Term(name="nll", weight=None))
 
-    def sums(self, model, batch) -> Sums:
+    def sums(self, model, batch, at) -> Sums:  # noqa: ARG002
         logprobs, counts = self.logprobs(model, batch), batch.counts()
         focal = (1 - hax.exp(logprobs)) ** self.gamma * logprobs
         return Sums({LOSS: -hax.sum(counts * focal).scalar(), "nll": -hax.sum(counts * logprobs).scalar()})

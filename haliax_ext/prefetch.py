@@ -53,6 +53,9 @@ def place(declared: Input, values: np.ndarray | Mapping[str, np.ndarray], mesh: 
         # JAX calls this for local devices only, with the global index of each one's part.
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
+            if not index:
+                # A number has no rows: every process passes the same one.
+                return np.asarray(local_values, leaf.dtype)
             begin, end, _ = index[0].indices(leaf.shape[0])
             return local_values[begin - first_row : end - first_row, *index[1:]]
 

@@ -6,6 +6,7 @@ from functools import cache
 
 import haliax as hax
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
@@ -19,6 +20,7 @@ from levanter.models import LlamaConfig
 from levanter.models.decoder import DecoderLmHeadModel
 from levanter.models.scoring import token_logprobs
 from levanter.trainer.loss import LmBatch, LmObjective
+from levanter.trainer.objective import AtStep
 
 VOCAB, ROWS, POSITIONS = 32, 2, 64
 BATCH, POS = hax.Axis("batch", ROWS), hax.Axis("position", POSITIONS)
@@ -131,7 +133,7 @@ def program(model: Looking, mask: str, mappings: Mappings, dtype: str = "float32
 
     def function(model: DecoderLmHeadModel, batch: LmBatch) -> tuple:
         scale = 1 / objective.normalizer(batch)
-        grad = jax.value_and_grad(lambda model: objective.total(model, batch, scale)[0])
+        grad = jax.value_and_grad(lambda model: objective.total(model, batch, AtStep(step=jnp.int32(0)), scale)[0])
         loss, gradient = grad(model)
         found = token_logprobs(model, batch.tokens, batch.targets, segment_ids=batch.segment_ids)
         return loss, found, gradient

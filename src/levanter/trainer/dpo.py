@@ -33,7 +33,7 @@ from levanter.config.validators import NonNegativeFloat, Range, Ranged
 from levanter.layers.outputs import Sums
 from levanter.models.base import LmHeadModel
 from levanter.models.scoring import has_target, token_logprobs
-from levanter.trainer.objective import LOSS, Objective, Term
+from levanter.trainer.objective import LOSS, AtStep, Objective, Term
 from levanter.trainer.trainable import bind
 
 SIDE = "side"
@@ -253,7 +253,7 @@ class PreferenceObjective(Objective[PairModels, PairBatch]):
         """The number of pairs, without rows of padding."""
         return jnp.sum(_is_pair(counted(batch)).astype(jnp.float32))
 
-    def sums(self, model: PairModels, batch: PairBatch) -> Sums:
+    def sums(self, model: PairModels, batch: PairBatch, at: AtStep) -> Sums:  # noqa: ARG002
         """See `Objective.sums`."""
         counts = counted(batch)
         reference = self.reference(model, batch)

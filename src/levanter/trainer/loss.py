@@ -31,7 +31,7 @@ from levanter.models.base import LmHeadModel
 from levanter.models.scoring import has_target, loss_sums, token_logprobs, token_scores
 from levanter.models.stack import Period
 from levanter.models.zigzag import to_zigzag, zigzag_outputs, zigzag_shards
-from levanter.trainer.objective import LOSS, Objective, Term
+from levanter.trainer.objective import LOSS, AtStep, Objective, Term, Weight, weight_at
 
 M = TypeVar("M")
 
@@ -67,15 +67,16 @@ class LmObjective(Objective[LmHeadModel, LmBatch]):
     Attributes:
         weights: whether positions of a batch have weights.
         segments: whether rows of a batch contain several segments.
-        z_loss_weight: weight of the squared log-normalizer in the loss; 0 for none.
+        z_loss_weight: weight of the squared log-normalizer in the loss; 0 for none. With a schedule, JAX differentiates
+            `sums`: the scoring loop needs a constant.
         auxiliary_weights: of the model's auxiliary sums, by name; see `LmConfig.auxiliary_weights`.
         chunk: positions scored at a time; None for the model's own.
     """
 
     weights: bool = True
     segments: bool = True
-    z_loss_weight: float = 0.0
-    auxiliary_weights: Mapping[str, float] = field(default_factory=dict)
+    z_loss_weight: Weight = 0.0
+    auxiliary_weights: Mapping[str, Weight] = field(default_factory=dict)
     chunk: int | None = None
 
     @property
@@ -103,7 +104,7 @@ class LmObjective(Objective[LmHeadModel, LmBatch]):
     def normalizer(self, batch: LmBatch) -> jax.Array:
         return hax.sum(batch.counts()).scalar()
 
-    def sums(self, model: LmHeadModel, batch: LmBatch) -> Sums:
+    def sums(self, model: LmHeadModel, batch: LmBatch, at: AtStep) -> Sums:  # noqa: ARG002
         outputs, batch = self._forward(model, batch)
         normalizers = None
         if self.z_loss_weight == 0:
@@ -128,13 +129,15 @@ class LmObjective(Objective[LmHeadModel, LmBatch]):
             z = {} if normalizers is None else {Z_LOSS: counted(normalizers * normalizers)}
             return Sums({LOSS: -counted(logprobs), **z, **_over_tokens(outputs.auxiliary, counts)})
 
-    def total(self, model: LmHeadModel, batch: LmBatch, scale: jax.Array) -> tuple[jax.Array, Sums]:
+    def total(self, model: LmHeadModel, batch: LmBatch, at: AtStep, scale: jax.Array) -> tuple[jax.Array, Sums]:
         """See `Objective.total`; the scoring loop computes the gradients of the head and the activations as well.
 
         If a subclass overrides the sums, terms or log-probabilities, `Objective.total` differentiates those instead.
         """
         if not self.gradient_in_loop:
-            return super().total(model, batch, scale)
+            return super().total(model, batch, at, scale)
+        # `gradient_in_loop` excludes a schedule, which this assertion tells the type checker.
+        assert not callable(self.z_loss_weight)
         outputs, batch = self._forward(model, batch)
         # `loss_sums` computes its gradient with these weights, so they must contain the scale already.
         counts = batch.counts() * scale
@@ -150,7 +153,7 @@ class LmObjective(Objective[LmHeadModel, LmBatch]):
             z = {} if loss.squared_normalizers is None else {Z_LOSS: loss.squared_normalizers}
             auxiliary, minimized = _over_tokens(outputs.auxiliary, counts), loss.minimized
             for name, weight in self.auxiliary_weights.items():
-                minimized = minimized + weight * auxiliary[name]
+                minimized = minimized + weight_at(weight, at) * auxiliary[name]
             return minimized, Sums({LOSS: loss.loss, **z, **auxiliary})
 
     def _forward(self, model: LmHeadModel, batch: LmBatch) -> tuple[Outputs, LmBatch]:
@@ -164,9 +167,13 @@ class LmObjective(Objective[LmHeadModel, LmBatch]):
 
     @property
     def gradient_in_loop(self) -> bool:
-        """Whether the scoring loop computes the gradient: only if no subclass overrides the minimized function."""
+        """Whether the scoring loop computes the gradient.
+
+        Only if no subclass overrides the minimized function, and the weight of the z-loss is a constant.
+        """
         overridable = ("terms", "sums", "minimized", "logprobs")
-        return all(getattr(type(self), name) is getattr(LmObjective, name) for name in overridable)
+        plain = all(getattr(type(self), name) is getattr(LmObjective, name) for name in overridable)
+        return plain and not callable(self.z_loss_weight)
 
     def logprobs(
         self, model: LmHeadModel, batch: LmBatch, *, activations: hax.NamedArray | None = None

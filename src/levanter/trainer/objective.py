@@ -8,24 +8,48 @@ N depends on the batch only and is known before any forward pass. So a batch may
 each contributes its sums divided by the same N, and the step is that of the global batch. Metrics have the same names:
 `train/<name>` is `weight · S / N`.
 
-A *batch* is any pytree of named arrays with a common axis of rows; microbatches take every n-th row. The language
-modeling objective is in `trainer.loss`.
+N may be summed on the device, or be a number in the batch that the host computed. The weight of a term may follow a
+schedule of steps: everything that changes from step to step is in the value `at` (`AtStep`).
+
+A *batch* is any pytree of named arrays. Those with the axis of rows are split: microbatches take every n-th row. Every
+microbatch gets all of the others, such as a normalizer from the host. The language modeling objective is in
+`trainer.loss`.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
+import equinox as eqx
 import jax
 from haliax import Axis
 
 from levanter.layers.outputs import Sums
+from levanter.optim.schedules import Schedule
 
 M = TypeVar("M")
 B = TypeVar("B")
 
 LOSS = "loss"
 """The first term of every objective: shown by the progress bar, and checked by the guard."""
+
+Weight: TypeAlias = float | Schedule
+"""The weight of a term: a constant, or a function from the step (int32 scalar, from 0) to a float32 scalar."""
+
+
+class AtStep(eqx.Module):
+    """The position in the run at which an objective is computed.
+
+    Attributes:
+        step: number of steps taken before this one, int32 scalar.
+    """
+
+    step: jax.Array
+
+
+def weight_at(weight: Weight, at: AtStep) -> float | jax.Array:
+    """The value of a weight; a constant remains a Python number, which adds no operation to the compiled step."""
+    return weight(at.step) if callable(weight) else weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +62,11 @@ class Term:
     """
 
     name: str
-    weight: float | None = 1.0
+    weight: Weight | None = 1.0
 
-    def shown(self, value: jax.Array) -> jax.Array:
+    def shown(self, value: jax.Array, at: AtStep) -> jax.Array:
         """The term's contribution to the minimized function; the sum itself for a term that is only logged."""
-        return value if self.weight is None or self.weight == 1.0 else self.weight * value
+        return value if self.weight is None or self.weight == 1.0 else weight_at(self.weight, at) * value
 
 
 class Objective(ABC, Generic[M, B]):
@@ -68,37 +92,41 @@ class Objective(ABC, Generic[M, B]):
 
     @abstractmethod
     def normalizer(self, batch: B) -> jax.Array:
-        """The divisor of the sums of a batch, a float32 scalar: the number of tokens, pairs, …"""
+        """The divisor of the sums of a batch, a float32 scalar: the number of tokens, pairs, …
+
+        A sum over rows of the global batch, or a scalar in the batch that the host computed.
+        """
 
     @abstractmethod
-    def sums(self, model: M, batch: B) -> Sums:
+    def sums(self, model: M, batch: B, at: AtStep) -> Sums:
         """The sum of every term over the rows of a batch or of a part of one.
 
         Args:
             model: its weights in the compute dtype.
             batch: the training data.
+            at: the step, for sums that change during the run.
         """
 
-    def total(self, model: M, batch: B, scale: jax.Array) -> tuple[jax.Array, Sums]:
+    def total(self, model: M, batch: B, at: AtStep, scale: jax.Array) -> tuple[jax.Array, Sums]:
         """`scale` × the minimized function, which a step differentiates, and `scale` × all sums, for the metrics.
 
         Both follow from `sums`. An objective with a cheaper way to compute the same gradient overrides this method.
 
         Args:
-            model, batch: see `sums`.
+            model, batch, at: see `sums`.
             scale: a float32 scalar.
         """
-        sums = self.sums(model, batch) * scale
-        return self.minimized(sums), sums
+        sums = self.sums(model, batch, at) * scale
+        return self.minimized(sums, at), sums
 
-    def minimized(self, sums: Sums) -> jax.Array:
+    def minimized(self, sums: Sums, at: AtStep) -> jax.Array:
         """The differentiated function: the weighted sum of the terms that have a weight."""
         # Not `sum`, which starts with 0 + first: an additional operation in the compiled step.
-        first, *others = (term.shown(sums[term.name]) for term in self.terms if term.weight is not None)
+        first, *others = (term.shown(sums[term.name], at) for term in self.terms if term.weight is not None)
         for other in others:
             first = first + other
         return first
 
-    def shown(self, sums: Sums) -> Sums:
+    def shown(self, sums: Sums, at: AtStep) -> Sums:
         """The metrics of sums, by name."""
-        return Sums({term.name: term.shown(sums[term.name]) for term in self.terms})
+        return Sums({term.name: term.shown(sums[term.name], at) for term in self.terms})

@@ -35,7 +35,7 @@ from levanter.optim.transforms import global_norm, global_norm_by_layer
 from levanter.trainer.averaging import averaged
 from levanter.trainer.config_blocks import ModelAveragingConfig
 from levanter.trainer.loss import in_compute_dtype
-from levanter.trainer.objective import LOSS, Objective
+from levanter.trainer.objective import LOSS, AtStep, Objective
 from levanter.trainer.state import StatePlan, at_output
 from levanter.trainer.train_state import FROZEN, REFERENCE, TrainState
 from levanter.trainer.trainable import bind
@@ -143,7 +143,7 @@ def train_step(recipe: StepRecipe[B], state: TrainState, frozen: PyTree, batch: 
     scale = 1 / jnp.maximum(weight, TINY)
     # `_updated` splits the same key and keeps the first half for the next step; the second half is this step's.
     key = jax.random.split(state.key)[1] if recipe.draws else None
-    sums, grads = sums_and_gradients(recipe, state.model, frozen, batch, scale, key)
+    sums, grads = sums_and_gradients(recipe, state.model, frozen, batch, AtStep(step=state.step), scale, key)
     # A skipped step also drops the curvature estimate, so `_kept` compares with the state before it.
     before = state
     if recipe.curvature is not None:
@@ -159,7 +159,7 @@ def _updated(
 ) -> tuple[TrainState, StepMetrics]:
     updates, optimizer = recipe.optimizer.update(grads, state.optimizer, state.model)  # pyright: ignore
     key, _ = jax.random.split(state.key)
-    shown = recipe.objective.shown(sums)
+    shown = recipe.objective.shown(sums, AtStep(step=state.step))
     # `norms_first` is set on CPUs, where sums by layer keep XLA from copying the parameters (`optim.transforms`).
     norm = global_norm_by_layer if recipe.norms_first else global_norm
     metrics = StepMetrics(
@@ -228,6 +228,7 @@ def sums_and_gradients(
     trained: LmHeadModel,
     frozen: PyTree,
     batch: B,
+    at: AtStep,
     scale: jax.Array,
     key: jax.Array | None = None,
 ) -> tuple[Sums, LmHeadModel]:
@@ -244,7 +245,7 @@ def sums_and_gradients(
             model = recipe.bind(parameters, frozen, **drawn)
             # The cast is part of the differentiated function: gradients arrive in the dtype of the parameters.
             usable = in_compute_dtype(model, recipe.precision.compute, recipe.model or recipe.parameters)
-            return objective.total(usable, part, scale)
+            return objective.total(usable, part, at, scale)
 
         (_, sums), grads = jax.value_and_grad(minimized, has_aux=True)(trained)
         # Constrained to the parameters' shards, the sum over data shards is a reduce-scatter, not an all-reduce.
@@ -276,7 +277,8 @@ def _with_curvature(
     def estimated(optimizer: PyTree) -> PyTree:
         # Hutchinson: for random u with E[u uᵀ] = I, the expectation of u · (H u) is the diagonal of H.
         along = _pinned(direction(rule, state.model, state.step), recipe.parameters)
-        turned = _products(recipe, state.model, frozen, batch, scale, along)
+        at = AtStep(step=state.step)
+        turned = _products(recipe, state.model, frozen, batch, at, scale, along)
         return remembered_curvature(rule, optimizer, jax.tree.map(jnp.multiply, along, turned))
 
     # A branch, not a select: a product with the Hessian costs more than a gradient, and most steps need none.
@@ -285,7 +287,13 @@ def _with_curvature(
 
 
 def _products(
-    recipe: StepRecipe[B], trained: LmHeadModel, frozen: PyTree, batch: B, scale: jax.Array, along: PyTree
+    recipe: StepRecipe[B],
+    trained: LmHeadModel,
+    frozen: PyTree,
+    batch: B,
+    at: AtStep,
+    scale: jax.Array,
+    along: PyTree,
 ) -> PyTree:
     """The product of the minimized function's Hessian with a direction, float32, in the parameters' shards."""
     objective = recipe.objective
@@ -295,7 +303,7 @@ def _products(
             # Without a key: the curvature is that of the model without dropout.
             model = recipe.bind(parameters, frozen)
             usable = in_compute_dtype(model, recipe.precision.compute, recipe.model or recipe.parameters)
-            return objective.total(usable, part, scale)[0]
+            return objective.total(usable, part, at, scale)[0]
 
         return _pinned(_wide(product(jax.grad(minimized), trained, along)), recipe.parameters)
 
@@ -312,13 +320,20 @@ def _products(
 
 
 def _split_microbatches(recipe: StepRecipe[B], batch: B) -> tuple[hax.Axis, B]:
-    """The axis of the microbatches, and the batch with that axis; each microbatch takes every n-th row."""
+    """The axis of the microbatches, and the batch with that axis; each microbatch takes every n-th row.
+
+    Arrays without the axis of rows stay as they are, so the scan gives them to every microbatch.
+    """
     # `microbatch` is the minor of the two axes: row r is in microbatch r mod n. A device holds consecutive rows, so it
     # has rows of every microbatch; with the axes the other way round, microbatches would move rows between devices.
     Batch = recipe.objective.rows(batch)
     Micro = hax.Axis("microbatch", recipe.accumulation)
     Rows = Batch.resize(Batch.size // recipe.accumulation)
-    return Micro, jax.tree.map(lambda x: x.unflatten_axis(Batch, (Rows, Micro)), batch, is_leaf=_is_named)
+
+    def split(x: hax.NamedArray) -> hax.NamedArray:
+        return x.unflatten_axis(Batch, (Rows, Micro)) if Batch in x.axes else x
+
+    return Micro, jax.tree.map(split, batch, is_leaf=_is_named)
 
 
 def _is_named(x: object) -> bool:

@@ -52,7 +52,7 @@ class Quadratic(Objective):
     def normalizer(self, batch):
         return jnp.float32(batch["c"].axis_size("batch"))
 
-    def sums(self, model, batch):
+    def sums(self, model, batch, at):
         x = model.at.array
         energy = 0.5 * x @ jnp.asarray(MATRIX, jnp.float32) @ x
         return Sums({LOSS: jnp.sum(batch["c"].array) * energy - jnp.sum(batch["b"].array @ x)})

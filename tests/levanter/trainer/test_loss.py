@@ -13,9 +13,10 @@ from levanter.layers.embedding import Embedding
 from levanter.layers.outputs import Sums
 from levanter.models.scoring import next_tokens
 from levanter.trainer.loss import LmBatch, LmObjective, in_compute_dtype
-from levanter.trainer.objective import LOSS
+from levanter.trainer.objective import LOSS, AtStep
 
 BF16 = np.dtype(jnp.bfloat16)
+START = AtStep(step=jnp.int32(0))
 
 
 class Lookup(eqx.Module):
@@ -51,7 +52,7 @@ def test_the_gradient_of_the_head_is_added_up_in_float32():
         def loss(model):
             usable = in_compute_dtype(model, np.dtype(dtype), None)
             batch = LmBatch(tokens=tokens, targets=next_tokens(tokens))
-            return LmObjective(chunk=chunk).total(usable, batch, jnp.float32(1))[0]
+            return LmObjective(chunk=chunk).total(usable, batch, START, jnp.float32(1))[0]
 
         return jax.jit(jax.grad(loss))(model).embeddings.token_embeddings.weight.array
 
@@ -64,7 +65,7 @@ def test_the_gradient_of_the_head_is_added_up_in_float32():
 class Squared(LmObjective):
     """Sums of its own: squared log-probabilities."""
 
-    def sums(self, model, batch):
+    def sums(self, model, batch, at):
         return Sums({LOSS: hax.sum(batch.counts() * self.logprobs(model, batch) ** 2).scalar()})
 
 
@@ -81,7 +82,7 @@ def test_what_is_differentiated_is_a_subclass_s_own_sum():
 
     def gradient(objective):
         def loss(model):
-            minimized, sums = objective.total(model, LmBatch(tokens=tokens, targets=targets), jnp.float32(0.5))
+            minimized, sums = objective.total(model, LmBatch(tokens=tokens, targets=targets), START, jnp.float32(0.5))
             return minimized, sums[LOSS]
 
         (minimized, shown), found = jax.jit(jax.value_and_grad(loss, has_aux=True))(model)

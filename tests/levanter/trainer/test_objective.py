@@ -26,7 +26,7 @@ from levanter.models.scoring import next_tokens, token_logprobs
 from levanter.optim import SgdConfig
 from levanter.trainer.loop import Loop
 from levanter.trainer.metrics import StepSize, Track
-from levanter.trainer.objective import LOSS, Objective, Term
+from levanter.trainer.objective import LOSS, AtStep, Objective, Term
 
 CONFIG = tiny_config(num_kv_heads=8)
 RNG = np.random.default_rng(11)
@@ -37,6 +37,7 @@ COUNTED = (np.arange(POSITIONS - 1) >= RNG.integers(2, 20, (2, 2, ROWS, 1))).ast
 REFERENCE = RNG.normal(size=(2, ROWS)).astype(np.float32)
 IS_PAIR = (np.arange(ROWS) < [[13], [16]]).astype(np.float32)
 BETA, WEIGHT = 0.1, 0.05
+START = AtStep(step=jnp.int32(0))
 
 
 class Pairs(eqx.Module):
@@ -83,7 +84,7 @@ class Preference(Objective[LmHeadModel, Pairs]):
     def normalizer(self, batch):
         return hax.sum(batch.is_pair).scalar()
 
-    def sums(self, model, batch):
+    def sums(self, model, batch, at):
         texts = (batch.chosen, batch.rejected)
         chosen, rejected = (
             hax.sum(token_logprobs(model, tokens, next_tokens(tokens), chunk=12) * batch.counts["text", n], "position")
@@ -210,6 +211,6 @@ def test_the_loop_and_the_trackers_take_it_as_it_is(devices):
 
 def test_what_is_minimized_leaves_out_what_is_only_shown():
     sums = Sums({LOSS: jnp.float32(2), "chosen_loss": jnp.float32(40), "accuracy": jnp.float32(7)})
-    assert float(Preference().minimized(sums)) == pytest.approx(2 + WEIGHT * 40)
-    shown = {name: float(value) for name, value in Preference().shown(sums).items()}
+    assert float(Preference().minimized(sums, START)) == pytest.approx(2 + WEIGHT * 40)
+    shown = {name: float(value) for name, value in Preference().shown(sums, START).items()}
     assert shown == pytest.approx({LOSS: 2.0, "chosen_loss": WEIGHT * 40, "accuracy": 7.0})

@@ -18,6 +18,7 @@ from levanter.data.sources import UrlDatasetSource
 from levanter.models.gpt2.config import Gpt2Config
 from levanter.models.llama.config import LlamaConfig
 from levanter.trainer.loss import LmBatch, LmObjective
+from levanter.trainer.objective import AtStep
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role + '\n' }}{{ m.content + eos_token }}{% endfor %}"
@@ -60,7 +61,7 @@ def test_packed_is_the_sum_of_unpacked(tmp_path, config):
     model = config.build(Axis("vocab", VOCAB), key=jax.random.PRNGKey(0))
 
     def minimized(model, batch):
-        return LmObjective().total(model, batch, jnp.float32(1.0))[0]
+        return LmObjective().total(model, batch, AtStep(step=jnp.int32(0)), jnp.float32(1.0))[0]
 
     compiled = jax.jit(jax.value_and_grad(minimized))
 

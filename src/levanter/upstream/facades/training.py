@@ -45,7 +45,7 @@ from levanter.trainer.batch_plan import plan_batch
 from levanter.trainer.config import TrainerConfig
 from levanter.trainer.loop import Loop
 from levanter.trainer.nan_guard import Guard
-from levanter.trainer.objective import LOSS, Objective, Term
+from levanter.trainer.objective import LOSS, AtStep, Objective, Term
 from levanter.trainer.report import StepReport
 from levanter.trainer.state import StatePlan, plan_state, start
 from levanter.trainer.step import StepRecipe, step_program
@@ -166,7 +166,7 @@ class LossFunction(Objective[PyTree, PyTree]):
     def normalizer(self, batch: PyTree) -> jax.Array:
         return jnp.float32(self.rows(batch).size)
 
-    def sums(self, model: PyTree, batch: PyTree) -> Sums:
+    def sums(self, model: PyTree, batch: PyTree, at: AtStep) -> Sums:  # noqa: ARG002
         loss, more = self.of(model, batch)
         rows = self.rows(batch).size
         # The loss is a mean over rows; times the rows it is a sum, which adds up over microbatches.
