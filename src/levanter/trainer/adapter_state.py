@@ -15,8 +15,8 @@ from haliax_ext.program import Input, Program
 from haliax_ext.pytree import PyTree
 from levanter.layers.low_rank import RANK
 from levanter.models.adapters.config import LoraConfig
+from levanter.models.adapters.lora import PAIRS, Adapters
 from levanter.models.adapters.lora_targets import TargetGroup
-from levanter.models.adapters.tree import PAIRS, Adapters
 from levanter.models.adapters.whole import copy_path, select_leaves
 from levanter.models.base import LmHeadModel
 from levanter.models.precision import Precision, cast_floating

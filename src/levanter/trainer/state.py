@@ -24,7 +24,7 @@ from haliax_ext.meshspec import MeshSpec
 from haliax_ext.placement import Finding, LeafPlan
 from haliax_ext.planner import ShardingPlan, plan_sharding
 from haliax_ext.program import Input, Program
-from levanter.models.adapters.tree import Adapters, bound_plan
+from levanter.models.adapters.lora import Adapters, bound_plan
 from levanter.models.base import LmHeadModel
 from levanter.models.param_groups import ADAPTERS, FROZEN_GROUPS, PARAMETER_GROUPS, frozen_group, parameter_group
 from levanter.models.precision import Precision

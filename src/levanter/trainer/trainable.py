@@ -20,7 +20,7 @@ from haliax_ext.abstract import Leaf, array_leaf, leaves
 from haliax_ext.errors import nearest
 from haliax_ext.mapping import path_matches
 from haliax_ext.pytree import KeyPath, PyTree, is_named, path_string
-from levanter.models.adapters.tree import Adapters
+from levanter.models.adapters.lora import Adapters
 from levanter.models.param_groups import PARAMETER_GROUPS, parameter_group
 
 M = TypeVar("M")

@@ -19,8 +19,8 @@ from haliax_ext.sources import TensorSource
 from levanter.checkpoint import CheckpointMismatchError, CheckpointRef, CheckpointSource, UnreadableCheckpointError
 from levanter.config import ConfigError, parse_text
 from levanter.models.adapters.config import AdapterConfig, LoraConfig
+from levanter.models.adapters.lora import Adapters
 from levanter.models.adapters.lora_targets import AdapterError, TargetGroup, find_targets
-from levanter.models.adapters.tree import Adapters
 from levanter.trainer.frozen_identity import FrozenPart, digest_on_host
 
 COMPARED_BYTES = 4 << 20

@@ -18,8 +18,8 @@ from levanter.commands.model.saved_adapters import SavedAdapters
 from levanter.compat.hf.errors import CheckpointError, MissingCheckpointFileError, UnreachableError
 from levanter.compat.hf.peft import PeftAdapter, open_peft
 from levanter.compat.hf.peft.names import peft_rules
+from levanter.models.adapters.lora import Adapters, factors
 from levanter.models.adapters.lora_targets import TargetGroup, target_groups
-from levanter.models.adapters.tree import Adapters, factors
 from levanter.models.adapters.whole import copy_path, leaf_paths, select_leaves
 from levanter.models.precision import Precision
 from levanter.models.registry import LmConfig

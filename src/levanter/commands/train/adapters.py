@@ -20,8 +20,8 @@ from levanter.compat.hf.peft.merge import MergedTensors, copied_tensors, roundin
 from levanter.compat.hf.tokenizer import FastTokenizer
 from levanter.distributed.barrier import ONE_FOR_ALL_SECONDS, barrier
 from levanter.io import join
+from levanter.models.adapters.lora import Adapters
 from levanter.models.adapters.lora_targets import KEY, AdapterError, TargetGroup, find_targets, target_groups
-from levanter.models.adapters.tree import Adapters
 from levanter.models.adapters.whole import find_whole, select_leaves
 from levanter.models.base import LmHeadModel
 from levanter.models.registry import LmConfig

@@ -8,7 +8,7 @@ import haliax as hax
 from haliax_ext.abstract import leaves
 from levanter.layers.experts import ExpertsSpec
 from levanter.layers.low_rank import RANK
-from levanter.models.adapters.tree import PAIRS, Adapters
+from levanter.models.adapters.lora import PAIRS, Adapters
 from levanter.models.adapters.whole import WHOLE
 from levanter.models.base import LmHeadModel
 from levanter.models.flops import FlopsPerToken

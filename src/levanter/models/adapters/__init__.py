@@ -10,8 +10,8 @@ from haliax_ext.lazy_imports import export_on_demand
 
 if TYPE_CHECKING:
     from levanter.models.adapters.config import AdapterConfig, LoraConfig, NoAdapterConfig
+    from levanter.models.adapters.lora import Adapters, Pair
     from levanter.models.adapters.lora_targets import AdapterError, TargetGroup, find_targets, target_groups
-    from levanter.models.adapters.tree import Adapters, Pair
 
 __all__ = [
     "AdapterConfig",

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from haliax_ext.rules import WeightRule, WeightRules
 from levanter.layers.low_rank import RANK
+from levanter.models.adapters.lora import PAIRS
 from levanter.models.adapters.lora_targets import TargetGroup
-from levanter.models.adapters.tree import PAIRS
 from levanter.models.adapters.whole import copy_path
 
 PREFIX = "base_model.model."

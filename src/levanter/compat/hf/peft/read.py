@@ -18,8 +18,8 @@ from levanter.compat.hf.peft.names import BASE, PREFIX, A, B, module_names, peft
 from levanter.compat.hf.repository import read_json, require_file
 from levanter.compat.hf.safetensors import SafetensorsSource
 from levanter.models.adapters.config import LoraConfig
+from levanter.models.adapters.lora import Adapters
 from levanter.models.adapters.lora_targets import TargetGroup
-from levanter.models.adapters.tree import Adapters
 from levanter.models.adapters.whole import leaf_paths
 from levanter.models.param_groups import EMBEDDING, HEAD, parameter_group
 
