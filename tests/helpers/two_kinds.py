@@ -21,7 +21,7 @@ import pytest
 from haliax import Axis, NamedArray
 
 from haliax_ext.rules import WeightRules
-from levanter.layers.attention import MixerContext
+from levanter.layers.context import ForwardContext
 from levanter.layers.layer import LayerSpec
 from levanter.layers.linear import Linear
 from levanter.layers.protocols import AttentionGroup, FeedForward, Mixer, Shapes
@@ -108,9 +108,9 @@ class Convolution(eqx.Module):
     out_proj: Linear
     kernel: NamedArray
 
-    def __call__(self, x: NamedArray, context: MixerContext, state: None = None) -> tuple[NamedArray, None]:
+    def __call__(self, x: NamedArray, context: ForwardContext, state: None = None) -> tuple[NamedArray, None]:
         u = hax.auto_sharded(self.in_proj(x)).rearrange((..., "position", "channel"))
-        ids = context.mask.query_segments
+        ids = context.segments
         segments = None if ids is None else ids.rearrange((..., "position")).array
         convolved = self.kernel["tap", 0] * u
         for tap in range(1, self.kernel.axis_size("tap")):

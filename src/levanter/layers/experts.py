@@ -9,7 +9,7 @@ No token is dropped: each is computed by the experts that the router chose, howe
 - *dense*: every expert computes every token, and choices that were not made have weight zero. It costs
   `experts / experts per token` times the operations. It is plain named arithmetic, and tests compare the other with it.
 
-During generation (`advance`), few tokens are not sorted: the experts of a device compute all of them, in plain
+During generation (`context.new`), few tokens are not sorted: the experts of a device compute all of them, in plain
 products. With so few rows, reading the matrices takes longer than multiplying, nearly every expert is chosen by some
 row, and a plain product reads the matrices in place in the stack of layers. The grouped product is a kernel on TPUs
 whose operands are first copied out of the stack and into the kernel's layout, which is three times the bytes.
@@ -35,6 +35,7 @@ from haliax_ext.errors import IndivisibleError, named_shape
 from haliax_ext.mapping import AxisMapping, compute_mapping_in_scope
 from haliax_ext.shard_map_args import ShardMapArgs
 from levanter.layers.activation import ACTIVATIONS
+from levanter.layers.context import ForwardContext
 from levanter.layers.linear import Linear, Operand
 from levanter.layers.outputs import Outputs, Sums
 from levanter.layers.protocols import Shapes
@@ -121,15 +122,11 @@ class RoutedMlp(eqx.Module):
     activation: str = eqx.field(static=True)
     dispatch: Dispatch = eqx.field(static=True)
 
-    def __call__(self, x: NamedArray) -> Outputs:
+    def __call__(self, x: NamedArray, context: ForwardContext | None = None) -> Outputs:
         """Maps `[…, embed]` to itself, with the sums `LOAD_BALANCING_LOSS` and `ROUTER_Z_LOSS`."""
-        return self._outputs(*(self._dense(x) if self.dispatch == "dense" else self._grouped(x)))
-
-    def advance(self, x: NamedArray) -> Outputs:
-        """As `__call__`, for tokens that continue cached sequences: few of them are not sorted."""
-        return self._outputs(*(self._dense(x) if self.dispatch == "dense" else self._grouped(x, few=FEW_TOKENS)))
-
-    def _outputs(self, activations: NamedArray, tally: _Tally) -> Outputs:
+        # Tokens that continue cached sequences are few, and few are not sorted.
+        few = 0 if context is None or context.new is None else FEW_TOKENS
+        activations, tally = self._dense(x) if self.dispatch == "dense" else self._grouped(x, few=few)
         return Outputs(activations=activations, auxiliary=tally.sums(self.routing.chosen))
 
     def _dense(self, x: NamedArray) -> tuple[NamedArray, _Tally]:
@@ -150,7 +147,7 @@ class RoutedMlp(eqx.Module):
         with jax.named_scope("down_proj"):
             return self.down_proj.operand.dot(hidden, ("expert", "mlp")), tally
 
-    def _grouped(self, x: NamedArray, *, few: int = 0) -> tuple[NamedArray, _Tally]:
+    def _grouped(self, x: NamedArray, *, few: int) -> tuple[NamedArray, _Tally]:
         x = x.rearrange((..., "embed"))
         operands = tuple(p.operand for p in (self.router, self.gate_proj, self.up_proj, self.down_proj))
         mesh = jax.sharding.get_abstract_mesh()

@@ -1,41 +1,17 @@
 """`LayerSpec`, the configuration of a kind of layer: mixer, feed-forward part, and how they join the residual stream.
 
-Layers of one model may differ in all of these, weights included; `models.decoder.spec` explains how such layers are
-scanned.
+Layers of one model may differ in all of these, weights included; `models.decoder.scan_layout` explains how such layers
+are scanned.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from haliax import Axis
 
 from levanter.layers.norm import NormSpec
 from levanter.layers.protocols import AttentionGroup, FeedForward, Mixer, Part, Shapes, merged_axes
-
-NormPlace = Literal["input_layernorm", "post_attention_layernorm", "post_attn_layernorm", "post_mlp_layernorm"]
-"""Positions of norms in a layer: before the mixer, before the feed-forward part, on the mixer's output, on the
-feed-forward part's output. The names are Llama's and are this project's attribute names; checkpoints of other families
-use other names."""
-
-PRE_NORMS: tuple[NormPlace, ...] = ("input_layernorm", "post_attention_layernorm")
-POST_NORMS: tuple[NormPlace, ...] = ("post_attn_layernorm", "post_mlp_layernorm")
-MIXER_NORMS: tuple[NormPlace, ...] = ("input_layernorm", "post_attn_layernorm")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResidualSpec:
-    """How the parts of a layer join the residual stream.
-
-    Attributes:
-        norm: the configuration of its norms.
-        norms: their positions in the layer.
-        parallel: whether both parts read the layer's input (GPT-NeoX), instead of one after the other.
-    """
-
-    norm: NormSpec
-    norms: tuple[NormPlace, ...] = PRE_NORMS
-    parallel: bool = False
+from levanter.layers.residual import MIXER_NORMS, NormPlace, ResidualSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,14 +46,19 @@ class LayerSpec:
 
     @property
     def Embed(self) -> Axis:
-        """The axis of the residual stream."""
+        """The axis of what its parts read from the residual stream."""
         return self.mixer.Embed
+
+    @property
+    def stream_axes(self) -> tuple[Axis, ...]:
+        """The axes of the residual stream other than batch and position."""
+        return self.residual.stream_axes(self.Embed)
 
     @property
     def axes(self) -> Mapping[str, Axis]:
         """The axes of its weights, by name."""
         # Parts may have an axis of one name in different sizes, of which a mapping must divide every one.
-        return merged_axes(axis for part in self.parts for axis in part.axes)
+        return merged_axes((*(axis for part in self.parts for axis in part.axes), *self.residual.axes))
 
     @property
     def tensor_axes(self) -> tuple[tuple[str, ...], ...]:
@@ -98,7 +79,7 @@ class LayerSpec:
     @property
     def matmul_parameters(self) -> int:
         """Weights that multiply each token."""
-        return sum(part.matmul_parameters for part in self.parts)
+        return sum(part.matmul_parameters for part in self.parts) + self.residual.matmul_parameters
 
     @property
     def attention_groups(self) -> tuple[AttentionGroup, ...]:

@@ -11,6 +11,7 @@ import jax
 from haliax import Axis, NamedArray
 
 from levanter.layers.activation import ACTIVATIONS
+from levanter.layers.context import ForwardContext
 from levanter.layers.linear import Linear
 from levanter.layers.protocols import Shapes
 from levanter.layers.remat_names import saved
@@ -35,7 +36,8 @@ class GatedMlp(eqx.Module):
             activation=activation,
         )
 
-    def __call__(self, x: NamedArray) -> NamedArray:
+    def __call__(self, x: NamedArray, context: ForwardContext | None = None) -> NamedArray:
+        del context
         with jax.named_scope("gate_proj"):
             gate = saved(hax.auto_sharded(self.gate_proj(x)), "gate")
         with jax.named_scope("up_proj"):
@@ -63,7 +65,8 @@ class PlainMlp(eqx.Module):
             activation=activation,
         )
 
-    def __call__(self, x: NamedArray) -> NamedArray:
+    def __call__(self, x: NamedArray, context: ForwardContext | None = None) -> NamedArray:
+        del context
         with jax.named_scope("up_proj"):
             up = saved(hax.auto_sharded(self.up_proj(x)), "up")
         with jax.named_scope("down_proj"):

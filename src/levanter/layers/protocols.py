@@ -75,8 +75,8 @@ class Part(Protocol):
 class FeedForward(Part, Protocol):
     """The spec of a feed-forward part: `MlpSpec`, `ExpertsSpec`.
 
-    Its module maps `[…, embed]` to the same axes and returns an array, or `Outputs` if it has auxiliary sums. If it has
-    a method `advance`, generation calls that instead: the same function, implemented for few tokens.
+    Its module is called as `feed_forward(x, context)`, maps `[…, embed]` to the same axes and returns an array, or
+    `Outputs` if it has auxiliary sums. Where text is generated, of which a call has few tokens, `context.new` is set.
     """
 
 
@@ -84,7 +84,7 @@ class Mixer(Part, Protocol):
     """The spec of a mixer, in which positions see each other: `AttentionSpec`.
 
     Its module is called as `mixer(x, context, state)` and returns `[…, position, embed]` and its new state; see
-    `layers.attention.MixerContext`.
+    `layers.context.ForwardContext`.
     """
 
     @property

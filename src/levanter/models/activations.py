@@ -100,7 +100,8 @@ def transformer_activations(
     )
     of_layers = layer_activations(config)
     return (
-        named(RESIDUAL, config.Embed),
+        # Layers of one model may differ, but all read and write the same stream.
+        named(RESIDUAL, *config.layers[0].stream_axes),
         named(EMBEDDED, config.Embed),
         *(named(name, *axes) for name, axes in of_layers.items()),
         *(

@@ -13,6 +13,9 @@ from haliax import Axis
 from haliax_ext.errors import IndivisibleError
 from haliax_ext.mapping import AxisMapping
 from haliax_ext.meshspec import MeshSpec
+from levanter.layers.attention import AttentionMask
+from levanter.layers.attention.kv_cache import NewPositions
+from levanter.layers.context import ForwardContext
 from levanter.layers.experts import FEW_TOKENS, LOAD_BALANCING_LOSS, ROUTER_Z_LOSS, ExpertsSpec, Routing
 
 Batch, Pos = Axis("batch", 4), Axis("position", 6)
@@ -42,10 +45,17 @@ def experts():
     return SPEC.init(key=jax.random.key(0))
 
 
-@pytest.fixture(params=["__call__", "advance"])
-def how(request):
+def generating():
+    """The context of a call whose tokens continue cached sequences."""
+    none = hax.zeros((Batch, Pos), dtype=np.int32)
+    new = NewPositions(positions=none, valid=none == 0)
+    return ForwardContext(mask=AttentionMask.causal(), tables={}, positions=none, new=new)
+
+
+@pytest.fixture(params=["whole sequences", "generating"])
+def context(request):
     """As in training, and as where text is generated, which has few tokens here: those are not sorted."""
-    return request.param
+    return None if request.param == "whole sequences" else generating()
 
 
 def dispatched(layer, dispatch):
@@ -71,18 +81,18 @@ def by_numpy(layer, x):
     return out.reshape(x.shape)
 
 
-def outputs(layer, x, how="__call__"):
+def outputs(layer, x, context=None):
     """What one jitted call gives."""
-    call = jax.jit(lambda layer, x: getattr(layer, how)(hax.named(x, (Batch, Pos, SPEC.Embed))).activations)
+    call = jax.jit(lambda layer, x: layer(hax.named(x, (Batch, Pos, SPEC.Embed)), context).activations)
     return call(layer, x).rearrange((Batch, Pos, SPEC.Embed)).array
 
 
-def run(layer, x, spec=None, mapping=None, how="__call__"):
+def run(layer, x, spec=None, mapping=None, context=None):
     """The output, and the gradients of a weighted sum of it with respect to weights and input."""
     weigh = np.random.default_rng(1).standard_normal(x.shape).astype(np.float32)
 
     def loss(layer, x):
-        made = getattr(layer, how)(hax.named(x, (Batch, Pos, SPEC.Embed)))
+        made = layer(hax.named(x, (Batch, Pos, SPEC.Embed)), context)
         y = made.activations.rearrange((Batch, Pos, SPEC.Embed)).array
         balance, z = made.auxiliary[LOAD_BALANCING_LOSS], made.auxiliary[ROUTER_Z_LOSS]
         return jnp.sum(y * weigh) + 3 * balance + 2 * z, (y, balance, z)
@@ -110,13 +120,13 @@ def dense():
 @pytest.mark.parametrize("dispatch", ["dense", "grouped"])
 @pytest.mark.parametrize("normalized", [True, False])
 @pytest.mark.parametrize("chosen", [1, 3])
-def test_each_token_meets_its_experts(dispatch, normalized, chosen, how):
+def test_each_token_meets_its_experts(dispatch, normalized, chosen, context):
     layer = dataclasses.replace(dispatched(experts(), dispatch), routing=Routing(chosen=chosen, normalized=normalized))
-    np.testing.assert_allclose(outputs(layer, X, how), by_numpy(layer, X), atol=1e-5)
+    np.testing.assert_allclose(outputs(layer, X, context), by_numpy(layer, X), atol=1e-5)
 
 
-def test_all_ways_have_the_same_gradients(dense, how):
-    assert_same(run(experts(), X, how=how), dense)
+def test_all_ways_have_the_same_gradients(dense, context):
+    assert_same(run(experts(), X, context=context), dense)
 
 
 QUICK = ("both", "experts where tokens are cut", "residual stream cut")
@@ -125,8 +135,8 @@ QUICK = ("both", "experts where tokens are cut", "residual stream cut")
 @pytest.mark.parametrize(
     "mesh", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MESHES]
 )
-def test_every_mesh_gives_the_same(mesh, dense, how):
-    assert_same(run(experts(), X, *MESHES[mesh], how=how), dense)
+def test_every_mesh_gives_the_same(mesh, dense, context):
+    assert_same(run(experts(), X, *MESHES[mesh], context=context), dense)
 
 
 @pytest.mark.parametrize("mesh", [pytest.param("an expert each", marks=pytest.mark.slow), "both"])
@@ -135,7 +145,7 @@ def test_the_judge_is_the_same_on_a_mesh(mesh, dense):
 
 
 @pytest.mark.parametrize("mesh", [None, "an expert each", "experts where tokens are cut"])
-def test_nothing_is_dropped_when_all_choose_the_same(mesh, how):
+def test_nothing_is_dropped_when_all_choose_the_same(mesh, context):
     table = np.zeros((4, 8), np.float32)
     table[2] = 3.0  # every token with a positive sum chooses expert 2 first
     layer = dataclasses.replace(
@@ -144,11 +154,11 @@ def test_nothing_is_dropped_when_all_choose_the_same(mesh, how):
         router=dataclasses.replace(experts().router, weight=hax.named(jnp.asarray(table), ("expert", "embed"))),
     )
     x = np.abs(X)
-    found = run(layer, x, *(MESHES[mesh] if mesh else ()), how=how)
+    found = run(layer, x, *(MESHES[mesh] if mesh else ()), context=context)
     np.testing.assert_allclose(found[0], by_numpy(layer, x), atol=1e-5)
 
 
-def test_what_experts_make_of_tokens_of_others_does_not_count(how):
+def test_what_experts_make_of_tokens_of_others_does_not_count(context):
     """Expert 1 makes infinities of all tokens, and none of them chose it."""
 
     def having(linear, changed):
@@ -166,7 +176,7 @@ def test_what_experts_make_of_tokens_of_others_does_not_count(how):
     x = 100 * np.abs(X)
     made = huge[1].astype(np.float64) @ np.asarray(layer.up_proj.weight.array[1], np.float64) @ x[..., None]
     assert np.abs(made).max() > np.finfo(np.float32).max
-    np.testing.assert_allclose(outputs(layer, x, how), by_numpy(layer, x), rtol=1e-4)
+    np.testing.assert_allclose(outputs(layer, x, context), by_numpy(layer, x), rtol=1e-4)
 
 
 def test_few_tokens_are_not_sorted_where_text_is_generated():
@@ -175,8 +185,8 @@ def test_few_tokens_are_not_sorted_where_text_is_generated():
         return "ragged_dot" in str(jax.make_jaxpr(lambda x: call(hax.named(x, ("token", "embed"))).activations)(x))
 
     layer = experts()
-    assert not sorts(FEW_TOKENS, layer.advance)
-    assert sorts(FEW_TOKENS + 1, layer.advance) and sorts(1, layer)
+    assert not sorts(FEW_TOKENS, lambda x: layer(x, generating()))
+    assert sorts(FEW_TOKENS + 1, lambda x: layer(x, generating())) and sorts(1, layer)
 
 
 def test_losses_of_the_router_are_their_formulas(dense):
@@ -203,10 +213,10 @@ def test_experts_that_do_not_divide_are_named():
         run(experts(), X, spec, mapping)
 
 
-def test_sixteen_bit_tokens_are_weighted_and_summed_in_float32(how):
+def test_sixteen_bit_tokens_are_weighted_and_summed_in_float32(context):
     layer = jax.tree.map(lambda w: w.astype(jnp.bfloat16), experts())
     x = hax.named(jnp.asarray(X, jnp.bfloat16), (Batch, Pos, SPEC.Embed))
-    y = jax.jit(lambda layer, x: getattr(layer, how)(x).activations)(layer, x)
+    y = jax.jit(lambda layer, x: layer(x, context).activations)(layer, x)
     assert y.dtype == jnp.bfloat16
     exact = by_numpy(jax.tree.map(lambda w: np.asarray(w, np.float64), layer), np.asarray(x.array, np.float64))
     error = np.abs(np.asarray(y.array, np.float64) - exact).max() / np.abs(exact).max()

@@ -25,7 +25,7 @@ from levanter.layers.attention.backends import (
 )
 from levanter.layers.attention.kv_cache import CachedLayers, attend_cached
 from levanter.layers.attention.mask import AttentionMask
-from levanter.layers.context import MixerContext
+from levanter.layers.context import ForwardContext
 from levanter.layers.linear import Linear
 from levanter.layers.norm import Norm, NormSpec
 from levanter.layers.param_roles import role
@@ -180,7 +180,7 @@ class GroupedQueryAttention(eqx.Module):
         )
 
     def __call__(
-        self, x: NamedArray, context: MixerContext, state: CachedLayers | None = None
+        self, x: NamedArray, context: ForwardContext, state: CachedLayers | None = None
     ) -> tuple[NamedArray, CachedLayers | None]:
         """Attends within `x`, or to the positions of a cache and to `x`.
 

@@ -20,10 +20,11 @@ from levanter.config.validators import Epsilon, LayerCount, NonNegativeFloat, Po
 from levanter.layers.activation import ACTIVATIONS
 from levanter.layers.attention.backends import check_backend_name, choose_backend, named_backend
 from levanter.layers.attention.grouped import AttentionSpec
-from levanter.layers.layer import PRE_NORMS, LayerSpec, NormPlace, ResidualSpec
+from levanter.layers.layer import LayerSpec
 from levanter.layers.mlp import MlpSpec
 from levanter.layers.norm import NormSpec
 from levanter.layers.protocols import FeedForward, Mixer
+from levanter.layers.residual import PRE_NORMS, NormPlace, ResidualSpec
 from levanter.layers.rotary import DefaultRotaryConfig, RotaryConfig
 from levanter.models.decoder.scan_layout import Run, scan_runs
 from levanter.models.registry import LmConfig
@@ -89,8 +90,22 @@ class DecoderConfig(LmConfig):
         return PRE_NORMS
 
     @property
-    def parallel_residual(self) -> bool:
-        """Whether attention and MLP both read the block's input."""
+    def residual(self) -> ResidualSpec:
+        """How the parts of a block join the residual stream."""
+        return ResidualSpec(norm=self.norm, norms=self.norms)
+
+    @property
+    def captures(self) -> Mapping[str, int]:
+        """The constants of a forward pass (`layers.context`): name → number of layers behind which it is taken.
+
+        A constant is the residual stream there: 0 is the stream before the first layer. Scans end at each of them,
+        which costs the compilation of a further scan. Parts that read a constant belong to layers behind it.
+        """
+        return {}
+
+    @property
+    def reads_token_ids(self) -> bool:
+        """Whether some part reads the ids of the tokens (`ForwardContext.token_ids`)."""
         return False
 
     @property
@@ -156,7 +171,7 @@ class DecoderConfig(LmConfig):
 
     @cached_property
     def layers(self) -> tuple[LayerSpec, ...]:
-        residual = ResidualSpec(norm=self.norm, norms=self.norms, parallel=self.parallel_residual)
+        residual = self.residual
         # Equal specs are equal values (frozen dataclasses): `scan_runs` finds the repetitions by comparison.
         return tuple(
             LayerSpec(mixer=self.layer_mixer(n), feed_forward=self.layer_feed_forward(n), residual=residual)
@@ -166,7 +181,7 @@ class DecoderConfig(LmConfig):
     @cached_property
     def runs(self) -> tuple[Run, ...]:
         """The layers as they are scanned."""
-        return scan_runs(self.layers)
+        return scan_runs(self.layers, cuts=self.captures.values())
 
     @property
     def bodies(self) -> int:

@@ -105,6 +105,6 @@ def advance(
     # all layers, so it is computed once, outside the scans.
     at = at.with_cache_indices(cache.pages[0], scales[0])
     states = [CachedLayers.entering(*run_cache) for run_cache in zip(cache.pages, scales, strict=True)]
-    activations, new_states = model.transformer.advance(embedded, at, states, length=length)
+    activations, new_states = model.transformer.advance(embedded, at, states, length=length, token_ids=tokens)
     new_scales = tuple(state.scales for state in new_states if state.scales is not None)
     return activations, KvCache(pages=tuple(state.pages for state in new_states), scales=new_scales)

@@ -11,6 +11,7 @@ compiled Program name `layers.self_attn.q_proj` and `lm_head`.
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,15 +23,16 @@ from haliax import Axis, NamedArray
 from haliax.nn.scan import BlockSeq, Stacked
 
 from haliax_ext.mapping import into_residual, out_of_residual, shard_residual
-from levanter.layers.attention import AttentionMask, GroupedQueryAttention, MixerContext
+from levanter.layers.attention import AttentionMask, GroupedQueryAttention
 from levanter.layers.attention.kv_cache import CachedLayers, NewPositions
-from levanter.layers.context import RotaryTables
+from levanter.layers.context import ForwardContext, RotaryTables
 from levanter.layers.embedding import Embedding, PositionEmbedding, positions_in_segments
 from levanter.layers.layer import LayerSpec
 from levanter.layers.linear import Linear
 from levanter.layers.norm import Norm
 from levanter.layers.outputs import Outputs, Sums
 from levanter.layers.param_roles import role
+from levanter.layers.residual import ResidualRule, StreamEnds
 from levanter.layers.unstacked import numbered
 from levanter.models.base import LmHeadModel
 from levanter.models.decoder.config import DecoderConfig
@@ -49,7 +51,7 @@ class DecoderBlock(eqx.Module):
         post_attention_layernorm: before the feed-forward part.
         post_attn_layernorm: on the mixer's output.
         post_mlp_layernorm: on the feed-forward part's output.
-        parallel: whether both parts read the layer's input.
+        residual: how the mixer, and then the feed-forward part, read the stream and are added to it.
     """
 
     self_attn: GroupedQueryAttention | None
@@ -59,7 +61,7 @@ class DecoderBlock(eqx.Module):
     post_attention_layernorm: Norm | None
     post_attn_layernorm: Norm | None
     post_mlp_layernorm: Norm | None
-    parallel: bool = eqx.field(static=True)
+    residual: tuple[ResidualRule, ...]
 
     @staticmethod
     def init(spec: LayerSpec, *, key: jax.Array) -> "DecoderBlock":
@@ -79,20 +81,22 @@ class DecoderBlock(eqx.Module):
             post_attention_layernorm=norm("post_attention_layernorm"),
             post_attn_layernorm=norm("post_attn_layernorm"),
             post_mlp_layernorm=norm("post_mlp_layernorm"),
-            parallel=spec.residual.parallel,
+            residual=spec.residual.init(spec.Embed, len(spec.parts), key=key),
         )
 
     def __call__(
-        self, carry: tuple[Outputs, CachedLayers | None], context: MixerContext
+        self, carry: tuple[Outputs, CachedLayers | None], context: ForwardContext
     ) -> tuple[Outputs, CachedLayers | None]:
-        """Maps the residual stream `[…, position, embed]` and the layers' state to their next values.
+        """Maps the residual stream and the layers' state to their next values.
 
         Args:
-            carry: the stream with its auxiliary sums, and the cache state; None without a cache.
-            context: positions, mask and rotary tables for the mixer.
+            carry: the stream, `[…, position]` and `ResidualSpec.stream_axes`, with its auxiliary sums; and the cache
+                state, None without a cache.
+            context: what all layers read beside the stream.
         """
-        stream, state = carry
-        x = stream.activations
+        outputs, state = carry
+        rule, *later_rules = self.residual
+        x = rule.read(outputs.activations, context)
 
         def norm(name: str, y: NamedArray) -> NamedArray:
             module = getattr(self, name)
@@ -108,20 +112,17 @@ class DecoderBlock(eqx.Module):
         # `into_residual` first reduces the partial sums into the compute
         # mapping's shards, then reshards to the stream's finer ones.
         mixed = norm("post_attn_layernorm", into_residual(mixed)).rearrange(x.axes)
-        # Parallel layers (GPT-NeoX, Phi): attention and MLP both
-        # read x, and their outputs are added in one step below.
-        between = x if self.parallel else shard_residual(x + mixed)
+        stream = rule.write(outputs.activations, mixed, context)
         if self.mlp is None:
-            x = shard_residual(x + mixed) if self.parallel else between
-            return dataclasses.replace(stream, activations=x), state
-        normed = out_of_residual(norm("post_attention_layernorm", between))
+            return dataclasses.replace(outputs, activations=stream), state
+        (rule,) = later_rules
+        x = rule.read(stream, context)
+        normed = out_of_residual(norm("post_attention_layernorm", x))
         with jax.named_scope("mlp"):
-            # While decoding, experts use another path (`advance`) than over whole sequences, if they define one.
-            feed = self.mlp if context.new is None else getattr(self.mlp, "advance", self.mlp)
-            outputs = Outputs.of(feed(normed))
-        fed = norm("post_mlp_layernorm", into_residual(outputs.activations)).rearrange(x.axes)
-        x = shard_residual(x + mixed + fed if self.parallel else between + fed)
-        return Outputs(activations=x, auxiliary=stream.auxiliary.plus(outputs.auxiliary)), state
+            fed = Outputs.of(self.mlp(normed, context))
+        branch = norm("post_mlp_layernorm", into_residual(fed.activations)).rearrange(x.axes)
+        stream = rule.write(stream, branch, context)
+        return Outputs(activations=stream, auxiliary=outputs.auxiliary.plus(fed.auxiliary)), state
 
 
 class DecoderTransformer(eqx.Module):
@@ -132,12 +133,14 @@ class DecoderTransformer(eqx.Module):
         later: the runs that follow the first, in order. The names `layers` and `later` are in the paths of leaves, and
             so in checkpoints.
         norm: the final norm.
+        ends: how the residual stream begins and ends.
         config: the architecture.
     """
 
     layers: Stacked | BlockSeq
     later: tuple[Stacked, ...]
     norm: Norm
+    ends: StreamEnds
     config: DecoderConfig = eqx.field(static=True)
 
     @staticmethod
@@ -146,14 +149,14 @@ class DecoderTransformer(eqx.Module):
         # One key a layer, split before the layers are grouped: a layer's
         # initial weights do not depend on how layers are scanned.
         keys = jax.random.split(key, config.num_layers)
-        norm = config.norm.init(config.Embed)
+        norm, ends = config.norm.init(config.Embed), config.residual.init_ends(config.Embed, key=key)
         if not config.scan_layers:
             blocks = [DecoderBlock.init(spec, key=keys[n]) for n, spec in enumerate(config.layers)]
             policy = checkpoint_policy(config.gradient_checkpointing)
             unrolled = BlockSeq(blocks, Axis("layers", config.num_layers), policy)
-            return DecoderTransformer(layers=unrolled, later=(), norm=norm, config=config)
+            return DecoderTransformer(layers=unrolled, later=(), norm=norm, ends=ends, config=config)
         first, *later = (_scanned(run, config, keys[run.start : run.start + run.layers]) for run in config.runs)
-        return DecoderTransformer(layers=first, later=tuple(later), norm=norm, config=config)
+        return DecoderTransformer(layers=first, later=tuple(later), norm=norm, ends=ends, config=config)
 
     def __call__(
         self,
@@ -161,6 +164,7 @@ class DecoderTransformer(eqx.Module):
         mask: AttentionMask,
         positions: NamedArray | None,
         *,
+        token_ids: NamedArray,
         auxiliary: Sequence[str] = (),
     ) -> Outputs:
         """Maps embedded tokens to the activations that the head reads.
@@ -169,6 +173,7 @@ class DecoderTransformer(eqx.Module):
             x: `[…, position, embed]`.
             mask: which positions see which.
             positions: the position of each token, if it is not its index.
+            token_ids: the tokens, `[…, position]`.
             auxiliary: names of the sums to collect from the blocks.
 
         Returns:
@@ -177,12 +182,19 @@ class DecoderTransformer(eqx.Module):
         Pos = x.resolve_axis("position")
         index = hax.arange(Pos) if positions is None else positions
         # Rotary tables are computed once and shared by all layers; in the scan they are constants, not carry.
-        context = MixerContext(mask=mask, tables=self._tables(index, length=Pos.size), positions=positions)
+        tables = self._tables(index, length=Pos.size)
+        context = ForwardContext(mask=mask, tables=tables, positions=positions, token_ids=self._ids_if_read(token_ids))
         outputs, _ = self._through(x, context, (None,) * len(self._stacks), auxiliary=auxiliary)
         return outputs
 
     def advance(
-        self, x: NamedArray, new: NewPositions, states: Sequence[CachedLayers], *, length: int
+        self,
+        x: NamedArray,
+        new: NewPositions,
+        states: Sequence[CachedLayers],
+        *,
+        length: int,
+        token_ids: NamedArray,
     ) -> tuple[NamedArray, tuple[CachedLayers, ...]]:
         """The forward pass for tokens that continue cached sequences.
 
@@ -191,6 +203,7 @@ class DecoderTransformer(eqx.Module):
             new: their positions, in their sequences and in the cache.
             states: the cache state of each run of layers.
             length: positions that a row may have: rotary embeddings of some kinds depend on it.
+            token_ids: the tokens, `[batch, position]`.
 
         Returns:
             The activations, and the states with the new positions in them.
@@ -198,7 +211,13 @@ class DecoderTransformer(eqx.Module):
         # `length` is the row's capacity, not the number of new tokens: dynamic
         # and longrope tables must equal those of the positions already cached.
         tables = self._tables(new.positions, length=length)
-        context = MixerContext(mask=AttentionMask.causal(), tables=tables, positions=new.positions, new=new)
+        context = ForwardContext(
+            mask=AttentionMask.causal(),
+            tables=tables,
+            positions=new.positions,
+            new=new,
+            token_ids=self._ids_if_read(token_ids),
+        )
         outputs, new_states = self._through(x, context, states)
         return outputs.activations, tuple(state for state in new_states if state is not None)
 
@@ -211,10 +230,14 @@ class DecoderTransformer(eqx.Module):
             ropes = self.config.ropes.items()
             return {name: rope.tables(self.config.HeadSize, positions, length=length) for name, rope in ropes}
 
+    def _ids_if_read(self, token_ids: NamedArray) -> NamedArray | None:
+        # A checkpointed block keeps all of its inputs, so those that no part reads must not be among them.
+        return token_ids if self.config.reads_token_ids else None
+
     def _through(
         self,
         x: NamedArray,
-        context: MixerContext,
+        context: ForwardContext,
         states: Sequence[CachedLayers | None],
         *,
         auxiliary: Sequence[str] = (),
@@ -222,20 +245,48 @@ class DecoderTransformer(eqx.Module):
         """Runs all layers and the final norm; returns the new state of each run of layers, too."""
         # Auxiliary sums start at 0 and travel in the carry, since a
         # scan's carry must have the same structure in every layer.
-        stream = Outputs(activations=shard_residual(x), auxiliary=Sums.zeros(auxiliary))
+        x = shard_residual(self.ends.enter(x, context))
+        stream = Outputs(activations=x, auxiliary=Sums.zeros(auxiliary))
         new_states: list[CachedLayers | None] = []
-        for layers, state in zip(self._stacks, states, strict=True):
-            # A scan is named after its axis; unrolled blocks are given the same name.
-            unrolled = isinstance(layers, BlockSeq)
-            with jax.named_scope("layers") if unrolled else contextlib.nullcontext():
-                # `numbered` tells layers that keep a matrix each (`LayerMatrices`)
-                # their number in the stack; other stacks are unchanged.
-                stream, state = numbered(layers).fold((stream, state), context)
+        context = self._capture(context, stream, behind=0)
+        for parts, state in zip(self._parts, states, strict=True):
+            for part, end in parts:
+                # A scan is named after its axis; unrolled blocks are given the same name.
+                unrolled = isinstance(part, BlockSeq)
+                with jax.named_scope("layers") if unrolled else contextlib.nullcontext():
+                    # `numbered` tells layers that keep a matrix each (`LayerMatrices`)
+                    # their number in the stack; other stacks are unchanged.
+                    stream, state = numbered(part).fold((stream, state), context)
+                context = self._capture(context, stream, behind=end)
             new_states.append(state)
+        x = self.ends.leave(stream.activations, context)
         # After the residual mapping the final activations return to the compute mapping, which the head reads.
         with jax.named_scope("norm"):
-            x = hax.auto_sharded(self.norm(stream.activations))
+            x = hax.auto_sharded(self.norm(x))
         return Outputs(activations=x, auxiliary=stream.auxiliary), new_states
+
+    def _capture(self, context: ForwardContext, stream: Outputs, *, behind: int) -> ForwardContext:
+        """The context with the constants that are taken behind so many layers."""
+        captures = self.config.captures.items()
+        return context.with_constants({name: stream.activations for name, layer in captures if layer == behind})
+
+    @property
+    def _parts(self) -> Sequence[Sequence[tuple[Stacked | BlockSeq, int]]]:
+        """For each stack, its parts between which constants are taken, with the number of layers up to their end."""
+        if not isinstance(self.layers, BlockSeq):
+            # Scanned layers are stacked in runs, which end wherever a constant is taken.
+            runs = zip(self._stacks, self.config.runs, strict=True)
+            return [[(stack, run.start + run.layers)] for stack, run in runs]
+        blocks = self.layers.blocks
+        ends = sorted({*self.config.captures.values(), len(blocks)} - {0})
+        between = itertools.pairwise([0, *ends])
+        return [[(_blocks(self.layers, slice(start, end)), end) for start, end in between]]
+
+
+def _blocks(layers: BlockSeq, part: slice) -> BlockSeq:
+    """Some of the unrolled layers."""
+    blocks = layers.blocks[part]
+    return dataclasses.replace(layers, blocks=blocks, Block=layers.Block.resize(len(blocks)))
 
 
 def _scanned(run: Run, config: DecoderConfig, keys: jax.Array) -> Stacked:
@@ -340,7 +391,8 @@ class DecoderLmHeadModel(LmHeadModel):
         positions = self._positions(positions, segment_ids)
         in_branches = attn_mask is not None and attn_mask.query_trunks is not None
         embedded = self.embeddings(input_ids, positions, in_branches=in_branches)
-        return self.transformer(embedded, _mask(attn_mask, segment_ids), positions, auxiliary=auxiliary)
+        mask = _mask(attn_mask, segment_ids)
+        return self.transformer(embedded, mask, positions, token_ids=input_ids, auxiliary=auxiliary)
 
     @property
     def head(self) -> Linear:

@@ -6,9 +6,12 @@ period is a few consecutive layers, each a *place* with its own spec.
 
 A model is a sequence of *runs*. Gemma 3 27B has 62 layers, every sixth one global: a run of 10 periods of 6 places,
 then a run of 2 periods of one place. A checkpoint's layer is `start + places · period + place`.
+
+A run also ends at a *cut*: behind a layer whose output the forward pass takes for later layers, the stream must be
+outside of a scan.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from levanter.layers.layer import LayerSpec
@@ -42,23 +45,36 @@ class Run:
         return "{layers}" if (step, first) == (1, 0) else f"{{{step}*layers+{first}}}"
 
 
-def scan_runs(layers: Sequence[LayerSpec]) -> tuple[Run, ...]:
-    """Cuts layers into runs, greedily: the period whose repetitions cover the most layers, the shortest on ties."""
+def scan_runs(layers: Sequence[LayerSpec], *, cuts: Iterable[int] = ()) -> tuple[Run, ...]:
+    """Groups layers into runs, greedily: the period whose repetitions cover the most layers, the shortest on ties.
+
+    Args:
+        layers: the specs.
+        cuts: numbers of layers behind which a run ends, since the stream is read there.
+    """
+    ends = sorted({*cuts, len(layers)} - {0})
+    assert ends[-1] == len(layers) and ends[0] > 0, f"cuts {ends} of {len(layers)} layers"
     runs: list[Run] = []
     start = 0
-    while start < len(layers):
-        best = (1, 1)
-        for size in range(1, min(LONGEST_PERIOD, len(layers) - start) + 1):
-            period = tuple(layers[start : start + size])
-            count = 1
-            while tuple(layers[start + count * size : start + (count + 1) * size]) == period:
-                count += 1
-            # Several different layers that do not repeat gain nothing as a period; each becomes its own run of size 1.
-            reached = (count * size, count) if count > 1 or size == 1 else (0, 0)
-            # Strictly greater: sizes ascend, so the shortest period wins among those that reach equally far.
-            if reached[0] > best[0] * best[1]:
-                best = (size, count)
-        size, count = best
-        runs.append(Run(start=start, places=tuple(layers[start : start + size]), periods=count))
-        start += size * count
+    for end in ends:
+        while start < end:
+            size, periods = _longest_repetition(layers[start:end])
+            runs.append(Run(start=start, places=tuple(layers[start : start + size]), periods=periods))
+            start += size * periods
     return tuple(runs)
+
+
+def _longest_repetition(layers: Sequence[LayerSpec]) -> tuple[int, int]:
+    """Places and periods of the run that covers the most layers from the first on."""
+    best = (1, 1)
+    for size in range(1, min(LONGEST_PERIOD, len(layers)) + 1):
+        period = tuple(layers[:size])
+        count = 1
+        while tuple(layers[count * size : (count + 1) * size]) == period:
+            count += 1
+        # Several different layers that do not repeat gain nothing as a period; each becomes its own run of size 1.
+        reached = (count * size, count) if count > 1 or size == 1 else (0, 0)
+        # Strictly greater: sizes ascend, so the shortest period wins among those that reach equally far.
+        if reached[0] > best[0] * best[1]:
+            best = (size, count)
+    return best

@@ -13,8 +13,9 @@ from typing import Protocol
 from haliax import Axis
 
 from haliax_ext.rules import FusedPart, WeightRule, WeightRules
-from levanter.layers.layer import LayerSpec, NormPlace
+from levanter.layers.layer import LayerSpec
 from levanter.layers.norm import NormSpec
+from levanter.layers.residual import NormPlace
 from levanter.models.decoder.config import DecoderConfig
 
 # Query head h of HF is (h // group, h % group) here: HF repeats each key/value head for a contiguous group of query

@@ -12,6 +12,7 @@ from levanter.config.validators import Count
 from levanter.layers.attention.grouped import AttentionSpec
 from levanter.layers.mlp import MlpSpec
 from levanter.layers.norm import NormSpec
+from levanter.layers.residual import ParallelResidual, ResidualSpec
 from levanter.layers.rotary import DefaultRotaryConfig, RotaryConfig
 from levanter.models.decoder.config import DecoderConfig
 from levanter.models.registry import LmConfig
@@ -52,8 +53,9 @@ class GptNeoxConfig(DecoderConfig):
         return NormSpec(kind="layer", eps=self.layer_norm_epsilon, use_bias=True)
 
     @property
-    def parallel_residual(self) -> bool:
-        return self.use_parallel_residual
+    def residual(self) -> ResidualSpec:
+        rule = ParallelResidual if self.use_parallel_residual else ResidualSpec
+        return rule(norm=self.norm, norms=self.norms)
 
     @property
     def attention(self) -> AttentionSpec:

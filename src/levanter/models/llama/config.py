@@ -8,9 +8,9 @@ import dataclasses
 from dataclasses import dataclass
 
 from levanter.layers.attention.grouped import AttentionSpec
-from levanter.layers.layer import POST_NORMS, PRE_NORMS, NormPlace
 from levanter.layers.mlp import MlpSpec
 from levanter.layers.norm import NormSpec
+from levanter.layers.residual import POST_NORMS, PRE_NORMS, NormPlace
 from levanter.models.decoder.config import DecoderConfig
 from levanter.models.registry import LmConfig
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from levanter.config.validators import Fraction, PositiveInt
 from levanter.layers.attention.grouped import AttentionSpec
-from levanter.layers.layer import POST_NORMS, NormPlace
 from levanter.layers.norm import NormSpec
+from levanter.layers.residual import POST_NORMS, NormPlace
 from levanter.layers.rotary import DefaultRotaryConfig, RotaryConfig
 from levanter.models.decoder.pattern import FULL, SLIDING, WindowedConfig
 from levanter.models.llama.config import LlamaConfig

@@ -21,8 +21,9 @@ from jax.typing import DTypeLike
 
 from haliax_ext.pytree import PyTree
 from levanter.layers.activation import ACTIVATIONS
-from levanter.layers.attention import AttentionMask, GroupedQueryAttention, MixerContext
+from levanter.layers.attention import AttentionMask, GroupedQueryAttention
 from levanter.layers.attention.backends import BackendChoice, attend, choose_backend, default_backend
+from levanter.layers.context import ForwardContext
 from levanter.layers.norm import RMSNorm
 from levanter.layers.outputs import Outputs
 from levanter.layers.rotary import DefaultRotaryConfig, RotaryConfig, apply_rotary
@@ -378,14 +379,14 @@ class LlamaDecoderLayer(eqx.Module):
         return self.inner((Outputs(activations=x), None), _context(self.config, x, mask))[0].activations
 
 
-def _context(config: DecoderConfig, x: NamedArray, mask: AttentionMask | NamedArray | None) -> MixerContext:
+def _context(config: DecoderConfig, x: NamedArray, mask: AttentionMask | NamedArray | None) -> ForwardContext:
     """The context of a forward pass: mask and rotary tables."""
     Pos = x.resolve_axis("position")
     index = hax.arange(Pos)
     tables = {name: rope.tables(config.HeadSize, index, length=Pos.size) for name, rope in config.ropes.items()}
     # An array is the complete rule; nothing is causal unless it says so.
     rule = AttentionMask.of_array(mask.astype(bool)) if isinstance(mask, NamedArray) else mask
-    return MixerContext(mask=AttentionMask() if rule is None else rule, tables=tables)
+    return ForwardContext(mask=AttentionMask() if rule is None else rule, tables=tables)
 
 
 def _name(axis: Axis | str) -> str:

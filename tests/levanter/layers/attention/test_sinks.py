@@ -16,13 +16,13 @@ from levanter.layers.attention import (
     AttentionMask,
     BackendChoice,
     GroupedQueryAttention,
-    MixerContext,
     attend,
     backends,
 )
 from levanter.layers.attention.backends import choose_backend
 from levanter.layers.attention.grouped import AttentionSpec
 from levanter.layers.attention.splash import splash_attention
+from levanter.layers.context import ForwardContext
 from levanter.layers.rotary import DefaultRotaryConfig
 
 LENGTH, SCALE, WINDOW = 150, 0.6, 40
@@ -219,7 +219,7 @@ def test_equals_the_attention_of_gpt_oss(name, monkeypatch):
                 )
         mine = eqx.tree_at(lambda m: m.sinks, mine, filled(mine.sinks, held["sinks"]))
         tables = {"rope": DefaultRotaryConfig(theta=1e4).tables(Head, hax.arange(Place), length=40)}
-        context = MixerContext(mask=AttentionMask.causal(), tables=tables)
+        context = ForwardContext(mask=AttentionMask.causal(), tables=tables)
         found, state = mine(hax.named(x, (Batch, Place, Embed)), context)
         assert state is None
         return found.array
