@@ -1,8 +1,8 @@
 """Checkpoints with quantized weights: tensors that are computed, slice by slice, from what the files store.
 
 `DequantizingSource` is the loader's view of such a checkpoint. A stored format lists `QuantizedTensor`s for it: the
-parts in the files (values, scales) and the function that decodes them. `read_quantization` chooses the format by the
-`quantization_config` of config.json.
+components in the files (values, scales) and the function that decodes them. `read_quantization` chooses the format by
+the `quantization_config` of config.json.
 """
 
 from typing import TYPE_CHECKING

@@ -150,13 +150,15 @@ def _packed_tensor(name: str, stored: TensorInfo) -> QuantizedTensor:
     rows, words = stored.shape
     int8 = np.dtype(np.int8)
     part = StoredPart(name=stored.name, shape=stored.shape, dtypes=(np.dtype(np.int32),), block=(1, 1), view=int8)
-    return QuantizedTensor(name=name, shape=(rows, words * _FOUR), dtype=int8, parts=(part,), decode=_subtract_offset)
+    return QuantizedTensor(
+        name=name, shape=(rows, words * _FOUR), dtype=int8, components=(part,), decode=_subtract_offset
+    )
 
 
-def _subtract_offset(parts: Sequence[np.ndarray], index: Index, out: np.ndarray) -> None:
+def _subtract_offset(components: Sequence[np.ndarray], index: Index, out: np.ndarray) -> None:
     # The part is `out` itself, read in place. Packed integers are stored with 128 added. Modulo 256 this flips the
     # highest bit, and flipping it again undoes it.
-    del parts, index
+    del components, index
     bits = out.view(np.uint8)
     np.bitwise_xor(bits, _OFFSET, out=bits)
 

@@ -22,7 +22,7 @@ from levanter.compat.hf.quantized.source import (
     DequantizingSource,
     QuantizedTensor,
     StoredPart,
-    blocks_of,
+    block_counts,
     spread_blocks,
 )
 from levanter.compat.hf.safetensors import SafetensorsSource
@@ -46,8 +46,8 @@ class _DecodeBlocks:
 
     block: tuple[int, ...]
 
-    def __call__(self, parts: Sequence[np.ndarray], index: Index, out: np.ndarray) -> None:
-        values, scales = parts
+    def __call__(self, components: Sequence[np.ndarray], index: Index, out: np.ndarray) -> None:
+        values, scales = components
         # A table is several times as fast as the cast of ml_dtypes, which converts one value at a time.
         np.take(_FLOAT32, values.view(np.uint8), out=out, mode="clip")
         # A NaN or an infinity stays one: the loader reports weights that are not finite by name.
@@ -99,10 +99,10 @@ class Fp8BlockFormat:
             name=name,
             shape=shape,
             dtype=np.dtype(np.float32),
-            parts=(
+            components=(
                 StoredPart(name=name, shape=shape, dtypes=(VALUES,), block=tuple(1 for _ in shape)),
                 StoredPart(
-                    name=name + SCALE_INV, shape=blocks_of(shape, block), dtypes=SCALES, block=block, cached=True
+                    name=name + SCALE_INV, shape=block_counts(shape, block), dtypes=SCALES, block=block, cached=True
                 ),
             ),
             decode=_DecodeBlocks(block),

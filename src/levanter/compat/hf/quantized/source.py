@@ -32,14 +32,14 @@ DECODED_ELEMENTS = 1 << 18
 CACHED_BYTES = 256 << 10
 """Size of the largest part that is read whole and cached: reading it costs about as much as seeking in it."""
 CACHED_PARTS = 64
-"""The number of parts that are cached at a time, so that the cache has at most 16 MiB."""
+"""The number of components that are cached at a time, so that the cache has at most 16 MiB."""
 
 Decode = Callable[[Sequence[np.ndarray], Index, np.ndarray], None]
-"""Computes a slice: `decode(parts, index, out)`.
+"""Computes a slice: `decode(components, index, out)`.
 
-`index` is the slice of the whole tensor. `parts` has for each part the elements whose blocks the slice touches, so that
-the first of an axis is number `index[axis].start // block[axis]`. `out` is filled; of a tensor that is decoded
-`in_place`, it is `parts[0]`.
+`index` is the slice of the whole tensor. `components` has for each one the elements whose blocks the slice touches, so
+that the first of an axis is number `index[axis].start // block[axis]`. `out` is filled; of a tensor that is decoded
+`in_place`, it is `components[0]`.
 """
 
 
@@ -81,28 +81,28 @@ class QuantizedTensor:
         name: the name that the loader asks for.
         shape: its shape.
         dtype: the dtype that it is decoded to.
-        parts: what it is computed from.
+        components: what it is computed from.
         decode: computes a slice of it.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    parts: tuple[StoredPart, ...]
+    components: tuple[StoredPart, ...]
     decode: Decode
 
     @cached_property
     def in_place(self) -> bool:
         """Whether its only part has its dtype and shape: the part is read into the result, and decoded there."""
-        first, *others = self.parts
+        first, *others = self.components
         dtype = first.dtypes[0] if first.view is None else first.view
         return not others and dtype == self.dtype and all(size == 1 for size in first.block)
 
 
-def blocks_of(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:
+def block_counts(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:
     """The number of blocks along each axis; the last one may be incomplete.
 
-    >>> blocks_of((576, 7168), (128, 128))
+    >>> block_counts((576, 7168), (128, 128))
     (5, 56)
     """
     return tuple(-(-size // length) for size, length in zip(shape, block, strict=True))
@@ -143,35 +143,37 @@ class DequantizingSource:
     """The tensors of a checkpoint, the quantized ones decoded: a `TensorSource` and an `AdjacentSource`."""
 
     def __init__(self, source: SafetensorsSource, quantized: Iterable[QuantizedTensor], *, hidden: Iterable[str] = ()):
-        """Checks that the files have the parts, and hides these.
+        """Checks that the files have the components, and hides these.
 
         Args:
             source: the files.
             quantized: the tensors to compute; other tensors are read as they are stored.
-            hidden: stored tensors besides the parts that are not offered.
+            hidden: stored tensors besides the components that are not offered.
 
         Raises:
             CheckpointError: a part is missing or has another shape or dtype; lists all of them.
         """
         self._quantized = {tensor.name: tensor for tensor in quantized}
-        parts = {part.name: (tensor, part) for tensor in self._quantized.values() for part in tensor.parts}
+        components = {part.name: (tensor, part) for tensor in self._quantized.values() for part in tensor.components}
         # A part is viewed by the blocks of its tensor, so no other tensor may have it.
-        assert len(parts) == sum(len(tensor.parts) for tensor in self._quantized.values())
+        assert len(components) == sum(len(tensor.components) for tensor in self._quantized.values())
         stored = source.tensors
         # Before anything is read, and all at once: a checkpoint of hundreds of files fails in seconds.
         problems = [
-            problem for tensor in self._quantized.values() for problem in _part_problems(tensor, stored, parts.keys())
+            problem
+            for tensor in self._quantized.values()
+            for problem in _part_problems(tensor, stored, components.keys())
         ]
         raise_if(CheckpointError, ", ".join(source.readers), problems)
         # The same bytes of the files under other dtypes and shapes: a slice of int8 values of an int32 array, say.
-        self._stored = SafetensorsSource(source.readers, [_viewed(header, parts) for header in source.headers])
-        dropped = {*hidden, *parts}
+        self._stored = SafetensorsSource(source.readers, [_viewed(header, components) for header in source.headers])
+        dropped = {*hidden, *components}
         tensors: dict[str, TensorInfo] = {}
         for name, info in stored.items():
             # A quantized tensor takes the position of its first part.
-            if name in parts and parts[name][0].parts[0].name == name:
-                tensor = parts[name][0]
-                nbytes = sum(stored[part.name].nbytes for part in tensor.parts)
+            if name in components and components[name][0].components[0].name == name:
+                tensor = components[name][0]
+                nbytes = sum(stored[part.name].nbytes for part in tensor.components)
                 tensors[tensor.name] = TensorInfo(tensor.name, tensor.shape, tensor.dtype, nbytes)
             elif name not in dropped:
                 tensors[name] = info
@@ -181,7 +183,7 @@ class DequantizingSource:
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Every tensor, by file and position in the file; `nbytes` of a quantized one are those of all of its parts."""
+        """Every tensor, by file and position in the file; `nbytes` of a quantized one counts all its components."""
         return self._tensors
 
     @property
@@ -200,14 +202,14 @@ class DequantizingSource:
         return self._stored.remote
 
     def byte_ranges(self, name: str, index: Index) -> Sequence[ByteRange]:
-        """The stored bytes that a slice needs; reading it skips those of parts that are cached."""
+        """The stored bytes that a slice needs; reading it skips those of components that are cached."""
         tensor = self._quantized.get(name)
         if tensor is None:
             return self._stored.byte_ranges(name, index)
         # For an empty slice nothing is read, not even a cached part: rounding outwards would add a block.
         if 0 in _shape(index):
             return ()
-        ranges = [self._stored.byte_ranges(part.name, self._part_index(part, index)) for part in tensor.parts]
+        ranges = [self._stored.byte_ranges(part.name, self._part_index(part, index)) for part in tensor.components]
         return ranges[0] if len(ranges) == 1 else _coalesced(itertools.chain.from_iterable(ranges))
 
     def read(self, name: str, index: Index, out: np.ndarray | None = None) -> np.ndarray:
@@ -217,7 +219,7 @@ class DequantizingSource:
             return self._stored.read(name, index, out)
         if tensor.in_place:
             # No buffer besides the result: int8 weights go from the file straight into the memory of their shard.
-            out = self._stored.read(tensor.parts[0].name, index, out)
+            out = self._stored.read(tensor.components[0].name, index, out)
             tensor.decode([out], index, out)
             return out
         shape = _shape(index)
@@ -225,7 +227,7 @@ class DequantizingSource:
             out = np.empty(shape, tensor.dtype)
         assert out.shape == shape and out.dtype == tensor.dtype, (out.shape, shape, out.dtype, tensor.dtype)
         if out.size:
-            _decode(tensor, [self._read(part, index) for part in tensor.parts], index, out)
+            _decode(tensor, [self._read(part, index) for part in tensor.components], index, out)
         return out
 
     def read_adjacent(self, slices: Sequence[tuple[str, Index, np.ndarray]]) -> None:
@@ -237,7 +239,7 @@ class DequantizingSource:
             if tensor is None:
                 adjacent.append((name, index, out))
             elif tensor.in_place:
-                adjacent.append((tensor.parts[0].name, index, out))
+                adjacent.append((tensor.components[0].name, index, out))
                 decoded.append((tensor, index, out))
             else:
                 # Values and scales that touch in the file are one range and still several arrays: they end the run.
@@ -256,8 +258,8 @@ class DequantizingSource:
         """The elements of a part that a slice of its tensor needs."""
         if not self._is_cached(part):
             return self._stored.read(part.name, part.index(index))
-        # This lock guards only the dictionary. The read below holds the lock of its part, so that other parts are read
-        # at the same time.
+        # This lock guards only the dictionary. The read below holds the lock of its part, so that other components
+        # are read at the same time.
         with self._lock:
             # Popped and inserted again: the dictionary is in the order of last use, and its first entry is evicted.
             entry = self._cache.pop(part.name, None) or _CachedPart()
@@ -286,14 +288,14 @@ def _shape(index: Index) -> tuple[int, ...]:
     return tuple(piece.stop - piece.start for piece in index)
 
 
-def _decode(tensor: QuantizedTensor, parts: Sequence[np.ndarray], index: Index, out: np.ndarray) -> None:
+def _decode(tensor: QuantizedTensor, components: Sequence[np.ndarray], index: Index, out: np.ndarray) -> None:
     """Decodes a slice, some elements at a time."""
     for piece in _pieces(index):
         local = _relative(piece, index)
         # A piece may begin inside a block that the previous one began: both get the element of that block.
         slices = [
             values[_relative(part.index(piece), part.index(index))]
-            for part, values in zip(tensor.parts, parts, strict=True)
+            for part, values in zip(tensor.components, components, strict=True)
         ]
         tensor.decode(slices, piece, out[local])
 
@@ -325,13 +327,13 @@ def _coalesced(ranges: Iterable[ByteRange]) -> list[ByteRange]:
     return merged
 
 
-def _viewed(header: ShardHeader, parts: Mapping[str, tuple[QuantizedTensor, StoredPart]]) -> ShardHeader:
-    """A file's header with the shapes and dtypes that parts are read in."""
+def _viewed(header: ShardHeader, components: Mapping[str, tuple[QuantizedTensor, StoredPart]]) -> ShardHeader:
+    """A file's header with the shapes and dtypes that components are read in."""
     entries: list[TensorEntry] = []
     for entry in header.tensors:
-        if entry.name in parts:
-            tensor, part = parts[entry.name]
-            dtype, shape = part.view or entry.dtype, blocks_of(tensor.shape, part.block)
+        if entry.name in components:
+            tensor, part = components[entry.name]
+            dtype, shape = part.view or entry.dtype, block_counts(tensor.shape, part.block)
             # A view must have exactly the stored bytes.
             assert math.prod(shape) * dtype.itemsize == entry.stop - entry.start, (entry, shape, dtype)
             entry = TensorEntry(entry.name, dtype, shape, entry.start, entry.stop)
@@ -339,12 +341,14 @@ def _viewed(header: ShardHeader, parts: Mapping[str, tuple[QuantizedTensor, Stor
     return ShardHeader(header.file, tuple(entries), header.metadata)
 
 
-def _part_problems(tensor: QuantizedTensor, stored: Mapping[str, TensorInfo], parts: Iterable[str]) -> Iterator[str]:
-    """Deviations of the files from the parts that a tensor is computed from."""
-    if tensor.name in stored and tensor.name not in parts:
-        names = ", ".join(repr(part.name) for part in tensor.parts)
+def _part_problems(
+    tensor: QuantizedTensor, stored: Mapping[str, TensorInfo], components: Iterable[str]
+) -> Iterator[str]:
+    """Deviations of the files from the components that a tensor is computed from."""
+    if tensor.name in stored and tensor.name not in components:
+        names = ", ".join(repr(part.name) for part in tensor.components)
         yield f"tensor {tensor.name!r} is stored, and so is {names}, which it is computed from"
-    for part in tensor.parts:
+    for part in tensor.components:
         info = stored.get(part.name)
         if info is None:
             dtypes = " or ".join(dtype.name for dtype in part.dtypes)

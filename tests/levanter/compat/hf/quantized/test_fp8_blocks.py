@@ -249,7 +249,7 @@ def change(name, to):
 
 
 @pytest.mark.parametrize(
-    ("damage", "parts"),
+    ("damage", "components"),
     [
         (drop("w_scale_inv"), ("'w_scale_inv' is missing", "'w'", "float32 or bfloat16[3, 2]")),
         (drop("w"), ("'w' is missing", "'w_scale_inv'", "float8_e4m3fn")),
@@ -261,13 +261,13 @@ def change(name, to):
         (change("w", np.ones(300, ml_dtypes.float8_e4m3fn)), ("'w'", "[300]", "a matrix")),
     ],
 )
-def test_damaged_files_are_refused(damage, parts, tmp_path):
+def test_damaged_files_are_refused(damage, components, tmp_path):
     stored, _ = fp8_tensors({"w": matrix((300, 200))}, (128, 128))
     damage(stored)
     with pytest.raises(ValueError) as refused:
         opened(tmp_path, stored)
     assert isinstance(refused.value, CheckpointError)
-    for part in (*parts, "model.safetensors"):
+    for part in (*components, "model.safetensors"):
         assert part in str(refused.value), part
 
 

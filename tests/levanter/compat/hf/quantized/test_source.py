@@ -30,9 +30,9 @@ BYTE = np.dtype(np.uint8)
 FP4 = np.asarray([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0], np.float32)
 
 
-def decode_mxfp4(parts, index, out):
+def decode_mxfp4(components, index, out):
     """As a format would: nibbles apart, cut to the slice, times two to the exponent."""
-    pairs, exponents = parts
+    pairs, exponents = components
     nibbles = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*pairs.shape[:-1], -1)
     first = index[-1].start % 2
     values = FP4[nibbles[..., first : first + out.shape[-1]]]
@@ -47,7 +47,7 @@ def mxfp4(name: str, shape: tuple[int, ...]) -> QuantizedTensor:
         name=name,
         shape=shape,
         dtype=np.dtype(ml_dtypes.bfloat16),
-        parts=(
+        components=(
             StoredPart(name=f"{name}_blocks", shape=(*outer, blocks, 16), dtypes=(BYTE,), block=(*one, 2), view=BYTE),
             StoredPart(name=f"{name}_scales", shape=(*outer, blocks), dtypes=(BYTE,), block=(*one, 32)),
         ),
@@ -114,7 +114,7 @@ def test_mxfp4_is_loaded_with_every_stored_byte_once(mapping, tmp_path, devices)
 
 
 @pytest.mark.parametrize(
-    ("change", "parts"),
+    ("change", "components"),
     [
         ({"w_scales": None}, ("'w_scales' is missing", "'w' [6, 96]", "uint8[6, 3]")),
         ({"w_scales": np.ones((6, 4), np.uint8)}, ("'w_scales'", "[6, 4]", "[6, 3]", "1 x 32")),
@@ -123,13 +123,13 @@ def test_mxfp4_is_loaded_with_every_stored_byte_once(mapping, tmp_path, devices)
         ({"w": np.ones((6, 96), np.float32)}, ("'w' is stored, and so is 'w_blocks', 'w_scales'",)),
     ],
 )
-def test_parts_that_do_not_fit_are_refused(change, parts, tmp_path):
+def test_parts_that_do_not_fit_are_refused(change, components, tmp_path):
     stored, _ = stored_mxfp4("w", (6, 96))
     stored = {name: x for name, x in {**stored, **change}.items() if x is not None}
     save_file(stored, tmp_path / "m.safetensors")
     with pytest.raises(CheckpointError) as refused:
         DequantizingSource(SafetensorsSource.from_files(tmp_path / "m.safetensors"), [mxfp4("w", (6, 96))])
-    for part in (*parts, "m.safetensors"):
+    for part in (*components, "m.safetensors"):
         assert part in str(refused.value), part
 
 
