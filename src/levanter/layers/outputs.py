@@ -5,7 +5,7 @@ over microbatches, and returned from a jitted function. The caller of a forward 
 starts with `Sums.zeros(names)`. A layer with auxiliary sums returns them together with its activations as `Outputs`; a
 layer without any returns its activations alone. The caller of the layer adds up the requested ones:
 
-    outputs = Outputs.of(self.mlp(x))                       # an array, or Outputs
+    outputs = Outputs.of(self.mlp(x, context))              # an array, or Outputs
     Outputs(x + outputs.activations, requested.plus(outputs.auxiliary))
 
 So a model may have layers of several kinds with different sums, and sums that were not requested are dead code.

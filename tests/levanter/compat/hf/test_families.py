@@ -7,6 +7,7 @@ from helpers.published_configs import GEMMA3_27B_WITH_VISION, PUBLISHED
 
 from levanter.compat.hf.config_bridge import check_model_block, read_config, write_config
 from levanter.compat.hf.errors import CheckpointError
+from levanter.layers.residual import ParallelResidual
 from levanter.layers.rotary import DefaultRotaryConfig, LinearRotaryConfig, LongRotaryConfig, YarnRotaryConfig
 
 
@@ -100,7 +101,8 @@ def test_what_is_shown_of_gpt2_and_gpt_neox_and_of_experts():
 
 def test_a_gpt_neox_by_either_version_of_transformers():
     plain = read_config(PUBLISHED["Pythia 12B"]).config
-    assert plain.rope == DefaultRotaryConfig(theta=1e4, partial_rotary_factor=0.25) and plain.parallel_residual
+    assert plain.rope == DefaultRotaryConfig(theta=1e4, partial_rotary_factor=0.25)
+    assert isinstance(plain.residual, ParallelResidual)
     # Version 4 writes what it understood beside what it read.
     assert read_config({**PUBLISHED["Pythia 12B"], "rope_theta": 10000, "partial_rotary_factor": 0.25}).config == plain
     whole = dataclasses.replace(plain, rope=LinearRotaryConfig(theta=5e5, factor=2.0))
