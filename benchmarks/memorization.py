@@ -108,7 +108,7 @@ def our_model(arguments):
     assert leaves(model)
     body = 2.0 * config.matmul_parameters(0)
     head = 2.0 * config.matmul_parameters(Vocab.size) - body
-    flops = LENGTH * body + (LENGTH - PREFIX) * head + 2.0 * config.attention_features * LENGTH * (LENGTH + 1)
+    flops = LENGTH * body + (LENGTH - PREFIX) * head + config.sequence_flops(LENGTH, attention="causal")
     return model, mesh, Mappings(), precision.matmul, flops
 
 

@@ -24,8 +24,7 @@ class CausalMeanSpec:
 
     Embed: hax.Axis
     Channel: hax.Axis
-    attribute: ClassVar = "mixer"  # name of the module in leaf paths
-    rope, attention_groups = None, ()  # it reads no rotary table and has no scores
+    attribute, rope = "mixer", None  # name of the module in leaf paths; it reads no rotary table
     tensor_axes: ClassVar = (("channel",),)  # what tensor parallelism shards
     state_axes: ClassVar = {"sum": ("channel",)}  # state while text is generated, beside the batch axis
     saved: ClassVar = {}  # activations that gradient checkpointing may keep
@@ -42,10 +41,12 @@ class CausalMeanSpec:
     def matmul_parameters(self) -> int:
         return 2 * self.Embed.size * self.Channel.size
 
+    def sequence_flops(self, length: int, *, attention: str) -> int:  # noqa: ARG002
+        return 2 * length * self.Channel.size  # beyond the weights: a sum and a division, linear in the length
+
     def init(self, *, key: jax.Array) -> "CausalMean":
-        k_in, k_out = jax.random.split(key)
-        w_in = Linear.init((self.Embed,), (self.Channel,), scale=0.02, use_bias=False, key=k_in)
-        w_out = Linear.init((self.Channel,), (self.Embed,), scale=0.02, use_bias=False, key=k_out)
+        w_in = Linear.init((self.Embed,), (self.Channel,), scale=0.02, use_bias=False, key=jax.random.fold_in(key, 0))
+        w_out = Linear.init((self.Channel,), (self.Embed,), scale=0.02, use_bias=False, key=jax.random.fold_in(key, 1))
         return CausalMean(in_proj=w_in, out_proj=w_out)
 
 

@@ -31,5 +31,5 @@ SEVENTY = DecodeCost(
     embed=EMBED,
     windows=((None, LAYERS),),
     weight_flops=2.0 * PROJECTIONS,
-    attention_features=((None, float(LAYERS * HEADS * HEAD)),),
+    sequence_flops=lambda length: 2 * LAYERS * HEADS * HEAD * length * (length + 1),
 )

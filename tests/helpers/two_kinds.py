@@ -24,7 +24,7 @@ from haliax_ext.rules import WeightRules
 from levanter.layers.context import ForwardContext
 from levanter.layers.layer import LayerSpec
 from levanter.layers.linear import Linear
-from levanter.layers.protocols import AttentionGroup, FeedForward, Mixer, Shapes
+from levanter.layers.protocols import FeedForward, Mixer, Shapes
 from levanter.layers.remat_names import saved
 from levanter.models import registry
 from levanter.models.config_json import ConfigJson, ConfigJsonReader, Spelling
@@ -58,7 +58,6 @@ class ConvolutionSpec:
 
     attribute = "mixer"
     rope = None
-    attention_groups: tuple[AttentionGroup, ...] = ()
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -79,6 +78,10 @@ class ConvolutionSpec:
     @property
     def matmul_parameters(self) -> int:
         return self.Channel.size * (3 * self.Embed.size + self.Tap.size)
+
+    def sequence_flops(self, length: int, *, attention: str) -> int:
+        # The product with the gate; the taps are weights.
+        return length * self.Channel.size
 
     @property
     def state_axes(self) -> Mapping[str, tuple[str, ...]]:

@@ -5,8 +5,9 @@ is read once, and the products run at the chip's peak. The longest of these time
 that the plan places; the tiles of a TPU may pad small arrays.
 """
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -146,7 +147,7 @@ class DecodeCost:
         compute_bytes: bytes of an element in the compute dtype.
         windows: pairs of a sliding window in positions (None: all earlier positions) and the number of layers with it.
         weight_flops: FLOPs of a token in products with weights, over all devices.
-        attention_features: pairs of a window and the features over which a token's attention sums in all its layers.
+        sequence_flops: length of a sequence → FLOPs beyond those products, over all devices, under a causal mask.
         expert_count: experts of a layer, and experts of a token; None for a model without experts.
         chip_hour_price: price of a chip per hour; None if it is not configured.
     """
@@ -175,7 +176,7 @@ class DecodeCost:
     compute_bytes: int = 2
     windows: tuple[tuple[int | None, int], ...]
     weight_flops: float
-    attention_features: tuple[tuple[int | None, float], ...]
+    sequence_flops: Callable[[int], int]
     expert_count: tuple[int, int] | None = None
     chip_hour_price: float | None = None
 
@@ -262,7 +263,7 @@ class DecodeCost:
         return Roofline(
             weights=self._read(rows) / bandwidth,
             cache=shard_rows * self.bytes_per_row(context, seen=True) / bandwidth,
-            flops=rows * (self.weight_flops + self._attention_flops(context)) / self.devices / peak,
+            flops=rows * (self.weight_flops + self._token_flops(context)) / self.devices / peak,
             links=links,
         )
 
@@ -276,7 +277,7 @@ class DecodeCost:
         """
         # The first part of a prompt attends to nothing before it: token t sees t positions, (tokens + 1) / 2 on
         # average.
-        flops = rows * tokens * (self.weight_flops + self._attention_flops((tokens + 1) / 2))
+        flops = rows * tokens * (self.weight_flops + self._token_flops((tokens + 1) / 2))
         return Roofline(
             weights=self._read(rows * tokens) / bandwidth, cache=0.0, flops=flops / self.devices / peak, links=links
         )
@@ -314,8 +315,11 @@ class DecodeCost:
         # expert is not read.
         return whole - self.weights.experts * (1 - chosen / count) ** tokens
 
-    def _attention_flops(self, context: float) -> float:
-        return sum(4.0 * features * min(context, window or context) for window, features in self.attention_features)
+    def _token_flops(self, context: float) -> float:
+        """FLOPs beyond the products with weights of the last token of a text of `context` tokens."""
+        # They are what the token adds to its sequence; halfway between two lengths, the mean of both.
+        lengths = (math.floor(context), math.ceil(context))
+        return sum(self.sequence_flops(n) - self.sequence_flops(n - 1) for n in lengths if n > 0) / 2
 
 
 def position_bytes(kv_heads: int, head_size: int, dtype: str) -> int:
@@ -338,14 +342,6 @@ def window_counts(config: DecoderConfig) -> tuple[tuple[int | None, int], ...]:
         window = config.window(layer)
         counts[window] = counts.get(window, 0) + 1
     return tuple(counts.items())
-
-
-def attention_features(config: DecoderConfig) -> tuple[tuple[int | None, float], ...]:
-    """Pairs of a window and the features over which attention sums, over all layers with it."""
-    features: dict[int | None, float] = {}
-    for group in config.attention_groups:
-        features[group.window] = features.get(group.window, 0.0) + group.features
-    return tuple(features.items())
 
 
 def decode_cost(
@@ -374,7 +370,7 @@ def decode_cost(
         counts_tokens: whether each row counts its tokens.
     """
     compute, mesh = cache.mappings.compute, sharding.mesh
-    # `flops.weights` does not depend on the context; attention is counted by `attention_features`.
+    # `flops.weights` does not depend on the context; attention is counted by `sequence_flops`.
     flops = config.flops(vocab_size=vocab_size, context_length=1, attention="full")
     vocab_ways = mesh.ways(compute.mesh_axes("vocab"))
     return DecodeCost(
@@ -404,7 +400,8 @@ def decode_cost(
         compute_bytes=max((x.leaf.dtype.itemsize for x in sharding.leaves if x.leaf.dtype != np.int8), default=2),
         windows=window_counts(config),
         weight_flops=flops.weights,
-        attention_features=attention_features(config),
+        # The search asks for the same few lengths again and again.
+        sequence_flops=functools.cache(functools.partial(config.sequence_flops, attention="causal")),
         expert_count=_experts(config),
         chip_hour_price=chip_hour_price,
     )

@@ -389,6 +389,10 @@ class ExpertsSpec:
         """Weights that multiply each token: the router's, and those of the experts it chooses."""
         return self.Embed.size * (self.Expert.size + 3 * self.routing.chosen * self.Mlp.size)
 
+    def sequence_flops(self, length: int, *, attention: Literal["causal", "full"]) -> int:  # noqa: ARG002
+        """None beyond the products with its weights."""
+        return 0
+
     @property
     def axes(self) -> tuple[Axis, ...]:
         """The axes of its weights."""

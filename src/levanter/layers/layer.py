@@ -6,11 +6,12 @@ are scanned.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from haliax import Axis
 
 from levanter.layers.norm import NormSpec
-from levanter.layers.protocols import AttentionGroup, FeedForward, Mixer, Part, Shapes, merged_axes
+from levanter.layers.protocols import FeedForward, Mixer, Part, Shapes, merged_axes
 from levanter.layers.residual import MIXER_NORMS, NormPlace, ResidualSpec
 
 
@@ -81,10 +82,9 @@ class LayerSpec:
         """Weights that multiply each token."""
         return sum(part.matmul_parameters for part in self.parts) + self.residual.matmul_parameters
 
-    @property
-    def attention_groups(self) -> tuple[AttentionGroup, ...]:
-        """The query features of its mixer."""
-        return self.mixer.attention_groups
+    def sequence_flops(self, length: int, *, attention: Literal["causal", "full"]) -> int:
+        """FLOPs of a forward pass over one sequence beyond the products with weights; see `Part`."""
+        return sum(part.sequence_flops(length, attention=attention) for part in self.parts)
 
     @property
     def state_axes(self) -> Mapping[str, tuple[str, ...]]:

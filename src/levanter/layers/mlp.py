@@ -4,6 +4,7 @@ An `MlpSpec` is the configuration of a block; its `init` returns the module.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import equinox as eqx
 import haliax as hax
@@ -97,6 +98,10 @@ class MlpSpec:
     def matmul_parameters(self) -> int:
         """Weights that multiply each token."""
         return (3 if self.gated else 2) * self.Embed.size * self.Mlp.size
+
+    def sequence_flops(self, length: int, *, attention: Literal["causal", "full"]) -> int:  # noqa: ARG002
+        """None beyond the products with its weights."""
+        return 0
 
     @property
     def axes(self) -> tuple[Axis, ...]:

@@ -10,8 +10,7 @@ An activation is described by its axes other than batch and position.
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -19,19 +18,6 @@ from haliax import Axis
 
 Shapes = Mapping[str, tuple[Axis, ...]]
 """Name of an activation → its axes other than batch and position."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionGroup:
-    """Layers whose queries have the same window.
-
-    Attributes:
-        features: number of query features of these layers: `layers · heads · head_size`.
-        window: how many keys a query sees, itself included; None for all before it.
-    """
-
-    features: int
-    window: int | None
 
 
 class Part(Protocol):
@@ -67,6 +53,19 @@ class Part(Protocol):
         """Weights that multiply each token."""
         ...
 
+    def sequence_flops(self, length: int, *, attention: Literal["causal", "full"]) -> int:
+        """FLOPs of a forward pass over one sequence, beyond the products with the weights in `matmul_parameters`.
+
+        Attention counts its products of queries with keys and of weights with values, a recurrence the updates and
+        reads of its state; a part that treats each position alone returns 0.
+
+        Args:
+            length: tokens in the sequence.
+            attention: `causal` counts the pairs of positions that the mask shows; `full` counts pairs in both
+                directions, as the usual convention of MFU does. A part without such pairs ignores it.
+        """
+        ...
+
     def init(self, *, key: jax.Array) -> eqx.Module:
         """The module, freshly initialized."""
         ...
@@ -93,11 +92,6 @@ class Mixer(Part, Protocol):
         ...
 
     @property
-    def attention_groups(self) -> tuple[AttentionGroup, ...]:
-        """The query features whose products with keys cost operations; empty if there are none."""
-        ...
-
-    @property
     def rope(self) -> str | None:
         """Name of the rotary table that it reads; None for none."""
         ...
@@ -108,6 +102,25 @@ class Mixer(Part, Protocol):
 
         An array with `key_position` grows with the text; one without it does not.
         """
+        ...
+
+
+@runtime_checkable
+class WindowedAttention(Protocol):
+    """What a mixer also has if its queries see the keys within a window: `AttentionSpec`.
+
+    It is the geometry of the mask, by which the cost of a sharded sequence is computed; FLOPs are those of
+    `sequence_flops`. A mixer without it takes no part in that cost.
+    """
+
+    @property
+    def window(self) -> int | None:
+        """How many keys a query sees, itself included; None for all before it."""
+        ...
+
+    @property
+    def query_features(self) -> int:
+        """Features of all query heads: `heads · head_size`."""
         ...
 
 

@@ -5,9 +5,10 @@ Models (`models.base`) hold the arrays, and a family (`models.family`) builds a 
 """
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 from levanter.config.validators import PositiveInt, Ranged
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from jax.typing import DTypeLike
 
     from levanter.layers.layer import LayerSpec
-    from levanter.layers.protocols import AttentionGroup
 
 A = TypeVar("A", bound="Architecture")
 
@@ -103,21 +103,25 @@ class Architecture(Ranged, ABC):
         # embedding table; the lookup of the table multiplies nothing.
         return sum(layer.matmul_parameters for layer in self.layers) + vocab_size * self.Embed.size
 
+    def sequence_flops(self, length: int, *, attention: Literal["causal", "full"]) -> int:
+        """FLOPs of a forward pass over one sequence beyond the products with weights; see `layers.protocols.Part`."""
+        # Layers that are alike cost the same, so each kind is computed once.
+        kinds = Counter(self.layers)
+        return sum(count * kind.sequence_flops(length, attention=attention) for kind, count in kinds.items())
+
     @property
-    def attention_groups(self) -> "tuple[AttentionGroup, ...]":
-        """Every layer's query features, by how far the layer sees."""
-        from levanter.layers.protocols import AttentionGroup
+    def windows(self) -> tuple[tuple[int | None, int], ...]:
+        """The windows of attention (None: all keys before a query), and the query features of the layers with each.
+
+        Empty if no layer has attention.
+        """
+        from levanter.layers.protocols import WindowedAttention
 
         features: dict[int | None, int] = {}
-        for group in (group for layer in self.layers for group in layer.attention_groups):
-            # Layers with the same window cost the same for each feature, so they are counted together.
-            features[group.window] = features.get(group.window, 0) + group.features
-        return tuple(AttentionGroup(features=n, window=window) for window, n in features.items())
-
-    @property
-    def attention_features(self) -> int:
-        """Features of all query heads of all layers: `layers · heads · head_size`."""
-        return sum(group.features for group in self.attention_groups)
+        for mixer in (layer.mixer for layer in self.layers):
+            if isinstance(mixer, WindowedAttention):
+                features[mixer.window] = features.get(mixer.window, 0) + mixer.query_features
+        return tuple(features.items())
 
     @property
     def logit_soft_cap(self) -> float | None:

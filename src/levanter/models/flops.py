@@ -3,7 +3,8 @@
 Counting as Kaplan et al. (arXiv:2001.08361) and PaLM (arXiv:2204.02311, appendix B) do: a weight that multiplies a
 token costs 2 operations forward and 4 backward; attention over `context` keys costs
 `4 · layers · heads · head_size · context` forward (scores, and the mix of values) and twice that backward. Norms,
-softmax and embedding lookups are left out.
+softmax and embedding lookups are left out. Each part of a layer says itself what a sequence costs beyond its weights
+(`sequence_flops` in `layers.protocols`), so a recurrence counts the updates of its state.
 Recomputation for gradient checkpointing is not counted: these are the model's operations, as in MFU.
 """
 
@@ -21,7 +22,8 @@ class FlopsPerToken:
 
     Attributes:
         weights: in products with weights, the output head included.
-        attention: in products of queries with keys and of weights with values.
+        attention: beyond the weights, on average over a sequence: in products of queries with keys and of weights with
+            values, and in what mixers of other kinds compute (`sequence_flops`).
     """
 
     weights: float
@@ -64,26 +66,6 @@ def flops_per_token(
     return FlopsPerToken(
         # One multiplication and one addition for each weight.
         weights=2.0 * config.matmul_parameters(vocab_size),
-        attention=sum(
-            # 2 operations each for q · k and for weight · v, over
-            # every query feature (heads × head_size) and visible key.
-            4.0 * group.features * mean_keys(context_length, window=group.window, attention=attention)
-            for group in config.attention_groups
-        ),
+        # Integers up to here, so the one rounding is that of the division.
+        attention=config.sequence_flops(context_length, attention=attention) / context_length,
     )
-
-
-def mean_keys(context_length: int, *, window: int | None, attention: Literal["causal", "full"]) -> float:
-    """The mean number of keys that a token attends to in a sequence of `context_length`.
-
-    Args:
-        context_length: tokens in a sequence.
-        window: keys that a query sees at most, itself included.
-        attention: `full` counts `context_length` keys (at most the window); `causal` those that the mask shows.
-    """
-    seen = context_length if window is None else min(window, context_length)
-    if attention == "full":
-        return float(seen)
-    # With s = `seen` and n tokens: the first s tokens see 1, 2, …, s keys, the other n − s see s each. The sum is s
-    # (s + 1) / 2 + (n − s) s = s (2n − s + 1) / 2.
-    return seen * (2 * context_length - seen + 1) / (2 * context_length)

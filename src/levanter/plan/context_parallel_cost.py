@@ -194,7 +194,7 @@ def context_parallel_cost(
         accelerator=pod,
         backward=backward,
         itemsize=itemsize,
-        attended=causal_share([(g.window, g.features) for g in model.attention_groups], positions),
+        attended=causal_share(model.windows, positions),
         rings=backend not in ("jax_native", "cudnn") and ring_splash.obstacle() is None,
     )
 

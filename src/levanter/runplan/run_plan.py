@@ -100,7 +100,7 @@ class Searchable:
         sizes: the model's logical axes, `vocab` and `position` included.
         tensor_axes: the axes that tensor parallelism shards in the layers; axes of one entry share the devices.
         layers: the number of layers.
-        windows: for each layer its attention window (None for full attention) and the size of its queries.
+        windows: the windows of attention (None: all keys before a query), and the query features with each.
         summed: the number of sublayers whose outputs tensor parallelism sums over devices.
         batch_axis: the logical name of the batch axis.
         global_batch: rows of a batch where the run fixes them; None where a layout may choose.

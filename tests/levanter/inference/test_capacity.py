@@ -88,7 +88,12 @@ def test_the_calls_of_a_prompt():
 
 
 def test_layers_with_a_window_keep_all_positions_and_read_few():
-    windowed = replace(SEVENTY, windows=((1024, 60), (None, 20)), attention_features=((1024, 60.0), (None, 20.0)))
+
+    def flops(length: int) -> int:
+        """4 FLOPs a pair: 60 query features with a window of 1,024 positions, and 20 without."""
+        return 4 * sum(60 * min(n, 1024) + 20 * n for n in range(1, length + 1))
+
+    windowed = replace(SEVENTY, windows=((1024, 60), (None, 20)), sequence_flops=flops)
     assert windowed.bytes_per_row(8192) == SEVENTY.bytes_per_row(8192)
     assert windowed.bytes_per_row(8192, seen=True) == 260 * (60 * 1024 + 20 * 8192)
     floor = replace(windowed, weight_flops=0.0, devices=1).decode_floor(1, 8192, bandwidth=1.0, peak=1.0)

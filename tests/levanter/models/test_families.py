@@ -14,7 +14,7 @@ from haliax_ext.abstract import abstract, leaves
 from levanter.compat.hf.config_bridge import read_config
 from levanter.models import Gemma2Config, Gemma3Config, MistralConfig, QwenConfig, SmolLM3Config
 from levanter.models.decoder.scan_layout import scan_runs
-from levanter.models.flops import flops_per_token, mean_keys
+from levanter.models.flops import flops_per_token
 from levanter.models.registry import BUILTIN, family_named
 
 DOCS = Path(__file__).parents[3] / "docs/porting-models.md"
@@ -111,14 +111,6 @@ def test_the_table_in_the_docs_says_so(name):
     cells = [name, f"`{kind}`", f"{sum(math.prod(leaf.shape) for leaf in held):,}", f"{flops[0].weights / 1e9:,.2f}"]
     row = "| " + " | ".join([*cells, *(f"{each.attention / 1e9:,.2f}" for each in flops)]) + " |"
     assert row in DOCS.read_text().splitlines()
-
-
-def test_keys_that_a_token_meets():
-    assert mean_keys(4, window=None, attention="causal") == 2.5
-    assert mean_keys(4, window=2, attention="causal") == (1 + 2 + 2 + 2) / 4
-    assert mean_keys(4, window=9, attention="causal") == 2.5
-    assert mean_keys(4, window=None, attention="full") == 4
-    assert mean_keys(4, window=3, attention="full") == 3
 
 
 ALTERNATING = {"gemma2": [(2, 13)], "gemma3": [(6, 4), (1, 2)], "olmo3": [(4, 8)], "smollm3": [(4, 9)]}

@@ -121,8 +121,7 @@ def test_what_is_counted_are_the_layers_that_there_are():
     )
     norms, table = (2 * 5 + 1) * 32, 61 * 32
     assert kind.matmul_parameters(61) == held - norms - table
-    (group,) = kind.attention_groups
-    assert (group.features, group.window) == (2 * 32, None)
+    assert kind.windows == ((None, 2 * 32),)
     assert {name: axis.size for name, axis in kind.axes.items() if name != "layers"} == {
         **{"embed": 32, "mlp": 48, "kv_head": 2, "q_heads_per_group": 2, "head_size": 8, "channel": 40, "tap": 3}
     }
@@ -156,7 +155,7 @@ def test_parts_of_one_name_and_several_sizes(tmp_path):
 def test_no_kernel_is_chosen_for_a_model_without_attention():
     kind = config(pattern="C")
     assert kind.for_platform("tpu", compute_dtype="float32") == (kind, ())
-    assert not kind.ropes and not kind.attention_groups
+    assert not kind.ropes and not kind.windows
 
 
 def test_a_pattern_and_a_list_of_the_same_layers_are_one_architecture(tmp_path):

@@ -251,7 +251,7 @@ class PretrainedModel:
             sizes={**sizes, "vocab": self.Vocab.size, "position": positions},
             tensor_axes=self.config.tensor_axes,
             layers=len(self.config.layers),
-            windows=tuple((group.window, group.features) for group in self.config.attention_groups),
+            windows=self.config.windows,
             summed=sum(bool(part.tensor_axes) for layer in self.config.layers for part in layer.parts),
             batch_axis=self.resolved.batch_axis,
             compute_bytes=self.precision.compute.itemsize,

@@ -29,7 +29,7 @@ from levanter.layers.context import ForwardContext
 from levanter.layers.linear import Linear
 from levanter.layers.norm import Norm, NormSpec
 from levanter.layers.param_roles import role
-from levanter.layers.protocols import AttentionGroup, Shapes
+from levanter.layers.protocols import Shapes
 from levanter.layers.remat_names import saved
 from levanter.layers.rotary import apply_rotary
 
@@ -84,6 +84,16 @@ class AttentionSpec:
         return 2 * self.Embed.size * kv * (self.QHeadsPerGroup.size + 1)
 
     @property
+    def query_features(self) -> int:
+        """Features of all query heads."""
+        return self.KVHead.size * self.QHeadsPerGroup.size * self.HeadSize.size
+
+    def sequence_flops(self, length: int, *, attention: Literal["causal", "full"]) -> int:
+        """FLOPs of the products of queries with keys and of weights with values."""
+        # 2 FLOPs each for q · k and for weight · v, for each query feature and each visible key.
+        return 4 * self.query_features * attended_pairs(length, window=self.window, attention=attention)
+
+    @property
     def attribute(self) -> str:
         """See `Mixer`."""
         return "self_attn"
@@ -116,12 +126,6 @@ class AttentionSpec:
         return {"query": query, "key": key, "value": key, "attention": query, "attention_output": (self.Embed,)}
 
     @property
-    def attention_groups(self) -> tuple[AttentionGroup, ...]:
-        """Its query features and their window."""
-        features = self.KVHead.size * self.QHeadsPerGroup.size * self.HeadSize.size
-        return (AttentionGroup(features=features, window=self.window),)
-
-    @property
     def state_axes(self) -> Mapping[str, tuple[str, ...]]:
         """Keys and values of all positions so far."""
         return dict.fromkeys(("key", "value"), ("key_position", self.KVHead.name, self.HeadSize.name))
@@ -129,6 +133,21 @@ class AttentionSpec:
     def init(self, *, key: jax.Array) -> "GroupedQueryAttention":
         """Freshly initialized attention."""
         return GroupedQueryAttention.init(self, key=key)
+
+
+def attended_pairs(length: int, *, window: int | None, attention: Literal["causal", "full"]) -> int:
+    """The pairs of a query and a key that attention over one sequence counts.
+
+    Args:
+        length: tokens in the sequence.
+        window: keys that a query sees at most, itself included; None for no bound.
+        attention: `full` counts `length` keys a query (at most the window); `causal` those that the mask shows.
+    """
+    reach = length if window is None else min(window, length)
+    if attention == "full":
+        return length * reach
+    # The first `reach` queries see 1, 2, …, reach keys, the other length − reach see `reach` each.
+    return reach * (reach + 1) // 2 + (length - reach) * reach
 
 
 class GroupedQueryAttention(eqx.Module):

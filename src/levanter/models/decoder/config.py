@@ -308,7 +308,7 @@ class DecoderConfig(LmConfig):
         self: C, platform: str, *, compute_dtype: DTypeLike, length: int | None = None, sequence_shards: int = 1
     ) -> "tuple[C, tuple[str, ...]]":
         # A model without attention (all recurrent layers) has no kernel to choose.
-        if not self.attention_groups:
+        if not self.windows:
             return self, ()
         # Kernels are chosen by the dtype that attention computes in.
         dtype = "float32" if self.upcast_attn else compute_dtype

@@ -311,7 +311,7 @@ def _searchable(run: TrainedRun, plan: StatePlan, Vocab: hax.Axis) -> Searchable
         sizes={**sizes, "vocab": Vocab.size, "position": run.config.positions},
         tensor_axes=run.model.tensor_axes,
         layers=len(run.model.layers),
-        windows=tuple((group.window, group.features) for group in run.model.attention_groups),
+        windows=run.model.windows,
         summed=sum(bool(part.tensor_axes) for layer in run.model.layers for part in layer.parts),
         batch_axis=run.resolved.batch_axis,
         # A row of pairs is two sequences, and the search counts sequences.
