@@ -5,7 +5,11 @@ the axes decide. A norm inside attention is a norm. A parameter that matches not
 bytes are missing from a sum.
 """
 
+from collections.abc import Iterable, Iterator
+
 from haliax_ext.abstract import Leaf
+from haliax_ext.errors import nearest
+from haliax_ext.mapping import path_matches
 from levanter.layers.low_rank import RANK
 
 EMBEDDING, ATTENTION, MLP, HEAD, NORM, OTHER = "embedding", "attention", "mlp", "head", "norm", "other weights"
@@ -56,3 +60,40 @@ def parameter_group(leaf: Leaf) -> str:
     if names & {"kv_head", "heads", "head_size"}:
         return ATTENTION
     return MLP if names & {"mlp", "experts"} else OTHER
+
+
+def selects(pattern: str, leaf: Leaf) -> bool:
+    """Whether a pattern of a config selects a parameter.
+
+    Args:
+        pattern: one of `PARAMETER_GROUPS`, or a path pattern as in mappings (`**.self_attn`, `lm_head`).
+        leaf: path and axes.
+    """
+    # Names of groups take precedence over paths: `norm` is the group, `**.norm` the modules of that name.
+    return parameter_group(leaf) == pattern if pattern in PARAMETER_GROUPS else path_matches(pattern, leaf.path)
+
+
+def hint(pattern: str, known: Iterable[Leaf], words: Iterable[str] = PARAMETER_GROUPS) -> str:
+    """A clause that names what a pattern without matches may have meant.
+
+    Args:
+        pattern: selects none of `known`.
+        known: the parameters.
+        words: names that a pattern may be besides a path.
+    """
+    known = tuple(known)
+    if pattern in PARAMETER_GROUPS:
+        groups = sorted({parameter_group(leaf) for leaf in known})
+        return f"the groups of this model are {', '.join(groups)}"
+    names = list(dict.fromkeys([*words, *(name for leaf in known for name in _patterns(leaf))]))
+    close = nearest(pattern, names)
+    if close:
+        return f"did you mean {' or '.join(close)}?"
+    return f"its paths are like {known[0].path}" if known else "there are no parameters"
+
+
+def _patterns(leaf: Leaf) -> Iterator[str]:
+    """Patterns that match a leaf: its path, and `**.name` for the modules on its path."""
+    yield leaf.path
+    for name in leaf.path.split(".")[:-1]:
+        yield f"**.{name}"

@@ -7,6 +7,7 @@ from levanter.optim.config import MuonConfig as MuonConfig
 from levanter.optim.config import OptimizerConfig as OptimizerConfig
 from levanter.optim.config import RmsPropConfig as RmsPropConfig
 from levanter.optim.config import SgdConfig as SgdConfig
+from levanter.optim.groups import GroupConfig as GroupConfig
 from levanter.optim.schedules import LrSchedule as LrSchedule
 from levanter.optim.schedules import Schedule as Schedule
 from levanter.optim.schedules import build_schedule as build_schedule

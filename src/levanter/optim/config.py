@@ -8,13 +8,14 @@ parameter mapping shards them like the parameters.
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import draccus
 import jax
 import optax
 
+from haliax_ext.mapping import Mappings
 from haliax_ext.pytree import PyTree
 from levanter.config.validators import (
     Count,
@@ -28,9 +29,10 @@ from levanter.config.validators import (
     Ranged,
 )
 from levanter.optim.adafactor import scale_by_adafactor, scale_by_parameter_rms
+from levanter.optim.groups import Group, GroupConfig, by_group, group_problems, keyed_groups
 from levanter.optim.hessian import Hutchinson
 from levanter.optim.muon import Coefficients, is_hidden_matrix, scale_by_muon
-from levanter.optim.parameters import Parameter, decay_mask, map_parameters
+from levanter.optim.parameters import Parameter, decay_mask
 from levanter.optim.schedules import Cycle, LrSchedule, Schedule, build_schedule, cycle_ends, divide, schedule_from_name
 from levanter.optim.skip_steps import SkipStepConfig, carry_recent
 from levanter.optim.transforms import clip_by_global_norm, scale_by_learning_rate
@@ -59,6 +61,7 @@ class OptimizerConfig(Ranged, draccus.ChoiceRegistry):
         default_weight_decay_mask: whether everything but biases, norms and embeddings decays; null: only where
             `weight_decay_modules` is not set.
         max_grad_norm: the gradient's global norm is clipped at this; null for no limit.
+        groups: settings of some parameters, by role or path pattern; null for the same settings for all.
     """
 
     learning_rate: LearningRate = 6e-4
@@ -75,6 +78,7 @@ class OptimizerConfig(Ranged, draccus.ChoiceRegistry):
     weight_decay_modules: list[str] | str | None = None
     default_weight_decay_mask: bool | None = None
     max_grad_norm: PositiveFloat | None = 1.0
+    groups: dict[str, GroupConfig] | None = None
 
     @classmethod
     def default_choice_name(cls) -> str | None:
@@ -98,6 +102,10 @@ class OptimizerConfig(Ranged, draccus.ChoiceRegistry):
                 build()
             except ValueError as error:
                 yield str(error).removeprefix("optimizer.")
+        if self.groups is not None:
+            yield from group_problems(self.groups, self.for_group, [field.name for field in fields(self)])
+            if self.curvature is not None:
+                yield "groups: not supported with an estimated curvature, whose mean is that of all parameters"
         yield from self._unsupported()
 
     def _unsupported(self) -> Iterable[str]:
@@ -105,6 +113,29 @@ class OptimizerConfig(Ranged, draccus.ChoiceRegistry):
 
     def _decay_mask(self) -> Callable[[PyTree], PyTree] | None:
         return decay_mask(self.weight_decay_modules, self.default_weight_decay_mask)
+
+    def for_group(self, settings: GroupConfig) -> "OptimizerConfig":
+        """This optimizer with the settings of a group; it does not clip, since `build` clips before the groups.
+
+        Raises:
+            ValueError: the settings do not fit together.
+
+        >>> adam = AdamConfig(learning_rate=0.5, beta1=0.8).for_group(GroupConfig(learning_rate_multiple=0.5))
+        >>> adam.learning_rate, adam.beta1
+        (0.25, 0.8)
+        """
+        return replace(self, groups=None, max_grad_norm=None, **self.group_fields(settings))
+
+    def group_fields(self, settings: GroupConfig) -> dict[str, Any]:
+        """The fields that the settings of a group replace."""
+        changes = dict(settings.written)
+        multiple = changes.pop("learning_rate_multiple", None)
+        if multiple is not None:
+            changes["learning_rate"] = self.learning_rate * multiple
+        # Whoever writes a decay for embeddings means it, though the default mask exempts them.
+        if "weight_decay" in changes:
+            changes |= {"weight_decay_modules": None, "default_weight_decay_mask": False}
+        return changes
 
     @abstractmethod
     def scaling(self) -> optax.GradientTransformation:
@@ -134,7 +165,12 @@ class OptimizerConfig(Ranged, draccus.ChoiceRegistry):
         >>> AdamConfig(warmup=10, decay=100).adjusted(100)
         ('decay 100 is shortened to 90 steps: the run has 100 steps, of which warmup takes 10',)
         """
-        return tuple(line for cycle in self._cycles(num_train_steps) for line in cycle.adjusted)
+        lines = [line for cycle in self._cycles(num_train_steps) for line in cycle.adjusted]
+        for key, settings in (self.groups or {}).items():
+            group = self.for_group(settings).adjusted(num_train_steps)
+            # A group that shares the optimizer's phases has nothing of its own to say.
+            lines += [f"groups[{key!r}]: {line}" for line in group if line not in lines]
+        return tuple(lines)
 
     def _cycles(self, num_train_steps: int) -> tuple[Cycle, ...]:
         # `haps` is upstream's older name of a list of ends; giving both is refused above.
@@ -147,12 +183,16 @@ class OptimizerConfig(Ranged, draccus.ChoiceRegistry):
             ends=cycle_ends(num_train_steps, cycle_length=self.cycle_length, cycles=cycles),
         )
 
-    def build(self, num_train_steps: int, *, platform: str | None = None) -> optax.GradientTransformation:
+    def build(
+        self, num_train_steps: int, *, platform: str | None = None, mappings: Mappings | None = None
+    ) -> optax.GradientTransformation:
         """The whole transformation, from gradients to updates of the parameters.
 
         Args:
             num_train_steps: of the run.
             platform: `cpu`, `gpu` or `tpu`; None if unknown. See `clipping`.
+            mappings: of the run; `mappings.params` places parameters and statistics. For optimizers that place their
+                work on the mesh; passed to a `stages` that has this parameter.
 
         >>> optimizer = SgdConfig(
         ...     learning_rate=0.5, warmup=0, lr_schedule="constant", weight_decay=0.0, max_grad_norm=None
@@ -163,19 +203,36 @@ class OptimizerConfig(Ranged, draccus.ChoiceRegistry):
         >>> updates.tolist()
         [-1.5, -2.0]
         """
-        schedule = self.schedule(num_train_steps)
-        # Subclasses outside this project may define `stages` and `build` without `platform`.
-        stages = self.stages(schedule, **_if_taken(self.stages, platform))
-        scaled = scale_by_learning_rate if platform == "cpu" else optax.scale_by_learning_rate
-        chain = [*stages, scaled(schedule)]  # pyright: ignore[reportArgumentType]
+        if self.groups is None:
+            chain = self._scheduled(num_train_steps, platform, mappings)
+        else:
+            chains = {
+                key: self.for_group(settings)._scheduled(num_train_steps, platform, mappings)
+                for key, settings in self.groups.items()
+            }
+            rest = self.for_group(GroupConfig())._scheduled(num_train_steps, platform, mappings)
+            # The norm is that of the gradients of all groups, so clipping comes before them.
+            chain = [self.clipping_before_groups(platform), *by_group(keyed_groups(chains, rest))]
         if self.outliers is not None:
             # Last in the chain: the train step finds it there, and the paths of the other states stay the same.
             chain.append(carry_recent(self.outliers.rolling_interval_length))
         return _with_optax_promotion(optax.chain(*chain))
 
-    def build_for(self, num_train_steps: int, platform: str) -> optax.GradientTransformation:
-        """`build` for a platform; a user's class whose `build` has no parameter `platform` is called without it."""
-        return self.build(num_train_steps, **_if_taken(self.build, platform))
+    def _scheduled(
+        self, num_train_steps: int, platform: str | None, mappings: Mappings | None
+    ) -> list[optax.GradientTransformation]:
+        """The stages and the learning rate."""
+        schedule = self.schedule(num_train_steps)
+        # Subclasses outside this project may define `stages` and `build` without `platform`.
+        stages = self.stages(schedule, **_accepted(self.stages, platform=platform, mappings=mappings))
+        scaled = scale_by_learning_rate if platform == "cpu" else optax.scale_by_learning_rate
+        return [*stages, scaled(schedule)]  # pyright: ignore[reportArgumentType]
+
+    def build_for(
+        self, num_train_steps: int, platform: str, mappings: Mappings | None = None
+    ) -> optax.GradientTransformation:
+        """`build` for a platform; a user's class whose `build` lacks a parameter is called without it."""
+        return self.build(num_train_steps, **_accepted(self.build, platform=platform, mappings=mappings))
 
     def stages(self, schedule: Schedule, *, platform: str | None = None) -> list[optax.GradientTransformation]:
         """The transformations before the learning rate: clipping, the optimizer proper, weight decay.
@@ -200,6 +257,10 @@ class OptimizerConfig(Ranged, draccus.ChoiceRegistry):
             return optax.identity()
         return (clip_by_global_norm if platform == "cpu" else optax.clip_by_global_norm)(self.max_grad_norm)
 
+    def clipping_before_groups(self, platform: str | None = None) -> optax.GradientTransformation:
+        """The clipping of the gradients of all groups together."""
+        return self.clipping(platform)
+
     def decaying(self, weight_decay: float) -> optax.GradientTransformation:
         """Weight decay of the parameters selected by the mask."""
         # optax multiplies this term by the learning rate afterwards, which decouples decay from the gradient (AdamW).
@@ -216,9 +277,10 @@ class OptimizerConfig(Ranged, draccus.ChoiceRegistry):
         return None
 
 
-def _if_taken(method: Callable[..., object], platform: str | None) -> dict[str, Any]:
-    """The platform as a keyword argument, if the method has that parameter."""
-    return {"platform": platform} if "platform" in inspect.signature(method).parameters else {}
+def _accepted(method: Callable[..., object], **arguments: object) -> dict[str, Any]:
+    """Those of the keyword arguments that the method has a parameter for."""
+    parameters = inspect.signature(method).parameters
+    return {name: value for name, value in arguments.items() if name in parameters}
 
 
 def _with_optax_promotion(inner: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -265,6 +327,8 @@ class AdamConfig(OptimizerConfig):
             yield f"update_rms_clipping: must be positive, or null for no limit, got {self.update_rms_clipping}"
         if self.update_rms_clipping is not None and self.clip_update_norm is not None:
             yield "update_rms_clipping and clip_update_norm: both limit the update; keep one"
+        if self.clip_update_norm is not None and self.groups is not None:
+            yield "clip_update_norm: not supported with groups; the norm is that of the updates of all parameters"
         if self.adamc_weight_decay and self.learning_rate == 0:
             yield (
                 "adamc_weight_decay: weight decay is scaled by the learning rate's fraction of its peak, so "
@@ -447,13 +511,36 @@ class MuonConfig(OptimizerConfig):
             # The learning rate that follows is that of the matrices; this factor turns its peak into `adam_lr`.
             optax.scale(self.adam_lr / self.learning_rate),
         ]
-        # Two stages, each masked to its own parameters: a gradient passes through the other one unchanged.
-        return [
-            optax.masked(optax.chain(self.scaling(), self.decaying(self.weight_decay)), _where(is_hidden_matrix)),
-            optax.masked(optax.chain(*adam), _where(lambda parameter: not is_hidden_matrix(parameter))),
-        ]
+        matrices = [self.scaling(), self.decaying(self.weight_decay)]
+        return by_group(
+            [
+                Group(name="matrices", includes=is_hidden_matrix, chain=matrices),
+                Group(name="others", includes=_is_other, chain=adam),
+            ]
+        )
+
+    def clipping_before_groups(self, platform: str | None = None) -> optax.GradientTransformation:
+        # Here too, matrices neither count for the norm nor are scaled.
+        clip, untouched = self.clipping(platform), optax.identity()
+        both = by_group(
+            [
+                Group(name="matrices", includes=is_hidden_matrix, chain=[untouched]),
+                Group(name="others", includes=_is_other, chain=[clip]),
+            ]
+        )
+        return optax.chain(*both)
+
+    def group_fields(self, settings: GroupConfig) -> dict[str, Any]:
+        changes = super().group_fields(settings)
+        # A group may have matrices and others; its learning rate and decay replace those of both.
+        if settings.learning_rate is not None:
+            changes["adam_lr"] = settings.learning_rate
+        if settings.learning_rate_multiple is not None:
+            changes["adam_lr"] = self.adam_lr * settings.learning_rate_multiple
+        if settings.weight_decay is not None:
+            changes["adam_weight_decay"] = settings.weight_decay
+        return changes
 
 
-def _where(chosen: Callable[[Parameter], bool]) -> Callable[[PyTree], PyTree]:
-    """A mask for `optax.masked`: a function from the model to a tree of booleans."""
-    return lambda model: map_parameters(lambda parameter, _: chosen(parameter), model)
+def _is_other(parameter: Parameter) -> bool:
+    return not is_hidden_matrix(parameter)

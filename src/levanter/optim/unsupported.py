@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import optax
 
+from haliax_ext.mapping import Mappings
 from levanter.config.schema import Annotation
 from levanter.config.validators import AnyFloat, AnyInt
 from levanter.optim.config import OptimizerConfig
@@ -114,8 +115,10 @@ class AbsentOptimizerConfig(OptimizerConfig):
     def scaling(self) -> optax.GradientTransformation:
         self._refuse()
 
-    def build(self, num_train_steps: int, *, platform: str | None = None) -> optax.GradientTransformation:
-        del num_train_steps, platform
+    def build(
+        self, num_train_steps: int, *, platform: str | None = None, mappings: Mappings | None = None
+    ) -> optax.GradientTransformation:
+        del num_train_steps, platform, mappings
         self._refuse()
 
 

@@ -10,18 +10,16 @@ of the model, with None in place of frozen leaves; the frozen tree is the comple
 Adapters (`models.adapters`) are a separate tree that is bound to a whole frozen model.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import jax
 
 from haliax_ext.abstract import Leaf, array_leaf, leaves
-from haliax_ext.errors import nearest
-from haliax_ext.mapping import path_matches
 from haliax_ext.pytree import KeyPath, PyTree, is_named, path_string
 from levanter.models.adapters.lora import Adapters
-from levanter.models.param_groups import PARAMETER_GROUPS, parameter_group
+from levanter.models.param_groups import hint, selects
 
 M = TypeVar("M")
 
@@ -51,9 +49,9 @@ class Partition:
         # A pattern that matches nothing is a typing error; it would silently freeze what it was meant to train.
         known = leaves(module)
         problems = [
-            f"{KEY}[{n}] {pattern!r} matches no parameter; {_hint(pattern, known)}"
+            f"{KEY}[{n}] {pattern!r} matches no parameter; {hint(pattern, known)}"
             for n, pattern in enumerate(patterns)
-            if not any(_matches(pattern, leaf) for leaf in known)
+            if not any(selects(pattern, leaf) for leaf in known)
         ]
         if not patterns:
             problems.append(f"{KEY} is empty, so nothing would be trained; leave it out to train all parameters")
@@ -63,7 +61,7 @@ class Partition:
 
     def trains(self, leaf: Leaf) -> bool:
         """Whether a leaf of a model is trained."""
-        return self.patterns is None or any(_matches(pattern, leaf) for pattern in self.patterns)
+        return self.patterns is None or any(selects(pattern, leaf) for pattern in self.patterns)
 
     def split(self, model: M) -> tuple[M, M | None]:
         """The trained and the frozen part of a model, each with the structure of the model; see `bind`."""
@@ -110,25 +108,3 @@ def all_parameters(trained: PyTree, frozen: PyTree) -> tuple[Leaf, ...]:
 
 def _is_leaf(x: object) -> bool:
     return x is None or is_named(x)
-
-
-def _matches(pattern: str, leaf: Leaf) -> bool:
-    # Names of groups take precedence over paths: `norm` is the group, `**.norm` the modules of that name.
-    return parameter_group(leaf) == pattern if pattern in PARAMETER_GROUPS else path_matches(pattern, leaf.path)
-
-
-def _hint(pattern: str, known: Iterable[Leaf]) -> str:
-    """A clause that names what a pattern without matches may have meant."""
-    if pattern in PARAMETER_GROUPS:
-        groups = sorted({parameter_group(leaf) for leaf in known})
-        return f"the groups of this model are {', '.join(groups)}"
-    names = list(dict.fromkeys([*PARAMETER_GROUPS, *(name for leaf in known for name in _names(leaf))]))
-    close = nearest(pattern, names)
-    return f"did you mean {' or '.join(close)}?" if close else f"its paths are like {next(iter(known)).path}"
-
-
-def _names(leaf: Leaf) -> Iterator[str]:
-    """Patterns that match a leaf: its path, and `**.name` for the modules on its path."""
-    yield leaf.path
-    for name in leaf.path.split(".")[:-1]:
-        yield f"**.{name}"

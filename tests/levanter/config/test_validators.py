@@ -168,6 +168,15 @@ ZERO = {
     "MuonConfig.beta1",
     "MuonConfig.beta2",
     "MuonConfig.adam_weight_decay",
+    "GroupConfig.learning_rate",
+    "GroupConfig.learning_rate_multiple",
+    "GroupConfig.weight_decay",
+    "GroupConfig.min_lr_ratio",
+    "GroupConfig.warmup",
+    "GroupConfig.decay",
+    "GroupConfig.beta1",
+    "GroupConfig.beta2",
+    "GroupConfig.momentum",
     "PowerLrSchedule.b",
 }
 

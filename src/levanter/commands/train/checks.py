@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from haliax_ext.abstract import Leaf
+from haliax_ext.pytree import PyTree
 from levanter.checkpoint import CheckpointRef, SavedLeaf, checkpoint_at, used_shapes
 from levanter.checkpoint.restore_specs import check_leaves, saved_leaf
 from levanter.commands.cli.outputs import output_checks
@@ -29,6 +30,7 @@ from levanter.data import (
 from levanter.data.documents import Formats
 from levanter.models.registry import LmConfig
 from levanter.optim import OptimizerConfig
+from levanter.optim.groups import describe_groups
 from levanter.runplan import BAD_INPUT, Check, RunRefused
 from levanter.trainer.frozen_identity import FrozenPart, check_partition, under_model
 from levanter.trainer.state import StatePlan
@@ -186,6 +188,19 @@ def refuse_all(checks: Sequence[Check], problems: Sequence[ValueError]) -> None:
     if len(problems) == 1 and not before:
         raise problems[0]
     raise RunRefused([*before, *problems], exit_code=BAD_INPUT)
+
+
+def group_checks(optimizer: OptimizerConfig, parameters: PyTree) -> list[Check]:
+    """A line for each group of `optimizer.groups`; none without groups.
+
+    Args:
+        optimizer: the run's.
+        parameters: the trained ones, abstract.
+    """
+    if optimizer.groups is None:
+        return []
+    lines = describe_groups(optimizer.groups, parameters)
+    return [Check(name="parameter group", status="ok", message=line) for line in lines]
 
 
 def refuse_kernels(optimizer: OptimizerConfig, model: LmConfig) -> None:

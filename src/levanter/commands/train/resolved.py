@@ -91,7 +91,10 @@ def resolve_training_config(config: TrainLmConfig, target: Target, written: Expl
     resolved = attempted(problems, lambda: _resolved(config, architecture, vocab, target))
     # Without a mesh the batch cannot be divided, and the mesh's problem is recorded already.
     batches = attempted(problems, lambda: () if resolved is None else _batches(config, resolved))
-    transformation = attempted(problems, lambda: config.optimizer.build_for(trainer.num_train_steps, target.platform))
+    mappings = None if resolved is None else resolved.mappings
+    transformation = attempted(
+        problems, lambda: config.optimizer.build_for(trainer.num_train_steps, target.platform, mappings)
+    )
     attempted(problems, lambda: check_averaging(trainer.model_averaging, precision))
     refuse_all(checks, problems)
     assert resolved is not None and batches is not None and transformation is not None

@@ -24,7 +24,7 @@ from levanter.commands.cli.runner import run_config
 from levanter.commands.model.sharding import plan_weight_loading, vocabulary_axis
 from levanter.commands.model.workloads import training_workloads
 from levanter.commands.train.adapters import frozen_base, open_initial_adapters, plan_peft_export, resolve_adapters
-from levanter.commands.train.checks import run_dir_checks
+from levanter.commands.train.checks import group_checks, run_dir_checks
 from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.dpo.setup import find_preferences
 from levanter.commands.train.frozen import frozen_part, head_notes, partition_notes, spared_flops
@@ -104,7 +104,7 @@ def describe(
     checks += () if run.pairs is None else run.pairs.checks
     state_plan = run.state_plan
     part = frozen_part(trainer, state_plan, begun_from=config.pretrained or config.begun_from_checkpoint)
-    checks += [*partition_notes(state_plan), *head_notes(state_plan)]
+    checks += [*partition_notes(state_plan), *head_notes(state_plan), *group_checks(config.optimizer, run.state.model)]
     # The largest microbatch needs the most memory for the head and the activations.
     largest = max((stage.plan for stage in batches), key=lambda plan: plan.microbatch)
     checks.append(Check(name="output head", status="note", message=str(run.head(largest.microbatch))))
