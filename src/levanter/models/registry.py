@@ -181,10 +181,12 @@ def family_of_config_json(model_type: str) -> "tuple[Family[Any], ConfigJson[Any
     Of our families, it imports only this one.
     """
     name = _MODEL_TYPES.get(model_type, model_type)
-    family = _builtin(name) if name in BUILTIN else None
-    for kind in () if family is None else family.config_json:
-        if kind.model_type == model_type:
-            return family, kind
+    if name in BUILTIN:
+        family = _builtin(name)
+        for kind in family.config_json:
+            # A family may have several kinds of config.json; a name of ours need not be a `model_type`.
+            if kind.model_type == model_type:
+                return family, kind
     return families_of_config_json(model_type).get(model_type)
 
 
