@@ -19,9 +19,10 @@ from haliax_ext.program import Program
 from levanter.layers.outputs import Sums
 from levanter.models.precision import Precision
 from levanter.optim import AdamConfig
-from levanter.trainer.objective import LOSS, Objective, Term, Weight
-from levanter.trainer.state import StatePlan, abstract_state, plan_state
+from levanter.trainer.objective import LOSS, Objective, Statistic, Term, Weight
+from levanter.trainer.state import StatePlan, abstract_state, plan_state, without_ruled
 from levanter.trainer.step import StepRecipe, step_program
+from levanter.trainer.update_rules import UpdateRule
 
 ROWS, STEPS = 16, 4
 Embed, Expert = hax.Axis("embed", 8), hax.Axis("expert", 4)
@@ -35,17 +36,20 @@ class Router(eqx.Module):
     Attributes:
         router: `[expert, embed]`.
         experts: `[expert, embed]`.
+        balance_bias: `[expert]`, added to the logits for the choice alone.
     """
 
     router: hax.NamedArray
     experts: hax.NamedArray
+    balance_bias: hax.NamedArray
 
     @staticmethod
     def init(key: jax.Array) -> "Router":
         """Random weights."""
         for_router, for_experts = jax.random.split(key)
         axes = (Expert, Embed)
-        return Router(router=hax.random.normal(for_router, axes), experts=hax.random.normal(for_experts, axes))
+        weights = {"router": hax.random.normal(for_router, axes), "experts": hax.random.normal(for_experts, axes)}
+        return Router(**weights, balance_bias=hax.zeros(Expert))
 
 
 class Rows(eqx.Module):
@@ -68,13 +72,28 @@ class RouterObjective(Objective[Router, Rows]):
 
     Attributes:
         penalty: weight of the squared logits.
+        rate: change of the balance bias in a step; None for a bias that the optimizer sees like any other parameter.
     """
 
     penalty: Weight = 0.0
+    rate: float | None = None
 
     @property
     def terms(self):
         return (Term(name=LOSS), Term(name="penalty", weight=self.penalty))
+
+    @property
+    def statistics(self):
+        return () if self.rate is None else (Statistic(name="load", axes=(Expert,)),)
+
+    @property
+    def rules(self):
+        return () if self.rate is None else (UpdateRule(pattern="balance_bias", update=self._balanced),)
+
+    def _balanced(self, bias, sums):
+        # Wang et al., arXiv:2408.15664: experts with less than the mean load become more likely.
+        assert self.rate is not None
+        return bias + self.rate * jnp.sign(jnp.mean(sums["load"]) - sums["load"])
 
     def abstract_batch(self, Batch, Pos):
         def of(*axes):
@@ -90,10 +109,11 @@ class RouterObjective(Objective[Router, Rows]):
 
     def sums(self, model, batch, at):
         logits = hax.dot(batch.inputs, model.router, axis=Embed)
-        chosen = hax.nn.one_hot(hax.argmax(logits, Expert), Expert, dtype=jnp.float32)
+        chosen = hax.nn.one_hot(hax.argmax(logits + model.balance_bias, Expert), Expert, dtype=jnp.float32)
         outputs = hax.dot(batch.inputs, model.experts, axis=Embed) * hax.nn.softmax(logits, Expert)
         error = hax.sum(outputs * chosen, Expert) - batch.targets
-        return Sums({LOSS: hax.sum(error**2).scalar(), "penalty": hax.sum(logits**2).scalar()})
+        load = {} if self.rate is None else {"load": hax.sum(chosen, batch.targets.axes).array}
+        return Sums({LOSS: hax.sum(error**2).scalar(), "penalty": hax.sum(logits**2).scalar(), **load})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,9 +137,9 @@ class RouterRun:
 
     def programs(self) -> tuple[StatePlan, Program]:
         """The placement of the state, and the step."""
-        optimizer = ADAM.build(STEPS)
-        state = abstract_state(lambda: Router.init(jax.random.key(0)), optimizer, PRECISION)
-        plan = plan_state(state, self.mappings, MeshSpec.of(data=self.devices))
+        optimizer = without_ruled(ADAM.build(STEPS), self.objective.rules)
+        state = abstract_state(lambda: Router.init(jax.random.key(0)), optimizer, PRECISION)  # pyright: ignore
+        plan = plan_state(state, self.mappings, MeshSpec.of(data=self.devices), rules=self.objective.rules)
         recipe = StepRecipe(
             objective=self.objective,
             optimizer=optimizer,
@@ -128,7 +148,7 @@ class RouterRun:
             accumulation=self.accumulation,
             parameters=plan.parameters,
         )
-        batch = self.objective.abstract_batch(hax.Axis("batch", ROWS), None)
+        batch = self.objective.abstract_batch(hax.Axis("batch", ROWS), hax.Axis("position", 1))
         return plan, step_program(recipe, state=state, plan=plan, batch=batch, mappings=self.mappings)
 
     def start(self) -> dict[str, np.ndarray]:
@@ -159,4 +179,8 @@ def rows(step: int) -> dict[str, np.ndarray]:
     """The batch of a step, by path; the normalizer is not the number of rows."""
     rng = np.random.default_rng(step)
     inputs, targets = rng.normal(size=(ROWS, Embed.size)) + 0.5, rng.normal(size=ROWS)
-    return {"inputs": np.float32(inputs), "targets": np.float32(targets), "total": np.float32(10 + step)}
+    return {
+        "inputs": inputs.astype(np.float32),
+        "targets": np.asarray(targets, np.float32),
+        "total": np.array(10 + step, np.float32),
+    }

@@ -171,7 +171,7 @@ class LmObjective(Objective[LmHeadModel, LmBatch]):
 
         Only if no subclass overrides the minimized function, and the weight of the z-loss is a constant.
         """
-        overridable = ("terms", "sums", "minimized", "logprobs")
+        overridable = ("terms", "statistics", "sums", "minimized", "logprobs")
         plain = all(getattr(type(self), name) is getattr(LmObjective, name) for name in overridable)
         return plain and not callable(self.z_loss_weight)
 

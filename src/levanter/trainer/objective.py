@@ -9,7 +9,8 @@ each contributes its sums divided by the same N, and the step is that of the glo
 `train/<name>` is `weight · S / N`.
 
 N may be summed on the device, or be a number in the batch that the host computed. The weight of a term may follow a
-schedule of steps: everything that changes from step to step is in the value `at` (`AtStep`).
+schedule of steps: everything that changes from step to step is in the value `at` (`AtStep`). Sums that are no terms,
+its *statistics*, are for parameters that are updated by rule (`trainer.update_rules`).
 
 A *batch* is any pytree of named arrays. Those with the axis of rows are split: microbatches take every n-th row. Every
 microbatch gets all of the others, such as a normalizer from the host. The language modeling objective is in
@@ -22,10 +23,12 @@ from typing import Generic, TypeAlias, TypeVar
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from haliax import Axis
 
 from levanter.layers.outputs import Sums
 from levanter.optim.schedules import Schedule
+from levanter.trainer.update_rules import UpdateRule
 
 M = TypeVar("M")
 B = TypeVar("B")
@@ -69,6 +72,19 @@ class Term:
         return value if self.weight is None or self.weight == 1.0 else weight_at(self.weight, at) * value
 
 
+@dataclass(frozen=True, kw_only=True)
+class Statistic:
+    """A sum over the batch that rules read: an array, not weighted, not divided by the normalizer, not logged.
+
+    Attributes:
+        name: of the sum.
+        axes: its axes, none of which is that of the rows.
+    """
+
+    name: str
+    axes: tuple[Axis, ...] = ()
+
+
 class Objective(ABC, Generic[M, B]):
     """The function that is minimized, for models of type `M` and batches of type `B`."""
 
@@ -76,6 +92,16 @@ class Objective(ABC, Generic[M, B]):
     @abstractmethod
     def terms(self) -> tuple[Term, ...]:
         """The terms, in the order of their summation; the first is named `LOSS`."""
+
+    @property
+    def statistics(self) -> tuple[Statistic, ...]:
+        """The sums that only rules read."""
+        return ()
+
+    @property
+    def rules(self) -> tuple[UpdateRule, ...]:
+        """The updates of parameters that no gradient moves."""
+        return ()
 
     @abstractmethod
     def abstract_batch(self, Batch: Axis, Pos: Axis) -> B:
@@ -99,7 +125,7 @@ class Objective(ABC, Generic[M, B]):
 
     @abstractmethod
     def sums(self, model: M, batch: B, at: AtStep) -> Sums:
-        """The sum of every term over the rows of a batch or of a part of one.
+        """The sum of every term, then of every statistic, over the rows of a batch or of a part of one.
 
         Args:
             model: its weights in the compute dtype.
@@ -108,7 +134,7 @@ class Objective(ABC, Generic[M, B]):
         """
 
     def total(self, model: M, batch: B, at: AtStep, scale: jax.Array) -> tuple[jax.Array, Sums]:
-        """`scale` × the minimized function, which a step differentiates, and `scale` × all sums, for the metrics.
+        """`scale` × the minimized function, which a step differentiates, and the sums: `scale` × terms, and statistics.
 
         Both follow from `sums`. An objective with a cheaper way to compute the same gradient overrides this method.
 
@@ -116,8 +142,18 @@ class Objective(ABC, Generic[M, B]):
             model, batch, at: see `sums`.
             scale: a float32 scalar.
         """
-        sums = self.sums(model, batch, at) * scale
+        sums = self._scaled(self.sums(model, batch, at), scale)
         return self.minimized(sums, at), sums
+
+    def zeros(self) -> Sums:
+        """The sums of no rows."""
+        arrays = {one.name: jnp.zeros([axis.size for axis in one.axes], jnp.float32) for one in self.statistics}
+        return Sums({**Sums.zeros(term.name for term in self.terms), **arrays})
+
+    def _scaled(self, sums: Sums, scale: jax.Array) -> Sums:
+        # Counts are whole numbers: unscaled, their sum over microbatches is exact, and rules see the same bits.
+        exact = {one.name for one in self.statistics}
+        return Sums({name: value if name in exact else value * scale for name, value in sums.items()})
 
     def minimized(self, sums: Sums, at: AtStep) -> jax.Array:
         """The differentiated function: the weighted sum of the terms that have a weight."""

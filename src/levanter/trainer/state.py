@@ -9,7 +9,7 @@ paths in the model, and initialized or loaded once.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from haliax_ext.meshspec import MeshSpec
 from haliax_ext.placement import Finding, LeafPlan
 from haliax_ext.planner import ShardingPlan, plan_sharding
 from haliax_ext.program import Input, Program
+from haliax_ext.pytree import PyTree
 from levanter.models.adapters.lora import Adapters, bound_plan
 from levanter.models.base import LmHeadModel
 from levanter.models.param_groups import ADAPTERS, FROZEN_GROUPS, PARAMETER_GROUPS, frozen_group, parameter_group
@@ -32,9 +33,18 @@ from levanter.trainer.averaging import begin
 from levanter.trainer.config_blocks import ModelAveragingConfig
 from levanter.trainer.reinit_rows import Renewal, unchanged
 from levanter.trainer.train_state import AVERAGE, FROZEN, GRADIENT_BYTES, MODEL, OPTIMIZER, TrainState
-from levanter.trainer.trainable import EVERYTHING, Partition, all_parameters
+from levanter.trainer.trainable import EVERYTHING, Partition, all_parameters, select
+from levanter.trainer.update_rules import UpdateRule, split_by_rules
 
 _KEY = jax.ShapeDtypeStruct((2,), np.dtype(np.uint32))
+
+
+def without_ruled(optimizer: optax.GradientTransformation, rules: Sequence[UpdateRule]) -> optax.GradientTransformation:
+    """The optimizer with statistics of those parameters only that gradients move."""
+    if not rules:
+        return optimizer
+    # Only `init` sees the whole trained tree: the step passes trees without these parameters to `update`.
+    return optimizer._replace(init=lambda params: optimizer.init(split_by_rules(rules, params)[0]))
 
 
 def start(
@@ -79,18 +89,24 @@ class StatePlan:
         parameters: the parameters, trained and frozen, by their paths in the model; those of adapters by their own.
         whole: the `TrainState`, by paths in it; its findings are those of `parameters`.
         frozen: the paths in the model that are not trained.
+        ruled: the paths in the model that rules update: without gradients.
         adapters: the trained adapters, abstract; None if parameters of the model are trained.
     """
 
     parameters: ShardingPlan
     whole: ShardingPlan
     frozen: frozenset[str] = frozenset()
+    ruled: frozenset[str] = frozenset()
     adapters: Adapters | None = None
 
     @property
     def model(self) -> ShardingPlan:
         """The placement of the parameters of the model that computes, by their paths in it."""
         return self.parameters if self.adapters is None else bound_plan(self.adapters, self.parameters)
+
+    def moved_by_gradients(self, trained: PyTree) -> PyTree:
+        """The part of the trained tree that has gradients and statistics."""
+        return select(trained, lambda leaf: leaf.path not in self.ruled) if self.ruled else trained
 
     @property
     def loaded(self) -> ShardingPlan:
@@ -118,7 +134,8 @@ class StatePlan:
                 groups[frozen_group(plan.leaf)] += plan.bytes_per_device
                 continue
             groups[parameter_group(plan.leaf)] += plan.bytes_per_device
-            groups["gradients"] += math.prod(plan.shard_shape) * GRADIENT_BYTES
+            if plan.leaf.path not in self.ruled:
+                groups["gradients"] += math.prod(plan.shard_shape) * GRADIENT_BYTES
         for plan in self.whole.leaves:
             for group in (OPTIMIZER, AVERAGE):
                 if plan.leaf.path.startswith(f"{group}."):
@@ -133,6 +150,7 @@ def plan_state(
     *,
     frozen: LmHeadModel | None = None,
     hbm_bytes: int | None = None,
+    rules: Sequence[UpdateRule] = (),
 ) -> StatePlan:
     """Plans parameters, including frozen ones, and optimizer state under the parameter mapping.
 
@@ -163,6 +181,7 @@ def plan_state(
     return StatePlan(
         parameters=parameters,
         frozen=frozenset(leaf.path for leaf in leaves(frozen)),
+        ruled=frozenset(leaf.path for leaf in leaves(split_by_rules(rules, state.model)[1])),
         adapters=state.model if isinstance(state.model, Adapters) else None,
         whole=ShardingPlan(
             mesh=mesh,

@@ -39,6 +39,7 @@ from levanter.trainer.objective import LOSS, AtStep, Objective
 from levanter.trainer.state import StatePlan, at_output
 from levanter.trainer.train_state import FROZEN, REFERENCE, TrainState
 from levanter.trainer.trainable import bind
+from levanter.trainer.update_rules import split_by_rules, updated_by_rules
 from levanter.trainer.watch import Watch, Watched
 
 B = TypeVar("B")
@@ -80,7 +81,7 @@ class StepRecipe(Generic[B]):
     Attributes:
         objective: the function that is minimized.
         bind: (trained, frozen) → the model of the objective; see `trainer.trainable`.
-        optimizer: from gradients to updates.
+        optimizer: from gradients to updates; see `trainer.state.without_ruled` for objectives with rules.
         schedule: the learning rate, for the metrics.
         precision: the dtypes of computation.
         accumulation: microbatches per step.
@@ -139,23 +140,29 @@ def train_step(recipe: StepRecipe[B], state: TrainState, frozen: PyTree, batch: 
     """
     # The normalizer is that of the global batch, known before the first microbatch: each microbatch's sums are divided
     # by it, so the gradients add up to the gradient of the mean over all tokens, not to a mean of means.
+    # A skipped step also drops the curvature estimate, so `_kept` compares with the state before it.
+    before = state
+    moved, ruled = split_by_rules(recipe.objective.rules, state.model)
+    if ruled is not None:
+        # From here on the trained tree is what gradients move; the model still gets the other parameters.
+        bound = recipe.bind
+        recipe = replace(recipe, bind=lambda trained, *rest, **drawn: bound(bind(trained, ruled), *rest, **drawn))
+        state = replace(state, model=moved)
     weight = recipe.objective.normalizer(batch)
     scale = 1 / jnp.maximum(weight, TINY)
     # `_updated` splits the same key and keeps the first half for the next step; the second half is this step's.
     key = jax.random.split(state.key)[1] if recipe.draws else None
     sums, grads = sums_and_gradients(recipe, state.model, frozen, batch, AtStep(step=state.step), scale, key)
-    # A skipped step also drops the curvature estimate, so `_kept` compares with the state before it.
-    before = state
     if recipe.curvature is not None:
         with jax.named_scope("curvature"):
             state = _with_curvature(recipe, recipe.curvature, state, frozen, batch, scale)
     with jax.named_scope("optimizer"):
-        new, metrics = _updated(recipe, state, sums, grads, weight)
+        new, metrics = _updated(recipe, state, ruled, sums, grads, weight)
         return _kept(recipe, before, new, metrics) if recipe.skips else (new, metrics)
 
 
 def _updated(
-    recipe: StepRecipe[B], state: TrainState, sums: Sums, grads: LmHeadModel, weight: jax.Array
+    recipe: StepRecipe[B], state: TrainState, ruled: PyTree, sums: Sums, grads: LmHeadModel, weight: jax.Array
 ) -> tuple[TrainState, StepMetrics]:
     updates, optimizer = recipe.optimizer.update(grads, state.optimizer, state.model)  # pyright: ignore
     key, _ = jax.random.split(state.key)
@@ -176,6 +183,9 @@ def _updated(
         updates = jax.tree.map(_after(metrics.parameter_norm, metrics.update_norm), updates)
     # Updates are float32; rounding them to the parameters' dtype keeps the donated buffers usable for the result.
     model = jax.tree.map(lambda p, u: p + u.astype(p.dtype), state.model, updates)
+    if ruled is not None:
+        with jax.named_scope("rules"):
+            model = bind(model, updated_by_rules(recipe.objective.rules, ruled, sums))
     average = state.average
     if average is not None:
         assert recipe.averaging is not None, "the state carries an average that the recipe does not know"
@@ -265,7 +275,7 @@ def sums_and_gradients(
         return carry[0] + sums, _pinned(total, recipe.parameters)
 
     nothing = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained)
-    start = (Sums.zeros(term.name for term in objective.terms), _pinned(nothing, recipe.parameters))
+    start = (objective.zeros(), _pinned(nothing, recipe.parameters))
     return hax.fold(add, Micro)(start, microbatches, *(() if key is None else (hax.arange(Micro),)))
 
 

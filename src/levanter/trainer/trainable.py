@@ -5,12 +5,14 @@ every step and an output of none. Inside the differentiated function, a *binding
 
     bind(trained, frozen) → model
 
-So frozen leaves have no gradients, no statistics, and no place in checkpoints. Here the trained tree has the structure
+Rules update some of the trained leaves in place of gradients (`trainer.update_rules`).
+
+Frozen leaves have no gradients, no statistics, and no place in checkpoints. Here the trained tree has the structure
 of the model, with None in place of frozen leaves; the frozen tree is the complement, and None if everything is trained.
 Adapters (`models.adapters`) are a separate tree that is bound to a whole frozen model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -68,17 +70,20 @@ class Partition:
         # None for the frozen part, not a tree of None: Programs then have no input of that name with leaves.
         if all(self.trains(leaf) for leaf in leaves(model)):
             return model, None
-        return self._part(model, trained=True), self._part(model, trained=False)
-
-    def _part(self, model: M, *, trained: bool) -> M:
-        def visit(keys: KeyPath, x: PyTree) -> PyTree:
-            return x if self.trains(array_leaf(path_string(keys), x)) == trained else None
-
-        return jax.tree_util.tree_map_with_path(visit, model, is_leaf=is_named)
+        return select(model, self.trains), select(model, lambda leaf: not self.trains(leaf))
 
 
 EVERYTHING = Partition()
 """The partition in which all parameters are trained."""
+
+
+def select(model: M, chosen: Callable[[Leaf], bool]) -> M:
+    """The chosen leaves of a model, in its structure, with None in place of the others."""
+
+    def visit(keys: KeyPath, x: PyTree) -> PyTree:
+        return x if chosen(array_leaf(path_string(keys), x)) else None
+
+    return jax.tree_util.tree_map_with_path(visit, model, is_leaf=is_named)
 
 
 def bind(trained: M, frozen: M | None, *, key: jax.Array | None = None) -> M:

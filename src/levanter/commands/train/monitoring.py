@@ -27,6 +27,7 @@ from levanter.runplan import Recorder, Session
 from levanter.trainer.metrics import Peak, StepSize, Track, peak_flops
 from levanter.trainer.nan_guard import Guard
 from levanter.trainer.profile import Profile
+from levanter.trainer.state import StatePlan
 from levanter.trainer.watch import Watch
 from levanter.trainer.watchdog import Watchdog
 
@@ -144,7 +145,7 @@ def build_instruments(
             peak=device_peak(plan, mesh),
             # Only the devices of this process: others report no memory statistics here.
             devices=[device for device in mesh.devices.flat if device.process_index == jax.process_index()],
-            names={} if watch is None else watched_names(watch, work.state),
+            names={} if watch is None else watched_names(watch, work.state, work.state_plan),
             # A count of 0 makes the metric appear from the first step on; None leaves it out where no step can be
             # skipped.
             skipped=0 if trainer.skip_nonfinite_steps or work.config.optimizer.outliers is not None else None,
@@ -158,9 +159,10 @@ def build_instruments(
     )
 
 
-def watched_names(watch: Watch, state: Any) -> dict[str, tuple[str, ...]]:
+def watched_names(watch: Watch, state: Any, plan: StatePlan) -> dict[str, tuple[str, ...]]:
     """The names of the watched statistics, from the abstract state."""
-    return watch.names(grads=state.model, params=state.model, updates=state.model, opt_state=state.optimizer)
+    moved = plan.moved_by_gradients(state.model)
+    return watch.names(grads=moved, params=moved, updates=moved, opt_state=state.optimizer)
 
 
 def device_peak(plan: TrainPlan, mesh: Mesh) -> Peak:

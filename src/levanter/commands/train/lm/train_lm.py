@@ -63,7 +63,7 @@ from levanter.runplan import (
 )
 from levanter.trainer.batch_plan import BatchPlan
 from levanter.trainer.loss import LmObjective
-from levanter.trainer.state import StatePlan, abstract_frozen, abstract_state, plan_state
+from levanter.trainer.state import StatePlan, abstract_frozen, abstract_state, plan_state, without_ruled
 from levanter.trainer.train_state import AVERAGE, OPTIMIZER
 from levanter.trainer.trainable import Partition
 
@@ -182,6 +182,7 @@ def _trained(
     def example() -> LmHeadModel:
         return build(jax.random.PRNGKey(0))
 
+    training = replace(training, transformation=without_ruled(training.transformation, objective.rules))
     trainer, resolved = training.config.trainer, training.resolved
     partition = Partition.of(trainer.trainable, abstract(example))
     # None unless `adapter:` is set; then all of the model's own parameters are frozen.
@@ -221,7 +222,9 @@ def _trained(
         partition=partition,
         frozen=frozen,
         adapted=adapted,
-        state_plan=plan_state(state, mappings, resolved.spec, frozen=frozen, hbm_bytes=hbm_bytes),
+        state_plan=plan_state(
+            state, mappings, resolved.spec, frozen=frozen, hbm_bytes=hbm_bytes, rules=objective.rules
+        ),
         compiler=training.compiler,
         platform=target.platform,
         kind=objective,
