@@ -19,6 +19,7 @@ from levanter.data import next_tokens
 from levanter.models.adapters import target_groups
 from levanter.models.precision import Precision
 from levanter.trainer.loss import LmBatch, LmObjective
+from levanter.trainer.objective import AtStep
 from levanter.trainer.step import StepRecipe, sums_and_gradients
 
 torch = pytest.importorskip("torch")
@@ -126,7 +127,9 @@ def gradients(adapters, model):
         targets=hax.named(jnp.asarray(next_tokens(TOKENS)), ("batch", "position")),
     )
     scale = jnp.float32(1 / (TOKENS.shape[0] * (TOKENS.shape[1] - 1)))
-    sums, grads = eqx.filter_jit(lambda a, m, b: sums_and_gradients(recipe, a, m, b, scale))(adapters, model, batch)
+    at = AtStep(step=jnp.int32(0))
+    step = eqx.filter_jit(lambda a, m, b: sums_and_gradients(recipe, a, m, b, at, scale))
+    sums, grads = step(adapters, model, batch)
     return float(sums["loss"]), grads
 
 

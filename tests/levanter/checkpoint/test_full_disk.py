@@ -31,7 +31,7 @@ def test_the_disk_is_full_for_two_saves(devices, tmp_path, limit):
     assert json.loads(done.stdout) == [
         f"{tmp_path}/step-{step}: the checkpoint of step {step} was not written: File too large; "
         f"the last complete one is of step 2 ({tmp_path}/step-2); it takes 1.00 MiB\n"
-        "  → raise the limit on the size of files (ulimit -f), or name a place that takes more"
+        "  → raise the limit on the size of files (ulimit -f), or choose a path that allows more"
         for step in (3, 4)
     ]
     # 1 was temporary and stayed until 5 was there; nothing is left of 3 and 4.
