@@ -149,8 +149,8 @@ class OptimizerConfig(Ranged, draccus.ChoiceRegistry):
 
         >>> optimizer = AdamConfig(learning_rate=0.5, warmup=4, lr_schedule="constant")
         >>> schedule = optimizer.schedule(100)
-        >>> [float(schedule(jax.numpy.int32(step))) for step in (0, 2, 50)]
-        [0.0, 0.25, 0.5]
+        >>> tuple(float(schedule(jax.numpy.int32(step))) for step in (0, 2, 50))
+        (0.0, 0.25, 0.5)
         """
         return build_schedule(
             peak=self.learning_rate,

@@ -350,8 +350,8 @@ def build_schedule(*, peak: float, min_ratio: float, shape: LrSchedule, cycles: 
 
     >>> cycles = divide(total=110, warmup=10, decay=None)
     >>> schedule = build_schedule(peak=0.5, min_ratio=0.0, shape=LinearLrSchedule(), cycles=cycles)
-    >>> [float(schedule(jnp.int32(step))) for step in (0, 5, 10, 60, 110)]
-    [0.0, 0.25, 0.5, 0.25, 0.0]
+    >>> tuple(float(schedule(jnp.int32(step))) for step in (0, 5, 10, 60, 110))
+    (0.0, 0.25, 0.5, 0.25, 0.0)
     """
     segments: list[_Segment] = []
     reached, floor = 0.0, peak * min_ratio
