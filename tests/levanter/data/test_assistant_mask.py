@@ -215,8 +215,8 @@ def test_history_that_is_written_in_another_way_is_refused(tokenizer):
 
 def test_a_generation_prompt_that_is_no_prefix_is_refused(tokenizer):
     thinks = PLAIN.replace("assistant\n' }}{% endif %}", "assistant\n<think>' }}{% endif %}")
-    said = r"generation prompt, is not a prefix .* continues with '<think>', .* 'Paris.*turns: last"
-    with pytest.raises(DataError, match=said):
+    message = r"generation prompt, is not a prefix .* continues with '<think>', .* 'Paris.*turns: last"
+    with pytest.raises(DataError, match=message):
         masked(tokenizer, thinks, TALK)
     with pytest.raises(DataError, match=r"not a prefix of the conversation's.*endgeneration %}$"):
         masked(tokenizer, thinks, TALK, last=True)
@@ -225,11 +225,11 @@ def test_a_generation_prompt_that_is_no_prefix_is_refused(tokenizer):
 def test_the_end_of_an_answer_that_depends_on_what_follows(tokenizer):
     """Each answer is derived up to where it agrees; whether that is an end is looked at when it is encoded."""
     found = masked(tokenizer, OTHER_END, TALK)
-    said = [tokenizer.decode(found.ids[span.first : span.stop]).strip() for span in found.spans]
+    message = [tokenizer.decode(found.ids[span.first : span.stop]).strip() for span in found.spans]
     eos = tokenizer.token(tokenizer.eos_id)
     middle = "<|im_end|>" if eos == "<|im_end|>" else ""
-    assert [said[0], said[2]] == [f"Paris.{middle}", f"You are welcome.\n{eos}"]
-    assert said[1].startswith("Tokyo ") and said[1].endswith(middle)
+    assert [message[0], message[2]] == [f"Paris.{middle}", f"You are welcome.\n{eos}"]
+    assert message[1].startswith("Tokyo ") and message[1].endswith(middle)
 
 
 # trl's pairs: `x.jinja` beside `x_training.jinja`, which marks what counts.

@@ -92,9 +92,9 @@ def run(layer, x, spec=None, mapping=None, context=None):
     weigh = np.random.default_rng(1).standard_normal(x.shape).astype(np.float32)
 
     def loss(layer, x):
-        made = layer(hax.named(x, (Batch, Pos, SPEC.Embed)), context)
-        y = made.activations.rearrange((Batch, Pos, SPEC.Embed)).array
-        balance, z = made.auxiliary[LOAD_BALANCING_LOSS], made.auxiliary[ROUTER_Z_LOSS]
+        output = layer(hax.named(x, (Batch, Pos, SPEC.Embed)), context)
+        y = output.activations.rearrange((Batch, Pos, SPEC.Embed)).array
+        balance, z = output.auxiliary[LOAD_BALANCING_LOSS], output.auxiliary[ROUTER_Z_LOSS]
         return jnp.sum(y * weigh) + 3 * balance + 2 * z, (y, balance, z)
 
     step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
@@ -107,8 +107,8 @@ def run(layer, x, spec=None, mapping=None, context=None):
     return jax.tree.map(np.asarray, (*seen, *jax.tree.leaves(gradients)))
 
 
-def assert_same(found, expected):
-    for one, other in zip(found, expected, strict=True):
+def assert_same(outputs, expected):
+    for one, other in zip(outputs, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-5, rtol=1e-5)
 
 
@@ -154,8 +154,8 @@ def test_nothing_is_dropped_when_all_choose_the_same(mesh, context):
         router=dataclasses.replace(experts().router, weight=hax.named(jnp.asarray(table), ("expert", "embed"))),
     )
     x = np.abs(X)
-    found = run(layer, x, *(MESHES[mesh] if mesh else ()), context=context)
-    np.testing.assert_allclose(found[0], by_numpy(layer, x), atol=1e-5)
+    outputs = run(layer, x, *(MESHES[mesh] if mesh else ()), context=context)
+    np.testing.assert_allclose(outputs[0], by_numpy(layer, x), atol=1e-5)
 
 
 def test_what_experts_make_of_tokens_of_others_does_not_count(context):
@@ -174,8 +174,8 @@ def test_what_experts_make_of_tokens_of_others_does_not_count(context):
         down_proj=having(experts().down_proj, huge),
     )
     x = 100 * np.abs(X)
-    made = huge[1].astype(np.float64) @ np.asarray(layer.up_proj.weight.array[1], np.float64) @ x[..., None]
-    assert np.abs(made).max() > np.finfo(np.float32).max
+    output = huge[1].astype(np.float64) @ np.asarray(layer.up_proj.weight.array[1], np.float64) @ x[..., None]
+    assert np.abs(output).max() > np.finfo(np.float32).max
     np.testing.assert_allclose(outputs(layer, x, context), by_numpy(layer, x), rtol=1e-4)
 
 

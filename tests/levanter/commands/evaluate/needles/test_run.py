@@ -85,8 +85,8 @@ def judged(folder: Path, lines: list[dict], lengths: list[int]) -> list[int]:
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = load_tokenizer(str(folder))
-    asked = EvalNeedlesConfig(hf_checkpoint="x", tasks=TASKS, samples=2, lengths=lengths).spec
-    made = build_prompts(asked, tokenizer.encode_with_offsets, bos=bos_id(tokenizer))
+    spec = EvalNeedlesConfig(hf_checkpoint="x", tasks=TASKS, samples=2, lengths=lengths).spec
+    made = build_prompts(spec, tokenizer.encode_with_offsets, bos=bos_id(tokenizer))
     mine = [each for some in made.values() for each in some]
     assert len(lines) == len(mine) == 4 * len(lengths)
     ranks = []

@@ -163,8 +163,8 @@ def test_a_load_reads_every_stored_byte_once(mesh, tmp_path, devices):
 )
 def test_a_model_is_loaded_from_blocks_into_shards(mapping, dtype, tmp_path, devices):
     """Every layout of the tiny model, in blocks that divide nothing, from two files."""
-    given = tiny_tensors(np.float32)
-    stored, exact = fp8_tensors(given, (5, 3), kept=("model.embed_tokens.weight",))
+    weights = tiny_tensors(np.float32)
+    stored, exact = fp8_tensors(weights, (5, 3), kept=("model.embed_tokens.weight",))
     paths = [tmp_path / f"{n}.safetensors" for n in range(2)]
     for n, path in enumerate(paths):
         # Values and their scales are in different files.
@@ -235,8 +235,8 @@ def test_numbers_that_are_not_finite_are_reported(tmp_path, devices):
     rules = WeightRules(rules=(WeightRule(target="up", source="up.weight", axes=(("mlp",), ("embed",))),))
     leaf = Leaf("up", (("mlp", 300), ("embed", 64)), np.dtype(np.float32))
     sharding = plan_sharding([leaf], Mappings(params=AxisMapping({})), MeshSpec.of(data=1)).check()
-    found = load(plan_loading(sharding, rules, source), sharding, source, MeshSpec.of(data=1).build(devices[:1]))
-    (bad,) = found.report.not_finite
+    arrays = load(plan_loading(sharding, rules, source), sharding, source, MeshSpec.of(data=1).build(devices[:1]))
+    (bad,) = arrays.report.not_finite
     assert bad.tensor == "up.weight" and (bad.infinite, bad.nan) == (128 * 64, 1)
 
 
