@@ -10,7 +10,7 @@ from helpers.generation import check_by_scores, check_by_torch, decided, generat
 from helpers.torch_smollm2 import MODEL, torch_smollm2
 
 from levanter.commands.evaluate.eval_lm import EvalLmConfig
-from levanter.commands.generate.plan import CPU_BLOCK
+from levanter.commands.model.generation import CPU_BLOCK
 from levanter.commands.model.pretrained import ModelChoice, describe_pretrained
 from levanter.compat.open import open_checkpoint
 from levanter.config import load
