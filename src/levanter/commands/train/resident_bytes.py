@@ -7,11 +7,13 @@ while all others stay.
 
 from collections.abc import Iterable, Mapping
 
+from haliax_ext.meshspec import MeshSpec
+from haliax_ext.planner import ShardingPlan
 from haliax_ext.program import Program
 from levanter.commands.train.dpo.evaluation import PROGRAM as EVALUATE_PAIRS
 from levanter.commands.train.dpo.setup import SCORE, Preferences
 from levanter.commands.train.lm.evaluation import PROGRAM as EVALUATE
-from levanter.eval.harness.packing import PROGRAM_PREFIX
+from levanter.commands.train.task import BetweenSteps
 from levanter.models.adapters.whole import leaf_paths
 from levanter.plan.hbm_budget import program_residents
 from levanter.plan.load_budget import loading_coresident_bytes
@@ -24,6 +26,7 @@ def coresident_bytes(
     plan: StatePlan,
     computing: Iterable[Program],
     saving: Iterable[Program],
+    between_steps: Iterable[BetweenSteps] = (),
     pairs: Preferences | None = None,
 ) -> Mapping[str, int]:
     """Bytes on a device that are resident during each Program but no inputs of it, by the Program's name.
@@ -32,6 +35,7 @@ def coresident_bytes(
         plan: the placement of the state and of the frozen parameters.
         computing: the Programs of the work.
         saving: those of checkpoints and exports.
+        between_steps: the work between steps, whose Programs are among `computing`.
         pairs: the setup of preference training; None for training on text.
     """
     # `resident` is state plus frozen parameters, `whole` the state alone.
@@ -57,10 +61,6 @@ def coresident_bytes(
             taken = program_residents(program, plan.parameters.mesh)
             # The base's arrays of which INIT makes copies are its inputs, so they are not counted as coresident too.
             nbytes_by_program[INIT] -= sum(leaf.nbytes for leaf in taken if leaf.path.startswith(f"{COPIED}."))
-    # The harness binds the parameters exactly as an evaluation does.
-    nbytes_by_program |= {
-        leaf.name: resident - parameters for leaf in computing if leaf.name.startswith(PROGRAM_PREFIX)
-    }
     second = 0
     if pairs is not None and pairs.model is not None and pairs.model.load is not None:
         load, stays = pairs.model.load, pairs.resident is not None
@@ -70,7 +70,7 @@ def coresident_bytes(
         already = loading_coresident_bytes(load)
         state_bytes = resident if stays else 0
         # Programs that run while the reference stays, without taking it.
-        grows = (name for name in nbytes_by_program if name in (EVALUATE, DIGEST) or name.startswith(PROGRAM_PREFIX))
+        grows = [name for name in nbytes_by_program if name in (EVALUATE, DIGEST)]
         nbytes_by_program |= {name: nbytes_by_program[name] + second for name in grows}
         nbytes_by_program |= {program.name: state_bytes + already.get(program.name, 0) for program in load.programs}
     for program in computing:
@@ -82,11 +82,22 @@ def coresident_bytes(
         elif program.name == SCORE and pairs is not None and pairs.kind != "precomputed":
             # The base of adapters is part of `resident` and an input here; a second model is counted in its own plan.
             nbytes_by_program[program.name] = resident - (frozen if pairs.kind == "adapter_base" else 0)
+    for part in between_steps:
+        for program in part.programs:
+            rest = resident + second - resident_input_bytes(program, plan.parameters.mesh)
+            nbytes_by_program[program.name] = rest + part.coresident.get(program.name, 0)
     for program in saving:
         taken = sum(leaf.nbytes for leaf in program_residents(program, plan.parameters.mesh))
         # What the Program takes is subtracted. It may take arrays that are not resident, hence the cut at zero.
         nbytes_by_program[program.name] = max(resident + second - taken, 0)
     return {name: nbytes for name, nbytes in nbytes_by_program.items() if nbytes}
+
+
+def resident_input_bytes(program: Program, mesh: MeshSpec) -> int:
+    """Bytes on a device of the inputs that are placed by a `ShardingPlan`: resident parameters, not rows of data."""
+    resident = {argument.name for argument in program.inputs if isinstance(argument.placement, ShardingPlan)}
+    arrays = program_residents(program, mesh)
+    return sum(array.nbytes for array in arrays if array.path.partition(".")[0] in resident)
 
 
 def trained_parameter_bytes(plan: StatePlan) -> int:

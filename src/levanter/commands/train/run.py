@@ -33,7 +33,6 @@ from levanter.commands.train.dpo.run import (
 from levanter.commands.train.dpo.setup import data_formats
 from levanter.commands.train.initial_state import checked_frozen, initial_state
 from levanter.commands.train.lm.evaluation import PROGRAM, Evaluate, validation_rows
-from levanter.commands.train.lm.lm_eval_hook import HarnessEvaluation
 from levanter.commands.train.monitoring import build_instruments, build_nan_guard
 from levanter.commands.train.run_dirs import (
     RunDirs,
@@ -43,11 +42,12 @@ from levanter.commands.train.run_dirs import (
     refuse_existing_exports,
 )
 from levanter.commands.train.saving import PreparedRun, Saver, build_checkpointer, last_checkpoint
+from levanter.commands.train.task import Running
 from levanter.commands.train.work import Trained, TrainPlan, TrainWork
 from levanter.data import BuildProgress, TrainingData, build_training
 from levanter.distributed.barrier import ONE_FOR_ALL_SECONDS, agreed_stop, process_0_first, require_same
 from levanter.distributed.compile_barrier import jit_together
-from levanter.io import Lease, Progress, join
+from levanter.io import Lease, Progress
 from levanter.models.base import LmHeadModel
 from levanter.runplan import Session
 from levanter.trainer.device_batches import placed_batches
@@ -108,8 +108,9 @@ def _train(plan: TrainPlan, mesh: Mesh, session: Session, dirs: RunDirs, leases:
         )
         # First, so that a profile ends before the hooks that pause the run after its last step.
         profile = [] if observed.profile is None else [observed.profile]
-        harness = _harness(plan, mesh, session, frozen, last=stop)
-        pauses: list[Pause] = [*profile, *saver.pauses, *(pause for pause in (evaluate, harness) if pause is not None)]
+        running = Running(plan=plan, mesh=mesh, session=session, stop=stop, frozen=frozen)
+        between = (evaluate, *(part.start(running) for part in plan.work.between_steps))
+        pauses: list[Pause] = [*profile, *saver.pauses, *(pause for pause in between if pause is not None)]
         losses: deque[float] = deque(maxlen=1)
         began = time.monotonic()
         remaining = prepared.tokens(max(stop, first)) - prepared.tokens(first)
@@ -256,26 +257,6 @@ def _evaluation(
         every=trainer.steps_per_eval,
         last=last,
         max_batches=trainer.max_eval_batches,
-        show=session.show,
-    )
-
-
-def _harness(
-    plan: TrainPlan, mesh: Mesh, session: Session, frozen: LmHeadModel | None, *, last: int
-) -> HarnessEvaluation | None:
-    """The harness evaluation between steps, if there is one."""
-    config, harness = plan.work.config, plan.work.harness
-    if harness is None:
-        return None
-    return HarnessEvaluation(
-        harness=harness,
-        frozen=frozen,
-        mesh=mesh,
-        tracker=session.tracker,
-        folder=join(str(config.trainer.log_dir), session.run_id, "harness"),
-        name=session.run_id,
-        every=config.eval_harness_steps,
-        last=last,
         show=session.show,
     )
 

@@ -10,7 +10,7 @@ from levanter.commands.model.source import ModelSource
 from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.dpo.evaluation import PairResult
 from levanter.commands.train.dpo.setup import Preferences
-from levanter.commands.train.lm.lm_eval_hook import TrainingHarness
+from levanter.commands.train.task import BetweenSteps
 from levanter.compat.hf.peft import PeftAdapter, PeftPlan
 from levanter.data import EvaluationData, Tokenizer
 from levanter.eval.perplexity import EvalResult
@@ -51,7 +51,7 @@ class TrainWork:
         tokenizer: text to ids; None if it is unavailable.
         validation: the validation sets; None for none.
         pairs: the setup of preference training; None for training on text.
-        harness: the harness evaluation between steps; None for none.
+        between_steps: the work between steps, apart from evaluations on validation sets.
     """
 
     config: TrainLmConfig
@@ -72,7 +72,7 @@ class TrainWork:
     tokenizer: Tokenizer | None
     validation: EvaluationData | None
     pairs: Preferences | None = None
-    harness: TrainingHarness | None = None
+    between_steps: tuple[BetweenSteps, ...] = ()
 
 
 TrainPlan = RunPlan[TrainWork]

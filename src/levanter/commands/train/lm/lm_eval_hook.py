@@ -25,6 +25,7 @@ from levanter.commands.model.eval_prompts import (
 )
 from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.programs import TrainedRun
+from levanter.commands.train.task import Running
 from levanter.data import Tokenizer
 from levanter.data.chat import ChatTemplate
 from levanter.distributed.barrier import is_process_0
@@ -57,7 +58,7 @@ class TrainingHarness:
         tasks: the selected tasks.
         encoder: encodes the texts; None without a tokenizer.
         template: formats conversations; None for none.
-        programs: score rows of tokens, one for each shape.
+        scoring: the Programs that score rows of tokens, one for each shape.
         run: the training run.
         counted: requests, and executions of each Program, in one evaluation; None if unknown here.
         checks: lines of the plan.
@@ -67,10 +68,20 @@ class TrainingHarness:
     tasks: DiscoveredTasks
     encoder: QueryEncoder | None
     template: ChatTemplate | None
-    programs: Mapping[RowShape, Program]
+    scoring: Mapping[RowShape, Program]
     run: TrainedRun
     counted: RequestCount | None
     checks: tuple[Check, ...]
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """The Programs of an evaluation."""
+        return tuple(self.scoring.values())
+
+    @property
+    def coresident(self) -> Mapping[str, int]:
+        """Scoring keeps nothing on the devices beside its inputs."""
+        return {}
 
     def cost(self, shape: RowShape) -> float:
         """FLOPs of a batch."""
@@ -96,7 +107,22 @@ class TrainingHarness:
                 executions=None if self.counted is None else times * self.counted.executions.get(shape.name, 0),
                 reason=reason,
             )
-            for shape in self.programs
+            for shape in self.scoring
+        )
+
+    def start(self, running: Running) -> "HarnessEvaluation":
+        """See `BetweenSteps.start`."""
+        config: TrainLmConfig = self.run.config
+        return HarnessEvaluation(
+            harness=self,
+            frozen=running.frozen,
+            mesh=running.mesh,
+            tracker=running.session.tracker,
+            folder=join(str(config.trainer.log_dir), running.session.run_id, "harness"),
+            name=running.session.run_id,
+            every=config.eval_harness_steps,
+            last=running.stop,
+            show=running.session.show,
         )
 
 
@@ -167,7 +193,7 @@ def find_harness(run: TrainedRun, tokenizer: Tokenizer | None, largest: BatchPla
         tasks=tasks,
         encoder=encoder,
         template=template,
-        programs=programs,
+        scoring=programs,
         run=run,
         counted=counted,
         checks=tuple(checks),
@@ -208,7 +234,7 @@ class HarnessEvaluation:
         """Evaluates all tasks."""
         harness = self.harness
         scorer = Scorer(
-            programs=harness.programs, mesh=self.mesh, model=bind(state.eval_params, self.frozen), cost=harness.cost
+            programs=harness.scoring, mesh=self.mesh, model=bind(state.eval_params, self.frozen), cost=harness.cost
         )
         # lm_eval runs in process 0 only. The others execute the same Programs in the same order until it ends or fails.
         if not is_process_0():

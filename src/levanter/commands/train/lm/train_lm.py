@@ -42,11 +42,12 @@ from levanter.commands.train.resident_bytes import coresident_bytes
 from levanter.commands.train.resolved import ResolvedTraining, resolve_training_config
 from levanter.commands.train.run import execute
 from levanter.commands.train.run_dirs import interrupted_message, run_outputs
+from levanter.commands.train.task import BetweenSteps
 from levanter.commands.train.work import Trained, TrainPlan, TrainWork
 from levanter.compat.hf.export import plan_export
 from levanter.compat.hf.peft import PeftPlan
 from levanter.config import ExplicitKeys
-from levanter.data import has_chats
+from levanter.data import Tokenizer, has_chats
 from levanter.models.base import LmHeadModel
 from levanter.models.registry import LmConfig
 from levanter.runplan import (
@@ -114,10 +115,10 @@ def describe(
         load, load_checks = plan_weight_loading(origin, model, Vocab, state_plan.loaded, target, rules=run.rules)
         checks += load_checks
     programs = [*first_programs(run), *step_programs(run, batches), *_scoring(training, run, largest)]
-    harness = find_harness(run, training.tokenizer, largest)
-    if harness is not None:
-        checks += harness.checks
-        programs += harness.programs.values()
+    between_steps = find_between_steps(run, training.tokenizer, largest)
+    for work in between_steps:
+        checks += work.checks
+        programs += work.programs
     # A precomputed reference runs before all others; the plan lists Programs in their order.
     if run.pairs is not None:
         programs = run.pairs.in_order(programs)
@@ -134,10 +135,10 @@ def describe(
         load=load,
         computing=tuple(programs),
         saving=saving,
-        workloads=(*_workloads(training, run), *(() if harness is None else harness.workloads)),
+        workloads=(*_workloads(training, run), *(workload for work in between_steps for workload in work.workloads)),
         notes=resolved.notes,
         resident_bytes=run.resident_bytes,
-        coresident_bytes=coresident_bytes(state_plan, programs, saving, run.pairs),
+        coresident_bytes=coresident_bytes(state_plan, programs, saving, between_steps, run.pairs),
         second_load=run.second_load,
         searchable=_searchable(run, state_plan, Vocab),
         work=TrainWork(
@@ -159,7 +160,7 @@ def describe(
             tokenizer=training.tokenizer,
             validation=training.validation,
             pairs=run.pairs,
-            harness=harness,
+            between_steps=between_steps,
         ),
     )
 
@@ -256,6 +257,18 @@ def _scoring(training: ResolvedTraining, run: TrainedRun, largest: BatchPlan) ->
     if training.validation is None:
         return []
     return [evaluation_program(run, largest, accuracy=has_chats(training.config.data))]
+
+
+def find_between_steps(run: TrainedRun, tokenizer: Tokenizer | None, largest: BatchPlan) -> tuple[BetweenSteps, ...]:
+    """The work between steps that keys of every training run request, in the order in which it is done.
+
+    Args:
+        run: the training run.
+        tokenizer: of the data; None if it is not available here.
+        largest: the batch whose microbatch rows are used, unless the configuration sets those of evaluation.
+    """
+    requested: tuple[BetweenSteps | None, ...] = (find_harness(run, tokenizer, largest),)
+    return tuple(work for work in requested if work is not None)
 
 
 def _workloads(training: ResolvedTraining, run: TrainedRun) -> Iterator[Workload]:
