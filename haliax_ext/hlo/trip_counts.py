@@ -46,14 +46,26 @@ def trip_count(module: Module, parent: Computation, loop: Instruction) -> int | 
     # Without a limit, a start or a step other than 0 the count is not determined.
     if limit is None or start is None or not step:
         return None
-    # LT, LE and NE are read as counting up to the limit, GT and GE as counting down to it.
-    span = limit - start if direction in ("LT", "LE", "NE") else start - limit
-    if direction in ("LE", "GE"):
-        span += 1
-    # A step that jumps over the limit does not end the loop by this compare.
-    elif direction == "NE" and span % abs(step):
-        return None
-    return max(0, math.ceil(span / abs(step)))
+    return _iterations(start, limit, step, direction)
+
+
+def _iterations(start: int, limit: int, step: int, direction: str) -> int | None:
+    """How many values `start`, `start + step`, … satisfy the compare with `limit` before the first that does not.
+
+    `None` where the counter moves away from the limit or jumps over it: only a wrap-around of the integer would end
+    such a loop.
+    """
+    if direction == "NE":
+        return (limit - start) // step if (limit - start) % step == 0 and (limit - start) * step >= 0 else None
+    if direction == "EQ":
+        return int(start == limit)
+    # A counter that counts down is the mirror image of one that counts up.
+    if direction in ("GT", "GE"):
+        start, limit, step = -start, -limit, -step
+    span = limit - start + (direction in ("LE", "GE"))
+    if span <= 0:
+        return 0
+    return math.ceil(span / step) if step > 0 else None
 
 
 def _comparison(module: Module, condition: Computation) -> tuple[str, str, str] | None:
@@ -125,8 +137,9 @@ def _step(body: Computation, counter: int, initial: Initial) -> int | None:
     if update is None or update.opcode not in ("add", "subtract"):
         return None
     sign = 1 if update.opcode == "add" else -1
-    # Addition commutes: the counter may be either operand.
-    for counted, added in (update.operands, update.operands[::-1]):
+    # Addition commutes: the counter may be either operand. `c - counter` is no step: it changes sign at each iteration.
+    orders = (update.operands, update.operands[::-1]) if update.opcode == "add" else (update.operands,)
+    for counted, added in orders:
         if _state_index(body, counted) == counter:
             step = _value(body, added, body, initial)
             return None if step is None else sign * step

@@ -1,5 +1,8 @@
 """Trip counts from conditions, bodies and initial values."""
 
+import operator
+import random
+
 import pytest
 
 from haliax_ext.hlo.parser import HloTextError, parse_module
@@ -88,6 +91,30 @@ def test_counted_loops(changes, expected):
 )
 def test_what_cannot_be_told_is_none(changes):
     assert count(**changes) is None
+
+
+def run_the_loop(start: int, limit: int, step: int, direction: str) -> int | None:
+    """Runs the loop as the device does, but gives up where only a wrap-around would end it."""
+    counter, trips = start, 0
+    while getattr(operator, direction.lower())(counter, limit):
+        counter, trips = counter + step, trips + 1
+        if trips > 1000:
+            return None
+    return trips
+
+
+def test_drawn_loops_run_as_often_as_counted():
+    draw = random.Random(5)
+    outcomes = set()
+    for _ in range(300):
+        start, limit, step = draw.randint(-20, 20), draw.randint(-20, 20), draw.choice([-3, -2, -1, 1, 2, 3])
+        direction = draw.choice(["LT", "LE", "GT", "GE", "NE", "EQ"])
+        expected = run_the_loop(start, limit, step, direction)
+        subtracted = draw.random() < 0.5
+        changes = {"op": "subtract", "step": -step} if subtracted else {"step": step}
+        assert count(start=start, limit=limit, direction=direction, **changes) == expected, (start, limit, step, direction)
+        outcomes.add((direction, step > 0, expected is None))
+    assert len(outcomes) >= 16, outcomes
 
 
 def test_text_without_an_entry_is_refused():
