@@ -112,7 +112,8 @@ def test_drawn_loops_run_as_often_as_counted():
         expected = run_the_loop(start, limit, step, direction)
         subtracted = draw.random() < 0.5
         changes = {"op": "subtract", "step": -step} if subtracted else {"step": step}
-        assert count(start=start, limit=limit, direction=direction, **changes) == expected, (start, limit, step, direction)
+        loop = {"start": start, "limit": limit, "direction": direction} | changes
+        assert count(**loop) == expected, loop
         outcomes.add((direction, step > 0, expected is None))
     assert len(outcomes) >= 16, outcomes
 

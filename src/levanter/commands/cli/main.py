@@ -3,8 +3,10 @@
 Neither `python -m levanter.main.eval_lm --help` nor an invalid configuration imports JAX or a model.
 """
 
+import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from levanter.commands.catalog import ENTRY_POINTS
 from levanter.commands.cli.errors import shell
@@ -28,10 +30,22 @@ def run_command(name: str, argv: Sequence[str] | None = None) -> int:
         words = list(sys.argv[1:] if argv is None else argv)
         loaded = load_written(ref.config_class(), words, program=f"python -m levanter.main.{name}")
         # Importing JAX takes seconds, and its C++ modules abort if an import is interrupted.
-        with interrupts_deferred():
+        with interrupts_deferred(), collection_paused():
             from levanter.commands.cli.runner import run_config
 
             entry_point = ref.load()
         return run_config(entry_point, loaded.config, written=loaded.written).exit_code
 
     return shell(run_command_line)
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Pauses the garbage collector where imports create objects that all stay (9 % of their CPU seconds)."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
