@@ -73,13 +73,18 @@ def shown_bytes(count: int) -> str:
     return f"{count // MIB:,} MiB" if count >= MIB else f"{count // 1024:,} KiB"
 
 
-def lines_bounded(file: IO[bytes], *, where: str) -> Iterator[bytes]:
+def lines_bounded(file: IO[bytes], *, where: str, before: int = 0) -> Iterator[bytes]:
     """The lines of a file, with their ends.
+
+    Args:
+        file: the file.
+        where: its name, for messages.
+        before: lines of it that were read before, which numbers in messages include.
 
     Raises:
         OutOfBoundsError: one has more than `RECORD_BYTES`.
     """
-    number = 0
+    number = before
     # A file without newlines would otherwise be read into memory as one line.
     while line := file.readline(RECORD_BYTES + 1):
         number += 1

@@ -12,7 +12,7 @@ The tokens of a span are those that overlap it, as in transformers since 5.24: t
 character of several tokens all count. (Earlier versions left a span's last character with its first token.)
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -88,7 +88,13 @@ class MaskedTemplate:
         return Masked(ids=ids, spans=(Span(0, len(ids)),))
 
     def assistant(
-        self, messages: Sequence[Any], variables: Mapping[str, Any], origin: str, *, since: int = 0
+        self,
+        messages: Sequence[Any],
+        variables: Mapping[str, Any],
+        origin: str,
+        *,
+        since: int = 0,
+        context: Collection[int] = (),
     ) -> Masked:
         """Encodes a conversation of which only the assistant's tokens count.
 
@@ -97,6 +103,7 @@ class MaskedTemplate:
             variables: further variables of the template.
             origin: the file and position of the record, for messages.
             since: the first message that may count.
+            context: the numbers of the assistant's messages that do not count.
 
         Raises:
             DataError: the template refuses it, or the template neither marks the assistant's tokens nor lets them be
@@ -104,18 +111,47 @@ class MaskedTemplate:
         """
         turns = [number for number, message in enumerate(messages) if message.get("role") == ASSISTANT]
         turns = [number for number in turns if number >= since]
+        excluded, turns = [turn for turn in turns if turn in context], [turn for turn in turns if turn not in context]
         text, marked = self.template.render(messages, variables, origin)
         ids, offsets = self.tokenizer.encode_with_offsets(text)
         if self.template.marks_generation:
-            # Messages before `since` may have marked spans too. The rendering up to the first counted turn contains
-            # exactly these, so they are dropped by their number.
-            if since and turns:
-                _, before = self.template.render(messages[: turns[0]], variables, origin)
-                marked = marked[len(before) :]
-            spans = (_tokens(offsets, start, stop) for start, stop in marked)
+            # Turns that do not count may have marked spans too.
+            dropped: set[int] = set()
+            for turn in excluded:
+                dropped.update(self._spans_of_turn(text, marked, messages, turn, variables, origin))
+            # The rendering up to the first counted turn contains exactly the spans before it, so these are dropped by
+            # their number.
+            if since:
+                _, before = self.template.render(messages[: turns[0]], variables, origin) if turns else ("", marked)
+                dropped.update(range(len(before)))
+            counted = [span for number, span in enumerate(marked) if number not in dropped]
+            spans = (_tokens(offsets, start, stop) for start, stop in counted)
             return Masked(ids=ids, spans=tuple(span for span in spans if span is not None))
         whole = _Rendered(text, ids, offsets)
         return Masked(ids=ids, spans=tuple(self._derived(whole, messages, turn, variables, origin) for turn in turns))
+
+    def _spans_of_turn(
+        self,
+        text: str,
+        marked: Sequence[tuple[int, int]],
+        messages: Sequence[Any],
+        turn: int,
+        variables: Mapping[str, Any],
+        origin: str,
+    ) -> range:
+        """Which of the spans that a template marks belong to a turn: those that the rendering up to it adds."""
+        counts = []
+        for stop in (turn, turn + 1):
+            # There is nothing to render before the first message, and the whole text is known.
+            rendered, spans = ("", []) if stop == 0 else self.template.render(messages[:stop], variables, origin)
+            counts.append(len(spans))
+            if [rendered[a:b] for a, b in spans] != [text[a:b] for a, b in marked[: len(spans)]]:
+                raise DataError(
+                    f"{origin}: message {turn + 1} is not to count in the loss (weight: 0), but which of the "
+                    "template's {% generation %} spans it has is unclear: the template writes earlier turns otherwise "
+                    "once more messages follow; set turns: split (each answer is a conversation of its own)"
+                )
+        return range(*counts)
 
     def _derived(
         self, conversation: "_Rendered", messages: Sequence[Any], turn: int, variables: Mapping[str, Any], origin: str

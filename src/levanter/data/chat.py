@@ -6,6 +6,7 @@ endgeneration %}` encloses what the assistant wrote. Templates run in a sandbox,
 files.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,16 +17,16 @@ from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 
+from levanter.base.bounded_json import lone_surrogate
 from levanter.base.input_limits import MIB, read_bounded
 from levanter.data.errors import DataError
+from levanter.data.record_values import NO_TEXT, ParsedArguments
 from levanter.data.template_sandbox import Sandbox, run
 from levanter.io.paths import open_read
 
 # Marks around generated text while a template runs: noncharacters, which no text has.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 _MARKS = re.compile(f"[{_BEGIN}{_END}]")
-NO_TEXT = re.compile("[\ud800-\udfff\ufdd0-\ufdef]")
-"""Characters that no text has: surrogates, and the noncharacters that serve as marks here."""
 
 
 class _Generation(Extension):
@@ -78,6 +79,8 @@ class ChatTemplate:
 
     def check(self) -> None:
         """Raises a `DataError` if the text is not a valid template."""
+        if (match := NO_TEXT.search(self.text)) is not None:
+            raise DataError(f"{self.where}: has U+{ord(match.group()):04X} at {match.start()}, which no text contains")
         assert self._template is not None
 
     def render(
@@ -92,10 +95,12 @@ class ChatTemplate:
         try:
             template = self._template
             # `messages` last: a record's further arguments must not replace the conversation.
-            marked = run(lambda: template.render(**{**defaults, **variables, "messages": messages}))
+            marked = _render_any(
+                lambda values: run(lambda: template.render(**{**defaults, **variables, "messages": values})), messages
+            )
         # A template is foreign code: besides its own refusals it may fail with any of these on a message of unexpected
         # shape.
-        except (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        except _FAILURES as error:
             where = _error_line(error)
             raise DataError(f"{origin}: the chat template refuses these messages{where} ({error})") from error
         # Positions are counted in the text without marks.
@@ -110,7 +115,64 @@ class ChatTemplate:
             elif mark == _END and opened is not None:
                 spans.append((opened, position))
                 opened = None
-        return "".join(pieces), spans
+        text = "".join(pieces)
+        # Values were checked, but a template may write half of a surrogate pair itself.
+        if (start := lone_surrogate(text)) is not None:
+            raise DataError(f"{origin}: the chat template writes U+{ord(text[start]):04X}, which no text contains")
+        return text, spans
+
+
+_FAILURES = (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+"""What a template raises: its own refusals, and errors of its expressions."""
+
+
+def _render_any(render: Callable[[Sequence[Any]], str], messages: Sequence[Any]) -> str:
+    """Renders messages in the form that the template understands.
+
+    Templates differ in what they expect of a message that calls tools. Its content is absent, and a template that adds
+    it to a text fails: then it is an empty text. Its arguments are an object, and a template that expects JSON text
+    fails, or writes Python's form of the object: then they are JSON text.
+    """
+    forms = [messages]
+    if any("content" not in message for message in messages):
+        forms.append([{"content": "", **message} for message in messages])
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    arguments = [value for call in calls if isinstance(value := _arguments(call), Mapping) and value]
+    if arguments:
+        forms += [[_with_argument_text(message) for message in form] for form in forms]
+    first_error, python_form = None, None
+    for form in forms:
+        try:
+            text = render(form)
+        except _FAILURES as error:
+            first_error = first_error or error
+            continue
+        if not any(str(value) in text for value in arguments):
+            return text
+        # A content may have the same characters, and then every form has them.
+        python_form = python_form or text
+    if python_form is None:
+        assert first_error is not None
+        raise first_error
+    return python_form
+
+
+def _arguments(call: Mapping[str, Any]) -> object:
+    return call.get("function", call).get("arguments")
+
+
+def _with_argument_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message with the arguments of its calls as JSON text."""
+    if not message.get("tool_calls"):
+        return message
+
+    def as_text(call: Mapping[str, Any]) -> Mapping[str, Any]:
+        value = _arguments(call)
+        text = value.json_text if isinstance(value, ParsedArguments) else json.dumps(value, ensure_ascii=False)
+        inner = {**call.get("function", call), "arguments": text}
+        return {**call, "function": inner} if "function" in call else inner
+
+    return {**message, "tool_calls": [as_text(call) for call in message["tool_calls"]]}
 
 
 def is_template(text: str) -> bool:

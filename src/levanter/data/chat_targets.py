@@ -1,6 +1,6 @@
 """Encodes conversations as ids with loss weights; checks that every counted answer ends with a stop token."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,6 +10,7 @@ import numpy as np
 from levanter.data.assistant_mask import ASSISTANT, OPTIONS_HINT, Masked, MaskedTemplate
 from levanter.data.chat import ChatTemplate
 from levanter.data.errors import DataError
+from levanter.data.messages import Conversation
 from levanter.data.store_write import Encoded
 from levanter.data.tokenizer import TemplateTokenizer, Tokenizer
 
@@ -33,34 +34,42 @@ class AnswerEncoder:
     tokenizer: Tokenizer
     allow_unstopped: bool = False
 
-    def everything(self, messages: Sequence[Any], variables: Mapping[str, Any], origin: str) -> Encoded:
+    def everything(self, conversation: Conversation, variables: Mapping[str, Any], origin: str) -> Encoded:
         """Encodes a conversation of which every token counts.
 
         Raises:
-            DataError: the template refuses it.
+            DataError: the template refuses it, or a message is not to count.
         """
-        return self._weighted(self._masked.everything(messages, variables, origin), origin)
+        if conversation.context:
+            raise DataError(
+                f"{origin}: message {min(conversation.context) + 1} is not to count in the loss (weight: 0), but "
+                "mask_user_turns: false counts every token: set it to true, or remove the weights"
+            )
+        return self._weighted(self._masked.everything(conversation.messages, variables, origin), origin)
 
     def counted(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], origin: str, *, since: int = 0
+        self, conversation: Conversation, variables: Mapping[str, Any], origin: str, *, since: int = 0
     ) -> Encoded:
         """Encodes a conversation of which the assistant's tokens count; `NOTHING` if the assistant says nothing.
 
         Args:
-            messages: the conversation.
+            conversation: the messages; those of its context do not count.
             variables: further variables of the template.
             origin: the file and position of the record, for messages.
             since: the first message of which something may count.
 
         Raises:
             DataError: the template refuses it; what counts cannot be derived; nothing counts; or an answer has no end.
-                end.
         """
-        masked = self._masked.assistant(messages, variables, origin, since=since)
+        messages, context = conversation.messages, conversation.context
+        masked = self._masked.assistant(messages, variables, origin, since=since, context=context)
         # The first token counts for nothing: no position precedes it, from which it could be predicted.
         if not masked.counted[1:].any():
             answers = [
-                m for m in messages[since:] if m["role"] == ASSISTANT and (m.get("content") or m.get("tool_calls"))
+                number
+                for number, m in enumerate(messages)
+                if m["role"] == ASSISTANT and (m.get("content") or m.get("tool_calls")) and number not in context
+                if number >= since
             ]
             if not answers:
                 return NOTHING

@@ -7,7 +7,7 @@ text, two BOS at the beginning, answers without an end.
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,10 +16,13 @@ from levanter.data.chat import ChatTemplate
 from levanter.data.chat_targets import NOTHING, AnswerEncoder
 from levanter.data.errors import DataError
 from levanter.data.formats import ChatLmDatasetFormat, PreferenceChatLmDatasetFormat
-from levanter.data.messages import checked_messages, template_arguments
+from levanter.data.messages import Conversation, checked_messages, template_arguments
 from levanter.data.record_values import record_value
 from levanter.data.store_write import Encoded
 from levanter.data.tokenizer import TemplateTokenizer, Tokenizer
+
+_SHAREGPT_FIELD = "conversations"
+"""The key of the messages in records of ShareGPT."""
 
 
 def chat_template(format: ChatLmDatasetFormat | PreferenceChatLmDatasetFormat, tokenizer: Tokenizer) -> ChatTemplate:
@@ -111,8 +114,9 @@ class ChatEncoder:
     def chars(self, record: tuple[Any, str]) -> int:
         """The characters of all messages' contents; at least 1, because records with 0 are skipped unchecked."""
         value, origin = record
-        messages = record_value(value, self.format.messages_field, list, origin)
-        return 1 + sum(len(str(message.get("content"))) for message in messages if isinstance(message, dict))
+        messages = self._raw(value, origin)
+        texts = (message.get("content") or message.get("value") for message in messages if isinstance(message, dict))
+        return 1 + sum(len(str(text)) for text in texts)
 
     def encode(self, records: Sequence[tuple[Any, str]]) -> list[Encoded]:
         """The ids and weights of each conversation, or of each part of it with `turns: split`.
@@ -125,26 +129,27 @@ class ChatEncoder:
         return [encoded for value, origin in records for encoded in self._encoded(value, origin)]
 
     def _encoded(self, value: Mapping[str, Any], origin: str) -> Iterator[Encoded]:
-        messages = self._messages(value, origin)
+        conversation = self._conversation(value, origin)
         variables = template_arguments(value, self.format.chat_template_kwargs, origin)
         if not self.format.mask_user_turns:
-            yield self._answers.everything(messages, variables, origin)
+            yield self._answers.everything(conversation, variables, origin)
             return
-        turns = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
-        if not turns:
+        turns = [number for number, message in enumerate(conversation.messages) if message["role"] == ASSISTANT]
+        counted = [turn for turn in turns if turn not in conversation.context]
+        if not counted:
             # An empty document is left out of the store and counted as skipped.
             yield NOTHING
         elif self.format.turns == "split":
             # Each answer with only the messages before it: templates may render an earlier turn otherwise than the last
             # one.
-            for turn in turns:
+            for turn in counted:
                 part = f"{origin}, up to message {turn + 1}"
-                yield self._answers.counted(messages[: turn + 1], variables, part, since=turn)
+                first = replace(conversation, messages=conversation.messages[: turn + 1])
+                yield self._answers.counted(first, variables, part, since=turn)
         else:
             # The whole conversation once; with `turns: last` earlier answers are context without weight.
-            yield self._answers.counted(
-                messages, variables, origin, since=turns[-1] if self.format.turns == "last" else 0
-            )
+            since = turns[-1] if self.format.turns == "last" else 0
+            yield self._answers.counted(conversation, variables, origin, since=since)
 
     @cached_property
     def _answers(self) -> AnswerEncoder:
@@ -152,10 +157,16 @@ class ChatEncoder:
             template=self.template, tokenizer=self.tokenizer, allow_unstopped=self.format.allow_unstopped
         )
 
-    def _messages(self, value: Mapping[str, Any], origin: str) -> list[dict[str, Any]]:
-        raw = record_value(value, self.format.messages_field, list, origin)
+    def _conversation(self, value: Mapping[str, Any], origin: str) -> Conversation:
+        key = self.format.messages_field
         system, roles = self.format.system_prompt, self.format.roles or {}
-        messages = checked_messages(raw, value, origin, system=system, roles=roles)
-        if not messages:
-            raise DataError(f"{origin}: the conversation is empty ({self.format.messages_field!r} has no message)")
-        return messages
+        conversation = checked_messages(self._raw(value, origin), value, origin, system=system, roles=roles)
+        if not conversation.messages:
+            raise DataError(f"{origin}: the conversation is empty ({key!r} has no message)")
+        return conversation
+
+    def _raw(self, value: object, origin: str) -> list[Any]:
+        key = self.format.messages_field
+        if isinstance(value, dict) and key not in value and isinstance(value.get(_SHAREGPT_FIELD), list):
+            raise DataError(f"{origin}: no key {key!r}, but {_SHAREGPT_FIELD!r}: set messages_field: {_SHAREGPT_FIELD}")
+        return record_value(value, key, list, origin)

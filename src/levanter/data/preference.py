@@ -1,8 +1,9 @@
 """Records of preferences → pairs of texts, one of them preferred (`format: {type: preference_chat}`).
 
-Three shapes are read, recognized by their keys:
+Four shapes are read, recognized by their keys and values, as `maybe_extract_prompt` of trl does:
 
-- whole conversations (`chosen`, `rejected`), which begin alike: what they have in common is the prompt;
+- whole conversations (`chosen`, `rejected`), which begin alike: what they have in common is the prompt (a `prompt`
+  beside them that is text repeats a part of it, and is not read);
 - a prompt and two completions (`prompt`, `chosen`, `rejected`), each a list of messages;
 - the same two as plain texts, without roles. No template is used then; a text ends with EOS, and begins with BOS if the
   tokenizer has one.
@@ -21,13 +22,13 @@ from typing import Any, Literal
 import numpy as np
 
 from levanter.data.assistant_mask import ASSISTANT
-from levanter.data.chat import NO_TEXT, ChatTemplate
+from levanter.data.chat import ChatTemplate
 from levanter.data.chat_targets import AnswerEncoder
 from levanter.data.conversations import chat_template
 from levanter.data.errors import DataError
 from levanter.data.formats import PreferenceChatLmDatasetFormat
-from levanter.data.messages import checked_messages, template_arguments
-from levanter.data.record_values import record_value
+from levanter.data.messages import Conversation, checked_messages, template_arguments
+from levanter.data.record_values import invalid_character, record_value
 from levanter.data.store_write import Encoded
 from levanter.data.tokenizer import TemplateTokenizer, Tokenizer
 
@@ -82,16 +83,19 @@ class PairEncoder:
         """
         value, origin = record
         chosen, rejected = (self._read_text(value, key, origin) for key in self._keys)
-        kinds = {type(text) for text in (chosen, rejected)}
-        has_prompt = value.get(PROMPT) is not None
-        if has_prompt:
-            kinds.add(type(self._read_text(value, PROMPT, origin)))
-        if len(kinds) > 1:
-            keys = ", ".join((*((PROMPT,) if has_prompt else ()), *self._keys))
-            raise DataError(f"{origin}: {keys}: expected all of them as lists of messages, or all of them as text")
-        if kinds == {str}:
-            return "prompt and texts" if has_prompt else "texts"
-        return "prompt and messages" if has_prompt else "conversations"
+        if type(chosen) is not type(rejected):
+            keys = ", ".join(self._keys)
+            raise DataError(f"{origin}: {keys}: expected both of them as lists of messages, or both as text")
+        prompt = self._read_text(value, PROMPT, origin) if value.get(PROMPT) is not None else None
+        if isinstance(chosen, list):
+            # A prompt that is text, or a list without messages, is a column beside whole conversations.
+            return "prompt and messages" if isinstance(prompt, list) and prompt else "conversations"
+        if isinstance(prompt, list):
+            raise DataError(
+                f"{origin}: {PROMPT} is a list of messages, and {', '.join(self._keys)} are text; write these as lists "
+                "too: [{role: assistant, content: …}]"
+            )
+        return "texts" if prompt is None else "prompt and texts"
 
     def encode(self, records: Sequence[tuple[Any, str]]) -> list[PreferencePair]:
         """The pair of each record.
@@ -117,40 +121,42 @@ class PairEncoder:
             raise DataError(f"{origin}: messages need a chat template; the tokenizer {self.tokenizer.name} has none")
         variables = template_arguments(value, self.format.chat_template_kwargs, origin)
         before = value[PROMPT] if shape == "prompt and messages" else []
+        if before and all(answer[: len(before)] == before for answer in values):
+            keys = ", ".join(self._keys)
+            raise DataError(f"{origin}: {keys} begin with the messages of {PROMPT}: remove {PROMPT}, or these messages")
         pair = [
-            self._messages([*before, *answer], value, f"{origin}, {key}")
+            self._conversation([*before, *answer], value, f"{origin}, {key}")
             for answer, key in zip(values, self._keys, strict=True)
         ]
         # A record may add a system message, so the prompt may have more messages than the record lists.
-        since = self._prompt_messages(pair, len(pair[0]) - len(values[0]) if before else None, origin)
+        since = self._prompt_messages(pair, len(pair[0].messages) - len(values[0]) if before else None, record)
         encoded = []
-        for messages, key in zip(pair, self._keys, strict=True):
-            where = f"{origin}, {key}"
+        for conversation, key in zip(pair, self._keys, strict=True):
+            where, messages = f"{origin}, {key}", conversation.messages
             if not any(_says(message) for message in messages[since:]):
                 raise DataError(f"{where}: empty completion: the assistant says nothing after the prompt")
             if not self.format.mask_user_turns:
-                encoded.append(self._answers.everything(messages, variables, where))
+                encoded.append(self._answers.everything(conversation, variables, where))
             else:
                 counted = 0 if self.format.count == "all" else since
-                encoded.append(self._answers.counted(messages, variables, where, since=counted))
+                encoded.append(self._answers.counted(conversation, variables, where, since=counted))
             # The weight of the last position does not count: nothing follows it.
             if not (encoded[-1].weights is not None and encoded[-1].weights[:-1].any()):
                 raise DataError(f"{where}: empty completion: nothing that the assistant says counts")
         return PreferencePair(chosen=encoded[0], rejected=encoded[1])
 
-    def _prompt_messages(self, pair: Sequence[list[dict[str, Any]]], prompt_length: int | None, origin: str) -> int:
+    def _prompt_messages(self, pair: Sequence[Conversation], prompt_length: int | None, record: tuple[Any, str]) -> int:
         """The number of messages of the prompt: the record's prompt, or what both conversations have in common."""
-        chosen, rejected = pair
+        chosen, rejected = (conversation.messages for conversation in pair)
         if prompt_length is None:
-            pairs = enumerate(zip(chosen, rejected, strict=False))
-            prompt_length = next((n for n, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
-            if prompt_length == len(chosen) == len(rejected):
-                # Twice the same: its last answer is what would have been preferred.
-                # Otherwise the whole conversation would be the prompt and no answer would be left.
-                prompt_length -= 1
+            # The first message of both is a prompt even where one of them has no other: it lacks an answer.
+            prompt_length = _common_length(chosen, rejected) or int(chosen[0] == rejected[0])
         if prompt_length < 1:
+            value, origin = record
             first = [f"{message['role']}: {str(message.get('content'))[:40]!r}" for message in (chosen[0], rejected[0])]
-            raise DataError(f"{origin}: no common prompt: one begins with {first[0]}, the other with {first[1]}")
+            # A prompt that is text is read only beside whole conversations.
+            way = "" if value.get(PROMPT) is None else f"; write {PROMPT} as a list of messages"
+            raise DataError(f"{origin}: no common prompt: one begins with {first[0]}, the other with {first[1]}{way}")
         return prompt_length
 
     def _texts(self, prompt: str, answers: Sequence[str], origin: str) -> list[Encoded]:
@@ -176,14 +182,15 @@ class PairEncoder:
         text = record_value(value, key, object, origin)
         if not isinstance(text, str | list):
             raise DataError(f"{origin}: {key!r} is {type(text).__name__}, expected a list of messages, or text")
-        if not text:
+        # Texts may have no prompt, which is an empty one.
+        if not text and key != PROMPT:
             raise DataError(f"{origin}: {key!r} is empty")
-        if isinstance(text, str) and (bad := NO_TEXT.search(text)) is not None:
-            raise DataError(f"{origin}: {key!r} has U+{ord(bad.group()):04X} at {bad.start()}, which no text contains")
+        if isinstance(text, str) and (problem := invalid_character(text, repr(key))) is not None:
+            raise DataError(f"{origin}: {problem}")
         return text
 
-    def _messages(self, messages: Sequence[Any], value: Mapping[str, Any], origin: str) -> list[dict[str, Any]]:
-        return checked_messages(messages, value, origin, system=self.format.system_prompt, roles={})
+    def _conversation(self, messages: Sequence[Any], value: Mapping[str, Any], origin: str) -> Conversation:
+        return checked_messages(messages, value, origin, system=self.format.system_prompt, roles=None)
 
     @property
     def _keys(self) -> tuple[str, str]:
@@ -263,15 +270,25 @@ def describe_pairs(format: PreferenceChatLmDatasetFormat, tokenizer: Tokenizer) 
     return f"{source} (sha256 {digest[:12]}…); counted: {counts}"
 
 
+def _common_length(chosen: Sequence[object], rejected: Sequence[object]) -> int:
+    """The length of the prompt of two texts or conversations: what they have in common.
+
+    Of the shorter one the last item is never of the prompt, as in trl: it would have no answer. If both are equal, it
+    is what would have been preferred.
+    """
+    pairs = enumerate(zip(chosen, rejected, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(chosen), len(rejected)) - 1)
+
+
 def _common_text(chosen: str, rejected: str, *, origin: str) -> str:
     """The words that two texts begin with in common; without the blank before the first differing word."""
-    pairs = enumerate(zip(chosen, rejected, strict=False))
-    position = next((n for n, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
+    position = _common_length(chosen, rejected)
     # Tokenizers join a blank with the word behind it, so the blank belongs to the answers.
-    if position and chosen[position - 1] == " ":
+    if position and chosen[position] != rejected[position] and chosen[position - 1] == " ":
         position -= 1
     if not position:
         raise DataError(
-            f"{origin}: no common prompt: one begins with {chosen[:40]!r}, the other with {rejected[:40]!r}"
+            f"{origin}: no common prompt: one begins with {chosen[:40]!r}, the other with {rejected[:40]!r}; give "
+            f'"{PROMPT}": "" for texts without one'
         )
     return chosen[:position]

@@ -1,8 +1,14 @@
-"""The values of records: JSON objects and rows of Parquet, with checks of keys and types."""
+"""The values of records: JSON objects and rows of Parquet, with checks of keys, types and characters."""
 
-from typing import TypeVar
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
+from levanter.base.bounded_json import lone_surrogate
 from levanter.data.errors import DataError
+
+NO_TEXT = re.compile("[\ud800-\udfff\ufdd0-\ufdef]")
+"""Characters that no text of a conversation has: surrogates, and noncharacters, which serve as marks in templates."""
 
 T = TypeVar("T")
 
@@ -25,5 +31,57 @@ def record_value(value: object, key: str, kind: type[T], origin: str) -> T:
         raise DataError(f"{origin}: no key {key!r}; it has {', '.join(map(repr, value)) or 'none'}")
     if not isinstance(value[key], kind):
         names = {list: "a list", str: "a string"}
-        raise DataError(f"{origin}: {key!r} is {type(value[key]).__name__}, expected {names[kind]}")
+        kind_name = "null" if value[key] is None else type(value[key]).__name__
+        raise DataError(f"{origin}: {key!r} is {kind_name}, expected {names[kind]}")
+    if isinstance(value[key], str):
+        checked_text(value[key], f"{origin}: {key!r}")
     return value[key]
+
+
+def checked_text(text: str, where: str) -> str:
+    """Returns the text; refuses half of a surrogate pair, which JSON can represent and UTF-8 cannot.
+
+    Raises:
+        DataError: names the character.
+    """
+    if (start := lone_surrogate(text)) is not None:
+        code = f"\\u{ord(text[start]):04x}"
+        raise DataError(f"{where}: not text: {code} at character {start} is half of a surrogate pair")
+    return text
+
+
+class ParsedArguments(dict[str, Any]):
+    """The arguments of a call that were JSON text, as an object; some templates write the text as it is.
+
+    Args:
+        value: the object.
+        json_text: the text.
+    """
+
+    def __init__(self, value: Mapping[str, Any], json_text: str):
+        super().__init__(value)
+        self.json_text = json_text
+
+
+def invalid_character(value: object, where: str) -> str | None:
+    """Where a JSON value has a character that no text of a conversation has, in words; None where it has none.
+
+    Args:
+        value: text, or lists and objects of texts, whose keys are texts too.
+        where: its key, for the words.
+    """
+    if isinstance(value, str):
+        match = NO_TEXT.search(value)
+        return match and f"{where}: has U+{ord(match.group()):04X} at {match.start()}, which no text contains"
+    if isinstance(value, dict):
+        for key, item in value.items():
+            # A key with such a character cannot be printed itself.
+            if (problem := invalid_character(key, f"a key of {where}")) is not None:
+                return problem
+            if (problem := invalid_character(item, f"{where}.{key}")) is not None:
+                return problem
+    if isinstance(value, list):
+        for number, item in enumerate(value):
+            if (problem := invalid_character(item, f"{where}[{number}]")) is not None:
+                return problem
+    return None

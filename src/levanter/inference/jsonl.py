@@ -24,6 +24,7 @@ from typing import IO
 
 from levanter.base.bounded_json import NotAnObjectError, lone_surrogate, parse_json_object
 from levanter.base.input_limits import MIB, shown_bytes
+from levanter.data.messages import read_message
 from levanter.inference.prompts import CONSTRAINT_FIELDS, PromptRequest, parse_constraint
 from levanter.inference.requests import ParamsError, parse_params
 
@@ -148,6 +149,7 @@ def _messages(messages: object, problems: list[str]) -> tuple[Mapping[str, objec
     if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
         problems.append("messages: expected a list of objects, at least one")
         return ()
-    wrong = [n for n, one in enumerate(messages) if not isinstance(one.get("role"), str)]
+    read = tuple(read_message(one, f"messages[{n}].", problems) for n, one in enumerate(messages))
+    wrong = [n for n, one in enumerate(read) if not isinstance(one.get("role"), str)]
     problems += [f"messages[{n}]: expected a string as its `role`" for n in wrong[:3]]
-    return tuple(messages)
+    return read

@@ -16,6 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from levanter.base.bounded_json import Json
+from levanter.data.messages import read_message, read_tools
+from levanter.data.record_values import invalid_character
 from levanter.inference.prompts import PromptRequest
 from levanter.inference.requests import MAX_TOP_LOGPROBS, ConstraintSpec, SamplingParams, params_to_json
 from levanter.serving.engine_thread import TokenDelta
@@ -31,62 +33,27 @@ from levanter.serving.request_parsing import (
     request_seed,
     streams_usage,
 )
-from levanter.serving.request_schema import ChatBody, Message, NamedTool, Tool
+from levanter.serving.request_schema import ChatBody, NamedTool, Tool
 from levanter.serving.responses import ParsedCall, PartialChoice, ResponseBuilder, is_visible, respond
 from levanter.serving.service import Service
 
 
-def template_messages(messages: Sequence[Message]) -> tuple[Mapping[str, object], ...]:
-    """Messages in the form that chat templates expect.
+def template_messages(messages: object) -> tuple[Mapping[str, object], ...]:
+    """Messages in the form that chat templates expect, as training reads them.
+
+    Args:
+        messages: the messages as the client wrote them, decoded as `Message` before: templates see the order of the
+            client's keys.
 
     Raises:
         ProtocolError: there are no messages, one has no content, or the arguments of a call are no JSON object.
     """
-    problems: list[str] = [] if messages else ["messages: expected at least one"]
-    converted = []
-    for n, message in enumerate(messages):
-        fields: dict[str, object] = {"role": message.role}
-        if isinstance(message.content, tuple):
-            # Templates expect one text. OpenAI's parts are pieces of one message, which are joined as lines.
-            fields["content"] = "\n".join(part.text for part in message.content)
-        elif message.content is not None or message.tool_calls:
-            # A message of tool calls may have no content, where templates would fail on None.
-            fields["content"] = message.content or ""
-        else:
-            problems.append(f"messages[{n}].content: missing")
-        for name in ("name", "tool_call_id", "reasoning_content"):
-            if (value := getattr(message, name)) is not None:
-                fields[name] = value
-        if message.tool_calls:
-            fields["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {
-                        "name": call.function.name,
-                        "arguments": _parse_arguments(
-                            call.function.arguments, f"messages[{n}].tool_calls[{m}]", problems
-                        ),
-                    },
-                }
-                for m, call in enumerate(message.tool_calls)
-            ]
-        converted.append(fields)
+    listed: Sequence[Mapping[str, object]] = messages if isinstance(messages, list) else []
+    problems: list[str] = [] if listed else ["messages: expected at least one"]
+    read = tuple(read_message(message, f"messages[{n}].", problems) for n, message in enumerate(listed))
     if problems:
         raise ProtocolError(problems)
-    return tuple(converted)
-
-
-def _parse_arguments(text: str, where: str, problems: list[str]) -> object:
-    """The arguments of a call as an object, because templates serialize them themselves."""
-    try:
-        # Clients send an empty string for a call without arguments.
-        value = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        problems.append(f"{where}.function.arguments: expected a JSON object")
-    return value
+    return read
 
 
 # The server sets these itself: a request that replaced them would bypass the checks of its messages and tools.
@@ -94,28 +61,26 @@ _RESERVED_VARIABLES = frozenset({"messages", "tools", "bos_token", "eos_token", 
 """Variables of templates that a request cannot set."""
 
 
-def template_variables(more: Mapping[str, object] | None, tools: Sequence[Tool] | None) -> Mapping[str, object]:
+def template_variables(more: Mapping[str, object] | None, tools: object) -> Mapping[str, object]:
     """The variables of a chat template other than the messages.
 
     Args:
         more: variables that the request sets.
-        tools: tools that the model may call.
+        tools: tools that the model may call, as the client wrote them, decoded as `Tool` before.
 
     Raises:
-        ProtocolError: the request sets a reserved variable.
+        ProtocolError: the request sets a reserved variable, or a tool has characters that no text has.
     """
     variables = dict(more or {})
-    if reserved := sorted(_RESERVED_VARIABLES & set(variables)):
-        raise ProtocolError([f"chat_template_kwargs.{name}: cannot be set by a request" for name in reserved])
-    if tools:
-        variables["tools"] = [{"type": "function", "function": _tool_function(tool)} for tool in tools]
-    return variables
-
-
-def _tool_function(tool: Tool) -> Mapping[str, object]:
-    function = tool.function
-    fields = {"name": function.name, "description": function.description, "parameters": function.parameters}
-    return {name: value for name, value in fields.items() if value is not None}
+    problems = [
+        f"chat_template_kwargs.{name}: cannot be set by a request" for name in _RESERVED_VARIABLES & set(more or {})
+    ]
+    if (problem := invalid_character(variables, "chat_template_kwargs")) is not None:
+        problems.append(problem)
+    read = read_tools(tools, "tools", problems)
+    if problems:
+        raise ProtocolError(sorted(problems))
+    return {**variables, **({"tools": read} if read else {})}
 
 
 _TOOL_NAME = re.compile(r"[\w.-]{1,64}")
@@ -312,9 +277,9 @@ def parse_chat(raw: bytes, service: Service) -> ChatCall:
     check_model_name(body.model, service.names)
     try:
         rules = tool_rules(body.tools, body.tool_choice, several=body.parallel_tool_calls)
-        messages = template_messages(body.messages)
+        messages = template_messages(fields["messages"])
         # With `tool_choice: none` the prompt does not contain the tools at all.
-        template = template_variables(body.chat_template_kwargs, () if rules.mode == "none" else body.tools)
+        template = template_variables(body.chat_template_kwargs, () if rules.mode == "none" else fields.get("tools"))
     except ProtocolError as error:
         raise invalid_request(str(error)) from None
     params, constraint, id = _params(body, sampling), sampling.constraint, random_id("chatcmpl")

@@ -97,10 +97,14 @@ def _decode_object(
     hints, arguments = _hints(cls), {}
     prefix = f"{where}." if where else ""
     known = field_names(cls)
+    # A replayed message has null for every field of its client's class, including those that we do not know.
+    unknown = (name for name in set(value) - known - ignore if not where or value[name] is not None)
     # Sorted, so that the same request always gets the same message.
-    for n, name in enumerate(sorted(set(value) - known - ignore)):
+    for n, name in enumerate(sorted(unknown)):
         # A suggestion takes time that grows with the names, so only the first few unknown fields get one.
         hint = did_you_mean(name, sorted(known | ignore)) if n < HINTS else ""
+        if (way := getattr(cls, "replaced", {}).get(name)) is not None:
+            hint = f"; {way}"
         problems.append(f"{prefix}{name[:100]}: not a field{hint}")
     before = len(problems)
     for field in dataclasses.fields(cls):

@@ -6,7 +6,7 @@ descriptions of the fields from the docstrings.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from levanter.inference.prompts import CONSTRAINT_FIELDS
 
@@ -129,6 +129,11 @@ class Message:
     reasoning_content: str | None = None
     refusal: str | None = None
     annotations: tuple[object, ...] | None = None
+
+    replaced: ClassVar[Mapping[str, str]] = {
+        "function_call": "write the call as `tool_calls`",
+        "audio": "only text is read; send its transcript as `content`",
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ def tokenize_body(raw: bytes, service: Service, texts: TokenStrings) -> Mapping[
     """
     reader = service.reader
     try:
-        body = decode(TokenizeBody, parse_fields(raw))
+        body = decode(TokenizeBody, fields := parse_fields(raw))
         check_model_name(body.model, service.names)
         if (body.prompt is None) == (body.messages is None):
             raise ProtocolError(["prompt: expected one of `prompt` and `messages`"])
@@ -32,10 +32,10 @@ def tokenize_body(raw: bytes, service: Service, texts: TokenStrings) -> Mapping[
             begins = body.add_special_tokens and reader.rules.enforce_bos
             ids = reader.encode_with_bos(body.prompt) if begins else reader.encode(body.prompt)
         else:
-            more = dict(template_variables(body.chat_template_kwargs, body.tools))
+            more = dict(template_variables(body.chat_template_kwargs, fields.get("tools")))
             # A reserved variable, set here from the field of this route.
             more["add_generation_prompt"] = body.add_generation_prompt
-            ids = reader.conversation(template_messages(body.messages or ()), more)
+            ids = reader.conversation(template_messages(fields.get("messages")), more)
     # `ProtocolError` and the errors of the tokenizer and the template are all of this type.
     except ValueError as error:
         raise invalid_request(str(error)) from None
@@ -72,10 +72,12 @@ def tokenize_conversations(raw: bytes, service: Service) -> Mapping[str, Json]:
         ApiError: the body is invalid, or the chat template rejects a conversation.
     """
     try:
-        body = decode(TokensBody, parse_fields(raw))
+        body = decode(TokensBody, fields := parse_fields(raw))
         check_model_name(body.model, service.names)
         results: list[Json] = []
-        for messages in body.message_list:
+        conversations = fields["message_list"]
+        assert isinstance(conversations, list), "decoded as a list"
+        for messages in conversations:
             ids: list[Json] = list(service.reader.conversation(template_messages(messages)))
             results.append({"tokens": ids})
     except ValueError as error:

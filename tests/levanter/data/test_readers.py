@@ -43,6 +43,13 @@ def contents():
         "x.json": whole,
         "strings.json": json.dumps(TEXTS).encode(),
         "x.json.gz": gzip.compress(whole, mtime=0),
+        # The name is not what the file is: compression, and one value or one on each line.
+        "gzip.jsonl": gzip.compress(lines, mtime=0),
+        "zstd.jsonl.gz": zstandard.compress(lines),
+        "plain.jsonl.zst": lines,
+        "lines.json.gz": gzip.compress(lines, mtime=0),
+        "blank.json": b"\xef\xbb\xbf\r\n\n" + lines,
+        "pretty.jsonl": json.dumps([{"text": text} for text in TEXTS], indent=1).encode(),
     }
 
 
@@ -52,14 +59,35 @@ def test_records_in_every_wrapping(tmp_path, name):
     assert texts_of(tmp_path / name) == TEXTS
 
 
-@pytest.mark.parametrize("kind", [pa.string(), pa.large_string()])
-def test_parquet(tmp_path, kind):
-    path = tmp_path / "x.parquet"
-    table = pa.table({"n": [1, 2, 3, 4], "text": pa.array(TEXTS, kind)})
-    pq.write_table(table, path, row_group_size=3, compression="zstd")
+KINDS = [
+    pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary_view(),
+    pa.dictionary(pa.int8(), pa.string()), pa.dictionary(pa.int32(), pa.large_string()),
+]  # fmt: skip
+
+
+def write_rows(table, path):
+    """A table as Parquet, or as an Arrow file of one of its two formats."""
+    if path.suffix == ".parquet":
+        pq.write_table(table, path, row_group_size=3, compression="zstd")
+        return
+    new = pa.ipc.new_stream if path.suffix == ".arrow" else pa.ipc.new_file
+    with new(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=3)
+
+
+@pytest.mark.parametrize("ending", ["parquet", "arrow", "feather"])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_text_columns(tmp_path, kind, ending):
+    """Text is text however a column stores it, and a null is an empty text."""
+    path = tmp_path / f"x.{ending}"
+    texts = pa.array([*TEXTS, None]).cast(pa.large_string())
+    texts = texts.dictionary_encode().cast(kind) if pa.types.is_dictionary(kind) else texts.cast(kind)
+    write_rows(pa.table({"n": [1, 2, 3, 4, 5], "text": texts}), path)
     documents = list(read_documents(str(path), FORMAT))
-    assert [document.text for document in documents] == TEXTS
+    assert [document.text for document in documents] == [*TEXTS, ""]
     assert documents[3].origin == f"{path}:3"
+    (tmp_path / "x.jsonl").write_text(json_lines([*TEXTS, None]))
+    assert texts_of(tmp_path / "x.jsonl") == [*TEXTS, ""]
 
 
 def test_text_files_are_one_document_or_one_a_line(tmp_path):
@@ -112,7 +140,7 @@ def test_a_missing_key_names_line_and_keys(tmp_path):
 
 
 BAD_UTF8 = b'{"text": "a"}\n{"text": "\xe9t"}\n'
-ENDINGS = ".txt, .md, .jsonl, .ndjson, .json (each also with .gz or .zst), .parquet"
+ENDINGS = ".txt, .md, .jsonl, .ndjson, .json (each also with .gz or .zst), .parquet, .arrow, .feather"
 
 
 @pytest.mark.parametrize(
@@ -122,14 +150,19 @@ ENDINGS = ".txt, .md, .jsonl, .ndjson, .json (each also with .gz or .zst), .parq
         ("x.jsonl", BAD_UTF8, "/x.jsonl: not UTF-8 at byte 24 (e9 74 22 7d: invalid continuation byte)"),
         ("x.txt.gz", gzip.compress(b"fine \xff", mtime=0), "/x.txt.gz: not UTF-8 at byte 5 (ff: invalid start byte)"),
         ("x.jsonl", b'{"text": "a"}\n{"text": \n', "/x.jsonl:2: not JSON at column 10 (Expecting value)"),
-        ("x.jsonl", b"[\n1]\n", "/x.jsonl:1: not JSON at column 2 (Expecting value); "
-         "the file looks like one JSON value: name it .json"),
+        ("x.jsonl", b"[\n1]\n", "/x.jsonl[0]: expected an object with the key 'text', found int"),
+        ("x.jsonl", b'{"text": \n{"text": "a"}\n', "/x.jsonl:1: not JSON at column 10 (Expecting value)"),
+        ("x.jsonl", b'\n{"text: "a"}\n', "/x.jsonl:2: not JSON at column 10 (Expecting ':' delimiter)"),
         ("x.jsonl", b'["a"]\n', "/x.jsonl:1: expected an object with the key 'text', found list"),
         ("x.jsonl", b'{"text": 7}\n', "/x.jsonl:1: 'text' is int, expected a string"),
-        ("x.jsonl", b'{"text": "ab\\ud83d"}\n', "/x.jsonl:1: not text: \\ud83d at character 2 is half of "
-         "a surrogate pair"),
-        ("x.json", b'{"text": "a"}\n{"text": "b"}\n', "/x.json:2: not JSON at column 1 (Extra data); "
-         "a file with one JSON value per line should be named .jsonl"),
+        ("x.jsonl", b'{"text": "ab\\ud83d"}\n', "/x.jsonl:1: 'text': not text: \\ud83d at character 2 is "
+         "half of a surrogate pair"),
+        ("x.json", b'{"text": "a"}\n{"text": "b"\n', "/x.json:2: not JSON at column 13 (Expecting ',' delimiter)"),
+        ("x.json", b'{"a": 1,\n"text": "b"\n', "/x.json:3: not JSON at column 1 (Expecting ',' delimiter)"),
+        ("x.json", b'', "/x.json:1: not JSON at column 1 (Expecting value)"),
+        ("x.jsonl", b"PAR1PAR1", "/x.jsonl: the content is Parquet: its name must end in .parquet"),
+        ("x.jsonl", b"BZh91AY&SYx", "/x.jsonl: the content is compressed with bzip2: decompress it, or compress it "
+         "with gzip or Zstandard"),
         ("x.json", b'[{"text": "a"}, {"no": 1}]', "/x.json[1]: no key 'text' (format.text_key); it has 'no'"),
         ("x.csv", b"a,b", f"/x.csv: no reader for this kind of file; known: {ENDINGS}"),
     ],
@@ -141,7 +174,7 @@ def test_bad_content(tmp_path, name, content, expected):
 
 
 @pytest.mark.parametrize("kind", ["gz", "zst"])
-@pytest.mark.parametrize("damage", ["cut off", "not compressed", "flipped"])
+@pytest.mark.parametrize("damage", ["cut off", "flipped"])
 def test_damaged_streams(tmp_path, kind, damage):
     content = json_lines([f"document {i}" for i in range(3000)]).encode()
     zstd = zstandard.ZstdCompressor(write_checksum=True)
@@ -149,7 +182,7 @@ def test_damaged_streams(tmp_path, kind, damage):
     if damage == "flipped":
         packed = packed[:2000] + bytes([packed[2000] ^ 0x55]) + packed[2001:]
     path = tmp_path / f"x.jsonl.{kind}"
-    path.write_bytes({"cut off": packed[: len(packed) // 2], "not compressed": content, "flipped": packed}[damage])
+    path.write_bytes({"cut off": packed[: len(packed) // 2], "flipped": packed}[damage])
     message = error_of(path)
     assert message.startswith("/x.jsonl") and (
         "damaged or truncated" in message or "not UTF-8" in message or "not JSON" in message
@@ -162,10 +195,14 @@ def test_damaged_parquet(tmp_path):
     path = tmp_path / "x.parquet"
     path.write_bytes(b"PAR1 nothing else")
     assert "/x.parquet: not a Parquet file" in error_of(path)
-    pq.write_table(pa.table({"text": ["a", None]}), path)
-    assert error_of(path) == "/x.parquet: row 1 has no 'text' (null)"
-    pq.write_table(pa.table({"text": [1, 2]}), path)
-    assert error_of(path) == "/x.parquet: column 'text' is int64, expected string"
+    pq.write_table(pa.table({"text": [1, 2], "body": ["a", "b"]}), path)
+    assert error_of(path) == (
+        "/x.parquet: column 'text' is int64, expected string; set format.text_key to a column of text: body"
+    )
+    pq.write_table(pa.table({"text": [b"a", b"\xff"]}), path)
+    assert error_of(path) == "/x.parquet:1: 'text' is not UTF-8 at byte 0 (invalid start byte)"
+    (tmp_path / "x.arrow").write_bytes(b"ARROW1 nothing else")
+    assert "/x.arrow: not an Arrow file" in error_of(tmp_path / "x.arrow")
 
 
 def test_missing_files(tmp_path):
@@ -185,7 +222,9 @@ def test_records_whole(tmp_path):
     (tmp_path / "x.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (tmp_path / "x.json").write_text(json.dumps(records))
     pq.write_table(pa.Table.from_pylist(records), tmp_path / "x.parquet")
-    for name, places in (("x.jsonl", (":1", ":2")), ("x.json", ("[0]", "[1]")), ("x.parquet", (":0", ":1"))):
+    write_rows(pa.Table.from_pylist(records), tmp_path / "x.arrow")
+    rows, lines = (":0", ":1"), (":1", ":2")
+    for name, places in (("x.jsonl", lines), ("x.json", ("[0]", "[1]")), ("x.parquet", rows), ("x.arrow", rows)):
         path = str(tmp_path / name)
         assert list(read_records(path)) == [(record, path + at) for record, at in zip(records, places, strict=True)]
     with pytest.raises(DataError, match=r"and \.parquet, not from \.txt"):

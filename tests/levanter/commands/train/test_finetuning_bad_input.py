@@ -89,9 +89,9 @@ CONVERSATIONS = {
     "no messages": ({"text": "a"}, "no key 'messages'"),
     "a picture": (
         said({"role": "user", "content": [{"type": "image", "url": "x"}]}, assistant("b")),
-        "its content is list, and only text is read",
+        "message 1: content[0]: 'image', and only text is read",
     ),
-    "no content": (said({"role": "user", "content": None}, assistant("b")), "message 1: its content is missing"),
+    "no content": (said({"role": "user", "content": None}, assistant("b")), "message 1: content: missing"),
 }
 
 
