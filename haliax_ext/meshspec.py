@@ -9,7 +9,7 @@ hosts), or a process where devices have no slices.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import haliax as hax
 import numpy as np
@@ -142,8 +142,12 @@ class MeshSpec:
             tuple(size for _, size in self.axes), self.names, axis_types=(AxisType.Auto,) * len(self.axes)
         )
 
-    def build(self, devices: Sequence[Device]) -> Mesh:
+    def build(self, devices: Sequence[Device], *, slices: Sequence[int] | None = None) -> Mesh:
         """Places `devices` on this mesh: DCN axes outermost on the wire, ICI order from JAX's mesh utilities.
+
+        Args:
+            devices: as many as the mesh has.
+            slices: the index of each device's slice, for devices that do not state it (those of a GPU compiler).
 
         Raises:
             MeshError: the devices' number or their granules do not match.
@@ -151,6 +155,8 @@ class MeshSpec:
         if len(devices) != self.size:
             factors = " × ".join(str(size) for _, size in self.axes)
             raise MeshError(f"mesh {self} needs {factors} = {self.size} devices, but {len(devices)} were given")
+        if slices is not None:
+            devices = [_DeviceOfSlice(*pair) for pair in zip(devices, slices, strict=True)]
         axis_types = (AxisType.Auto,) * len(self.axes)
         # Each mesh axis is entirely inside a granule or entirely across granules: one of its two factors is 1.
         ici = tuple(1 if name in self.dcn else size for name, size in self.axes)
@@ -175,7 +181,20 @@ class MeshSpec:
             array = np.asarray(devices, dtype=object).reshape(ici)
         else:
             array = mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
+        if slices is not None:
+            array = np.vectorize(lambda placed: placed.device, otypes=[object])(array)
         return Mesh(array, self.names, axis_types=axis_types)
+
+
+@dataclass(frozen=True, eq=False)
+class _DeviceOfSlice:
+    """A device with the index of its slice, while JAX's mesh utilities place it."""
+
+    device: Any
+    slice_index: int
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.device, name)
 
 
 def granules(devices: Sequence[Device], kind: Literal["slice", "process"]) -> Mapping[int, int]:

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from functools import cached_property, lru_cache
 
 from levanter.hardware.generations import BF16_PASSES, GENERATIONS, Generation, Precision
+from levanter.hardware.gpus import allocator_bytes, memory_fraction
 
 MOST_SLICES = 256
 """The most slices of one target. The largest published job has 199 (of 256 chips of v5e)."""
@@ -20,12 +21,12 @@ class AcceleratorError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """Some number of equal slices (for GPUs: hosts) of one generation.
+    """Some number of equal slices (of GPUs: NVLink domains, which are hosts unless a domain spans several).
 
     Attributes:
         name: canonical name.
         generation: the properties of each chip.
-        topology: chips along each torus axis of one slice; `(chips,)` for one host of GPUs.
+        topology: chips along each torus axis of one slice; `(chips,)` for GPUs.
         slices: their number; the data-center network joins them.
     """
 
@@ -70,7 +71,10 @@ class Accelerator:
 
     @property
     def topology_name(self) -> str:
-        """The string libtpu names this slice by, such as `v4:4x4x8`."""
+        """The string by which the compiler names it: one slice of TPUs, such as `v4:4x4x8`, or all GPUs as slices ×
+        hosts of a slice × GPUs of a host, such as `8x1x8`."""
+        if self.generation.platform == "gpu":
+            return f"{self.slices}x{self.chips_per_slice // self.chips_per_host}x{self.chips_per_host}"
         return f"{self.generation.compiler_name}:{'x'.join(map(str, self.topology))}"
 
     @cached_property
@@ -87,12 +91,18 @@ class Accelerator:
 
     @property
     def can_compile(self) -> bool:
-        """Whether libtpu can compile for this target without an accelerator."""
-        return self.generation.platform == "tpu"
+        """Whether the target's compiler can compile for it without an accelerator."""
+        return self.generation.platform == "tpu" or self.generation.gpu is not None
 
     @property
     def hbm_bytes(self) -> int:
-        """Usable bytes of one device."""
+        """Usable bytes of one device; of a GPU those that JAX's allocator takes, as this environment sets its share.
+
+        Raises:
+            GpuMemoryError: the environment names no share.
+        """
+        if self.generation.platform == "gpu":
+            return allocator_bytes(self.generation.hbm_bytes, fraction=memory_fraction())
         return self.generation.hbm_bytes
 
     @property
@@ -130,6 +140,8 @@ class Accelerator:
 
 
 _NAME = re.compile(r"(?:(?P<slices>\d+)x)?(?P<family>[a-z]\w*?)(?P<sep>[-:x])(?P<size>\d+(?:x\d+)*)")
+# The names of some cards have a hyphen, which separates a number of chips elsewhere: `a100-40x8`.
+_CARD = re.compile(r"(?P<family>[a-z0-9]+-(?:40|pcie))(?P<sep>x)(?P<size>\d+)")
 
 
 def parse_accelerator(name: str) -> Accelerator:
@@ -140,6 +152,10 @@ def parse_accelerator(name: str) -> Accelerator:
     """
     text = name.strip().lower()
     generation = None
+    if match := _CARD.fullmatch(text):
+        card = _generation(match["family"])
+        if card is not None:
+            return _gpus(name, card, (int(match["size"]),), 1, match["sep"])
     # The family is matched lazily: in `h100x8` it ends before the separator,
     # and `2x` before a family counts slices.
     if match := _NAME.fullmatch(text):
@@ -174,12 +190,14 @@ def find_generation(kind: str) -> Generation | None:
     GPUs of one generation have several names with a common beginning.
     """
 
-    def has_kind(generation: Generation) -> bool:
-        # `NVIDIA H100 80GB HBM3` and `NVIDIA H100 PCIe` share their first two words.
+    def shares_brand(generation: Generation) -> bool:
+        # `NVIDIA H200 141GB HBM3e` and `NVIDIA H200` share their first two words.
         brand = " ".join(generation.device_kind.split()[:2])
-        return kind == generation.device_kind or (generation.platform == "gpu" and kind.startswith(brand))
+        return generation.platform == "gpu" and kind.startswith(brand)
 
-    return next((generation for generation in GENERATIONS if has_kind(generation)), None)
+    # The whole name first: `NVIDIA H100 PCIe` begins like `NVIDIA H100 80GB HBM3`, which is another card.
+    exact = next((generation for generation in GENERATIONS if kind == generation.device_kind), None)
+    return exact or next((generation for generation in GENERATIONS if shares_brand(generation)), None)
 
 
 def find_accelerator(kind: str, devices: int, *, slices: int = 1) -> Accelerator | None:
@@ -229,9 +247,17 @@ def _gpus(name: str, generation: Generation, sizes: tuple[int, ...], slices: int
             f"{name!r}: {count} GPUs do not fill hosts of {host}; nearest: "
             f"{generation.name}x{lower} or {generation.name}x{upper}"
         )
-    hosts = max(1, count // host)
+    # A part of one NVLink domain is fine too; of several domains each is full.
+    domain = generation.nvlink_domain
+    if count > domain and count % domain:
+        lower, upper = count // domain * domain, (count // domain + 1) * domain
+        raise AcceleratorError(
+            f"{name!r}: {count} GPUs do not fill NVLink domains of {domain}; nearest: "
+            f"{generation.name}x{lower} or {generation.name}x{upper}"
+        )
+    slices = max(1, count // domain)
     return Accelerator(
-        name=f"{generation.name}x{count}", generation=generation, topology=(count // hosts,), slices=hosts
+        name=f"{generation.name}x{count}", generation=generation, topology=(count // slices,), slices=slices
     )
 
 

@@ -11,12 +11,15 @@ compiler itself states when a program asks for too much (libtpu 0.0.42.1). Clock
 counts (524,288 FLOPs a cycle); tpu7x's is not published and is taken from the same FLOPs a cycle for each of its two
 cores, which the compiler's counts of large products agree with (448,000 at the most, v6e 471,000). Memory of a host:
 the same pages, of machines with four chips. A chip's link to its host: PCIe, about 15 GB/s each way in "How to Scale
-Your Model"; of GPUs sixteen lanes of PCIe 4 or 5, less their overhead. GPU figures: NVIDIA's H100, H200 and A100 data
-sheets, dense (without sparsity).
+Your Model"; of GPUs sixteen lanes of PCIe 4 or 5, less their overhead. GPU figures: NVIDIA's data sheets, dense (without
+sparsity), and for memory `hardware.gpus`. Networks between hosts of GPUs: one 400 Gbit/s NIC a GPU (H100, H200, B200 in
+the vendors' reference designs), 200 Gbit/s for A100, 800 for B300, and what PCIe servers commonly have for the others.
 """
 
 from dataclasses import dataclass
 from typing import Literal
+
+from levanter.hardware import gpus
 
 GIB = 1 << 30
 GB = 10**9
@@ -34,7 +37,7 @@ class Generation:
     Attributes:
         name: the family as users write it before the number.
         aliases: other spellings of `name`.
-        platform: `tpu`, or `gpu` (arithmetic only).
+        platform: `tpu` or `gpu`.
         cores_per_chip: how many the number in the name counts for one chip.
         devices_per_chip: how many devices JAX sees for one chip.
         topology_axes: 3 for a 3D torus, 2 for a 2D one, 0 where chips of a host are joined all to all.
@@ -43,7 +46,7 @@ class Generation:
         compiler_name: the family as libtpu's topology strings spell it.
         device_kind: the vendor's name of a device, as JAX reports it.
         chip_config_name: libtpu's chip configuration, where the default is not what runs.
-        hbm_bytes: usable bytes of one device; `None`: not known.
+        hbm_bytes: usable bytes of one device. For GPUs: all of its memory, of which the allocator takes a share.
         peak_bf16: FLOP/s of one chip.
         peak_f32_native: FLOP/s of one chip's f32 units where there are such; `None`: f32 is done in bf16 passes.
         hbm_bandwidth: bytes/s of one chip.
@@ -53,6 +56,8 @@ class Generation:
         host_link_bandwidth: bytes/s of one chip's link to its host in one direction; `None`: not known.
         host_bytes: memory of a host with `chips_per_host` chips; `None`: not published.
         clock_hz: cycles a second in which the compiler counts; `None`: not known.
+        gpu: what the GPU compiler is told of the card; `None` for TPUs.
+        nvlink_domain: GPUs that reach each other over NVLink or, of cards without it, over the PCIe of their host.
     """
 
     name: str
@@ -76,6 +81,8 @@ class Generation:
     host_link_bandwidth: float | None = None
     host_bytes: int | None = None
     clock_hz: float | None = None
+    gpu: gpus.GpuDescription | None = None
+    nvlink_domain: int = 8
 
 
 GENERATIONS: tuple[Generation, ...] = (
@@ -168,19 +175,36 @@ GENERATIONS: tuple[Generation, ...] = (
         clock_hz=2.2e9,
     ),
     Generation(
+        name="a100-40",
+        platform="gpu",
+        device_kind="NVIDIA A100-SXM4-40GB",
+        topology_axes=0,
+        max_chips=4096,
+        chips_per_host=8,
+        hbm_bytes=42331013120,
+        peak_bf16=312 * TERA,
+        peak_f32_native=19.5 * TERA,
+        hbm_bandwidth=1555 * GB,
+        ici_link_bandwidth=300 * GB,
+        dcn_host_bandwidth=200 * GB,
+        host_link_bandwidth=25 * GB,
+        gpu=gpus.A100,
+    ),
+    Generation(
         name="a100",
         platform="gpu",
         device_kind="NVIDIA A100 80GB",
         topology_axes=0,
         max_chips=4096,
         chips_per_host=8,
-        hbm_bytes=80 * GIB,
+        hbm_bytes=85100068864,
         peak_bf16=312 * TERA,
         peak_f32_native=19.5 * TERA,
         hbm_bandwidth=2039 * GB,
         ici_link_bandwidth=300 * GB,
         dcn_host_bandwidth=200 * GB,
         host_link_bandwidth=25 * GB,
+        gpu=gpus.A100,
     ),
     Generation(
         name="h100",
@@ -189,13 +213,31 @@ GENERATIONS: tuple[Generation, ...] = (
         topology_axes=0,
         max_chips=16384,
         chips_per_host=8,
-        hbm_bytes=80 * GIB,
+        hbm_bytes=84942979072,
         peak_bf16=989 * TERA,
         peak_f32_native=67 * TERA,
         hbm_bandwidth=3350 * GB,
         ici_link_bandwidth=450 * GB,
         dcn_host_bandwidth=400 * GB,
         host_link_bandwidth=50 * GB,
+        gpu=gpus.H100,
+    ),
+    Generation(
+        name="h100-pcie",
+        platform="gpu",
+        device_kind="NVIDIA H100 PCIe",
+        topology_axes=0,
+        max_chips=4096,
+        chips_per_host=8,
+        hbm_bytes=84942979072,
+        peak_bf16=756 * TERA,
+        peak_f32_native=51 * TERA,
+        hbm_bandwidth=2039 * GB,
+        # Cards of a host reach each other over PCIe; bridges that join pairs of them are not counted on.
+        ici_link_bandwidth=50 * GB,
+        dcn_host_bandwidth=50 * GB,
+        host_link_bandwidth=50 * GB,
+        gpu=gpus.H100_PCIE,
     ),
     Generation(
         name="h200",
@@ -205,12 +247,97 @@ GENERATIONS: tuple[Generation, ...] = (
         max_chips=16384,
         chips_per_host=8,
         # Sold as 141 GB; this is the memory that NVIDIA's tools report for the device.
-        hbm_bytes=int(139.8 * GIB),
+        hbm_bytes=151397597184,
         peak_bf16=989 * TERA,
         peak_f32_native=67 * TERA,
         hbm_bandwidth=4800 * GB,
         ici_link_bandwidth=450 * GB,
         dcn_host_bandwidth=400 * GB,
         host_link_bandwidth=50 * GB,
+        gpu=gpus.H100,
+    ),
+    Generation(
+        name="b200",
+        platform="gpu",
+        device_kind="NVIDIA B200",
+        topology_axes=0,
+        max_chips=16384,
+        chips_per_host=8,
+        hbm_bytes=191514411008,
+        peak_bf16=2250 * TERA,
+        peak_f32_native=75 * TERA,
+        hbm_bandwidth=7672 * GB,
+        ici_link_bandwidth=900 * GB,
+        dcn_host_bandwidth=400 * GB,
+        host_link_bandwidth=50 * GB,
+        gpu=gpus.B200,
+    ),
+    Generation(
+        name="gb200",
+        platform="gpu",
+        device_kind="NVIDIA GB200",
+        topology_axes=0,
+        max_chips=16384,
+        # A tray holds four; eighteen trays share one NVLink domain.
+        chips_per_host=4,
+        nvlink_domain=72,
+        hbm_bytes=197897748480,
+        peak_bf16=2500 * TERA,
+        peak_f32_native=80 * TERA,
+        hbm_bandwidth=7928 * GB,
+        ici_link_bandwidth=900 * GB,
+        dcn_host_bandwidth=200 * GB,
+        host_link_bandwidth=450 * GB,
+        gpu=gpus.GB200,
+    ),
+    Generation(
+        name="b300",
+        platform="gpu",
+        device_kind="NVIDIA B300",
+        topology_axes=0,
+        max_chips=16384,
+        chips_per_host=8,
+        hbm_bytes=297021865984,
+        peak_bf16=2250 * TERA,
+        peak_f32_native=75 * TERA,
+        hbm_bandwidth=7936 * GB,
+        ici_link_bandwidth=900 * GB,
+        dcn_host_bandwidth=800 * GB,
+        host_link_bandwidth=50 * GB,
+        gpu=gpus.B300,
+    ),
+    Generation(
+        name="rtx6000pro",
+        platform="gpu",
+        device_kind="NVIDIA RTX PRO 6000 Blackwell",
+        topology_axes=0,
+        max_chips=1024,
+        chips_per_host=8,
+        hbm_bytes=103079215104,
+        # FP4 with sparsity is 4,000 TOPS on the data sheet: an eighth of it is dense bf16.
+        peak_bf16=500 * TERA,
+        peak_f32_native=125 * TERA,
+        hbm_bandwidth=1792 * GB,
+        ici_link_bandwidth=50 * GB,
+        dcn_host_bandwidth=50 * GB,
+        host_link_bandwidth=50 * GB,
+        gpu=gpus.RTX6000PRO,
+    ),
+    Generation(
+        name="l4",
+        platform="gpu",
+        device_kind="NVIDIA L4",
+        topology_axes=0,
+        max_chips=1024,
+        chips_per_host=8,
+        # Sold as 24 GB; NVIDIA's tools report 23,034 MiB.
+        hbm_bytes=23034 << 20,
+        peak_bf16=121 * TERA,
+        peak_f32_native=30.3 * TERA,
+        hbm_bandwidth=300 * GB,
+        ici_link_bandwidth=25 * GB,
+        dcn_host_bandwidth=12.5 * GB,
+        host_link_bandwidth=25 * GB,
+        gpu=gpus.L4,
     ),
 )

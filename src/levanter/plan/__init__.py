@@ -16,7 +16,7 @@ from haliax_ext.lazy_imports import export_on_demand
 if TYPE_CHECKING:
     from levanter.plan.aot import CompileCrash as CompileCrash
     from levanter.plan.aot import Compiled as Compiled
-    from levanter.plan.aot import LibtpuMissing as LibtpuMissing
+    from levanter.plan.aot import CompilerMissing as CompilerMissing
     from levanter.plan.aot import Refused as Refused
     from levanter.plan.aot import WorkerBadInput as WorkerBadInput
     from levanter.plan.aot import compile_programs as compile_programs

@@ -3,7 +3,7 @@
 `compile_programs("levanter.main.plan:describe", payload, target="v4-256")` starts a worker process that describes the
 run again from the same config, compiles each Program with the real compiler of the target, and reports. A program
 that does not fit is a value here (`Refused`), not an exception. These are exceptions: a compiler that crashes
-(`CompileCrash`, exit code 4), a libtpu that is not installed (`LibtpuMissing`), bad input that the worker finds
+(`CompileCrash`, exit code 4), a compiler that is not installed (`CompilerMissing`), bad input that the worker finds
 (`WorkerBadInput`), and Ctrl-C, which also ends the worker and removes its files. Results for pods are cached on disk
 (`kept`): a Program that was compiled before is read from the cache. `compile_ahead` compiles the Programs of several
 runs (the candidates of a search) in parallel before `compile_programs` reads them.
@@ -12,7 +12,6 @@ A *worker* is the process that compiles (`levanter.plan.compile_worker` document
 the devices of this machine.
 """
 
-import importlib.util
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from typing import Any
 from haliax_ext.hlo import CompiledFigures, MemoryFigures, OutOfMemory, read_figures, read_out_of_memory
 from haliax_ext.meshspec import MeshSpec
 from levanter.hardware import Accelerator, parse_accelerator
-from levanter.plan.compile_cache import CompileCache, installed_compiler
+from levanter.plan.compile_cache import CompileCache
 from levanter.plan.compile_pool import CompileCrash as CompileCrash
 from levanter.plan.compile_pool import WorkerBadInput as WorkerBadInput
 from levanter.plan.compile_pool import (
@@ -33,12 +32,12 @@ from levanter.plan.compile_pool import (
     scratch_folder,
     worker_environment,
 )
+from levanter.plan.compilers import CompilerMissing as CompilerMissing
+from levanter.plan.compilers import compiler_for, compiler_identity
 from levanter.plan.fingerprint import fingerprint
 from levanter.runplan import RunPlan, Target
 
 logger = logging.getLogger(__name__)
-
-INSTALL_LINE = "pip install 'levanter[plan]'"
 
 _EMPTY: Mapping[str, Any] = {
     "function": None,
@@ -48,16 +47,6 @@ _EMPTY: Mapping[str, Any] = {
     "import_paths": [],
     "kept": None,
 }
-
-
-class LibtpuMissing(ValueError):
-    """The TPU compiler is not installed."""
-
-    def __init__(self, target: str):
-        super().__init__(
-            f"compiling for {target} needs the TPU compiler, which is not installed here: {INSTALL_LINE} "
-            "(a CPU machine is enough; without it, plan with --no-compile)"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,20 +130,15 @@ def compile_programs(
         plan: the description, where the caller has it already: with it a cached result is found without a worker.
 
     Raises:
-        AcceleratorError: an unknown target, or one for which no compiler runs here.
-        LibtpuMissing: the TPU compiler is not installed.
+        AcceleratorError: an unknown target.
+        CompilerMissing: the target's compiler is not installed.
         WorkerBadInput: describing the run failed on its input.
         CompileCrash: the compiler died.
     """
     pod = None if target == "local" else parse_accelerator(target) if isinstance(target, str) else target
     name = "local" if pod is None else pod.name
-    if pod is not None and not pod.can_compile:
-        raise WorkerBadInput(
-            "AcceleratorError",
-            f"{name}: only TPU programs can be compiled without the device; a GPU program needs a GPU",
-        )
-    if pod is not None and importlib.util.find_spec("libtpu") is None:
-        raise LibtpuMissing(name)
+    if pod is not None:
+        compiler_for(pod).require(name)
     with scratch_folder() as scratch:
         folder = scratch if keep_text is None else keep_text
         folder.mkdir(parents=True, exist_ok=True)
@@ -162,7 +146,7 @@ def compile_programs(
         # The fingerprint covers a Program's options but not those added here, so with added options only the
         # worker can look in the cache, by the lowered text.
         if pod is not None and kept is not None and plan is not None and not compiler_options:
-            outcomes = dict(_cached_outcomes(plan, programs, kept, keep_text))
+            outcomes = dict(_cached_outcomes(plan, pod, programs, kept, keep_text))
         # With no names given, which Programs exist is known only to the worker:
         # an empty list in the request means all.
         missing = [name_ for name_ in programs if name_ not in outcomes]
@@ -223,9 +207,15 @@ def compile_ahead(
         on_event: called with each line of the workers' reports as it comes.
     """
     # `compile_programs` raises the error with its explanation; here it would end a search before its first row.
-    if not target.can_compile or importlib.util.find_spec("libtpu") is None:
+    try:
+        compiler_for(target).require(target.name)
+    except CompilerMissing:
         return
-    new = [run for run in runs if {name for name, _ in _cached_outcomes(run.plan, programs, kept, None)} != {*programs}]
+    new = [
+        run
+        for run in runs
+        if {name for name, _ in _cached_outcomes(run.plan, target, programs, kept, None)} != {*programs}
+    ]
     workers = num_workers(len(new))
     # One worker saves nothing: `compile_programs` compiles one run after another as fast.
     if workers < 2:
@@ -255,10 +245,10 @@ def compile_ahead(
 
 
 def _cached_outcomes(
-    plan: RunPlan, programs: Sequence[str], kept: CompileCache, keep_text: Path | None
+    plan: RunPlan, pod: Accelerator, programs: Sequence[str], kept: CompileCache, keep_text: Path | None
 ) -> Iterator[tuple[str, Outcome]]:
     """Cached results that are found by fingerprint, without lowering anything."""
-    by_name, compiler = {program.name: program for program in plan.programs}, installed_compiler()
+    by_name, compiler = {program.name: program for program in plan.programs}, compiler_identity(pod)
     for name in programs:
         digest = fingerprint(by_name[name], plan) if name in by_name else None
         answer = None if digest is None else kept.follow(digest, compiler)

@@ -13,8 +13,6 @@ entries are removed first.
 
 import contextlib
 import hashlib
-import importlib.metadata
-import importlib.util
 import json
 import logging
 import os
@@ -36,17 +34,6 @@ LEFT_BEHIND_SECONDS = 3600
 """Age from which a temporary file counts as left by a killed process."""
 _MAGIC = b"levanter kept answer 1\n"
 _DIGEST_BYTES = 32
-
-
-def installed_compiler() -> dict[str, Any]:
-    """Identifies the installed compiler: versions of libtpu, JAX and jaxlib, and the size of libtpu's library."""
-    versions: dict[str, Any] = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "libtpu")}
-    # A nightly build may replace the library under the same version; its size tells the two apart
-    # without reading hundreds of MB for a digest.
-    spec = importlib.util.find_spec("libtpu")
-    folders = [] if spec is None else [Path(path) for path in spec.submodule_search_locations or ()]
-    sizes = [path.stat().st_size for folder in folders for path in sorted(folder.glob("*.so"))]
-    return {**versions, "library_bytes": sizes}
 
 
 class DamagedEntryError(ValueError):

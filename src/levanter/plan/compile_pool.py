@@ -22,6 +22,7 @@ from typing import Any
 from haliax_ext.meshspec import MeshSpec
 from levanter.hardware import Accelerator
 from levanter.hardware.memory import free_memory
+from levanter.plan.compilers import compiler_for
 
 # libtpu creates this file while it is loaded. A killed process leaves it, and a later load of libtpu may refuse to
 # start.
@@ -67,25 +68,14 @@ def num_workers(programs: int) -> int:
 
 
 def worker_environment(pod: Accelerator | None) -> dict[str, str]:
-    """This process's environment and import path, and for a pod the variables that libtpu reads when it is loaded."""
+    """This process's environment and import path, and for a pod the variables that its compiler reads at its start."""
     # `sys.path` may differ from PYTHONPATH (an editable install, a script's folder): the worker must import the same
     # code.
     environment = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     if pod is None:
         return environment
-    return environment | {
-        # Outside Google Cloud the query of the metadata server would wait for its timeout.
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_ACCELERATOR_TYPE": pod.libtpu_accelerator_type,
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        # Several workers load libtpu at once, without its lock file.
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "TPU_LOG_DIR": "disabled",
-        "TPU_MIN_LOG_LEVEL": "3",
-        "TPU_STDERR_LOG_LEVEL": "3",
-        # The worker compiles for a topology; it must not open an accelerator of this machine.
-        "JAX_PLATFORMS": "cpu",
-    }
+    # The worker compiles for a topology; it must not open an accelerator of this machine.
+    return environment | compiler_for(pod).environment(pod) | {"JAX_PLATFORMS": "cpu"}
 
 
 def mesh_to_json(mesh: MeshSpec) -> dict[str, Any]:

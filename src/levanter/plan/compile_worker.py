@@ -1,14 +1,15 @@
 """The compile worker process: `python -m levanter.plan.compile_worker REQUEST.json`, started by `levanter.plan.aot`.
 
-Compiling for a TPU loads libtpu and turns this process's JAX into one that knows a pod which does not exist, so it is
-done here and never in the caller; nor does the caller open the devices of this machine, which the worker may need. The
+Compiling for absent devices loads their compiler (`levanter.plan.compilers`) and turns this process's JAX into one that
+knows a pod which does not exist, so it is done here and never in the caller; nor does the caller open the devices of
+this machine, which the worker may need. The
 request names a function; the worker calls it with the request's payload and the `Target`, and compiles what it returns:
 anything with a `mesh` (a `MeshSpec`) and `programs` that have a `name` and a `lower(mesh)`, such as a `RunPlan`.
 Programs are thus described twice from one config, once by the caller and once here, and never pickled. A request
 without a function reports the devices alone. Each step is reported as one line of JSON on the file descriptor that the
 request names.
 
-The parent sets the environment before Python starts: libtpu reads it when it is loaded.
+The parent sets the environment before Python starts: compilers read it when they are loaded.
 """
 
 import hashlib
@@ -28,8 +29,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from haliax_ext.compiler_options import translate_option_errors
 from haliax_ext.meshspec import MeshSpec
 from levanter.hardware import Accelerator, parse_accelerator
-from levanter.plan.compile_cache import CachedOutcome, CompileCache, installed_compiler
+from levanter.plan.compile_cache import CachedOutcome, CompileCache
 from levanter.plan.compile_pool import mesh_to_json
+from levanter.plan.compilers import compiler_for, compiler_identity
 from levanter.plan.fingerprint import compiler_environment, fingerprint, lowered_digest
 from levanter.plan.preflight.state import raised_in_library
 
@@ -99,25 +101,18 @@ def load_function(spec: str) -> Callable[..., Any]:
 
 def topology_devices(accelerator: Accelerator) -> list[Any]:
     """Devices of a pod without the pod: they can be placed on a mesh and compiled for, and nothing else."""
-    from jax.experimental import topologies
-
-    arguments: dict[str, Any] = {"chips_per_host_bounds": accelerator.chips_per_host_bounds}
-    if accelerator.generation.chip_config_name:
-        arguments["chip_config_name"] = accelerator.generation.chip_config_name
-    if accelerator.slices > 1:
-        arguments["num_slices"] = accelerator.slices
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=accelerator.topology_name, **arguments)
-    devices = list(topology.devices)
-    # libtpu and our table of accelerators must agree, or bytes per device would be wrong without notice.
-    assert len(devices) == accelerator.devices, f"{accelerator}: libtpu reports {len(devices)} devices"
+    devices = compiler_for(accelerator).devices(accelerator)
+    # The compiler and our table of accelerators must agree, or bytes per device would be wrong without notice.
+    assert len(devices) == accelerator.devices, f"{accelerator}: the compiler reports {len(devices)} devices"
     return devices
 
 
 def _coordinates(mesh: "Mesh") -> list[list[int]] | None:
-    """Where each device of the mesh sits, in row-major mesh order: slice, torus coordinates, core."""
+    """Where each device of the mesh sits, in row-major mesh order: slice, torus coordinates, core; None off TPUs."""
     rows = []
     for device in mesh.devices.flat:
-        coords = getattr(device, "coords", None)
+        # Devices of the GPU compiler have coordinates too: slice, host and position in the host, which are no torus.
+        coords = getattr(device, "coords", None) if device.platform == "tpu" else None
         if coords is None:
             return None
         rows.append([getattr(device, "slice_index", None) or 0, *coords, device.core_on_chip])
@@ -166,7 +161,7 @@ class CompilerSession:
         import jax
 
         mesh, started = described.mesh, time.monotonic()
-        jax_mesh = mesh.build(self.devices)
+        jax_mesh = mesh.build(self.devices, slices=self._slices)
         with without_source_locations():
             lowered = program.lower(jax_mesh)
         lower_seconds, started = time.monotonic() - started, time.monotonic()
@@ -193,7 +188,7 @@ class CompilerSession:
         try:
             # `lowered` carries the Program's options already; those passed here override them.
             with translate_option_errors(program.name, {**program_options, **self.options}):
-                compiled = lowered.compile(compiler_options=dict(self.options) or None)
+                compiled = lowered.compile(compiler_options=self._compile_options or None)
         except jax.errors.JaxRuntimeError as error:
             # A Program that does not fit is a result, cached like any other; every
             # other error is the compiler's failure.
@@ -209,6 +204,20 @@ class CompilerSession:
         # The name and mesh are not part of the cached report: another Program with the same text reads it too.
         return {**report, **identity, **self._written(program, text)}
 
+    @property
+    def _compile_options(self) -> dict[str, str]:
+        """Options in addition to the Program's: those that the compiler needs without a device, and the request's."""
+        needed = {} if self.accelerator is None else compiler_for(self.accelerator).options()
+        return {**needed, **self.options}
+
+    @property
+    def _slices(self) -> list[int] | None:
+        """The slice of each device, where the devices do not state it."""
+        pod = self.accelerator
+        if pod is None or pod.generation.platform != "gpu":
+            return None
+        return [number // pod.chips_per_slice for number in range(pod.devices)]
+
     def _key(
         self, program: Lowerable, lowered: "Lowered", mesh: MeshSpec, coordinates: list[list[int]] | None
     ) -> dict[str, Any]:
@@ -221,8 +230,8 @@ class CompilerSession:
             "lowered": lowered_digest(lowered.as_text(debug_info=True)),
             "topology": [self.accelerator.name, self.accelerator.topology_name, self.accelerator.slices],
             "mesh": [mesh_to_json(mesh), coordinates_digest],
-            "compiler": installed_compiler(),
-            "options": [dict(getattr(program, "compiler_options", {})), dict(self.options), compiler_environment()],
+            "compiler": compiler_identity(self.accelerator),
+            "options": [dict(getattr(program, "compiler_options", {})), self._compile_options, compiler_environment()],
         }
 
     def _written(self, program: Lowerable, text: str | None) -> dict[str, str]:

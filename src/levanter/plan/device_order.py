@@ -6,6 +6,7 @@ the pod's topology.
 
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,6 +69,8 @@ def _placed(mesh: MeshSpec, accelerator: Accelerator) -> "tuple[_Chip, ...]":
 
 
 def _chips(accelerator: Accelerator) -> list[_Chip]:
+    if accelerator.generation.platform == "gpu":
+        return list(_gpus(accelerator))
     sides = accelerator.topology + (1,) * (3 - len(accelerator.topology))
     bounds = accelerator.chips_per_host_bounds or (1, 1, 1)
     # The host of a chip is its block of `bounds` in the torus, numbered with x fastest like the chips.
@@ -85,3 +88,13 @@ def _chips(accelerator: Accelerator) -> list[_Chip]:
                           accelerator.generation.device_kind)
                 )  # fmt: skip
     return chips
+
+
+def _gpus(accelerator: Accelerator) -> Iterator[_Chip]:
+    """GPUs in the order of their hosts, which is the order of JAX's processes. They have no torus."""
+    kind = accelerator.generation.device_kind
+    for number in range(accelerator.devices):
+        position = number % accelerator.chips_per_slice
+        host = number // accelerator.chips_per_host
+        slice_index = number // accelerator.chips_per_slice
+        yield _Chip(number, host, slice_index, (position, 0, 0), 0, kind, platform="gpu")

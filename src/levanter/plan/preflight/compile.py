@@ -7,7 +7,7 @@ from typing import Any
 from haliax_ext.errors import gib
 from levanter.hardware import Accelerator
 from levanter.html.format import seconds_text
-from levanter.plan.aot import CompileCrash, Compiled, LibtpuMissing, Outcome, Refused, WorkerBadInput, compile_programs
+from levanter.plan.aot import CompileCrash, Compiled, CompilerMissing, Outcome, Refused, WorkerBadInput, compile_programs
 from levanter.plan.compile_selection import exceeds_hbm, format_hbm_error, known_to_fit, largest_inputs, select_programs
 from levanter.plan.hbm_budget import Budget
 from levanter.plan.hbm_lower_bound import HbmLowerBound, program_lower_bound
@@ -44,10 +44,6 @@ def compile_stage(inquiry: Inquiry, plan: RunPlan, pod: Accelerator | None, budg
     if not question.compile:
         _without_compiler(inquiry, plan, chosen, "not requested (--no-compile)", pod=pod, status="skipped")
         return {}
-    if pod is not None and not pod.can_compile:
-        why = f"no compiler for {pod.generation.name} runs without one"
-        _without_compiler(inquiry, plan, chosen, why, pod=pod, status="unchecked")
-        return {}
 
     inquiry.begin(f"starting the compiler of {target} for {', '.join(chosen)}")
 
@@ -66,7 +62,7 @@ def compile_stage(inquiry: Inquiry, plan: RunPlan, pod: Accelerator | None, budg
             kept=question.kept,
             plan=plan,
         )
-    except (LibtpuMissing, WorkerBadInput) as error:
+    except (CompilerMissing, WorkerBadInput) as error:
         inquiry.end("compile", first_line([str(error)]), findings=[str(error)], code=BAD_INPUT)
         return {}
     except CompileCrash as error:

@@ -62,7 +62,7 @@ def cost_stage(
             verdict = replace(verdict, why_not=explain_oom(outcome, plan, budget))
         elif outcome is None:
             verdict = replace(verdict, why_not=explain_oom(None, plan, budget, program=program.name))
-            if pod is not None and not pod.can_compile and not plan.errors:
+            if pod is not None and pod.generation.platform == "gpu" and not plan.errors:
                 verdict = _estimated(verdict, plan, pod)
         else:
             # CPU and GPU compilers refuse nothing: they state a total, and no list of allocations.
@@ -71,7 +71,10 @@ def cost_stage(
                 needed = OutOfMemory(needed=most, available=limit, allocations=(), message="")
                 verdict = replace(verdict, why_not=explain_oom(needed, plan, budget, program=program.name))
             # Programs without a workload run once, and their time is negligible.
-            if pod is not None and (workload is not None or not workloads):
+            if pod is not None and pod.generation.platform == "gpu":
+                # The GPU compiler prints no cycles: its times are those of arithmetic.
+                verdict = _estimated(verdict, plan, pod)
+            elif pod is not None and (workload is not None or not workloads):
                 verdict = _timed(verdict, outcome, pod, plan)
         verdicts.append(verdict)
     timed = [f"{v.name} {span_text(v.time.low, v.time.high)}" for v in verdicts if v.time is not None]
@@ -161,7 +164,7 @@ def _other_options(plan: RunPlan, name: str) -> bool:
 
 
 def _estimated(verdict: ProgramVerdict, plan: RunPlan, pod: Accelerator) -> ProgramVerdict:
-    """The verdict with an estimated time, for targets whose compiler needs the device."""
+    """The verdict with an estimated time, for targets whose compiler states no cycles."""
     if verdict.workload is None or (time_ := estimated_time(plan, verdict.workload, pod)) is None:
         return verdict
     return _used(verdict, time_, verdict.workload, pod)
